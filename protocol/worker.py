@@ -1,0 +1,165 @@
+"""Daemon <-> worker: what travels as msgpack frames over the socketpair.
+
+The daemon sends commands, the worker sends reports. The end of the stream means death, in both
+directions. Reports are best effort in time, never in content: a worker never waits for the
+daemon, it merges what it has not sent yet (`kvd.worker.outbox`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.errors import ErrorInfo
+from protocol.messages import FinishReason
+from protocol.types import ChatMessage, KVSpec, ModelInfo, Sampling, Usage, WorkerStats
+
+MAX_FRAME_BYTES = 32 * 1024 * 1024
+"""Above the client's limit, since a prompt of that size must pass as a command."""
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="c", omit_defaults=True):
+    pass
+
+
+class LoadModel(_Command, tag="load", kw_only=True):
+    """First command: load this model."""
+
+    source: str
+    """Embedded name, absolute folder or Hub id."""
+    kv: KVSpec = KVSpec()
+    max_rows: int = 32
+    """The most rows in one decode step."""
+    prefill_chunk: int = 256
+    """C of the cut grid, in tokens, a multiple of 64: part of what decides the output."""
+    attention_scratch: int = 256 * 1024 * 1024
+    """Bytes that one dequantized layer may take in prefill."""
+
+
+class Submit(_Command, tag="submit", kw_only=True):
+    """Run a request. ``rid`` is the daemon's own, unique for the worker's life."""
+
+    rid: str
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tokens: list[int] | None = None
+    sampling: Sampling
+    """With a seed, always."""
+    max_tokens: int | None = None
+    stop: list[str] = []
+
+
+class CancelRow(_Command, tag="cancel", kw_only=True):
+    """End a request within a step; it reports ``finished`` with reason ``cancelled``."""
+
+    rid: str
+
+
+class Grant(_Command, tag="grant", kw_only=True):
+    """The worker may hold this many bytes from now on; answers the request ``seq``."""
+
+    seq: int
+    total_bytes: int
+    granted: bool
+    """False: the total stays what it was (and is repeated here)."""
+    available_bytes: int = 0
+    """What the budget had left when it said so."""
+    budget_bytes: int = 0
+
+
+class Stop(_Command, tag="stop", kw_only=True):
+    """Exit 0; ``drain`` finishes the rows first."""
+
+    drain: bool = True
+
+
+Command = LoadModel | Submit | CancelRow | Grant | Stop
+
+
+class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
+    pass
+
+
+class Started(_Report, tag="started", kw_only=True):
+    """First report: the process runs."""
+
+    pid: int
+    mlx: str = ""
+    mlx_lm: str = ""
+
+
+class Progress(_Report, tag="progress", kw_only=True):
+    """How far the load is; also a sign of life while loading."""
+
+    stage: str
+    fraction: float
+
+
+class Ready(_Report, tag="ready", kw_only=True):
+    """The model answers."""
+
+    info: ModelInfo
+
+
+class LoadFailed(_Report, tag="load_failed", kw_only=True):
+    """It never will; the worker exits 0 after this."""
+
+    error: ErrorInfo
+
+
+class GrantWanted(_Report, tag="grant_wanted", kw_only=True):
+    """The worker wants to hold ``total_bytes`` in all (less than now gives memory back)."""
+
+    seq: int
+    total_bytes: int
+    reason: str
+
+
+class RowAccepted(_Report, tag="accepted", kw_only=True):
+    """The request is tokenized and fits; it runs or waits for a place."""
+
+    rid: str
+    prompt_tokens: int
+
+
+class RowTokens(_Report, tag="tokens", kw_only=True):
+    """New tokens of one request; those of several steps may come as one."""
+
+    rid: str
+    index: int
+    tokens: list[int]
+    text: str
+
+
+class RowFinished(_Report, tag="finished", kw_only=True):
+    """The request is over."""
+
+    rid: str
+    reason: FinishReason
+    usage: Usage
+
+
+class RowFailed(_Report, tag="failed", kw_only=True):
+    """The request, alone, failed."""
+
+    rid: str
+    error: ErrorInfo
+
+
+class Stats(_Report, tag="stats", kw_only=True):
+    """Counters; the heartbeat."""
+
+    stats: WorkerStats
+
+
+Report = (
+    Started
+    | Progress
+    | Ready
+    | LoadFailed
+    | GrantWanted
+    | RowAccepted
+    | RowTokens
+    | RowFinished
+    | RowFailed
+    | Stats
+)
