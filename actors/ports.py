@@ -1,0 +1,91 @@
+"""What the actors need from the outside world: a process to talk to, memory readings, a log.
+
+The adapters are in `kvd` (spawn, memory, logs), the fakes in `tests/sim`. Time is not here: the
+shells read their event loop's clock, which the simulated loop of the tests replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from protocol.types import HostMemory
+from protocol.worker import Command, Report
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a worker process ended."""
+
+    returncode: int
+    """Negative: the signal that ended it, as `subprocess` says it."""
+
+
+class WorkerProcess(Protocol):
+    """One engine process, alive or dead. Nothing here blocks or raises after its death."""
+
+    @property
+    def pid(self) -> int:
+        """The process id, also after its death."""
+        ...
+
+    def send(self, command: Command) -> None:
+        """Buffer a command for the process; after its death do nothing."""
+        ...
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        ...
+
+
+class SpawnWorker(Protocol):
+    """Start an engine process.
+
+    Reports and the exit come by callbacks on the event loop, all reports that the process wrote
+    before its exit; nothing comes after `on_exit`. They may come before this coroutine returns.
+    Raises OSError or KvdError if the process cannot be started; then no callback is called.
+    A bad frame from the process: the adapter kills it, and the exit follows.
+    """
+
+    async def __call__(
+        self,
+        name: str,
+        *,
+        on_report: Callable[[Report], None],
+        on_exit: Callable[[Exit], None],
+    ) -> WorkerProcess:
+        """Start the process of the model called `name`."""
+        ...
+
+
+class ReadMemory(Protocol):
+    """Memory readings of this machine."""
+
+    def host(self) -> HostMemory:
+        """Read what the machine has and has left."""
+        ...
+
+    def footprint(self, pid: int) -> int:
+        """Read what a process really takes, in bytes; 0 if it is gone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that a log should have, as a value: adapters turn it into lines or metrics."""
+
+    event: str
+    """Such as ``model_state``, ``worker_exit``, ``request_done``, ``actor_failed``."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    fields: dict[str, Any] = field(default_factory=dict)
+    error: BaseException | None = None
+    """With its traceback, where there is one."""
+
+
+Notify = Callable[[Notice], None]
+"""Called on the event loop; must not block, must not raise."""
