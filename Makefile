@@ -1,0 +1,54 @@
+# make run    install what is missing and serve the embedded model in the foreground
+# make test   install what is missing and run everything that CI runs
+# make check  lint, types and import layers only
+#
+# Needs Python 3.11 or newer and a package index. Uses uv where it is installed, else venv and pip.
+# KVD_HOME (default ~/.kvd) holds socket, lock, config, logs and caches.
+
+VENV ?= .venv
+# The first of these that is new enough; `make PYTHON=…` overrides.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; \
+	done)
+BIN := $(VENV)/bin
+# Settings of pytest, such as `make test PYTEST_ARGS="-k cli"`.
+PYTEST_ARGS ?=
+
+.PHONY: run test check format clean
+
+run: $(VENV)/.runtime
+	@exec $(BIN)/kvd serve --model demo
+
+test: check
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "kvd needs Python 3.11 or newer; make PYTHON=/path/to/python" >&2; exit 1; }
+	@if command -v uv >/dev/null; then uv venv --python "$(PYTHON)" $(VENV); \
+	else "$(PYTHON)" -m venv $(VENV); fi
+
+# The stamps are older than pyproject.toml when the dependencies may have changed.
+$(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	@if command -v uv >/dev/null; then uv pip install --python $(BIN)/python -e .; \
+	else $(BIN)/python -m pip install --quiet -e .; fi
+	@touch $@
+
+# Dependency groups need pip 25.1.
+$(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@if command -v uv >/dev/null; then uv pip install --python $(BIN)/python -e . --group dev; \
+	else $(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' \
+	&& $(BIN)/python -m pip install --quiet -e . --group dev; fi
+	@touch $@ $(VENV)/.runtime

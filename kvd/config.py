@@ -1,0 +1,116 @@
+"""`config.toml`: read once at start, into values that hold.
+
+Covers the file's shape, its defaults and errors that name the key. Does not cover the command
+line, whose options `kvd.daemon` lays over the result.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvd.units import parse_bytes, parse_kv
+from protocol.errors import ConfigError
+from protocol.types import KVSpec, Name
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model to load at start."""
+
+    source: Name
+    alias: Name | None = None
+    kv: str = "k8v8"
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """The scheme as a value; `load` has checked it."""
+        return parse_kv(self.kv)
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of `config.toml`."""
+
+    budget: str | Annotated[int, Meta(gt=0)] | None = None
+    """Bytes, or a text such as ``8GiB``; absent: a safe share of the machine."""
+    models: list[str | ModelEntry] = []
+    """Loaded at start: names, folders and Hub ids, or tables with ``source``."""
+    max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
+    """The most rows in one decode step of a model."""
+    prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] = 256
+    """Prompt tokens in one step. Part of what decides the output."""
+    drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
+    """How long a stop waits for what runs before it ends it."""
+    blas: str = "auto"
+    """Linux without an accelerator: ``auto``, ``off``, or the library to preload into workers."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget as a number; `load` has checked it."""
+        return parse_bytes(self.budget) if isinstance(self.budget, str) else self.budget
+
+    @property
+    def entries(self) -> list[ModelEntry]:
+        """The models to load, all as tables."""
+        return [ModelEntry(m) if isinstance(m, str) else m for m in self.models]
+
+
+def load(path: Path) -> Config:
+    """Return the configuration of this file, or the defaults if there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Config()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", key="") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, path: str = "config.toml") -> Config:
+    """Return the configuration that this text stands for; errors name the key."""
+    try:
+        config = msgspec.convert(tomllib.loads(text), Config)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}", key="") from error
+    except msgspec.ValidationError as error:
+        key, reason = _explain(str(error))
+        raise ConfigError(f"{path}: {key}: {reason}", key=key) from error
+    _check_texts(config, path)
+    return config
+
+
+def _check_texts(config: Config, path: str) -> None:
+    key = "budget"
+    try:
+        _ = config.budget_bytes
+        for index, entry in enumerate(config.entries):
+            key = f"models[{index}].kv"
+            _ = entry.kv_spec
+    except ValueError as error:
+        raise ConfigError(f"{path}: {key}: {error}", key=key) from error
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
+_PLACE = re.compile(r" - at `\$\.?(?P<place>[^`]*)`$")
+
+
+def _explain(message: str) -> tuple[str, str]:
+    """Split msgspec's message into the key that it speaks of and the reason."""
+    found = _PLACE.search(message)
+    place, reason = (found["place"], message[: found.start()]) if found else ("", message)
+    unknown = _UNKNOWN.fullmatch(reason)
+    if not unknown:
+        return place or "(top level)", reason
+    field = unknown["field"]
+    known = ModelEntry.__struct_fields__ if place.startswith("models") else Config.__struct_fields__
+    near = difflib.get_close_matches(field, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"{place}.{field}".lstrip("."), f"unknown key; {hint}"

@@ -1,0 +1,71 @@
+"""What people write and read, and the values behind it: byte counts, KV schemes, durations.
+
+Raises `ValueError` with a text for people; callers say which option or key it was.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from protocol.types import KVSpec
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_KV = re.compile(r"k(\d+)v(\d+)", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``8GiB``, ``500 MB`` or ``1073741824`` stand for."""
+    found = _BYTES.fullmatch(text)
+    factor = _FACTORS.get(found[2].upper()) if found else None
+    if found is None or factor is None:
+        raise ValueError(f"{text!r} is no size; write it like 8GiB, 500MB or 1073741824")
+    return int(float(found[1]) * factor)
+
+
+def format_bytes(count: int) -> str:
+    """Return a short binary size, such as ``1.5 GiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def parse_kv(text: str) -> KVSpec:
+    """Return the KV scheme that ``k8v4`` stands for."""
+    found = _KV.fullmatch(text.strip())
+    try:
+        if found:
+            return msgspec.convert({"k_bits": int(found[1]), "v_bits": int(found[2])}, KVSpec)
+    except msgspec.ValidationError:
+        pass
+    raise ValueError(
+        f"{text!r} is no KV scheme; write it like k8v8 or k8v4, with 2, 3, 4, 5, 6, 8 or 16 "
+        "(not quantized) bits for keys and for values"
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Return a short duration, such as ``3h 12m``."""
+    whole = int(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m {whole % 60}s" if minutes else f"{whole}s"
