@@ -1,0 +1,68 @@
+"""Logging: structlog in front, the standard library behind.
+
+To a person (a terminal on stderr) in colour, to anything else as JSON lines; and always as JSON
+lines into a rotating file of the home. What the libraries log passes through the same two.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE_BYTES = 8 * 1024 * 1024
+"""Of one generation; launchd's own files never rotate, so the daemon does it itself."""
+FILES_KEPT = 5
+
+
+def setup(folder: Path | None, level: str = "info") -> None:
+    """Send logs to stderr, and to `kvd.log` in this folder unless it is None."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    console = logging.StreamHandler(sys.stderr)
+    console.setFormatter(_formatter(shared, _person() if sys.stderr.isatty() else _machine()))
+    handlers: list[logging.Handler] = [console]
+    if folder is not None:
+        file = logging.handlers.RotatingFileHandler(
+            folder / "kvd.log", maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8"
+        )
+        file.setFormatter(_formatter(shared, _machine()))
+        handlers.append(file)
+    logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _person() -> list[Any]:
+    colours = "NO_COLOR" not in os.environ
+    return [structlog.dev.ConsoleRenderer(colors=colours)]
+
+
+def _machine() -> list[Any]:
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+
+def _formatter(shared: list[Any], last: list[Any]) -> logging.Formatter:
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
