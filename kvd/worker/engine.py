@@ -1,0 +1,73 @@
+"""What the worker's loop asks of an engine: the seam between processes and tensors.
+
+Two implementations: `kvd.worker.mlx_engine` (the real one) and `kvd.worker.fake_engine` (speed,
+load time and faults from a string, no tensors). All calls come from the loop's one thread.
+
+An engine knows nothing of sockets, of the daemon or of clients: it turns commands into reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from protocol.worker import Grant, LoadModel, Report, Submit
+
+if TYPE_CHECKING:
+    from protocol.types import ModelInfo, WorkerStats
+
+ReportProgress = Callable[[str, float], None]
+"""``(stage, fraction)``: fraction is 0 to 1 of the whole load. Also a sign of life."""
+
+AskGrant = Callable[[int, str], Grant]
+"""``(total_bytes, reason)``: blocks until the daemon answers; only during `Engine.load`.
+
+Later requests for memory are `GrantWanted` reports of `Engine.step`; their ``seq`` goes on
+after that of the last `Grant` that this returned.
+"""
+
+
+class Engine(Protocol):
+    """One model that runs rows: ``load`` once, then ``submit`` and ``step`` as often as needed."""
+
+    def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
+        """Make the model ready, or raise a `KvdError` that says why it never will be."""
+        ...
+
+    def submit(self, request: Submit) -> int:
+        """Queue a request and return its prompt's tokens.
+
+        A `KvdError` fails this request alone; nothing of it stays in the engine then.
+        """
+        ...
+
+    def cancel(self, rid: str) -> None:
+        """End a row at the next step, which reports it ``cancelled``; unknown ids are over."""
+        ...
+
+    def granted(self, grant: Grant) -> None:
+        """Take the answer to a `GrantWanted`."""
+        ...
+
+    def step(self) -> list[Report]:
+        """Run one step; return its tokens, ends, failures and requests for memory.
+
+        Each submitted row ends with exactly one `RowFinished` or `RowFailed`.
+        """
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something now.
+
+        False while all that is left waits for a grant: the loop then sleeps until it comes.
+        """
+        ...
+
+    def stats(self) -> WorkerStats:
+        """Return the counters; the loop adds the rate and the process footprint."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the process's exit does not."""
+        ...
