@@ -19,6 +19,9 @@ VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """Bounds what one line can make the daemon hold; a 16K-token prompt is about 64 KiB."""
 
+MAX_INT = 2**31 - 1
+"""Of counts and token ids: JSON has no bound of its own, msgpack and arrays do."""
+
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
@@ -27,17 +30,17 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
     v: int = VERSION
 
 
-class Hello(_Request, tag="hello", kw_only=True):
+class Hello(_Request, tag="hello", frozen=True, kw_only=True):
     """Ask who is there."""
 
     client: str = ""
 
 
-class Status(_Request, tag="status", kw_only=True):
+class Status(_Request, tag="status", frozen=True, kw_only=True):
     """Ask for everything that `kvctl status` shows."""
 
 
-class Load(_Request, tag="load", kw_only=True):
+class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Load a model: an embedded name, a folder's absolute path, or a Hub id."""
 
     model: Name
@@ -46,39 +49,39 @@ class Load(_Request, tag="load", kw_only=True):
     kv: KVSpec = KVSpec()
 
 
-class Unload(_Request, tag="unload", kw_only=True):
+class Unload(_Request, tag="unload", frozen=True, kw_only=True):
     """Finish the model's requests, then end its worker; ``force`` ends them at once."""
 
     model: Name
     force: bool = False
 
 
-class Generate(_Request, tag="generate", kw_only=True):
+class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     """Complete a prompt. Exactly one of ``prompt``, ``messages`` and ``tokens`` is given."""
 
     model: Name
     prompt: str | None = None
     """Raw text: no chat template."""
     messages: list[ChatMessage] | None = None
-    tokens: list[Annotated[int, Meta(ge=0)]] | None = None
+    tokens: list[Annotated[int, Meta(ge=0, le=MAX_INT)]] | None = None
     sampling: Sampling = Sampling()
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """Absent: as much as fits the context, at most 512."""
     stop: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] = []
     """The completion ends before the first of these; none of it is sent."""
 
 
-class Cancel(_Request, tag="cancel", kw_only=True):
+class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
     """End another request of this connection; it gets ``done`` with reason ``cancelled``."""
 
     target: RequestId
 
 
-class Drain(_Request, tag="drain", kw_only=True):
+class Drain(_Request, tag="drain", frozen=True, kw_only=True):
     """Take no new work, finish what runs; the daemon stays up."""
 
 
-class Shutdown(_Request, tag="shutdown", kw_only=True):
+class Shutdown(_Request, tag="shutdown", frozen=True, kw_only=True):
     """Drain, then exit 0; ``force`` does not wait for what runs."""
 
     force: bool = False
@@ -91,7 +94,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_
     id: str
 
 
-class HelloReply(_Event, tag="hello", kw_only=True):
+class HelloReply(_Event, tag="hello", frozen=True, kw_only=True):
     """Who is there."""
 
     version: str
@@ -100,13 +103,13 @@ class HelloReply(_Event, tag="hello", kw_only=True):
     home: str
 
 
-class StatusReply(_Event, tag="status", kw_only=True):
+class StatusReply(_Event, tag="status", frozen=True, kw_only=True):
     """Everything that `kvctl status` shows."""
 
     status: DaemonStatus
 
 
-class Loading(_Event, tag="loading", kw_only=True):
+class Loading(_Event, tag="loading", frozen=True, kw_only=True):
     """How far a load is."""
 
     model: str
@@ -115,27 +118,27 @@ class Loading(_Event, tag="loading", kw_only=True):
     """0 to 1 of the whole load."""
 
 
-class Loaded(_Event, tag="loaded", kw_only=True):
+class Loaded(_Event, tag="loaded", frozen=True, kw_only=True):
     """The model answers requests."""
 
     model: ModelStatus
 
 
-class Unloaded(_Event, tag="unloaded", kw_only=True):
+class Unloaded(_Event, tag="unloaded", frozen=True, kw_only=True):
     """The worker has exited and its memory is free."""
 
     model: str
     freed_bytes: int
 
 
-class Accepted(_Event, tag="accepted", kw_only=True):
+class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
     """The worker has the request; ``seed`` is the one that it samples with."""
 
     prompt_tokens: int
     seed: int
 
 
-class Tokens(_Event, tag="tokens", kw_only=True):
+class Tokens(_Event, tag="tokens", frozen=True, kw_only=True):
     """The next tokens of a completion, with the text that they complete.
 
     ``text`` never ends inside a character and never shows what may become a stop string; the
@@ -151,29 +154,29 @@ class Tokens(_Event, tag="tokens", kw_only=True):
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
-class Done(_Event, tag="done", kw_only=True):
+class Done(_Event, tag="done", frozen=True, kw_only=True):
     """The completion is over."""
 
     reason: FinishReason
     usage: Usage
 
 
-class Cancelled(_Event, tag="cancelled", kw_only=True):
+class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
     """Answers ``cancel``; ``found`` is false if the target was over already."""
 
     target: str
     found: bool
 
 
-class Drained(_Event, tag="drained", kw_only=True):
+class Drained(_Event, tag="drained", frozen=True, kw_only=True):
     """Nothing runs any more."""
 
 
-class Bye(_Event, tag="bye", kw_only=True):
+class Bye(_Event, tag="bye", frozen=True, kw_only=True):
     """The daemon exits now."""
 
 
-class Error(_Event, tag="error", kw_only=True):
+class Error(_Event, tag="error", frozen=True, kw_only=True):
     """The request failed. An empty ``id`` speaks of the connection; it closes then."""
 
     error: ErrorInfo

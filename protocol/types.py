@@ -21,7 +21,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
 
     temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """0 keeps all tokens."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None

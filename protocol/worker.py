@@ -21,7 +21,7 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="c", omit_de
     pass
 
 
-class LoadModel(_Command, tag="load", kw_only=True):
+class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """First command: load this model."""
 
     source: str
@@ -35,7 +35,7 @@ class LoadModel(_Command, tag="load", kw_only=True):
     """Bytes that one dequantized layer may take in prefill."""
 
 
-class Submit(_Command, tag="submit", kw_only=True):
+class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Run a request. ``rid`` is the daemon's own, unique for the worker's life."""
 
     rid: str
@@ -48,13 +48,13 @@ class Submit(_Command, tag="submit", kw_only=True):
     stop: list[str] = []
 
 
-class CancelRow(_Command, tag="cancel", kw_only=True):
+class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
     """End a request within a step; it reports ``finished`` with reason ``cancelled``."""
 
     rid: str
 
 
-class Grant(_Command, tag="grant", kw_only=True):
+class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     """The worker may hold this many bytes from now on; answers the request ``seq``."""
 
     seq: int
@@ -66,7 +66,7 @@ class Grant(_Command, tag="grant", kw_only=True):
     budget_bytes: int = 0
 
 
-class Stop(_Command, tag="stop", kw_only=True):
+class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     """Exit 0; ``drain`` finishes the rows first."""
 
     drain: bool = True
@@ -79,7 +79,7 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_def
     pass
 
 
-class Started(_Report, tag="started", kw_only=True):
+class Started(_Report, tag="started", frozen=True, kw_only=True):
     """First report: the process runs."""
 
     pid: int
@@ -87,26 +87,26 @@ class Started(_Report, tag="started", kw_only=True):
     mlx_lm: str = ""
 
 
-class Progress(_Report, tag="progress", kw_only=True):
+class Progress(_Report, tag="progress", frozen=True, kw_only=True):
     """How far the load is; also a sign of life while loading."""
 
     stage: str
     fraction: float
 
 
-class Ready(_Report, tag="ready", kw_only=True):
+class Ready(_Report, tag="ready", frozen=True, kw_only=True):
     """The model answers."""
 
     info: ModelInfo
 
 
-class LoadFailed(_Report, tag="load_failed", kw_only=True):
+class LoadFailed(_Report, tag="load_failed", frozen=True, kw_only=True):
     """It never will; the worker exits 0 after this."""
 
     error: ErrorInfo
 
 
-class GrantWanted(_Report, tag="grant_wanted", kw_only=True):
+class GrantWanted(_Report, tag="grant_wanted", frozen=True, kw_only=True):
     """The worker wants to hold ``total_bytes`` in all (less than now gives memory back)."""
 
     seq: int
@@ -114,14 +114,14 @@ class GrantWanted(_Report, tag="grant_wanted", kw_only=True):
     reason: str
 
 
-class RowAccepted(_Report, tag="accepted", kw_only=True):
+class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
     """The request is tokenized and fits; it runs or waits for a place."""
 
     rid: str
     prompt_tokens: int
 
 
-class RowTokens(_Report, tag="tokens", kw_only=True):
+class RowTokens(_Report, tag="tokens", frozen=True, kw_only=True):
     """New tokens of one request; those of several steps may come as one."""
 
     rid: str
@@ -130,7 +130,7 @@ class RowTokens(_Report, tag="tokens", kw_only=True):
     text: str
 
 
-class RowFinished(_Report, tag="finished", kw_only=True):
+class RowFinished(_Report, tag="finished", frozen=True, kw_only=True):
     """The request is over."""
 
     rid: str
@@ -138,14 +138,14 @@ class RowFinished(_Report, tag="finished", kw_only=True):
     usage: Usage
 
 
-class RowFailed(_Report, tag="failed", kw_only=True):
+class RowFailed(_Report, tag="failed", frozen=True, kw_only=True):
     """The request, alone, failed."""
 
     rid: str
     error: ErrorInfo
 
 
-class Stats(_Report, tag="stats", kw_only=True):
+class Stats(_Report, tag="stats", frozen=True, kw_only=True):
     """Counters; the heartbeat."""
 
     stats: WorkerStats
