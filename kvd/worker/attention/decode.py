@@ -1,0 +1,72 @@
+"""Decode attention in plain MLX operations: right everywhere, and what kernels are tested against.
+
+A flat list of pages, each multiplied with the queries of its row; then a softmax by segment
+(flash decoding, arXiv 2311.01282, with a page as the split) with maximum and sum per row over all
+levels and the dense tail, accumulated in float32. The work is proportional to the tokens that are
+there. Every operation is per page or per row, so on the CPU a row's output is the same to the
+bit whoever shares its batch.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvd.worker.cache.batch import DecodeHandle
+from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.steps import TAIL_TOKENS
+
+
+def decode_attention(
+    queries: mx.array, handle: DecodeHandle, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend one query a row to all that the row has.
+
+    ``queries``: ``[batch, q_heads, 1, k_dim]``, of which the step's rows come first and the rest
+    is padding; ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
+    ``[batch, q_heads, 1, v_dim]`` in the queries' dtype, zero for the padding.
+    """
+    step, layer = handle.step, handle.layer
+    batch, q_heads, _, k_dim = queries.shape
+    rows, heads = len(step.rows), layer.geometry.kv_heads
+    q = queries[:rows].reshape(rows, heads, q_heads // heads, k_dim) * scale
+
+    tail_keys, tail_values = layer.tails(step)
+    scores = (q @ tail_keys.swapaxes(-1, -2)).astype(mx.float32)
+    there = mx.arange(TAIL_TOKENS) < step.tail_lengths[:, None]
+    scores = mx.where(there[:, None, None], scores, -mx.inf)
+    top = scores.max(axis=-1)
+
+    paged = []
+    for table in step.tables:
+        pool = layer.pools[table.level]
+        page_scores = page_product(
+            q[table.rows], pool.keys, pool.scheme.k_bits, table.slots, transpose=False
+        ).astype(mx.float32)
+        paged.append((table, pool, page_scores))
+        top = top.at[table.rows].maximum(page_scores.max(axis=-1))
+    if sinks is not None:
+        sink = sinks.astype(mx.float32).reshape(1, heads, -1)
+        top = mx.maximum(top, sink)
+
+    weights = mx.exp(scores - top[..., None])
+    total = weights.sum(axis=-1)
+    if sinks is not None:
+        total = total + mx.exp(sink - top)
+    output = (weights.astype(q.dtype) @ tail_values).astype(mx.float32)
+    for table, pool, page_scores in paged:
+        weights = mx.exp(page_scores - top[table.rows][..., None])
+        total = total.at[table.rows].add(weights.sum(axis=-1))
+        partial = page_product(
+            weights.astype(q.dtype),
+            pool.values,
+            pool.scheme.v_bits,
+            table.slots,
+            transpose=not pool.geometry.values_per_token,
+        )
+        output = output.at[table.rows].add(partial.astype(mx.float32))
+
+    output = (output / total[..., None]).astype(queries.dtype).reshape(rows, q_heads, 1, -1)
+    if batch > rows:
+        padding = mx.zeros((batch - rows, *output.shape[1:]), output.dtype)
+        output = mx.concatenate([output, padding])
+    return output

@@ -1,0 +1,32 @@
+"""Prefill attention: dequantize one layer of one row, then the dense kernel.
+
+The chunk attends to its own tokens exactly, and to what came before as the cache holds it.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvd.worker.cache.batch import PrefillHandle
+
+
+def prefill_attention(
+    queries: mx.array, handle: PrefillHandle, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
+
+    Returns ``[1, q_heads, count, v_dim]``. A lazy graph would keep many layers' dense copies
+    alive, so the output is evaluated here once they pass the store's ``prefill_scratch``.
+    """
+    keys, values = handle.chunk.keys, handle.chunk.values
+    for table in handle.step.tables:
+        pool = handle.layer.pools[table.level]
+        k, v = (side.swapaxes(0, 1).flatten(1, 2) for side in pool.read(table.slots))
+        keys = mx.concatenate([k, keys], axis=1)
+        values = mx.concatenate([v, values], axis=1)
+    output = mx.fast.scaled_dot_product_attention(
+        queries, keys[None], values[None], scale=scale, mask="causal", sinks=sinks
+    )
+    if handle.store.note_scratch(keys.nbytes + values.nbytes):
+        mx.eval(output)
+    return output

@@ -1,0 +1,164 @@
+"""One layer's part of the cache: pools by level, dense tails, and what awaits the flush."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, PrefillStep, Seal
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A prefilled chunk's dense keys and values, behind those of the tail before it."""
+
+    keys: mx.array
+    """``[heads, tail + count, dim]``."""
+    values: mx.array
+
+
+class LayerStore:
+    """Pools, tails and pending pages of one layer."""
+
+    def __init__(self, geometry: LayerGeometry, ladder: list[Scheme], dtype: mx.Dtype) -> None:
+        self.geometry = geometry
+        self.dtype = dtype
+        self.pools = [PagePool(geometry, scheme, dtype) for scheme in ladder]
+        self.tail_keys = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.k_dim), dtype)
+        self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
+        self.pending: list[tuple[Packed, Packed]] = []
+        """Packed pages in the order of the store's own list of their rows."""
+        self.new_tails: list[tuple[int, Chunk]] = []
+        """What prefill left over for a tail's slot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pools and tails."""
+        return sum(pool.nbytes for pool in self.pools) + self.tail_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of all tails."""
+        return self.tail_keys.shape[0] * self.geometry.dense_bytes(TAIL_TOKENS)
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, for `mx.eval`."""
+        pending = [array for pair in self.pending for side in pair for array in side]
+        new = [a for _, chunk in self.new_tails for a in (chunk.keys, chunk.values)]
+        pools = [a for pool in self.pools for a in pool.arrays()]
+        return [self.tail_keys, self.tail_values, *pending, *new, *pools]
+
+    # A decode step: lazy. The tails are small enough to be copied where MLX has to.
+
+    def append(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
+        """Write one token for each row, ``[rows, heads, 1, dim]``, then seal what is due."""
+        self.tail_keys[step.slots, :, step.positions] = keys[:, :, 0]
+        self.tail_values[step.slots, :, step.positions] = values[:, :, 0]
+        if step.seal is not None:
+            self._seal(step.seal)
+
+    def _seal(self, seal: Seal) -> None:
+        pool = self.pools[0]
+        block = (len(seal.rows), self.geometry.kv_heads, TAIL_TOKENS // PAGE_TOKENS, PAGE_TOKENS)
+        which = mx.arange(len(seal.rows))
+        keys = self.tail_keys[seal.slots].reshape(*block, -1)[which, :, seal.blocks]
+        values = self.tail_values[seal.slots].reshape(*block, -1)[which, :, seal.blocks]
+        packed = pool.pack(keys, values)
+        self.pending.append(packed)
+        keys, values = pool.unpack(*packed)
+        slots = seal.slots[:, None]
+        self.tail_keys[slots, :, seal.positions] = keys.swapaxes(1, 2)
+        self.tail_values[slots, :, seal.positions] = values.swapaxes(1, 2)
+
+    def tails(self, step: DecodeStep) -> tuple[mx.array, mx.array]:
+        """Return the rows' tails, ``[rows, heads, TAIL_TOKENS, dim]``."""
+        if step.whole:
+            return self.tail_keys, self.tail_values
+        return self.tail_keys[step.slots], self.tail_values[step.slots]
+
+    # A prefill step.
+
+    def extend(self, step: PrefillStep, keys: mx.array, values: mx.array) -> Chunk:
+        """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
+
+        Full pages and the new tail await the flush. Returns what the chunk's queries attend to
+        beside the row's pages.
+        """
+        chunk = Chunk(keys[0], values[0])
+        slot, before = step.row.slot, step.tail_length
+        if before:
+            chunk = Chunk(
+                mx.concatenate([self.tail_keys[slot, :, :before], keys[0]], axis=1),
+                mx.concatenate([self.tail_values[slot, :, :before], values[0]], axis=1),
+            )
+        full = step.new_pages * PAGE_TOKENS
+        if full:
+            self.pending.append(
+                self.pools[0].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
+            )
+        self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
+        return chunk
+
+    # The flush: the device is idle. Everything here is evaluated before it returns.
+
+    def flush(self, slots: list[int], kept: list[int] | None, shifts: dict[int, list[int]]) -> None:
+        """Write the pending pages to ``slots`` and close the gap in the tails.
+
+        ``kept``: which pending pages are still wanted; None is all. ``shifts``: by number of pages
+        that leave a tail, the tails' slots.
+        """
+        pending, self.pending = self.pending, []
+        new_tails, self.new_tails = self.new_tails, []
+        if slots:
+            keys, values = (_joined([pair[side] for pair in pending], kept) for side in (0, 1))
+            mx.eval(keys, values)
+            del pending
+            pool = self.pools[0]
+            pool.write(mx.array(slots), keys, values)
+            mx.eval(pool.arrays())
+        for pages, tails in shifts.items():
+            self._shift(mx.array(tails), pages * PAGE_TOKENS)
+        for slot, chunk in new_tails:
+            length = chunk.keys.shape[1]
+            if length:
+                mx.eval(chunk.keys, chunk.values)
+                self.tail_keys[slot, :, :length] = chunk.keys
+                self.tail_values[slot, :, :length] = chunk.values
+                mx.eval(self.tail_keys, self.tail_values)
+
+    def _shift(self, tails: mx.array, tokens: int) -> None:
+        rest = TAIL_TOKENS - tokens
+        keys, values = self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:]
+        mx.eval(keys, values)
+        self.tail_keys[tails, :, :rest] = keys
+        self.tail_values[tails, :, :rest] = values
+        mx.eval(self.tail_keys, self.tail_values)
+
+    def resize_tails(self, slots: int) -> None:
+        """Change the number of tails, keeping the first ones; evaluates."""
+        self.tail_keys = _resized(self.tail_keys, slots)
+        self.tail_values = _resized(self.tail_values, slots)
+
+
+def _paged(dense: mx.array, tokens: int) -> mx.array:
+    heads, _, dim = dense.shape
+    return dense[:, :tokens].reshape(heads, -1, PAGE_TOKENS, dim).swapaxes(0, 1)
+
+
+def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:
+    joined = tuple(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))
+    return joined if kept is None else tuple(array[mx.array(kept)] for array in joined)
+
+
+def _resized(tails: mx.array, slots: int) -> mx.array:
+    old, *shape = tails.shape
+    if slots > old:
+        tails = mx.concatenate([tails, mx.zeros((slots - old, *shape), tails.dtype)])
+    else:
+        tails = mx.contiguous(tails[:slots])
+    mx.eval(tails)
+    return tails

@@ -1,0 +1,96 @@
+"""Which pages are free and who holds the others: integers only.
+
+A page's slot is shared by all layers: slot 17 of level 1 means that place in every layer's pool
+of level 1. Rows that share a prefix hold the same page; it is free when nobody holds it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+
+class PageId(NamedTuple):
+    """A page's place: its level on the ladder of schemes, and its slot in that level's pools."""
+
+    level: int
+    slot: int
+
+
+class PageAllocator:
+    """Free list and reference counts of one level.
+
+    The lowest slots are given out first, so that a pool's end falls free and can be cut off.
+    """
+
+    def __init__(self, level: int, capacity: int = 0) -> None:
+        self.level = level
+        self.capacity = capacity
+        self._free = list(range(capacity))
+        self._references: dict[int, int] = {}
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody holds."""
+        return len(self._references)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def grow(self, capacity: int) -> None:
+        """Add the slots up to ``capacity``."""
+        if capacity < self.capacity:
+            raise ValueError(f"cannot grow from {self.capacity} to {capacity} pages")
+        for slot in range(self.capacity, capacity):
+            heapq.heappush(self._free, slot)
+        self.capacity = capacity
+
+    def reset(self, capacity: int) -> None:
+        """Start afresh with ``capacity`` pages; nobody may hold one."""
+        if self._references:
+            raise ValueError(f"{self.used} pages are still held")
+        self.capacity = capacity
+        self._free = list(range(capacity))
+
+    def can_take(self, count: int) -> bool:
+        """Return whether ``count`` pages are free."""
+        return count <= len(self._free)
+
+    def take(self, count: int) -> list[PageId]:
+        """Take ``count`` free pages, each with one holder."""
+        if not self.can_take(count):
+            raise ValueError(f"{count} pages wanted, {self.free} of {self.capacity} free")
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        for slot in slots:
+            self._references[slot] = 1
+        return [PageId(self.level, slot) for slot in slots]
+
+    def retain(self, page: PageId) -> None:
+        """Add a holder to a page that is in use."""
+        self._references[page.slot] += 1
+
+    def release(self, page: PageId) -> None:
+        """Take a holder away; the last one frees the page."""
+        left = self._references[page.slot] - 1
+        if left:
+            self._references[page.slot] = left
+        else:
+            del self._references[page.slot]
+            heapq.heappush(self._free, page.slot)
+
+    def references(self, page: PageId) -> int:
+        """Return how many hold the page; 0 if it is free."""
+        return self._references.get(page.slot, 0)
+
+    def check(self) -> None:
+        """Assert that every slot is either free or held, and none is both."""
+        free = set(self._free)
+        held = set(self._references)
+        assert len(free) == len(self._free), "a slot stands in the free list twice"
+        assert not free & held, f"free and held: {sorted(free & held)}"
+        assert free | held == set(range(self.capacity)), "a slot is lost"
+        assert all(count > 0 for count in self._references.values()), (
+            "a page without holder is held"
+        )

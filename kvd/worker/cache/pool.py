@@ -1,0 +1,89 @@
+"""The pages of one layer at one level: arrays that are written in place, at flushes only.
+
+MLX updates an array in place only while nobody else holds its buffer, and an operation in flight
+that reads it does hold it; then "in place" silently copies the whole pool. So whoever calls
+`write` or `resize` has drained the device before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from kvd.worker.cache import packed as pk
+from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+
+
+class PagePool:
+    """Storage for ``capacity`` pages of one layer.
+
+    Keys are ``[capacity, heads, k_dim, 64]`` per channel; values ``[capacity, heads, 64, v_dim]``
+    per token, or ``[capacity, heads, v_dim, 64]`` per channel where ``v_dim`` is no multiple of 64.
+    """
+
+    def __init__(self, geometry: LayerGeometry, scheme: Scheme, dtype: mx.Dtype) -> None:
+        self.geometry = geometry
+        self.scheme = scheme
+        self.dtype = dtype
+        self.capacity = 0
+        self.keys = self._empty_keys(0)
+        self.values = self._empty_values(0)
+
+    def _empty_keys(self, pages: int) -> Packed:
+        g = self.geometry
+        return pk.empty(pages, g.kv_heads, g.k_dim, PAGE_TOKENS, self.scheme.k_bits, self.dtype)
+
+    def _empty_values(self, pages: int) -> Packed:
+        g = self.geometry
+        shape = (PAGE_TOKENS, g.v_dim) if g.values_per_token else (g.v_dim, PAGE_TOKENS)
+        return pk.empty(pages, g.kv_heads, *shape, self.scheme.v_bits, self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, used or free."""
+        return self.capacity * self.geometry.page_bytes(self.scheme)
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, for `mx.eval`."""
+        return [*self.keys, *self.values]
+
+    def pack(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        """Quantize whole pages, dense ``[pages, heads, 64, dim]`` in; lazy."""
+        k = pk.pack(keys.swapaxes(-1, -2), self.scheme.k_bits)
+        v = values if self.geometry.values_per_token else values.swapaxes(-1, -2)
+        return k, pk.pack(v, self.scheme.v_bits)
+
+    def unpack(self, keys: Packed, values: Packed) -> tuple[mx.array, mx.array]:
+        """Undo `pack`: dense ``[pages, heads, 64, dim]`` of both; lazy."""
+        k = pk.unpack(keys, self.scheme.k_bits).swapaxes(-1, -2)
+        v = pk.unpack(values, self.scheme.v_bits)
+        return k, (v if self.geometry.values_per_token else v.swapaxes(-1, -2))
+
+    def read(self, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both; lazy."""
+        return self.unpack(pk.take(self.keys, slots), pk.take(self.values, slots))
+
+    def write(self, slots: mx.array, keys: Packed, values: Packed) -> None:
+        """Store packed pages at ``slots``, in place once evaluated."""
+        for mine, new in ((self.keys, keys), (self.values, values)):
+            for target, source in zip(mine, new, strict=True):
+                target[slots] = source
+
+    def resize(self, capacity: int) -> None:
+        """Keep the first ``capacity`` pages, or add zeroed ones; evaluates, keys before values.
+
+        A copy of the larger of the two sides is all the scratch that this takes.
+        """
+        self.keys = self._resized(self.keys, self._empty_keys, capacity)
+        self.values = self._resized(self.values, self._empty_values, capacity)
+        self.capacity = capacity
+
+    def _resized(self, old: Packed, empty: Callable[[int], Packed], capacity: int) -> Packed:
+        kept = min(self.capacity, capacity)
+        arrays = []
+        for before, more in zip(old, empty(capacity - kept), strict=True):
+            arrays.append(mx.concatenate([before[:kept], more]))
+            mx.eval(arrays[-1])
+        return tuple(arrays)
