@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvd.units import parse_bytes, parse_kv
 from protocol.errors import ConfigError
-from protocol.types import KVSpec, Name  # noqa: TC001 - msgspec reads them
+from protocol.types import KVSpec, Name
 
 if TYPE_CHECKING:
     from pathlib import Path
