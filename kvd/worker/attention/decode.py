@@ -12,7 +12,6 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.cache.batch import DecodeHandle
-from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.steps import TAIL_TOKENS
 
 
@@ -25,7 +24,7 @@ def decode_attention(
     is padding; ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
     ``[batch, q_heads, 1, v_dim]`` in the queries' dtype, zero for the padding.
     """
-    step, layer = handle.step, handle.layer
+    step, layer, product = handle.step, handle.layer, handle.store.page_product
     batch, q_heads, _, k_dim = queries.shape
     rows, heads = len(step.rows), layer.geometry.kv_heads
     q = queries[:rows].reshape(rows, heads, q_heads // heads, k_dim) * scale
@@ -39,9 +38,10 @@ def decode_attention(
     paged = []
     for table in step.tables:
         pool = layer.pools[table.level]
-        page_scores = page_product(
-            q[table.rows], pool.keys, pool.scheme.k_bits, table.slots, transpose=False
-        ).astype(mx.float32)
+        by_row, _ = table.indices(heads)
+        page_scores = product(q, pool.keys, pool.scheme.k_bits, by_row, transpose=False).astype(
+            mx.float32
+        )
         paged.append((table, pool, page_scores))
         top = top.at[table.rows].maximum(page_scores.max(axis=-1))
     if sinks is not None:
@@ -56,11 +56,12 @@ def decode_attention(
     for table, pool, page_scores in paged:
         weights = mx.exp(page_scores - top[table.rows][..., None])
         total = total.at[table.rows].add(weights.sum(axis=-1))
-        partial = page_product(
+        _, by_page = table.indices(heads)
+        partial = product(
             weights.astype(q.dtype),
             pool.values,
             pool.scheme.v_bits,
-            table.slots,
+            by_page,
             transpose=not pool.geometry.values_per_token,
         )
         output = output.at[table.rows].add(partial.astype(mx.float32))

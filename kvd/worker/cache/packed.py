@@ -8,6 +8,8 @@ Two orientations, named by what lies along a group:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from kvd.worker.cache.scheme import PAGE_TOKENS
@@ -18,9 +20,19 @@ GROUP = PAGE_TOKENS
 Packed = tuple[mx.array, ...]
 """Words, scales and biases of pages; at 16 bits the dense elements, and nothing else.
 
-Words are ``[pages, heads, a, b * bits / 32]`` uint32 (or ``[pages, heads, a, b]`` dense), scales and
+Words are ``[pages, heads, a, b * bits / 32]`` uint32 (dense: ``[pages, heads, a, b]``), scales and
 biases ``[pages, heads, a, b / 64]``.
 """
+
+
+@dataclass(frozen=True)
+class PageIndex:
+    """Which rows of an operand go with which pages, head by head, ``[pages, heads]`` uint32."""
+
+    left: mx.array
+    """Into the operand's ``n * heads``."""
+    right: mx.array
+    """Into the pool's ``pages * heads``."""
 
 
 def empty(pages: int, heads: int, rows: int, columns: int, bits: int, dtype: mx.Dtype) -> Packed:
@@ -57,18 +69,46 @@ def take(packed: Packed, slots: mx.array) -> Packed:
 
 
 def page_product(
-    x: mx.array, packed: Packed, bits: int, slots: mx.array, *, transpose: bool
+    x: mx.array, packed: Packed, bits: int, index: PageIndex, *, transpose: bool
 ) -> mx.array:
-    """Multiply ``x`` ``[n, heads, r, k]`` with the pages at ``slots`` ``[n]``.
+    """Multiply rows of ``x`` with pages: ``x @ page``, or ``x @ page.T`` if ``transpose``.
 
-    Returns ``x @ page`` (``transpose`` false, the page is ``[k, m]``) or ``x @ page.T`` (the page
-    is ``[m, k]``): ``[n, heads, r, m]``. The packed pages are gathered, never a dense copy; both
-    operands have the same batch axes, because MLX on CUDA is wrong where it has to broadcast one.
+    ``x``: ``[n, heads, r, k]``, of which ``index`` says which goes with which page. Returns
+    ``[pages, heads, r, m]``. The pages are read where they are: no copy, packed or dense.
     """
-    page = take(packed, slots)
+    flat = x.flatten(0, 1)
+    pages = tuple(array.flatten(0, 1) for array in packed)
     if bits == 16:
-        return x @ (page[0].swapaxes(-1, -2) if transpose else page[0])
-    words, scales, biases = page
+        dense = pages[0].swapaxes(-1, -2) if transpose else pages[0]
+        return mx.gather_mm(flat, dense, lhs_indices=index.left, rhs_indices=index.right)
+    words, scales, biases = pages
+    return mx.gather_qmm(
+        flat,
+        words,
+        scales,
+        biases,
+        lhs_indices=index.left,
+        rhs_indices=index.right,
+        transpose=transpose,
+        group_size=GROUP,
+        bits=bits,
+    )
+
+
+def page_product_by_copy(
+    x: mx.array, packed: Packed, bits: int, index: PageIndex, *, transpose: bool
+) -> mx.array:
+    """Do the same with copies of the packed pages, for devices without gathered products.
+
+    Both operands get the same batch axes, because MLX on CUDA is wrong where it broadcasts one.
+    """
+    left, right = (
+        x.flatten(0, 1)[index.left],
+        take(tuple(array.flatten(0, 1) for array in packed), index.right),
+    )
+    if bits == 16:
+        return left @ (right[0].swapaxes(-1, -2) if transpose else right[0])
+    words, scales, biases = right
     return mx.quantized_matmul(
-        x, words, scales, biases, transpose=transpose, group_size=GROUP, bits=bits
+        left, words, scales, biases, transpose=transpose, group_size=GROUP, bits=bits
     )

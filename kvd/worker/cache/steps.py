@@ -6,10 +6,11 @@ read it. Rows are never padded to a rectangle: the pages are a flat list, each w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 
@@ -29,6 +30,18 @@ class LevelTable:
     """``[pages]`` uint32: where they are in the level's pools."""
     rows: mx.array
     """``[pages]`` uint32: whose they are, as an index into the batch; ascending."""
+    _indices: dict[int, tuple[PageIndex, PageIndex]] = field(default_factory=dict)
+
+    def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
+        """Return the index for an operand with one entry a row, and for one with one a page."""
+        if heads not in self._indices:
+            each = mx.arange(heads, dtype=mx.uint32)
+            pages = mx.arange(self.slots.size, dtype=mx.uint32)
+            right, by_row, by_page = (
+                which[:, None] * heads + each for which in (self.slots, self.rows, pages)
+            )
+            self._indices[heads] = (PageIndex(by_row, right), PageIndex(by_page, right))
+        return self._indices[heads]
 
 
 def level_tables(rows: list[Row]) -> list[LevelTable]:

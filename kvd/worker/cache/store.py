@@ -15,6 +15,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
@@ -50,6 +51,8 @@ class KVStore:
         self.scheme = scheme
         self.dtype = dtype
         self.prefill_scratch = prefill_scratch
+        self.page_product = page_product
+        """How pages are multiplied; the self-check replaces it where the device lacks it."""
         self.layers = [LayerStore(geometry, [scheme], dtype) for geometry in layers]
         self.allocator = PageAllocator(level=0)
         self.page_limit: int | None = None

@@ -1,0 +1,144 @@
+"""A list-of-dense-rows model of the cache: what the pages must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.worker.cache import packed as pk
+from kvd.worker.cache.batch import BatchQuantizedKVCache, make_caches
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
+from kvd.worker.cache.store import KVStore
+
+
+def through_page(dense: mx.array, bits: int, *, per_channel: bool) -> mx.array:
+    """Quantize and dequantize one page of one head, ``[64, dim]``, by mlx alone."""
+    if bits == 16:
+        return dense
+    x = dense.T if per_channel else dense
+    y = mx.dequantize(*mx.quantize(x, group_size=64, bits=bits), group_size=64, bits=bits)
+    return y.T if per_channel else y
+
+
+@dataclass
+class DenseRow:
+    """A row's true keys and values, and what its pages should show of them."""
+
+    row: Row
+    keys: list[np.ndarray] = field(default_factory=list)  # a layer: [heads, length, dim]
+    values: list[np.ndarray] = field(default_factory=list)
+
+    def shown(self, layer: int, store: KVStore) -> tuple[np.ndarray, np.ndarray]:
+        geometry = store.layers[layer].geometry
+        quantized = full_pages(self.row.length) * PAGE_TOKENS
+        sides = []
+        for dense, bits, per_channel in (
+            (self.keys[layer], store.scheme.k_bits, True),
+            (self.values[layer], store.scheme.v_bits, not geometry.values_per_token),
+        ):
+            out = dense.copy()
+            for head in range(out.shape[0]):
+                for start in range(0, quantized, PAGE_TOKENS):
+                    page = mx.array(out[head, start : start + PAGE_TOKENS])
+                    shown = through_page(page, bits, per_channel=per_channel)
+                    out[head, start : start + PAGE_TOKENS] = np.array(shown)
+            sides.append(out)
+        return sides[0], sides[1]
+
+
+class Bench:
+    """A store with its dense twin, driven by random keys and values."""
+
+    def __init__(
+        self,
+        geometry: LayerGeometry | None = None,
+        scheme: Scheme | None = None,
+        layers: int = 2,
+        seed: int = 0,
+    ) -> None:
+        geometry = geometry or LayerGeometry(kv_heads=2, k_dim=64, v_dim=64)
+        self.geometry = geometry
+        self.store = KVStore([geometry] * layers, scheme or Scheme(8, 8), mx.float32)
+        self.caches: list[BatchQuantizedKVCache] = make_caches(self.store)
+        self.rng = np.random.default_rng(seed)
+        self.rows: list[DenseRow] = []
+
+    def random(self, tokens: int, dim: int) -> np.ndarray:
+        g = self.geometry
+        # Channels of different size and offset, as real keys have.
+        shape = (g.kv_heads, tokens, dim)
+        return (self.rng.normal(size=shape) * np.linspace(0.3, 2.0, dim) + 0.2).astype(np.float32)
+
+    def new(self, length: int = 0, chunk: int = 256) -> DenseRow:
+        dense = DenseRow(self.store.new_row())
+        layers = len(self.store.layers)
+        dense.keys = [
+            np.zeros((self.geometry.kv_heads, 0, self.geometry.k_dim), np.float32)
+        ] * layers
+        dense.values = [
+            np.zeros((self.geometry.kv_heads, 0, self.geometry.v_dim), np.float32)
+        ] * layers
+        self.rows.append(dense)
+        done = 0
+        while done < length:
+            count = min(chunk - done % chunk, length - done)
+            self.prefill(dense, count)
+            done += count
+        return dense
+
+    def _add(self, dense: DenseRow, layer: int, tokens: int) -> tuple[mx.array, mx.array]:
+        k, v = self.random(tokens, self.geometry.k_dim), self.random(tokens, self.geometry.v_dim)
+        dense.keys[layer] = np.concatenate([dense.keys[layer], k], axis=1)
+        dense.values[layer] = np.concatenate([dense.values[layer], v], axis=1)
+        return mx.array(k)[None], mx.array(v)[None]
+
+    def prefill(self, dense: DenseRow, count: int) -> list[object]:
+        self.store.begin_prefill(dense.row, count)
+        handles = []
+        for layer, cache in enumerate(self.caches):
+            handles.append(cache.update_and_fetch(*self._add(dense, layer, count))[0])
+        self.store.finish_prefill()
+        return handles
+
+    def decode(self, denses: list[DenseRow], batch: int | None = None) -> list[object]:
+        """One step; flushes before it where a tail is full. Returns the layers' handles."""
+        if self.store.needs_flush([dense.row for dense in denses]):
+            mx.eval(self.store.arrays())
+            self.store.flush()
+        batch = batch or len(denses)
+        self.store.begin_decode([dense.row for dense in denses], batch)
+        handles = []
+        for layer, cache in enumerate(self.caches):
+            pairs = [self._add(dense, layer, 1) for dense in denses]
+            k, v = (mx.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+            if batch > len(denses):
+                pad = batch - len(denses)
+                k = mx.concatenate([k, mx.full((pad, *k.shape[1:]), 7.0)])
+                v = mx.concatenate([v, mx.full((pad, *v.shape[1:]), 7.0)])
+            handles.append(cache.update_and_fetch(k, v)[0])
+        return handles
+
+    def drain(self) -> None:
+        mx.eval(self.store.arrays())
+        self.store.flush()
+
+    def free(self, dense: DenseRow) -> None:
+        mx.eval(self.store.arrays())
+        self.store.free(dense.row)
+        self.rows.remove(dense)
+
+    def check(self) -> None:
+        self.store.check()
+        for dense in self.rows:
+            assert dense.row.length == dense.keys[0].shape[1]
+            for layer in range(len(self.store.layers)):
+                keys, values = self.store.read(dense.row, layer)
+                want_keys, want_values = dense.shown(layer, self.store)
+                np.testing.assert_allclose(np.array(keys), want_keys, rtol=0, atol=1e-6)
+                np.testing.assert_allclose(np.array(values), want_values, rtol=0, atol=1e-6)
+
+
+__all__ = ["Bench", "DenseRow", "pk"]

@@ -1,0 +1,79 @@
+"""Page allocator: free lists and reference counts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvd.worker.cache.pages import PageAllocator, PageId
+
+
+class Allocation(RuleBasedStateMachine):
+    """Against a dictionary of holders."""
+
+    @initialize(capacity=st.integers(0, 8))
+    def start(self, capacity: int) -> None:
+        self.pages = PageAllocator(0, capacity)
+        self.held: dict[PageId, int] = {}
+
+    @rule(count=st.integers(0, 6))
+    def take(self, count: int) -> None:
+        if not self.pages.can_take(count):
+            with pytest.raises(ValueError, match="wanted"):
+                self.pages.take(count)
+            return
+        for page in self.pages.take(count):
+            assert page not in self.held
+            self.held[page] = 1
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def retain(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.held)))
+        self.pages.retain(page)
+        self.held[page] += 1
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.held)))
+        self.pages.release(page)
+        self.held[page] -= 1
+        if not self.held[page]:
+            del self.held[page]
+
+    @rule(more=st.integers(0, 5))
+    def grow(self, more: int) -> None:
+        self.pages.grow(self.pages.capacity + more)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "pages"):
+            return
+        self.pages.check()
+        assert self.pages.used == len(self.held)
+        assert self.pages.free == self.pages.capacity - len(self.held)
+        for page, count in self.held.items():
+            assert self.pages.references(page) == count
+
+
+TestAllocation = Allocation.TestCase
+TestAllocation.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_lowest_slots_first() -> None:
+    pages = PageAllocator(0, 4)
+    first = pages.take(3)
+    pages.release(first[0])
+
+    assert [page.slot for page in pages.take(2)] == [0, 3]
+
+
+def test_reset_refuses_while_held() -> None:
+    pages = PageAllocator(0, 2)
+    pages.take(1)
+
+    with pytest.raises(ValueError, match="still held"):
+        pages.reset(0)

@@ -1,0 +1,199 @@
+"""The store against a list of dense rows: contents, lengths, references, bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.steps import TAIL_TOKENS
+from tests.cache.helpers import Bench, DenseRow
+
+pytestmark = pytest.mark.mlx
+
+LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000)
+BITS = (2, 3, 4, 5, 6, 8, 16)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefilled_row_reads_back(length: int) -> None:
+    bench = Bench()
+    bench.new(length)
+
+    bench.check()
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits"), [(k, 8) for k in BITS] + [(8, v) for v in BITS])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_every_bit_width_and_orientation(k_bits: int, v_bits: int, dim: int) -> None:
+    geometry = LayerGeometry(kv_heads=2, k_dim=dim, v_dim=dim)
+    bench = Bench(geometry, Scheme(k_bits, v_bits), layers=1)
+    row = bench.new(200)
+    for _ in range(70):
+        bench.decode([row])
+
+    bench.check()
+    bench.drain()
+    bench.check()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
+    bench = Bench(LayerGeometry(kv_heads=2, k_dim=dim, v_dim=dim), Scheme(8, 4))
+    bench.new(700)
+    bench.new(130)
+    held = sum(array.nbytes for layer in bench.store.layers for array in layer.arrays())
+
+    assert bench.store.nbytes == held
+    assert bench.store.pages_bytes == bench.store.allocator.capacity * bench.store.page_bytes
+
+
+def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
+    """Flush after every step, or only when a tail is full: the same numbers, to the bit."""
+    read = []
+    for every in (1, 1000):
+        bench = Bench(layers=1, seed=5)
+        row = bench.new(100)
+        shown = []
+        for step in range(300):
+            bench.decode([row])
+            if step % 7 == 0:
+                shown += [np.array(side) for side in bench.store.read(row.row, 0)]
+            if step % every == 0:
+                bench.drain()
+        read.append(shown)
+
+    assert all(np.array_equal(one, other) for one, other in zip(*read, strict=True))
+
+
+def test_a_lone_row_flushes_once_in_128_tokens() -> None:
+    bench = Bench(layers=1)
+    row = bench.new(1)
+    before = bench.store.flushes
+    for _ in range(1280):
+        bench.decode([row])
+
+    assert bench.store.flushes - before <= 10
+
+
+def test_full_tail_refuses_a_step_without_a_flush() -> None:
+    bench = Bench(layers=1)
+    row = bench.new(127)
+    while row.row.tail_length < TAIL_TOKENS:
+        bench.decode([row])
+
+    assert bench.store.needs_flush([row.row])
+    with pytest.raises(ValueError, match="flush"):
+        bench.store.begin_decode([row.row])
+    bench.drain()
+    bench.decode([row])
+    bench.check()
+
+
+def test_freed_row_with_pending_page_leaves_nothing() -> None:
+    bench = Bench(layers=1)
+    leaving, staying = bench.new(120), bench.new(120)
+    for _ in range(20):
+        bench.decode([leaving, staying])
+    assert leaving.row.pending == 1
+    bench.free(leaving)
+    bench.drain()
+
+    bench.check()
+    assert bench.store.allocator.used == 1
+
+
+def test_shrink_gives_everything_back() -> None:
+    bench = Bench()
+    rows = [bench.new(500) for _ in range(3)]
+    for row in rows:
+        bench.free(row)
+    bench.store.shrink()
+
+    assert bench.store.nbytes == 0
+    bench.new(300)
+    bench.check()
+
+
+def test_page_limit_caps_growth() -> None:
+    bench = Bench(layers=1)
+    bench.store.page_limit = 10
+    bench.new(64 * 11)
+
+    assert bench.store.allocator.capacity == 10
+
+
+def test_slots_of_a_gap_are_reused() -> None:
+    bench = Bench(layers=1)
+    rows = [bench.new(10) for _ in range(4)]
+    bench.free(rows[1])
+    again = bench.new(70)
+
+    assert again.row.slot == rows[1].row.slot
+    bench.check()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_joins_and_leaves_in_mid_flight(data: st.DataObject) -> None:
+    scheme = data.draw(st.sampled_from([Scheme(8, 8), Scheme(4, 4), Scheme(16, 16)]))
+    bench = Bench(scheme=scheme, layers=1, seed=data.draw(st.integers(0, 99)))
+    rows: list[DenseRow] = []
+    for _ in range(data.draw(st.integers(3, 12))):
+        action = data.draw(st.sampled_from(["join", "leave", "decode", "decode", "flush"]))
+        if action == "join":
+            rows.append(bench.new(data.draw(st.sampled_from(LENGTHS[:-1])), chunk=128))
+        elif action == "leave" and rows:
+            bench.free(rows.pop(data.draw(st.integers(0, len(rows) - 1))))
+        elif action == "flush":
+            bench.drain()
+        elif rows:
+            chosen = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique_by=id))
+            for _ in range(data.draw(st.integers(1, 140))):
+                bench.decode(chosen, batch=len(chosen) + 1)
+        bench.check()
+    bench.drain()
+    bench.check()
+
+
+def test_lengths_chunks_and_rows_multiply() -> None:
+    """Any cut into chunks of the grid stores the same pages."""
+    for length, chunk in itertools.product((65, 300, 513), (64, 128, 256)):
+        bench = Bench(layers=1, seed=3)
+        bench.new(length, chunk=chunk)
+        bench.check()
+
+
+def test_pages_are_written_in_place_and_only_at_flushes() -> None:
+    """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
+    geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
+    bench = Bench(geometry, layers=2)
+    bench.store.page_limit = 400
+    big = bench.new(64 * 300, chunk=2048)
+    small = bench.new(100)
+    one_layer = bench.store.pages_bytes // 2
+    assert one_layer > 20_000_000
+    bench.drain()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    steady = mx.get_active_memory()
+    queries = mx.random.normal((2, 8, 1, 128))
+    for _ in range(160):
+        _pipelined_step(bench, [big, small], queries)
+    bench.drain()
+
+    assert mx.get_peak_memory() - steady < one_layer // 2
+
+
+def _pipelined_step(bench: Bench, rows: list[DenseRow], queries: mx.array) -> None:
+    from kvd.worker.attention.decode import decode_attention
+
+    handles = bench.decode(rows)
+    outputs = [decode_attention(queries, handle, 0.1) for handle in handles]
+    # Launched, and not waited for: the next step is built while this one runs.
+    mx.async_eval(outputs, bench.store.arrays())
