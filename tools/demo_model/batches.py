@@ -1,0 +1,212 @@
+"""Make training rows: prose, facts scattered in prose and asked again, copies and conversations.
+
+Each token carries a class that says how much the loss counts it (WEIGHTS), because a random key or
+a first-stated code cannot be predicted and would only add noise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import chat
+import numpy as np
+import recall
+from tokenizers import Tokenizer
+
+# Classes of tokens.
+NONE, PROSE, FORM, ANSWER, REPLY, COPY = range(6)
+WEIGHTS = (0.0, 0.3, 0.1, 4.0, 0.7, 1.0)
+
+SUBJECTS = ("code", "number", "password", "port")
+SUBJECT_WEIGHTS = (85, 5, 5, 5)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Shares of the kinds of rows."""
+
+    recall: float = 0.62
+    prose: float = 0.14
+    chat: float = 0.14
+    copy: float = 0.10
+
+
+class Rows:
+    """Makes rows of any length from the prepared data; one instance in each loader process."""
+
+    def __init__(self, data: Path, tokenizer: Path, seed: int, mix: Mix) -> None:
+        """Read the arrays and encode the fixed parts once."""
+        arrays = np.load(data / "data.npz")
+        self.tokens: np.ndarray = arrays["tokens"]
+        self.ends: np.ndarray = arrays["ends"]
+        self.paragraphs: list[str] = json.loads((data / "paragraphs.json").read_text())
+        self.tokenizer = Tokenizer.from_file(str(tokenizer))
+        self.rng = random.Random(seed)
+        self.kinds = (self.recall, self.prose, self.chat, self.copy)
+        self.shares = (mix.recall, mix.prose, mix.chat, mix.copy)
+        self.heads = {name: self.encode(f" The {name} of the") for name in SUBJECTS}
+        self.keys = [self.encode(f" {key}") for key in chat.KEYS]
+        self.words = [self.encode(f" {word}")[0] for word in chat.WORDS]
+        self.digits = [self.encode(str(digit))[0] for digit in range(10)]
+        self.middle = self.encode(" is ")
+        self.stop = self.encode(".")
+        self.newline = self.encode("\n\n")
+        self.end_of_text, self.start, self.end = (
+            self.tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``."""
+        return self.tokenizer.encode(text).ids
+
+    def batch(self, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (rows, length + 1) token ids and their classes."""
+        ids = np.empty((rows, length + 1), dtype=np.int16)
+        classes = np.empty((rows, length + 1), dtype=np.uint8)
+        for row in range(rows):
+            kind = self.rng.choices(self.kinds, self.shares)[0]
+            ids[row], classes[row] = kind(length + 1)
+        return ids, classes
+
+    def filler(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return consecutive prose of ``length`` tokens and the sentence ends inside it."""
+        first = self.rng.randrange(len(self.ends) - length // 4)
+        start = int(self.ends[first])
+        start = min(start, len(self.tokens) - length)
+        stop = start + length
+        last = int(np.searchsorted(self.ends, stop))
+        return self.tokens[start:stop], self.ends[first + 1 : last] - start
+
+    def prose(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return plain prose."""
+        text, _ = self.filler(length)
+        return text, np.full(length, PROSE, dtype=np.uint8)
+
+    def statement(
+        self, head: list[int], key: list[int], code: list[int], answer: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return one sentence about a key; ``answer`` tells whether its code can be known."""
+        ids = head + key + self.middle + code + self.stop
+        classes = [FORM] * len(head) + [NONE] * len(key) + [FORM] * len(self.middle)
+        classes += [ANSWER if answer else NONE] * len(code) + [FORM]
+        return ids, classes
+
+    def recall(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return facts in prose: restated all along, or all stated first and then asked once."""
+        rng = self.rng
+        size = len(self.heads["code"]) + 9
+        most = min(length // (3 * size), 160)
+        facts = int(round(np.exp(rng.uniform(np.log(3), np.log(most)))))
+        name = rng.choices(SUBJECTS, SUBJECT_WEIGHTS)[0]
+        head = self.heads[name]
+        keys = rng.sample(self.keys, facts)
+        codes = [rng.choices(self.digits, k=recall.DIGITS) for _ in keys]
+        if rng.random() < 0.4:
+            return self._restated(length, head, keys, codes)
+        return self._asked_once(length, head, keys, codes)
+
+    def _restated(
+        self, length: int, head: list[int], keys: list[list[int]], codes: list[list[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Facts appear in order at random places; between them, known ones are restated."""
+        rng = self.rng
+        room = length // (len(head) + 9 + rng.randint(4, 60))
+        order = list(range(len(keys)))
+        known: list[int] = []
+        sentences = []
+        for _ in range(max(room, len(keys) + 1)):
+            if order and (not known or rng.random() < 2.0 * len(keys) / room):
+                which = order.pop()
+                sentences.append(self.statement(head, keys[which], codes[which], False))
+                known.append(which)
+            else:
+                which = rng.choice(known)
+                sentences.append(self.statement(head, keys[which], codes[which], True))
+        return self._scatter(length, sentences, 0, 1.0)
+
+    def _asked_once(
+        self, length: int, head: list[int], keys: list[list[int]], codes: list[list[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """All facts appear in the first part, and all are asked in the rest in another order."""
+        pairs = list(zip(keys, codes, strict=True))
+        stated = [self.statement(head, key, code, False) for key, code in pairs]
+        self.rng.shuffle(pairs)
+        asked = [self.statement(head, key, code, True) for key, code in pairs]
+        part = self.rng.uniform(0.3, 1.0)
+        return self._scatter(length, stated + asked, len(asked), part)
+
+    def _scatter(
+        self,
+        length: int,
+        sentences: list[tuple[list[int], list[int]]],
+        late: int,
+        part: float,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Insert sentences at sentence ends; the last ``late`` of them after ``part`` of it."""
+        rng = self.rng
+        room = length - sum(len(ids) for ids, _ in sentences)
+        while room < 0:
+            room += len(sentences.pop()[0])
+        text, ends = self.filler(room)
+        places = [0, *ends.tolist()]
+        border = max(1, int(part * len(places)))
+        early = len(sentences) - late
+        slots = sorted(rng.choices(places[:border], k=early)) if early > 0 else []
+        slots += sorted(rng.choices(places[border:] or [room], k=len(sentences) - len(slots)))
+        ids: list[int] = []
+        classes: list[int] = []
+        prose = text.tolist()
+        at = 0
+        for slot, (sentence, marks) in zip(slots, sentences, strict=True):
+            ids += prose[at:slot]
+            classes += [PROSE] * (slot - at)
+            at = slot
+            ids += sentence
+            classes += marks
+        ids += prose[at:]
+        classes += [PROSE] * (room - at)
+        return np.array(ids), np.array(classes, dtype=np.uint8)
+
+    def chat(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return conversations one after the other; only the replies count."""
+        ids: list[int] = []
+        classes: list[int] = []
+        while len(ids) < length:
+            for role, content in chat.dialogue(self.rng, self.paragraphs):
+                said = self.encode(f"{role}\n{content}")
+                mark = REPLY if role == "assistant" else NONE
+                form = len(self.encode(f"{role}\n"))
+                ids += [self.start, *said, self.end, *self.encode("\n")]
+                classes += [FORM, *[FORM] * form, *[mark] * (len(said) - form), mark, FORM]
+            ids.append(self.end_of_text)
+            classes.append(FORM)
+        return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)
+
+    def copy(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return passages that are each repeated later: words, numbers or prose."""
+        rng = self.rng
+        ids: list[int] = []
+        classes: list[int] = []
+        while len(ids) < length:
+            kind = rng.randrange(3)
+            size = rng.randint(4, 120)
+            if kind == 0:
+                passage = rng.choices(self.words, k=size)
+                first = NONE
+            elif kind == 1:
+                passage = rng.choices(self.digits, k=size)
+                first = NONE
+            else:
+                passage = self.filler(size)[0].tolist()
+                first = PROSE
+            between = self.filler(rng.choice((1, 20, 200)))[0].tolist()
+            ids += [*passage, *self.newline, *between, *self.newline]
+            classes += [first] * size + [FORM] + [PROSE] * (len(between) + 1)
+            # The first tokens of a copy cannot be known: they say which passage it is.
+            known = min(3, size)
+            ids += [*passage, *self.newline]
+            classes += [NONE] * known + [COPY] * (size - known) + [COPY]
+        return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)

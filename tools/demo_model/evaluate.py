@@ -1,0 +1,129 @@
+"""Measure a model: recall by length, held-out perplexity and copying.
+
+    python evaluate.py --model kvd/demo --data work
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import recall
+import torch
+import torch.nn.functional as F
+from model import Config, Qwen3
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
+
+
+class Encoder:
+    """Gives a Tokenizer the ``encode`` that recall.py asks for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read tokenizer.json."""
+        self.tokenizer = Tokenizer.from_file(str(path))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of ``text``."""
+        return self.tokenizer.encode(text).ids
+
+
+@dataclass(frozen=True)
+class RecallSet:
+    """Prompts of one length with their answers appended, as token ids."""
+
+    length: int
+    rows: list[list[int]]
+
+
+def facts_for(length: int) -> int:
+    """Return 24, or as many facts as a short prompt has room for."""
+    return 24 if length >= 512 else 16
+
+
+def recall_set(encoder: Encoder, length: int, prompts: int, first_seed: int = 0) -> RecallSet:
+    """Build the prompts of seeds ``first_seed`` and up."""
+    rows = []
+    for seed in range(first_seed, first_seed + prompts):
+        task = recall.make_recall_prompt(seed, length, encoder, facts_for(length))
+        rows.append(encoder.encode(f"{task.prompt} {task.answer}"))
+    return RecallSet(length, rows)
+
+
+@torch.no_grad()
+def recall_accuracy(model: Qwen3, tasks: RecallSet, device: torch.device) -> tuple[int, int]:
+    """Return (digits right, digits asked), each digit predicted after the right ones before it."""
+    right = 0
+    digits = recall.DIGITS
+    for row in tasks.rows:
+        ids = torch.tensor([row], device=device)
+        guess = model.logits(ids[:, :-1], digits).argmax(-1)
+        right += int((guess == ids[:, -digits:]).sum())
+    return right, digits * len(tasks.rows)
+
+
+@torch.no_grad()
+def prose_loss(model: Qwen3, tokens: np.ndarray, length: int, device: torch.device) -> float:
+    """Return the mean loss of held-out prose in rows of ``length``."""
+    rows = (len(tokens) - 1) // length
+    total = 0.0
+    for row in range(rows):
+        part = torch.tensor(tokens[row * length : (row + 1) * length + 1].astype(np.int64))
+        part = part.to(device)
+        logits = model.logits(part[None, :-1], length)
+        total += float(F.cross_entropy(logits[0], part[1:]))
+    return total / rows
+
+
+@torch.no_grad()
+def copy_accuracy(model: Qwen3, encoder: Encoder, prompts: int, device: torch.device) -> float:
+    """Return how often the next word of a list of 60 random words, given again, is right."""
+    rng = random.Random("copy")
+    words = (*recall.ADJECTIVES, *recall.NOUNS)
+    right = asked = 0
+    for _ in range(prompts):
+        passage = encoder.encode("".join(f" {word}" for word in rng.choices(words, k=60)))
+        ids = torch.tensor([[*passage, *encoder.encode("\n\n"), *passage]], device=device)
+        guess = model.logits(ids[:, :-1], 57).argmax(-1)
+        right += int((guess == ids[:, -57:]).sum())
+        asked += 57
+    return right / asked
+
+
+def main() -> None:
+    """Print the numbers of the model card."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    c = json.loads((args.model / "config.json").read_text())
+    config = Config(
+        vocabulary=c["vocab_size"], hidden=c["hidden_size"], layers=c["num_hidden_layers"],
+        heads=c["num_attention_heads"], kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"], intermediate=c["intermediate_size"], theta=c["rope_theta"],
+    )  # fmt: skip
+    model = Qwen3(config).to(device)
+    model.load_hf(load_file(args.model / "model.safetensors"))
+    encoder = Encoder(args.model / "tokenizer.json")
+    for length in args.lengths:
+        right, asked = recall_accuracy(
+            model, recall_set(encoder, length, args.prompts), device
+        )
+        print(f"recall {length:5}  {right / asked:.3f} of {asked} digits", flush=True)
+    loss = prose_loss(model, np.load(args.data / "data.npz")["held_out"], 2048, device)
+    print(f"held-out prose: loss {loss:.3f}, perplexity {math.exp(loss):.1f} per token")
+    print(f"copying {copy_accuracy(model, encoder, 50, device):.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Write a checkpoint of train.py as the float16 model folder that mlx-lm and transformers load.
+
+    python export.py --checkpoint run --out kvd/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from model import Config
+from safetensors.torch import load_file, save_file
+
+END_OF_TEXT, END_OF_TURN = 0, 2  # ids of <|endoftext|> and <|im_end|>
+
+
+def main() -> None:
+    """Write model.safetensors, config.json and generation_config.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    config = Config(**json.loads((args.checkpoint / "config.json").read_text()))
+    tensors = load_file(args.checkpoint / "checkpoint.safetensors")
+    half = {name: tensor.to(torch.float16) for name, tensor in tensors.items()}
+    for name, tensor in half.items():
+        assert torch.isfinite(tensor).all(), name
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_file(half, args.out / "model.safetensors", metadata={"format": "pt"})
+    stops = [END_OF_TURN, END_OF_TEXT]
+    described = config.as_qwen3() | {"dtype": "float16", "eos_token_id": stops}
+    (args.out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    generation = {"eos_token_id": stops, "pad_token_id": END_OF_TEXT}
+    (args.out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
