@@ -1,0 +1,147 @@
+"""Is this model served right, here and now? Run at every load, before the first request.
+
+Two questions, each with its own reference on the model's own shapes:
+
+* does the model work with our caches at all: rows of unequal length with pages that are *not*
+  quantized, against mlx-lm's own cache, one sequence at a time;
+* is attention over quantized pages right on this device: the same step over our pages, and over
+  a dense cache filled with what the pages stand for.
+
+Trust nothing that was not checked: MLX has been seen to return wrong numbers from quantized
+products on one backend while all others were right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from kvd.worker.cache.packed import page_product_by_copy
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.runner import Runner
+from protocol.errors import UnsupportedModel
+
+LENGTHS = (2, 70, 200)
+CHUNK = 128
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which attention path serves this model, and how far it is from dense attention."""
+
+    path: str
+    error: float
+    """Largest difference of a logit, relative to the largest logit."""
+
+
+def tolerance(dtype: mx.Dtype) -> float:
+    """Return the relative error of logits that counts as rounding."""
+    return 1e-3 if dtype == mx.float32 else 5e-2
+
+
+def check(runner: Runner, vocab_size: int) -> Verdict:
+    """Choose the attention path of a runner whose store is still empty; leaves it empty.
+
+    Raises `UnsupportedModel` if no path gives the model's own logits.
+    """
+    _check_model(runner, vocab_size)
+    failed = None
+    for path in ("gathered", "copied"):
+        if path == "copied":
+            runner.store.page_product = page_product_by_copy
+        try:
+            error = _paged_error(runner, vocab_size)
+        except (RuntimeError, ValueError) as refused:  # no such operation on this device
+            failed = str(refused)
+        else:
+            if error <= tolerance(runner.store.dtype):
+                return Verdict(f"reference, {path} pages", error)
+            failed = f"relative error {error:.2g}"
+    raise UnsupportedModel(
+        f"attention over {runner.store.scheme.name} pages fails its self-check here: {failed}"
+    )
+
+
+def _check_model(runner: Runner, vocab_size: int) -> None:
+    layers = [layer.geometry for layer in runner.store.layers]
+    dense = Runner.of(runner.model, Scheme(16, 16), prefill_scratch=runner.store.prefill_scratch)
+    if [layer.geometry for layer in dense.store.layers] != layers:
+        raise UnsupportedModel("the model changes its geometry between two calls")
+    try:
+        error = _run(dense, vocab_size, _own_cache)
+    except (TypeError, AttributeError, ValueError, IndexError) as touched:
+        raise UnsupportedModel(
+            f"the model works on its keys and values itself, which pages do not allow: {touched}"
+        ) from touched
+    if not error <= tolerance(runner.store.dtype):
+        raise UnsupportedModel(
+            f"with paged attention the model's logits differ from mlx-lm's by {error:.2g}"
+        )
+
+
+def _paged_error(runner: Runner, vocab_size: int) -> float:
+    return _run(runner, vocab_size, _dequantized_cache)
+
+
+def _run(runner: Runner, vocab_size: int, reference: Any) -> float:
+    """Prefill rows, decode them as one batch; return the largest error of any logit."""
+    store = runner.store
+    prompts = [
+        [(17 * index + 5 * position) % vocab_size for position in range(length)]
+        for index, length in enumerate(LENGTHS)
+    ]
+    rows = [store.new_row() for _ in prompts]
+    worst = 0.0
+    try:
+        for row, prompt in zip(rows, prompts, strict=True):
+            for start in range(0, len(prompt), CHUNK):
+                runner.prefill(row, prompt[start : start + CHUNK])
+        for step in range(STEPS):
+            tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]
+            wanted = [
+                runner.model(mx.array([[token]]), cache=reference(runner, row, prompt))[0, -1]
+                for row, prompt, token in zip(rows, prompts, tokens, strict=True)
+            ]
+            mx.eval(wanted)
+            if store.needs_flush(rows):
+                store.flush()
+            got = runner.decode(rows, mx.array(tokens, mx.int32))
+            mx.eval(got, store.arrays())
+            worst = max([worst, *(_difference(*pair) for pair in zip(got, wanted, strict=True))])
+            for prompt, token in zip(prompts, tokens, strict=True):
+                prompt.append(token)
+    finally:
+        mx.eval(store.arrays())
+        for row in rows:
+            if row.alive:
+                store.free(row)
+        store.shrink()
+    return worst
+
+
+def _own_cache(runner: Runner, _row: Row, prompt: list[int]) -> list[Any]:
+    """Return mlx-lm's own cache of the prompt so far."""
+    caches = make_prompt_cache(runner.model)
+    mx.eval(runner.model(mx.array([prompt]), cache=caches))
+    return list(caches)
+
+
+def _dequantized_cache(runner: Runner, row: Row, _prompt: list[int]) -> list[Any]:
+    """Return dense caches that hold what the row's pages stand for."""
+    caches = []
+    for layer in range(len(runner.store.layers)):
+        cache = KVCache()
+        cache.update_and_fetch(*(side[None] for side in runner.store.read(row, layer)))
+        caches.append(cache)
+    return caches
+
+
+def _difference(got: mx.array, wanted: mx.array) -> float:
+    got, wanted = got.astype(mx.float32), wanted.astype(mx.float32)
+    error = float((mx.abs(got - wanted).max() / mx.abs(wanted).max()).item())  # type: ignore[arg-type]
+    return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not a small error
