@@ -1,0 +1,1 @@
+"""A small actor runtime on asyncio: mailboxes, asks, supervision, alarms, journals."""

@@ -1,0 +1,58 @@
+"""When a process that died is started again, and when it is given up. Pure.
+
+An *attributable* death is one that the process may have caused itself; a kill from outside is
+not. Progress (a generated token) wipes the slate.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+FORGET_S = 600.0
+"""After ten quiet minutes a death is a first death again: the delay starts small."""
+
+
+class RestartBudget(msgspec.Struct):
+    """Three attributable deaths within a minute, without progress between them, are enough.
+
+    Deaths before the process ever worked count however far they lie apart: a model whose load
+    takes a minute and then crashes would be loaded for ever.
+    """
+
+    most: int = 3
+    period_s: float = 60.0
+    delay_s: float = 0.5
+    """Before the first restart; it doubles with each death."""
+    longest_delay_s: float = 30.0
+    deaths: list[float] = msgspec.field(default_factory=list)
+    early: int = 0
+    """Attributable deaths before the process ever worked."""
+    late: list[float] = msgspec.field(default_factory=list)
+    """When the other attributable deaths were."""
+
+    def death(self, now: float, *, attributable: bool, worked: bool) -> float | None:
+        """Count a death; return the delay before the next start, or None to give up."""
+        self.deaths = [at for at in self.deaths if now - at < FORGET_S] + [now]
+        self.late = [at for at in self.late if now - at < self.period_s]
+        if attributable and worked:
+            self.late.append(now)
+        elif attributable:
+            self.early += 1
+        if attributable and self.crashes >= self.most:
+            return None
+        return float(min(self.delay_s * 2 ** (len(self.deaths) - 1), self.longest_delay_s))
+
+    @property
+    def crashes(self) -> int:
+        """Attributable deaths that count now."""
+        return self.early + len(self.late)
+
+    def progress(self) -> None:
+        """Forget all deaths: it works."""
+        if self.deaths:
+            self.deaths, self.late, self.early = [], [], 0
+
+    def check(self) -> None:
+        """Check the invariants."""
+        assert self.crashes <= self.most, "given up, and still counting"
+        assert self.deaths == sorted(self.deaths), "time went backwards"
