@@ -1,0 +1,82 @@
+"""`kvd`: the daemon's command line. Parses and hands over; `kvd.daemon` does the work."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import kvd
+from kvd import exits
+from kvd.home import locate
+from kvd.units import parse_bytes
+from protocol.errors import KvdError
+
+app = typer.Typer(
+    help="Serve language models from one memory budget. Talk to it with kvctl.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.callback()
+def _program() -> None:
+    """Keep `serve` a command of its own, also while it is the only one that does something."""
+
+
+@app.command()
+def serve(
+    home: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Folder of socket, config and logs (default: KVD_HOME, else ~/.kvd).",
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(parser=_size, metavar="SIZE", help="Memory for all models, such as 8GiB."),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|PATH|HUB_ID", help="Load at start; may be repeated."),
+    ] = None,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Use the fake engine: no model, no MLX.")
+    ] = False,
+) -> None:
+    """Serve in the foreground. Ctrl-C or SIGTERM drains and exits 0, a second one forces."""
+    from kvd import daemon  # noqa: PLC0415 - `kvd version` and errors in options need none of it
+
+    options = daemon.Options(
+        home=locate(home), budget_bytes=budget, models=tuple(model or ()), fake=fake
+    )
+    raise typer.Exit(daemon.run(options))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(kvd.__version__)
+
+
+def main() -> None:
+    """Run the command line; errors of ours become a line on stderr and an exit code."""
+    try:
+        app()
+    except KvdError as error:
+        typer.echo(f"error: {error.message}", err=True)
+        sys.exit(exits.of(error))
+
+
+if __name__ == "__main__":
+    main()

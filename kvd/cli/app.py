@@ -1,0 +1,315 @@
+"""The commands of `kvctl`, except for the conversation (`kvd.cli.chat`)."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import kvd
+from kvd.cli import chat as chats
+from kvd.cli import render
+from kvd.cli.common import (
+    HomeOption,
+    JsonOption,
+    SocketOption,
+    Terms,
+    stderr_console,
+    stdout_console,
+    talk,
+    terms,
+)
+from kvd.cli.stream import Stream
+from kvd.client import Load
+from kvd.exits import Exit
+from kvd.sources import absolute
+from kvd.units import format_bytes, parse_kv
+from protocol.messages import Loading
+from protocol.types import KVSpec, ModelStatus
+
+app = typer.Typer(
+    name="kvctl",
+    help="Talk to the kvd daemon.",
+    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 no daemon, 5 config, 6 refused, 7 retry.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", metavar="N", help="Tokens at most (default: 512 or what fits)."),
+]
+Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", metavar="P", help="Share of probability that is kept.")
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", metavar="K", help="Tokens that are kept; 0 keeps all.")
+]
+MinP = Annotated[
+    float, typer.Option("--min-p", metavar="P", help="Floor, as a share of the likeliest.")
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="Same seed, same tokens (default: drawn).")
+]
+
+_GONE_S = 10.0
+"""How long `shutdown` waits for the process to end after its goodbye."""
+
+
+def _kv(text: str) -> KVSpec:
+    try:
+        return parse_kv(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(kvd.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    context: typer.Context,
+    *,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+    version: Annotated[  # noqa: ARG001 - the callback has done it
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    context.obj = Terms(home, socket, json)
+
+
+@app.command()
+def status(
+    context: typer.Context,
+    *,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show the daemon, its memory and its models."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        value = client.status()
+        if wanted.json:
+            wanted.print_json(value)
+        else:
+            console = stdout_console()
+            console.print(render.status(value, console.width))
+
+
+@app.command()
+def load(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.")],
+    *,
+    alias: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The name that requests use.")
+    ] = None,
+    kv: Annotated[
+        KVSpec, typer.Option(parser=_kv, metavar="SCHEME", help="KV bits, such as k8v4.")
+    ] = "k8v8",  # type: ignore[assignment]  # typer parses defaults too
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        loaded = _follow(client.load(absolute(model), alias=alias, kv=kv), wanted)
+        if wanted.json:
+            wanted.print_json(loaded)
+        else:
+            stdout_console().print(render.model(loaded))
+
+
+def _follow(loading: Load, wanted: Terms) -> ModelStatus:
+    """Show the progress to a person; wait for the end."""
+    console = stderr_console()
+    if wanted.json or not console.is_terminal:
+        return loading.result
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        for event in loading:
+            if isinstance(event, Loading):
+                progress.update(task, description=event.stage, completed=event.fraction)
+    return loading.result
+
+
+@app.command()
+def unload(
+    context: typer.Context,
+    model: ModelArgument,
+    *,
+    force: Annotated[
+        bool, typer.Option("--force", help="End its requests instead of finishing them.")
+    ] = False,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Finish a model's requests, then give its memory back."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        done = client.unload(model, force=force)
+        if wanted.json:
+            wanted.print_json({"model": done.model, "freed_bytes": done.freed_bytes})
+        else:
+            talk(f"{done.model} unloaded, {format_bytes(done.freed_bytes)} freed")
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    model: ModelArgument,
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="Raw text, no chat template; - reads stdin.")
+    ],
+    *,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be repeated."),
+    ] = None,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Complete a prompt; only the completion goes to stdout, as it comes."""
+    wanted = terms(context, home, socket, json=json)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with wanted.connected() as client:
+        completion = client.generate(
+            model,
+            text,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or (),
+        )
+        stream = Stream(completion)
+        for event in stream:
+            if wanted.json:
+                wanted.print_json(event)
+            else:
+                stream.show(event)
+        if not wanted.json:
+            stream.end_line()
+        if completion.reason == "cancelled":
+            raise typer.Exit(Exit.INTERRUPTED)
+
+
+@app.command()
+def chat(
+    context: typer.Context,
+    model: ModelArgument,
+    *,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = None,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Converse with a model; /help lists the commands."""
+    wanted = terms(context, home, socket, json=json)
+    settings = chats.Settings(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+    )
+    with wanted.connected() as client:
+        chats.Chat(client, model, settings, wanted, system=system).run()
+
+
+@app.command()
+def drain(
+    context: typer.Context,
+    *,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Take no new work and wait until nothing runs; the daemon stays up."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        client.drain()
+        if wanted.json:
+            wanted.print_json({"state": "drained"})
+        else:
+            talk("drained; `kvctl shutdown` ends the daemon")
+
+
+@app.command()
+def shutdown(
+    context: typer.Context,
+    *,
+    force: Annotated[
+        bool, typer.Option("--force", help="End what runs instead of finishing it.")
+    ] = False,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Drain, then end the daemon; returns when its home is free."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        client.shutdown(force=force)
+        _wait_until_gone(wanted)
+        if wanted.json:
+            wanted.print_json({"state": "stopped"})
+        else:
+            talk("stopped")
+
+
+def _wait_until_gone(wanted: Terms) -> None:
+    """Wait until the daemon's lock is free, so that the next one can start at once."""
+    deadline = time.monotonic() + _GONE_S
+    try:
+        with wanted.lock.open("rb") as lock:
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(0.02)
+                else:
+                    return
+    except FileNotFoundError:
+        pass  # a socket outside of a home
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

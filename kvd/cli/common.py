@@ -1,0 +1,123 @@
+"""What all commands share: the options of the place, the way to talk and the way to fail."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvd import exits
+from kvd.client import Client
+from kvd.exits import Exit
+from kvd.home import locate
+from protocol.errors import KvdError
+
+HomeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--home", metavar="PATH", help="The daemon's home (default: KVD_HOME, else ~/.kvd)."
+    ),
+]
+SocketOption = Annotated[
+    str | None,
+    typer.Option("--socket", metavar="PATH", help="The daemon's socket (default: in its home)."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the data as JSON.")]
+
+WIDE_PIPE = 200
+"""Columns for tables that go into a pipe or a file, where nothing should be cut."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Where the daemon is and how the answer is wanted."""
+
+    home: str | None = None
+    socket: str | None = None
+    json: bool = False
+
+    def over(self, other: Terms) -> Terms:
+        """Return these terms, with the other ones where these say nothing."""
+        return Terms(self.home or other.home, self.socket or other.socket, self.json or other.json)
+
+    @property
+    def lock(self) -> Path:
+        """The lock file that the daemon holds while it lives."""
+        if self.socket is not None:
+            return Path(self.socket).with_suffix(".lock")
+        return locate(self.home).lock
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Client]:
+        """Give a client; what goes wrong becomes a message and an exit code."""
+        try:
+            with Client(socket=self.socket, home=self.home) as client:
+                yield client
+        except KvdError as error:
+            self.complain(error)
+            raise typer.Exit(exits.of(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(Exit.INTERRUPTED) from None
+        except BrokenPipeError:
+            # Whoever read our stdout has enough; Python must not flush into it at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(Exit.PIPE) from None
+
+    def complain(self, error: KvdError) -> None:
+        """Say what went wrong: to people on stderr, and to programs on stdout."""
+        if self.json:
+            self.print_json({"error": error.info()})
+        talk(f"[bold red]error:[/] {escape(error.message)}")
+        for key, value in sorted(error.detail.items()):
+            if key in _HINTS:
+                talk(f"[dim]hint:[/] {escape(_HINTS[key].format(value))}")
+
+    def print_json(self, value: Any) -> None:
+        """Print a value as one line of JSON."""
+        sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+        sys.stdout.flush()
+
+
+_HINTS = {"retry_after_s": "try again in {} s"}
+
+
+def terms(
+    context: typer.Context, home: str | None, socket: str | None, *, json: bool = False
+) -> Terms:
+    """Return what was said after the command, over what was said before it."""
+    before = context.obj if isinstance(context.obj, Terms) else Terms()
+    return Terms(home, socket, json).over(before)
+
+
+def forced_json(value: Terms) -> Terms:
+    """Return the same terms with JSON wanted."""
+    return replace(value, json=True)
+
+
+def stdout_console() -> Console:
+    """Return a console for data; as wide as the terminal, and wide where there is none."""
+    fixed = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE_PIPE
+    return Console(width=fixed, highlight=False)
+
+
+def stderr_console() -> Console:
+    """Return a console for talk."""
+    return Console(stderr=True, highlight=False)
+
+
+def talk(text: str) -> None:
+    """Say a line of rich markup on stderr."""
+    stderr_console().print(text, soft_wrap=True)
+
+
+def escape(text: str) -> str:
+    """Return the text so that rich prints it as it is."""
+    return text.replace("[", r"\[")

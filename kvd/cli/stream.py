@@ -1,0 +1,44 @@
+"""A completion on its way to stdout, and the Ctrl-C that ends it and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from kvd.client import Completion
+from protocol.messages import Event, Tokens
+
+
+class Stream:
+    """Iterates over a completion's events; Ctrl-C cancels it, a second one interrupts us."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+        self._last = ""
+
+    def __iter__(self) -> Iterator[Event]:
+        before = signal.signal(signal.SIGINT, self._interrupted)
+        try:
+            yield from self._completion
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _interrupted(self, _number: int, _frame: FrameType | None) -> None:
+        # No exception: it could strike between reading bytes and sorting them.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._completion.cancel()
+
+    def show(self, event: Event) -> None:
+        """Write an event's text, at once."""
+        if isinstance(event, Tokens) and event.text:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+            self._last = event.text[-1]
+
+    def end_line(self) -> None:
+        """End the last line on a terminal; a pipe gets the completion and no more."""
+        if sys.stdout.isatty() and self._last != "\n":
+            sys.stdout.write("\n")
+            sys.stdout.flush()

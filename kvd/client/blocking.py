@@ -1,0 +1,210 @@
+"""`Client`: blocking calls over one connection, for scripts and for `kvctl`.
+
+One thread at a time. Requests may overlap: events of one that is not being read wait in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket as sockets
+from collections.abc import Iterator, Sequence
+from typing import Self
+
+from kvd.client.exchange import (
+    QUICK_S,
+    CompletionRecord,
+    Exchange,
+    LoadRecord,
+    Messages,
+    expect,
+    generate_request,
+    lost,
+    silent,
+    socket_path,
+    unreachable,
+)
+from protocol import messages as m
+from protocol.types import DaemonStatus, KVSpec, ModelStatus
+
+_CHUNK = 64 * 1024
+
+
+class Client:
+    """A connection to the daemon; a context manager that closes it."""
+
+    def __init__(
+        self,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+        home: str | os.PathLike[str] | None = None,
+    ) -> None:
+        path = socket_path(socket, home)
+        self._exchange = Exchange()
+        self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        try:
+            self._socket.connect(str(path))
+        except OSError as error:
+            self._socket.close()
+            raise unreachable(path, error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the daemon cancels the completions that it still had."""
+        self._socket.close()
+
+    def hello(self) -> m.HelloReply:
+        """Ask who is there."""
+        return expect(self._quick(m.Hello(id=self._exchange.next_id())), m.HelloReply)
+
+    def status(self) -> DaemonStatus:
+        """Ask for everything that `kvctl status` shows."""
+        reply = self._quick(m.Status(id=self._exchange.next_id()))
+        return expect(reply, m.StatusReply).status
+
+    def load(self, model: str, *, alias: str | None = None, kv: KVSpec | None = None) -> Load:
+        """Load a model; iterate over the progress, or take `.result`."""
+        request = m.Load(id=self._exchange.next_id(), model=model, alias=alias, kv=kv or KVSpec())
+        self._send(request)
+        return Load(self, request.id)
+
+    def unload(self, model: str, *, force: bool = False) -> m.Unloaded:
+        """Unload a model, after its requests unless forced; returns when its memory is free."""
+        request = m.Unload(id=self._exchange.next_id(), model=model, force=force)
+        return expect(self._call(request), m.Unloaded)
+
+    def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        tokens: list[int] | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+    ) -> Completion:
+        """Complete a prompt; iterate over the events, or take `.text`."""
+        options = {
+            "max_tokens": max_tokens,
+            "stop": stop,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "seed": seed,
+        }
+        number = self._exchange.next_id()
+        self._send(generate_request(number, model, prompt, messages, tokens, options))
+        return Completion(self, number)
+
+    def cancel(self, target: str) -> bool:
+        """End another request of this connection; return whether it still ran."""
+        reply = self._quick(m.Cancel(id=self._exchange.next_id(), target=target))
+        return expect(reply, m.Cancelled).found
+
+    def drain(self) -> None:
+        """Have the daemon take no new work; returns when nothing runs any more."""
+        expect(self._call(m.Drain(id=self._exchange.next_id())), m.Drained)
+
+    def shutdown(self, *, force: bool = False) -> None:
+        """Have the daemon drain and exit; returns when it is about to."""
+        expect(self._call(m.Shutdown(id=self._exchange.next_id(), force=force)), m.Bye)
+
+    def _cancel_soon(self, target: str) -> None:
+        self._send(m.Cancel(id=self._exchange.next_id(), target=target))
+
+    def _quick(self, request: m.Request) -> m.Event:
+        self._socket.settimeout(QUICK_S)
+        try:
+            return self._call(request)
+        except TimeoutError as error:
+            raise silent() from error
+        finally:
+            self._socket.settimeout(None)
+
+    def _call(self, request: m.Request) -> m.Event:
+        self._send(request)
+        return self._next(request.id)
+
+    def _send(self, request: m.Request) -> None:
+        line = self._exchange.request(request)
+        # If the daemon has hung up, `_next` reads its last words, and then the end.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(line)
+
+    def _next(self, request_id: str) -> m.Event:
+        while (event := self._exchange.take(request_id)) is None:
+            try:
+                data = self._socket.recv(_CHUNK)
+            except ConnectionResetError:
+                data = b""
+            if data:
+                self._exchange.receive(data)
+            else:
+                self._exchange.fail(lost())
+        return event
+
+
+class Completion(CompletionRecord):
+    """A running completion: an iterator of its events, and what they add up to."""
+
+    def __init__(self, client: Client, request_id: str) -> None:
+        super().__init__()
+        self.id = request_id
+        self._client = client
+
+    def __iter__(self) -> Iterator[m.Event]:
+        """Yield the events that are left, up to and with `Done`; raises the request's error."""
+        while self.reason is None:
+            event = self._client._next(self.id)  # noqa: SLF001 - the other half of one class
+            self._apply(event)
+            yield event
+
+    @property
+    def text(self) -> str:
+        """The whole text; waits for what is missing."""
+        for _ in self:
+            pass
+        return self.text_so_far
+
+    def cancel(self) -> None:
+        """End the completion, without waiting; the events that are left end with `Done`.
+
+        May be called from a signal handler while the events are read.
+        """
+        if self.reason is None:
+            self._client._cancel_soon(self.id)  # noqa: SLF001 - the other half of one class
+
+
+class Load(LoadRecord):
+    """A running load: an iterator of its progress, and its result."""
+
+    def __init__(self, client: Client, request_id: str) -> None:
+        super().__init__()
+        self.id = request_id
+        self._client = client
+
+    def __iter__(self) -> Iterator[m.Event]:
+        """Yield the events that are left, up to and with `Loaded`; raises the load's error."""
+        while self.model is None:
+            event = self._client._next(self.id)  # noqa: SLF001 - the other half of one class
+            self._apply(event)
+            yield event
+
+    @property
+    def result(self) -> ModelStatus:
+        """The loaded model; waits for it."""
+        for _ in self:
+            pass
+        assert self.model is not None
+        return self.model

@@ -1,0 +1,201 @@
+"""What both clients share: requests out, events sorted by request, and what they add up to.
+
+Sans-io: `Exchange` takes and gives bytes; opening sockets and waiting is the clients' part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvd.home import check_socket_path, locate
+from protocol.errors import KvdError, LocalProtocolError, NotRunning, PermissionDenied, from_info
+from protocol.messages import (
+    Accepted,
+    Done,
+    Error,
+    Event,
+    FinishReason,
+    Generate,
+    Loaded,
+    Loading,
+    Request,
+    Tokens,
+    is_last,
+)
+from protocol.session import ClientSession
+from protocol.types import ChatMessage, ModelStatus, Sampling, Usage
+
+E = TypeVar("E")
+
+QUICK_S = 10.0
+"""How long hello, status and cancel may take: the daemon answers them without waiting for
+anybody, so silence means that it is stopped."""
+
+Messages = Sequence[ChatMessage | tuple[str, str]]
+
+
+def socket_path(socket: str | os.PathLike[str] | None, home: str | os.PathLike[str] | None) -> Path:
+    """Return the socket to connect to: what the caller says, else that of the home."""
+    return check_socket_path(Path(socket) if socket is not None else locate(home).socket)
+
+
+def unreachable(path: Path, error: OSError) -> KvdError:
+    """Return the error for a failed connect, with what to do about it."""
+    if isinstance(error, PermissionError):
+        return PermissionDenied(f"{path} belongs to another user", socket=str(path))
+    if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+        return NotRunning(
+            f"no daemon answers on {path}; start one with `kvd serve`", socket=str(path)
+        )
+    return NotRunning(f"cannot reach the daemon on {path}: {error}", socket=str(path))
+
+
+def lost() -> NotRunning:
+    """Return the error for a connection that the daemon ended."""
+    return NotRunning("the daemon closed the connection")
+
+
+def silent() -> NotRunning:
+    """Return the error for a daemon that accepts and does not answer."""
+    return NotRunning(f"the daemon does not answer within {QUICK_S:g} s; is it stopped?")
+
+
+class Exchange:
+    """The requests of one connection and the events that wait to be read, by request."""
+
+    def __init__(self) -> None:
+        self._session = ClientSession()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[str, deque[Event]] = {}
+        self._fault: KvdError | None = None
+
+    def next_id(self) -> str:
+        """Return an id that this connection has not used."""
+        return str(next(self._numbers))
+
+    def request(self, request: Request) -> bytes:
+        """Open a request; write the bytes."""
+        if self._fault is not None:
+            raise self._fault
+        line = self._session.request(request)
+        self._waiting[request.id] = deque()
+        return line
+
+    def receive(self, data: bytes) -> None:
+        """Sort what came in; `take` gives it out."""
+        try:
+            events = self._session.receive(data)
+        except KvdError as error:
+            self.fail(error)
+            return
+        for event in events:
+            if isinstance(event, Error) and not event.id:
+                self.fail(from_info(event.error))
+            elif event.id in self._waiting:
+                self._waiting[event.id].append(event)
+
+    def fail(self, error: KvdError) -> None:
+        """End all requests with this error, the first one that the connection has seen."""
+        self._fault = self._fault or error
+
+    def take(self, request_id: str) -> Event | None:
+        """Return the next event of a request, or None if it has not come yet.
+
+        Raises the request's error, or the connection's once the events before it are read.
+        """
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            raise LocalProtocolError(f"request {request_id!r} is over")
+        if not waiting:
+            if self._fault is not None:
+                raise self._fault
+            return None
+        event = waiting.popleft()
+        if is_last(event):
+            del self._waiting[request_id]
+        if isinstance(event, Error):
+            raise from_info(event.error)
+        return event
+
+
+def expect(event: Event, kind: type[E]) -> E:
+    """Return the event if it is of this kind; anything else is the daemon's mistake."""
+    if isinstance(event, kind):
+        return event
+    raise LocalProtocolError(f"expected {kind.__name__}, got {event!r}")
+
+
+def generate_request(
+    request_id: str,
+    model: str,
+    prompt: str | None,
+    messages: Messages | None,
+    tokens: list[int] | None,
+    options: dict[str, Any],
+) -> Generate:
+    """Return the request for `generate` of either client; the daemon checks the values."""
+    turns = None
+    if messages is not None:
+        turns = [m if isinstance(m, ChatMessage) else ChatMessage(*m) for m in messages]  # type: ignore[arg-type]
+    return Generate(
+        id=request_id,
+        model=model,
+        prompt=prompt,
+        messages=turns,
+        tokens=tokens,
+        max_tokens=options.pop("max_tokens"),
+        stop=list(options.pop("stop")),
+        sampling=Sampling(**options),
+    )
+
+
+class CompletionRecord:
+    """What the events of one completion add up to so far."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.seed: int | None = None
+        """The seed that it is sampled with, once accepted."""
+        self.usage: Usage | None = None
+        self.reason: FinishReason | None = None
+        self._pieces: list[str] = []
+
+    @property
+    def text_so_far(self) -> str:
+        """The text that has come."""
+        return "".join(self._pieces)
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Accepted(seed=seed):
+                self.seed = seed
+            case Tokens(tokens=tokens, text=text):
+                self.tokens += tokens
+                self._pieces.append(text)
+            case Done(reason=reason, usage=usage):
+                self.reason, self.usage = reason, usage
+            case _:
+                raise LocalProtocolError(f"no event of a completion: {event!r}")
+
+
+class LoadRecord:
+    """How far one load is."""
+
+    def __init__(self) -> None:
+        self.progress: Loading | None = None
+        self.model: ModelStatus | None = None
+        """What was loaded, at the end."""
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case Loading():
+                self.progress = event
+            case Loaded(model=model):
+                self.model = model
+            case _:
+                raise LocalProtocolError(f"no event of a load: {event!r}")

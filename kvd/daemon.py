@@ -1,0 +1,198 @@
+"""The composition root: home, lock, log, actors, socket, signals, and what the exit code says.
+
+The only place that knows all parts. Knows no MLX: models live in their workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+import kvd
+from actors.system import Identity, Settings, System, SystemFault
+from kvd import blas, config, listen, logs, memory
+from kvd.exits import Exit
+from kvd.home import check_socket_path
+from kvd.sources import absolute
+from kvd.spawn import Spawner
+from kvd.units import format_bytes
+from protocol.errors import KvdError
+
+if TYPE_CHECKING:
+    import socket
+
+    from actors.ports import Notice
+    from kvd.config import Config, ModelEntry
+    from kvd.home import Home
+    from protocol.types import ModelStatus
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line lays over the configuration."""
+
+    home: Home
+    budget_bytes: int | None = None
+    models: tuple[str, ...] = ()
+    """Loaded at start, in place of those of the configuration."""
+    fake: bool = False
+    """Workers run the fake engine: no model, no MLX."""
+
+
+def run(options: Options) -> Exit:
+    """Serve until told to stop; raises KvdError if it cannot even start."""
+    home = options.home
+    check_socket_path(home.socket)
+    home.create()
+    settings = config.load(home.config)
+    with listen.hold_lock(home):
+        logs.setup(home.logs, settings.log_level)
+        daemon = Daemon(options, settings)
+        listener = listen.bind(home.socket)
+        try:
+            return asyncio.run(daemon.serve(listener))
+        finally:
+            listener.close()
+            home.socket.unlink(missing_ok=True)
+
+
+class Daemon:
+    """One run of the daemon."""
+
+    def __init__(self, options: Options, settings: Config) -> None:
+        self._options = options
+        self._settings = settings
+        self._log = structlog.get_logger("kvd.daemon")
+        readings = memory.reader()
+        budget = options.budget_bytes or settings.budget_bytes
+        library = blas.choose(settings.blas)
+        self._budget = budget or memory.default_budget(readings.host())
+        self._blas = library
+        self._system = System(
+            Spawner(fake=options.fake, blas=library),
+            readings,
+            budget_bytes=self._budget,
+            identity=Identity(
+                version=kvd.__version__, home=str(options.home.root), pid=os.getpid()
+            ),
+            settings=Settings(max_rows=settings.max_rows, prefill_chunk=settings.prefill_chunk),
+            notify=_notify,
+        )
+        self._stops: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> Exit:
+        """Run actors and socket until `finished`."""
+        started = time.monotonic()
+        await self._system.start()
+        server = await listen.serve(listener, self._system.connect)
+        self._take_signals()
+        self._log.info(
+            "daemon started",
+            version=kvd.__version__,
+            pid=os.getpid(),
+            socket=str(self._options.home.socket),
+            budget=format_bytes(self._budget),
+            blas=str(self._blas) if self._blas else None,
+        )
+        loading = asyncio.create_task(self._load_models(), name="models at start")
+        try:
+            await asyncio.shield(self._system.finished)
+        except SystemFault as fault:
+            self._log.critical("daemon failed", reason=str(fault), exc_info=fault)
+            return Exit.FAILED
+        finally:
+            loading.cancel()
+            server.close()
+            await asyncio.gather(loading, *self._stops, return_exceptions=True)
+        self._log.info("daemon stopped", uptime_s=round(time.monotonic() - started, 1))
+        return Exit.OK
+
+    async def _load_models(self) -> None:
+        """Load the models of command line or configuration, one after the other, and say so."""
+        loaded = [status for entry in self._entries() if (status := await self._load(entry))]
+        print(welcome(self._options.home, loaded), flush=True)  # noqa: T201 - for who started us
+
+    def _entries(self) -> list[ModelEntry]:
+        if self._options.models:
+            return [config.ModelEntry(absolute(model)) for model in self._options.models]
+        return self._settings.entries
+
+    async def _load(self, entry: ModelEntry) -> ModelStatus | None:
+        try:
+            return await self._system.load(entry.source, alias=entry.alias, kv=entry.kv_spec)
+        except KvdError as error:
+            # The daemon goes on: the other models work, and `load` can be tried again.
+            self._log.error("model not loaded", model=entry.source, reason=error.message)
+            return None
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        # A terminal that goes away ends the daemon as it would any program in its foreground.
+        loop.add_signal_handler(signal.SIGHUP, self._signalled, signal.SIGHUP)
+
+    def _signalled(self, number: signal.Signals) -> None:
+        """Drain at the first signal; force at the second."""
+        force = bool(self._stops)
+        self._log.info("stopping", signal=number.name, force=force)
+        task = asyncio.create_task(self._stop(force=force), name=f"stop on {number.name}")
+        self._stops.add(task)
+
+    async def _stop(self, *, force: bool) -> None:
+        if not force:
+            with contextlib.suppress(TimeoutError):
+                stopping = asyncio.shield(self._system.stop())
+                return await asyncio.wait_for(stopping, self._settings.drain_timeout_s)
+            self._log.warning("drain took too long", timeout_s=self._settings.drain_timeout_s)
+        return await self._system.stop(force=True)
+
+
+def _notify(notice: Notice) -> None:
+    """Write what the actors report into the log."""
+    log = structlog.get_logger("kvd.actors")
+    log.log(_LEVELS[notice.level], notice.event, exc_info=notice.error, **notice.fields)
+
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+def welcome(home: Home, loaded: list[ModelStatus]) -> str:
+    """Return what a person reads once the daemon is up: where it is, and what to try."""
+    kvctl = _command("kvctl")
+    if home.root != Path("~/.kvd").expanduser():
+        kvctl += f" --home {shlex.quote(str(home.root))}"
+    model = loaded[0].name if loaded else None
+    models = ", ".join(f"{m.name} ({m.kv.name})" for m in loaded) or "no model yet"
+    tries = [f"{kvctl} status"]
+    if model:
+        tries += [
+            f'{kvctl} generate {shlex.quote(model)} "The quick brown fox" --max-tokens 64',
+            f"{kvctl} chat {shlex.quote(model)}",
+        ]
+    else:
+        tries += [f"{kvctl} load demo", f'{kvctl} generate demo "The quick brown fox"']
+    lines = [f"kvd {kvd.__version__} serves {models}", f"socket  {home.socket}"]
+    lines += [("try     " if i == 0 else "        ") + line for i, line in enumerate(tries)]
+    return "\n".join([*lines, "stop    Ctrl-C"])
+
+
+def _command(name: str) -> str:
+    """Return how to call a script that was installed beside this interpreter."""
+    path = Path(sys.executable).with_name(name)
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        if folder and Path(folder, name).exists():
+            return name if Path(folder, name).samefile(path) else str(path)
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
