@@ -1,0 +1,168 @@
+"""Prompts to tokens, and completions to text, with their typed errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.worker.text import Text
+from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
+from protocol.types import ChatMessage, Sampling
+from protocol.worker import Submit
+from tests.worker.tokenizers_zoo import TEXTS, ZOO
+
+VOCAB = 700
+
+
+def text_of(name, context=4096):
+    return Text(ZOO[name](), vocab_size=VOCAB, context_length=context)
+
+
+def submit(**fields):
+    return Submit(rid="r", sampling=Sampling(), **fields)
+
+
+def complete(text, request, prompt, tokens):
+    stream = text.stream(request, prompt)
+    out = ""
+    for token in tokens:
+        out += stream.push(token)
+        if stream.stopped:
+            return out, True
+    return out + stream.finish(), False
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_raw_prompt_has_the_tokenizer_s_own_beginning_and_no_end(name):
+    text = text_of(name)
+    tokenizer = ZOO[name]()
+    plain = tokenizer.encode(TEXTS[0], add_special_tokens=False)
+    expected = [1, *plain] if name == "llama2" else plain
+    assert text.encode(submit(prompt=TEXTS[0])) == expected
+
+
+def test_a_prompt_that_brings_its_own_bos_gets_no_second_one():
+    text = text_of("llama2")
+    assert text.encode(submit(prompt="<s>hello")).count(1) == 1
+
+
+def test_special_tokens_in_a_raw_prompt_are_tokens():
+    text = text_of("qwen")
+    assert text.encode(submit(prompt="<|im_start|>a"))[0] == 1
+
+
+def test_messages_go_through_the_template():
+    text = text_of("qwen")
+    tokens = text.encode(
+        submit(messages=[ChatMessage("system", "be brief"), ChatMessage("user", "hi\n")])
+    )
+    raw = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi\n<|im_end|>\n"
+    assert text.has_chat_template
+    assert tokens == text.encode(submit(prompt=raw + "<|im_start|>assistant\n"))
+    assert tokens.count(1) == 3
+    assert tokens.count(2) == 2
+
+
+def test_a_model_without_a_template_says_what_to_do():
+    text = text_of("bert")
+    assert not text.has_chat_template
+    with pytest.raises(InvalidRequest, match="send prompt instead") as caught:
+        text.encode(submit(messages=[ChatMessage("user", "hi")]))
+    assert caught.value.detail == {"field": "messages"}
+
+
+def test_a_template_s_refusal_is_the_request_s_error():
+    wrapper = ZOO["qwen"]()
+    wrapper._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    text = Text(wrapper, vocab_size=VOCAB, context_length=100)
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        text.encode(submit(messages=[ChatMessage("user", "hi")]))
+
+
+def test_tokens_are_taken_as_they_are_within_the_vocabulary():
+    text = text_of("llama2")
+    assert text.encode(submit(tokens=[5, 0, VOCAB - 1])) == [5, 0, VOCAB - 1]
+    for bad in (VOCAB, -1):
+        with pytest.raises(InvalidRequest, match="outside the vocabulary of 700"):
+            text.encode(submit(tokens=[5, bad]))
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ""}, {"tokens": []}, {"messages": []}])
+def test_empty_prompts(fields):
+    for name in ("qwen", "llama2"):
+        with pytest.raises(EmptyPrompt):
+            text_of(name).encode(submit(**fields))
+
+
+@pytest.mark.parametrize("fields", [{}, {"prompt": "a", "tokens": [1]}])
+def test_exactly_one_form_is_given(fields):
+    with pytest.raises(InvalidRequest, match="exactly one"):
+        text_of("qwen").encode(submit(**fields))
+
+
+def test_a_lone_surrogate_is_no_text():
+    with pytest.raises(InvalidRequest, match="not valid text"):
+        text_of("qwen").encode(submit(prompt="a\ud800b"))
+
+
+def test_the_context_must_hold_the_prompt_and_a_token():
+    text = text_of("qwen", context=10)
+    assert len(text.encode(submit(tokens=[5] * 9))) == 9
+    with pytest.raises(ContextTooLong, match="has 10 tokens; the model's context is 10") as caught:
+        text.encode(submit(tokens=[5] * 10))
+    assert caught.value.detail == {"prompt_tokens": 10, "context_length": 10}
+
+
+def test_a_hopeless_prompt_is_refused_without_reading_all_of_it():
+    text = text_of("qwen", context=100)
+    seen = []
+    encode = text._tokenizer.encode
+    text._tokenizer.encode = lambda given, **kw: seen.append(len(given)) or encode(given, **kw)
+    with pytest.raises(ContextTooLong, match="has more than"):
+        text.encode(submit(prompt="many words " * 100_000))
+    assert max(seen) == 800
+
+
+def test_a_long_text_of_few_tokens_is_not_refused():
+    text = text_of("qwen", context=100)
+    word = max(text._tokenizer.get_vocab(), key=len)
+    prompt = word * 90
+    assert len(prompt) > 800
+    try:
+        found = len(text.encode(submit(prompt=prompt)))
+    except ContextTooLong as error:
+        found = error.detail["prompt_tokens"]
+    assert (found < 100) == (len(text._tokenizer.encode(prompt)) < 100)
+
+
+def test_the_model_s_own_end_stops_and_releases_what_was_held():
+    text = text_of("qwen")
+    assert text.eos_ids == {2}
+    request = submit(prompt="a", stop=["never"])
+    tokens = text._tokenizer.encode("so nev")
+    assert complete(text, request, [5], [*tokens, 2, 7]) == ("so nev", True)
+
+
+def test_a_stop_string_split_over_tokens_is_never_shown():
+    text = text_of("qwen")
+    tokens = text._tokenizer.encode("one🦊two")
+    for stop, expected in [("🦊", "one"), ("e🦊t", "on"), ("o", ""), ("x", "one🦊two")]:
+        out, stopped = complete(text, submit(prompt="a", stop=[stop]), [5], tokens)
+        assert out == expected
+        assert stopped == (stop != "x")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_prompt_and_completion_read_as_one_text(name):
+    text = text_of(name)
+    tokens = text._tokenizer.encode(TEXTS[0], add_special_tokens=False)
+    whole = text._tokenizer.decode(tokens)
+    request = submit(prompt="x")
+    out, _ = complete(text, request, tokens[:9], tokens[9:])
+    assert text._tokenizer.decode(tokens[:9]) + out == whole
+
+
+def test_an_answer_to_messages_begins_without_a_stray_space():
+    text = text_of("llama2")
+    tokens = text._tokenizer.encode("The quick", add_special_tokens=False)
+    request = submit(messages=[ChatMessage("user", "hi")])
+    assert complete(text, request, [300, 301], tokens) == ("The quick", False)
