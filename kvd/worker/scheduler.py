@@ -61,7 +61,9 @@ class Scheduler:
     Call `plan`, run it, tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
     """
 
-    def __init__(self, *, max_rows: int, chunk: int, page_tokens: int = 64) -> None:
+    def __init__(
+        self, *, max_rows: int, chunk: int, page_tokens: int = 64, row_pages: int = 0
+    ) -> None:
         if max_rows < 1 or chunk < 1 or page_tokens < 1:
             raise LocalProtocolError(
                 f"max_rows {max_rows}, chunk {chunk} and page_tokens {page_tokens} must be positive"
@@ -69,6 +71,8 @@ class Scheduler:
         self._max_rows = max_rows
         self._chunk = chunk
         self._page_tokens = page_tokens
+        self._row_pages = row_pages
+        """What a row holds beside its pages (its dense tail), counted in pages."""
         self._waiting: dict[str, _Row] = {}
         self._prefilling: dict[str, _Row] = {}
         self._decoding: dict[str, _Row] = {}
@@ -80,6 +84,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests in the queue."""
         return len(self._waiting)
+
+    @property
+    def head(self) -> str | None:
+        """The request that is admitted next."""
+        return next(iter(self._waiting), None)
 
     @property
     def prefilling(self) -> int:
@@ -102,7 +111,7 @@ class Scheduler:
         The newest 64 to 127 tokens of a row are in its dense tail, so that one page less than
         its length suffices.
         """
-        return max(0, (prompt_len + max_new) // self._page_tokens - 1)
+        return self._row_pages + max(0, (prompt_len + max_new) // self._page_tokens - 1)
 
     def submit(self, rid: str, prompt_len: int, max_new: int) -> None:
         """Put a request at the end of the queue."""

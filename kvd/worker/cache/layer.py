@@ -46,11 +46,15 @@ class LayerStore:
         return self.tail_keys.shape[0] * self.geometry.dense_bytes(TAIL_TOKENS)
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, for `mx.eval`."""
+        """All arrays that stay: what `nbytes` counts."""
+        pools = [array for pool in self.pools for array in pool.arrays()]
+        return [self.tail_keys, self.tail_values, *pools]
+
+    def lazy_arrays(self) -> list[mx.array]:
+        """Return what steps leave to be evaluated: tails, and what awaits the flush."""
         pending = [array for pair in self.pending for side in pair for array in side]
-        new = [a for _, chunk in self.new_tails for a in (chunk.keys, chunk.values)]
-        pools = [a for pool in self.pools for a in pool.arrays()]
-        return [self.tail_keys, self.tail_values, *pending, *new, *pools]
+        new = [array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)]
+        return [self.tail_keys, self.tail_values, *pending, *new]
 
     # A decode step: lazy. The tails are small enough to be copied where MLX has to.
 

@@ -160,7 +160,7 @@ class KVStore:
         step.row.length += step.count
         step.row.pending += step.new_pages
         self._pending_rows += [step.row] * step.new_pages
-        mx.eval([layer.arrays() for layer in self.layers])
+        mx.eval(self.arrays())
         self.flush()
 
     # The flush.
@@ -171,7 +171,7 @@ class KVStore:
 
     def arrays(self) -> list[mx.array]:
         """Everything that steps leave lazy, for `mx.async_eval`: tails and pending pages."""
-        return [array for layer in self.layers for array in layer.arrays()]
+        return [array for layer in self.layers for array in layer.lazy_arrays()]
 
     def flush(self) -> None:
         """Write all pending pages into the pools; the device must be idle."""
@@ -214,16 +214,16 @@ class KVStore:
         for layer in self.layers:
             layer.pools[0].resize(wanted)
 
-    def shrink(self) -> None:
-        """Give all memory of pools and tails back; no row may be left."""
+    def shrink(self, pages: int = 0) -> None:
+        """Keep room for ``pages`` pages and give all other memory back; no row may be left."""
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still there")
-        self.allocator.reset(0)
+        self.allocator.reset(pages)
         self._pending_rows = []
         for layer in self.layers:
             layer.pending = []
             layer.new_tails = []
-            layer.pools[0].resize(0)
+            layer.pools[0].resize(pages)
         self._resize_tails(0)
 
     def _resize_tails(self, slots: int) -> None:

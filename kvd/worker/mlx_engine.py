@@ -1,0 +1,406 @@
+"""The engine: requests become rows, rows run in a pipelined loop, tokens become reports.
+
+One step, in order::
+
+    plan      who joins, whose chunk is next, who decodes           integers (`scheduler`)
+    launch    the decode step n+1, from the tokens of step n        lazy, nothing waits
+    collect   the tokens of step n                                  the only wait for the device
+    prefill   one chunk of one prompt, then a flush                 drained
+
+So the host's work on step n's tokens overlaps with the device's on step n+1. A row that ends in
+step n already runs in n+1; its place is freed only when that one has been collected.
+
+Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memory decisions.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker import memory, model, sampler, selfcheck
+from kvd.worker.budget import PageBudget
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.store import SLAB_PAGES
+from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.runner import Runner
+from kvd.worker.sampler import BatchSampling
+from kvd.worker.scheduler import Chunk, Scheduler
+from kvd.worker.text import Text, TextStream
+from protocol.errors import ContextTooLong, InsufficientMemory, KvdError, NumericalError
+from protocol.messages import FinishReason
+from protocol.types import MemoryUse, ModelInfo, Usage, WorkerStats
+from protocol.worker import (
+    Grant,
+    LoadModel,
+    Report,
+    RowFailed,
+    RowFinished,
+    RowTokens,
+    Submit,
+)
+
+DEFAULT_MAX_TOKENS = 512
+ALLOCATOR_CACHE = 128 * 1024 * 1024
+"""Bytes that MLX may keep for reuse; counted in the worker's base."""
+FIRST_ROWS = 4
+"""Rows whose tails the first grant covers."""
+
+
+@dataclass(eq=False)
+class _Request:
+    rid: str
+    submit: Submit
+    prompt: list[int]
+    max_new: int
+    stream: TextStream
+    row: Row | None = None
+    launched: int = 0
+    """Tokens whose steps have been launched."""
+    sent: int = 0
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A decode step that has been launched: what to read, and whose it is."""
+
+    requests: list[_Request]
+    tokens: mx.array
+    """``[rows]`` int32."""
+    trusted: mx.array
+    """``[rows]`` bool."""
+    sampling: BatchSampling
+    where: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.where = {request.rid: index for index, request in enumerate(self.requests)}
+
+
+class MLXEngine:
+    """`kvd.worker.engine.Engine` over MLX."""
+
+    _runner: Runner
+    _text: Text
+    _scheduler: Scheduler
+    _budget: PageBudget
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+        self._reports: list[Report] = []
+        self._flight: _Flight | None = None
+        self._steps = 0
+        self._most_rows = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._weights_bytes = 0
+        self._scratch_bytes = 0
+        self._row_pages = 0
+
+    # Loading.
+
+    def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
+        """Find, check, load and prove the model; every byte is granted before it is taken."""
+        from kvd.worker import seam  # noqa: PLC0415 - before any model module is imported
+
+        seam.install()
+        mx.set_cache_limit(ALLOCATOR_CACHE)
+        progress("resolving", 0.0)
+        path = model.resolve(command.source)
+        headers = model.inspect(path)
+        progress("waiting for memory", 0.05)
+        base = memory.footprint() + headers.weights_bytes + ALLOCATOR_CACHE
+        grant = _demand(ask_grant, base, "weights and scratch")
+        progress("loading weights", 0.1)
+        loaded = model.load(path)
+        self._weights_bytes = mx.get_active_memory()
+        progress("checking attention", 0.8)
+        scheme = Scheme(command.kv.k_bits, command.kv.v_bits)
+        self._runner = Runner.of(loaded.model, scheme, prefill_scratch=command.attention_scratch)
+        verdict = selfcheck.check(self._runner, loaded.vocab_size)
+        mx.clear_cache()
+        store = self._runner.store
+        # A flush that grows a pool copies one layer of it, in the scratch that prefill leaves idle.
+        self._scratch_bytes = command.attention_scratch
+        base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
+        self._row_pages = -(-store.row_bytes // store.page_bytes)
+        first = SLAB_PAGES + FIRST_ROWS * self._row_pages
+        grant = _demand(ask_grant, base + first * store.page_bytes, "first pages")
+        self._budget = PageBudget(base, store.page_bytes, grant.total_bytes, grant.seq)
+        self._scheduler = Scheduler(
+            max_rows=command.max_rows, chunk=command.prefill_chunk, row_pages=self._row_pages
+        )
+        self._text = Text(
+            loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
+        )
+        progress("ready", 1.0)
+        return self._info(loaded, verdict)
+
+    def _info(self, loaded: model.LoadedModel, verdict: selfcheck.Verdict) -> ModelInfo:
+        store = self._runner.store
+        geometry = store.layers[0].geometry
+        values = "per token" if geometry.values_per_token else "per channel"
+        return ModelInfo(
+            architecture=str(loaded.config["model_type"]),
+            parameters=loaded.parameters,
+            context_length=loaded.context_length,
+            vocab_size=loaded.vocab_size,
+            layers=len(store.layers),
+            dtype=str(store.dtype).removeprefix("mlx.core."),
+            kv_scheme=store.scheme.name,
+            kv_layout=f"keys per channel, values {values}",
+            page_bytes=store.page_bytes,
+            kv_bytes_per_token=store.page_bytes // 64,
+            attention_path=verdict.path,
+            attention_error=verdict.error,
+            has_chat_template=self._text.has_chat_template,
+            device=_device(),
+            blas=os.environ.get("KVD_BLAS_PRELOADED"),
+        )
+
+    # Requests.
+
+    def submit(self, request: Submit) -> int:
+        """Queue a request; raises the `KvdError` that its prompt or limits ask for."""
+        prompt = self._text.encode(request)
+        room = self._text.context_length - len(prompt)
+        if request.max_tokens is not None and request.max_tokens > room:
+            raise ContextTooLong(
+                f"prompt and completion take {len(prompt)} + {request.max_tokens} tokens, the"
+                f" model's context is {self._text.context_length}: max_tokens can be {room}",
+                prompt_tokens=len(prompt),
+                max_tokens=request.max_tokens,
+                context_length=self._text.context_length,
+            )
+        max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
+        stream = self._text.stream(request, prompt)
+        self._scheduler.submit(request.rid, len(prompt), max_new)
+        self._requests[request.rid] = _Request(request.rid, request, prompt, max_new, stream)
+        self._prompt_tokens += len(prompt)
+        return len(prompt)
+
+    def cancel(self, rid: str) -> None:
+        """End a row now; its place is free when no step in flight reads it."""
+        request = self._requests.get(rid)
+        if request is not None and not request.ended:
+            self._finish(request, "cancelled")
+
+    def granted(self, grant: Grant) -> None:
+        """Take the answer to a `GrantWanted`."""
+        self._budget.answer(grant)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something now."""
+        busy = self._flight or self._scheduler.prefilling or self._scheduler.decoding
+        queued = self._scheduler.waiting and not self._budget.waiting
+        return bool(self._reports or busy or queued)
+
+    # The step.
+
+    def step(self) -> list[Report]:
+        """Launch step n+1, read step n, prefill one chunk."""
+        free = self._budget.pages - self._scheduler.reserved
+        plan = self._scheduler.plan(free)
+        for rid in plan.admitted:
+            self._requests[rid].row = self._runner.store.new_row()
+        if plan.wanted_pages:
+            self._ask_for(plan.wanted_pages)
+        landed, self._flight = self._flight, self._launch(plan.decode)
+        if landed is not None:
+            self._collect(landed)
+        if plan.prefill is not None:
+            self._prefill(plan.prefill)
+        if not self._requests:
+            self._rest()
+        self._steps += 1
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
+        requests = [self._requests[rid] for rid in rids]
+        requests = [one for one in requests if not one.ended and one.launched < one.max_new]
+        if not requests:
+            return None
+        store = self._runner.store
+        rows = [_row(request) for request in requests]
+        if store.needs_flush(rows):
+            self._drain()
+            self._grow_to_grant()
+            store.flush()
+        logits = self._runner.decode(rows, self._inputs(requests))
+        sampling = self._sampling(requests)
+        tokens = sampler.sample(logits, sampling, [row.length for row in rows])
+        flight = _Flight(requests, tokens, sampler.finite_and_varied(logits), sampling)
+        mx.async_eval(flight.tokens, flight.trusted, store.arrays())
+        for request in requests:
+            request.launched += 1
+        self._most_rows = max(self._most_rows, len(rows))
+        return flight
+
+    def _inputs(self, requests: list[_Request]) -> mx.array:
+        """Return the rows' input tokens: those of the step in flight, or a prompt's last."""
+        flight = self._flight
+        last = mx.array([request.prompt[-1] for request in requests], mx.int32)
+        if flight is None:
+            return last
+        if requests == flight.requests:
+            return flight.tokens
+        size = len(flight.requests)
+        index = [
+            flight.where.get(request.rid, size + position)
+            for position, request in enumerate(requests)
+        ]
+        return mx.concatenate([flight.tokens, last])[mx.array(index)]
+
+    def _sampling(self, requests: list[_Request]) -> BatchSampling:
+        if self._flight is not None and requests == self._flight.requests:
+            return self._flight.sampling
+        return BatchSampling.of([request.submit.sampling for request in requests])
+
+    def _collect(self, landed: _Flight) -> None:
+        tokens: Any = landed.tokens.tolist()
+        trusted: Any = landed.trusted.tolist()
+        for request, token, good in zip(landed.requests, tokens, trusted, strict=True):
+            if request.ended:
+                self._release(request)
+            elif good:
+                self._deliver(request, token)
+            else:
+                self._fail(
+                    request,
+                    NumericalError("the model's output for this request is not finite or constant"),
+                )
+
+    def _deliver(self, request: _Request, token: int) -> None:
+        text = request.stream.push(token)
+        shown = [] if token in self._text.eos_ids else [token]
+        index = request.sent
+        request.sent += 1
+        self._generated_tokens += 1
+        over = request.stream.stopped or request.sent == request.max_new
+        if over and not request.stream.stopped:
+            text += request.stream.finish()
+        if shown or text:
+            self._reports.append(RowTokens(rid=request.rid, index=index, tokens=shown, text=text))
+        if over:
+            self._finish(request, "stop" if request.stream.stopped else "length")
+
+    def _finish(self, request: _Request, reason: FinishReason) -> None:
+        usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=request.sent)
+        self._reports.append(RowFinished(rid=request.rid, reason=reason, usage=usage))
+        self._end(request)
+
+    def _fail(self, request: _Request, error: KvdError) -> None:
+        self._reports.append(RowFailed(rid=request.rid, error=error.info()))
+        self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        request.ended = True
+        if self._flight is None or request.rid not in self._flight.where:
+            self._release(request)
+
+    def _release(self, request: _Request) -> None:
+        self._scheduler.finish(request.rid)
+        del self._requests[request.rid]
+        if request.row is not None:
+            self._runner.store.free(request.row)
+        self._budget.changed()
+
+    def _prefill(self, chunk: Chunk) -> None:
+        request = self._requests.get(chunk.rid)
+        if request is None:  # over since the plan was made
+            return
+        self._drain()
+        self._grow_to_grant()
+        self._runner.prefill(_row(request), request.prompt[chunk.start : chunk.end])
+        self._scheduler.prefilled(chunk.rid, chunk.end)
+
+    def _drain(self) -> None:
+        if self._flight is not None:
+            mx.eval(self._flight.tokens, self._flight.trusted, self._runner.store.arrays())
+
+    # Memory.
+
+    def _grow_to_grant(self) -> None:
+        store = self._runner.store
+        tails = len(store.rows) * self._row_pages
+        store.page_limit = self._budget.pages - tails
+
+    def _ask_for(self, pages: int) -> None:
+        wanted = self._budget.want(pages)
+        if wanted is not None:
+            self._reports.append(wanted)
+        elif self._budget.denied is not None and not self._scheduler.reserved:
+            head = self._scheduler.head
+            assert head is not None, "pages are wanted for the head of the queue"
+            self._fail(self._requests[head], self._budget.refusal(pages))
+
+    def _rest(self) -> None:
+        """Give memory back when nobody is there: one slab stays for the next request."""
+        store = self._runner.store
+        if store.allocator.capacity > SLAB_PAGES:
+            store.shrink(SLAB_PAGES)
+            mx.clear_cache()
+        wanted = self._budget.give_back(SLAB_PAGES + FIRST_ROWS * self._row_pages)
+        if wanted is not None:
+            self._reports.append(wanted)
+
+    def stats(self) -> WorkerStats:
+        """Return the counters."""
+        store = self._runner.store
+        return WorkerStats(
+            step=self._steps,
+            rows_running=self._scheduler.decoding,
+            rows_prefilling=self._scheduler.prefilling,
+            rows_waiting=self._scheduler.waiting,
+            max_rows_in_step=self._most_rows,
+            pages_used=store.allocator.used,
+            pages_total=store.allocator.capacity,
+            flushes=store.flushes,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            memory=MemoryUse(
+                weights=self._weights_bytes,
+                kv_pages=store.pages_bytes,
+                kv_pages_used=store.allocator.used * store.page_bytes,
+                kv_tails=store.tails_bytes,
+                scratch=self._scratch_bytes,
+                active=mx.get_active_memory(),
+                cache=mx.get_cache_memory(),
+            ),
+        )
+
+    def close(self) -> None:
+        """Wait for the device; the process's exit does the rest."""
+        self._drain()
+        mx.synchronize()
+
+
+def _row(request: _Request) -> Row:
+    assert request.row is not None, "the scheduler decodes and prefills admitted rows only"
+    return request.row
+
+
+def _demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
+    grant = ask_grant(total_bytes, reason)
+    if not grant.granted:
+        raise InsufficientMemory(
+            f"the model needs {total_bytes} bytes ({reason}); of the budget of"
+            f" {grant.budget_bytes} only {grant.available_bytes} are free: unload a model or"
+            " raise the budget",
+            needed_bytes=total_bytes,
+            budget_bytes=grant.budget_bytes,
+            available_bytes=grant.available_bytes,
+        )
+    return grant
+
+
+def _device() -> str:
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return str(mx.device_info().get("device_name", "gpu"))
