@@ -64,9 +64,10 @@ class Scheduler:
     def __init__(
         self, *, max_rows: int, chunk: int, page_tokens: int = 64, row_pages: int = 0
     ) -> None:
-        if max_rows < 1 or chunk < 1 or page_tokens < 1:
+        if max_rows < 1 or chunk < 1 or page_tokens < 1 or row_pages < 0:
             raise LocalProtocolError(
                 f"max_rows {max_rows}, chunk {chunk} and page_tokens {page_tokens} must be positive"
+                f" and row_pages {row_pages} not negative"
             )
         self._max_rows = max_rows
         self._chunk = chunk

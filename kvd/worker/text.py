@@ -72,7 +72,7 @@ class Text:
         self._wrapper = tokenizer
         self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
         self._vocab_size = vocab_size
-        self._context_length = context_length
+        self.context_length = context_length
         self._table = BytesTable.of(self._tokenizer)
         self._special = special_ids(self._tokenizer)
         self._prefix = _prefix_of(self._tokenizer)
@@ -99,7 +99,7 @@ class Text:
                 tokens = self._check_tokens(request.tokens or [])
         if not tokens:
             raise EmptyPrompt("the prompt is empty; give at least one token")
-        if len(tokens) >= self._context_length:
+        if len(tokens) >= self.context_length:
             raise self._too_long(f"has {len(tokens)} tokens", len(tokens))
         return tokens
 
@@ -116,10 +116,10 @@ class Text:
     def _encode_prompt(self, prompt: str) -> list[int]:
         if not prompt:
             return []
-        probe = _PROBE_CHARS * self._context_length
+        probe = _PROBE_CHARS * self.context_length
         if len(prompt) > 2 * probe:
             found = len(self._tokens_of(prompt[:probe], "prompt"))
-            if found > self._context_length:
+            if found > self.context_length:
                 raise self._too_long(f"has more than {found} tokens", found)
         tokens = self._tokens_of(prompt, "prompt")
         if self._prefix and tokens[: len(self._prefix)] != self._prefix:
@@ -159,10 +159,10 @@ class Text:
 
     def _too_long(self, what: str, tokens: int) -> ContextTooLong:
         return ContextTooLong(
-            f"the prompt {what}; the model's context is {self._context_length}, "
+            f"the prompt {what}; the model's context is {self.context_length}, "
             "and the completion needs at least one of them",
             prompt_tokens=tokens,
-            context_length=self._context_length,
+            context_length=self.context_length,
         )
 
 

@@ -99,6 +99,17 @@ def test_reservation_is_the_worst_case_less_the_tail(scheduler, prompt_len, max_
     assert scheduler.reservation(prompt_len, max_new) == pages
 
 
+def test_a_row_s_own_pages_count_too():
+    scheduler = Scheduler(max_rows=3, chunk=CHUNK, row_pages=2)
+    assert scheduler.reservation(1, 1) == 2
+    scheduler.submit("a", 640, 64)
+    assert scheduler.plan(11).wanted_pages == 1
+    assert scheduler.head == "a"
+    assert scheduler.plan(12).admitted == ("a",)
+    assert scheduler.head is None
+    assert scheduler.finish("a") == 12
+
+
 def test_the_head_waits_for_pages_and_is_never_overtaken(scheduler):
     scheduler.submit("big", 640, 64)  # 10 pages
     scheduler.submit("tiny", 1, 1)

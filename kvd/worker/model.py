@@ -1,0 +1,351 @@
+"""Finding a model, looking at it without loading it, and loading it through mlx-lm.
+
+`resolve` turns a name into a folder, `inspect` reads the folder's headers and says what is wrong
+with it while that is cheap, `load` makes the model. What mlx-lm or transformers raise about a
+broken folder becomes a typed error that names the file.
+
+Does not cover: the seam into mlx-lm's attention (installed before any model module is imported,
+so before `load`), and what the model's cache must be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from protocol.errors import InvalidModel, KvdError, UnknownModel, UnsupportedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.worker.engine import ReportProgress
+
+EMBEDDED = ("demo",)
+"""Models in the package itself."""
+
+DEFAULT_CONTEXT = 4096
+"""For the few models that do not say how long their context is."""
+
+_T = TypeVar("_T")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+"""What a change of dtype resizes; packed weights and their 8-bit scales stay."""
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors format itself."""
+_EVAL_BYTES = 256 * 1024 * 1024
+"""Weights that are read between two signs of life."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What a model's folder says about itself."""
+
+    path: Path
+    config: dict[str, Any]
+    weight_files: tuple[Path, ...]
+    tensors: int
+    stored_bytes: int
+    weights_bytes: int
+    """In memory, as `load` converts them on this machine."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run, and what the engine must know about it."""
+
+    model: Any
+    tokenizer: Any
+    """An `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
+    config: dict[str, Any]
+    architecture: str
+    parameters: int
+    weights_bytes: int
+    context_length: int
+    vocab_size: int
+    """Logits of one token; tokenizers often have less tokens."""
+    dtype: str
+    """Of the activations, such as ``float32``."""
+    eos_ids: frozenset[int]
+
+
+def resolve(source: str, progress: ReportProgress = lambda _stage, _fraction: None) -> Path:
+    """Return the folder of an embedded model, an absolute path or a Hub id."""
+    if source in EMBEDDED:
+        from kvd import demo  # noqa: PLC0415 - only the worker that serves it needs it
+
+        return Path(demo.path())
+    if source.startswith("/"):
+        path = Path(source)
+        if not path.exists():
+            raise UnknownModel(f"there is no folder {source}", source=source)
+        if not path.is_dir():
+            raise InvalidModel(f"{source} is a file; give the model's folder", source=source)
+        return path
+    if _HUB_ID.fullmatch(source):
+        return _download(source, progress)
+    raise UnknownModel(
+        f"there is no model {source!r}; give {' or '.join(EMBEDDED)}, the absolute path of a "
+        "folder, or a Hub id such as mlx-community/Qwen3-0.6B-4bit",
+        source=source,
+    )
+
+
+def _download(source: str, progress: ReportProgress) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and seldom needed
+    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # noqa: PLC0415
+
+    disable_progress_bars()
+    try:
+        # The Hub's own client falls back to its cache without a network.
+        folder = _in_background(
+            lambda: snapshot_download(source, allow_patterns=DEFAULT_ALLOW_PATTERNS),
+            lambda: progress("download", 0.0),
+        )
+    except KvdError:
+        raise
+    except Exception as error:  # of several libraries
+        raise UnknownModel(
+            f"cannot get {source} from the Hub: {_first_line(error)}; check the id and the "
+            "network, or give the absolute path of a folder that has the model",
+            source=source,
+        ) from error
+    return Path(folder)
+
+
+def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> _T:
+    """Run ``work`` in a thread and ``tick`` once a second, so that the worker shows life."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    while not future.done():
+        try:
+            future.exception(timeout=1.0)
+        except TimeoutError:
+            tick()
+    return future.result()
+
+
+def inspect(path: Path) -> Headers:
+    """Read the folder's config and headers; raise what `load` would fail with, but early."""
+    config = _read_object(path / "config.json")
+    _check_architecture(config)
+    files = _weight_files(path)
+    tensors: dict[str, dict[str, Any]] = {}
+    for file in files:
+        tensors |= _read_header(file)
+    if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        raise _invalid(path, f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+    dtype = default_dtype()
+    return Headers(
+        path=path,
+        config=config,
+        weight_files=tuple(files),
+        tensors=len(tensors),
+        stored_bytes=sum(_size(one) for one in tensors.values()),
+        weights_bytes=sum(_loaded_size(one, dtype) for one in tensors.values()),
+    )
+
+
+def _loaded_size(tensor: dict[str, Any], dtype: Any) -> int:
+    if dtype is None or tensor["dtype"] not in _FLOATS:
+        return _size(tensor)
+    elements: int = math.prod(tensor["shape"])
+    return elements * int(dtype.size)
+
+
+def _size(tensor: dict[str, Any]) -> int:
+    start, end = tensor["data_offsets"]
+    return int(end) - int(start)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise _invalid(file, "is missing") from None
+    except OSError as error:
+        raise _invalid(file, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # JSON or UTF-8
+        raise _invalid(file, f"is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _invalid(file, "is not a JSON object")
+    return found
+
+
+def _check_architecture(config: dict[str, Any]) -> None:
+    from mlx_lm.utils import (  # noqa: PLC0415 - its tables, before any model module is imported
+        MODEL_ARCHITECTURE_REMAPPING,
+        MODEL_REMAPPING,
+    )
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise UnsupportedModel("config.json has no model_type; it is no language model for mlx-lm")
+    if "model_file" in config:
+        raise UnsupportedModel(
+            f"the model brings its own code ({config['model_file']}), which kvd does not run"
+        )
+    named = config.get("architectures") or []
+    remapped = [MODEL_ARCHITECTURE_REMAPPING.get((kind, str(name))) for name in named]
+    module = next(filter(None, remapped), None) or MODEL_REMAPPING.get(kind, kind)
+    if not module.isidentifier() or not importlib.util.find_spec(f"mlx_lm.models.{module}"):
+        raise UnsupportedModel(f"mlx-lm does not know the model type {kind!r}", model_type=kind)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    files = sorted(path.glob("model*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise _invalid(index, "has no weight_map")
+        for name in sorted({str(shard) for shard in shards.values()}):
+            if not (path / name).exists():
+                raise _invalid(path / name, "is missing, though the index lists it")
+    if not files:
+        raise _invalid(path, "has no model*.safetensors")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the tensors of a safetensors file, after a look at whether all their bytes exist.
+
+    The format: 8 bytes of header length, the header in JSON, then the tensors' bytes.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _invalid(file, f"is truncated or no safetensors file ({size} bytes)")
+            header = json.loads(stream.read(length))
+        tensors = {name: one for name, one in header.items() if name != "__metadata__"}
+        expected = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
+        for one in tensors.values():
+            _ = math.prod(one["shape"]), one["dtype"], _size(one)
+    except OSError as error:
+        raise _invalid(file, f"cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise _invalid(file, f"has a broken header ({error})") from error
+    if size != expected:
+        word = "truncated" if size < expected else "longer than its header says"
+        raise _invalid(file, f"is {word}: {size} bytes instead of {expected}")
+    return tensors
+
+
+def default_dtype() -> Any:
+    """Return the dtype to load weights as; None keeps the stored one."""
+    # MLX emulates half precision on the CPU, 8 to 35 times slower.
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else None
+
+
+def load(
+    path: Path,
+    progress: ReportProgress = lambda _stage, _fraction: None,
+) -> LoadedModel:
+    """Load the model of an inspected folder, its floats in this machine's `default_dtype`.
+
+    Quantized weights stay quantized; their scales are converted.
+    """
+    from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.set_verbosity_error()  # it warns of prompts that are longer than its own limit
+    try:
+        model, config = load_model(path, lazy=True)
+    except Exception as error:  # mlx-lm's loaders and models raise what they like
+        raise _invalid(path, f"cannot be loaded: {_first_line(error)}") from error
+    try:
+        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # so do tokenizers
+        raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
+            error
+        )
+    if (dtype := default_dtype()) is not None:
+        model.set_dtype(dtype)
+    _read_weights(path, model, progress)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        architecture=str((config.get("architectures") or [config["model_type"]])[0]),
+        parameters=int(get_total_parameters(model)),
+        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        context_length=_context_length(config, tokenizer),
+        vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
+        dtype=_activation_dtype(model),
+        eos_ids=frozenset(tokenizer.eos_token_ids),
+    )
+
+
+def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
+    """Read the weights from disk, some at a time."""
+    arrays = [array for _, array in tree_flatten(model.parameters())]
+    total = sum(array.nbytes for array in arrays) or 1
+    done = pending = 0
+    batch = []
+    try:
+        for array in arrays:
+            batch.append(array)
+            pending += array.nbytes
+            if pending >= _EVAL_BYTES or array is arrays[-1]:
+                mx.eval(batch)
+                done, pending, batch = done + pending, 0, []
+                progress("weights", done / total)
+    except RuntimeError as error:
+        raise _invalid(path, f"has weights that cannot be read: {_first_line(error)}") from error
+    mx.clear_cache()  # of what was converted
+
+
+def _activation_dtype(model: Any) -> str:
+    floats = [
+        array.dtype
+        for _, array in tree_flatten(model.parameters())
+        if mx.issubdtype(array.dtype, mx.floating)
+    ]
+    return str(floats[0]).removeprefix("mlx.core.") if floats else "float32"
+
+
+def _context_length(config: dict[str, Any], tokenizer: Any) -> int:
+    for key in _CONTEXT_KEYS:
+        if isinstance(found := _setting(config, key), int) and found > 0:
+            return found
+    found = getattr(tokenizer, "model_max_length", None)
+    # transformers says 1e30 for "unknown".
+    return int(found) if isinstance(found, int) and 0 < found < 10**9 else DEFAULT_CONTEXT
+
+
+def _setting(config: dict[str, Any], key: str) -> Any:
+    """Return a setting of the language model; multimodal configurations have it one level down."""
+    return config.get(key) or (config.get("text_config") or {}).get(key)
+
+
+def _invalid(path: Path, what: str) -> InvalidModel:
+    return InvalidModel(f"{path} {what}", path=str(path))
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what the error says, short: loaders list all tensors of a model."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
