@@ -109,14 +109,15 @@ class MLXEngine:
 
         seam.install()
         mx.set_cache_limit(ALLOCATOR_CACHE)
-        progress("resolving", 0.0)
-        path = model.resolve(command.source)
+        path = model.resolve(command.source, progress)
         headers = model.inspect(path)
+        dtype = model.default_dtype()
+        weights = headers.loaded_bytes(dtype.size if dtype is not None else None)
+        base = memory.footprint() + weights + ALLOCATOR_CACHE
         progress("waiting for memory", 0.05)
-        base = memory.footprint() + headers.weights_bytes + ALLOCATOR_CACHE
         grant = _demand(ask_grant, base, "weights and scratch")
-        progress("loading weights", 0.1)
-        loaded = model.load(path)
+        progress("weights", 0.1)
+        loaded = model.load(path, dtype, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
         scheme = Scheme(command.kv.k_bits, command.kv.v_bits)
@@ -126,7 +127,7 @@ class MLXEngine:
         store = self._runner.store
         # A flush that grows a pool copies one layer of it, in the scratch that prefill leaves idle.
         self._scratch_bytes = command.attention_scratch
-        base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
+        base += self._weights_bytes - weights + self._scratch_bytes
         self._row_pages = -(-store.row_bytes // store.page_bytes)
         first = SLAB_PAGES + FIRST_ROWS * self._row_pages
         grant = _demand(ask_grant, base + first * store.page_bytes, "first pages")
@@ -137,7 +138,6 @@ class MLXEngine:
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
-        progress("ready", 1.0)
         return self._info(loaded, verdict)
 
     def _info(self, loaded: model.LoadedModel, verdict: selfcheck.Verdict) -> ModelInfo:
@@ -145,7 +145,7 @@ class MLXEngine:
         geometry = store.layers[0].geometry
         values = "per token" if geometry.values_per_token else "per channel"
         return ModelInfo(
-            architecture=str(loaded.config["model_type"]),
+            architecture=loaded.architecture,
             parameters=loaded.parameters,
             context_length=loaded.context_length,
             vocab_size=loaded.vocab_size,

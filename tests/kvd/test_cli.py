@@ -1,0 +1,235 @@
+"""kvctl against a scripted daemon; the real one is in tests/process."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvd import cli
+from kvd.home import Home
+from protocol import errors
+from protocol import messages as m
+from protocol.types import Sampling, Usage
+from tests.kvd.stub import MODEL, daemon_status, stub_daemon, well
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, home: Home):
+    """Run kvctl in this process: arguments in; exit code, stdout and stderr out."""
+
+    def run(*arguments, stdin="", at_home=True):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        place = ["--home", str(home.root)] if at_home else []
+        monkeypatch.setattr(sys, "argv", ["kvctl", *place, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        captured = capsys.readouterr()
+        return code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_status_for_people_and_for_programs(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        code, out, err = kvctl("status")
+        assert (code, err) == (0, "")
+        assert "demo" in out
+        assert "ready" in out
+        code, out, _ = kvctl("status", "--json")
+    assert code == 0
+    assert json.loads(out)["models"][0]["stats"]["max_rows_in_step"] == 8
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_place_may_stand_before_and_after_the_command(kvctl, home: Home, order, monkeypatch):
+    monkeypatch.setenv("KVD_HOME", "/nowhere")
+    place = ["--socket", str(home.socket), "--json"]
+    arguments = [*place, "status"] if order == "before" else ["status", *place]
+    with stub_daemon(home.socket, well):
+        code, out, _ = kvctl(*arguments, at_home=False)
+    assert code == 0
+    assert json.loads(out)["state"] == "serving"
+
+
+def test_generate_prints_the_completion_and_nothing_else(kvctl, home: Home):
+    with stub_daemon(home.socket, well) as requests:
+        options = ("--max-tokens", "9", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "4")
+        more = ("--min-p", "0.1", "--seed", "3", "--stop", "A", "--stop", "B")
+        code, out, err = kvctl("generate", "demo", "Hi", *options, *more)
+    assert (code, out, err) == (0, "Grüße all", "")
+    assert requests == [
+        m.Generate(
+            id="1",
+            model="demo",
+            prompt="Hi",
+            max_tokens=9,
+            stop=["A", "B"],
+            sampling=Sampling(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=3),
+        )
+    ]
+
+
+def test_generate_reads_the_prompt_from_stdin(kvctl, home: Home):
+    with stub_daemon(home.socket, well) as requests:
+        assert kvctl("generate", "demo", "-", stdin="line one\nline two\n")[0] == 0
+    assert requests[0].prompt == "line one\nline two\n"
+
+
+def test_generate_prints_its_events_as_json_lines(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        code, out, _ = kvctl("generate", "demo", "Hi", "--json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [event["event"] for event in events] == ["accepted", "tokens", "tokens", "done"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UnknownModel("no model 'x'"), 6),
+        (errors.WorkerDied("the worker died"), 7),
+        (errors.InternalError("a bug"), 1),
+    ],
+)
+def test_errors_have_exit_codes_and_speak_on_stderr(kvctl, home: Home, error, code):
+    def answer(request):
+        yield m.Error(id=request.id, error=error.info())
+
+    with stub_daemon(home.socket, answer):
+        assert kvctl("generate", "demo", "Hi") == (code, "", f"error: {error.message}\n")
+        seen, out, err = kvctl("unload", "demo", "--json")
+    assert seen == code
+    assert json.loads(out)["error"]["code"] == error.code
+    assert error.message in err
+
+
+def test_an_error_prints_brackets_as_they_are(kvctl, home: Home):
+    def answer(request):
+        yield m.Error(id=request.id, error=errors.InvalidRequest("bad [red]x[/] [1]").info())
+
+    with stub_daemon(home.socket, answer):
+        assert kvctl("status")[2] == "error: bad [red]x[/] [1]\n"
+
+
+def test_no_daemon_says_what_to_do(kvctl, home: Home):
+    code, out, err = kvctl("status")
+    assert (code, out) == (3, "")
+    assert f"no daemon answers on {home.socket}; start one with `kvd serve`" in err
+
+
+def test_load_sends_what_was_asked_for(kvctl, home: Home, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with stub_daemon(home.socket, well) as requests:
+        code, out, _ = kvctl("load", "./model", "--alias", "small", "--kv", "k8v4")
+        assert code == 0
+        assert "5.8 M parameters" in out
+        assert json.loads(kvctl("load", "demo", "--json")[1])["name"] == "demo"
+    assert requests[0].model == str(tmp_path / "model")
+    assert (requests[0].alias, requests[0].kv.name) == ("small", "k8v4")
+    assert (requests[1].model, requests[1].kv.name) == ("demo", "k8v8")
+
+
+def test_a_wrong_scheme_is_a_usage_error(kvctl):
+    code, _, err = kvctl("load", "demo", "--kv", "k7v8")
+    assert code == 2
+    assert "no KV scheme" in err
+
+
+def test_unload_drain_and_shutdown(kvctl, home: Home):
+    with stub_daemon(home.socket, well) as requests:
+        assert kvctl("unload", "demo", "--force")[2] == "demo unloaded, 1.0 MiB freed\n"
+        assert json.loads(kvctl("drain", "--json")[1]) == {"state": "drained"}
+        assert kvctl("shutdown")[2] == "stopped\n"
+    assert requests[0].force is True
+
+
+def test_chat_remembers_and_obeys_commands(kvctl, home: Home):
+    lines = [
+        "Hello",
+        "/set temperature 0",
+        "/set nonsense 1",
+        "And now?",
+        "/history",
+        "/retry",
+        "/system Be brief.",
+        "Fresh",
+        "/nope",
+        "/exit",
+        "never sent",
+    ]
+    with stub_daemon(home.socket, well) as requests:
+        code, out, err = kvctl("chat", "demo", stdin="\n".join(lines) + "\n")
+    asked = [
+        [(turn.role, turn.content) for turn in request.messages]
+        for request in requests
+        if isinstance(request, m.Generate)
+    ]
+    reply = ("assistant", "Grüße all")
+    assert code == 0
+    assert out == "Grüße all\n" * 4
+    assert asked == [
+        [("user", "Hello")],
+        [("user", "Hello"), reply, ("user", "And now?")],
+        [("user", "Hello"), reply, ("user", "And now?")],
+        [("system", "Be brief."), ("user", "Fresh")],
+    ]
+    assert [r.sampling.temperature for r in requests if isinstance(r, m.Generate)][:2] == [0.7, 0]
+    assert "no setting nonsense" in err
+    assert "no command /nope" in err
+
+
+def test_chat_goes_on_after_an_error_and_forgets_the_question(kvctl, home: Home):
+    def answer(request):
+        if isinstance(request, m.Generate) and request.messages[-1].content == "fails":
+            yield m.Error(id=request.id, error=errors.WorkerDied("the worker died").info())
+        else:
+            yield from well(request)
+
+    with stub_daemon(home.socket, answer) as requests:
+        code, out, err = kvctl("chat", "demo", stdin="fails\nworks\n")
+    assert (code, out) == (0, "Grüße all\n")
+    assert "the worker died" in err
+    assert [turn.content for turn in requests[-1].messages] == ["works"]
+
+
+def test_chat_with_an_unknown_model_says_which_there_are(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        code, _, err = kvctl("chat", "nope", stdin="Hi\n")
+    assert code == 6
+    assert "no model 'nope' (loaded: demo); load it with `kvctl load nope`" in err
+
+
+def test_a_cancelled_completion_is_an_interrupt(kvctl, home: Home):
+    def answer(request):
+        if isinstance(request, m.Generate):
+            yield m.Done(id=request.id, reason="cancelled", usage=Usage(1, 0))
+
+    with stub_daemon(home.socket, answer):
+        assert kvctl("generate", "demo", "Hi")[0] == 130
+
+
+def test_every_command_has_help(kvctl):
+    for command in ("status", "load", "unload", "generate", "chat", "drain", "shutdown"):
+        code, out, _ = kvctl(command, "--help")
+        assert code == 0
+        assert "--home" in out
+        assert "--json" in out
+
+
+def test_kvctl_needs_neither_mlx_nor_the_daemons_parts():
+    code = (
+        "import sys, kvd.cli;"
+        "bad = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'structlog', 'actors', 'kvd.worker'};"
+        "sys.exit(', '.join(sorted(bad & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_stub_speaks_as_the_protocol_does():
+    assert daemon_status(MODEL).models == [MODEL]

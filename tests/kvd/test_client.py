@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvd.client import AsyncClient, Client
+from kvd.home import Home
+from protocol import errors
+from protocol import messages as m
+from protocol.types import ChatMessage, KVSpec, Sampling, Usage
+from tests.kvd.stub import MODEL, daemon_status, stub_daemon, well
+
+
+def failing(error: errors.KvdError):
+    def answer(request):
+        if isinstance(request, m.Generate):
+            yield m.Tokens(id=request.id, index=0, tokens=[1], text="half")
+        yield m.Error(id=request.id, error=error.info())
+
+    return answer
+
+
+def test_every_call_of_the_blocking_client(home: Home):
+    with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
+        assert kvd.hello().pid == 4241
+        assert kvd.status() == daemon_status(MODEL)
+        assert kvd.load("demo", alias="d", kv=KVSpec(8, 4)).result == MODEL
+        assert kvd.unload("demo", force=True).freed_bytes == 2**20
+        assert kvd.generate("demo", "Hi").text == "Grüße all"
+        assert kvd.cancel("nothing") is False
+        kvd.drain()
+        kvd.shutdown()
+    assert [type(request) for request in requests] == [
+        m.Hello,
+        m.Status,
+        m.Load,
+        m.Unload,
+        m.Generate,
+        m.Cancel,
+        m.Drain,
+        m.Shutdown,
+    ]
+    assert requests[2] == m.Load(id="3", model="demo", alias="d", kv=KVSpec(8, 4))
+
+
+async def test_every_call_of_the_asyncio_client(home: Home):
+    with stub_daemon(home.socket, well):
+        async with AsyncClient(home=home.root) as kvd:
+            assert (await kvd.hello()).pid == 4241
+            assert await kvd.status() == daemon_status(MODEL)
+            load = await kvd.load("demo")
+            assert [type(event) async for event in load] == [m.Loading, m.Loaded]
+            assert await load.result() == MODEL
+            assert (await kvd.unload("demo")).model == "demo"
+            assert await (await kvd.generate("demo", "Hi")).text() == "Grüße all"
+            assert await kvd.cancel("nothing") is False
+            await kvd.drain()
+            await kvd.shutdown()
+
+
+def test_a_completion_gives_its_events_and_adds_them_up(home: Home):
+    with stub_daemon(home.socket, well) as requests, Client(socket=home.socket) as kvd:
+        completion = kvd.generate(
+            "demo",
+            messages=[("system", "Be brief."), ChatMessage("user", "Hi")],
+            max_tokens=5,
+            stop=["\n"],
+            temperature=0.5,
+            top_k=3,
+            seed=7,
+        )
+        kinds = [type(event) for event in completion]
+    assert kinds == [m.Accepted, m.Tokens, m.Tokens, m.Done]
+    assert (completion.tokens, completion.text) == ([1, 2, 3], "Grüße all")
+    assert (completion.seed, completion.reason, completion.usage) == (7, "stop", Usage(3, 3))
+    assert requests == [
+        m.Generate(
+            id="1",
+            model="demo",
+            messages=[ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")],
+            max_tokens=5,
+            stop=["\n"],
+            sampling=Sampling(temperature=0.5, top_k=3, seed=7),
+        )
+    ]
+
+
+def test_errors_are_typed_and_keep_what_came_before(home: Home):
+    died = errors.WorkerDied("the worker died", signal=9)
+    with stub_daemon(home.socket, failing(died)), Client(home=home.root) as kvd:
+        completion = kvd.generate("demo", "Hi")
+        with pytest.raises(errors.WorkerDied) as caught:
+            _ = completion.text
+        assert caught.value.detail == {"signal": 9}
+        assert completion.text_so_far == "half"
+        with pytest.raises(errors.WorkerDied):
+            kvd.status()
+
+
+def test_overlapping_requests_are_kept_apart(home: Home):
+    def answer(request):
+        if request.id == "1":
+            return  # answered together with the second
+        for number in ("2", "1", "2", "1"):
+            yield m.Tokens(id=number, index=0, tokens=[1], text=f"of {number} ")
+        for number in ("1", "2"):
+            yield m.Done(id=number, reason="stop", usage=Usage(1, 2))
+
+    with stub_daemon(home.socket, answer), Client(home=home.root) as kvd:
+        first, second = kvd.generate("demo", "a"), kvd.generate("demo", "b")
+        assert first.text == "of 1 of 1 "
+        assert second.text == "of 2 of 2 "
+
+
+async def test_overlapping_requests_of_the_asyncio_client(home: Home):
+    def answer(request):
+        if request.id == "1":
+            return
+        for number in ("2", "1"):
+            yield m.Tokens(id=number, index=0, tokens=[1], text=f"of {number}")
+            yield m.Done(id=number, reason="stop", usage=Usage(1, 1))
+
+    with stub_daemon(home.socket, answer):
+        async with AsyncClient(home=home.root) as kvd:
+            first, second = await kvd.generate("demo", "a"), await kvd.generate("demo", "b")
+            async with asyncio.timeout(5):
+                assert await asyncio.gather(first.text(), second.text()) == ["of 1", "of 2"]
+
+
+def test_no_daemon_says_where_it_looked_and_what_to_do(home: Home):
+    with pytest.raises(errors.NotRunning, match=r"kvd\.sock; start one with `kvd serve`"):
+        Client(home=home.root)
+
+
+async def test_no_daemon_for_the_asyncio_client(home: Home):
+    with pytest.raises(errors.NotRunning, match="kvd serve"):
+        async with AsyncClient(home=home.root):
+            pass
+
+
+def hang_up(request):
+    if isinstance(request, m.Generate):
+        yield m.Tokens(id=request.id, index=0, tokens=[1], text="half")
+    yield None
+
+
+def test_a_daemon_that_hangs_up_ends_what_waits(home: Home):
+    with stub_daemon(home.socket, hang_up), Client(home=home.root) as kvd:
+        completion = kvd.generate("demo", "Hi")
+        with pytest.raises(errors.NotRunning, match="closed the connection"):
+            _ = completion.text
+        assert completion.text_so_far == "half"
+        with pytest.raises(errors.NotRunning):
+            kvd.status()
+
+
+async def test_a_daemon_that_hangs_up_ends_what_waits_in_asyncio(home: Home):
+    with stub_daemon(home.socket, hang_up):
+        async with AsyncClient(home=home.root) as kvd:
+            completion = await kvd.generate("demo", "Hi")
+            async with asyncio.timeout(5):
+                with pytest.raises(errors.NotRunning, match="closed the connection"):
+                    await completion.text()
+                with pytest.raises(errors.NotRunning):
+                    await kvd.status()
+
+
+def test_an_error_of_the_connection_ends_all_its_requests(home: Home):
+    def answer(request):
+        yield m.Error(id="", error=errors.SlowReader("too slow").info())
+
+    with (
+        stub_daemon(home.socket, answer),
+        Client(home=home.root) as kvd,
+        pytest.raises(errors.SlowReader),
+    ):
+        _ = kvd.generate("demo", "Hi").text
+
+
+def test_a_daemon_that_does_not_answer_is_not_waited_for_forever(home: Home, monkeypatch):
+    monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
+
+    def silence(request):
+        return []
+
+    with (
+        stub_daemon(home.socket, silence),
+        Client(home=home.root) as kvd,
+        pytest.raises(errors.NotRunning, match="does not answer"),
+    ):
+        kvd.status()
+
+
+def test_a_request_over_the_frame_limit_is_refused_before_it_is_sent(home: Home):
+    with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
+        with pytest.raises(errors.FrameTooLarge):
+            kvd.generate("demo", "x" * m.MAX_FRAME_BYTES)
+        assert kvd.hello().pid == 4241
+    assert len(requests) == 1

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+
+from kvd.config import Config, ModelEntry, load, parse
+from protocol.errors import ConfigError
+from protocol.types import KVSpec
+
+
+def test_no_file_means_the_defaults(tmp_path):
+    assert load(tmp_path / "config.toml") == Config()
+
+
+def test_a_file_with_everything(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(
+        """
+        budget = "8GiB"
+        models = ["demo", {source = "/models/qwen", alias = "qwen", kv = "k8v4"}]
+        max_rows = 16
+        prefill_chunk = 512
+        drain_timeout_s = 5
+        blas = "off"
+        log_level = "debug"
+        """
+    )
+    config = load(file)
+    assert config.budget_bytes == 8 * 2**30
+    assert config.entries == [
+        ModelEntry("demo"),
+        ModelEntry("/models/qwen", alias="qwen", kv="k8v4"),
+    ]
+    assert [entry.kv_spec for entry in config.entries] == [KVSpec(8, 8), KVSpec(8, 4)]
+    assert (config.max_rows, config.prefill_chunk, config.drain_timeout_s) == (16, 512, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("bugdet = 1", "bugdet", "did you mean budget?"),
+        ("zzz = 1", "zzz", "known keys: budget, models"),
+        ("budget = -1", "budget", ">= 1"),
+        ("budget = 'many'", "budget", "write it like 8GiB"),
+        ("models = [{sorce = 'x'}]", "models[0].sorce", "did you mean source?"),
+        ("models = ['a', {source = ''}]", "models[1].source", "length >= 1"),
+        ("models = ['a', {source = 'b', kv = 'k7v8'}]", "models[1].kv", "no KV scheme"),
+        ("models = [1]", "models[0]", "got `int`"),
+        ("prefill_chunk = 65", "prefill_chunk", "multiple of 64"),
+        ("max_rows = 0", "max_rows", ">= 1"),
+        ("log_level = 'loud'", "log_level", "loud"),
+        ("drain_timeout_s = 'long'", "drain_timeout_s", "got `str`"),
+    ],
+)
+def test_an_error_names_the_key(text, key, says):
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert caught.value.detail["key"] == key
+    assert says in caught.value.message
+    assert key in caught.value.message
+
+
+def test_what_is_not_toml_names_the_file_and_the_place():
+    with pytest.raises(ConfigError, match=r"my\.toml is not TOML: .*line 2"):
+        parse("budget = [1\nx", "my.toml")
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
+    (tmp_path / "config.toml").write_bytes(b'budget = "\xff"')
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "config.toml")

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.units import format_bytes, format_duration, parse_bytes, parse_kv
+from protocol.types import KVSpec
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1073741824", 2**30),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("500MB", 500_000_000),
+        (" 2KiB ", 2048),
+    ],
+)
+def test_sizes_as_people_write_them(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "8 XB", "8GiB8", "1e9", "GiB", "8,5GB"])
+def test_what_is_no_size_says_how_to_write_one(text):
+    with pytest.raises(ValueError, match="write it like 8GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**60))
+def test_a_formatted_size_is_short_and_close(count):
+    text = format_bytes(count)
+    assert len(text) <= 13
+    if count < 900 * 2**40:
+        assert parse_bytes(text.replace(" ", "")) == pytest.approx(count, rel=0.06)
+
+
+def test_kv_schemes():
+    assert parse_kv("k8v4") == KVSpec(8, 4)
+    assert parse_kv("K16V2") == KVSpec(16, 2)
+    for text in ("k7v8", "8", "k8", "k8v4x", ""):
+        with pytest.raises(ValueError, match="k8v8"):
+            parse_kv(text)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8, 16])
+def test_a_scheme_reads_back_from_its_name(bits):
+    assert parse_kv(KVSpec(bits, bits).name) == KVSpec(bits, bits)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0s"), (59.9, "59s"), (61, "1m 1s"), (3 * 3600 + 720, "3h 12m"), (90000, "1d 1h")],
+)
+def test_durations(seconds, expected):
+    assert format_duration(seconds) == expected
