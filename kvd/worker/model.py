@@ -59,8 +59,17 @@ class Headers:
     weight_files: tuple[Path, ...]
     tensors: int
     stored_bytes: int
-    weights_bytes: int
-    """In memory, as `load` converts them on this machine."""
+    """Of all tensors."""
+    float_bytes: int
+    """Of the tensors in a floating type that a change of dtype resizes, as stored."""
+    float_elements: int
+    """Of the same."""
+
+    def loaded_bytes(self, float_size: int | None) -> int:
+        """Return the bytes of the weights in memory, floats converted to ``float_size`` bytes."""
+        if float_size is None:
+            return self.stored_bytes
+        return self.stored_bytes - self.float_bytes + self.float_elements * float_size
 
 
 @dataclass(frozen=True)
@@ -156,22 +165,16 @@ def inspect(path: Path) -> Headers:
         tensors |= _read_header(file)
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise _invalid(path, f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-    dtype = default_dtype()
+    floats = [one for one in tensors.values() if one["dtype"] in _FLOATS]
     return Headers(
         path=path,
         config=config,
         weight_files=tuple(files),
         tensors=len(tensors),
         stored_bytes=sum(_size(one) for one in tensors.values()),
-        weights_bytes=sum(_loaded_size(one, dtype) for one in tensors.values()),
+        float_bytes=sum(_size(one) for one in floats),
+        float_elements=sum(math.prod(one["shape"]) for one in floats),
     )
-
-
-def _loaded_size(tensor: dict[str, Any], dtype: Any) -> int:
-    if dtype is None or tensor["dtype"] not in _FLOATS:
-        return _size(tensor)
-    elements: int = math.prod(tensor["shape"])
-    return elements * int(dtype.size)
 
 
 def _size(tensor: dict[str, Any]) -> int:
@@ -262,9 +265,10 @@ def default_dtype() -> Any:
 
 def load(
     path: Path,
+    dtype: Any = None,
     progress: ReportProgress = lambda _stage, _fraction: None,
 ) -> LoadedModel:
-    """Load the model of an inspected folder, its floats in this machine's `default_dtype`.
+    """Load the model of an inspected folder, its floats converted to ``dtype``.
 
     Quantized weights stay quantized; their scales are converted.
     """
@@ -282,7 +286,7 @@ def load(
         raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
             error
         )
-    if (dtype := default_dtype()) is not None:
+    if dtype is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
     return LoadedModel(
