@@ -75,13 +75,16 @@ class ReadMemory(Protocol):
         ...
 
 
+Level = Literal["debug", "info", "warning", "error"]
+
+
 @dataclass(frozen=True)
 class Notice:
     """Something that a log should have, as a value: adapters turn it into lines or metrics."""
 
     event: str
     """Such as ``model_state``, ``worker_exit``, ``request_done``, ``actor_failed``."""
-    level: Literal["debug", "info", "warning", "error"] = "info"
+    level: Level = "info"
     fields: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     """With its traceback, where there is one."""

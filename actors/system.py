@@ -8,11 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from actors.ports import Notice, Notify, ReadMemory, SpawnWorker
+from actors import mail
+from actors.board import Board
+from actors.client import Client, Services, Socket
+from actors.governor import Governor, Ledger
+from actors.machines.admission import Desk
+from actors.machines.governor import Governor as GovernorMachine
+from actors.machines.lifecycle import Lifecycle
+from actors.ports import Notice
+from actors.router import Office, Router
+from actors.runtime.actor import MailboxFull
+from actors.runtime.supervision import Child, Tree
+from actors.supervisor import House, Supervisor
+from actors.worker import Berth, Surroundings, Worker
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
+from protocol.worker import LoadModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actors.mail import ClientMail, SupervisorMail, WorkerMail
+    from actors.ports import Notify, ReadMemory, SpawnWorker
+    from actors.runtime.actor import Actor, Ref
 
 
 class SystemFault(Exception):  # noqa: N818 - a fault of the house, not an error of a caller
@@ -42,6 +63,10 @@ class Settings:
     """Unread events that a connection may have before it is closed with `slow_reader`."""
 
 
+SETTLE_S = 1.0
+"""For the last answers to reach their clients; they are on their way already."""
+
+
 def silent(_: Notice) -> None:
     """Drop a notice."""
 
@@ -49,16 +74,23 @@ def silent(_: Notice) -> None:
 class Connection:
     """One client's end of the system; made by `System.connect`."""
 
+    def __init__(self, client: Ref[ClientMail], hang_up: Callable[[], None]) -> None:
+        self._client = client
+        self._hang_up = hang_up
+
     def receive(self, data: bytes) -> None:
         """Take bytes that the client sent. Never raises for what the client did."""
-        raise NotImplementedError
+        try:
+            self._client.tell(mail.Received(data))
+        except MailboxFull:
+            self._hang_up()
 
     def closed(self) -> None:
         """Say that the client is gone (EOF or reset): its generate requests are cancelled.
 
         Idempotent; also expected after the system itself asked for `close`.
         """
-        raise NotImplementedError
+        self._client.tell(mail.Closed(), beyond_limit=True)
 
 
 class System:
@@ -84,11 +116,55 @@ class System:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: Notify = silent,
     ) -> None:
-        raise NotImplementedError
+        self._spawn = spawn
+        self._memory = memory
+        self._identity = identity
+        self._settings = settings or Settings()
+        self._notify = notify
+        self._board = Board()
+        self._ledger = Ledger(GovernorMachine(budget_bytes))
+        desk = Desk(most=self._settings.max_queue)
+        self._office = Office(desk, draw_seed, self._board, notify)
+        self._tree = Tree(self._on_fault, notify)
+        self._numbers = count(1)
+        self._ending: asyncio.Task[None] | None = None
+        self._fault: BaseException | None = None
 
     async def start(self) -> None:
         """Start the core actors; returns when they run."""
-        raise NotImplementedError
+        loop = asyncio.get_running_loop()
+        self.finished = loop.create_future()
+        self._started_at = loop.time()
+        tree = self._tree
+        governor = tree.start(Child("governor", lambda: Governor(self._ledger)))
+        router = tree.start(Child("router", lambda: Router(self._office)))
+        self._house = House(
+            board=self._board,
+            hire=self._hire,
+            dismiss=tree.stop,
+            router=router,
+            on_empty=self._end,
+        )
+        self._supervisor: Ref[SupervisorMail] = tree.start(
+            Child("supervisor", lambda: Supervisor(self._house))
+        )
+        self._around = Surroundings(
+            spawn=self._spawn,
+            router=router,
+            governor=governor,
+            supervisor=self._supervisor,
+            board=self._board,
+            notify=self._notify,
+        )
+        self._services = Services(
+            router=router,
+            supervisor=self._supervisor,
+            status=self.status,
+            version=self._identity.version,
+            pid=self._identity.pid,
+            home=self._identity.home,
+            slow_reader_bytes=self._settings.slow_reader_bytes,
+        )
 
     def connect(
         self,
@@ -102,9 +178,16 @@ class System:
         `write` buffers bytes for it, whole lines, and must never block or raise; `close` ends
         the connection after what is buffered went out (bounded: a client that does not read must
         be cut off after a second or two); `backlog` tells the bytes buffered and not yet taken by
-        the kernel. None of them is called after `Connection.closed` returned.
+        the kernel. None of them is called once the system has handled `Connection.closed`, which
+        it does on the loop's next turn; until then they must be harmless.
         """
-        raise NotImplementedError
+        number = next(self._numbers)
+        socket = Socket(write, close, backlog)
+        child = Child(
+            f"client-{number}", lambda: Client(number, socket, self._services), "temporary"
+        )
+        client = self._tree.start(child)
+        return Connection(client, lambda: self._tree.stop(client))
 
     async def load(
         self, model: str, *, alias: str | None = None, kv: KVSpec | None = None
@@ -113,15 +196,27 @@ class System:
 
         A second load of the same model under the same name joins the first.
         """
-        raise NotImplementedError
+        return await self._supervisor.ask(mail.LoadWanted(model, alias, kv or KVSpec()))
 
     def status(self) -> DaemonStatus:
         """Collect the newest snapshots; never waits for anyone."""
-        raise NotImplementedError
+        identity, ledger = self._identity, self._ledger.machine
+        return DaemonStatus(
+            version=identity.version,
+            pid=identity.pid,
+            uptime_s=asyncio.get_running_loop().time() - self._started_at,
+            home=identity.home,
+            state="draining" if self._house.draining else "serving",
+            budget_bytes=ledger.budget_bytes,
+            granted_bytes=ledger.granted_bytes,
+            footprint_bytes=self._memory.footprint(identity.pid),
+            host=self._memory.host(),
+            models=self._board.all(),
+        )
 
     async def drain(self) -> None:
         """Take no new work; return when nothing runs any more. Models stay loaded."""
-        raise NotImplementedError
+        await self._supervisor.ask(mail.DrainWanted())
 
     async def stop(self, *, force: bool = False) -> None:
         """Drain, stop all workers, then the actors; returns when `finished` is done.
@@ -129,4 +224,48 @@ class System:
         With `force` what runs is ended with `draining` errors. A second call with `force` while
         the first still drains is how a second signal hurries it.
         """
-        raise NotImplementedError
+        self._supervisor.tell(mail.ShutdownWanted(force))
+        await asyncio.wait([self.finished])
+
+    def check(self) -> None:
+        """Raise AssertionError if any actor contradicts itself; for tests and debugging."""
+        for actor in self._tree.actors():
+            actor.check()
+
+    def actors(self) -> list[Actor[Any]]:
+        """Return the actors that live now."""
+        return self._tree.actors()
+
+    def _hire(self, name: str, source: str, kv: KVSpec) -> Ref[WorkerMail]:
+        load = LoadModel(
+            source=source,
+            kv=kv,
+            max_rows=self._settings.max_rows,
+            prefill_chunk=self._settings.prefill_chunk,
+            attention_scratch=self._settings.attention_scratch,
+        )
+        berth = Berth(name, load, self._around, Lifecycle(name))
+        # Each failure costs the process and counts in its own restart budget; ten in a minute
+        # are more than that budget lets through.
+        child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)
+        return self._tree.start(child)
+
+    def _on_fault(self, error: BaseException) -> None:
+        if self._fault is None:
+            self._fault = error
+            self._end()
+
+    def _end(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._finish())
+
+    async def _finish(self) -> None:
+        if self._fault is None:
+            await self._tree.settle(SETTLE_S)
+        await self._tree.stop_all()
+        if self._fault is None:
+            self.finished.set_result(None)
+            return
+        fault = SystemFault(f"a core actor could not be restarted: {self._fault}")
+        fault.__cause__ = self._fault
+        self.finished.set_exception(fault)

@@ -50,7 +50,7 @@ class ModelIs(_Tagged, frozen=True):
 
 
 class ModelGone(_Tagged, frozen=True):
-    """The model is no longer known."""
+    """Its worker is gone for good, and so is its name."""
 
     model: str
 
@@ -155,9 +155,8 @@ class Desk(msgspec.Struct):
                 self.models[event.model] = event
                 commands = self._model_is(event)
             case ModelGone(model=model):
+                commands = self._end_all(model)
                 self.models.pop(model, None)
-                gone = UnknownModel(f"{model} was unloaded", model=model).info()
-                commands = self._end_waiting(model, gone)
             case Arrived(rid=rid, model=model):
                 commands = self._arrive(rid, model)
             case Bounced(rid=rid):
@@ -247,6 +246,14 @@ class Desk(msgspec.Struct):
             rid for rid, held in self.requests.items() if held.model == model and not held.forwarded
         ]
         return [self._end(rid, error) for rid in waiting]
+
+    def _end_all(self, model: str) -> list[Command]:
+        # Nobody speaks any more for those that were on their way to the worker.
+        known = self.models.get(model)
+        error = known.error if known is not None else None
+        error = error or UnknownModel(f"{model} was unloaded", model=model).info()
+        rids = [rid for rid, held in self.requests.items() if held.model == model]
+        return [c for rid in rids for c in self._lose(rid, error)]
 
     def _bounce(self, rid: str) -> list[Command]:
         held = self.requests.get(rid)

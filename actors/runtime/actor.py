@@ -71,6 +71,8 @@ class Later(Generic[R]):
 class _Envelope(Generic[M]):
     message: M
     reply: asyncio.Future[Any] | None = None
+    last: bool = False
+    """No message: the actor ends here."""
 
 
 class Ref(Generic[M]):
@@ -79,6 +81,8 @@ class Ref(Generic[M]):
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
+        self.pipes: set[asyncio.Task[None]] = set()
+        """Slow work that runs for the actor."""
         self._mail: deque[_Envelope[M]] = deque()
         self._wake = asyncio.Event()
         self._dead = False
@@ -91,10 +95,13 @@ class Ref(Generic[M]):
         """Whether messages are still handled."""
         return not self._dead
 
-    def tell(self, message: M) -> None:
-        """Send; a dead actor's mail is dropped. Raises `MailboxFull`."""
+    def tell(self, message: M, *, beyond_limit: bool = False) -> None:
+        """Send; a dead actor's mail is dropped. Raises `MailboxFull`.
+
+        `beyond_limit` is for the few words that come once and must not be lost.
+        """
         if not self._dead:
-            self._put(_Envelope(message))
+            self._put(_Envelope(message), beyond_limit=beyond_limit)
 
     async def ask(self, message: Ask[R], *, timeout_s: float | None = None) -> R:
         """Send and wait for the answer."""
@@ -109,8 +116,8 @@ class Ref(Generic[M]):
         except TimeoutError:
             raise AskTimeout(f"{self.name} did not answer within {timeout_s} s") from None
 
-    def _put(self, envelope: _Envelope[M]) -> None:
-        if len(self._mail) >= self.limit:
+    def _put(self, envelope: _Envelope[M], *, beyond_limit: bool = False) -> None:
+        if len(self._mail) >= self.limit and not beyond_limit:
             raise MailboxFull(f"{self.name} has {self.limit} messages waiting")
         self._mail.append(envelope)
         self._wake.set()
@@ -155,6 +162,29 @@ class Actor(Generic[M]):
         """Handle nothing more after this message."""
         self._stopping = True
 
+    def pipe(
+        self,
+        work: Coroutine[Any, Any, R],
+        done: Callable[[R], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Run slow work beside the actor; its end comes back through one of the two callbacks.
+
+        They run outside of the actor: they may tell it something, and touch nothing of it.
+        """
+
+        async def run() -> None:
+            try:
+                result = await work
+            except Exception as error:  # noqa: BLE001 - it becomes a message
+                failed(error)
+            else:
+                done(result)
+
+        task = asyncio.get_running_loop().create_task(run(), name=f"{self.ref.name}: pipe")
+        self.ref.pipes.add(task)
+        task.add_done_callback(self.ref.pipes.discard)
+
 
 class Cell(Generic[M]):
     """The life of the actor behind one ref: runs it, and asks its supervisor when it fails.
@@ -169,7 +199,6 @@ class Cell(Generic[M]):
         self.actor = actor
         self._heir = heir
         self._later: set[Later[Any]] = set()
-        self._pipes: set[asyncio.Task[None]] = set()
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -183,9 +212,9 @@ class Cell(Generic[M]):
         actor.on_start()
 
     def stop(self) -> None:
-        """End after the message in hand; mail that waits is answered with `ActorDead`."""
-        self.actor.stop()
-        self.ref._wake.set()  # noqa: SLF001 - a ref is the outside of its cell
+        """End after the mail that waits now; asks that come later get `ActorDead`."""
+        last: _Envelope[Any] = _Envelope(None, last=True)
+        self.ref._put(last, beyond_limit=True)  # noqa: SLF001 - a ref is the outside of its cell
 
     async def _run(self) -> None:
         ref = self.ref
@@ -209,6 +238,9 @@ class Cell(Generic[M]):
             self._handle(mail.popleft())
 
     def _handle(self, envelope: _Envelope[M]) -> None:
+        if envelope.last:
+            self.actor.stop()
+            return
         try:
             answer = self.actor.receive(envelope.message)
         except Exception as error:  # noqa: BLE001 - whatever it is, somebody is told
@@ -249,31 +281,6 @@ class Cell(Generic[M]):
     def _end_later(self) -> None:
         for later in list(self._later):
             later.fail(ActorDead(f"{self.ref.name} ended before it answered"))
-
-
-def pipe(
-    work: Coroutine[Any, Any, R],
-    done: Callable[[R], None],
-    failed: Callable[[Exception], None],
-) -> asyncio.Task[None]:
-    """Run slow work beside an actor; its end comes back through one of the two callbacks."""
-
-    async def run() -> None:
-        try:
-            result = await work
-        except Exception as error:  # noqa: BLE001 - it becomes a message
-            failed(error)
-        else:
-            done(result)
-
-    task = asyncio.get_running_loop().create_task(run())
-    _running.add(task)
-    task.add_done_callback(_running.discard)
-    return task
-
-
-_running: set[asyncio.Task[None]] = set()
-"""The loop keeps only weak references to tasks."""
 
 
 def _settle(reply: asyncio.Future[Any] | None, error: BaseException) -> None:

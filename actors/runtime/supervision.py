@@ -81,6 +81,12 @@ class Tree:
         if ref in self._cells:
             self._cells[ref].stop()
 
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until no slow work runs for any actor."""
+        pipes = [task for ref in self._cells for task in ref.pipes]
+        if pipes:
+            await asyncio.wait(pipes, timeout=timeout_s)
+
     async def stop_all(self) -> None:
         """Stop all children, the youngest first."""
         while self._cells:

@@ -1,0 +1,34 @@
+"""The newest word of each actor about itself, for `status`: written by one, read by anyone.
+
+Frozen values only. Whoever reads never waits, and never sees half a change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from protocol.types import ModelStatus
+
+
+@dataclass
+class Board:
+    """What is known of the models."""
+
+    models: dict[str, ModelStatus] = field(default_factory=dict)
+    """Written by each model's worker, taken down by the supervisor."""
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """Written by the router."""
+
+    def model(self, name: str) -> ModelStatus:
+        """Return one model's status."""
+        return replace(self.models[name], requests=self.requests.get(name, 0))
+
+    def all(self) -> list[ModelStatus]:
+        """Return every model's status, by name."""
+        return [self.model(name) for name in sorted(self.models)]

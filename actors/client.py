@@ -1,0 +1,190 @@
+"""A client's shell: one for each connection, around the session machine and the socket.
+
+Answers `hello`, `status` and `cancel` itself, hands `generate` to the router and the rest to the
+supervisor. When the connection ends its generate requests are cancelled; loads go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, assert_never
+
+from actors import mail
+from actors.runtime.actor import Actor, MailboxFull
+from protocol import messages
+from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
+from protocol.session import ServerSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from typing import Any
+
+    from actors.mail import ClientMail, RouterMail, SupervisorMail
+    from actors.runtime.actor import Ref
+    from protocol.messages import Event, Request
+    from protocol.types import DaemonStatus
+
+R = TypeVar("R")
+
+MOST_OPEN = 1024
+"""Requests of one connection; above what any batch can use."""
+
+
+@dataclass(frozen=True)
+class Socket:
+    """The three things that a client does with its socket; see `System.connect`."""
+
+    write: Callable[[bytes], None]
+    close: Callable[[], None]
+    backlog: Callable[[], int]
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a client needs of the system; the same for all of them."""
+
+    router: Ref[RouterMail]
+    supervisor: Ref[SupervisorMail]
+    status: Callable[[], DaemonStatus]
+    version: str
+    pid: int
+    home: str
+    slow_reader_bytes: int
+
+
+class Client(Actor["ClientMail"]):
+    """One connection."""
+
+    def __init__(self, number: int, socket: Socket, services: Services) -> None:
+        self._number = number
+        self._socket: Socket | None = socket
+        self._services = services
+        self._session = ServerSession()
+        self._rids: dict[str, str] = {}
+        """The daemon's ids of the generate requests that run, by their own."""
+        self._count = 0
+
+    def receive(self, message: ClientMail) -> None:
+        """Handle a message."""
+        match message:
+            case mail.Received(data=data):
+                self._read(data)
+            case mail.Closed():
+                self._socket = None
+                self.stop()
+            case mail.Deliver(event=event):
+                self._send(event)
+            case _:
+                assert_never(message)
+
+    def on_stop(self) -> None:
+        """Cancel what runs, and end the connection."""
+        rids, self._rids = self._rids, {}
+        for rid in rids.values():
+            self._services.router.tell(mail.Unwanted(rid), beyond_limit=True)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _read(self, data: bytes) -> None:
+        for found in self._session.receive(data):
+            if isinstance(found, messages.Error):
+                self._write(self._session.refuse(found))
+            else:
+                self._serve(found)
+        if self._session.closing:
+            self.stop()
+
+    def _serve(self, request: Request) -> None:
+        if len(self._session.open) > MOST_OPEN:
+            error = Overloaded(f"{MOST_OPEN} requests run on this connection", retry_after_s=1.0)
+            self._fail(request.id, error)
+            return
+        try:
+            self._start(request)
+        except MailboxFull as error:
+            self._fail(request.id, Overloaded(error.message, retry_after_s=1.0))
+
+    def _start(self, request: Request) -> None:
+        services = self._services
+        match request:
+            case messages.Hello(id=key):
+                self._send(
+                    messages.HelloReply(
+                        id=key,
+                        version=services.version,
+                        protocol=messages.VERSION,
+                        pid=services.pid,
+                        home=services.home,
+                    )
+                )
+            case messages.Status(id=key):
+                self._send(messages.StatusReply(id=key, status=services.status()))
+            case messages.Generate():
+                self._generate(request)
+            case messages.Cancel(id=key, target=target):
+                rid = self._rids.get(target)
+                if rid is not None:
+                    services.router.tell(mail.Unwanted(rid))
+                self._send(messages.Cancelled(id=key, target=target, found=rid is not None))
+            case messages.Shutdown(id=key, force=force):
+                watcher = mail.Watcher(self.ref, key)
+                services.supervisor.tell(mail.ShutdownWanted(force, watcher))
+            case messages.Load() | messages.Unload() | messages.Drain():
+                self._ask_supervisor(request)
+            case _:
+                assert_never(request)
+
+    def _generate(self, request: messages.Generate) -> None:
+        self._count += 1
+        rid = f"{self._number}.{self._count}"
+        self._services.router.tell(mail.Wanted(rid, request, self.ref))
+        self._rids[request.id] = rid
+
+    def _ask_supervisor(self, request: messages.Load | messages.Unload | messages.Drain) -> None:
+        key, ask = request.id, self._services.supervisor.ask
+        match request:
+            case messages.Load(model=source, alias=alias, kv=kv):
+                wanted = mail.LoadWanted(source, alias, kv, mail.Watcher(self.ref, key))
+                self._answer(key, ask(wanted), lambda it: messages.Loaded(id=key, model=it))
+            case messages.Unload(model=name, force=force):
+                self._answer(
+                    key,
+                    ask(mail.UnloadWanted(name, force)),
+                    lambda freed: messages.Unloaded(id=key, model=name, freed_bytes=freed),
+                )
+            case messages.Drain():
+                self._answer(key, ask(mail.DrainWanted()), lambda _: messages.Drained(id=key))
+            case _:
+                assert_never(request)
+
+    def _answer(self, key: str, asked: Coroutine[Any, Any, R], event: Callable[[R], Event]) -> None:
+        ref = self.ref
+
+        def failed(error: Exception) -> None:
+            known = error if isinstance(error, KvdError) else InternalError(str(error))
+            ref.tell(mail.Deliver(messages.Error(id=key, error=known.info())))
+
+        self.pipe(asked, lambda result: ref.tell(mail.Deliver(event(result))), failed)
+
+    def _fail(self, key: str, error: KvdError) -> None:
+        self._send(messages.Error(id=key, error=error.info()))
+
+    def _send(self, event: Event) -> None:
+        if event.id not in self._session.open:
+            return  # progress of a load that was answered in the meantime
+        if messages.is_last(event):
+            self._rids.pop(event.id, None)
+        self._write(self._session.send(event))
+
+    def _write(self, data: bytes) -> None:
+        if self._socket is None or self._stopping:
+            return
+        self._socket.write(data)
+        if self._socket.backlog() > self._services.slow_reader_bytes:
+            error = SlowReader(
+                "the client did not read its events; its requests were cancelled",
+                limit_bytes=self._services.slow_reader_bytes,
+            )
+            self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))
+            self.stop()

@@ -1,0 +1,274 @@
+"""What the actors say to each other; the words of the machines are in `actors.machines`.
+
+One union for each actor. Messages stay inside the process, so they may carry addresses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.runtime.actor import Ask
+from protocol.types import ModelStatus
+
+if TYPE_CHECKING:
+    from actors.machines import lifecycle
+    from actors.machines.admission import Standing
+    from actors.ports import Exit, WorkerProcess
+    from actors.runtime.actor import Ref
+    from protocol.errors import ErrorInfo
+    from protocol.messages import Event, Generate
+    from protocol.types import KVSpec, ModelState
+    from protocol.worker import Grant, Report, Submit
+
+
+class _Message(msgspec.Struct, frozen=True):
+    pass
+
+
+# -- to a client ----------------------------------------------------------------------------------
+
+
+class Received(_Message, frozen=True):
+    """Bytes from its socket."""
+
+    data: bytes
+
+
+class Closed(_Message, frozen=True):
+    """Its socket is gone."""
+
+
+class Deliver(_Message, frozen=True):
+    """An event for it, with the id of its own request."""
+
+    event: Event
+
+
+ClientMail = Received | Closed | Deliver
+
+# -- to the router --------------------------------------------------------------------------------
+
+
+class Wanted(_Message, frozen=True):
+    """A request from a client."""
+
+    rid: str
+    request: Generate
+    client: Ref[ClientMail]
+
+
+class Unwanted(_Message, frozen=True):
+    """The client does not want it any more."""
+
+    rid: str
+
+
+class ModelAdded(_Message, frozen=True):
+    """A model is about to be loaded."""
+
+    model: str
+    worker: Ref[WorkerMail]
+
+
+class ModelChanged(_Message, frozen=True):
+    """A model takes requests, or does not."""
+
+    model: str
+    standing: Standing
+    error: ErrorInfo | None = None
+
+
+class ModelForgotten(_Message, frozen=True):
+    """There is no such model any more."""
+
+    model: str
+
+
+class RowReported(_Message, frozen=True):
+    """A worker's word about one request."""
+
+    report: Report
+
+
+class RowBounced(_Message, frozen=True):
+    """A worker did not take the request."""
+
+    rid: str
+
+
+class RowsDied(_Message, frozen=True):
+    """A worker's process took these with it."""
+
+    rids: list[str]
+    error: ErrorInfo
+
+
+class FinishAll(Ask[None], frozen=True):
+    """Take no new requests; answered when none is left."""
+
+
+RouterMail = (
+    Wanted
+    | Unwanted
+    | ModelAdded
+    | ModelChanged
+    | ModelForgotten
+    | RowReported
+    | RowBounced
+    | RowsDied
+    | FinishAll
+)
+
+# -- to a worker ----------------------------------------------------------------------------------
+
+
+class Order(_Message, frozen=True):
+    """Start, drain or halt."""
+
+    event: lifecycle.Start | lifecycle.Drain | lifecycle.Halt
+
+
+class RunRow(_Message, frozen=True):
+    """A request for the process."""
+
+    submit: Submit
+
+
+class CancelRow(_Message, frozen=True):
+    """End a request."""
+
+    rid: str
+
+
+class Granted(_Message, frozen=True):
+    """The governor's answer to the process's `life`-th incarnation."""
+
+    grant: Grant
+    life: int
+
+
+class HasProcess(_Message, frozen=True):
+    """The spawn has succeeded."""
+
+    process: WorkerProcess
+
+
+class HasNoProcess(_Message, frozen=True):
+    """The spawn has failed."""
+
+    error: Exception
+
+
+class Reported(_Message, frozen=True):
+    """The process said something."""
+
+    report: Report
+
+
+class HasExited(_Message, frozen=True):
+    """The process is gone."""
+
+    exit: Exit
+
+
+class Rang(_Message, frozen=True):
+    """The alarm went off."""
+
+
+WorkerMail = (
+    Order | RunRow | CancelRow | Granted | HasProcess | HasNoProcess | Reported | HasExited | Rang
+)
+
+# -- to the governor ------------------------------------------------------------------------------
+
+
+class GrantAsked(_Message, frozen=True):
+    """A worker's process wants to hold so much in all."""
+
+    model: str
+    worker: Ref[WorkerMail]
+    life: int
+    seq: int
+    total_bytes: int
+
+
+class MemoryFree(_Message, frozen=True):
+    """A worker's process is gone, and its memory with it."""
+
+    model: str
+
+
+GovernorMail = GrantAsked | MemoryFree
+
+# -- to the supervisor ----------------------------------------------------------------------------
+
+
+class Watcher(_Message, frozen=True):
+    """Who wants to see how far a load is, under which request id."""
+
+    client: Ref[ClientMail]
+    id: str
+
+
+class LoadWanted(Ask[ModelStatus], frozen=True):
+    """Load a model; answered when it takes requests."""
+
+    source: str
+    alias: str | None
+    kv: KVSpec
+    watcher: Watcher | None = None
+
+
+class UnloadWanted(Ask[int], frozen=True):
+    """Unload a model; answered with the bytes that became free."""
+
+    name: str
+    force: bool
+
+
+class DrainWanted(Ask[None], frozen=True):
+    """Take no new work; answered when nothing runs any more."""
+
+
+class ShutdownWanted(_Message, frozen=True):
+    """Drain and stop everything; `watcher` gets ``bye``."""
+
+    force: bool
+    watcher: Watcher | None = None
+
+
+class NothingRuns(_Message, frozen=True):
+    """The router is done."""
+
+
+class WorkerChanged(_Message, frozen=True):
+    """A worker's lifecycle moved."""
+
+    name: str
+    state: ModelState
+    error: ErrorInfo | None = None
+    refused: bool = False
+    """Failed, since the model cannot be loaded."""
+    freed_bytes: int = 0
+    """Granted to the process that has just ended."""
+
+
+class LoadProgressed(_Message, frozen=True):
+    """How far a load is."""
+
+    name: str
+    stage: str
+    fraction: float
+
+
+SupervisorMail = (
+    LoadWanted
+    | UnloadWanted
+    | DrainWanted
+    | ShutdownWanted
+    | NothingRuns
+    | WorkerChanged
+    | LoadProgressed
+)

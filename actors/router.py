@@ -1,0 +1,184 @@
+"""The router's shell: brings requests to workers and what becomes of them to clients.
+
+Holds what the machine (`actors.machines.admission`) does not know: prompts, clients, seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never
+
+from msgspec.structs import replace
+
+from actors import mail
+from actors.machines import admission
+from actors.ports import Notice
+from actors.runtime.actor import Actor, Later
+from actors.runtime.journal import Journal
+from protocol import messages
+from protocol import worker as wire
+from protocol.types import Usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actors.board import Board
+    from actors.mail import ClientMail, RouterMail, WorkerMail
+    from actors.ports import Notify
+    from actors.runtime.actor import Ref
+    from protocol.messages import Event, Generate
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request: who asked, and what the worker gets."""
+
+    id: str
+    client: Ref[ClientMail]
+    submit: wire.Submit
+    seed: int
+
+
+@dataclass
+class Office:
+    """What outlives a restart of the router."""
+
+    machine: admission.Desk
+    draw_seed: Callable[[], int]
+    board: Board
+    notify: Notify
+    jobs: dict[str, Job] = field(default_factory=dict)
+    workers: dict[str, Ref[WorkerMail]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.journal: Journal[admission.Event, admission.Command] = Journal(self.machine)
+        self.board.requests = self.machine.counts
+
+    def check(self) -> None:
+        """Check the invariants."""
+        self.machine.check()
+        assert self.jobs.keys() == self.machine.requests.keys(), "requests without a client"
+
+
+class Router(Actor["RouterMail"]):
+    """Knows where each request is."""
+
+    mailbox_limit = 65_536  # the reports of all workers pass here
+
+    def __init__(self, office: Office) -> None:
+        office.check()
+        self._office = office
+        self._finishing: list[Later[None]] = []
+
+    def check(self) -> None:
+        """Check the invariants."""
+        self._office.check()
+
+    def receive(self, message: RouterMail) -> Later[None] | None:  # noqa: C901 - one match
+        """Handle a message."""
+        match message:
+            case mail.Wanted():
+                self._take(message)
+            case mail.Unwanted(rid=rid):
+                self._do(admission.Unwanted(rid))
+            case mail.ModelAdded(model=model, worker=worker):
+                self._office.workers[model] = worker
+                self._do(admission.ModelIs(model, "waiting"))
+            case mail.ModelChanged(model=model, standing=standing, error=error):
+                if model in self._office.workers:
+                    self._do(admission.ModelIs(model, standing, error))
+            case mail.ModelForgotten(model=model):
+                self._do(admission.ModelGone(model))
+                self._office.workers.pop(model, None)
+            case mail.RowReported(report=report):
+                self._report(report)
+            case mail.RowBounced(rid=rid):
+                self._do(admission.Bounced(rid))
+            case mail.RowsDied(rids=rids, error=error):
+                self._do(admission.RowsLost(rids, error))
+            case mail.FinishAll():
+                later: Later[None] = Later()
+                self._finishing.append(later)
+                self._do(admission.DrainAll())
+                return later
+            case _:
+                assert_never(message)
+        return None
+
+    def _take(self, wanted: mail.Wanted) -> None:
+        request = wanted.request
+        given = request.sampling.seed
+        seed = given if given is not None else self._office.draw_seed()
+        submit = _submit(wanted.rid, request, seed)
+        self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, seed)
+        self._do(admission.Arrived(wanted.rid, request.model))
+
+    def _report(self, report: wire.Report) -> None:
+        """Pass a worker's word on; one about a request that is over already is late, no fault."""
+        rid = getattr(report, "rid", "")
+        job = self._office.jobs.get(rid)
+        if job is None:
+            return
+        event: Event
+        match report:
+            case wire.RowAccepted(prompt_tokens=tokens):
+                event = messages.Accepted(id=job.id, prompt_tokens=tokens, seed=job.seed)
+            case wire.RowTokens(index=index, tokens=ids, text=text):
+                event = messages.Tokens(id=job.id, index=index, tokens=ids, text=text)
+            case wire.RowFinished(reason=reason, usage=usage):
+                event = messages.Done(id=job.id, reason=reason, usage=usage)
+            case wire.RowFailed(error=error):
+                event = messages.Error(id=job.id, error=error)
+            case _:
+                return
+        self._tell(job, event)
+        if messages.is_last(event):
+            del self._office.jobs[rid]
+            self._do(admission.Over(rid))
+
+    def _do(self, event: admission.Event) -> None:
+        now = asyncio.get_running_loop().time()
+        for command in self._office.journal.handle(event, now):
+            self._perform(command)
+
+    def _perform(self, command: admission.Command) -> None:
+        office = self._office
+        match command:
+            case admission.Forward(rid=rid, model=model):
+                office.workers[model].tell(mail.RunRow(office.jobs[rid].submit))
+            case admission.Withdraw(rid=rid, model=model):
+                office.workers[model].tell(mail.CancelRow(rid))
+            case admission.End(rid=rid, error=error):
+                job = office.jobs.pop(rid)
+                self._tell(job, messages.Error(id=job.id, error=error))
+            case admission.EndCancelled(rid=rid):
+                job = office.jobs.pop(rid)
+                usage = Usage(prompt_tokens=0, completion_tokens=0)
+                self._tell(job, messages.Done(id=job.id, reason="cancelled", usage=usage))
+            case admission.Quiet():
+                finishing, self._finishing = self._finishing, []
+                for later in finishing:
+                    later.answer(None)
+            case _:
+                assert_never(command)
+
+    def _tell(self, job: Job, event: Event) -> None:
+        if messages.is_last(event):
+            ended = event.reason if isinstance(event, messages.Done) else "error"
+            code = event.error.code if isinstance(event, messages.Error) else None
+            fields = {"rid": job.submit.rid, "reason": ended, "code": code}
+            self._office.notify(Notice("request_done", "debug", fields))
+        job.client.tell(mail.Deliver(event))
+
+
+def _submit(rid: str, request: Generate, seed: int) -> wire.Submit:
+    return wire.Submit(
+        rid=rid,
+        prompt=request.prompt,
+        messages=request.messages,
+        tokens=request.tokens,
+        sampling=replace(request.sampling, seed=seed),
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+    )

@@ -1,0 +1,337 @@
+"""A worker's shell: one for each model, around the lifecycle machine and the process.
+
+Does what the machine says, translates the process's reports into the machine's events, and passes
+rows, grants and news on to those whom they concern. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, assert_never, cast
+
+from actors import mail
+from actors.machines import lifecycle
+from actors.ports import Notice
+from actors.runtime.actor import Actor, MailboxFull
+from actors.runtime.journal import Journal
+from actors.runtime.timers import Alarm
+from protocol import worker as wire
+from protocol.errors import ErrorInfo
+from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerStats
+
+if TYPE_CHECKING:
+    from actors.board import Board
+    from actors.machines.admission import Standing
+    from actors.mail import GovernorMail, RouterMail, SupervisorMail, WorkerMail
+    from actors.ports import Exit, Level, Notify, SpawnWorker, WorkerProcess
+    from actors.runtime.actor import Ref
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Whom and what a worker needs; the same for all of them."""
+
+    spawn: SpawnWorker
+    router: Ref[RouterMail]
+    governor: Ref[GovernorMail]
+    supervisor: Ref[SupervisorMail]
+    board: Board
+    notify: Notify
+
+
+@dataclass
+class Berth:
+    """All that a worker holds: it outlives a restart of the shell."""
+
+    name: str
+    load: wire.LoadModel
+    around: Surroundings
+    machine: lifecycle.Lifecycle
+    process: WorkerProcess | None = None
+    life: int = 0
+    """Counts the processes."""
+    early: list[mail.Reported | mail.HasExited] = field(default_factory=list)
+    """What a process said before the spawn told us of it."""
+    rows: dict[str, wire.Submit] = field(default_factory=dict)
+    """Not yet sent."""
+    granted_bytes: int = 0
+    freed_bytes: int = 0
+    """Granted to the last process until its exit."""
+    info: ModelInfo | None = None
+    stats: WorkerStats = field(default_factory=WorkerStats)
+
+    def __post_init__(self) -> None:
+        self.journal: Journal[lifecycle.Event, lifecycle.Command] = Journal(self.machine)
+
+    @property
+    def state(self) -> ModelState:
+        """The machine's state in the words of the protocol."""
+        return cast("ModelState", type(self.machine.state).__name__.lower())
+
+    @property
+    def source(self) -> str:
+        """Where the model comes from."""
+        return self.load.source
+
+    @property
+    def kv(self) -> KVSpec:
+        """How its cache is stored."""
+        return self.load.kv
+
+
+class Worker(Actor["WorkerMail"]):
+    """Keeps one model's process alive, and speaks for it."""
+
+    turn = 64  # a read of the socket may hold thousands of reports, and each causes others
+
+    def __init__(self, berth: Berth) -> None:
+        berth.machine.check()
+        self._berth = berth
+        self._around = berth.around
+        self._alarm = Alarm(lambda: self.ref.tell(mail.Rang(), beyond_limit=True))
+
+    def on_start(self) -> None:
+        """Show the model on the board."""
+        self._publish()
+
+    def on_restart(self, error: BaseException) -> None:
+        """Do not trust a process whose words made us fail."""
+        self._do(lifecycle.Fault(f"{type(error).__name__}: {error}"))
+
+    def on_stop(self) -> None:
+        """Leave no process behind that nobody watches."""
+        self._alarm.cancel()
+        if self._berth.process is not None:
+            self._berth.process.kill()
+
+    def check(self) -> None:
+        """Check the invariants."""
+        self._berth.machine.check()
+        running = self._berth.machine.pid is not None
+        assert running == (self._berth.process is not None), "a process, or none?"
+
+    def receive(self, message: WorkerMail) -> None:  # noqa: C901 - one match over one union
+        """Handle a message."""
+        berth = self._berth
+        match message:
+            case mail.Order(event=event):
+                self._do(event)
+            case mail.RunRow(submit=submit):
+                berth.rows[submit.rid] = submit
+                self._do(lifecycle.Admit(submit.rid))
+            case mail.CancelRow(rid=rid):
+                self._cancel(rid)
+            case mail.Granted(grant=grant, life=life):
+                self._granted(grant, life)
+            case mail.HasProcess(process=process):
+                self._has_process(process)
+            case mail.HasNoProcess(error=error):
+                self._do(lifecycle.SpawnFailed(str(error) or type(error).__name__))
+            case mail.Reported() | mail.HasExited() if berth.process is None:
+                berth.early.append(message)
+            case mail.Reported(report=report):
+                self._reported(report)
+            case mail.HasExited(exit=end):
+                self._has_exited(end)
+            case mail.Rang():
+                self._do(lifecycle.Tick())
+            case _:
+                assert_never(message)
+
+    def _cancel(self, rid: str) -> None:
+        if rid in self._berth.machine.rows:
+            self._send(wire.CancelRow(rid=rid))
+
+    def _granted(self, grant: wire.Grant, life: int) -> None:
+        berth = self._berth
+        if berth.process is not None and life == berth.life:
+            berth.granted_bytes = grant.total_bytes
+            self._send(grant)
+            self._publish()
+
+    # -- the process ------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        berth, ref = self._berth, self.ref
+        berth.life += 1
+        berth.info, berth.stats = None, WorkerStats()
+
+        def done(process: WorkerProcess) -> None:
+            if ref.alive:
+                ref.tell(mail.HasProcess(process))
+            else:
+                process.kill()
+
+        self.pipe(
+            self._around.spawn(berth.name, on_report=self._on_report, on_exit=self._on_exit),
+            done,
+            lambda error: ref.tell(mail.HasNoProcess(error)),
+        )
+
+    def _on_report(self, report: wire.Report) -> None:
+        try:
+            self.ref.tell(mail.Reported(report))
+        except MailboxFull:  # far beyond what one read can hold: it floods us
+            if self._berth.process is not None:
+                self._berth.process.kill()
+
+    def _on_exit(self, end: Exit) -> None:
+        self.ref.tell(mail.HasExited(end), beyond_limit=True)
+
+    def _has_process(self, process: WorkerProcess) -> None:
+        self._berth.process = process
+        self._do(lifecycle.Spawned(process.pid))
+        early, self._berth.early = self._berth.early, []
+        for message in early:
+            self._from_process(message)
+
+    def _from_process(self, message: mail.Reported | mail.HasExited) -> None:
+        if self._berth.process is None:
+            self._berth.early.append(message)
+        elif isinstance(message, mail.Reported):
+            self._reported(message.report)
+        else:
+            self._has_exited(message.exit)
+
+    def _has_exited(self, end: Exit) -> None:
+        pid, self._berth.process = self._berth.machine.pid, None
+        self._notify("worker_exit", pid=pid, returncode=end.returncode)
+        self._do(lifecycle.Exited(end.returncode))
+
+    def _reported(self, report: wire.Report) -> None:
+        berth, around = self._berth, self._around
+        match report:
+            case wire.Started():
+                self._notify("worker_started", pid=report.pid, mlx=report.mlx)
+                self._do(lifecycle.Up())
+            case wire.Progress(stage=stage, fraction=fraction):
+                self._do(lifecycle.Alive())
+                around.supervisor.tell(mail.LoadProgressed(berth.name, stage, fraction))
+            case wire.Ready(info=info):
+                berth.info = info
+                self._do(lifecycle.Loaded())
+            case wire.LoadFailed(error=error):
+                self._do(lifecycle.CannotLoad(error))
+            case wire.GrantWanted(seq=seq, total_bytes=total):
+                self._do(lifecycle.Alive())
+                around.governor.tell(mail.GrantAsked(berth.name, self.ref, berth.life, seq, total))
+            case wire.Stats(stats=stats):
+                berth.stats = stats
+                self._do(lifecycle.Alive())
+                self._publish()
+            case wire.RowAccepted():
+                self._do(lifecycle.Alive())
+                around.router.tell(mail.RowReported(report))
+            case wire.RowTokens():
+                self._do(lifecycle.Gained())
+                around.router.tell(mail.RowReported(report))
+            case wire.RowFinished(rid=rid) | wire.RowFailed(rid=rid):
+                around.router.tell(mail.RowReported(report))
+                self._do(lifecycle.RowOver(rid))
+            case _:
+                assert_never(report)
+
+    # -- the machine ------------------------------------------------------------------------------
+
+    def _do(self, event: lifecycle.Event) -> None:
+        machine = self._berth.machine
+        before = (self._berth.state, _standing(machine.state))
+        now = asyncio.get_running_loop().time()
+        for command in self._berth.journal.handle(event, now):
+            self._perform(command)
+        self._alarm.set(machine.deadline)
+        if (self._berth.state, _standing(machine.state)) != before:
+            self._announce(before[0])
+
+    def _perform(self, command: lifecycle.Command) -> None:  # noqa: C901 - one match over one union
+        berth, around = self._berth, self._around
+        match command:
+            case lifecycle.Spawn():
+                self._spawn()
+            case lifecycle.SendLoad():
+                self._send(berth.load)
+            case lifecycle.SendRow(rid=rid):
+                self._send(berth.rows.pop(rid))
+            case lifecycle.Bounce(rid=rid):
+                del berth.rows[rid]
+                around.router.tell(mail.RowBounced(rid))
+            case lifecycle.SendStop():
+                self._send(wire.Stop(drain=False))
+            case lifecycle.Terminate():
+                self._notify("worker_terminated", level="warning")
+                if berth.process is not None:
+                    berth.process.terminate()
+            case lifecycle.Kill():
+                self._notify("worker_killed", level="warning")
+                if berth.process is not None:
+                    berth.process.kill()
+            case lifecycle.LoseRows(rids=rids, error=error):
+                around.router.tell(mail.RowsDied(rids, error))
+            case lifecycle.Release():
+                around.governor.tell(mail.MemoryFree(berth.name))
+                berth.freed_bytes, berth.granted_bytes = berth.granted_bytes, 0
+            case _:
+                assert_never(command)
+
+    def _send(self, command: wire.Command) -> None:
+        if self._berth.process is not None:
+            self._berth.process.send(command)
+
+    def _announce(self, before: ModelState) -> None:
+        berth, state = self._berth, self._berth.machine.state
+        error = self._error()
+        levels: dict[ModelState, Level] = {"backoff": "warning", "failed": "error"}
+        self._notify(
+            "model_state",
+            level=levels.get(berth.state, "info"),
+            before=before,
+            state=berth.state,
+            reason=error.message if error is not None else None,
+        )
+        self._publish()
+        self._around.router.tell(mail.ModelChanged(berth.name, _standing(state), error))
+        refused = isinstance(state, lifecycle.Failed) and state.refused
+        self._around.supervisor.tell(
+            mail.WorkerChanged(berth.name, berth.state, error, refused, berth.freed_bytes)
+        )
+        berth.freed_bytes = 0
+
+    def _error(self) -> ErrorInfo | None:
+        """Why it does not run; given up, with its story."""
+        error = self._berth.machine.error
+        state = self._berth.machine.state
+        if error is None or not isinstance(state, lifecycle.Failed) or state.refused:
+            return error
+        detail = {**error.detail, "story": self._berth.journal.story()}
+        return ErrorInfo(error.code, error.message, error.retryable, detail)
+
+    def _publish(self) -> None:
+        berth = self._berth
+        self._around.board.models[berth.name] = ModelStatus(
+            name=berth.name,
+            source=berth.source,
+            state=berth.state,
+            worker_pid=berth.machine.pid,
+            restarts=berth.machine.restarts,
+            kv=berth.kv,
+            granted_bytes=berth.granted_bytes,
+            info=berth.info,
+            stats=berth.stats,
+            error=self._error(),
+        )
+
+    def _notify(self, event: str, *, level: Level = "info", **fields: object) -> None:
+        self._around.notify(Notice(event, level, {"model": self._berth.name, **fields}))
+
+
+def _standing(state: lifecycle.State) -> Standing:
+    match state:
+        case lifecycle.Ready():
+            return "ready"
+        case lifecycle.Failed():
+            return "failed"
+        case lifecycle.Stopped() | lifecycle.Draining() | lifecycle.Stopping(then="stopped"):
+            return "closing"
+        case _:
+            return "waiting"
