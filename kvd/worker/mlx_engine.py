@@ -111,13 +111,11 @@ class MLXEngine:
         mx.set_cache_limit(ALLOCATOR_CACHE)
         path = model.resolve(command.source, progress)
         headers = model.inspect(path)
-        dtype = model.default_dtype()
-        weights = headers.loaded_bytes(dtype.size if dtype is not None else None)
-        base = memory.footprint() + weights + ALLOCATOR_CACHE
+        base = memory.footprint() + headers.weights_bytes + ALLOCATOR_CACHE
         progress("waiting for memory", 0.05)
         grant = _demand(ask_grant, base, "weights and scratch")
         progress("weights", 0.1)
-        loaded = model.load(path, dtype, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
+        loaded = model.load(path, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
         scheme = Scheme(command.kv.k_bits, command.kv.v_bits)
@@ -127,7 +125,7 @@ class MLXEngine:
         store = self._runner.store
         # A flush that grows a pool copies one layer of it, in the scratch that prefill leaves idle.
         self._scratch_bytes = command.attention_scratch
-        base += self._weights_bytes - weights + self._scratch_bytes
+        base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
         self._row_pages = -(-store.row_bytes // store.page_bytes)
         first = SLAB_PAGES + FIRST_ROWS * self._row_pages
         grant = _demand(ask_grant, base + first * store.page_bytes, "first pages")
@@ -145,7 +143,7 @@ class MLXEngine:
         geometry = store.layers[0].geometry
         values = "per token" if geometry.values_per_token else "per channel"
         return ModelInfo(
-            architecture=loaded.architecture,
+            architecture=str(loaded.config["model_type"]),
             parameters=loaded.parameters,
             context_length=loaded.context_length,
             vocab_size=loaded.vocab_size,
@@ -236,7 +234,7 @@ class MLXEngine:
         sampling = self._sampling(requests)
         tokens = sampler.sample(logits, sampling, [row.length for row in rows])
         flight = _Flight(requests, tokens, sampler.finite_and_varied(logits), sampling)
-        mx.async_eval(flight.tokens, flight.trusted, store.arrays())
+        mx.async_eval(flight.tokens, flight.trusted, store.arrays())  # type: ignore[no-untyped-call]
         for request in requests:
             request.launched += 1
         self._most_rows = max(self._most_rows, len(rows))

@@ -1,0 +1,114 @@
+"""Runs an engine without a process around it: submits, steps, and collects what each row got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvd.worker.mlx_engine import MLXEngine
+from protocol.errors import ErrorInfo
+from protocol.types import KVSpec, Sampling, Usage
+from protocol.worker import (
+    Grant,
+    GrantWanted,
+    LoadModel,
+    RowFailed,
+    RowFinished,
+    RowTokens,
+    Submit,
+)
+
+GIB = 1 << 30
+
+
+@dataclass
+class Outcome:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+    usage: Usage | None = None
+    error: ErrorInfo | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+
+class Driver:
+    """An engine with a daemon that grants up to ``budget`` bytes."""
+
+    def __init__(self, source: str, *, kv: KVSpec | None = None, budget: int = 8 * GIB, **load):
+        self.engine = MLXEngine()
+        self.budget = budget
+        self.total = 0
+        self.seq = 0
+        self.asked: list[tuple[int, str]] = []
+        self.outcomes: dict[str, Outcome] = {}
+        self.stages: list[str] = []
+        self.info = self.engine.load(
+            LoadModel(source=source, kv=kv or KVSpec(), **load),
+            lambda stage, fraction: self.stages.append(stage),
+            self.ask,
+        )
+
+    def ask(self, total: int, reason: str) -> Grant:
+        self.seq += 1
+        return self.answer(self.seq, total, reason)
+
+    def answer(self, seq: int, total: int, reason: str) -> Grant:
+        self.asked.append((total, reason))
+        granted = total <= self.budget
+        if granted:
+            self.total = total
+        return Grant(
+            seq=seq,
+            total_bytes=self.total,
+            granted=granted,
+            available_bytes=max(0, self.budget - self.total),
+            budget_bytes=self.budget,
+        )
+
+    def submit(self, rid: str, prompt: str | list[int], sampling: Sampling | None = None, **more):
+        words = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}
+        self.outcomes[rid] = Outcome()
+        return self.engine.submit(
+            Submit(rid=rid, sampling=sampling or Sampling(seed=0), **words, **more)
+        )
+
+    def step(self) -> None:
+        for report in self.engine.step():
+            match report:
+                case RowTokens():
+                    outcome = self.outcomes[report.rid]
+                    assert not outcome.over
+                    assert report.index == len(outcome.tokens)
+                    outcome.tokens += report.tokens
+                    outcome.text += report.text
+                case RowFinished():
+                    assert not self.outcomes[report.rid].over
+                    self.outcomes[report.rid].reason = report.reason
+                    self.outcomes[report.rid].usage = report.usage
+                case RowFailed():
+                    assert not self.outcomes[report.rid].over
+                    self.outcomes[report.rid].error = report.error
+                case GrantWanted():
+                    self.engine.granted(self.answer(report.seq, report.total_bytes, report.reason))
+        self.engine._runner.store.check()
+        self.engine._scheduler.check()
+
+    def run(self, *, until: Callable[[], bool] | None = None, steps: int = 5000) -> None:
+        for _ in range(steps):
+            if until is not None and until():
+                return
+            if not self.engine.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"still at work after {steps} steps")
+        if until is None:
+            assert all(outcome.over for outcome in self.outcomes.values()), self.outcomes
+
+    def alone(self, prompt: str | list[int], sampling: Sampling | None = None, **more) -> Outcome:
+        self.submit("alone", prompt, sampling, **more)
+        self.run()
+        return self.outcomes.pop("alone")
