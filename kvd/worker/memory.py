@@ -17,25 +17,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MIN_INTERVAL_S = 0.25
-"""The kernel walks all page tables for a reading: milliseconds for a process of gigabytes."""
+MAX_SHARE = 0.02
+"""Of the time that readings may take: the kernel walks all page tables for one, which was measured
+at 25 ms for each GiB of small pages, and the loop that reads it has tokens to make."""
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 class _Reading:
-    """A reading that is repeated at most so often."""
+    """A reading that is taken anew only when it is due."""
 
-    def __init__(self, read: Callable[[], int], interval_s: float) -> None:
+    def __init__(self, read: Callable[[], int], clock: Callable[[], float]) -> None:
         self._read = read
-        self._interval_s = interval_s
-        self._taken_at = -float("inf")
+        self._clock = clock
+        self._due = -float("inf")
         self._value = 0
 
-    def at(self, now: float) -> int:
-        """Return the newest reading, taken anew if the last one is old."""
-        if now - self._taken_at >= self._interval_s:
+    def newest(self) -> int:
+        """Return the value, read again if that is due."""
+        start = self._clock()
+        if start >= self._due:
             self._value = self._read()
-            self._taken_at = now
+            took = self._clock() - start
+            self._due = start + max(MIN_INTERVAL_S, took / MAX_SHARE)
         return self._value
 
 
@@ -79,9 +83,9 @@ def _read_macos() -> int:
     return int(info.ri_phys_footprint)
 
 
-_reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, MIN_INTERVAL_S)
+_reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, time.monotonic)
 
 
 def footprint() -> int:
-    """Return this process's footprint in bytes, at most a quarter of a second old."""
-    return _reading.at(time.monotonic())
+    """Return this process's footprint in bytes, as new as is cheap."""
+    return _reading.newest()

@@ -61,15 +61,17 @@ class Headers:
     stored_bytes: int
     """Of all tensors."""
     float_bytes: int
-    """Of the tensors in a floating type that a change of dtype resizes, as stored."""
+    """Of the tensors in a floating type, as stored: a change of dtype resizes them."""
     float_elements: int
     """Of the same."""
 
-    def loaded_bytes(self, float_size: int | None) -> int:
-        """Return the bytes of the weights in memory, floats converted to ``float_size`` bytes."""
-        if float_size is None:
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights in memory, as `load` converts them on this machine."""
+        dtype = default_dtype()
+        if dtype is None:
             return self.stored_bytes
-        return self.stored_bytes - self.float_bytes + self.float_elements * float_size
+        return self.stored_bytes - self.float_bytes + self.float_elements * int(dtype.size)
 
 
 @dataclass(frozen=True)
@@ -265,10 +267,9 @@ def default_dtype() -> Any:
 
 def load(
     path: Path,
-    dtype: Any = None,
     progress: ReportProgress = lambda _stage, _fraction: None,
 ) -> LoadedModel:
-    """Load the model of an inspected folder, its floats converted to ``dtype``.
+    """Load the model of an inspected folder, its floats in this machine's `default_dtype`.
 
     Quantized weights stay quantized; their scales are converted.
     """
@@ -286,7 +287,7 @@ def load(
         raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
             error
         )
-    if dtype is not None:
+    if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
     return LoadedModel(

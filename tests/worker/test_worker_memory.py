@@ -9,7 +9,7 @@ from kvd.worker import memory
 
 
 def test_it_grows_with_what_is_touched():
-    before = memory._Reading(memory._reading._read, 0.0).at(0.0)
+    before = memory._reading._read()
     size = 32 * 1024 * 1024
     with mmap.mmap(-1, size) as block:
         block.write(b"x" * size)
@@ -18,10 +18,26 @@ def test_it_grows_with_what_is_touched():
     assert after - before > 0.8 * size
 
 
-def test_a_reading_is_kept_for_its_interval():
-    values = iter([1, 2, 3])
-    reading = memory._Reading(lambda: next(values), 0.25)
-    assert [reading.at(now) for now in (10.0, 10.1, 10.24, 10.25, 10.3, 10.6)] == [1, 1, 1, 2, 2, 3]
+def test_a_cheap_reading_is_kept_for_a_quarter_of_a_second():
+    values, clock = iter([1, 2, 3]), iter([0.0, 0.0, 0.1, 0.24, 0.25, 0.25, 0.3, 0.6, 0.6])
+    reading = memory._Reading(lambda: next(values), lambda: next(clock))
+    assert [reading.newest() for _ in range(6)] == [1, 1, 1, 2, 2, 3]
+
+
+def test_a_slow_reading_takes_a_small_share_of_the_time():
+    now, taken = 0.0, 0
+
+    def read():
+        nonlocal now, taken
+        now += 0.1
+        taken += 1
+        return taken
+
+    reading = memory._Reading(read, lambda: now)
+    while now < 100.0:
+        reading.newest()
+        now += 0.01
+    assert 18 <= taken <= 20
 
 
 def test_a_system_without_smaps_rollup_says_the_resident_size(monkeypatch, tmp_path):
