@@ -56,6 +56,10 @@ class Heard:
         self.exit.set_result(how)
 
 
+def open_files() -> int:
+    return len(list(Path("/dev/fd").iterdir()))
+
+
 @pytest.fixture
 async def heard():
     async with asyncio.timeout(20):
@@ -140,11 +144,11 @@ sys.stderr.buffer.write(b'10%\\r20%\\r\\xff bad\\n\\n' + b'x' * 20000 + b'\\nno 
 
 
 async def test_a_process_that_cannot_be_started_raises_and_leaks_nothing(heard, monkeypatch):
-    before = len(list(Path("/dev/fd").iterdir()))
+    before = open_files()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(OSError, match="nowhere"):
         await heard.spawn("")
-    assert len(list(Path("/dev/fd").iterdir())) == before
+    assert open_files() == before
 
 
 async def test_a_worker_inherits_nothing_but_its_end(heard):
