@@ -7,8 +7,8 @@ import json
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3
 
+from kvd.worker import seam
 from tests.worker.tokenizers_zoo import byte_level, wrap
 
 CONFIG = {
@@ -31,6 +31,9 @@ CONFIG = {
 
 def save(folder, *, dtype=mx.bfloat16, shards=1, quantized=False):
     """Write the model; return its folder."""
+    seam.install()  # before a model module is imported, for the sake of other tests
+    from mlx_lm.models import qwen3
+
     folder.mkdir(parents=True, exist_ok=True)
     config = dict(CONFIG)
     mx.random.seed(0)
