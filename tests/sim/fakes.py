@@ -1,0 +1,298 @@
+"""Fakes of the ports: worker processes with scripted faults, and memory readings.
+
+A fake process speaks the worker's protocol as a real one does: it loads, asks for grants, makes
+tokens at a speed, and dies or hangs where its script says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.ports import Exit
+from protocol.errors import ErrorInfo, InsufficientMemory
+from protocol.types import HostMemory, ModelInfo, Usage, WorkerStats
+from protocol.worker import (
+    CancelRow,
+    Command,
+    Grant,
+    GrantWanted,
+    LoadFailed,
+    LoadModel,
+    Progress,
+    Ready,
+    Report,
+    RowAccepted,
+    RowFinished,
+    RowTokens,
+    Started,
+    Stats,
+    Stop,
+    Submit,
+)
+
+INFO = ModelInfo(
+    architecture="fake",
+    parameters=1,
+    context_length=4096,
+    vocab_size=1000,
+    layers=1,
+    dtype="float32",
+    kv_scheme="k8v8",
+    kv_layout="none",
+    page_bytes=1024,
+    kv_bytes_per_token=16,
+    attention_path="fake",
+    attention_error=0.0,
+    has_chat_template=False,
+    device="cpu",
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """How one process behaves."""
+
+    start_s: float = 0.1
+    load_s: float = 1.0
+    token_s: float = 0.01
+    weights: int = 100
+    spawn_error: Exception | None = None
+    load_error: ErrorInfo | None = None
+    exit_at_load: int | None = None
+    """It exits so in the middle of its load."""
+    crash_after: int | None = None
+    """It exits with SIGSEGV after so many tokens."""
+    hang_at: str | None = None
+    """It stops doing anything at ``start``, ``load`` or ``token``."""
+    deaf: bool = False
+    """It does not hear `Stop` and ignores SIGTERM."""
+    kill_s: float = 0.01
+    """It takes so long to die."""
+    early: bool = False
+    """It speaks before the spawn returns."""
+    nonsense: bool = False
+    """It says that it is ready, twice."""
+
+
+def token(prompt: str, seed: int, position: int) -> int:
+    """Return the token that every fake process makes here."""
+    digest = hashlib.sha256(f"{prompt}/{seed}/{position}".encode()).digest()
+    return int.from_bytes(digest[:2], "big") % 1000
+
+
+@dataclass
+class Row:
+    submit: Submit
+    made: int = 0
+    cancelled: bool = False
+
+
+class FakeProcess:
+    """One fake worker process."""
+
+    def __init__(
+        self,
+        pid: int,
+        script: Script,
+        on_report: Callable[[Report], None],
+        on_exit: Callable[[Exit], None],
+    ) -> None:
+        self.pid = pid
+        self.script = script
+        self.commands: list[Command] = []
+        self.signals: list[str] = []
+        self.exit: Exit | None = None
+        self.tokens = 0
+        self.grant = 0
+        self._on_report = on_report
+        self._on_exit = on_exit
+        self._frozen = False
+        self._dying = False
+        self._rows: dict[str, Row] = {}
+        self._answers: asyncio.Queue[Grant] = asyncio.Queue()
+        self._work = asyncio.Event()
+        self._tasks = [self._task(self._main())]
+
+    @property
+    def alive(self) -> bool:
+        return self.exit is None
+
+    # -- the port -------------------------------------------------------------------------------
+
+    def send(self, command: Command) -> None:
+        if self.alive:
+            asyncio.get_running_loop().call_soon(self._hear, command)
+
+    def terminate(self) -> None:
+        self.signals.append("term")
+        if not self.script.deaf and not self._frozen:
+            self.die(-15)
+
+    def kill(self) -> None:
+        self.signals.append("kill")
+        self.die(-9)
+
+    # -- what tests do to it --------------------------------------------------------------------
+
+    def die(self, returncode: int) -> None:
+        if not self._dying:
+            self._dying = True
+            for task in self._tasks:
+                task.cancel()
+            asyncio.get_running_loop().call_later(self.script.kill_s, self._gone, returncode)
+
+    def freeze(self) -> None:
+        """Stop it, as SIGSTOP does."""
+        self._frozen = True
+
+    def say(self, report: Report) -> None:
+        if self.alive and not self._frozen and not self._dying:
+            self._on_report(report)
+
+    def want(self, total_bytes: int) -> None:
+        self.say(GrantWanted(seq=len(self.commands) + 100, total_bytes=total_bytes, reason="test"))
+
+    # -- its life -------------------------------------------------------------------------------
+
+    def _task(self, coroutine) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(coroutine)
+
+    def _gone(self, returncode: int) -> None:
+        self.exit = Exit(returncode)
+        self._on_exit(self.exit)
+
+    def _hear(self, command: Command) -> None:
+        if not self.alive or self._frozen or self._dying:
+            return
+        self.commands.append(command)
+        match command:
+            case LoadModel():
+                self._tasks.append(self._task(self._load()))
+            case Grant():
+                self.grant = command.total_bytes
+                self._answers.put_nowait(command)
+            case Submit():
+                self._rows[command.rid] = Row(command)
+                length = len(command.prompt or command.tokens or command.messages or "")
+                self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
+                self._work.set()
+            case CancelRow():
+                if command.rid in self._rows:
+                    self._rows[command.rid].cancelled = True
+            case Stop() if not self.script.deaf:
+                self.die(0)
+
+    async def _main(self) -> None:
+        if self.script.early:
+            self.say(Started(pid=self.pid))
+            return
+        await asyncio.sleep(self.script.start_s)
+        if self.script.hang_at == "start":
+            self.freeze()
+        self.say(Started(pid=self.pid))
+
+    async def _load(self) -> None:
+        script = self.script
+        for quarter in range(4):
+            await asyncio.sleep(script.load_s / 4)
+            if quarter == 2 and script.hang_at == "load":
+                self.freeze()
+            if quarter == 2 and script.exit_at_load is not None:
+                self.die(script.exit_at_load)
+            if quarter == 2 and script.load_error is not None:
+                self.say(LoadFailed(error=script.load_error))
+                self.die(0)
+            self.say(Progress(stage="weights", fraction=(quarter + 1) / 4))
+        self.say(GrantWanted(seq=1, total_bytes=script.weights, reason="weights"))
+        grant = await self._answers.get()
+        if not grant.granted:
+            error = InsufficientMemory("no room", available=grant.available_bytes).info()
+            self.say(LoadFailed(error=error))
+            self.die(0)
+        self.say(Ready(info=INFO))
+        if script.nonsense:
+            self.say(Ready(info=INFO))
+        await self._steps()
+
+    async def _steps(self) -> None:
+        step = 0
+        while True:
+            self._work.clear()
+            while self._rows:
+                await asyncio.sleep(self.script.token_s)
+                step += 1
+                self._step()
+                self.say(Stats(stats=WorkerStats(step=step, rows_running=len(self._rows))))
+            await self._work.wait()
+
+    def _step(self) -> None:
+        for rid, row in list(self._rows.items()):
+            usage = Usage(prompt_tokens=1, completion_tokens=row.made)
+            submit = row.submit
+            if row.cancelled:
+                del self._rows[rid]
+                self.say(RowFinished(rid=rid, reason="cancelled", usage=usage))
+                continue
+            new = token(submit.prompt or "", submit.sampling.seed or 0, row.made)
+            self.say(RowTokens(rid=rid, index=row.made, tokens=[new], text=f"{new} "))
+            row.made += 1
+            self.tokens += 1
+            if self.script.hang_at == "token":
+                self.freeze()
+            if self.script.crash_after is not None and self.tokens >= self.script.crash_after:
+                self.die(-11)
+                return
+            if row.made >= (submit.max_tokens or 10):
+                del self._rows[rid]
+                done = Usage(prompt_tokens=1, completion_tokens=row.made)
+                self.say(RowFinished(rid=rid, reason="length", usage=done))
+
+
+@dataclass
+class FakeSpawn:
+    """Starts fake processes: the n-th of a model behaves as its n-th script, or as the last."""
+
+    scripts: dict[str, list[Script]] = field(default_factory=dict)
+    processes: dict[str, list[FakeProcess]] = field(default_factory=lambda: defaultdict(list))
+    attempts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    pids: int = 100
+
+    async def __call__(
+        self,
+        name: str,
+        *,
+        on_report: Callable[[Report], None],
+        on_exit: Callable[[Exit], None],
+    ) -> FakeProcess:
+        scripts = self.scripts.get(name, [Script()])
+        script = scripts[min(self.attempts[name], len(scripts) - 1)]
+        self.attempts[name] += 1
+        await asyncio.sleep(0.05)
+        if script.spawn_error is not None:
+            raise script.spawn_error
+        self.pids += 1
+        process = FakeProcess(self.pids, script, on_report, on_exit)
+        self.processes[name].append(process)
+        if script.early:
+            await asyncio.sleep(0.05)
+        return process
+
+    def last(self, name: str) -> FakeProcess:
+        return self.processes[name][-1]
+
+    def alive(self) -> list[FakeProcess]:
+        return [p for started in self.processes.values() for p in started if p.alive]
+
+
+class FakeMemory:
+    """Memory readings that never change."""
+
+    def host(self) -> HostMemory:
+        return HostMemory(total=10**9, available=10**8)
+
+    def footprint(self, pid: int) -> int:
+        return 1000

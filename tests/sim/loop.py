@@ -1,0 +1,81 @@
+"""A simulated event loop: its clock jumps to the next timer when everybody waits.
+
+Nothing here sleeps, so minutes of a test pass in milliseconds, and in the same order each time.
+Knows timers and callbacks only: no sockets, no subprocesses, no threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Deadlock(AssertionError):
+    """Everybody waits and no timer is set: nothing would ever happen again."""
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Never blocks; tells the loop how long it would have blocked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jump: Callable[[float], None] = lambda _: None
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if ready:
+            return ready
+        if timeout is None:
+            raise Deadlock("everybody waits, and no timer is set")
+        if timeout > 0:
+            self.jump(timeout)
+        return ready
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time is its own."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        selector = _JumpingSelector()
+        selector.jump = self._jump
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+    def _jump(self, timeout: float) -> None:
+        self.now += timeout
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine on a simulated loop."""
+    with asyncio.Runner(loop_factory=SimLoop) as runner:
+        errors: list[dict[str, Any]] = []
+        runner.get_loop().set_exception_handler(lambda _, context: errors.append(context))
+        result = runner.run(main)
+        assert not errors, errors
+        return result
+
+
+def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function: it runs on the simulated loop."""
+
+    @functools.wraps(test)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        run(test(*args, **kwargs))
+
+    return wrapper
+
+
+async def until(condition: Callable[[], Any], limit_s: float = 1000.0) -> Any:
+    """Wait, in simulated time, until the condition holds, and return its value."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit_s
+    while not (value := condition()):
+        assert loop.time() < end, f"not within {limit_s} s"
+        await asyncio.sleep(0.01)
+    return value

@@ -1,0 +1,172 @@
+"""A whole system on fakes, and clients that talk to it in bytes.
+
+Leaving a world is a test of its own: every invariant holds, every journal replays to the state
+that the machine is in, every request has had its last event, and no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from actors.governor import Governor
+from actors.machines import admission, governor, lifecycle
+from actors.ports import Notice
+from actors.router import Router
+from actors.runtime.journal import Journal, replay
+from actors.system import Connection, Identity, Settings, System
+from actors.worker import Worker
+from protocol import messages
+from protocol.errors import from_info
+from protocol.messages import Event, Request, is_last
+from protocol.session import ClientSession
+from tests.sim.fakes import FakeMemory, FakeSpawn, Script
+from tests.sim.loop import until
+
+
+class SimClient:
+    """A client whose socket is a list."""
+
+    def __init__(self, system: System) -> None:
+        self.session = ClientSession()
+        self.events: dict[str, list[Event]] = {}
+        self.closed = False
+        self.unread = 0
+        self.reads = True
+        self._ids = count(1)
+        self.connection: Connection = system.connect(
+            write=self._written, close=self._close, backlog=lambda: self.unread
+        )
+
+    def _written(self, data: bytes) -> None:
+        assert not self.closed, "written after close"
+        if not self.reads:
+            self.unread += len(data)
+        for event in self.session.receive(data):
+            self.events.setdefault(event.id, []).append(event)
+
+    def _close(self) -> None:
+        self.closed = True
+
+    def hang_up(self) -> None:
+        self.closed = True
+        self.connection.closed()
+
+    def start(self, kind: type[Request], **fields: Any) -> str:
+        """Send a request and return its id."""
+        key = f"q{next(self._ids)}"
+        self.events[key] = []
+        self.connection.receive(self.session.request(kind(id=key, **fields)))
+        return key
+
+    def generate(self, model: str = "demo", prompt: str = "hello", **fields: Any) -> str:
+        return self.start(messages.Generate, model=model, prompt=prompt, **fields)
+
+    async def end(self, key: str, limit_s: float = 5000.0) -> Event:
+        """Wait for the last event of a request."""
+        await until(lambda: self.events[key] and is_last(self.events[key][-1]), limit_s)
+        return self.events[key][-1]
+
+    async def ask(self, kind: type[Request], **fields: Any) -> Any:
+        """Send a request, return its last event; an error is raised."""
+        event = await self.end(self.start(kind, **fields))
+        if isinstance(event, messages.Error):
+            raise from_info(event.error)
+        return event
+
+    def tokens(self, key: str) -> list[int]:
+        """Return the tokens so far, which came without a gap."""
+        found: list[int] = []
+        for event in self.events[key]:
+            if isinstance(event, messages.Tokens):
+                assert event.index == len(found), "a gap in the stream"
+                found += event.tokens
+        return found
+
+    def count(self, key: str) -> int:
+        return len(self.tokens(key))
+
+
+class World:
+    """One system and those around it."""
+
+    def __init__(self, scripts: dict[str, list[Script]], budget: int, settings: Settings) -> None:
+        self.spawn = FakeSpawn(scripts)
+        self.notices: list[Notice] = []
+        self.clients: list[SimClient] = []
+        seeds = count(7)
+        self.system = System(
+            self.spawn,
+            FakeMemory(),
+            budget_bytes=budget,
+            identity=Identity(version="0", home="/home/kvd", pid=1),
+            settings=settings,
+            draw_seed=lambda: next(seeds),
+            notify=self.notices.append,
+        )
+
+    def client(self) -> SimClient:
+        client = SimClient(self.system)
+        self.clients.append(client)
+        return client
+
+    def model(self, name: str = "demo") -> Any:
+        return next((m for m in self.system.status().models if m.name == name), None)
+
+    def state(self, name: str = "demo") -> str | None:
+        model = self.model(name)
+        return model.state if model is not None else None
+
+    def said(self, event: str) -> list[Notice]:
+        return [notice for notice in self.notices if notice.event == event]
+
+    def check(self) -> None:
+        """Check all invariants and replay all journals."""
+        self.system.check()
+        for actor in self.system.actors():
+            match actor:
+                case Worker():
+                    berth = actor._berth
+                    same(berth.journal, berth.machine, lifecycle.Event)
+                case Governor():
+                    same(actor._ledger.journal, actor._ledger.machine, governor.Event)
+                case Router():
+                    same(actor._office.journal, actor._office.machine, admission.Event)
+
+
+def same(journal: Journal[Any, Any], machine: Any, event: Any) -> None:
+    again = replay(journal.dump(), type(machine), event)
+
+    assert msgspec.to_builtins(machine) == msgspec.to_builtins(again)
+
+
+@asynccontextmanager
+async def world(
+    scripts: dict[str, list[Script]] | None = None,
+    *,
+    budget: int = 1000,
+    settings: Settings | None = None,
+    load: tuple[str, ...] = ("demo",),
+    faults: bool = False,
+) -> AsyncIterator[World]:
+    """Start a world with these models loaded; `faults`: actors are allowed to fail in it."""
+    it = World(scripts or {}, budget, settings or Settings())
+    await it.system.start()
+    await asyncio.gather(*(it.system.load(name) for name in load))
+    yield it
+    it.check()
+    assert faults or not it.said("actor_failed"), it.said("actor_failed")
+    if not it.system.finished.done():
+        await it.system.stop(force=True)
+    await asyncio.sleep(0.1)
+    assert not it.spawn.alive(), "a process is left"
+    for client in it.clients:
+        for key, events in client.events.items():
+            last = [event for event in events if is_last(event)]
+            assert len(last) <= 1, f"{key} ended twice"
+            assert client.closed or last, f"{key} never ended"
