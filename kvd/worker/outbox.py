@@ -1,0 +1,118 @@
+"""Reports on their way to the daemon: merged while they wait, never lost, never reordered.
+
+The worker does not wait for the daemon. What it could not send yet is merged: the tokens of a
+request into one report, newer counters and load progress in the place of older ones. So what
+waits is bounded by the requests themselves: for each at most an acceptance, its tokens and its
+end. The order of one request's reports is kept; that between requests means nothing.
+
+Pure: knows no socket and no clock. `put` reports, `take` bytes to write.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+from protocol.errors import LocalProtocolError
+from protocol.framing import encode_frame
+from protocol.worker import (
+    Progress,
+    Report,
+    RowAccepted,
+    RowFailed,
+    RowFinished,
+    RowTokens,
+    Stats,
+)
+
+
+class Outbox:
+    """A queue whose entries may still change until they are taken."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._waiting: dict[int, Report] = {}
+        """By number, oldest first; a merge keeps the place."""
+        self._last: dict[str | type, int] = {}
+        """Newest waiting entry of each request, and of each kind that is replaced."""
+
+    def __len__(self) -> int:
+        """Return how many reports wait."""
+        return len(self._waiting)
+
+    def put(self, report: Report) -> None:
+        """Queue a report, or merge it into one that waits."""
+        match report:
+            case Stats() | Progress():
+                self._replace(report)
+            case RowTokens():
+                self._join(report)
+            case RowAccepted() | RowFinished() | RowFailed():
+                self._last[report.rid] = self._append(report)
+            case _:
+                self._append(report)
+
+    def _append(self, report: Report) -> int:
+        number = next(self._numbers)
+        self._waiting[number] = report
+        return number
+
+    def _replace(self, report: Stats | Progress) -> None:
+        number = self._last.get(type(report))
+        if number is None:
+            self._last[type(report)] = self._append(report)
+        else:
+            self._waiting[number] = report
+
+    def _join(self, report: RowTokens) -> None:
+        number = self._last.get(report.rid)
+        earlier = None if number is None else self._waiting[number]
+        if number is None or not isinstance(earlier, RowTokens):
+            self._last[report.rid] = self._append(report)
+            return
+        if report.index != earlier.index + len(earlier.tokens):
+            raise LocalProtocolError(
+                f"row {report.rid}: tokens from {report.index} follow those from {earlier.index}"
+                f" to {earlier.index + len(earlier.tokens)}"
+            )
+        self._waiting[number] = RowTokens(
+            rid=report.rid,
+            index=earlier.index,
+            tokens=[*earlier.tokens, *report.tokens],
+            text=earlier.text + report.text,
+        )
+
+    def take(self, at_least: int) -> bytes:
+        """Remove the oldest reports, as frames of that many bytes or all that there are."""
+        frames = []
+        size = 0
+        while self._waiting and size < at_least:
+            number, report = next(iter(self._waiting.items()))
+            del self._waiting[number]
+            key = _key_of(report)
+            if key is not None and self._last[key] == number:
+                del self._last[key]
+            frames.append(encode_frame(report))
+            size += len(frames[-1])
+        return b"".join(frames)
+
+    def check(self) -> None:
+        """Assert the invariants; tests call it after every event."""
+        assert list(self._waiting) == sorted(self._waiting)
+        newest = {
+            key: number
+            for number, report in self._waiting.items()
+            if (key := _key_of(report)) is not None
+        }
+        assert newest == self._last
+        for kind in (Stats, Progress):
+            assert sum(isinstance(report, kind) for report in self._waiting.values()) <= 1
+
+
+def _key_of(report: Report) -> str | type | None:
+    match report:
+        case Stats() | Progress():
+            return type(report)
+        case RowTokens() | RowAccepted() | RowFinished() | RowFailed():
+            return report.rid
+        case _:
+            return None
