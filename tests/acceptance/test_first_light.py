@@ -1,0 +1,144 @@
+"""The whole of kvd with the embedded model: real daemon, real worker, real `kvctl`."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvd.demo.recall import filler_sentences
+from kvd.home import Home
+from tests.process.helpers import Daemon, wait_for
+
+pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
+
+LENGTHS = (10, 4000, 25, 3000, 64, 70, 2000, 120, 200, 1200, 300, 400, 128, 800, 63, 500)
+"""Prompt tokens of the concurrent requests, roughly."""
+WORDS_PER_TOKEN = 0.6
+MAX_TOKENS = 240
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: str
+    options: tuple[str, ...]
+
+
+def request(index: int, tokens: int) -> Request:
+    rng = random.Random(index)
+    sentences = filler_sentences()
+    place = rng.randrange(len(sentences))
+    words: list[str] = []
+    while len(words) < tokens * WORDS_PER_TOKEN:
+        words += sentences[place % len(sentences)].split()
+        place += 1
+    sampled = ("--temperature", "0.8", "--top-p", "0.95") if index % 2 else ()
+    options = ("--max-tokens", str(MAX_TOKENS), "--seed", str(100 + index), *sampled)
+    return Request(" ".join(words[: max(2, int(tokens * WORDS_PER_TOKEN))]), options)
+
+
+def start(daemon: Daemon, one: Request) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        daemon.kvctl_command("generate", "demo", "-", *one.options),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(one.prompt.encode())
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    root = Path(tempfile.mkdtemp(prefix="kvd-"))
+    daemon = Daemon(Home(root / "h"), "--model", "demo").start()
+    try:
+        wait_for("demo is ready", lambda: daemon.model("demo").state == "ready", 120)
+        yield daemon
+    finally:
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def test_status_shows_the_model(daemon: Daemon) -> None:
+    done = daemon.kvctl("status", "--json")
+    assert done.returncode == 0, done.stderr
+    (model,) = json.loads(done.stdout)["models"]
+
+    assert model["name"] == "demo"
+    assert model["state"] == "ready"
+    assert model["worker_pid"] > 0
+    assert model["info"]["kv_scheme"] == "k8v8"
+    assert model["info"]["attention_path"].startswith("reference")
+    stats = model["stats"]
+    assert stats["pages_total"] >= stats.get("pages_used", 0)
+    assert stats["memory"]["kv_pages"] == stats["pages_total"] * model["info"]["page_bytes"]
+    assert stats["memory"]["footprint"] > 50_000_000
+    assert stats["memory"]["weights"] > 20_000_000
+
+
+def test_tokens_stream_as_they_come(daemon: Daemon) -> None:
+    one = Request("The list of all values that", ("--max-tokens", "2000", "--temperature", "1.2"))
+    process = start(daemon, one)
+    assert process.stdout is not None
+    first = process.stdout.read(3)
+
+    assert first
+    assert process.poll() is None
+    wait_for("a row runs", lambda: daemon.model("demo").stats.rows_running >= 1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    wait_for("its row is gone", lambda: daemon.model("demo").requests == 0)
+
+
+def test_sixteen_at_once_each_as_if_alone(daemon: Daemon) -> None:
+    requests = [request(index, tokens) for index, tokens in enumerate(LENGTHS)]
+    alone = []
+    for one in requests:
+        output, errors = start(daemon, one).communicate(timeout=120)
+        alone.append(output)
+        assert output, errors
+    running = [start(daemon, one) for one in requests]
+    cancelled = 8
+    assert running[cancelled].stdout is not None
+    head = running[cancelled].stdout.read(1)
+    running[cancelled].kill()
+    together = [process.communicate(timeout=240) for process in running]
+
+    for index, ((output, errors), process) in enumerate(zip(together, running, strict=True)):
+        if index == cancelled:
+            assert alone[index].startswith(head)
+        else:
+            assert (index, process.returncode) == (index, 0), errors
+            assert (index, output) == (index, alone[index])
+    assert daemon.model("demo").stats.max_rows_in_step >= 8
+    wait_for("nothing is held", lambda: daemon.model("demo").stats.pages_used == 0)
+
+
+def test_killed_worker_comes_back_and_gives_the_same_answer(daemon: Daemon) -> None:
+    one = Request("An iterator is an object that", ("--max-tokens", "30"))
+    before, _ = start(daemon, one).communicate(timeout=60)
+    endless = Request("An iterator is", ("--max-tokens", "3000", "--temperature", "1.3"))
+    stream = start(daemon, endless)
+    assert stream.stdout is not None
+    assert stream.stdout.read(1)
+    subprocess.run(["kill", "-9", str(daemon.worker_pid("demo"))], check=True)
+    _, errors = stream.communicate(timeout=60)
+
+    assert stream.returncode != 0
+    assert b"worker" in errors.lower()
+    wait_for("demo is back", lambda: daemon.model("demo").state == "ready", 120)
+    again, _ = start(daemon, one).communicate(timeout=60)
+    assert again == before
