@@ -1,0 +1,5 @@
+"""`python -m kvd.cli` is `kvctl`."""
+
+from kvd.cli import main
+
+main()

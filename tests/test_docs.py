@@ -1,0 +1,62 @@
+"""The pages name what exists: each op, event, error, exit code and configuration key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvd.config import Config
+from kvd.exits import Exit
+from protocol.errors import KvdError
+from protocol.messages import Event, Request
+
+ROOT = Path(__file__).parent.parent
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def codes(base: type[KvdError]) -> set[str]:
+    return {base.code}.union(*(codes(sub) for sub in base.__subclasses__()))
+
+
+@pytest.mark.parametrize("union", [Request, Event], ids=["requests", "events"])
+def test_every_message_is_described(union):
+    tags = {kind.__struct_config__.tag for kind in union.__args__}
+    assert not {tag for tag in tags if f"`{tag}`" not in page("protocol.md")}
+
+
+def test_every_error_is_described():
+    assert not {code for code in codes(KvdError) if f"`{code}`" not in page("protocol.md")}
+
+
+def test_every_field_of_a_request_is_described():
+    fields = {field for kind in Request.__args__ for field in kind.__struct_fields__}
+    missing = {f for f in fields - {"v", "id"} if f"`{f}`" not in page("protocol.md")}
+    assert not missing
+
+
+def test_every_exit_code_is_described():
+    table = set(re.findall(r"^\| (\d+) \|", page("operations.md"), re.MULTILINE))
+    assert table == {str(int(code)) for code in Exit}
+
+
+def test_every_key_of_the_configuration_is_described_with_its_default():
+    for key in Config.__struct_fields__:
+        (row,) = re.findall(rf"^\| `{key}` \| (.*?) \|", page("operations.md"), re.MULTILINE)
+        default = getattr(Config(), key)
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert row == f"{default:g}"
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs", "deploy/launchd/README.md"])
+def test_links_lead_somewhere(file):
+    path = ROOT / file
+    pages = path.glob("*.md") if path.is_dir() else [path]
+    for source in pages:
+        for link in re.findall(r"\]\(([^)#]+)\)", source.read_text(encoding="utf-8")):
+            if "://" not in link:
+                assert (source.parent / link).exists(), f"{source}: {link}"
