@@ -48,7 +48,7 @@ class Pool:
         (self.cache,) = make_caches(self.store)
         pages = max(8, pool_bytes // self.store.page_bytes)
         self.store.allocator.grow(pages)
-        self.store.layers[0].pools[0].resize(pages)
+        self.store.layers[0].pools[0].grow(pages)
         self.rows = [self._row() for _ in range(ROWS)]
         self.queries = mx.random.normal((ROWS, 16, 1, 128))
         self.token = mx.random.normal((ROWS, 8, 1, 128))

@@ -142,10 +142,18 @@ class LayerStore:
         self.tail_values[tails, :, :rest] = values
         mx.eval(self.tail_keys, self.tail_values)
 
-    def resize_tails(self, slots: int) -> None:
-        """Change the number of tails, keeping the first ones; evaluates."""
-        self.tail_keys = _resized(self.tail_keys, slots)
-        self.tail_values = _resized(self.tail_values, slots)
+    def add_tails(self, count: int) -> None:
+        """Add room for more rows; evaluates."""
+        self.tail_keys = _grown(self.tail_keys, count)
+        self.tail_values = _grown(self.tail_values, count)
+
+    def reset(self, pages: int) -> None:
+        """Forget everything; keep room for ``pages`` pages and no tail."""
+        self.pending, self.new_tails = [], []
+        self.tail_keys = mx.zeros((0, *self.tail_keys.shape[1:]), self.dtype)
+        self.tail_values = mx.zeros((0, *self.tail_values.shape[1:]), self.dtype)
+        self.pools = [PagePool(self.geometry, pool.scheme, self.dtype) for pool in self.pools]
+        self.pools[0].grow(pages)
 
 
 def _paged(dense: mx.array, tokens: int) -> mx.array:
@@ -158,11 +166,8 @@ def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:
     return joined if kept is None else tuple(array[mx.array(kept)] for array in joined)
 
 
-def _resized(tails: mx.array, slots: int) -> mx.array:
-    old, *shape = tails.shape
-    if slots > old:
-        tails = mx.concatenate([tails, mx.zeros((slots - old, *shape), tails.dtype)])
-    else:
-        tails = mx.contiguous(tails[:slots])
+def _grown(tails: mx.array, count: int) -> mx.array:
+    more = mx.zeros((count, *tails.shape[1:]), tails.dtype)
+    tails = mx.concatenate([tails, more])
     mx.eval(tails)
     return tails

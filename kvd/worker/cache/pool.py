@@ -2,12 +2,10 @@
 
 MLX updates an array in place only while nobody else holds its buffer, and an operation in flight
 that reads it does hold it; then "in place" silently copies the whole pool. So whoever calls
-`write` or `resize` has drained the device before.
+`write` or `grow` has drained the device before.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -71,19 +69,20 @@ class PagePool:
             for target, source in zip(mine, new, strict=True):
                 target[slots] = source
 
-    def resize(self, capacity: int) -> None:
-        """Keep the first ``capacity`` pages, or add zeroed ones; evaluates, keys before values.
+    def grow(self, capacity: int) -> None:
+        """Add zeroed pages up to ``capacity``; evaluates, keys before values.
 
         A copy of the larger of the two sides is all the scratch that this takes.
         """
-        self.keys = self._resized(self.keys, self._empty_keys, capacity)
-        self.values = self._resized(self.values, self._empty_values, capacity)
+        added = capacity - self.capacity
+        self.keys = _joined(self.keys, self._empty_keys(added))
+        self.values = _joined(self.values, self._empty_values(added))
         self.capacity = capacity
 
-    def _resized(self, old: Packed, empty: Callable[[int], Packed], capacity: int) -> Packed:
-        kept = min(self.capacity, capacity)
-        arrays = []
-        for before, more in zip(old, empty(capacity - kept), strict=True):
-            arrays.append(mx.concatenate([before[:kept], more]))
-            mx.eval(arrays[-1])
-        return tuple(arrays)
+
+def _joined(old: Packed, more: Packed) -> Packed:
+    arrays = []
+    for before, after in zip(old, more, strict=True):
+        arrays.append(mx.concatenate([before, after]))
+        mx.eval(arrays[-1])
+    return tuple(arrays)

@@ -99,8 +99,7 @@ class KVStore:
     def new_row(self) -> Row:
         """Return an empty row."""
         if not self._free_slots:
-            # Four at a time: growing copies the tails.
-            self._resize_tails(self._tail_slots + 4)
+            self._add_tails(4)  # growing copies the tails, so not one by one
         row = Row(self._free_slots.pop(0))
         self.rows.append(row)
         return row
@@ -212,26 +211,25 @@ class KVStore:
             wanted = max(needed, min(wanted, self.page_limit))
         self.allocator.grow(wanted)
         for layer in self.layers:
-            layer.pools[0].resize(wanted)
+            layer.pools[0].grow(wanted)
 
     def shrink(self, pages: int = 0) -> None:
         """Keep room for ``pages`` pages and give all other memory back; no row may be left."""
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still there")
         self.allocator.reset(pages)
+        self.step = None
         self._pending_rows = []
+        self._free_slots = []
+        self._tail_slots = 0
         for layer in self.layers:
-            layer.pending = []
-            layer.new_tails = []
-            layer.pools[0].resize(pages)
-        self._resize_tails(0)
+            layer.reset(pages)
 
-    def _resize_tails(self, slots: int) -> None:
+    def _add_tails(self, count: int) -> None:
         for layer in self.layers:
-            layer.resize_tails(slots)
-        taken = {row.slot for row in self.rows}
-        self._free_slots = [slot for slot in range(slots) if slot not in taken]
-        self._tail_slots = slots
+            layer.add_tails(count)
+        self._free_slots += range(self._tail_slots, self._tail_slots + count)
+        self._tail_slots += count
 
     # Looking inside.
 
