@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from protocol.types import ModelStatus
 
 
+_SAME_SIGNAL_S = 0.5
+"""A signal so soon after another is the same one: the terminal or `timeout` sends it to the whole
+group, and `make` passes on its own copy."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What the command line lays over the configuration."""
@@ -89,6 +94,7 @@ class Daemon:
             notify=_notify,
         )
         self._stops: set[asyncio.Task[None]] = set()
+        self._signalled_at = float("-inf")
 
     async def serve(self, listener: socket.socket) -> Exit:
         """Run actors and socket until `finished`."""
@@ -144,7 +150,10 @@ class Daemon:
 
     def _signalled(self, number: signal.Signals) -> None:
         """Drain at the first signal; force at the second."""
-        force = bool(self._stops)
+        now = asyncio.get_running_loop().time()
+        if now - self._signalled_at < _SAME_SIGNAL_S:
+            return
+        force, self._signalled_at = bool(self._stops), now
         self._log.info("stopping", signal=number.name, force=force)
         task = asyncio.create_task(self._stop(force=force), name=f"stop on {number.name}")
         self._stops.add(task)

@@ -1,0 +1,215 @@
+"""A real daemon in a process of its own, and what tests do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kvd.client import Client
+from kvd.home import Home
+from protocol.errors import KvdError, NotRunning
+from protocol.types import ModelStatus
+
+DEADLINE_S = 30.0
+"""For what takes a second: two cores may be busy."""
+
+
+def wait_for(what: str, holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+    """Return the first true result; AssertionError if there is none in time."""
+    end = time.monotonic() + deadline_s
+    while True:
+        if result := holds():
+            return result
+        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Return whether the process runs; a zombie does not."""
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+class Daemon:
+    """`kvd serve` at a home; started again at will."""
+
+    def __init__(self, home: Home, *arguments: str) -> None:
+        self.home = home
+        self._arguments = arguments
+        self.process: subprocess.Popen[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def output(self) -> Path:
+        """Its stdout; a file, since a full pipe would stop it."""
+        return self.home.root.with_suffix(".out")
+
+    @property
+    def errors(self) -> Path:
+        """Its stderr."""
+        return self.home.root.with_suffix(".err")
+
+    def launch(self, *more: str) -> subprocess.Popen[str]:
+        """Start it in a session of its own, as a terminal would."""
+        command = [sys.executable, "-m", "kvd", "serve", "--home", str(self.home.root)]
+        with self.output.open("w") as output, self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [*command, *self._arguments, *more],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        return self.process
+
+    def start(self, *more: str) -> Daemon:
+        """Start it and wait until it answers."""
+        process = self.launch(*more)
+        wait_for("the daemon answers", lambda: process.poll() is not None or self.answers())
+        assert process.poll() is None, self.errors.read_text()
+        return self
+
+    def answers(self) -> bool:
+        try:
+            with self.client() as kvd:
+                return kvd.hello().pid == self.pid
+        except NotRunning:
+            return False
+
+    def client(self) -> Client:
+        return Client(home=self.home.root)
+
+    def load(self, source: str, alias: str) -> ModelStatus:
+        with self.client() as kvd:
+            return kvd.load(source, alias=alias).result
+
+    def model(self, name: str) -> ModelStatus:
+        with self.client() as kvd:
+            return next(model for model in kvd.status().models if model.name == name)
+
+    def worker_pid(self, name: str) -> int:
+        pid = self.model(name).worker_pid
+        assert pid is not None
+        return pid
+
+    def kvctl(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.kvctl_command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+            **options,
+        )
+
+    def kvctl_command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "kvd.cli", "--home", str(self.home.root), *arguments]
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Return the exit status."""
+        assert self.process is not None
+        return self.process.wait(deadline_s)
+
+    def log(self) -> list[dict[str, Any]]:
+        """Return the lines of the log file."""
+        text = (self.home.logs / "kvd.log").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def connect(self) -> socket.socket:
+        """Return a raw connection."""
+        raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        raw.settimeout(DEADLINE_S)
+        raw.connect(str(self.home.socket))
+        return raw
+
+    def end(self) -> None:
+        """End it whatever state it is in; for teardown."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGCONT)
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Reader(threading.Thread):
+    """Reads one completion in the background, over a connection of its own."""
+
+    def __init__(self, daemon: Daemon, model: str, prompt: str = "Hi", **options: Any) -> None:
+        super().__init__(daemon=True)
+        self._client = daemon.client()
+        self.completion = self._client.generate(model, prompt, **options)
+        self.error: KvdError | None = None
+        self.started = threading.Event()
+        self.ended_at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for _ in self.completion:
+                if self.completion.tokens:
+                    self.started.set()
+        except KvdError as error:
+            self.error = error
+        finally:
+            self.ended_at = time.monotonic()
+            self.started.set()
+            self._client.close()
+
+    def begun(self) -> Reader:
+        """Wait for the first tokens."""
+        assert self.started.wait(DEADLINE_S), "no tokens came"
+        return self
+
+    def finished(self, deadline_s: float = DEADLINE_S) -> Reader:
+        """Wait for the end."""
+        self.join(deadline_s)
+        assert not self.is_alive(), "the stream did not end"
+        return self
+
+
+def lines_of(raw: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield what the daemon says on a raw connection, until it closes."""
+    buffer = b""
+    while data := raw.recv(65536):
+        buffer += data
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+def written(home: Home, text: str) -> Home:
+    """Return the home with this configuration."""
+    home.create()
+    home.config.write_text(text)
+    return home
+
+
+def source(**options: float | str) -> str:
+    """Return the fake engine's source with these options."""
+    return "fake:" + ",".join(f"{key}={value}" for key, value in options.items())
+
+
+def folder_mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777

@@ -1,0 +1,125 @@
+"""kvctl against a real daemon: output, exit codes, streaming and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.process.helpers import Daemon, source, wait_for
+
+
+def start(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        daemon.kvctl_command(*arguments),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_load_status_generate_unload(daemon: Daemon):
+    loaded = daemon.kvctl(
+        "load", source(tps=500, load=0.2), "--alias", "m", "--kv", "k8v4", "--json"
+    )
+    assert loaded.returncode == 0
+    assert json.loads(loaded.stdout)["kv"] == {"v_bits": 4}
+    status = json.loads(daemon.kvctl("status", "--json").stdout)
+    model = status["models"][0]
+    assert (model["name"], model["state"]) == ("m", "ready")
+    assert model["worker_pid"] != status["pid"]
+    assert model["info"]["attention_path"]
+    text = daemon.kvctl("generate", "m", "Hi", "--max-tokens", "20", "--seed", "3")
+    again = daemon.kvctl("generate", "m", "Hi", "--max-tokens", "20", "--seed", "3")
+    assert text.returncode == 0
+    assert text.stdout
+    assert (text.stdout, text.stderr) == (again.stdout, "")
+    unloaded = daemon.kvctl("unload", "m", "--json")
+    assert json.loads(unloaded.stdout)["model"] == "m"
+    assert daemon.kvctl("unload", "m").returncode == 6
+
+
+def test_exit_codes_of_bad_requests(shared: Daemon):
+    assert shared.kvctl("generate", "nope", "Hi").returncode == 6
+    assert shared.kvctl("generate", "fast", "").returncode == 6
+    assert shared.kvctl("generate", "fast", "Hi", "--temperature", "-1").returncode == 6
+    assert shared.kvctl("generate", "fast").returncode == 2
+    assert shared.kvctl("frobnicate").returncode == 2
+    taken = shared.kvctl("load", source(tps=1), "--alias", "fast")
+    assert (taken.returncode, taken.stdout) == (6, "")
+    error = json.loads(shared.kvctl("generate", "nope", "Hi", "--json").stdout)["error"]
+    assert error["code"] == "unknown_model"
+
+
+def test_a_completion_comes_as_it_is_made(daemon: Daemon):
+    daemon.load(source(tps=20), "slow")
+    running = start(daemon, "generate", "slow", "Hi", "--max-tokens", "40")
+    assert running.stdout is not None
+    began = time.monotonic()
+    assert running.stdout.read(1)
+    first = time.monotonic() - began
+    rest = running.communicate(timeout=30)[0]
+    whole = time.monotonic() - began
+    assert rest
+    assert first < whole / 2
+
+
+def test_ctrl_c_ends_a_completion_in_the_daemon_too(daemon: Daemon):
+    daemon.load(source(tps=20), "slow")
+    running = start(daemon, "generate", "slow", "Hi", "--max-tokens", "10000")
+    assert running.stdout is not None
+    assert running.stdout.read(1)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=10)
+    assert (running.returncode, errors) == (130, "")
+    wait_for("the row is gone", lambda: daemon.model("slow").requests == 0)
+
+
+def test_ctrl_c_in_a_chat_ends_the_reply_and_not_the_session(daemon: Daemon):
+    daemon.load(source(tps=20), "slow")
+    chat = start(daemon, "chat", "slow", "--max-tokens", "10000")
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    chat.stdin.write("Tell me all\n")
+    chat.stdin.flush()
+    assert chat.stdout.read(1)
+    chat.send_signal(signal.SIGINT)
+    wait_for("the reply has ended", lambda: daemon.model("slow").requests == 0)
+    out, errors = chat.communicate("/set max_tokens 3\nAnd now?\n", timeout=20)
+    assert chat.returncode == 0
+    assert "cancelled" in errors
+    assert out.endswith("\n")
+    assert daemon.model("slow").stats.generated_tokens > 3
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(shared: Daemon):
+    command = " ".join(shared.kvctl_command("generate", "fast", "Hi", "--max-tokens", "2000"))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -c 5"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, len(done.stdout), done.stderr) == (141, 5, "")
+
+
+@pytest.mark.parametrize("json_wanted", [True, False])
+def test_drain_then_nothing_new(daemon: Daemon, json_wanted):
+    daemon.load(source(tps=100), "m")
+    flags = ["--json"] if json_wanted else []
+    assert daemon.kvctl("drain", *flags).returncode == 0
+    refused = daemon.kvctl("generate", "m", "Hi", *flags)
+    assert refused.returncode == 7
+    assert "drain" in refused.stderr
+    assert daemon.answers()
+
+
+def test_help_starts_fast(shared: Daemon):
+    began = time.monotonic()
+    assert shared.kvctl("--help").returncode == 0
+    assert time.monotonic() - began < 2.0

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from kvd.home import Home
+from protocol.errors import Draining, NotRunning, WorkerDied
+from tests.process.helpers import Daemon, Reader, alive, folder_mode, source, wait_for, written
+
+
+def test_what_it_prints_when_it_is_up(make_daemon):
+    daemon = make_daemon().start("--model", source(tps=100))
+    text = wait_for("the welcome", daemon.output.read_text)
+    assert f"socket  {daemon.home.socket}" in text
+    assert text.count(f"kvctl --home {daemon.home.root} ") == 3
+    assert "Ctrl-C" in text
+
+
+def test_folder_and_socket_are_private(daemon: Daemon):
+    assert folder_mode(daemon.home.root) == 0o700
+    assert folder_mode(daemon.home.socket) == 0o600
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_an_idle_daemon_with_0(daemon: Daemon, number):
+    daemon.load(source(tps=100), "m")
+    worker = daemon.worker_pid("m")
+    daemon.signal(number)
+    assert daemon.wait() == 0
+    assert not alive(worker)
+    assert not daemon.home.socket.exists()
+
+
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(daemon: Daemon):
+    daemon.load(source(tps=50), "m")
+    running = Reader(daemon, "m", max_tokens=60).begun()
+    with daemon.client() as kvd:
+        daemon.signal(signal.SIGTERM)
+        wait_for("draining", lambda: kvd.status().state == "draining")
+        with pytest.raises(Draining):
+            _ = kvd.generate("m", "Too late").text
+    assert daemon.wait() == 0
+    running.finished()
+    assert running.error is None
+    assert running.completion.reason == "length"
+    assert len(running.completion.tokens) == 60
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_they_finish_all_the_same(daemon: Daemon):
+    daemon.load(source(tps=50), "m")
+    running = Reader(daemon, "m", max_tokens=60).begun()
+    os.killpg(daemon.pid, signal.SIGINT)
+    assert daemon.wait() == 0
+    running.finished()
+    assert (running.error, len(running.completion.tokens)) == (None, 60)
+
+
+def test_a_second_signal_does_not_wait(daemon: Daemon):
+    daemon.load(source(tps=10), "m")
+    worker = daemon.worker_pid("m")
+    running = Reader(daemon, "m", max_tokens=10_000).begun()
+    daemon.signal(signal.SIGTERM)
+    daemon.signal(signal.SIGTERM)  # at once: the same one, passed on by make
+    time.sleep(0.6)
+    assert alive(daemon.pid)
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait(10) == 0
+    assert isinstance(running.finished().error, (Draining, WorkerDied))
+    assert not alive(worker)
+
+
+def test_a_drain_has_an_end(home: Home, make_daemon):
+    written(home, "drain_timeout_s = 0.3")
+    daemon = make_daemon().start()
+    daemon.load(source(tps=10), "m")
+    running = Reader(daemon, "m", max_tokens=10_000).begun()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait(10) == 0
+    assert running.finished().error is not None
+    assert "drain took too long" in [line["event"] for line in daemon.log()]
+
+
+def test_a_second_daemon_on_the_home_says_so_and_leaves_the_first_alone(daemon: Daemon):
+    second = Daemon(daemon.home, "--fake")
+    process = second.launch()
+    assert process.wait(30) == 4
+    assert f"a daemon (pid {daemon.pid}) already serves" in second.errors.read_text()
+    assert daemon.answers()
+
+
+def test_models_of_the_configuration_are_loaded(home: Home, make_daemon):
+    model = f'{{source = "{source(tps=100)}", alias = "mine", kv = "k8v4"}}'
+    written(home, f'budget = "2GiB"\nmodels = [{model}]')
+    daemon = make_daemon().start()
+    wait_for(
+        "mine is ready", lambda: [m for m in daemon.kvctl("status").stdout.split() if m == "ready"]
+    )
+    assert daemon.model("mine").kv.name == "k8v4"
+    with daemon.client() as kvd:
+        assert kvd.status().budget_bytes == 2 * 2**30
+
+
+def test_a_wrong_configuration_names_the_key(home: Home, make_daemon):
+    written(home, "bugdet = 1")
+    daemon = make_daemon()
+    assert daemon.launch().wait(30) == 5
+    assert "bugdet: unknown key; did you mean budget?" in daemon.errors.read_text()
+
+
+def test_after_kill_9_no_worker_is_left_and_the_next_start_works(daemon: Daemon):
+    daemon.load(source(tps=50), "idle")
+    daemon.load(source(tps=50), "busy")
+    workers = [daemon.worker_pid("idle"), daemon.worker_pid("busy")]
+    running = Reader(daemon, "busy", max_tokens=10_000).begun()
+    daemon.signal(signal.SIGKILL)
+    killed = time.monotonic()
+    daemon.wait()
+    wait_for("no worker is left", lambda: not any(map(alive, workers)), 2.0)
+    assert time.monotonic() - killed < 2.0
+    assert isinstance(running.finished().error, NotRunning)
+    assert daemon.home.socket.exists()
+    refused = daemon.kvctl("status")
+    assert refused.returncode == 3
+    assert "start one with `kvd serve`" in refused.stderr
+    again = Daemon(daemon.home, "--fake").start()
+    try:
+        assert again.answers()
+    finally:
+        again.end()
+
+
+def test_shutdown_by_a_client_frees_the_home_before_it_returns(daemon: Daemon):
+    daemon.load(source(tps=100), "m")
+    worker = daemon.worker_pid("m")
+    done = daemon.kvctl("shutdown")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "stopped\n")
+    assert not alive(worker)
+    again = Daemon(daemon.home, "--fake")
+    try:
+        again.start()
+    finally:
+        again.end()
+    assert daemon.wait() == 0

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from protocol.errors import InvalidModel, KvdError, ModelFailed, WorkerDied
+from tests.process.helpers import Daemon, Reader, alive, source, wait_for
+
+
+def test_kill_9_of_a_worker_costs_its_streams_and_nothing_else(daemon: Daemon):
+    daemon.load(source(tps=50), "hit")
+    daemon.load(source(tps=50), "spared")
+    first = daemon.worker_pid("hit")
+    struck = [Reader(daemon, "hit", f"{i}", max_tokens=10_000).begun() for i in range(3)]
+    other = Reader(daemon, "spared", max_tokens=100).begun()
+    os.kill(first, signal.SIGKILL)
+    for reader in struck:
+        error = reader.finished().error
+        assert isinstance(error, WorkerDied)
+        assert error.retryable
+    wait_for("hit comes back", lambda: daemon.model("hit").state == "ready")
+    assert daemon.worker_pid("hit") != first
+    assert daemon.model("hit").restarts == 1
+    with daemon.client() as kvd:
+        assert len(kvd.generate("hit", "Again", max_tokens=5).tokens or []) == 0
+        completion = kvd.generate("hit", "Again", max_tokens=5)
+        assert completion.text
+        assert len(completion.tokens) == 5
+    assert other.finished().error is None
+    assert len(other.completion.tokens) == 100
+
+
+def test_kills_from_outside_are_bad_luck_and_never_give_a_model_up(daemon: Daemon):
+    daemon.load(source(tps=50), "m")
+    for killed in range(1, 5):
+        os.kill(daemon.worker_pid("m"), signal.SIGKILL)
+        wait_for(
+            f"it comes back after kill {killed}",
+            lambda n=killed: (daemon.model("m").restarts, daemon.model("m").state) == (n, "ready"),
+        )
+
+
+def test_a_stopped_daemon_does_not_stall_the_worker(daemon: Daemon):
+    # 8 rows at 250 tokens a second for 5 s: some 10000 reports, more than the socket holds.
+    daemon.load(source(tps=250), "m")
+    worker = daemon.worker_pid("m")
+    readers = [Reader(daemon, "m", f"{i}", max_tokens=1250, seed=i) for i in range(8)]
+    for reader in readers:
+        reader.begun()
+    daemon.signal(signal.SIGSTOP)
+    time.sleep(5)  # what is being tested: that much time passes for the worker
+    daemon.signal(signal.SIGCONT)
+    resumed = time.monotonic()
+    for reader in readers:
+        reader.finished()
+        assert reader.error is None
+        assert len(reader.completion.tokens) == 1250
+    # A worker that had waited would still have nearly all of its 5 s before it.
+    assert max(reader.ended_at for reader in readers) - resumed < 2.5
+    assert daemon.worker_pid("m") == worker
+    assert daemon.model("m").restarts == 0
+
+
+def test_a_load_that_fails_says_why_and_leaves_no_process(daemon: Daemon):
+    with daemon.client() as kvd, pytest.raises(KvdError) as caught:
+        _ = kvd.load(source(load_error="invalid_model"), alias="broken").result
+    assert isinstance(caught.value, (InvalidModel, ModelFailed))
+
+
+def test_unload_finishes_what_runs_and_frees_the_memory(daemon: Daemon):
+    daemon.load(source(tps=50), "m")
+    worker = daemon.worker_pid("m")
+    running = Reader(daemon, "m", max_tokens=50).begun()
+    with daemon.client() as kvd:
+        assert kvd.unload("m").freed_bytes > 0
+        assert kvd.status().granted_bytes == 0
+        assert kvd.status().models == []
+    assert not alive(worker)
+    assert (running.finished().error, len(running.completion.tokens)) == (None, 50)
+
+
+def test_a_client_that_goes_away_takes_its_requests_along(daemon: Daemon):
+    daemon.load(source(tps=50), "m")
+    with daemon.client() as kvd:
+        completion = kvd.generate("m", "Hi", max_tokens=10_000)
+        next(iter(completion))
+        wait_for("it runs", lambda: daemon.model("m").stats.rows_running == 1)
+    wait_for("it is gone", lambda: daemon.model("m").requests == 0)
+    wait_for("the row too", lambda: daemon.model("m").stats.rows_running == 0)

@@ -1,0 +1,131 @@
+"""README's commands, as they stand there, against a daemon with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd import config
+from kvd.home import Home
+from tests.process.helpers import Daemon, wait_for
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+LOAD_S = 180.0
+"""For a machine without OpenBLAS, with other tests beside this one."""
+
+pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """What `make run` starts: the daemon with the model `demo`."""
+    root = Path(os.path.realpath("/tmp")) / f"kvd-readme-{os.getpid()}"
+    daemon = Daemon(Home(root / "h"), "--model", "demo")
+    root.mkdir(mode=0o700)
+    try:
+        daemon.start()
+        wait_for("demo is ready", lambda: "serves demo" in daemon.output.read_text(), LOAD_S)
+        yield daemon
+    finally:
+        daemon.end()
+        shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def shell(served: Daemon):
+    """Run a line as a reader would: venv activated, KVD_HOME set."""
+    environment = dict(os.environ)
+    environment["KVD_HOME"] = str(served.home.root)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", line],
+            env=environment,
+            input="Hello!\n/exit\n",
+            capture_output=True,
+            text=True,
+            timeout=LOAD_S,
+            check=False,
+        )
+
+    return run
+
+
+def commands() -> list[str]:
+    blocks = [text for language, text in BLOCKS if language == "sh"]
+    return [line for text in blocks for line in text.splitlines() if not line.startswith("make")]
+
+
+def test_the_two_make_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    lines = [line for _, text in BLOCKS for line in text.splitlines() if line.startswith("make")]
+    assert lines == ["make run", "make test"]
+    for line in lines:
+        assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE)
+    assert (ROOT / ".ci/run").read_text().rstrip().endswith("make test")
+
+
+def test_there_are_commands_to_run():
+    assert len(commands()) >= 8
+
+
+def test_all_commands_work_in_their_order(shell):
+    """One test, since each command builds on those before it."""
+    for line in commands():
+        done = shell(line)
+        assert done.returncode == 0, (line, done.stderr)
+        assert done.stdout or "unload" in line, line
+
+
+def test_the_welcome_names_commands_that_work(served: Daemon, shell):
+    welcome = served.output.read_text()
+    tries = re.findall(r"(\S*kvctl .*)", welcome)
+    assert len(tries) == 3
+    for line in tries:
+        done = shell(line)
+        assert (done.returncode, bool(done.stdout)) == (0, True), (line, done.stderr)
+
+
+def test_status_has_what_the_page_promises(shell):
+    status = json.loads(shell("kvctl status --json").stdout)
+    (demo,) = [model for model in status["models"] if model["name"] == "demo"]
+    assert demo["state"] == "ready"
+    assert demo["info"]["kv_scheme"] == "k8v8"
+    assert demo["info"]["attention_path"]
+    assert demo["stats"]["memory"]["weights"] > 0
+    assert demo["stats"]["memory"]["footprint"] > 0
+    assert demo["granted_bytes"] <= status["budget_bytes"]
+
+
+def test_the_python_example_runs(served: Daemon):
+    (example,) = [text for language, text in BLOCKS if language == "python"]
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        env=os.environ | {"KVD_HOME": str(served.home.root)},
+        capture_output=True,
+        text=True,
+        timeout=LOAD_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Done(" in done.stdout
+
+
+def test_the_configuration_example_is_valid():
+    (example,) = [text for language, text in BLOCKS if language == "toml"]
+    assert tomllib.loads(example)
+    parsed = config.parse(example)
+    assert parsed.budget_bytes == 8 * 2**30
+    assert [entry.source for entry in parsed.entries] == ["demo", "/models/qwen3"]
