@@ -43,10 +43,9 @@ class PageBudget:
 
     def give_back(self, needed_pages: int) -> GrantWanted | None:
         """Return what is above ``needed_pages``; the daemon cannot say no to that."""
-        total = self.base_bytes + needed_pages * self.page_bytes
-        if self.waiting or total >= self.granted_bytes:
+        if self.waiting or needed_pages >= self.pages:
             return None
-        return self._ask(total, "idle")
+        return self._ask(self.base_bytes + needed_pages * self.page_bytes, "idle")
 
     def _ask(self, total: int, reason: str) -> GrantWanted:
         self.seq += 1
