@@ -131,7 +131,7 @@ def load(
         if wanted.json:
             wanted.print_json(loaded)
         else:
-            stdout_console().print(render.model(loaded))
+            stdout_console().print(render.model(loaded), soft_wrap=True)
 
 
 def _follow(loading: Load, wanted: Terms) -> ModelStatus:

@@ -20,6 +20,9 @@ _COLOURS = {
     "stopping": "yellow",
     "stopped": "dim",
 }
+_PRESSURE = {"warning": "yellow", "critical": "bold red"}
+_TEXTS = {"STATE", "KV", "ATTENTION"}
+"""Columns that are no numbers."""
 _BAR = 20
 """Cells of the budget's bar."""
 
@@ -59,34 +62,30 @@ def _daemon(value: DaemonStatus) -> Text:
 def _memory(value: DaemonStatus) -> Text:
     share = min(1.0, value.granted_bytes / value.budget_bytes) if value.budget_bytes else 0.0
     filled = round(share * _BAR)
-    colours = {"normal": "green", "warning": "yellow", "critical": "bold red"}
-    return Text.assemble(
+    line = Text.assemble(
         "budget ",
-        ("━" * filled, "cyan"),
-        ("━" * (_BAR - filled), "dim"),
+        ("█" * filled, "cyan"),
+        ("░" * (_BAR - filled), "dim"),
         f" {format_bytes(value.granted_bytes)} of {format_bytes(value.budget_bytes)}",
-        f"  host {format_bytes(value.host.available)} free, pressure ",
-        (value.host.pressure, colours[value.host.pressure]),
+        f"  host {format_bytes(value.host.available)} free",
     )
+    if value.host.pressure != "normal":
+        line.append(f"  pressure {value.host.pressure}", _PRESSURE[value.host.pressure])
+    return line
 
 
 def _models(models: list[ModelStatus], *, wide: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("MODEL", overflow="fold", style="bold")
-    table.add_column("STATE")
-    table.add_column("KV")
-    table.add_column("ROWS", justify="right")
-    table.add_column("PAGES", justify="right")
-    table.add_column("TOK/S", justify="right")
-    table.add_column("MEMORY", justify="right")
+    table.add_column("MODEL", overflow="fold", style="bold", no_wrap=wide)
+    names = ["STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"]
     if wide:
-        for name in ("GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID"):
-            table.add_column(name, justify="left" if name == "ATTENTION" else "right")
-        table.add_column("SOURCE", overflow="ellipsis", no_wrap=True)
+        names += ["GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID"]
+    for name in names:
+        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
+    if wide:
+        table.add_column("SOURCE", overflow="fold")
     for value in models:
         table.add_row(*_cells(value), *(_more(value) if wide else ()))
-    if wide:
-        table.caption = None
     return table
 
 
@@ -127,4 +126,6 @@ def _state(value: ModelStatus) -> Text:
 def _trouble(value: ModelStatus) -> Text:
     assert value.error is not None
     style = "red" if value.state == "failed" else "yellow"
-    return Text.assemble("\n", (f"{value.name}: ", "bold"), (value.error.message, style))
+    message = value.error.message
+    whose = "" if value.name in message else f"{value.name}: "
+    return Text.assemble("\n", (whose, "bold"), (message, style))

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import time
 
-import pytest
-
 from tests.process.helpers import Daemon, source, wait_for
 
 
@@ -92,8 +90,8 @@ def test_ctrl_c_in_a_chat_ends_the_reply_and_not_the_session(daemon: Daemon):
     out, errors = chat.communicate("/set max_tokens 3\nAnd now?\n", timeout=20)
     assert chat.returncode == 0
     assert "cancelled" in errors
-    assert out.endswith("\n")
-    assert daemon.model("slow").stats.generated_tokens > 3
+    reply = out.splitlines()[-1]
+    assert len(reply.split()) == 3
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(shared: Daemon):
@@ -108,14 +106,12 @@ def test_a_reader_that_has_enough_ends_it_quietly(shared: Daemon):
     assert (done.returncode, len(done.stdout), done.stderr) == (141, 5, "")
 
 
-@pytest.mark.parametrize("json_wanted", [True, False])
-def test_drain_then_nothing_new(daemon: Daemon, json_wanted):
+def test_drain_then_nothing_new(daemon: Daemon):
     daemon.load(source(tps=100), "m")
-    flags = ["--json"] if json_wanted else []
-    assert daemon.kvctl("drain", *flags).returncode == 0
-    refused = daemon.kvctl("generate", "m", "Hi", *flags)
+    assert json.loads(daemon.kvctl("drain", "--json").stdout) == {"state": "drained"}
+    refused = daemon.kvctl("generate", "m", "Hi")
     assert refused.returncode == 7
-    assert "drain" in refused.stderr
+    assert "no new work" in refused.stderr
     assert daemon.answers()
 
 

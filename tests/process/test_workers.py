@@ -25,7 +25,6 @@ def test_kill_9_of_a_worker_costs_its_streams_and_nothing_else(daemon: Daemon):
     assert daemon.worker_pid("hit") != first
     assert daemon.model("hit").restarts == 1
     with daemon.client() as kvd:
-        assert len(kvd.generate("hit", "Again", max_tokens=5).tokens or []) == 0
         completion = kvd.generate("hit", "Again", max_tokens=5)
         assert completion.text
         assert len(completion.tokens) == 5
@@ -35,7 +34,7 @@ def test_kill_9_of_a_worker_costs_its_streams_and_nothing_else(daemon: Daemon):
 
 def test_kills_from_outside_are_bad_luck_and_never_give_a_model_up(daemon: Daemon):
     daemon.load(source(tps=50), "m")
-    for killed in range(1, 5):
+    for killed in range(1, 4):  # as many as would give it up if they counted
         os.kill(daemon.worker_pid("m"), signal.SIGKILL)
         wait_for(
             f"it comes back after kill {killed}",
