@@ -1,0 +1,69 @@
+"""The engine process: ``python -m kvd.worker FD [--engine mlx|fake]``.
+
+FD is the worker's end of a socketpair, inherited from the daemon. The engine is imported here and
+nowhere else, so that a fake one never imports MLX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+from kvd.worker.loop import Loop, Orphaned
+from kvd.worker.orphan import die_with_parent
+
+if TYPE_CHECKING:
+    from kvd.worker.engine import Engine
+
+
+def main() -> NoReturn:
+    """Run until the daemon wants no more, or is gone."""
+    arguments = _arguments()
+    # A terminal's Ctrl-C reaches the whole process group; the daemon drains and then stops us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    sock = socket.socket(fileno=arguments.fd)
+    sock.set_inheritable(False)
+    die_with_parent(sock)
+    status = 1
+    try:
+        Loop(sock, _engine(arguments.engine)).run()
+        status = 0
+    except Orphaned:
+        status = 0
+    except BaseException:  # noqa: BLE001 - the exit below would hide it
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end, which would wait for threads and for the device; the
+    # socket closes with the process.
+    os._exit(status)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="kvd.worker", description="One model's engine process.")
+    parser.add_argument("fd", type=int, help="the inherited end of the daemon's socketpair")
+    parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
+    return parser.parse_args()
+
+
+def _engine(name: str) -> Engine:
+    if name == "fake":
+        from kvd.worker.fake_engine import FakeEngine  # noqa: PLC0415 - without MLX
+
+        return FakeEngine()
+    from kvd.worker.mlx_engine import MLXEngine  # noqa: PLC0415 - MLX, only in this process
+
+    return MLXEngine()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""An engine without tensors: its speed, load time, sizes and faults come from the model's name.
+
+``fake:tps=200,load=0.1,crash_after=50`` is a model that takes 0.1 s to load, makes 200 steps a
+second and ends its process in step 50; `FakeModel` has all the keys. Its tokens are a pure
+function of prompt, seed and position. It asks for grants, queues and prefills as the real one
+does, so that the daemon and everything above it can be tested without MLX.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from kvd.worker.budget import PageBudget
+from kvd.worker.scheduler import Scheduler
+from kvd.worker.stops import StopFilter
+from protocol.errors import (
+    ContextTooLong,
+    EmptyPrompt,
+    ErrorInfo,
+    InsufficientMemory,
+    InvalidModel,
+    InvalidRequest,
+    NumericalError,
+    UnknownModel,
+    from_info,
+)
+from protocol.types import MemoryUse, ModelInfo, Sampling, Usage, WorkerStats
+from protocol.worker import (
+    Grant,
+    LoadModel,
+    Report,
+    RowFailed,
+    RowFinished,
+    RowTokens,
+    Submit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvd.worker.engine import AskGrant, ReportProgress
+    from protocol.messages import FinishReason
+
+VOCABULARY = 256
+DEFAULT_MAX_TOKENS = 512
+CRASH_STATUS = 70
+"""EX_SOFTWARE; what the daemon sees of a crash."""
+
+_SYLLABLES = [consonant + vowel for consonant in "bdkl" for vowel in "aeio"]
+_LOAD_STAGES = 10
+
+
+class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What can stand behind ``fake:``."""
+
+    tps: float = 1000.0
+    """Steps a second, and so tokens of each row; 0 is as fast as it goes."""
+    load: float = 0.0
+    """Seconds to load."""
+    load_error: str = ""
+    """Wire code of the error that the load ends with."""
+    load_crash: bool = False
+    load_hang: bool = False
+    crash_after: int = 0
+    """Step in which the process ends; 0 is never."""
+    crash_on: str = ""
+    """Text in a prompt whose first token ends the process."""
+    hang_after: int = 0
+    """Step that never returns; 0 is never."""
+    hang_on: str = ""
+    nan_after: int = 0
+    """Token of each row at which its logits turn bad; 0 is never."""
+    nan_on: str = ""
+    eos_after: int = 0
+    """Token at which each row ends by itself; 0 is never."""
+    weights: int = 64 * 1024 * 1024
+    """Bytes."""
+    page_bytes: int = 64 * 1024
+    pages: int = 64
+    """Of the first grant."""
+    context: int = 16_384
+
+
+def parse(source: str) -> FakeModel:
+    """Read a model's name; other names that the real engine knows are a model without faults."""
+    if source in ("demo", "fake") or (source.startswith("/") and Path(source).is_dir()):
+        return FakeModel()
+    kind, _, settings = source.partition(":")
+    if kind != "fake":
+        raise UnknownModel(f"the fake engine has no model {source!r}; try fake:tps=100")
+    pairs = [setting.partition("=") for setting in settings.split(",") if setting]
+    try:
+        return msgspec.convert({key: value for key, _, value in pairs}, FakeModel, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(FakeModel.__struct_fields__)
+        raise InvalidModel(f"{source}: {error}; the keys are {known}", source=source) from error
+
+
+@dataclass
+class _Row:
+    rid: str
+    prompt: bytes
+    """One token each; cut to bytes also where tokens were given."""
+    seed: int
+    max_new: int
+    stops: StopFilter
+    sent: int = 0
+
+    def token(self) -> int:
+        """Return the next token."""
+        story = b"%d %d " % (self.seed, self.sent) + self.prompt
+        return hashlib.blake2b(story, digest_size=1).digest()[0]
+
+
+@dataclass
+class FakeEngine:
+    """`kvd.worker.engine.Engine` over nothing."""
+
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+    _model: FakeModel = field(default_factory=FakeModel)
+    _rows: dict[str, _Row] = field(default_factory=dict)
+    _reports: list[Report] = field(default_factory=list)
+    _steps: int = 0
+    _next_step_at: float = 0.0
+    _most_rows: int = 0
+    _prompt_tokens: int = 0
+    _generated_tokens: int = 0
+
+    # Loading.
+
+    def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
+        """Pretend to load, and fail as the name says."""
+        self._model = model = parse(command.source)
+        total = model.weights + model.pages * model.page_bytes
+        grant = ask_grant(total, "weights and first pages")
+        if not grant.granted:
+            raise InsufficientMemory(
+                f"the model needs {total} bytes; {grant.available_bytes} of the budget are free",
+                needed_bytes=total,
+                available_bytes=grant.available_bytes,
+                budget_bytes=grant.budget_bytes,
+            )
+        for stage in range(_LOAD_STAGES):
+            progress("weights", stage / _LOAD_STAGES)
+            self.sleep(model.load / _LOAD_STAGES)
+        if model.load_crash:
+            _crash()
+        if model.load_hang:
+            self._hang()
+        if model.load_error:
+            raise from_info(ErrorInfo(model.load_error, "the fake model was asked not to load"))
+        progress("ready", 1.0)
+        self._budget = PageBudget(model.weights, model.page_bytes, grant.total_bytes, grant.seq)
+        self._scheduler = Scheduler(max_rows=command.max_rows, chunk=command.prefill_chunk)
+        return ModelInfo(
+            architecture="Fake",
+            parameters=0,
+            context_length=model.context,
+            vocab_size=VOCABULARY,
+            layers=0,
+            dtype="none",
+            kv_scheme=command.kv.name,
+            kv_layout="none",
+            page_bytes=model.page_bytes,
+            kv_bytes_per_token=model.page_bytes // 64,
+            attention_path="fake",
+            attention_error=0.0,
+            has_chat_template=True,
+            device="none",
+        )
+
+    # Requests.
+
+    def submit(self, request: Submit) -> int:
+        """Queue a request."""
+        prompt = _prompt_of(request)
+        room = self._model.context - len(prompt)
+        if room < 1 or (request.max_tokens or 1) > room:
+            raise ContextTooLong(
+                f"prompt and completion take {len(prompt)} + {request.max_tokens or 1} tokens, the"
+                f" model's context is {self._model.context}",
+                prompt_tokens=len(prompt),
+                context_length=self._model.context,
+            )
+        max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
+        row = _Row(
+            request.rid, prompt, _seed_of(request.sampling), max_new, StopFilter(request.stop)
+        )
+        self._scheduler.submit(request.rid, len(prompt), max_new)
+        self._rows[request.rid] = row
+        self._prompt_tokens += len(prompt)
+        return len(prompt)
+
+    def cancel(self, rid: str) -> None:
+        """End a row; the next step says so."""
+        if (row := self._rows.get(rid)) is not None:
+            self._finish(row, "cancelled")
+
+    def granted(self, grant: Grant) -> None:
+        """Take the answer to a `GrantWanted`."""
+        self._budget.answer(grant)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something now."""
+        busy = self._scheduler.prefilling or self._scheduler.decoding
+        queued = self._scheduler.waiting and not self._budget.waiting
+        return bool(self._reports or busy or queued)
+
+    # The step.
+
+    def step(self) -> list[Report]:
+        """Give each decoding row a token and prefill a chunk, at the model's pace."""
+        self._steps += 1
+        self._wait_for_turn()
+        if self._steps == self._model.crash_after:
+            _crash()
+        if self._steps == self._model.hang_after:
+            self._hang()
+        plan = self._scheduler.plan(self._budget.pages - self._scheduler.reserved)
+        if plan.wanted_pages:
+            self._ask_for(plan.wanted_pages)
+        if plan.prefill is not None:
+            self._scheduler.prefilled(plan.prefill.rid, plan.prefill.end)
+        self._most_rows = max(self._most_rows, len(plan.decode))
+        for rid in plan.decode:
+            self._advance(self._rows[rid])
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _wait_for_turn(self) -> None:
+        if self._model.tps <= 0:
+            return
+        now = self.clock()
+        if self._next_step_at > now:
+            self.sleep(self._next_step_at - now)
+        self._next_step_at = max(now, self._next_step_at) + 1.0 / self._model.tps
+
+    def _ask_for(self, pages: int) -> None:
+        wanted = self._budget.want(pages)
+        if wanted is not None:
+            self._reports.append(wanted)
+        elif self._budget.denied is not None and not self._scheduler.reserved:
+            head = self._scheduler.head
+            assert head is not None, "pages are wanted for the head of the queue"
+            error = self._budget.refusal(pages)
+            self._reports.append(RowFailed(rid=head, error=error.info()))
+            self._release(self._rows[head])
+
+    def _advance(self, row: _Row) -> None:
+        model = self._model
+        if _is_in(model.crash_on, row):
+            _crash()
+        if _is_in(model.hang_on, row):
+            self._hang()
+        if _is_in(model.nan_on, row) or row.sent + 1 == model.nan_after:
+            error = NumericalError("the fake model was asked for bad logits")
+            self._reports.append(RowFailed(rid=row.rid, error=error.info()))
+            self._release(row)
+            return
+        self._deliver(row, row.token())
+        if row.stops.stopped or row.sent == model.eos_after:
+            self._finish(row, "stop")
+        elif row.sent == row.max_new:
+            self._finish(row, "length")
+
+    def _deliver(self, row: _Row, token: int) -> None:
+        text = row.stops.push(" " + word(token))
+        if row.sent + 1 in (row.max_new, self._model.eos_after):
+            text += row.stops.finish()
+        self._reports.append(RowTokens(rid=row.rid, index=row.sent, tokens=[token], text=text))
+        row.sent += 1
+        self._generated_tokens += 1
+
+    def _finish(self, row: _Row, reason: FinishReason) -> None:
+        usage = Usage(prompt_tokens=len(row.prompt), completion_tokens=row.sent)
+        self._reports.append(RowFinished(rid=row.rid, reason=reason, usage=usage))
+        self._release(row)
+
+    def _release(self, row: _Row) -> None:
+        self._scheduler.finish(row.rid)
+        self._budget.changed()
+        del self._rows[row.rid]
+
+    def _hang(self) -> NoReturn:
+        while True:
+            self.sleep(3600.0)
+
+    def stats(self) -> WorkerStats:
+        """Return the counters."""
+        used = self._scheduler.reserved
+        return WorkerStats(
+            step=self._steps,
+            rows_running=self._scheduler.decoding,
+            rows_prefilling=self._scheduler.prefilling,
+            rows_waiting=self._scheduler.waiting,
+            max_rows_in_step=self._most_rows,
+            pages_used=used,
+            pages_total=self._budget.pages,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            memory=MemoryUse(
+                weights=self._model.weights,
+                kv_pages=self._budget.pages * self._model.page_bytes,
+                kv_pages_used=used * self._model.page_bytes,
+            ),
+        )
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def word(token: int) -> str:
+    """Return the word that a token is shown as, after a space."""
+    return _SYLLABLES[token // 16] + _SYLLABLES[token % 16]
+
+
+def _prompt_of(request: Submit) -> bytes:
+    match request:
+        case Submit(prompt=str(prompt), messages=None, tokens=None):
+            found = prompt.encode("utf-8", "replace")
+        case Submit(prompt=None, messages=list(messages), tokens=None):
+            found = "".join(f"{one.role}: {one.content}\n" for one in messages).encode()
+        case Submit(prompt=None, messages=None, tokens=list(tokens)):
+            if any(not 0 <= token < VOCABULARY for token in tokens):
+                raise InvalidRequest(
+                    f"a token is outside the vocabulary of {VOCABULARY}", field="tokens"
+                )
+            found = bytes(tokens)
+        case _:
+            raise InvalidRequest("give exactly one of prompt, messages and tokens", field="prompt")
+    if not found:
+        raise EmptyPrompt("the prompt is empty; give at least one token")
+    return found
+
+
+def _seed_of(sampling: Sampling) -> int:
+    return 0 if sampling.temperature == 0.0 else 1 + (sampling.seed or 0)
+
+
+def _is_in(text: str, row: _Row) -> bool:
+    return bool(text) and text.encode() in row.prompt
+
+
+def _crash() -> NoReturn:
+    os._exit(CRASH_STATUS)
