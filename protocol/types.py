@@ -35,7 +35,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str
 
 
-class KVSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+class KVSpec(msgspec.Struct, frozen=True):
     """How a model's KV cache is stored: bits of keys and of values; 16 is not quantized."""
 
     k_bits: Bits = 8

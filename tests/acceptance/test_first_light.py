@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvd import demo
 from kvd.demo.recall import filler_sentences
 from kvd.home import Home
+from protocol.messages import Tokens
 from tests.process.helpers import Daemon, wait_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
@@ -125,6 +127,55 @@ def test_sixteen_at_once_each_as_if_alone(daemon: Daemon) -> None:
             assert (index, output) == (index, alone[index])
     assert daemon.model("demo").stats.max_rows_in_step >= 8
     wait_for("nothing is held", lambda: daemon.model("demo").stats.pages_used == 0)
+
+
+def test_bad_input_is_told_and_costs_nothing_else(daemon: Daemon, tmp_path: Path) -> None:
+    whole = demo.path()
+    broken = tmp_path / "truncated"
+    shutil.copytree(whole, broken)
+    weights = broken / "model.safetensors"
+    weights.chmod(0o600)
+    with weights.open("r+b") as stream:
+        stream.truncate(weights.stat().st_size // 2)
+    bare = tmp_path / "bare"
+    shutil.copytree(whole, bare)
+    (bare / "config.json").unlink()
+    for arguments, code, says in (
+        (("load", str(broken)), "invalid_model", "truncated"),
+        (("load", str(bare)), "invalid_model", "config.json is missing"),
+        (("load", str(tmp_path / "nowhere")), "unknown_model", "nowhere"),
+        (("generate", "nobody", "Hello"), "unknown_model", "nobody"),
+        (("generate", "demo", ""), "empty_prompt", "empty"),
+        (("generate", "demo", "word " * 20000), "context_too_long", "16384"),
+        (("generate", "demo", "a", "--max-tokens", "16384"), "context_too_long", "16384"),
+    ):
+        done = daemon.kvctl("--json", *arguments)
+        assert done.returncode not in {0, 2}, (arguments[:2], done)
+        error = json.loads(done.stdout.splitlines()[-1])["error"]
+        assert (error["code"], says in error["message"]) == (code, True), error
+    names = [
+        model["name"] for model in json.loads(daemon.kvctl("status", "--json").stdout)["models"]
+    ]
+    assert names == ["demo"]
+
+
+def test_second_model_goes_on_when_the_first_dies(daemon: Daemon) -> None:
+    done = daemon.kvctl("load", str(demo.path()), "--alias", "second", "--kv", "k4v4")
+    assert done.returncode == 0, done.stderr
+    assert daemon.model("second").kv.name == "k4v4"
+    options = ("--max-tokens", "400", "--temperature", "0.9", "--seed", "4")
+    with daemon.client() as kvd:
+        stream = kvd.generate("second", "The module", max_tokens=400, temperature=0.9, seed=4)
+        next(event for event in stream if isinstance(event, Tokens))
+        subprocess.run(["kill", "-9", str(daemon.worker_pid("demo"))], check=True)
+        text = stream.text
+    command = daemon.kvctl_command("generate", "second", "The module", *options)
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == (
+        text.strip()
+    )
+    assert daemon.model("second").restarts == 0
+    wait_for("demo is back", lambda: daemon.model("demo").state == "ready", 120)
+    assert daemon.kvctl("unload", "second").returncode == 0
 
 
 def test_killed_worker_comes_back_and_gives_the_same_answer(daemon: Daemon) -> None:
