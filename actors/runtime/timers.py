@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+LATE_S = 0.001
+"""A loop may fire a timer one tick of its clock early; then a deadline would not have passed yet,
+and the alarm would ring without end."""
+
+
 class Alarm:
     """Calls `ring` when its time comes.
 
@@ -26,10 +31,10 @@ class Alarm:
             self.cancel()
             return
         if self._handle is not None:
-            if self._handle.when() <= at:
+            if self._handle.when() <= at + LATE_S:
                 return
             self._handle.cancel()
-        self._handle = asyncio.get_running_loop().call_at(at, self._fire)
+        self._handle = asyncio.get_running_loop().call_at(at + LATE_S, self._fire)
 
     def cancel(self) -> None:
         """Do not ring."""

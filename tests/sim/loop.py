@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 
-class Deadlock(AssertionError):
+class DeadlockError(AssertionError):
     """Everybody waits and no timer is set: nothing would ever happen again."""
 
 
@@ -29,7 +29,7 @@ class _JumpingSelector(selectors.SelectSelector):
         if ready:
             return ready
         if timeout is None:
-            raise Deadlock("everybody waits, and no timer is set")
+            raise DeadlockError("everybody waits, and no timer is set")
         if timeout > 0:
             self.jump(timeout)
         return ready

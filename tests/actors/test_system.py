@@ -1,0 +1,675 @@
+"""The whole system on the simulated clock, with fake worker processes. See `tests.sim.world`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.machines.lifecycle import Patience
+from actors.system import Settings, SystemFault
+from protocol import errors, messages
+from protocol.types import KVSpec
+from protocol.worker import CancelRow, Grant, LoadModel, Stop, Submit
+from tests.sim.fakes import Script, token
+from tests.sim.loop import simulated, until
+from tests.sim.world import world
+
+SLOW = Script(token_s=1.0)
+PATIENCE = Patience()
+
+
+def expected(count: int, prompt: str = "hello", seed: int = 7) -> list[int]:
+    return [token(prompt, seed, position) for position in range(count)]
+
+
+# -- requests -----------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_request_is_accepted_streams_and_ends():
+    async with world() as w:
+        client = w.client()
+        key = client.generate(max_tokens=5)
+        done = await client.end(key)
+
+        kinds = [type(event).__name__ for event in client.events[key]]
+        assert ["Accepted", *["Tokens"] * 5, "Done"] == kinds
+        assert (done.reason, done.usage.completion_tokens) == ("length", 5)
+        assert client.events[key][0].seed == 7
+        assert expected(5) == client.tokens(key)
+
+
+@simulated
+async def test_a_given_seed_is_kept_and_sampling_reaches_the_worker():
+    async with world() as w:
+        client = w.client()
+        key = client.generate(sampling={"temperature": 0.5, "seed": 42}, stop=["x"], max_tokens=3)
+        await client.end(key)
+
+        submit = next(c for c in w.spawn.last("demo").commands if isinstance(c, Submit))
+        assert (submit.sampling.seed, submit.sampling.temperature, submit.stop) == (42, 0.5, ["x"])
+        assert expected(3, seed=42) == client.tokens(key)
+
+
+@simulated
+async def test_sixteen_streams_of_one_client_and_two_models():
+    async with world(load=("demo", "other")) as w:
+        client = w.client()
+        keys = [
+            client.generate(("demo", "other")[i % 2], f"p{i}", max_tokens=i + 1) for i in range(16)
+        ]
+        for i, key in enumerate(keys):
+            assert (await client.end(key)).reason == "length"
+            assert expected(i + 1, f"p{i}", 7 + i) == client.tokens(key)
+
+
+@simulated
+async def test_cancel_ends_one_and_leaves_the_other():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        one, other = client.generate(max_tokens=100), client.generate(max_tokens=6)
+        await until(lambda: client.count(one) == 2)
+        cancelled = await client.ask(messages.Cancel, target=one)
+        done = await client.end(one)
+
+        assert cancelled.found
+        assert done.reason == "cancelled"
+        assert (await client.end(other)).reason == "length"
+        assert client.count(other) == 6
+
+
+@simulated
+async def test_cancel_of_what_is_over_or_never_was_is_not_found():
+    async with world() as w:
+        client = w.client()
+        key = client.generate(max_tokens=1)
+        await client.end(key)
+
+        assert not (await client.ask(messages.Cancel, target=key)).found
+        assert not (await client.ask(messages.Cancel, target="nobody")).found
+
+
+@simulated
+async def test_cancel_of_a_request_that_waits_for_its_model():
+    async with world(load=()) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        key = client.generate()
+        await client.ask(messages.Cancel, target=key)
+        done = await client.end(key)
+        await client.end(load)
+
+        assert (done.reason, done.usage.completion_tokens) == ("cancelled", 0)
+        assert not any(isinstance(c, Submit) for c in w.spawn.last("demo").commands)
+
+
+@simulated
+async def test_a_client_that_goes_away_cancels_its_requests_only():
+    async with world({"demo": [SLOW]}) as w:
+        leaver, stayer = w.client(), w.client()
+        gone = [leaver.generate(max_tokens=1000) for _ in range(3)]
+        kept = stayer.generate(max_tokens=5)
+        await until(lambda: leaver.count(gone[0]) == 2)
+        leaver.hang_up()
+        leaver.hang_up()
+
+        assert (await stayer.end(kept)).reason == "length"
+        process = w.spawn.last("demo")
+        assert sum(isinstance(c, CancelRow) for c in process.commands) == 3
+        await until(lambda: w.model().requests == 0)
+
+
+@simulated
+async def test_a_load_goes_on_when_its_client_goes_away():
+    async with world(load=()) as w:
+        client = w.client()
+        client.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        client.hang_up()
+
+        await until(lambda: w.state() == "ready", 10)
+
+
+@simulated
+async def test_an_unknown_model_is_refused_with_the_names_that_are_known():
+    async with world() as w:
+        with pytest.raises(errors.UnknownModel, match=r"loaded: demo"):
+            await w.client().ask(messages.Generate, model="nope", prompt="x")
+
+
+@simulated
+async def test_a_duplicate_id_is_refused_and_the_first_goes_on():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=3)
+        line = b'{"id":"%s","op":"hello"}\n' % key.encode()
+        await until(lambda: client.count(key) == 1)
+        client.session._open.add(key)
+        seen = len(client.events[key])
+        client.connection.receive(line)
+        await until(lambda: len(client.events[key]) > seen, 0.5)
+        refusal = client.events[key].pop()
+        client.session._open.add(key)  # the client's machine takes an error for the end
+
+        assert (refusal.error.code, refusal.error.detail["field"]) == ("invalid_request", "id")
+        assert (await client.end(key)).reason == "length"
+        assert client.count(key) == 3
+
+
+@simulated
+async def test_more_requests_than_a_model_may_hold_are_overloaded():
+    async with world({"demo": [SLOW]}, settings=Settings(max_queue=2)) as w:
+        client = w.client()
+        keys = [client.generate(max_tokens=2) for _ in range(3)]
+
+        with pytest.raises(errors.Overloaded) as refused:
+            await client.ask(messages.Generate, model="demo", prompt="x")
+        assert refused.value.detail["retry_after_s"] > 0
+        assert [type(await client.end(k)).__name__ for k in keys] == ["Done", "Done", "Error"]
+
+
+@simulated
+async def test_garbage_costs_its_own_connection_only():
+    async with world({"demo": [SLOW]}) as w:
+        bad, good = w.client(), w.client()
+        lost, kept = bad.generate(max_tokens=50), good.generate(max_tokens=5)
+        await until(lambda: bad.count(lost) == 1)
+        bad.connection.receive(b"\xff\xfe nonsense\n")
+        await until(lambda: bad.closed, 1)
+
+        assert bad.events[""][0].error.code == "malformed_frame"
+        assert (await good.end(kept)).reason == "length"
+        await until(lambda: w.model().requests == 0, 10)
+
+
+@simulated
+async def test_a_slow_reader_is_cut_off():
+    async with world(settings=Settings(slow_reader_bytes=2000)) as w:
+        slow, good = w.client(), w.client()
+        slow.reads = False
+        slow.generate(max_tokens=1000)
+        kept = good.generate(max_tokens=300)
+        await until(lambda: slow.closed, 60)
+
+        assert slow.events[""][0].error.code == "slow_reader"
+        assert slow.events[""][0].error.retryable
+        assert (await good.end(kept)).reason == "length"
+        await until(lambda: w.model().requests == 0, 10)
+
+
+@simulated
+async def test_hello_and_status_answer():
+    async with world() as w:
+        client = w.client()
+        hello = await client.ask(messages.Hello, client="test")
+        status = (await client.ask(messages.Status)).status
+
+        assert (hello.version, hello.protocol, hello.home) == ("0", 1, "/home/kvd")
+        assert (status.state, status.budget_bytes, status.granted_bytes) == ("serving", 1000, 100)
+        (model,) = status.models
+        assert (
+            model.name,
+            model.state,
+            model.worker_pid,
+            model.granted_bytes,
+        ) == ("demo", "ready", 101, 100)
+        assert model.info.attention_path == "fake"
+
+
+# -- load and unload ----------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_load_reports_progress_and_what_it_loaded():
+    async with world(load=()) as w:
+        client = w.client()
+        key = client.start(messages.Load, model="org/Tiny-1B", kv={"k_bits": 4, "v_bits": 4})
+        loaded = await client.end(key)
+        fractions = [e.fraction for e in client.events[key] if isinstance(e, messages.Loading)]
+
+        assert fractions == [0.25, 0.5, 0.75, 1.0]
+        assert (loaded.model.name, loaded.model.source) == ("Tiny-1B", "org/Tiny-1B")
+        command = w.spawn.last("Tiny-1B").commands[0]
+        assert isinstance(command, LoadModel)
+        assert KVSpec(4, 4) == command.kv
+
+
+@simulated
+async def test_loads_of_the_same_model_join():
+    async with world(load=()) as w:
+        first, second = w.client(), w.client()
+        one = first.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        two = second.start(messages.Load, model="demo")
+        await first.end(one)
+        await second.end(two)
+        await first.ask(messages.Load, model="demo")
+
+        assert len(w.spawn.processes["demo"]) == 1
+
+
+@simulated
+async def test_another_model_under_the_same_name_is_refused():
+    async with world() as w:
+        client = w.client()
+        with pytest.raises(errors.ModelExists):
+            await client.ask(messages.Load, model="/models/demo")
+        with pytest.raises(errors.ModelExists):
+            await client.ask(messages.Load, model="demo", kv={"k_bits": 4, "v_bits": 4})
+        await client.ask(messages.Load, model="/models/demo", alias="demo2")
+
+        assert [m.name for m in w.system.status().models] == ["demo", "demo2"]
+
+
+@simulated
+async def test_a_model_that_cannot_be_loaded_leaves_no_trace_and_can_be_tried_again():
+    broken = Script(load_error=errors.InvalidModel("config.json is missing", file="x").info())
+    async with world({"demo": [broken, Script()]}, load=()) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        waiting = client.generate()
+
+        assert (await client.end(load)).error.code == "invalid_model"
+        assert (await client.end(waiting)).error.code == "invalid_model"
+        assert w.model() is None
+        assert w.system.status().granted_bytes == 0
+        await client.ask(messages.Load, model="demo")
+        assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
+async def test_a_load_that_does_not_fit_the_budget_says_so():
+    async with world({"big": [Script(weights=901)]}) as w:
+        with pytest.raises(errors.InsufficientMemory) as refused:
+            await w.system.load("big")
+
+        assert refused.value.detail["available"] == 900
+        assert w.system.status().granted_bytes == 100
+
+
+@simulated
+async def test_unload_finishes_the_requests_and_frees_the_memory():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=5)
+        await until(lambda: client.count(key) == 1)
+        unload = client.start(messages.Unload, model="demo")
+        await until(lambda: w.state() == "draining")
+        late = await client.end(client.generate())
+        with pytest.raises(errors.Draining):
+            await client.ask(messages.Load, model="demo")
+
+        assert late.error.code == "draining"
+        assert (await client.end(key)).reason == "length"
+        assert (await client.end(unload)).freed_bytes == 100
+        assert w.model() is None
+        await asyncio.sleep(0)
+        assert w.system.status().granted_bytes == 0
+        assert (await client.end(client.generate())).error.code == "unknown_model"
+
+
+@simulated
+async def test_a_forced_unload_ends_the_requests_at_once():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=500)
+        await until(lambda: client.count(key) == 1)
+        await client.ask(messages.Unload, model="demo", force=True)
+
+        assert (await client.end(key)).error.code == "draining"
+
+
+@simulated
+async def test_unload_while_loading_ends_the_load():
+    async with world(load=()) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        waiting = client.generate()
+        await client.ask(messages.Unload, model="demo")
+
+        assert (await client.end(load)).error.code == "draining"
+        assert (await client.end(waiting)).error.code == "draining"
+
+
+@simulated
+async def test_unload_at_once_after_load_kills_what_was_about_to_start():
+    async with world(load=()) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="demo")
+        unload = client.start(messages.Unload, model="demo")
+
+        assert (await client.end(load)).error.code == "draining"
+        assert isinstance(await client.end(unload), messages.Unloaded)
+        assert w.spawn.last("demo").signals == ["kill"]
+
+
+@simulated
+async def test_unload_of_nothing_is_refused():
+    async with world() as w:
+        with pytest.raises(errors.UnknownModel):
+            await w.client().ask(messages.Unload, model="nope")
+
+
+# -- death --------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_killed_worker_costs_its_streams_and_comes_back():
+    async with world({"demo": [SLOW], "other": [SLOW]}, load=("demo", "other")) as w:
+        client = w.client()
+        lost = [client.generate(max_tokens=50) for _ in range(3)]
+        kept = client.generate("other", max_tokens=20)
+        await until(lambda: client.count(lost[0]) == 2)
+        w.spawn.last("demo").die(-9)
+        for key in lost:
+            error = (await client.end(key)).error
+            assert (error.code, error.retryable) == ("worker_died", True)
+        assert w.state() == "backoff"
+        waits = client.generate(max_tokens=3)
+
+        assert (await client.end(waits)).reason == "length"
+        assert (await client.end(kept)).reason == "length"
+        assert client.count(kept) == 20
+        assert (w.model().restarts, w.state(), w.model().error) == (1, "ready", None)
+        assert len(w.spawn.processes["other"]) == 1
+        assert w.system.status().granted_bytes == 200
+
+
+@simulated
+async def test_kills_from_outside_never_fail_a_model():
+    async with world() as w:
+        for _ in range(6):
+            w.spawn.last("demo").die(-9)
+            await until(lambda: w.state() == "backoff", 10)
+            await until(lambda: w.state() == "ready", 60)
+
+        assert w.model().restarts == 6
+
+
+@simulated
+async def test_a_crash_loop_fails_the_model_alone_with_its_story():
+    async with world(load=("demo", "other")) as w:
+        client = w.client()
+        for _ in range(3):
+            await until(lambda: w.state() == "ready", 60)
+            w.spawn.last("demo").die(-11)
+            await until(lambda: w.state() != "ready", 1)
+        await until(lambda: w.state() == "failed", 1)
+        error = w.model().error
+
+        assert error.code == "model_failed"
+        assert "3 crashes" in error.message
+        assert "SIGSEGV" in error.message
+        assert any("Exited(returncode=-11)" in line for line in error.detail["story"])
+        assert (await client.end(client.generate())).error.code == "model_failed"
+        assert (await client.end(client.generate("other"))).reason == "length"
+        await client.ask(messages.Load, model="demo")
+        assert w.state() == "ready"
+
+
+@simulated
+async def test_tokens_between_crashes_are_progress():
+    async with world({"demo": [Script(crash_after=3)]}) as w:
+        client = w.client()
+        for _ in range(6):
+            assert (await client.end(client.generate())).error.code == "worker_died"
+
+        await until(lambda: w.state() == "ready", 60)
+        assert w.model().restarts == 6
+
+
+@simulated
+async def test_a_model_that_crashes_in_its_load_is_given_up_however_long_it_takes():
+    async with world({"demo": [Script(load_s=100, exit_at_load=1)]}, load=()) as w:
+        with pytest.raises(errors.ModelFailed, match="status 1"):
+            await w.system.load("demo")
+
+        assert (w.state(), w.spawn.attempts["demo"]) == ("failed", 3)
+        await w.client().ask(messages.Unload, model="demo")
+        assert w.model() is None
+
+
+@simulated
+async def test_a_process_that_cannot_be_started_is_tried_again():
+    broken = Script(spawn_error=OSError("no more processes"))
+    async with world({"demo": [broken, broken, Script()], "bad": [broken]}, load=()) as w:
+        await w.system.load("demo")
+        with pytest.raises(errors.ModelFailed, match="no more processes"):
+            await w.system.load("bad")
+
+        assert w.state() == "ready"
+
+
+@simulated
+async def test_a_process_may_speak_before_its_spawn_returns():
+    async with world({"demo": [Script(early=True)]}) as w:
+        assert w.state() == "ready"
+
+
+@simulated
+async def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced():
+    async with world({"demo": [Script(nonsense=True), Script()]}, load=("demo",), faults=True) as w:
+        await until(lambda: w.state() == "backoff", 5)
+        await until(lambda: w.state() == "ready", 5)
+
+        (failure,) = w.said("actor_failed")
+        assert "InvalidTransition" in type(failure.error).__name__
+        assert "Loaded()" in str(failure.error)
+        assert w.spawn.processes["demo"][0].signals == ["kill"]
+        client = w.client()
+        assert (await client.end(client.generate())).reason == "length"
+
+
+# -- silence ------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_hung_worker_is_terminated_then_killed_and_its_streams_end():
+    hung = Script(hang_at="token", token_s=1.0)
+    async with world({"demo": [hung, Script()]}) as w:
+        loop = asyncio.get_running_loop()
+        client = w.client()
+        key = client.generate(max_tokens=50)
+        start = loop.time()
+        error = (await client.end(key)).error
+        waited = loop.time() - start
+
+        assert (error.code, error.retryable) == ("worker_died", True)
+        assert "no sign of life" in error.message
+        assert w.spawn.processes["demo"][0].signals == ["term", "kill"]
+        assert PATIENCE.silent_s < waited < PATIENCE.silent_s + PATIENCE.terminated_s + 2
+        assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
+async def test_an_idle_worker_may_be_silent():
+    async with world() as w:
+        await asyncio.sleep(10_000)
+
+        assert (w.state(), w.model().restarts) == ("ready", 0)
+
+
+@pytest.mark.parametrize(("where", "patience"), [("start", 60.0), ("load", 600.0)])
+def test_a_worker_that_hangs_before_it_is_ready_is_replaced(where: str, patience: float):
+    @simulated
+    async def scene():
+        async with world({"demo": [Script(hang_at=where), Script()]}, load=()) as w:
+            start = asyncio.get_running_loop().time()
+            await w.system.load("demo")
+            assert patience < asyncio.get_running_loop().time() - start < patience + 20
+
+    scene()
+
+
+@simulated
+async def test_a_long_load_that_reports_progress_is_left_alone():
+    async with world({"demo": [Script(load_s=2000)]}) as w:
+        assert (w.state(), w.model().restarts) == ("ready", 0)
+
+
+@simulated
+async def test_a_deaf_worker_is_unloaded_by_force_in_the_end():
+    async with world({"demo": [Script(deaf=True, kill_s=7)]}) as w:
+        await w.client().ask(messages.Unload, model="demo")
+
+        assert w.spawn.last("demo").signals[:3] == ["term", "kill", "kill"]
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_grants_are_refused_over_the_budget_and_given_when_there_is_room():
+    async with world(load=("demo", "other")) as w:
+        demo, other = w.spawn.last("demo"), w.spawn.last("other")
+        demo.want(800)
+        other.want(300)
+        await until(lambda: isinstance(other.commands[-1], Grant) and demo.grant == 800, 1)
+        refused = other.commands[-1]
+        assert (
+            refused.granted,
+            refused.total_bytes,
+            refused.available_bytes,
+            refused.budget_bytes,
+        ) == (False, 100, 100, 1000)
+        demo.want(100)
+        await until(lambda: other.grant == 300, 1)
+
+        assert other.commands[-1].granted
+        assert refused.seq == other.commands[-1].seq
+        assert w.system.status().granted_bytes == 400
+
+
+@simulated
+async def test_memory_counts_as_released_only_when_the_exit_is_seen():
+    async with world({"demo": [Script(deaf=True, kill_s=3, weights=600)]}) as w:
+        client = w.client()
+        unload = client.start(messages.Unload, model="demo", force=True)
+        await until(lambda: w.spawn.last("demo").signals == ["term", "kill"], 20)
+
+        assert w.system.status().granted_bytes == 600
+        w.spawn.scripts["big"] = [Script(weights=600, load_s=0.1)]
+        with pytest.raises(errors.InsufficientMemory):
+            await w.system.load("big")
+        assert (await client.end(unload)).freed_bytes == 600
+        await w.system.load("big")
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_drain_finishes_what_runs_and_takes_no_more():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=5)
+        await until(lambda: client.count(key) == 1)
+        drain = client.start(messages.Drain)
+        await until(lambda: w.system.status().state == "draining", 1)
+        with pytest.raises(errors.Draining):
+            await client.ask(messages.Generate, model="demo", prompt="x")
+        with pytest.raises(errors.Draining):
+            await client.ask(messages.Load, model="other")
+
+        assert not client.events[drain]
+        assert (await client.end(key)).reason == "length"
+        await client.end(drain)
+        assert isinstance(await client.ask(messages.Drain), messages.Drained)
+        assert w.state() == "ready"
+
+
+@simulated
+async def test_shutdown_drains_stops_the_workers_and_says_goodbye():
+    async with world({"demo": [SLOW]}, load=("demo", "other")) as w:
+        client, idle = w.client(), w.client()
+        key = client.generate(max_tokens=5)
+        unload = idle.start(messages.Unload, model="demo")
+        await until(lambda: client.count(key) == 1)
+        bye = client.start(messages.Shutdown)
+        await w.system.finished
+
+        assert client.events[key][-1].reason == "length"
+        assert isinstance(client.events[bye][-1], messages.Bye)
+        assert isinstance(idle.events[unload][-1], messages.Unloaded)
+        assert client.closed
+        assert idle.closed
+        assert any(isinstance(c, Stop) for c in w.spawn.last("other").commands)
+        client.connection.receive(b"late\n")
+        client.connection.closed()
+
+
+@simulated
+async def test_a_second_forced_stop_hurries_the_first():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=10_000)
+        await until(lambda: client.count(key) == 1)
+        first = asyncio.ensure_future(w.system.stop())
+        await asyncio.sleep(5)
+        assert not first.done()
+        await w.system.stop(force=True)
+        await first
+
+        assert client.events[key][-1].error.code == "draining"
+
+
+@simulated
+async def test_stop_in_the_middle_of_everything_leaves_nothing_behind():
+    scripts = {
+        "crashing": [Script(exit_at_load=1)],
+        "loading": [Script(load_s=1e4)],
+        "deaf": [Script(deaf=True)],
+    }
+    async with world(scripts, load=("demo",)) as w:
+        client = w.client()
+        loads = [client.start(messages.Load, model=name) for name in scripts]
+        await asyncio.sleep(2.5)
+        await w.system.stop()
+
+        assert all(isinstance(client.events[key][-1], messages.Error) for key in loads[:2])
+        assert w.system.status().models == []
+
+
+@simulated
+async def test_a_core_actor_that_contradicts_itself_ends_the_system_and_its_workers():
+    async with world(faults=True) as w:
+        w.system._ledger.machine.grants["ghost"] = 5000
+        w.system._around.governor.tell("nonsense")
+        with pytest.raises(SystemFault, match="more granted"):
+            await w.system.finished
+
+        assert w.spawn.last("demo").signals == ["kill"]
+        w.system._ledger.machine.grants.clear()
+
+
+@simulated
+async def test_a_core_actor_survives_a_failure_that_left_it_whole():
+    async with world(faults=True) as w:
+        client = w.client()
+        key = client.generate(max_tokens=30)
+        await until(lambda: client.count(key) == 1)
+        w.system._services.router.tell("nonsense")
+
+        assert (await client.end(key)).reason == "length"
+        assert w.said("actor_failed")[0].fields["actor"] == "router"
+        for _ in range(4):
+            w.system._services.router.tell("nonsense")
+        with pytest.raises(SystemFault):
+            await w.system.finished
+
+
+@simulated
+async def test_a_client_actor_that_fails_costs_its_connection_only():
+    async with world({"demo": [SLOW]}, faults=True) as w:
+        bad, good = w.client(), w.client()
+        lost, kept = bad.generate(max_tokens=1000), good.generate(max_tokens=3)
+        await until(lambda: bad.count(lost) == 1)
+        bad.connection._client.tell("nonsense")
+
+        assert (await good.end(kept)).reason == "length"
+        assert bad.closed
+        await until(lambda: w.model().requests == 0, 10)
