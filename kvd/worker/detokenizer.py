@@ -57,7 +57,7 @@ class BytesTable:
         # Some classes rewrite what they decoded, across tokens, which no table can do.
         if not type(tokenizer).decode.__module__.startswith("transformers.tokenization_"):
             return None
-        count = len(tokenizer)
+        count = 1 + max(tokenizer.get_vocab().values())  # more than its length if ids have gaps
         names = tokenizer.convert_ids_to_tokens(list(range(count)))
         special = special_ids(tokenizer)
         table = [

@@ -114,23 +114,10 @@ class Text:
         return TextStream(detokenizer, stops=request.stop, eos_ids=self.eos_ids)
 
     def _encode_prompt(self, prompt: str) -> list[int]:
-        if not prompt:
-            return []
-        probe = _PROBE_CHARS * self.context_length
-        if len(prompt) > 2 * probe:
-            found = len(self._tokens_of(prompt[:probe], "prompt"))
-            if found > self.context_length:
-                raise self._too_long(f"has more than {found} tokens", found)
         tokens = self._tokens_of(prompt, "prompt")
-        if self._prefix and tokens[: len(self._prefix)] != self._prefix:
+        if tokens and self._prefix and tokens[: len(self._prefix)] != self._prefix:
             tokens = self._prefix + tokens
         return tokens
-
-    def _tokens_of(self, text: str, field: str) -> list[int]:
-        try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-        except (UnicodeError, TypeError) as error:  # a lone surrogate is no text
-            raise InvalidRequest(f"the {field} is not valid text: {error}", field=field) from error
 
     def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
         if not messages:
@@ -142,11 +129,28 @@ class Text:
             )
         turns = [msgspec.to_builtins(message) for message in messages]
         try:
-            return list(self._wrapper.apply_chat_template(turns, add_generation_prompt=True))
+            text = self._wrapper.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
+            )
         except Exception as error:  # templates raise what they like, about roles above all
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
+        return self._tokens_of(text, "messages")
+
+    def _tokens_of(self, text: str, field: str) -> list[int]:
+        probe = _PROBE_CHARS * self.context_length
+        if len(text) > 2 * probe:
+            found = len(self._tokenize(text[:probe], field))
+            if found > self.context_length:
+                raise self._too_long(f"has more than {found} tokens", found)
+        return self._tokenize(text, field)
+
+    def _tokenize(self, text: str, field: str) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except (UnicodeError, TypeError) as error:  # a lone surrogate is no text
+            raise InvalidRequest(f"the {field} is not valid text: {error}", field=field) from error
 
     def _check_tokens(self, tokens: list[int]) -> list[int]:
         for at, token in enumerate(tokens):

@@ -6,9 +6,10 @@ import random
 import time
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from kvd.worker.detokenizer import BytesTable, ContextDecoder, decode, special_ids
-from tests.worker.tokenizers_zoo import TEXTS, ZOO
+from tests.worker.tokenizers_zoo import TEXTS, ZOO, wrap
 
 REPLACEMENT = "\ufffd"
 
@@ -125,6 +126,18 @@ def test_the_nul_byte_is_a_byte():
     tokenizer = ZOO["qwen"]()._tokenizer
     tokens = tokenizer.encode("a\0b", add_special_tokens=False)
     assert "".join(pieces_of(stream_of(tokenizer), tokens)) == "a\0b"
+
+
+def test_ids_may_have_gaps():
+    source = ZOO["qwen"]()._tokenizer
+    vocab = {name: token * 10 for name, token in source.get_vocab().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = wrap(tokenizer)._tokenizer
+    letters = [vocab[char] for char in "abc"]
+    assert max(letters) > len(fast)
+    assert BytesTable.of(fast) is not None
+    assert "".join(pieces_of(stream_of(fast), letters)) == "abc"
 
 
 def test_tokens_beyond_the_tokenizer_are_empty(tokenizer):

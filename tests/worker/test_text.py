@@ -100,8 +100,10 @@ def test_exactly_one_form_is_given(fields):
 
 
 def test_a_lone_surrogate_is_no_text():
-    with pytest.raises(InvalidRequest, match="not valid text"):
+    with pytest.raises(InvalidRequest, match="prompt is not valid text"):
         text_of("qwen").encode(submit(prompt="a\ud800b"))
+    with pytest.raises(InvalidRequest, match="messages is not valid text"):
+        text_of("qwen").encode(submit(messages=[ChatMessage("user", "a\ud800b")]))
 
 
 def test_the_context_must_hold_the_prompt_and_a_token():
@@ -117,8 +119,10 @@ def test_a_hopeless_prompt_is_refused_without_reading_all_of_it():
     seen = []
     encode = text._tokenizer.encode
     text._tokenizer.encode = lambda given, **kw: seen.append(len(given)) or encode(given, **kw)
-    with pytest.raises(ContextTooLong, match="has more than"):
-        text.encode(submit(prompt="many words " * 100_000))
+    long = "many words " * 100_000
+    for request in (submit(prompt=long), submit(messages=[ChatMessage("user", long)])):
+        with pytest.raises(ContextTooLong, match="has more than"):
+            text.encode(request)
     assert max(seen) == 800
 
 
