@@ -42,12 +42,14 @@ $(BIN)/python:
 
 # The stamps are older than pyproject.toml when the dependencies may have changed.
 $(VENV)/.runtime: pyproject.toml | $(BIN)/python
+	@echo "installing kvd into $(VENV)" >&2
 	@if command -v uv >/dev/null; then uv pip install --python $(BIN)/python -e .; \
 	else $(BIN)/python -m pip install --quiet -e .; fi
 	@touch $@
 
 # Dependency groups need pip 25.1.
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
+	@echo "installing kvd and its tools into $(VENV)" >&2
 	@if command -v uv >/dev/null; then uv pip install --python $(BIN)/python -e . --group dev; \
 	else $(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' \
 	&& $(BIN)/python -m pip install --quiet -e . --group dev; fi

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import select
 import socket
 import stat
 import struct
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from kvd.home import Home
 
 _BACKLOG = 128
+_FAREWELL_S = 0.5
+"""How long the answers to a client may take that has said its last word (`nc -N`)."""
 _LINGER_S = 2.0
 """How long a connection that we end may take to read its last lines."""
 
@@ -87,6 +90,13 @@ def peer_uid(peer: socket.socket) -> int:
         return int(struct.unpack_from("II", credentials)[1])
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
+
+
+def hung_up(peer: socket.socket) -> bool:
+    """Return whether the other end is closed for good, and not just for writing."""
+    poll = select.poll()
+    poll.register(peer.fileno(), 0)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
 class Conversation(Protocol):
@@ -150,6 +160,14 @@ class ClientPort(asyncio.Protocol):
         """Pass bytes on; those after the end are read and dropped, so that it can be seen."""
         if self._conversation is not None and not self._closing:
             self._conversation.receive(data)
+
+    def eof_received(self) -> bool:
+        """Stay for a moment if the client still reads; what it waits for may be on its way."""
+        if self._closing or hung_up(self._transport.get_extra_info("socket")):
+            return False
+        loop = asyncio.get_running_loop()
+        self._cut = loop.call_later(_FAREWELL_S, self._transport.close)
+        return True
 
     def connection_lost(self, _: Exception | None) -> None:
         """Tell the actors; also after an end of ours."""

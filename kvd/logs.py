@@ -10,12 +10,15 @@ import logging
 import logging.handlers
 import os
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from structlog.typing import EventDict
 
 FILE_BYTES = 8 * 1024 * 1024
 """Of one generation; launchd's own files never rotate, so the daemon does it itself."""
@@ -54,7 +57,13 @@ def setup(folder: Path | None, level: str = "info") -> None:
 
 def _person() -> list[Any]:
     colours = "NO_COLOR" not in os.environ
-    return [structlog.dev.ConsoleRenderer(colors=colours)]
+    return [_brief, structlog.dev.ConsoleRenderer(colors=colours)]
+
+
+def _brief(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Leave out what a person at a terminal need not read."""
+    event["timestamp"] = datetime.now().astimezone().strftime("%H:%M:%S")
+    return {key: value for key, value in event.items() if value is not None}
 
 
 def _machine() -> list[Any]:

@@ -137,6 +137,8 @@ class Chat:
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
+        if completion.reason == "stop" and not completion.text_so_far:
+            talk("[dim]an empty reply[/]")
         if completion.reason == "cancelled":
             talk("[dim]cancelled[/]")
         elif completion.reason == "length":

@@ -105,6 +105,24 @@ async def test_bytes_pass_both_ways_and_the_end_is_told(door):
     door.close()
 
 
+async def test_a_client_that_only_stops_writing_still_gets_its_answer(door):
+    door.writer.write(b"question\n")
+    door.writer.write_eof()
+    await door.talked.wait()
+    await asyncio.sleep(0)
+    door.write(b"answer\n")
+    assert await door.reader.read() == b"answer\n"
+    await door.gone.wait()
+
+
+async def test_a_client_that_closes_is_gone_at_once(door, monkeypatch):
+    monkeypatch.setattr(listen, "_FAREWELL_S", 3600)
+    door.writer.write(b"question\n")
+    await door.talked.wait()
+    door.writer.close()
+    await door.gone.wait()
+
+
 async def test_an_end_of_ours_lets_the_last_words_through(door):
     door.writer.write(b"x" * 300_000)  # still arriving while we close
     await door.talked.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import structlog
 
 from kvd import blas, exits, logs
 from kvd.exits import Exit
+from kvd.memory import nvidia
 from kvd.sources import absolute
 from protocol import errors
 
@@ -102,3 +104,56 @@ def test_logs_are_json_in_the_file_and_off_a_terminal(tmp_path, capsys, restored
     assert [json.loads(line)["event"] for line in shown.err.splitlines()] == [
         line["event"] for line in written
     ]
+
+
+def test_a_terminal_gets_lines_for_people(monkeypatch, capsys, restored_logging):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    logs.setup(None)
+    structlog.get_logger("kvd.test").info("model ready", model="demo", reason=None)
+    line = capsys.readouterr().err
+    assert re.match(r"\d\d:\d\d:\d\d \[info +\] model ready", line)
+    assert "model=demo" in line
+    assert "reason" not in line
+    assert "\x1b" not in line
+
+
+class FakeNvml:
+    """The driver's library with one device of this size."""
+
+    def __init__(self, total: int, failing: str = "") -> None:
+        self._total, self._failing = total, failing
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            if name == self._failing:
+                return 999
+            if name == "nvmlDeviceGetMemoryInfo":
+                arguments[1]._obj.total = self._total
+            return 0
+
+        return call
+
+
+def test_nvidia_counts_only_where_mlx_computes_on_it(monkeypatch):
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(141 * 2**30))
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: False)
+    assert nvidia.total_memory() is None
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    assert nvidia.total_memory() == 141 * 2**30
+
+
+@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo"])
+def test_a_driver_that_fails_is_no_accelerator(monkeypatch, failing):
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(1, failing))
+    assert nvidia.total_memory() is None
+
+
+def test_no_driver_is_no_accelerator(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", missing)
+    assert nvidia.total_memory() is None
