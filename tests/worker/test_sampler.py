@@ -8,7 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.sampler import BatchSampling, finite_and_varied, key_of, sample
+from kvd.worker.sampler import (
+    BatchSampling,
+    _keep_first,
+    _keep_likely,
+    finite_and_varied,
+    key_of,
+    sample,
+)
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
 
@@ -105,6 +112,28 @@ def test_support_is_the_reference_s(sampling, seed):
     )
     kept = set(np.flatnonzero(reference(logits, hot)))
     assert set(draw_many(logits, hot, 500)) == kept
+
+
+@pytest.mark.parametrize("sampling", [one for one in KINDS if one.temperature], ids=str)
+def test_filters_keep_what_mlx_lm_s_own_keep(sampling):
+    from mlx_lm import sample_utils
+
+    for seed in range(20):
+        logits = make_logits(1, 300, seed=seed)
+        kept = mx.array(logits) - mx.logsumexp(mx.array(logits), axis=-1, keepdims=True)
+        if sampling.top_p < 1.0:
+            kept = sample_utils.apply_top_p(kept, sampling.top_p)
+        if sampling.min_p > 0.0:
+            kept = sample_utils.apply_min_p(kept, sampling.min_p)
+        if sampling.top_k > 0:
+            kept = sample_utils.apply_top_k(kept, sampling.top_k)
+        batch = BatchSampling.of([sampling])
+        if batch.plain is not None:
+            mine = _keep_likely(batch.plain, mx.array(logits))
+        else:
+            order, ranked = _keep_first(batch.ranked, mx.array(logits))
+            mine = mx.put_along_axis(mx.zeros_like(ranked), order, ranked, axis=-1)
+        assert mx.isfinite(mine).tolist() == mx.isfinite(kept).tolist()
 
 
 def test_ties_with_the_last_token_of_top_p_stay_and_top_k_is_exact():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.stops import MAX_STOP_CHARS, StopFilter
@@ -70,6 +70,7 @@ def test_overlaps(stops, text, expected):
     assert run(stops, list(text)) == (expected, True)
 
 
+@settings(deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
     pieces=st.lists(st.text("abc", max_size=6), max_size=12),
@@ -80,6 +81,7 @@ def test_any_cut_gives_the_reference_s_text(stops, pieces):
     assert run(stops, list(text)) == reference(stops, text)
 
 
+@settings(deadline=None)
 @given(
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     text=st.text("abc", max_size=30),
