@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from itertools import count
 
+import msgspec
+
 from protocol.errors import LocalProtocolError
 from protocol.framing import encode_frame
 from protocol.worker import (
@@ -67,19 +69,17 @@ class Outbox:
         number = self._last.get(report.rid)
         earlier = None if number is None else self._waiting[number]
         if number is None or not isinstance(earlier, RowTokens):
-            self._last[report.rid] = self._append(report)
+            ours = msgspec.structs.replace(report, tokens=list(report.tokens))
+            self._last[report.rid] = self._append(ours)
             return
         if report.index != earlier.index + len(earlier.tokens):
             raise LocalProtocolError(
                 f"row {report.rid}: tokens from {report.index} follow those from {earlier.index}"
                 f" to {earlier.index + len(earlier.tokens)}"
             )
-        self._waiting[number] = RowTokens(
-            rid=report.rid,
-            index=earlier.index,
-            tokens=[*earlier.tokens, *report.tokens],
-            text=earlier.text + report.text,
-        )
+        earlier.tokens.extend(report.tokens)  # a list of ours, so that a long wait costs no copies
+        joined = msgspec.structs.replace(earlier, text=earlier.text + report.text)
+        self._waiting[number] = joined
 
     def take(self, at_least: int) -> bytes:
         """Remove the oldest reports, as frames of that many bytes or all that there are."""

@@ -55,6 +55,13 @@ def test_tokens_of_a_request_are_joined_across_others(outbox):
     assert len(outbox) == 0
 
 
+def test_what_was_put_is_not_changed(outbox):
+    first = tokens("a", 0, 65)
+    outbox.put(first)
+    outbox.put(tokens("a", 1, 66))
+    assert first == tokens("a", 0, 65)
+
+
 def test_tokens_after_a_take_begin_a_new_report(outbox):
     outbox.put(tokens("a", 0, 65))
     assert taken(outbox) == [tokens("a", 0, 65)]
