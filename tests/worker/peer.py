@@ -42,6 +42,7 @@ class Peer:
         self.budget = budget
         self.granted = 0
         self.reports = []
+        self._ends = []
         self._decoder = FrameDecoder()
         sock.settimeout(DEADLINE_S)
 
@@ -63,6 +64,8 @@ class Peer:
 
     def _take(self, report):
         self.reports.append(report)
+        if isinstance(report, (RowFinished, RowFailed)):
+            self._ends.append(report)
         if isinstance(report, GrantWanted):
             fits = report.total_bytes <= self.budget
             if fits:
@@ -94,7 +97,7 @@ class Peer:
         return self.wait_for(lambda: self.of(Ready))[0].info
 
     def ends(self):
-        return [*self.of(RowFinished), *self.of(RowFailed)]
+        return list(self._ends)
 
     def wait_for_end(self, *rids):
         self.wait_for(lambda: set(rids) <= {end.rid for end in self.ends()})
