@@ -111,6 +111,7 @@ class Daemon:
             blas=str(self._blas) if self._blas else None,
         )
         loading = asyncio.create_task(self._load_models(), name="models at start")
+        loading.add_done_callback(self._check)
         try:
             await asyncio.shield(self._system.finished)
         except SystemFault as fault:
@@ -126,7 +127,9 @@ class Daemon:
     async def _load_models(self) -> None:
         """Load the models of command line or configuration, one after the other, and say so."""
         loaded = [status for entry in self._entries() if (status := await self._load(entry))]
-        print(welcome(self._options.home, loaded), flush=True)  # noqa: T201 - for who started us
+        if self._system.status().state == "serving":
+            with contextlib.suppress(OSError):  # nobody has to read it
+                print(welcome(self._options.home, loaded), flush=True)  # noqa: T201
 
     def _entries(self) -> list[ModelEntry]:
         if self._options.models:
@@ -156,7 +159,13 @@ class Daemon:
         force, self._signalled_at = bool(self._stops), now
         self._log.info("stopping", signal=number.name, force=force)
         task = asyncio.create_task(self._stop(force=force), name=f"stop on {number.name}")
+        task.add_done_callback(self._check)
         self._stops.add(task)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        """Log what a task of ours died of: a bug."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("task failed", task=task.get_name(), exc_info=error)
 
     async def _stop(self, *, force: bool) -> None:
         if not force:

@@ -28,6 +28,7 @@ from kvd.client import Load
 from kvd.exits import Exit
 from kvd.sources import absolute
 from kvd.units import format_bytes, parse_kv
+from protocol.errors import InvalidRequest
 from protocol.messages import Loading
 from protocol.types import KVSpec, ModelStatus
 
@@ -199,8 +200,8 @@ def generate(
 ) -> None:
     """Complete a prompt; only the completion goes to stdout, as it comes."""
     wanted = terms(context, home, socket, json=json)
-    text = sys.stdin.read() if prompt == "-" else prompt
     with wanted.connected() as client:
+        text = _stdin() if prompt == "-" else prompt
         completion = client.generate(
             model,
             text,
@@ -222,6 +223,13 @@ def generate(
             stream.end_line()
         if completion.reason == "cancelled":
             raise typer.Exit(Exit.INTERRUPTED)
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
 
 
 @app.command()

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvd.home import check_socket_path, locate
-from protocol.errors import KvdError, LocalProtocolError, NotRunning, PermissionDenied, from_info
+from protocol.errors import (
+    InvalidRequest,
+    KvdError,
+    LocalProtocolError,
+    NotRunning,
+    PermissionDenied,
+    from_info,
+)
 from protocol.messages import (
     Accepted,
     Done,
@@ -82,7 +89,12 @@ class Exchange:
         """Open a request; write the bytes."""
         if self._fault is not None:
             raise self._fault
-        line = self._session.request(request)
+        try:
+            line = self._session.request(request)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                "a text holds bytes that are not UTF-8; give text in UTF-8", field="prompt"
+            ) from error
         self._waiting[request.id] = deque()
         return line
 

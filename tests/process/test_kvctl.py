@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -25,7 +26,7 @@ def test_load_status_generate_unload(daemon: Daemon):
         "load", source(tps=500, load=0.2), "--alias", "m", "--kv", "k8v4", "--json"
     )
     assert loaded.returncode == 0
-    assert json.loads(loaded.stdout)["kv"] == {"v_bits": 4}
+    assert json.loads(loaded.stdout)["kv"]["v_bits"] == 4
     status = json.loads(daemon.kvctl("status", "--json").stdout)
     model = status["models"][0]
     assert (model["name"], model["state"]) == ("m", "ready")
@@ -51,6 +52,17 @@ def test_exit_codes_of_bad_requests(shared: Daemon):
     assert (taken.returncode, taken.stdout) == (6, "")
     error = json.loads(shared.kvctl("generate", "nope", "Hi", "--json").stdout)["error"]
     assert error["code"] == "unknown_model"
+
+
+def test_a_prompt_that_is_not_utf_8_is_refused(shared: Daemon):
+    command = [os.fsencode(word) for word in shared.kvctl_command("generate", "fast")]
+    for prompt, stdin in ((b"\xff\xfe", b""), (b"-", b"caf\xe9")):
+        done = subprocess.run(
+            [*command, prompt], input=stdin, capture_output=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stdout) == (6, b"")
+        assert done.stderr.count(b"\n") == 1
+        assert b"not UTF-8" in done.stderr
 
 
 def test_a_completion_comes_as_it_is_made(daemon: Daemon):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -56,6 +57,16 @@ def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_they_finish_all_the_sa
     assert daemon.wait() == 0
     running.finished()
     assert (running.error, len(running.completion.tokens)) == (None, 60)
+
+
+def test_a_stop_does_not_wait_for_a_load(make_daemon):
+    daemon = make_daemon().start("--model", source(load=600))
+    wait_for("it loads", lambda: "loading" in daemon.kvctl("status").stdout)
+    worker = json.loads(daemon.kvctl("status", "--json").stdout)["models"][0]["worker_pid"]
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait(15) == 0
+    assert not alive(worker)
+    assert "kvctl" not in daemon.output.read_text()
 
 
 def test_a_second_signal_does_not_wait(daemon: Daemon):
