@@ -6,7 +6,7 @@ import contextlib
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import messages, worker
@@ -70,6 +70,7 @@ def test_a_line_of_just_the_limit_passes_and_those_before_a_fault_are_kept():
     assert isinstance(decoder.fault, FrameTooLarge)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.binary(max_size=LIMIT + 4), max_size=8).map(b"\n".join),
     st.lists(st.integers(0, 500), max_size=10),
@@ -92,6 +93,7 @@ def test_a_long_line_in_small_pieces_is_not_searched_again_and_again():
 # -- frames -------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.binary(max_size=LIMIT + 2), max_size=6),
     st.lists(st.integers(0, 500), max_size=10),
@@ -175,6 +177,7 @@ def test_commands_and_reports_survive_the_wire():
     assert list(map(decode_report, FrameDecoder().receive(said))) == REPORTS
 
 
+@settings(deadline=None)
 @given(st.sampled_from(REQUESTS + EVENTS), st.data())
 def test_damaged_lines_raise_remote_errors_only(message, data):
     line = bytearray(encode_line(message)[:-1])
@@ -184,6 +187,7 @@ def test_damaged_lines_raise_remote_errors_only(message, data):
         decode_event(bytes(line))
 
 
+@settings(deadline=None)
 @given(st.sampled_from(COMMANDS + REPORTS), st.data())
 def test_damaged_frames_raise_remote_errors_only(message, data):
     frame = bytearray(encode_frame(message)[4:])
@@ -194,6 +198,7 @@ def test_damaged_frames_raise_remote_errors_only(message, data):
             decode(bytes(frame))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_raises_remote_errors_only(garbage: bytes):
     for decode in (decode_event, decode_command, decode_report):

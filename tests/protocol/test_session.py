@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import messages
@@ -280,6 +280,7 @@ lines = st.lists(
 ).map(b"\n".join)
 
 
+@settings(deadline=None)
 @given(lines)
 def test_whatever_comes_is_answered_and_cuts_do_not_matter(data: bytes):
     whole = drive([data])

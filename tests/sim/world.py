@@ -12,8 +12,6 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
-import msgspec
-
 from actors.governor import Governor
 from actors.machines import admission, governor, lifecycle
 from actors.ports import Notice
@@ -142,7 +140,7 @@ class World:
 def same(journal: Journal[Any, Any], machine: Any, event: Any) -> None:
     again = replay(journal.dump(), type(machine), event)
 
-    assert msgspec.to_builtins(machine) == msgspec.to_builtins(again)
+    assert machine == again
 
 
 @asynccontextmanager
