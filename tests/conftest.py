@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a home with a path short enough for a socket."""
+"""For all tests: a home with a path short enough for a socket, and hypothesis without a clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvd.home import Home
+
+# A busy machine must not fail a test: what has to be fast is measured where that is the point.
+settings.register_profile("kvd", deadline=None)
+settings.load_profile("kvd")
 
 
 @pytest.fixture
