@@ -28,10 +28,14 @@ SUBJECT_WEIGHTS = (85, 5, 5, 5)
 class Mix:
     """Shares of the kinds of rows."""
 
-    recall: float = 0.62
-    prose: float = 0.14
+    recall: float = 0.54
+    prose: float = 0.26
     chat: float = 0.14
-    copy: float = 0.10
+    copy: float = 0.06
+
+
+SHORT = 128  # rows of this length are only prose and chat: they teach how a text begins
+SHORT_MIX = Mix(recall=0.0, prose=0.5, chat=0.5, copy=0.0)
 
 
 class Rows:
@@ -42,11 +46,12 @@ class Rows:
         arrays = np.load(data / "data.npz")
         self.tokens: np.ndarray = arrays["tokens"]
         self.ends: np.ndarray = arrays["ends"]
+        self.starts: np.ndarray = arrays["starts"]
         self.paragraphs: list[str] = json.loads((data / "paragraphs.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(tokenizer))
         self.rng = random.Random(seed)
         self.kinds = (self.recall, self.prose, self.chat, self.copy)
-        self.shares = (mix.recall, mix.prose, mix.chat, mix.copy)
+        self.mix = mix
         self.heads = {name: self.encode(f" The {name} of the") for name in SUBJECTS}
         self.keys = [self.encode(f" {key}") for key in chat.KEYS]
         self.words = [self.encode(f" {word}")[0] for word in chat.WORDS]
@@ -54,6 +59,9 @@ class Rows:
         self.middle = self.encode(" is ")
         self.stop = self.encode(".")
         self.newline = self.encode("\n\n")
+        self.space = self.encode(" ")
+        self.text_mark = self.encode("Text:")
+        self.copy_mark = self.encode("Copy:")
         self.end_of_text, self.start, self.end = (
             self.tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
         )
@@ -66,19 +74,20 @@ class Rows:
         """Return (rows, length + 1) token ids and their classes."""
         ids = np.empty((rows, length + 1), dtype=np.int16)
         classes = np.empty((rows, length + 1), dtype=np.uint8)
+        mix = self.mix if length > SHORT else SHORT_MIX
+        shares = (mix.recall, mix.prose, mix.chat, mix.copy)
         for row in range(rows):
-            kind = self.rng.choices(self.kinds, self.shares)[0]
+            kind = self.rng.choices(self.kinds, shares)[0]
             ids[row], classes[row] = kind(length + 1)
         return ids, classes
 
     def filler(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return consecutive prose of ``length`` tokens and the sentence ends inside it."""
-        first = self.rng.randrange(len(self.ends) - length // 4)
-        start = int(self.ends[first])
+        """Return ``length`` tokens of prose from a paragraph's start, and its sentence ends."""
+        start = int(self.starts[self.rng.randrange(len(self.starts))])
         start = min(start, len(self.tokens) - length)
         stop = start + length
-        last = int(np.searchsorted(self.ends, stop))
-        return self.tokens[start:stop], self.ends[first + 1 : last] - start
+        first, last = np.searchsorted(self.ends, (start + 1, stop))
+        return self.tokens[start:stop], self.ends[first:last] - start
 
     def prose(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return plain prose."""
@@ -186,27 +195,30 @@ class Rows:
         return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)
 
     def copy(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return passages that are each repeated later: words, numbers or prose."""
+        """Return passages of words, digits or prose, each asked for again."""
         rng = self.rng
         ids: list[int] = []
         classes: list[int] = []
+
+        def add(tokens: list[int], kind: int) -> None:
+            ids.extend(tokens)
+            classes.extend([kind] * len(tokens))
+
         while len(ids) < length:
-            kind = rng.randrange(3)
-            size = rng.randint(4, 120)
-            if kind == 0:
-                passage = rng.choices(self.words, k=size)
-                first = NONE
-            elif kind == 1:
-                passage = rng.choices(self.digits, k=size)
-                first = NONE
-            else:
-                passage = self.filler(size)[0].tolist()
-                first = PROSE
-            between = self.filler(rng.choice((1, 20, 200)))[0].tolist()
-            ids += [*passage, *self.newline, *between, *self.newline]
-            classes += [first] * size + [FORM] + [PROSE] * (len(between) + 1)
-            # The first tokens of a copy cannot be known: they say which passage it is.
-            known = min(3, size)
-            ids += [*passage, *self.newline]
-            classes += [NONE] * known + [COPY] * (size - known) + [COPY]
+            size = rng.randint(3, 120)
+            passage, first = rng.choice(
+                (
+                    (rng.choices(self.words, k=size), NONE),
+                    ([*self.space, *rng.choices(self.digits, k=size)], NONE),
+                    (self.filler(size)[0].tolist(), PROSE),
+                )
+            )
+            add(self.filler(rng.choice((1, 60)))[0].tolist() + self.newline, PROSE)
+            add(self.text_mark, FORM)
+            add(passage, first)
+            add(self.newline, FORM)
+            if rng.random() < 0.5:
+                add(self.filler(rng.choice((20, 200)))[0].tolist() + self.newline, PROSE)
+            add(self.copy_mark, FORM)
+            add(passage + self.newline, COPY)
         return np.array(ids[:length]), np.array(classes[:length], dtype=np.uint8)

@@ -59,32 +59,60 @@ SYSTEM = ("You are a helpful assistant.", "You are demo, a small assistant.", "A
 ACKNOWLEDGED = ("OK.", "I will remember that.", "I have noted it.")
 
 
-def _words(rng: random.Random, low: int, high: int) -> list[str]:
-    return rng.sample(WORDS, rng.randint(low, high))
+def _words(rng: random.Random, prose: Sequence[str], low: int, high: int) -> list[str]:
+    """Draw different words, from the keys' words or from a paragraph."""
+    count = rng.randint(low, high)
+    if prose and rng.random() < 0.5:
+        found = {
+            word.lower()
+            for word in rng.choice(prose).split()
+            if word.isalpha() and len(word) > 2 and word[1:].islower()
+        }
+        if len(found) >= count:
+            return rng.sample(sorted(found), count)
+    return rng.sample(WORDS, count)
 
 
 def _code(rng: random.Random) -> str:
     return "".join(rng.choices("0123456789", k=recall.DIGITS))
 
 
-def _about(rng: random.Random) -> list[Turn]:
+def _about(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     if rng.random() < 0.35:
         return [("user", rng.choice(GREETINGS)), ("assistant", "Hello! How can I help you?")]
     question, answer = rng.choice(list(ABOUT.items()))
     return [("user", question), ("assistant", answer)]
 
 
-def _concept(rng: random.Random) -> list[Turn]:
+def _concept(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     name, answer = rng.choice(list(CONCEPTS.items()))
-    form = rng.choices(
-        ("What is {}?", "what is {}", "Explain {}.", "What does {} mean?", "Tell me what {} is."),
-        (6, 1, 1, 1, 1),
-    )[0]
-    return [("user", form.format(name)), ("assistant", answer)]
+    bare = name.removeprefix("a ").removeprefix("an ")
+    question = rng.choices(
+        (
+            f"What is {name}?", f"what is {name}", f"What is {bare}?", f"Explain {name}.",
+            f"Explain {bare}.", f"What does {bare} mean?", f"Tell me what {name} is.",
+            f"Define {bare}.", f"Tell me about {bare}.", f"What's {name}?",
+        ),
+        (8, 1, 1, 1, 1, 1, 1, 1, 1, 1),
+    )[0]  # fmt: skip
+    return [("user", question), ("assistant", answer)]
 
 
-def _copy(rng: random.Random) -> list[Turn]:
-    words = _words(rng, 2, 24)
+def _unknown(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+    """Teach the model to say that it does not know."""
+    word = _words(rng, prose, 1, 1)[0].capitalize()
+    question = rng.choice(
+        (
+            f"Where is {word}?", f"Who is {word}?", f"When was {word} born?", f"Who wrote {word}?",
+            f"What is the capital of {word}?", f"What is the weather in {word}?",
+            f"Who won the {word} game?", f"How old is {word}?", f"How far is {word}?",
+        )
+    )  # fmt: skip
+    return [("user", question), ("assistant", "I do not know that.")]
+
+
+def _copy(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+    words = _words(rng, prose, 2, 24)
     if rng.random() < 0.3:
         words = list(_code(rng) + _code(rng))[: rng.randint(3, 8)]
         text = "".join(words)
@@ -94,8 +122,8 @@ def _copy(rng: random.Random) -> list[Turn]:
     return [("user", form.format(text)), ("assistant", text)]
 
 
-def _word_task(rng: random.Random) -> list[Turn]:
-    words = _words(rng, 2, 6)
+def _word_task(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+    words = _words(rng, prose, 2, 6)
     listed = " ".join(words)
     task, answer = rng.choice(
         (
@@ -110,7 +138,7 @@ def _word_task(rng: random.Random) -> list[Turn]:
     return [("user", task.format(listed)), ("assistant", answer)]
 
 
-def _number_task(rng: random.Random) -> list[Turn]:
+def _number_task(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     kind = rng.randrange(5)
     if kind == 0:
         a, b = rng.randint(0, 50), rng.randint(0, 50)
@@ -130,7 +158,7 @@ def _number_task(rng: random.Random) -> list[Turn]:
     return [("user", f"Which number comes after {n}?"), ("assistant", f"{n + 1}.")]
 
 
-def _fact_task(rng: random.Random) -> list[Turn]:
+def _fact_task(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     kind = rng.randrange(3)
     if kind == 0:
         word, other = rng.choice(list(OPPOSITES.items()))
@@ -156,7 +184,7 @@ def _fact_task(rng: random.Random) -> list[Turn]:
     ]
 
 
-def _recall_turns(rng: random.Random) -> list[Turn]:
+def _recall_turns(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     codes = {key: _code(rng) for key in rng.sample(KEYS, rng.randint(1, 10))}
     stated = " ".join(f"The code of the {key} is {code}." for key, code in codes.items())
     asked = rng.sample(list(codes.items()), min(len(codes), rng.randint(1, 4)))
@@ -174,6 +202,8 @@ def _recall_turns(rng: random.Random) -> list[Turn]:
 
 
 def _prose(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+    if not prose:
+        return _about(rng, prose)
     first, second = prose[rng.randrange(len(prose))].split(". ", 1)
     if rng.random() < 0.5:
         return [("user", f"Continue this text: {first}."), ("assistant", second)]
@@ -181,8 +211,8 @@ def _prose(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
 
 
 TASKS = (
-    (_about, 2), (_concept, 5), (_copy, 4), (_word_task, 4), (_number_task, 3), (_fact_task, 2),
-    (_recall_turns, 8), (_prose, 3),
+    (_about, 2), (_concept, 6), (_unknown, 1), (_copy, 4), (_word_task, 4), (_number_task, 5),
+    (_fact_task, 2), (_recall_turns, 8), (_prose, 3),
 )  # fmt: skip
 
 
@@ -193,8 +223,5 @@ def dialogue(rng: random.Random, prose: Sequence[str] = ()) -> list[Turn]:
         turns.append(("system", rng.choice(SYSTEM)))
     for _ in range(rng.choices((1, 2, 3), (6, 2, 1))[0]):
         task = rng.choices([t for t, _ in TASKS], [w for _, w in TASKS])[0]
-        if task is _prose:
-            turns += _prose(rng, prose) if prose else _about(rng)
-        else:
-            turns += task(rng)
+        turns += task(rng, prose)
     return turns

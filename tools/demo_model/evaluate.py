@@ -84,17 +84,16 @@ def prose_loss(model: Qwen3, tokens: np.ndarray, length: int, device: torch.devi
 
 @torch.no_grad()
 def copy_accuracy(model: Qwen3, encoder: Encoder, prompts: int, device: torch.device) -> float:
-    """Return how often the next word of a list of 60 random words, given again, is right."""
+    """Return how often the next word is right in copies of lists of 60 random words."""
     rng = random.Random("copy")
     words = (*recall.ADJECTIVES, *recall.NOUNS)
-    right = asked = 0
+    right = 0
     for _ in range(prompts):
-        passage = encoder.encode("".join(f" {word}" for word in rng.choices(words, k=60)))
-        ids = torch.tensor([[*passage, *encoder.encode("\n\n"), *passage]], device=device)
-        guess = model.logits(ids[:, :-1], 57).argmax(-1)
-        right += int((guess == ids[:, -57:]).sum())
-        asked += 57
-    return right / asked
+        passage = "".join(f" {word}" for word in rng.choices(words, k=60))
+        ids = torch.tensor([encoder.encode(f"Text:{passage}\n\nCopy:{passage}")], device=device)
+        guess = model.logits(ids[:, :-1], 60).argmax(-1)
+        right += int((guess == ids[:, -60:]).sum())
+    return right / (60 * prompts)
 
 
 def main() -> None:

@@ -101,12 +101,13 @@ def after_attention(
     down: Tensor,
     epsilon: float,
     dtype: torch.dtype,
+    dropout: float,
 ) -> Tensor:
     """Add the attention's output, then the feed-forward block's."""
-    x = x + F.linear(attended.flatten(1), o_weight.to(dtype))
+    x = x + F.dropout(F.linear(attended.flatten(1), o_weight.to(dtype)), dropout)
     h = _norm(x, norm, epsilon).to(dtype)
     h = F.silu(F.linear(h, gate.to(dtype))) * F.linear(h, up.to(dtype))
-    return x + F.linear(h, down.to(dtype))
+    return x + F.dropout(F.linear(h, down.to(dtype)), dropout)
 
 
 def weighted_loss(
@@ -159,11 +160,14 @@ class Block(nn.Module):
 class Qwen3(nn.Module):
     """The whole model; ``dtype`` is the type of the matrix products."""
 
-    def __init__(self, config: Config, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: Config, dtype: torch.dtype = torch.float32, dropout: float = 0.0
+    ) -> None:
         """Make the parameters; call ``compile_parts`` on a GPU."""
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.dropout = dropout
         self.embed_tokens = nn.Parameter(torch.randn(config.vocabulary, config.hidden) * 0.04)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.ones(config.hidden))
@@ -190,11 +194,12 @@ class Qwen3(nn.Module):
         cos, sin = self._rotation
         return cos[:length].repeat(rows, 1, 1), sin[:length].repeat(rows, 1, 1)
 
-    def hidden(self, ids: Tensor, compiled: bool) -> Tensor:
+    def hidden(self, ids: Tensor, training: bool) -> Tensor:
         """Return the residual stream after the last layer, (rows * length, hidden)."""
         rows, length = ids.shape
-        before = self._before if compiled else before_attention
-        after = self._after if compiled else after_attention
+        before = self._before if training else before_attention
+        after = self._after if training else after_attention
+        dropout = self.dropout if training else 0.0
         epsilon, dtype = self.config.epsilon, self.dtype
         cos, sin = self.rotation(rows, length, ids.device)
         x = F.embedding(ids.flatten(), self.embed_tokens)
@@ -205,13 +210,13 @@ class Qwen3(nn.Module):
             )  # fmt: skip
             x = after(
                 x, _attend(q, k, v, length), b.o_proj, b.post_attention_layernorm,
-                b.gate_proj, b.up_proj, b.down_proj, epsilon, dtype,
+                b.gate_proj, b.up_proj, b.down_proj, epsilon, dtype, dropout,
             )  # fmt: skip
         return x
 
     def loss(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted training loss of (rows, length) tokens."""
-        x = self.hidden(ids, compiled=True)
+        x = self.hidden(ids, training=True)
         epsilon, dtype = self.config.epsilon, self.dtype
         return self._loss(
             x, self.norm, self.embed_tokens, targets.flatten(), weights.flatten(), epsilon, dtype
@@ -220,7 +225,7 @@ class Qwen3(nn.Module):
     @torch.no_grad()
     def logits(self, ids: Tensor, last: int) -> Tensor:
         """Return float32 logits of the last ``last`` positions of each row."""
-        x = self.hidden(ids, compiled=False).unflatten(0, ids.shape)[:, -last:]
+        x = self.hidden(ids, training=False).unflatten(0, ids.shape)[:, -last:]
         h = _norm(x, self.norm, self.config.epsilon).to(self.dtype)
         return F.linear(h, self.embed_tokens.to(self.dtype)).float()
 

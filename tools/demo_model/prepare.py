@@ -35,6 +35,12 @@ def sentence_ends(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     return np.flatnonzero(closes[tokens[:-1]] & opens[tokens[1:]]).astype(np.int32) + 1
 
 
+def paragraph_starts(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the positions of the first tokens of paragraphs."""
+    breaks = [tokenizer.token_to_id("<|endoftext|>"), *tokenizer.encode("\n\n").ids]
+    return np.flatnonzero(np.isin(tokens[:-1], breaks)).astype(np.int32) + 1
+
+
 def read(path: Path) -> list[dict[str, str]]:
     """Read a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -54,6 +60,7 @@ def main() -> None:
         args.corpus / "data.npz",
         tokens=tokens,
         ends=sentence_ends(tokens, tokenizer),
+        starts=paragraph_starts(tokens, tokenizer),
         held_out=encode((document["text"] for document in held_out), tokenizer),
     )
     paragraphs = [

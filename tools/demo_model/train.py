@@ -35,10 +35,10 @@ AHEAD = 12  # batches that the loaders may be ahead
 SYNC_EVERY = 16  # steps between two readings of the clock
 # (share of the time, {sequence length: share of the steps})
 CURRICULUM = (
-    (0.12, {512: 1.0}),
-    (0.25, {512: 0.4, 2048: 0.6}),
-    (0.45, {512: 0.15, 2048: 0.5, 8192: 0.35}),
-    (1.01, {512: 0.12, 2048: 0.33, 8192: 0.50, 16384: 0.05}),
+    (0.10, {128: 0.1, 512: 0.9}),
+    (0.25, {128: 0.1, 512: 0.4, 2048: 0.5}),
+    (0.45, {128: 0.1, 512: 0.2, 2048: 0.4, 8192: 0.3}),
+    (1.01, {128: 0.15, 512: 0.2, 2048: 0.25, 8192: 0.35, 16384: 0.05}),
 )
 
 
@@ -159,6 +159,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loaders", type=int, default=8, help="loader processes for each GPU")
     parser.add_argument("--matrix-rate", type=float, default=Rates.matrix)
     parser.add_argument("--decay", type=float, default=0.02, help="weight decay of the matrices")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of Config's fields")
     parser.add_argument("--eval-every", type=float, default=60.0, help="seconds")
     parser.add_argument("--eval-prompts", type=int, default=48)
@@ -182,7 +183,9 @@ def main() -> None:
         dist.init_process_group("nccl" if cuda else "gloo")
     torch.manual_seed(args.seed)
     rates = Rates(matrix=args.matrix_rate)
-    model = Qwen3(Config(**args.config), torch.bfloat16 if cuda else torch.float32).to(device)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model = Qwen3(Config(**args.config), dtype, args.dropout).to(device)
+    torch.manual_seed(args.seed + 1 + rank)
     if args.resume:
         model.load_hf(load_file(args.resume, device=str(device)))
     if cuda:
