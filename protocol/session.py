@@ -179,7 +179,8 @@ def _diagnose(line: bytes, error: msgspec.ValidationError) -> Exception:
     """Say what is wrong with a line that is JSON and no request."""
     try:
         envelope = _envelope.decode(line)
-    except msgspec.ValidationError as fault:
+    except (ValueError, RecursionError) as fault:
+        # No usable id, or bytes behind the first error that are not even JSON.
         return MalformedFrame(f"not a request: {fault}")
     if envelope.v != VERSION:
         return _MessageFault(envelope.id, _version(envelope.v))

@@ -128,6 +128,8 @@ def test_the_last_events():
         b'{"id":7,"op":"hello"}',
         b'{"id":"' + b"x" * 129 + b'","op":"hello"}',
         b'{"id":"a","op":"hello"',
+        b'{"id":"a","op":null,"x":"\\ud800"}',  # wrong first, and no JSON behind that
+        b'{"id":"a","op":null,"x":' + b"[" * 10_000,
         b'{"id":"a","op":"hello","x":' + b"[" * 10_000,
     ],
 )
