@@ -195,11 +195,11 @@ def welcome(home: Home, loaded: list[ModelStatus]) -> str:
     tries = [f"{kvctl} status"]
     if model:
         tries += [
-            f'{kvctl} generate {shlex.quote(model)} "The quick brown fox" --max-tokens 64',
+            f'{kvctl} generate {shlex.quote(model)} "To open a file," --max-tokens 64',
             f"{kvctl} chat {shlex.quote(model)}",
         ]
     else:
-        tries += [f"{kvctl} load demo", f'{kvctl} generate demo "The quick brown fox"']
+        tries += [f"{kvctl} load demo", f'{kvctl} generate demo "To open a file,"']
     lines = [f"kvd {kvd.__version__} serves {models}", f"socket  {home.socket}"]
     lines += [("try     " if i == 0 else "        ") + line for i, line in enumerate(tries)]
     return "\n".join([*lines, "stop    Ctrl-C"])

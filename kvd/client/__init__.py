@@ -3,7 +3,7 @@
 Needs `protocol` and the standard library; never MLX. Errors are those of `protocol.errors`::
 
     with Client() as kvd:
-        print(kvd.generate("demo", "The quick brown fox", max_tokens=32).text)
+        print(kvd.generate("demo", "To open a file,", max_tokens=32).text)
 """
 
 from kvd.client.aio import AsyncClient, AsyncCompletion, AsyncLoad
