@@ -162,15 +162,17 @@ class HasNoProcess(_Message, frozen=True):
 
 
 class Reported(_Message, frozen=True):
-    """The process said something."""
+    """The process of the `life`-th incarnation said something."""
 
     report: Report
+    life: int
 
 
 class HasExited(_Message, frozen=True):
-    """The process is gone."""
+    """The process of the `life`-th incarnation is gone."""
 
     exit: Exit
+    life: int
 
 
 class Rang(_Message, frozen=True):

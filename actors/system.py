@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Actor, Ref
 
 
-class SystemFault(Exception):  # noqa: N818 - a fault of the house, not an error of a caller
+class SystemFault(Exception):
     """A core actor could not be restarted: the daemon must exit with a non-zero status."""
 
 

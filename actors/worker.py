@@ -113,7 +113,7 @@ class Worker(Actor["WorkerMail"]):
         running = self._berth.machine.pid is not None
         assert running == (self._berth.process is not None), "a process, or none?"
 
-    def receive(self, message: WorkerMail) -> None:  # noqa: C901 - one match over one union
+    def receive(self, message: WorkerMail) -> None:
         """Handle a message."""
         berth = self._berth
         match message:
@@ -130,12 +130,9 @@ class Worker(Actor["WorkerMail"]):
                 self._has_process(process)
             case mail.HasNoProcess(error=error):
                 self._do(lifecycle.SpawnFailed(str(error) or type(error).__name__))
-            case mail.Reported() | mail.HasExited() if berth.process is None:
-                berth.early.append(message)
-            case mail.Reported(report=report):
-                self._reported(report)
-            case mail.HasExited(exit=end):
-                self._has_exited(end)
+            case mail.Reported() | mail.HasExited():
+                if message.life == berth.life:
+                    self._from_process(message)
             case mail.Rang():
                 self._do(lifecycle.Tick())
             case _:
@@ -157,29 +154,31 @@ class Worker(Actor["WorkerMail"]):
     def _spawn(self) -> None:
         berth, ref = self._berth, self.ref
         berth.life += 1
+        berth.early.clear()
         berth.info, berth.stats = None, WorkerStats()
+        life = berth.life
+
+        def on_report(report: wire.Report) -> None:
+            try:
+                ref.tell(mail.Reported(report, life))
+            except MailboxFull:  # far beyond what one read can hold: it floods us
+                if berth.process is not None:
+                    berth.process.kill()
+
+        def on_exit(end: Exit) -> None:
+            ref.tell(mail.HasExited(end, life), beyond_limit=True)
 
         def done(process: WorkerProcess) -> None:
             if ref.alive:
-                ref.tell(mail.HasProcess(process))
+                ref.tell(mail.HasProcess(process), beyond_limit=True)
             else:
                 process.kill()
 
         self.pipe(
-            self._around.spawn(berth.name, on_report=self._on_report, on_exit=self._on_exit),
+            self._around.spawn(berth.name, on_report=on_report, on_exit=on_exit),
             done,
-            lambda error: ref.tell(mail.HasNoProcess(error)),
+            lambda error: ref.tell(mail.HasNoProcess(error), beyond_limit=True),
         )
-
-    def _on_report(self, report: wire.Report) -> None:
-        try:
-            self.ref.tell(mail.Reported(report))
-        except MailboxFull:  # far beyond what one read can hold: it floods us
-            if self._berth.process is not None:
-                self._berth.process.kill()
-
-    def _on_exit(self, end: Exit) -> None:
-        self.ref.tell(mail.HasExited(end), beyond_limit=True)
 
     def _has_process(self, process: WorkerProcess) -> None:
         self._berth.process = process

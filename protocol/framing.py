@@ -148,7 +148,7 @@ def decode_report(frame: bytes) -> Report:
     return _guard(_report.decode, frame)
 
 
-class _Nothing(Exception):  # noqa: N818 - never raised, only a default
+class _Nothing(Exception):
     pass
 
 

@@ -154,7 +154,7 @@ class ClientSession:
         return event
 
 
-class _MessageFault(Exception):  # noqa: N818 - a value on its way, private to this file
+class _MessageFault(Exception):
     """The line has an id to answer to, and something else is wrong with it."""
 
     def __init__(self, request_id: str, error: KvdError) -> None:

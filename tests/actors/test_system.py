@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from actors import mail
 from actors.machines.lifecycle import Patience
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
 from protocol.types import KVSpec
-from protocol.worker import CancelRow, Grant, LoadModel, Stop, Submit
+from protocol.worker import CancelRow, Grant, LoadModel, RowFailed, Started, Stop, Submit
 from tests.sim.fakes import Script, token
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
@@ -462,6 +463,23 @@ async def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced():
         assert w.spawn.processes["demo"][0].signals == ["kill"]
         client = w.client()
         assert (await client.end(client.generate())).reason == "length"
+
+
+@simulated
+async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
+    async with world() as w:
+        old = w.spawn.last("demo")
+        old.die(-9)
+        await until(lambda: w.state() == "backoff", 1)
+        old._on_report(Started(pid=old.pid))
+        await until(lambda: w.state() == "ready", 10)
+        old._on_report(RowFailed(rid="1", error=errors.InternalError("late").info()))
+        grant = Grant(seq=9, total_bytes=999, granted=True)
+        w.system._house.seats["demo"].worker.tell(mail.Granted(grant, life=1))
+        await asyncio.sleep(1)
+
+        assert w.model().granted_bytes == 100
+        assert w.spawn.last("demo").grant == 100
 
 
 # -- silence ------------------------------------------------------------------------------------

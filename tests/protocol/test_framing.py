@@ -82,12 +82,24 @@ def test_lines_do_not_depend_on_where_the_stream_is_cut(data: bytes, cuts: list[
     assert whole == feed(LineDecoder(LIMIT), [bytes([byte]) for byte in data])
 
 
+class Searched(bytearray):
+    """Counts the bytes that were searched for a newline."""
+
+    count = 0
+
+    def find(self, sub, start=0, *rest):
+        self.count += len(self) - start
+        return super().find(sub, start, *rest)
+
+
 def test_a_long_line_in_small_pieces_is_not_searched_again_and_again():
     decoder = LineDecoder()
+    decoder._buffer = Searched()
     for _ in range(2000):
         decoder.receive(b"x" * 4096)
 
-    assert decoder._searched == len(decoder._buffer) == 2000 * 4096
+    assert decoder._buffer.count == 2000 * 4096
+    assert [len(line) for line in decoder.receive(b"\n")] == [2000 * 4096]
 
 
 # -- frames -------------------------------------------------------------------------------------
