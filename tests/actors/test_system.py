@@ -11,8 +11,8 @@ from actors.machines.lifecycle import Patience
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
 from protocol.types import KVSpec
-from protocol.worker import CancelRow, Grant, LoadModel, RowFailed, Started, Stop, Submit
-from tests.sim.fakes import Script, token
+from protocol.worker import CancelRow, Grant, LoadModel, Ready, RowFailed, Started, Stop, Submit
+from tests.sim.fakes import INFO, Script, token
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
@@ -473,13 +473,33 @@ async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
         await until(lambda: w.state() == "backoff", 1)
         old._on_report(Started(pid=old.pid))
         await until(lambda: w.state() == "ready", 10)
-        old._on_report(RowFailed(rid="1", error=errors.InternalError("late").info()))
+        old._on_report(Ready(info=INFO))
         grant = Grant(seq=9, total_bytes=999, granted=True)
         w.system._house.seats["demo"].worker.tell(mail.Granted(grant, life=1))
         await asyncio.sleep(1)
 
         assert w.model().granted_bytes == 100
         assert w.spawn.last("demo").grant == 100
+
+
+@simulated
+async def test_a_word_about_a_request_that_is_over_is_late_and_no_fault():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=2)
+        late = RowFailed(rid="1.77", error=errors.InternalError("late").info())
+        w.spawn.last("demo").say(late)
+
+        assert (await client.end(key)).reason == "length"
+
+
+@simulated
+async def test_unload_of_a_model_whose_process_is_dead_frees_nothing():
+    async with world() as w:
+        w.spawn.last("demo").die(-9)
+        await until(lambda: w.state() == "backoff", 1)
+
+        assert (await w.client().ask(messages.Unload, model="demo")).freed_bytes == 0
 
 
 # -- silence ------------------------------------------------------------------------------------
