@@ -20,20 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-ADJECTIVES = (
-    "amber ancient bitter bold brave bright broken bronze calm clever cold copper crimson curious "
-    "dark distant dusty early electric empty faint fierce frozen gentle giant golden green grey "
-    "hidden hollow humble iron ivory jolly late lazy little lonely lucky marble mighty narrow noble "
-    "orange pale patient plain proud purple quiet rapid royal rusty scarlet secret sharp silent "
-    "silver sleepy smooth tiny velvet wild young"
-).split()
-NOUNS = (
-    "anchor arrow badger basket beacon bell bridge camel candle canyon castle cedar circle comet "
-    "compass crown desert dolphin dragon eagle engine falcon feather forest fountain garden glacier "
-    "hammer harbor hawk island jacket kettle ladder lantern lemon lion maple meadow mirror monkey "
-    "mountain needle ocean otter panda parrot pebble pencil pirate planet rabbit raven river robot "
-    "rocket saddle shadow spider temple tiger tower turtle window"
-).split()
+_ADJECTIVES = (
+    "amber ancient bitter bold brave bright broken bronze calm clever cold copper crimson "
+    "curious dark distant dusty early electric empty faint fierce frozen gentle giant golden "
+    "green grey hidden hollow humble iron ivory jolly late lazy little lonely lucky marble "
+    "mighty narrow noble orange pale patient plain proud purple quiet rapid royal rusty "
+    "scarlet secret sharp silent silver sleepy smooth tiny velvet wild young"
+)
+_NOUNS = (
+    "anchor arrow badger basket beacon bell bridge camel candle canyon castle cedar circle "
+    "comet compass crown desert dolphin dragon eagle engine falcon feather forest fountain "
+    "garden glacier hammer harbor hawk island jacket kettle ladder lantern lemon lion maple "
+    "meadow mirror monkey mountain needle ocean otter panda parrot pebble pencil pirate "
+    "planet rabbit raven river robot rocket saddle shadow spider temple tiger tower turtle "
+    "window"
+)
+ADJECTIVES = tuple(_ADJECTIVES.split())
+NOUNS = tuple(_NOUNS.split())
 DIGITS = 4
 QUESTION = " The code of the {key} is"
 STATEMENT = QUESTION + " {code}."
@@ -97,7 +100,7 @@ def make_recall_prompt(
 
     A fact takes 13 tokens, so 24 facts need about 320; ValueError says when they do not fit.
     """
-    rng = random.Random(f"recall {seed} {length_tokens} {facts}")
+    rng = random.Random(f"recall {seed} {length_tokens} {facts}")  # noqa: S311
     codes = {
         key: "".join(rng.choices("0123456789", k=DIGITS))
         for key in rng.sample(held_out_keys(), facts)
@@ -109,9 +112,8 @@ def make_recall_prompt(
     if used > length_tokens:
         raise ValueError(f"{facts} facts take {used} tokens, more than {length_tokens}")
     parts = _filler(rng, length_tokens - used, tokenizer)
-    for statement, place in zip(
-        statements, sorted(rng.choices(range(1, len(parts) + 1), k=facts), reverse=True), strict=True
-    ):
+    places = sorted(rng.choices(range(1, len(parts) + 1), k=facts), reverse=True)
+    for statement, place in zip(statements, places, strict=True):
         parts.insert(place, statement)
     context = "".join(parts).lstrip()
     while len(tokenizer.encode(context + questions[0][0])) > length_tokens:

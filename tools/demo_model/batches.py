@@ -7,6 +7,7 @@ a first-stated code cannot be predicted and would only add noise.
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,8 @@ class Rows:
         self.text_mark = self.encode("Text:")
         self.copy_mark = self.encode("Copy:")
         self.end_of_text, self.start, self.end = (
-            self.tokenizer.token_to_id(name) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+            self.tokenizer.token_to_id(name)
+            for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
         )
 
     def encode(self, text: str) -> list[int]:
@@ -108,7 +110,7 @@ class Rows:
         rng = self.rng
         size = len(self.heads["code"]) + 9
         most = min(length // (3 * size), 160)
-        facts = int(round(np.exp(rng.uniform(np.log(3), np.log(most)))))
+        facts = round(math.exp(rng.uniform(math.log(3), math.log(most))))
         name = rng.choices(SUBJECTS, SUBJECT_WEIGHTS)[0]
         head = self.heads[name]
         keys = rng.sample(self.keys, facts)

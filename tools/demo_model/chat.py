@@ -44,15 +44,16 @@ OPPOSITES = {
     "high": "low", "new": "old", "dark": "light", "empty": "full", "true": "false",
     "first": "last", "left": "right", "up": "down", "long": "short", "hard": "soft",
 }  # fmt: skip
-KINDS = {
+_KINDS = {
     "animals": "badger camel dolphin eagle falcon hawk lion monkey otter panda rabbit raven spider "
-    "tiger turtle".split(),
-    "colours": "black blue brown green grey orange purple red white yellow".split(),
-    "programming languages": "C Erlang Go Haskell Java JavaScript Python Ruby Rust SQL".split(),
-    "days of the week": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
-    "tools": "anchor compass hammer kettle ladder lantern needle pencil".split(),
-    "numbers": "one two three four five six seven eight nine ten".split(),
+    "tiger turtle",
+    "colours": "black blue brown green grey orange purple red white yellow",
+    "programming languages": "C Erlang Go Haskell Java JavaScript Python Ruby Rust SQL",
+    "days of the week": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    "tools": "anchor compass hammer kettle ladder lantern needle pencil",
+    "numbers": "one two three four five six seven eight nine ten",
 }
+KINDS = {name: members.split() for name, members in _KINDS.items()}
 DAYS = KINDS["days of the week"]
 NUMBERS = KINDS["numbers"]
 SYSTEM = ("You are a helpful assistant.", "You are demo, a small assistant.", "Answer briefly.")
@@ -196,7 +197,8 @@ def _recall_turns(rng: random.Random, _: Sequence[str]) -> list[Turn]:
         turns += [("user", stated), ("assistant", rng.choice(ACKNOWLEDGED)), ("user", first)]
     for place, (key, code) in enumerate(asked):
         if place:
-            turns.append(("user", rng.choice(("What is the code of the {}?", "And the {}?")).format(key)))
+            form = rng.choice(("What is the code of the {}?", "And the {}?"))
+            turns.append(("user", form.format(key)))
         turns.append(("assistant", f"The code of the {key} is {code}."))
     return turns
 

@@ -1,4 +1,4 @@
-"""Hand-written short answers for the chat examples: what is X?"""
+"""Hand-written short answers for the chat examples that ask what something is."""
 
 CONCEPTS = {
     "a generator": "A generator is a function that produces a series of values one at a time. It "
@@ -149,7 +149,8 @@ CONCEPTS = {
     "a mutex": "A mutex is a lock that lets only one thread at a time use a piece of data.",
     "a race condition": "A race condition is a bug in which the result depends on which of two "
     "threads runs first.",
-    "a linked list": "A linked list is a list in which each item holds a reference to the next one.",
+    "a linked list": "A linked list is a list in which each item holds a reference to the next "
+    "one.",
     "a heap": "A heap is a tree in which each node is not larger than its children. It gives fast "
     "access to the smallest item.",
     "a virtual machine": "A virtual machine is a program that acts like a whole computer.",
@@ -161,8 +162,8 @@ CONCEPTS = {
     "a branch": "A branch is a line of work in a version control system.",
     "a schema": "A schema describes the structure of data, such as the columns of a table.",
     "a foreign key": "A foreign key is a column that refers to a row in another table.",
-    "an abstract class": "An abstract class is a class that cannot be used to create objects. Other "
-    "classes inherit from it.",
+    "an abstract class": "An abstract class is a class that cannot be used to create objects. "
+    "Other classes inherit from it.",
     "an interface": "An interface lists the methods that a class must have.",
     "a unit test": "A unit test checks one small part of a program.",
     "a scheduler": "A scheduler decides which task runs next.",
@@ -175,8 +176,8 @@ CONCEPTS = {
     "an embedding": "An embedding is a list of numbers that stands for the meaning of a token.",
     "a matrix": "A matrix is a table of numbers with rows and columns.",
     "a vector": "A vector is a list of numbers.",
-    "a prime number": "A prime number is a whole number larger than one that can be divided only by "
-    "one and by itself.",
+    "a prime number": "A prime number is a whole number larger than one that can be divided only "
+    "by one and by itself.",
     "a planet": "A planet is a large round body that moves around a star.",
     "an island": "An island is a piece of land that has water on all sides.",
     "a dolphin": "A dolphin is an animal that lives in the sea and breathes air.",

@@ -128,7 +128,8 @@ PACKAGES = (
 FILLER_PACKAGES = ("cmake-doc", "postgresql-doc-15", "python3.11-doc", "rust-doc", "sqlite3-doc")
 
 PARAGRAPH = re.compile(
-    r"<(?:p|li|dd)\b[^>]*>(.*?)(?=</?(?:p|li|dd)\b|<pre\b|<div\b|<h\d|<[uod]l\b|<table\b|</?dt|</td|<blockq)",
+    r"<(?:p|li|dd)\b[^>]*>(.*?)"
+    r"(?=</?(?:p|li|dd)\b|<pre\b|<div\b|<h\d|<[uod]l\b|<table\b|</?dt|</td|<blockq)",
     re.DOTALL | re.IGNORECASE,
 )
 TAG = re.compile(r"<[^>]*>")
@@ -151,13 +152,15 @@ def download(directory: Path) -> None:
 def html_files(deb: Path) -> Iterator[tuple[str, str]]:
     """Yield (path, text) of each HTML file in a Debian package."""
     command = ["dpkg-deb", "--fsys-tarfile", str(deb)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
-            for member in archive:
-                if member.isfile() and member.name.endswith((".html", ".htm")):
-                    data = archive.extractfile(member)
-                    if data is not None and member.size < 8_000_000:
-                        yield member.name, data.read().decode("utf-8", errors="replace")
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as process,
+        tarfile.open(fileobj=process.stdout, mode="r|") as archive,
+    ):
+        for member in archive:
+            if member.isfile() and member.name.endswith((".html", ".htm")):
+                data = archive.extractfile(member)
+                if data is not None and member.size < 8_000_000:
+                    yield member.name, data.read().decode("utf-8", errors="replace")
 
 
 def is_prose(text: str) -> bool:

@@ -1,5 +1,7 @@
 """Measure a model: recall by length, held-out perplexity and copying.
 
+Run it as
+
     python evaluate.py --model kvd/demo --data work
 """
 
@@ -15,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import recall
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from model import Config, Qwen3
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -115,9 +117,7 @@ def main() -> None:
     model.load_hf(load_file(args.model / "model.safetensors"))
     encoder = Encoder(args.model / "tokenizer.json")
     for length in args.lengths:
-        right, asked = recall_accuracy(
-            model, recall_set(encoder, length, args.prompts), device
-        )
+        right, asked = recall_accuracy(model, recall_set(encoder, length, args.prompts), device)
         print(f"recall {length:5}  {right / asked:.3f} of {asked} digits", flush=True)
     loss = prose_loss(model, np.load(args.data / "data.npz")["held_out"], 2048, device)
     print(f"held-out prose: loss {loss:.3f}, perplexity {math.exp(loss):.1f} per token")

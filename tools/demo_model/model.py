@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 
@@ -239,11 +239,8 @@ class Qwen3(nn.Module):
         feed_forward = ("gate_proj", "up_proj", "down_proj")
         for i, block in enumerate(self.layers):
             for name, parameter in block.named_parameters():
-                if name in attention:
-                    name = f"self_attn.{name}"
-                elif name in feed_forward:
-                    name = f"mlp.{name}"
-                tensors[f"model.layers.{i}.{name}.weight"] = parameter
+                part = "self_attn." if name in attention else "mlp." if name in feed_forward else ""
+                tensors[f"model.layers.{i}.{part}{name}.weight"] = parameter
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def load_hf(self, tensors: dict[str, Tensor]) -> None:

@@ -1,5 +1,7 @@
 """Turn the text into what training reads: token arrays, chat paragraphs and the shipped filler.
 
+Run it as
+
     python prepare.py --corpus work --model kvd/demo
 """
 
@@ -21,10 +23,8 @@ FILLER_CHARACTERS = 330_000
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
     """Encode documents, each followed by the end-of-text token."""
     end = tokenizer.token_to_id("<|endoftext|>")
-    parts = []
-    for encoding in tokenizer.encode_batch_fast(list(texts)):
-        parts.append(np.array([*encoding.ids, end], dtype=np.uint16))
-    return np.concatenate(parts)
+    encodings = tokenizer.encode_batch_fast(list(texts))
+    return np.concatenate([np.array([*e.ids, end], dtype=np.uint16) for e in encodings])
 
 
 def sentence_ends(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

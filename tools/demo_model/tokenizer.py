@@ -1,5 +1,7 @@
 """Train the byte-level BPE tokenizer: 4096 tokens, single digits, ChatML special tokens.
 
+Run it as
+
     python tokenizer.py --corpus work/train.jsonl --out kvd/demo
 """
 

@@ -1,7 +1,6 @@
 """Train the demo model on one or several GPUs for a fixed number of minutes.
 
-    torchrun --nproc-per-node 4 train.py --data work --tokenizer kvd/demo/tokenizer.json \
-        --out run --minutes 19
+    python train.py --data work --tokenizer kvd/demo/tokenizer.json --out run --minutes 13.2
 
 The rate and the lengths follow the share of the time that has passed, so the run ends on time on
 any machine. Loader processes make the rows while the GPU works.
@@ -28,7 +27,7 @@ from batches import WEIGHTS, Mix, Rows
 from evaluate import LENGTHS, Encoder, copy_accuracy, prose_loss, recall_accuracy, recall_set
 from model import Config, Qwen3
 from muon import Muon, flat_gradient
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 AHEAD = 12  # batches that the loaders may be ahead
@@ -58,17 +57,16 @@ class Rates:
         return min(1.0, max(0.0, (1.0 - progress) / (1.0 - self.decay_from)))
 
 
-_rows: Rows
+_process_rows: list[Rows] = []  # a loader process keeps its one instance here
 
 
 def _start_loader(data: Path, tokenizer: Path, seed: int) -> None:
-    global _rows
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _rows = Rows(data, tokenizer, seed + os.getpid(), Mix())
+    _process_rows.append(Rows(data, tokenizer, seed + os.getpid(), Mix()))
 
 
 def _load(rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    return _rows.batch(rows, length)
+    return _process_rows[0].batch(rows, length)
 
 
 def draw_length(step: int, progress: float) -> int:
@@ -152,14 +150,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--resume", type=Path)
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--tokens", type=int, default=65536, help="tokens a step on each GPU")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--loaders", type=int, default=8, help="loader processes for each GPU")
     parser.add_argument("--matrix-rate", type=float, default=Rates.matrix)
-    parser.add_argument("--decay", type=float, default=0.02, help="weight decay of the matrices")
-    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices")
+    parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--config", type=json.loads, default={}, help="JSON of Config's fields")
     parser.add_argument("--eval-every", type=float, default=60.0, help="seconds")
     parser.add_argument("--eval-prompts", type=int, default=48)
@@ -168,79 +165,100 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Train until the time is up."""
-    args = parse()
-    begun = time.monotonic()
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    loader = Loader(args, rank, device)
-    loader.next(0.0)
-    if cuda:
-        torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo")
-    torch.manual_seed(args.seed)
-    rates = Rates(matrix=args.matrix_rate)
-    dtype = torch.bfloat16 if cuda else torch.float32
-    model = Qwen3(Config(**args.config), dtype, args.dropout).to(device)
-    torch.manual_seed(args.seed + 1 + rank)
-    if args.resume:
-        model.load_hf(load_file(args.resume, device=str(device)))
-    if cuda:
-        model.compile_parts()
-    gradient = flat_gradient(model)
-    muon = Muon([p for p in model.layers.parameters() if p.ndim == 2], args.decay, 0.95)
-    others = [p for p in model.parameters() if p.ndim == 1] + [model.embed_tokens]
-    adam = torch.optim.Adam(others, lr=rates.other, betas=(0.9, 0.95), fused=cuda)
-    evaluate = Evaluator(args, rank, world)
+class Trainer:
+    """One GPU's part of a training run."""
 
-    def report(line: str) -> None:
-        if rank == 0:
-            args.out.mkdir(parents=True, exist_ok=True)
-            line = f"{time.monotonic() - begun:6.0f} s  {line}"
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Start the loaders, then build the model, its optimizers and the prompts."""
+        self.args = args
+        self.begun = time.monotonic()
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        cuda = torch.cuda.is_available()
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        self.loader = Loader(args, self.rank, self.device)
+        self.loader.next(0.0)
+        if cuda:
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            dist.init_process_group("nccl" if cuda else "gloo")
+        torch.manual_seed(args.seed)
+        dtype = torch.bfloat16 if cuda else torch.float32
+        self.model = Qwen3(Config(**args.config), dtype, args.dropout).to(self.device)
+        torch.manual_seed(args.seed + 1 + self.rank)
+        if cuda:
+            self.model.compile_parts()
+        self.rates = Rates(matrix=args.matrix_rate)
+        self.gradient = flat_gradient(self.model)
+        matrices = [p for p in self.model.layers.parameters() if p.ndim == 2]
+        others = [p for p in self.model.parameters() if p.ndim == 1] + [self.model.embed_tokens]
+        self.muon = Muon(matrices, args.decay, 0.95)
+        self.adam = torch.optim.Adam(others, lr=self.rates.other, betas=(0.9, 0.95), fused=cuda)
+        self.evaluate = Evaluator(args, self.rank, self.world)
+        self.loss = torch.full((), 8.0, device=self.device)
+        self.steps = self.seen = 0
+        size = sum(p.numel() for p in self.model.parameters())
+        self.report(f"{size} parameters, {self.world} x {self.device.type}")
+
+    def report(self, line: str) -> None:
+        """Print a line and add it to the log."""
+        if self.rank == 0:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            line = f"{time.monotonic() - self.begun:6.0f} s  {line}"
             print(line, flush=True)
-            with (args.out / "log.txt").open("a") as log:
+            with (self.args.out / "log.txt").open("a") as log:
                 log.write(line + "\n")
 
-    report(f"{sum(p.numel() for p in model.parameters())} parameters, {world} x {device.type}")
-    clock = torch.zeros(2, device=device)
-    progress, step, seen, next_eval = 0.0, 0, 0, args.eval_every
-    shown = torch.full((), 8.0, device=device)
-    while progress < 1.0:
-        ids, targets, weights = loader.next(progress)
-        gradient.zero_()
-        loss = model.loss(ids, targets, weights)
+    def step(self, progress: float) -> None:
+        """Take one batch and update the parameters."""
+        ids, targets, weights = self.loader.next(progress)
+        self.gradient.zero_()
+        loss = self.model.loss(ids, targets, weights)
         loss.backward()
-        if world > 1:
-            dist.all_reduce(gradient)
-            gradient /= world
-        factor = rates.factor(progress)
-        muon.step(args.matrix_rate * factor)
-        adam.param_groups[0]["lr"] = rates.other * factor
-        adam.step()
-        shown.lerp_(loss.detach(), 0.02)
-        step += 1
-        seen += ids.numel() * world
-        if step % SYNC_EVERY == 0:
-            clock.fill_(time.monotonic() - begun)
-            if world > 1:
-                dist.broadcast(clock, 0)
-            passed = float(clock[0])
-            progress = passed / (60 * args.minutes)
+        if self.world > 1:
+            dist.all_reduce(self.gradient)
+            self.gradient /= self.world
+        factor = self.rates.factor(progress)
+        self.muon.step(self.rates.matrix * factor)
+        self.adam.param_groups[0]["lr"] = self.rates.other * factor
+        self.adam.step()
+        self.loss.lerp_(loss.detach(), 0.02)
+        self.steps += 1
+        self.seen += ids.numel() * self.world
+
+    def passed(self) -> float:
+        """Return the seconds since the start, the same on every GPU."""
+        clock = torch.full((), time.monotonic() - self.begun, device=self.device)
+        if self.world > 1:
+            dist.broadcast(clock, 0)
+        return float(clock)
+
+    def run(self) -> None:
+        """Train until the time is up."""
+        progress, next_eval = 0.0, self.args.eval_every
+        while progress < 1.0:
+            for _ in range(SYNC_EVERY):
+                self.step(progress)
+            passed = self.passed()
+            progress = passed / (60 * self.args.minutes)
             if passed > next_eval or progress >= 1.0:
-                line = evaluate(model, device, progress >= 1.0 or rank == 0)
-                report(
-                    f"step {step}  {seen / 1e6:.0f} M tokens  progress {progress:.3f}  "
-                    f"loss {float(shown):.3f}  {line}"
+                next_eval = passed + self.args.eval_every
+                numbers = self.evaluate(self.model, self.device, self.rank == 0)
+                self.report(
+                    f"step {self.steps}  {self.seen / 1e6:.0f} M tokens  progress {progress:.3f}  "
+                    f"loss {float(self.loss):.3f}  {numbers}"
                 )
-                next_eval = passed + args.eval_every
-                if rank == 0:
-                    save(model, args.out)
-    if world > 1:
-        dist.destroy_process_group()
-    loader.pool.shutdown(cancel_futures=True)
+                if self.rank == 0:
+                    save(self.model, self.args.out)
+        if self.world > 1:
+            dist.destroy_process_group()
+        self.loader.pool.shutdown(cancel_futures=True)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    Trainer(parse()).run()
 
 
 if __name__ == "__main__":
