@@ -126,10 +126,10 @@ class MLXEngine:
         # A flush that grows a pool copies one layer of it, in the scratch that prefill leaves idle.
         self._scratch_bytes = command.attention_scratch
         base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
-        self._row_pages = -(-store.row_bytes // store.page_bytes)
+        self._row_pages = -(-store.row_bytes // store.page_bytes())
         first = SLAB_PAGES + FIRST_ROWS * self._row_pages
-        grant = _demand(ask_grant, base + first * store.page_bytes, "first pages")
-        self._budget = PageBudget(base, store.page_bytes, grant.total_bytes, grant.seq)
+        grant = _demand(ask_grant, base + first * store.page_bytes(), "first pages")
+        self._budget = PageBudget(base, store.page_bytes(), grant.total_bytes, grant.seq)
         self._scheduler = Scheduler(
             max_rows=command.max_rows, chunk=command.prefill_chunk, row_pages=self._row_pages
         )
@@ -151,8 +151,8 @@ class MLXEngine:
             dtype=str(store.dtype).removeprefix("mlx.core."),
             kv_scheme=store.scheme.name,
             kv_layout=f"keys per channel, values {values}",
-            page_bytes=store.page_bytes,
-            kv_bytes_per_token=store.page_bytes // 64,
+            page_bytes=store.page_bytes(),
+            kv_bytes_per_token=store.page_bytes() // 64,
             attention_path=verdict.path,
             attention_error=verdict.error,
             has_chat_template=self._text.has_chat_template,
@@ -327,7 +327,7 @@ class MLXEngine:
     def _grow_to_grant(self) -> None:
         store = self._runner.store
         tails = len(store.rows) * self._row_pages
-        store.page_limit = self._budget.pages - tails
+        store.limit_bytes = (self._budget.pages - tails) * store.page_bytes()
 
     def _ask_for(self, pages: int) -> None:
         wanted = self._budget.want(pages)
@@ -341,7 +341,7 @@ class MLXEngine:
     def _rest(self) -> None:
         """Give memory back when nobody is there: one slab stays for the next request."""
         store = self._runner.store
-        if store.allocator.capacity > SLAB_PAGES:
+        if store.pages_bytes > SLAB_PAGES * store.page_bytes():
             store.shrink(SLAB_PAGES)
             mx.clear_cache()
         wanted = self._budget.give_back(SLAB_PAGES + FIRST_ROWS * self._row_pages)
@@ -357,15 +357,15 @@ class MLXEngine:
             rows_prefilling=self._scheduler.prefilling,
             rows_waiting=self._scheduler.waiting,
             max_rows_in_step=self._most_rows,
-            pages_used=store.allocator.used,
-            pages_total=store.allocator.capacity,
+            pages_used=sum(one.used for one in store.allocators),
+            pages_total=sum(one.capacity for one in store.allocators),
             flushes=store.flushes,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._weights_bytes,
                 kv_pages=store.pages_bytes,
-                kv_pages_used=store.allocator.used * store.page_bytes,
+                kv_pages_used=store.used_bytes,
                 kv_tails=store.tails_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),

@@ -50,7 +50,7 @@ def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
     held = sum(array.nbytes for layer in bench.store.layers for array in layer.arrays())
 
     assert bench.store.nbytes == held
-    assert bench.store.pages_bytes == bench.store.allocator.capacity * bench.store.page_bytes
+    assert bench.store.pages_bytes == bench.store.allocators[0].capacity * bench.store.page_bytes()
 
 
 def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
@@ -105,7 +105,7 @@ def test_freed_row_with_pending_page_leaves_nothing() -> None:
     bench.drain()
 
     bench.check()
-    assert bench.store.allocator.used == 1
+    assert bench.store.allocators[0].used == 1
 
 
 def test_shrink_gives_everything_back() -> None:
@@ -122,10 +122,10 @@ def test_shrink_gives_everything_back() -> None:
 
 def test_page_limit_caps_growth() -> None:
     bench = Bench(layers=1)
-    bench.store.page_limit = 10
+    bench.store.limit_bytes = 10 * bench.store.page_bytes()
     bench.new(64 * 11)
 
-    assert bench.store.allocator.capacity == 10
+    assert bench.store.allocators[0].capacity == 10
 
 
 def test_slots_of_a_gap_are_reused() -> None:
@@ -173,7 +173,7 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
     geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
     bench = Bench(geometry, layers=2)
-    bench.store.page_limit = 400
+    bench.store.limit_bytes = 400 * bench.store.page_bytes()
     big = bench.new(64 * 300, chunk=2048)
     small = bench.new(100)
     one_layer = bench.store.pages_bytes // 2
