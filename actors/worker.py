@@ -62,7 +62,9 @@ class Berth:
     stats: WorkerStats = field(default_factory=WorkerStats)
 
     def __post_init__(self) -> None:
-        self.journal: Journal[lifecycle.Event, lifecycle.Command] = Journal(self.machine)
+        self.journal: Journal[lifecycle.Event, lifecycle.Command] = Journal(
+            self.machine, signs=lifecycle.SIGNS
+        )
 
     @property
     def state(self) -> ModelState:

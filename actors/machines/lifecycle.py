@@ -186,6 +186,9 @@ Event = (
     | Tick
 )
 
+SIGNS = (Alive, Gained)
+"""Of several in a row only the last one matters; see `actors.runtime.journal`."""
+
 # -- commands ---------------------------------------------------------------------------------
 
 
@@ -463,6 +466,7 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
             m.state = Failed(error, refused=True)
             return [Release()]
         case Stopping(then="restart", error=ErrorInfo() as error):
+            m.worked = False  # it did not end by itself: a hang is as fruitless as a failed load
             return _died(m, error, now, attributable=True)
         case Draining():
             m.state = Stopped()
@@ -474,7 +478,7 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
 
 def _died(m: Lifecycle, error: ErrorInfo, now: float, *, attributable: bool) -> list[Command]:
     lost = _lose_rows(m, error)
-    delay = m.budget.death(now, attributable=attributable, worked=m.worked)
+    delay = m.budget.death(now, attributable=attributable, fruitless=not m.worked)
     if delay is None:
         reason = ModelFailed(
             f"{m.name} was given up after {m.budget.crashes} crashes without progress; "

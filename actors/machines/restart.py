@@ -15,8 +15,8 @@ FORGET_S = 600.0
 class RestartBudget(msgspec.Struct):
     """Three attributable deaths within a minute, without progress between them, are enough.
 
-    Deaths before the process ever worked count however far they lie apart: a model whose load
-    takes a minute and then crashes would be loaded for ever.
+    Deaths in the load and hangs count however far they lie apart: a model whose load takes a
+    minute and then crashes, or that hangs for two, would be loaded for ever.
     """
 
     most: int = 3
@@ -25,19 +25,19 @@ class RestartBudget(msgspec.Struct):
     """Before the first restart; it doubles with each death."""
     longest_delay_s: float = 30.0
     deaths: list[float] = msgspec.field(default_factory=list)
-    early: int = 0
-    """Attributable deaths before the process ever worked."""
-    late: list[float] = msgspec.field(default_factory=list)
+    fruitless: int = 0
+    """Attributable deaths in the load, and hangs."""
+    crashed: list[float] = msgspec.field(default_factory=list)
     """When the other attributable deaths were."""
 
-    def death(self, now: float, *, attributable: bool, worked: bool) -> float | None:
+    def death(self, now: float, *, attributable: bool, fruitless: bool) -> float | None:
         """Count a death; return the delay before the next start, or None to give up."""
         self.deaths = [at for at in self.deaths if now - at < FORGET_S] + [now]
-        self.late = [at for at in self.late if now - at < self.period_s]
-        if attributable and worked:
-            self.late.append(now)
+        self.crashed = [at for at in self.crashed if now - at < self.period_s]
+        if attributable and fruitless:
+            self.fruitless += 1
         elif attributable:
-            self.early += 1
+            self.crashed.append(now)
         if attributable and self.crashes >= self.most:
             return None
         return float(min(self.delay_s * 2 ** (len(self.deaths) - 1), self.longest_delay_s))
@@ -45,12 +45,12 @@ class RestartBudget(msgspec.Struct):
     @property
     def crashes(self) -> int:
         """Attributable deaths that count now."""
-        return self.early + len(self.late)
+        return self.fruitless + len(self.crashed)
 
     def progress(self) -> None:
         """Forget all deaths: it works."""
         if self.deaths:
-            self.deaths, self.late, self.early = [], [], 0
+            self.deaths, self.crashed, self.fruitless = [], [], 0
 
     def check(self) -> None:
         """Check the invariants."""

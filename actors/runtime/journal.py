@@ -45,10 +45,17 @@ class _Segment(Generic[E, C]):
 
 
 class Journal(Generic[E, C]):
-    """A machine and its recent past: give events to `handle` instead of to the machine."""
+    """A machine and its recent past: give events to `handle` instead of to the machine.
 
-    def __init__(self, machine: Machine[E, C], segment: int = 256) -> None:
+    `signs` are events that come many times a second and only say "now": of several in a row the
+    last one alone has the same effect, so that one is kept, and the story reaches further back.
+    """
+
+    def __init__(
+        self, machine: Machine[E, C], *, signs: tuple[type, ...] = (), segment: int = 256
+    ) -> None:
         self._machine = machine
+        self._signs = signs
         self._limit = segment
         self._old: _Segment[E, C] | None = None
         self._new: _Segment[E, C] = _Segment(machine)
@@ -76,15 +83,23 @@ class Journal(Generic[E, C]):
 
     def _write(self, event: E, now: float, commands: list[C]) -> None:
         entries = self._new.entries
-        # Signs of life come many times a second: where one changes nothing but a time, only
-        # the last of a row is kept. It has the same effect as all of them.
-        if entries and not commands and not entries[-1].commands and entries[-1].event == event:
-            entries[-1].at = now
-            entries[-1].times += 1
-            return
-        entries.append(Entry(now, event, commands))
+        entry = Entry(now, event, commands)
+        if not commands and (place := self._same_sign(event)) is not None:
+            entry.times += entries.pop(place).times
+        entries.append(entry)
         if len(entries) >= self._limit:
             self._old, self._new = self._new, _Segment(self._machine)
+
+    def _same_sign(self, event: E) -> int | None:
+        """Return the place of the same sign, if only signs came after it."""
+        entries = self._new.entries
+        for place in range(len(entries) - 1, -1, -1):
+            entry = entries[place]
+            if not isinstance(entry.event, self._signs) or entry.commands:
+                return None
+            if entry.event == event:
+                return place
+        return None
 
 
 class ReplayDiffers(AssertionError):

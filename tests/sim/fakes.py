@@ -108,6 +108,7 @@ class FakeProcess:
         self.exit: Exit | None = None
         self.tokens = 0
         self.grant = 0
+        self.ready = False
         self._on_report = on_report
         self._on_exit = on_exit
         self._frozen = False
@@ -154,7 +155,10 @@ class FakeProcess:
             self._on_report(report)
 
     def want(self, total_bytes: int) -> None:
-        self.say(GrantWanted(seq=len(self.commands) + 100, total_bytes=total_bytes, reason="test"))
+        if self.ready:
+            self.say(
+                GrantWanted(seq=len(self.commands) + 100, total_bytes=total_bytes, reason="test")
+            )
 
     # -- its life -------------------------------------------------------------------------------
 
@@ -213,6 +217,7 @@ class FakeProcess:
             error = InsufficientMemory("no room", available=grant.available_bytes).info()
             self.say(LoadFailed(error=error))
             self.die(0)
+        self.ready = True
         self.say(Ready(info=INFO))
         if script.nonsense:
             self.say(Ready(info=INFO))

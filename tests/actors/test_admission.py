@@ -1,0 +1,217 @@
+"""The router's machine: each request ends once, and goes to a worker only when that is ready."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from actors.machines.admission import (
+    Arrived,
+    Bounced,
+    Desk,
+    DrainAll,
+    End,
+    EndCancelled,
+    Event,
+    Forward,
+    ModelGone,
+    ModelIs,
+    Over,
+    Quiet,
+    RowsLost,
+    Unwanted,
+    Withdraw,
+)
+from protocol.errors import ErrorInfo
+
+DIED = ErrorInfo("worker_died", "died", True)
+FAILED = ErrorInfo("model_failed", "gave up")
+
+
+@pytest.fixture
+def desk():
+    """A desk whose invariants are checked at the end."""
+    subject = Desk(most=3)
+    yield subject
+    subject.check()
+
+
+def feed(desk: Desk, *events: Event):
+    commands = [command for event in events for command in desk.handle(event, 0.0)]
+    desk.check()
+    return commands
+
+
+def codes(commands) -> list[str]:
+    return [f"{c.rid} {c.error.code}" for c in commands if isinstance(c, End)]
+
+
+def test_a_request_for_a_ready_model_goes_there(desk):
+    commands = feed(desk, ModelIs("m", "ready"), Arrived("1", "m"))
+
+    assert [Forward("1", "m")] == commands
+    assert feed(desk, Over("1")) == []
+    assert desk.requests == {}
+
+
+def test_requests_wait_for_their_model_in_order(desk):
+    feed(desk, ModelIs("m", "waiting"), Arrived("2", "m"), Arrived("1", "m"))
+
+    assert [Forward("2", "m"), Forward("1", "m")] == feed(desk, ModelIs("m", "ready"))
+
+
+@pytest.mark.parametrize(
+    ("standing", "code"),
+    [("closing", "draining"), ("failed", "model_failed"), ("unknown", "unknown_model")],
+)
+def test_refusals(desk, standing, code):
+    if standing != "unknown":
+        feed(desk, ModelIs("m", standing, FAILED if standing == "failed" else None))
+
+    assert [f"1 {code}"] == codes(feed(desk, Arrived("1", "m")))
+
+
+def test_too_many_are_overloaded(desk):
+    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "ready"))
+    feed(desk, *(Arrived(str(n), "m") for n in range(3)))
+
+    assert codes(feed(desk, Arrived("3", "m"))) == ["3 overloaded"]
+    assert [Forward("4", "n")] == feed(desk, Arrived("4", "n"))
+    feed(desk, Unwanted("0"))
+    assert feed(desk, Arrived("5", "m")) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        (ModelIs("m", "closing"), "draining"),
+        (ModelIs("m", "failed", FAILED), "model_failed"),
+        (ModelGone("m"), "unknown_model"),
+    ],
+)
+def test_those_that_wait_end_with_their_model(desk, event, code):
+    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "waiting"))
+    feed(desk, Arrived("1", "m"), Arrived("2", "n"))
+
+    assert [f"1 {code}"] == codes(feed(desk, event))
+    assert list(desk.requests) == ["2"]
+
+
+def test_those_inside_die_with_the_process_and_those_on_their_way_wait(desk):
+    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"))
+
+    assert codes(feed(desk, RowsLost(["1"], DIED), ModelIs("m", "waiting"))) == ["1 worker_died"]
+    assert feed(desk, Bounced("2")) == []
+    assert [Forward("2", "m")] == feed(desk, ModelIs("m", "ready"))
+
+
+def test_those_on_their_way_end_when_nobody_speaks_for_them(desk):
+    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), ModelIs("m", "failed", FAILED))
+
+    assert codes(feed(desk, ModelGone("m"))) == ["1 model_failed"]
+    assert feed(desk, Bounced("1"), Over("1"), Unwanted("1"), RowsLost(["1"], DIED)) == []
+
+
+def test_a_bounce_of_a_closing_model_ends(desk):
+    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), ModelIs("m", "closing"))
+
+    assert codes(feed(desk, Bounced("1"))) == ["1 draining"]
+
+
+def test_cancel(desk):
+    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "ready"))
+    feed(desk, Arrived("1", "m"), Arrived("2", "n"), Arrived("3", "n"), Arrived("4", "n"))
+
+    assert [EndCancelled("1")] == feed(desk, Unwanted("1"))
+    assert [Withdraw("2", "n")] == feed(desk, Unwanted("2"), Unwanted("2"))
+    feed(desk, Unwanted("3"), Unwanted("4"))
+    assert [EndCancelled("3")] == feed(desk, Bounced("3"))
+    assert [EndCancelled("4")] == feed(desk, RowsLost(["4"], DIED))
+    assert list(desk.requests) == ["2"]
+
+
+def test_a_drain_ends_with_the_last_request(desk):
+    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"))
+
+    assert feed(desk, DrainAll()) == []
+    assert codes(feed(desk, Arrived("3", "m"))) == ["3 draining"]
+    assert feed(desk, Over("1")) == []
+    assert [Quiet()] == feed(desk, Over("2"))
+    assert [Quiet()] == feed(desk, DrainAll())
+
+
+class Walk(RuleBasedStateMachine):
+    """Whatever order things come in: each request that arrives ends exactly once."""
+
+    models = st.sampled_from(["m", "n"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.desk = Desk(most=4)
+        self.open: set[str] = set()
+        self.inside: set[str] = set()
+        self.count = 0
+
+    def feed(self, event: Event) -> None:
+        for command in self.desk.handle(event, 0.0):
+            match command:
+                case Forward(rid=rid, model=model):
+                    assert self.desk.models[model].standing == "ready"
+                    assert rid not in self.inside
+                    self.inside.add(rid)
+                case End(rid=rid) | EndCancelled(rid=rid):
+                    self.open.remove(rid)
+                    self.inside.discard(rid)
+                case Withdraw(rid=rid):
+                    assert rid in self.inside
+                case Quiet():
+                    assert not self.open
+
+    def one_inside(self, data) -> str | None:
+        return data.draw(st.sampled_from(sorted(self.inside))) if self.inside else None
+
+    @rule(model=models, standing=st.sampled_from(["waiting", "ready", "closing", "failed"]))
+    def model_is(self, model, standing):
+        self.feed(ModelIs(model, standing, FAILED if standing == "failed" else None))
+
+    @rule(model=models)
+    def model_gone(self, model):
+        self.feed(ModelGone(model))
+
+    @rule(model=models)
+    def arrive(self, model):
+        self.count += 1
+        self.open.add(str(self.count))
+        self.feed(Arrived(str(self.count), model))
+
+    @rule(data=st.data(), how=st.sampled_from(["over", "bounced", "lost"]))
+    def leave(self, data, how):
+        rid = self.one_inside(data)
+        if rid is None:
+            return
+        self.inside.discard(rid)
+        if how == "over":
+            self.open.remove(rid)
+            self.feed(Over(rid))
+        else:
+            self.feed(Bounced(rid) if how == "bounced" else RowsLost([rid], DIED))
+
+    @rule(rid=st.integers(1, 30).map(str))
+    def cancel(self, rid):
+        self.feed(Unwanted(rid))
+
+    @rule()
+    def drain_seldom(self):
+        if self.count > 15:
+            self.feed(DrainAll())
+
+    @invariant()
+    def whole(self):
+        self.desk.check()
+        assert self.open == set(self.desk.requests)
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
