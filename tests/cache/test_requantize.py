@@ -258,10 +258,10 @@ class Ladder(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(self.bench.rows), min_size=1, unique_by=id))
         step_down(self.bench, rows, level)
 
-    @rule(spare=st.integers(0, 3))
-    def compact(self, spare: int) -> None:
+    @rule(pages=st.integers(0, 9))
+    def compact(self, pages: int) -> None:
         self.bench.drain()
-        self.bench.store.compact(spare)
+        self.bench.store.compact(pages)
 
     @rule()
     def flush(self) -> None:

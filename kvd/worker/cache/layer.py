@@ -182,10 +182,14 @@ class LayerStore:
             tails[target] = copied
             mx.eval(tails)
 
-    def add_tails(self, count: int) -> None:
-        """Add room for more rows; evaluates."""
-        self.tail_keys = _grown(self.tail_keys, count)
-        self.tail_values = _grown(self.tail_values, count)
+    def add_tail(self) -> None:
+        """Add room for one more row; evaluates."""
+        self.tail_keys = _grown(self.tail_keys)
+        self.tail_values = _grown(self.tail_values)
+
+    def clear_tail(self, slot: int) -> None:
+        """Make a tail's values zero; lazy."""
+        self.tail_values[slot] = mx.zeros(self.tail_values.shape[1:], self.dtype)
 
     def reset(self, pages: int) -> None:
         """Forget everything; keep room for ``pages`` pages and no tail."""
@@ -206,8 +210,7 @@ def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:
     return joined if kept is None else tuple(array[mx.array(kept)] for array in joined)
 
 
-def _grown(tails: mx.array, count: int) -> mx.array:
-    more = mx.zeros((count, *tails.shape[1:]), tails.dtype)
-    tails = mx.concatenate([tails, more])
+def _grown(tails: mx.array) -> mx.array:
+    tails = mx.concatenate([tails, mx.zeros((1, *tails.shape[1:]), tails.dtype)])
     mx.eval(tails)
     return tails

@@ -65,11 +65,15 @@ class KVStore:
         ]
         self.allocators = [PageAllocator(level) for level in self.levels]
         self.limit_bytes: int | None = None
-        """The most that the pools may grow to; None: no limit."""
+        """Up to which pools grow ahead of need, tails included; None: no limit.
+
+        What rows need is theirs in any case: who admits them sees that it fits.
+        """
         self.rows: list[Row] = []
         self.step: DecodeStep | PrefillStep | None = None
         self.flushes = 0
         self._free_slots: list[int] = []
+        self._dirty_slots: set[int] = set()
         self._tail_slots = 0
         self._pending: list[tuple[int, list[Row]]] = []
         """Level, and a row for each pending page, in the order of the layers' own lists."""
@@ -91,7 +95,21 @@ class KVStore:
 
     def page_bytes(self, level: int = 0) -> int:
         """Bytes of one page in all layers."""
-        return sum(layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self.layers)
+        return sum(self.layer_page_bytes(level))
+
+    def layer_page_bytes(self, level: int = 0) -> list[int]:
+        """Bytes of one page in each layer."""
+        return [layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self.layers]
+
+    @property
+    def capacity(self) -> int:
+        """Pages that the pools hold, used or not, in bytes of the top level's."""
+        return -(-self.pages_bytes // self.page_bytes())
+
+    @property
+    def tail_slots(self) -> int:
+        """Rows that there are tails for."""
+        return self._tail_slots
 
     @property
     def row_bytes(self) -> int:
@@ -123,8 +141,12 @@ class KVStore:
     def new_row(self) -> Row:
         """Return an empty row."""
         if not self._free_slots:
-            self._add_tails(4)  # growing copies the tails, so not one by one
+            self._add_tail()
         row = Row(self._free_slots.pop(0))
+        if row.slot in self._dirty_slots:
+            self._dirty_slots.remove(row.slot)
+            for layer in self.layers:
+                layer.clear_tail(row.slot)
         self.rows.append(row)
         return row
 
@@ -144,11 +166,17 @@ class KVStore:
             layer.copy_tail(row.slot, twin.slot)
         return twin
 
-    def free(self, row: Row) -> None:
-        """Give a row's pages and tail back. No step in flight may still read them."""
+    def free(self, row: Row, *, clean: bool = True) -> None:
+        """Give a row's pages and tail back. No step in flight may still read them.
+
+        Not ``clean``: its tail may hold NaN, which no mask keeps from a product (0 x NaN is NaN);
+        it is cleared before another row gets it. Pages are overwritten whole.
+        """
         if not row.alive:
             raise ValueError("the row is free already")
         row.alive = False
+        if not clean:
+            self._dirty_slots.add(row.slot)
         for page in row.pages:
             self.allocators[page.level].release(page)
         self.rows.remove(row)
@@ -266,7 +294,7 @@ class KVStore:
         wanted = capacity + max(SLAB_PAGES, capacity // 4)
         if self.limit_bytes is not None:
             size = self.page_bytes(allocator.level)
-            room = (self.limit_bytes - self.pages_bytes) // size
+            room = (self.limit_bytes - self.nbytes) // size
             wanted = min(wanted, capacity + max(0, room))
         wanted = max(needed, wanted)
         allocator.grow(wanted)
@@ -285,11 +313,11 @@ class KVStore:
             self.allocators[page.level].release(page)  # the hold of the taking
         self.changed()
 
-    def compact(self, spare: int = 0) -> int:
+    def compact(self, pages: int = 0) -> int:
         """Move the pages of every level together and cut its pools; return the bytes given back.
 
-        ``spare`` free pages a level stay. Pages in use move within their pools; the device must be
-        idle and nothing may be pending.
+        The top level keeps room for ``pages`` pages. Pages in use move within their pools; the
+        device must be idle and nothing may be pending.
         """
         if self._pending:
             raise ValueError("flush before compacting")
@@ -297,7 +325,8 @@ class KVStore:
         for allocator in self.allocators:
             if moves := allocator.packing():
                 self._move_within(allocator, moves)
-            capacity = min(allocator.capacity, allocator.used + spare)
+            kept = pages if allocator.level == 0 else 0
+            capacity = min(allocator.capacity, max(allocator.used, kept))
             if capacity < allocator.capacity:
                 allocator.cut(capacity)
                 for layer in self.layers:
@@ -327,15 +356,17 @@ class KVStore:
         self.step = None
         self._pending = []
         self._free_slots = []
+        self._dirty_slots = set()
         self._tail_slots = 0
+        self._tables = None
         for layer in self.layers:
             layer.reset(pages)
 
-    def _add_tails(self, count: int) -> None:
+    def _add_tail(self) -> None:
         for layer in self.layers:
-            layer.add_tails(count)
-        self._free_slots += range(self._tail_slots, self._tail_slots + count)
-        self._tail_slots += count
+            layer.add_tail()
+        self._free_slots.append(self._tail_slots)
+        self._tail_slots += 1
 
     # Looking inside.
 
