@@ -46,8 +46,8 @@ class Pool:
     def __init__(self, pool_bytes: int) -> None:
         self.store = KVStore([GEOMETRY], Scheme(8, 8), mx.float32)
         (self.cache,) = make_caches(self.store)
-        pages = max(8, pool_bytes // self.store.page_bytes)
-        self.store.allocator.grow(pages)
+        pages = max(8, pool_bytes // self.store.page_bytes())
+        self.store.allocators[0].grow(pages)
         self.store.layers[0].pools[0].grow(pages)
         self.rows = [self._row() for _ in range(ROWS)]
         self.queries = mx.random.normal((ROWS, 16, 1, 128))
@@ -88,7 +88,7 @@ class Pool:
         self.flushes.append((done - drained) * 1e3)
         for row in self.rows:  # keep the rows, and so the steps, as short as they were
             for page in row.pages:
-                self.store.allocator.release(page)
+                self.store.allocators[0].release(page)
             row.pages.clear()
             row.length = row.length % 64 + 64
 

@@ -17,58 +17,75 @@ RETRY_AFTER_S = 1.0
 
 @dataclass
 class PageBudget:
-    """The worker's side of its grant."""
+    """The worker's side of its grant. At most one wish is open at a time."""
 
     base_bytes: int
     page_bytes: int
     granted_bytes: int
     seq: int = 0
-    """Of the newest request; at most one is open."""
-    waiting: bool = False
-    """Whether a request is open."""
+    """Of the newest wish."""
+    open_bytes: int | None = None
+    """The total of the wish that awaits its answer."""
     denied: Grant | None = None
-    """The last answer, if it was no and nothing has changed since."""
+    """The newest answer, if it was no and nothing has changed since."""
+    denied_bytes: int = 0
+    """The total that it was about."""
 
     @property
     def pages(self) -> int:
         """Pages that the grant covers."""
         return max(0, self.granted_bytes - self.base_bytes) // self.page_bytes
 
-    def want(self, missing_pages: int) -> GrantWanted | None:
-        """Ask for more pages, unless a request is open or was just denied."""
-        if self.waiting or self.denied is not None or missing_pages <= 0:
-            return None
-        total = self.base_bytes + (self.pages + missing_pages) * self.page_bytes
-        return self._ask(total, f"{missing_pages} more pages for the next request")
+    def total_with(self, missing_pages: int) -> int:
+        """Return the grant that covers so many pages more."""
+        return self.base_bytes + (self.pages + missing_pages) * self.page_bytes
 
-    def give_back(self, needed_pages: int) -> GrantWanted | None:
-        """Return what is above ``needed_pages``; the daemon cannot say no to that."""
-        if self.waiting or needed_pages >= self.pages:
+    def is_denied(self, missing_pages: int) -> bool:
+        """Return whether so much, or less, was denied already and nothing has changed since."""
+        return self.denied is not None and self.total_with(missing_pages) >= self.denied_bytes
+
+    def want(self, missing_pages: int) -> GrantWanted | None:
+        """Ask for more pages, unless a wish is open or so much was just denied."""
+        if self.open_bytes is not None or missing_pages <= 0 or self.is_denied(missing_pages):
             return None
-        return self._ask(self.base_bytes + needed_pages * self.page_bytes, "idle")
+        return self._ask(self.total_with(missing_pages), f"{missing_pages} more pages")
+
+    def give_back(self, pages: int) -> GrantWanted | None:
+        """Return what is above ``pages``; the daemon cannot say no, so it is gone at once."""
+        if self.open_bytes is not None or pages >= self.pages:
+            return None
+        self.granted_bytes = self.base_bytes + pages * self.page_bytes
+        return self._ask(self.granted_bytes, "not needed any more")
+
+    def withdraw(self) -> GrantWanted | None:
+        """Take a denied wish back: the daemon remembers it, and would grant it to nobody."""
+        if self.open_bytes is not None or self.denied is None:
+            return None
+        self.denied = None
+        return self._ask(self.granted_bytes, "the request is gone")
 
     def _ask(self, total: int, reason: str) -> GrantWanted:
         self.seq += 1
-        self.waiting = True
+        self.open_bytes = total
         return GrantWanted(seq=self.seq, total_bytes=total, reason=reason)
 
     def answer(self, grant: Grant) -> None:
-        """Take the daemon's answer; answers to older requests only carry the total."""
+        """Take the daemon's answer; one to an older wish came before the open one was read."""
+        if grant.seq != self.seq:
+            return
         self.granted_bytes = grant.total_bytes
-        if grant.seq == self.seq:
-            self.waiting = False
-            self.denied = None if grant.granted else grant
-
-    def changed(self) -> None:
-        """Note that memory may have become free here: a denied request may be made again."""
-        self.denied = None
+        if grant.granted:
+            self.denied = None
+        else:
+            self.denied, self.denied_bytes = grant, self.open_bytes or grant.total_bytes
+        self.open_bytes = None
 
     def refusal(self, missing_pages: int) -> KvdError:
         """Say why the next request cannot run although no other row holds memory here."""
         grant = self.denied
         if grant is None:
-            raise ValueError("no request was denied")
-        total = self.base_bytes + (self.pages + missing_pages) * self.page_bytes
+            raise ValueError("no wish was denied")
+        total = self.total_with(missing_pages)
         arithmetic = {
             "base_bytes": self.base_bytes,
             "page_bytes": self.page_bytes,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget
 from kvd.worker.scheduler import Scheduler
 from kvd.worker.stops import StopFilter
@@ -34,6 +35,7 @@ from protocol.errors import (
 from protocol.types import MemoryUse, ModelInfo, Sampling, Usage, WorkerStats
 from protocol.worker import (
     Grant,
+    GrantWanted,
     LoadModel,
     Report,
     RowFailed,
@@ -158,8 +160,9 @@ class FakeEngine:
         if model.load_error:
             raise from_info(ErrorInfo(model.load_error, "the fake model was asked not to load"))
         progress("ready", 1.0)
-        self._budget = PageBudget(model.weights, model.page_bytes, grant.total_bytes, grant.seq)
+        budget = PageBudget(model.weights, model.page_bytes, grant.total_bytes, grant.seq)
         self._scheduler = Scheduler(max_rows=command.max_rows, chunk=command.prefill_chunk)
+        self._admission = Admission(self._scheduler, budget, row_pages=0, rest_pages=model.pages)
         return ModelInfo(
             architecture="Fake",
             parameters=0,
@@ -194,7 +197,7 @@ class FakeEngine:
         row = _Row(
             request.rid, prompt, _seed_of(request.sampling), max_new, StopFilter(request.stop)
         )
-        self._scheduler.submit(request.rid, len(prompt), max_new)
+        self._admission.submit(request.rid, len(prompt), max_new)
         self._rows[request.rid] = row
         self._prompt_tokens += len(prompt)
         return len(prompt)
@@ -206,14 +209,12 @@ class FakeEngine:
 
     def granted(self, grant: Grant) -> None:
         """Take the answer to a `GrantWanted`."""
-        self._budget.answer(grant)
+        self._admission.granted(grant)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        busy = self._scheduler.prefilling or self._scheduler.decoding
-        queued = self._scheduler.waiting and not self._budget.waiting
-        return bool(self._reports or busy or queued)
+        return bool(self._reports or self._admission.has_work)
 
     # The step.
 
@@ -225,14 +226,19 @@ class FakeEngine:
             _crash()
         if self._steps == self._model.hang_after:
             self._hang()
-        plan = self._scheduler.plan(self._budget.pages - self._scheduler.reserved)
-        if plan.wanted_pages:
-            self._ask_for(plan.wanted_pages)
+        turn = self._admission.turn(Held())
+        plan = turn.plan
+        self._tell(turn.wish)
+        if turn.refused is not None:
+            rid, error = turn.refused
+            self._reports.append(RowFailed(rid=rid, error=error.info()))
+            self._release(self._rows[rid])
         if plan.prefill is not None:
             self._scheduler.prefilled(plan.prefill.rid, plan.prefill.end)
         self._most_rows = max(self._most_rows, len(plan.decode))
         for rid in plan.decode:
             self._advance(self._rows[rid])
+        self._tell(self._admission.rest())
         reports, self._reports = self._reports, []
         return reports
 
@@ -244,16 +250,9 @@ class FakeEngine:
             self.sleep(self._next_step_at - now)
         self._next_step_at = max(now, self._next_step_at) + 1.0 / self._model.tps
 
-    def _ask_for(self, pages: int) -> None:
-        wanted = self._budget.want(pages)
-        if wanted is not None:
-            self._reports.append(wanted)
-        elif self._budget.denied is not None and not self._scheduler.reserved:
-            head = self._scheduler.head
-            assert head is not None, "pages are wanted for the head of the queue"
-            error = self._budget.refusal(pages)
-            self._reports.append(RowFailed(rid=head, error=error.info()))
-            self._release(self._rows[head])
+    def _tell(self, wish: GrantWanted | None) -> None:
+        if wish is not None:
+            self._reports.append(wish)
 
     def _advance(self, row: _Row) -> None:
         model = self._model
@@ -286,8 +285,7 @@ class FakeEngine:
         self._release(row)
 
     def _release(self, row: _Row) -> None:
-        self._scheduler.finish(row.rid)
-        self._budget.changed()
+        self._admission.finish(row.rid)
         del self._rows[row.rid]
 
     def _hang(self) -> NoReturn:
@@ -304,12 +302,12 @@ class FakeEngine:
             rows_waiting=self._scheduler.waiting,
             max_rows_in_step=self._most_rows,
             pages_used=used,
-            pages_total=self._budget.pages,
+            pages_total=self._admission.budget.pages,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._model.weights,
-                kv_pages=self._budget.pages * self._model.page_bytes,
+                kv_pages=self._admission.budget.pages * self._model.page_bytes,
                 kv_pages_used=used * self._model.page_bytes,
             ),
         )

@@ -22,6 +22,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker import memory, model, sampler, selfcheck
+from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import Scheme
@@ -29,7 +30,7 @@ from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.runner import Runner
 from kvd.worker.sampler import BatchSampling
-from kvd.worker.scheduler import Chunk, Scheduler
+from kvd.worker.scheduler import Chunk, Plan, Scheduler
 from kvd.worker.text import Text, TextStream
 from protocol.errors import ContextTooLong, InsufficientMemory, KvdError, NumericalError
 from protocol.messages import FinishReason
@@ -62,6 +63,8 @@ class _Request:
     launched: int = 0
     """Tokens whose steps have been launched."""
     sent: int = 0
+    trusted: bool = False
+    """Whether the newest logits were sound, and so all that they attended to."""
     ended: bool = False
 
 
@@ -87,7 +90,7 @@ class MLXEngine:
     _runner: Runner
     _text: Text
     _scheduler: Scheduler
-    _budget: PageBudget
+    _admission: Admission
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
@@ -99,12 +102,11 @@ class MLXEngine:
         self._generated_tokens = 0
         self._weights_bytes = 0
         self._scratch_bytes = 0
-        self._row_pages = 0
 
     # Loading.
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
-        """Find, check, load and prove the model; every byte is granted before it is taken."""
+        """Find, check, load and prove the model; weights and pages are granted before."""
         from kvd.worker import seam  # noqa: PLC0415 - before any model module is imported
 
         seam.install()
@@ -123,15 +125,19 @@ class MLXEngine:
         verdict = selfcheck.check(self._runner, loaded.vocab_size)
         mx.clear_cache()
         store = self._runner.store
-        # A flush that grows a pool copies one layer of it, in the scratch that prefill leaves idle.
         self._scratch_bytes = command.attention_scratch
         base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
-        self._row_pages = -(-store.row_bytes // store.page_bytes)
-        first = SLAB_PAGES + FIRST_ROWS * self._row_pages
-        grant = _demand(ask_grant, base + first * store.page_bytes, "first pages")
-        self._budget = PageBudget(base, store.page_bytes, grant.total_bytes, grant.seq)
-        self._scheduler = Scheduler(
-            max_rows=command.max_rows, chunk=command.prefill_chunk, row_pages=self._row_pages
+        # Charged with every page: its share of the copy that growing a layer's pool takes.
+        unit = store.page_bytes() + max(store.layer_page_bytes())
+        row_pages = -(-store.row_bytes // unit)
+        first = SLAB_PAGES + FIRST_ROWS * row_pages
+        grant = _demand(ask_grant, base + first * unit, "first pages")
+        self._scheduler = Scheduler(max_rows=command.max_rows, chunk=command.prefill_chunk)
+        self._admission = Admission(
+            self._scheduler,
+            PageBudget(base, unit, grant.total_bytes, grant.seq),
+            row_pages=row_pages,
+            rest_pages=first,
         )
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
@@ -151,8 +157,8 @@ class MLXEngine:
             dtype=str(store.dtype).removeprefix("mlx.core."),
             kv_scheme=store.scheme.name,
             kv_layout=f"keys per channel, values {values}",
-            page_bytes=store.page_bytes,
-            kv_bytes_per_token=store.page_bytes // 64,
+            page_bytes=store.page_bytes(),
+            kv_bytes_per_token=store.page_bytes() // 64,
             attention_path=verdict.path,
             attention_error=verdict.error,
             has_chat_template=self._text.has_chat_template,
@@ -176,7 +182,7 @@ class MLXEngine:
             )
         max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
         stream = self._text.stream(request, prompt)
-        self._scheduler.submit(request.rid, len(prompt), max_new)
+        self._admission.submit(request.rid, len(prompt), max_new)
         self._requests[request.rid] = _Request(request.rid, request, prompt, max_new, stream)
         self._prompt_tokens += len(prompt)
         return len(prompt)
@@ -189,25 +195,18 @@ class MLXEngine:
 
     def granted(self, grant: Grant) -> None:
         """Take the answer to a `GrantWanted`."""
-        self._budget.answer(grant)
+        self._admission.granted(grant)
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        busy = self._flight or self._scheduler.prefilling or self._scheduler.decoding
-        queued = self._scheduler.waiting and not self._budget.waiting
-        return bool(self._reports or busy or queued)
+        return bool(self._reports or self._flight or self._admission.has_work)
 
     # The step.
 
     def step(self) -> list[Report]:
         """Launch step n+1, read step n, prefill one chunk."""
-        free = self._budget.pages - self._scheduler.reserved
-        plan = self._scheduler.plan(free)
-        for rid in plan.admitted:
-            self._requests[rid].row = self._runner.store.new_row()
-        if plan.wanted_pages:
-            self._ask_for(plan.wanted_pages)
+        plan = self._plan()
         landed, self._flight = self._flight, self._launch(plan.decode)
         if landed is not None:
             self._collect(landed)
@@ -219,6 +218,23 @@ class MLXEngine:
         reports, self._reports = self._reports, []
         return reports
 
+    def _plan(self) -> Plan:
+        plan = self._take_turn()
+        if plan.wanted_pages and self._give_up_spare():
+            plan = self._take_turn()
+        return plan
+
+    def _take_turn(self) -> Plan:
+        turn = self._admission.turn(self._held())
+        for rid in turn.plan.admitted:
+            self._requests[rid].row = self._runner.store.new_row()
+        if turn.wish is not None:
+            self._reports.append(turn.wish)
+        if turn.refused is not None:
+            rid, error = turn.refused
+            self._fail(self._requests[rid], error)
+        return turn.plan
+
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
         requests = [self._requests[rid] for rid in rids]
         requests = [one for one in requests if not one.ended and one.launched < one.max_new]
@@ -227,9 +243,7 @@ class MLXEngine:
         store = self._runner.store
         rows = [_row(request) for request in requests]
         if store.needs_flush(rows):
-            self._drain()
-            self._grow_to_grant()
-            store.flush()
+            self._flush()
         logits = self._runner.decode(rows, self._inputs(requests))
         sampling = self._sampling(requests)
         tokens = sampler.sample(logits, sampling, [row.length for row in rows])
@@ -264,6 +278,7 @@ class MLXEngine:
         tokens: Any = landed.tokens.tolist()
         trusted: Any = landed.trusted.tolist()
         for request, token, good in zip(landed.requests, tokens, trusted, strict=True):
+            request.trusted = good
             if request.ended:
                 self._release(request)
             elif good:
@@ -303,20 +318,20 @@ class MLXEngine:
             self._release(request)
 
     def _release(self, request: _Request) -> None:
-        self._scheduler.finish(request.rid)
+        self._admission.finish(request.rid)
         del self._requests[request.rid]
         if request.row is not None:
-            self._runner.store.free(request.row)
-        self._budget.changed()
+            self._runner.store.free(request.row, clean=request.trusted)
 
     def _prefill(self, chunk: Chunk) -> None:
-        request = self._requests.get(chunk.rid)
-        if request is None:  # over since the plan was made
-            return
+        request = self._requests[chunk.rid]
         self._drain()
-        self._grow_to_grant()
         self._runner.prefill(_row(request), request.prompt[chunk.start : chunk.end])
         self._scheduler.prefilled(chunk.rid, chunk.end)
+
+    def _flush(self) -> None:
+        self._drain()
+        self._runner.store.flush()
 
     def _drain(self) -> None:
         if self._flight is not None:
@@ -324,29 +339,28 @@ class MLXEngine:
 
     # Memory.
 
-    def _grow_to_grant(self) -> None:
+    def _held(self) -> Held:
         store = self._runner.store
-        tails = len(store.rows) * self._row_pages
-        store.page_limit = self._budget.pages - tails
+        store.limit_bytes = self._admission.budget.pages * store.page_bytes()
+        return Held(store.capacity, store.tail_slots)
 
-    def _ask_for(self, pages: int) -> None:
-        wanted = self._budget.want(pages)
-        if wanted is not None:
-            self._reports.append(wanted)
-        elif self._budget.denied is not None and not self._scheduler.reserved:
-            head = self._scheduler.head
-            assert head is not None, "pages are wanted for the head of the queue"
-            self._fail(self._requests[head], self._budget.refusal(pages))
+    def _give_up_spare(self) -> bool:
+        """Cut pools down to what rows have reserved; return whether that freed anything."""
+        store = self._runner.store
+        if store.capacity <= self._scheduler.reserved:
+            return False
+        self._flush()
+        return store.compact(self._scheduler.reserved) > 0
 
     def _rest(self) -> None:
         """Give memory back when nobody is there: one slab stays for the next request."""
         store = self._runner.store
-        if store.allocator.capacity > SLAB_PAGES:
+        if store.capacity > SLAB_PAGES or store.tail_slots > FIRST_ROWS:
             store.shrink(SLAB_PAGES)
             mx.clear_cache()
-        wanted = self._budget.give_back(SLAB_PAGES + FIRST_ROWS * self._row_pages)
-        if wanted is not None:
-            self._reports.append(wanted)
+        wish = self._admission.rest()
+        if wish is not None:
+            self._reports.append(wish)
 
     def stats(self) -> WorkerStats:
         """Return the counters."""
@@ -357,15 +371,15 @@ class MLXEngine:
             rows_prefilling=self._scheduler.prefilling,
             rows_waiting=self._scheduler.waiting,
             max_rows_in_step=self._most_rows,
-            pages_used=store.allocator.used,
-            pages_total=store.allocator.capacity,
+            pages_used=sum(one.used for one in store.allocators),
+            pages_total=sum(one.capacity for one in store.allocators),
             flushes=store.flushes,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._weights_bytes,
                 kv_pages=store.pages_bytes,
-                kv_pages_used=store.allocator.used * store.page_bytes,
+                kv_pages_used=store.used_bytes,
                 kv_tails=store.tails_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from protocol.errors import InvalidModel, KvdError, UnknownModel, UnsupportedModel
+from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,14 +121,13 @@ def _download(source: str, progress: ReportProgress) -> Path:
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # noqa: PLC0415
 
     disable_progress_bars()
+    # The Hub's own client falls back to its cache without a network.
+    download = _in_background(
+        lambda: snapshot_download(source, allow_patterns=DEFAULT_ALLOW_PATTERNS),
+        lambda: progress("download", 0.0),  # may raise: the daemon wants us to stop
+    )
     try:
-        # The Hub's own client falls back to its cache without a network.
-        folder = _in_background(
-            lambda: snapshot_download(source, allow_patterns=DEFAULT_ALLOW_PATTERNS),
-            lambda: progress("download", 0.0),
-        )
-    except KvdError:
-        raise
+        folder = download.result()
     except Exception as error:  # of several libraries
         raise UnknownModel(
             f"cannot get {source} from the Hub: {_first_line(error)}; check the id and the "
@@ -138,8 +137,8 @@ def _download(source: str, progress: ReportProgress) -> Path:
     return Path(folder)
 
 
-def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> _T:
-    """Run ``work`` in a thread and ``tick`` once a second, so that the worker shows life."""
+def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> Future[_T]:
+    """Run ``work`` in a thread and ``tick`` once a second; return when it is over."""
     future: Future[_T] = Future()
 
     def run() -> None:
@@ -154,7 +153,9 @@ def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> _T:
             future.exception(timeout=1.0)
         except TimeoutError:
             tick()
-    return future.result()
+        except Exception:  # noqa: BLE001, S110 - the caller takes it from the future
+            pass
+    return future
 
 
 def inspect(path: Path) -> Headers:

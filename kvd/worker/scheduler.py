@@ -15,7 +15,9 @@ Prompt of 300 tokens, C = 128; the last prompt token is the row's first decode i
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocol.errors import LocalProtocolError
@@ -40,6 +42,8 @@ class Plan:
     decode: tuple[str, ...]
     wanted_pages: int
     """Pages that the head of the queue lacks; 0 if there is no head or only a place is missing."""
+    hoped_pages: int = 0
+    """Pages lacking for all requests of the queue that a place is free for."""
 
 
 @dataclass(slots=True)
@@ -61,19 +65,14 @@ class Scheduler:
     Call `plan`, run it, tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
     """
 
-    def __init__(
-        self, *, max_rows: int, chunk: int, page_tokens: int = 64, row_pages: int = 0
-    ) -> None:
-        if max_rows < 1 or chunk < 1 or page_tokens < 1 or row_pages < 0:
+    def __init__(self, *, max_rows: int, chunk: int, page_tokens: int = 64) -> None:
+        if max_rows < 1 or chunk < 1 or page_tokens < 1:
             raise LocalProtocolError(
                 f"max_rows {max_rows}, chunk {chunk} and page_tokens {page_tokens} must be positive"
-                f" and row_pages {row_pages} not negative"
             )
         self._max_rows = max_rows
         self._chunk = chunk
         self._page_tokens = page_tokens
-        self._row_pages = row_pages
-        """What a row holds beside its pages (its dense tail), counted in pages."""
         self._waiting: dict[str, _Row] = {}
         self._prefilling: dict[str, _Row] = {}
         self._decoding: dict[str, _Row] = {}
@@ -102,6 +101,11 @@ class Scheduler:
         return len(self._decoding)
 
     @property
+    def requests(self) -> int:
+        """All of them."""
+        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+
+    @property
     def reserved(self) -> int:
         """Pages that all admitted rows may take in the worst case."""
         return self._reserved
@@ -112,7 +116,7 @@ class Scheduler:
         The newest 64 to 127 tokens of a row are in its dense tail, so that one page less than
         its length suffices.
         """
-        return self._row_pages + max(0, (prompt_len + max_new) // self._page_tokens - 1)
+        return max(0, (prompt_len + max_new) // self._page_tokens - 1)
 
     def submit(self, rid: str, prompt_len: int, max_new: int) -> None:
         """Put a request at the end of the queue."""
@@ -124,19 +128,32 @@ class Scheduler:
             )
         self._waiting[rid] = _Row(rid, prompt_len, self.reservation(prompt_len, max_new))
 
-    def plan(self, free_pages: int) -> Plan:
-        """Admit what fits into ``free_pages`` (those that no admitted row has reserved)."""
+    def plan(self, lacking: Callable[[int, int], int]) -> Plan:
+        """Admit from the head of the queue what memory and places allow.
+
+        ``lacking(pages, rows)`` says how many pages would be missing if so many rows were admitted
+        and had reserved so many pages between them; none or less, and they fit.
+        """
         admitted = []
-        wanted = 0
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_rows:
+        wanted = hoped = 0
+        while self._waiting and self._running < self._max_rows:
             row = next(iter(self._waiting.values()))
-            if row.pages > free_pages:
-                wanted = row.pages - max(0, free_pages)
+            wanted = max(0, lacking(self._reserved + row.pages, self._running + 1))
+            if wanted:
+                hoped = self._hoped(lacking)
                 break
-            free_pages -= row.pages
             self._admit(row)
             admitted.append(row.rid)
-        return Plan(tuple(admitted), self._next_chunk(), tuple(self._decoding), wanted)
+        return Plan(tuple(admitted), self._next_chunk(), tuple(self._decoding), wanted, hoped)
+
+    @property
+    def _running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    def _hoped(self, lacking: Callable[[int, int], int]) -> int:
+        rows = list(itertools.islice(self._waiting.values(), self._max_rows - self._running))
+        pages = self._reserved + sum(row.pages for row in rows)
+        return lacking(pages, self._running + len(rows))
 
     def _admit(self, row: _Row) -> None:
         del self._waiting[row.rid]

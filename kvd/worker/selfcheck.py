@@ -29,7 +29,8 @@ from protocol.errors import UnsupportedModel
 Reference = Callable[[Runner, Row, list[int]], list[Any]]
 """Makes the caches for the reference pass of one row, whose prompt so far is given."""
 
-LENGTHS = (2, 70, 200)
+LENGTHS = (2, 126, 200)
+"""The second row seals its first page within the steps."""
 CHUNK = 128
 STEPS = 3
 
@@ -100,15 +101,15 @@ def _run(runner: Runner, vocab_size: int, reference: Reference) -> float:
                 runner.prefill(row, prompt[start : start + CHUNK])
         for step in range(STEPS):
             tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]
+            if store.needs_flush(rows):
+                store.flush()
+            got = runner.decode(rows, mx.array(tokens, mx.int32))
+            mx.eval(got, store.arrays())
             wanted = [
                 runner.model(mx.array([[token]]), cache=reference(runner, row, prompt))[0, -1]
                 for row, prompt, token in zip(rows, prompts, tokens, strict=True)
             ]
             mx.eval(wanted)
-            if store.needs_flush(rows):
-                store.flush()
-            got = runner.decode(rows, mx.array(tokens, mx.int32))
-            mx.eval(got, store.arrays())
             worst = max([worst, *(_difference(*pair) for pair in zip(got, wanted, strict=True))])
             for prompt, token in zip(prompts, tokens, strict=True):
                 prompt.append(token)
@@ -127,11 +128,11 @@ def _own_cache(runner: Runner, _row: Row, prompt: list[int]) -> list[Any]:
 
 
 def _dequantized_cache(runner: Runner, row: Row, _prompt: list[int]) -> list[Any]:
-    """Return dense caches that hold what the row's pages stand for."""
+    """Return dense caches that hold what the row attended to, but for the step's own token."""
     caches = []
     for layer in range(len(runner.store.layers)):
         cache = KVCache()
-        cache.update_and_fetch(*(side[None] for side in runner.store.read(row, layer)))
+        cache.update_and_fetch(*(side[None, :, :-1] for side in runner.store.read(row, layer)))
         caches.append(cache)
     return caches
 

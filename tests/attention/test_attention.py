@@ -9,9 +9,10 @@ import pytest
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.dense import dense_attention
 from kvd.worker.attention.prefill import prefill_attention
-from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
+from kvd.worker.cache.batch import DecodeHandle, PrefillHandle, make_caches
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.store import KVStore
 from tests.cache.helpers import Bench, DenseRow
 
 pytestmark = pytest.mark.mlx
@@ -97,6 +98,38 @@ def test_sinks() -> None:
     sinks = mx.array(bench.rng.normal(size=8).astype(np.float32))
 
     assert_decodes(bench, [bench.new(400), bench.new(3)], repeats=4, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("scheme", [Scheme(8, 8), Scheme(16, 16)])
+def test_sharp_attention_in_half_precision(dtype: mx.Dtype, scheme: Scheme) -> None:
+    """Keys with a bias of their own per channel, as Qwen2's: scores of about 50."""
+    store = KVStore([LayerGeometry(2, 64, 64, itemsize=2)], scheme, dtype)
+    (cache,) = make_caches(store)
+    rng = np.random.default_rng(3)
+    keys = rng.normal(size=(1, 2, 500, 64)) + 6 * rng.normal(size=(1, 1, 1, 64))
+    values = rng.normal(size=(1, 2, 500, 64))
+    row = store.new_row()
+    store.begin_prefill(row, 499)
+    cache.update_and_fetch(*(mx.array(side[:, :, :499]).astype(dtype) for side in (keys, values)))
+    store.finish_prefill()
+    store.begin_decode([row])
+    handle, _ = cache.update_and_fetch(
+        *(mx.array(side[:, :, 499:]).astype(dtype) for side in (keys, values))
+    )
+    queries = mx.array(3 * rng.normal(size=(1, 8, 1, 64))).astype(dtype)
+    got = decode_attention(queries, handle, 0.125)
+    pool = store.layers[0].pools[0]
+    if scheme.k_bits < 16:  # what the pages stand for, before half precision rounds it
+        words = [
+            tuple(array.astype(mx.float32) if index else array for index, array in enumerate(side))
+            for side in (pool.keys, pool.values)
+        ]
+        pool.keys, pool.values = words
+    want = dense_attention(queries[0], *store.read(row, 0), 0.125)
+
+    assert got.dtype == dtype
+    assert_close(got[0].astype(mx.float32), want, bound=6e-3)  # the output's own rounding
 
 
 @pytest.mark.parametrize("scheme", [Scheme(8, 4), Scheme(16, 16)])

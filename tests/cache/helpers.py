@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -30,21 +31,35 @@ class DenseRow:
     row: Row
     keys: list[np.ndarray] = field(default_factory=list)  # a layer: [heads, length, dim]
     values: list[np.ndarray] = field(default_factory=list)
+    paths: list[list[int]] = field(default_factory=list)
+    """For each page, the levels that it went through."""
+
+    def lowered(self, level: int) -> None:
+        """Note that the row's pages were stepped down."""
+        for path in self.paths:
+            if path[-1] < level:
+                path.append(level)
 
     def shown(self, layer: int, store: KVStore) -> tuple[np.ndarray, np.ndarray]:
         geometry = store.layers[layer].geometry
-        quantized = full_pages(self.row.length) * PAGE_TOKENS
+        self.paths += [
+            [self.row.level] for _ in range(full_pages(self.row.length) - len(self.paths))
+        ]
         sides = []
-        for dense, bits, per_channel in (
-            (self.keys[layer], store.scheme.k_bits, True),
-            (self.values[layer], store.scheme.v_bits, not geometry.values_per_token),
+        for dense, side, per_channel in (
+            (self.keys[layer], 0, True),
+            (self.values[layer], 1, not geometry.values_per_token),
         ):
             out = dense.copy()
-            for head in range(out.shape[0]):
-                for start in range(0, quantized, PAGE_TOKENS):
-                    page = mx.array(out[head, start : start + PAGE_TOKENS])
-                    shown = through_page(page, bits, per_channel=per_channel)
-                    out[head, start : start + PAGE_TOKENS] = np.array(shown)
+            for index, path in enumerate(self.paths):
+                here = slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
+                for head in range(out.shape[0]):
+                    page = mx.array(out[head, here])
+                    schemes = [store.layers[layer].pools[level].scheme for level in path]
+                    widths = [(scheme.k_bits, scheme.v_bits)[side] for scheme in schemes]
+                    for bits, _ in itertools.groupby(widths):  # the same bits: kept as it is
+                        page = through_page(page, bits, per_channel=per_channel)
+                    out[head, here] = np.array(page)
             sides.append(out)
         return sides[0], sides[1]
 
@@ -55,13 +70,14 @@ class Bench:
     def __init__(
         self,
         geometry: LayerGeometry | None = None,
-        scheme: Scheme | None = None,
+        scheme: Scheme | list[Scheme] | None = None,
         layers: int = 2,
         seed: int = 0,
+        floors: list[int] | None = None,
     ) -> None:
         geometry = geometry or LayerGeometry(kv_heads=2, k_dim=64, v_dim=64)
         self.geometry = geometry
-        self.store = KVStore([geometry] * layers, scheme or Scheme(8, 8), mx.float32)
+        self.store = KVStore([geometry] * layers, scheme or Scheme(8, 8), mx.float32, floors=floors)
         self.caches: list[BatchQuantizedKVCache] = make_caches(self.store)
         self.rng = np.random.default_rng(seed)
         self.rows: list[DenseRow] = []

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.steps import TAIL_TOKENS
 from tests.cache.helpers import Bench, DenseRow
@@ -50,7 +51,7 @@ def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
     held = sum(array.nbytes for layer in bench.store.layers for array in layer.arrays())
 
     assert bench.store.nbytes == held
-    assert bench.store.pages_bytes == bench.store.allocator.capacity * bench.store.page_bytes
+    assert bench.store.pages_bytes == bench.store.allocators[0].capacity * bench.store.page_bytes()
 
 
 def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
@@ -105,7 +106,7 @@ def test_freed_row_with_pending_page_leaves_nothing() -> None:
     bench.drain()
 
     bench.check()
-    assert bench.store.allocator.used == 1
+    assert bench.store.allocators[0].used == 1
 
 
 def test_shrink_gives_everything_back() -> None:
@@ -122,10 +123,10 @@ def test_shrink_gives_everything_back() -> None:
 
 def test_page_limit_caps_growth() -> None:
     bench = Bench(layers=1)
-    bench.store.page_limit = 10
+    bench.store.limit_bytes = 10 * bench.store.page_bytes()
     bench.new(64 * 11)
 
-    assert bench.store.allocator.capacity == 10
+    assert bench.store.allocators[0].capacity == 10
 
 
 def test_slots_of_a_gap_are_reused() -> None:
@@ -173,7 +174,7 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
     geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
     bench = Bench(geometry, layers=2)
-    bench.store.page_limit = 400
+    bench.store.limit_bytes = 400 * bench.store.page_bytes()
     big = bench.new(64 * 300, chunk=2048)
     small = bench.new(100)
     one_layer = bench.store.pages_bytes // 2
@@ -183,17 +184,38 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     mx.reset_peak_memory()
     steady = mx.get_active_memory()
     queries = mx.random.normal((2, 8, 1, 128))
+    outputs: list[mx.array] = []
     for _ in range(160):
-        _pipelined_step(bench, [big, small], queries)
+        outputs = _pipelined_step(bench, [big, small], queries, outputs)
+    mx.eval(outputs)
     bench.drain()
 
-    assert mx.get_peak_memory() - steady < one_layer // 2
+    # The smallest copy that could hide, of one side's words, is 0.44 of a layer.
+    assert mx.get_peak_memory() - steady < one_layer // 3
 
 
-def _pipelined_step(bench: Bench, rows: list[DenseRow], queries: mx.array) -> None:
-    from kvd.worker.attention.decode import decode_attention
-
+def _pipelined_step(
+    bench: Bench, rows: list[DenseRow], queries: mx.array, before: list[mx.array]
+) -> list[mx.array]:
+    if bench.store.needs_flush([row.row for row in rows]):
+        mx.eval(before)  # as the engine does: nothing that reads the pools is in flight
     handles = bench.decode(rows)
     outputs = [decode_attention(queries, handle, 0.1) for handle in handles]
     # Launched, and not waited for: the next step is built while this one runs.
     mx.async_eval(outputs, bench.store.arrays())
+    return outputs
+
+
+def test_a_row_that_held_nan_leaves_none_to_the_next_in_its_place() -> None:
+    bench = Bench(layers=1)
+    bad, good = bench.new(100), bench.new(30)
+    bench.store.layers[0].tail_values[bad.row.slot, :, 50] = mx.nan
+    bench.rows.remove(bad)
+    bench.store.free(bad.row, clean=False)
+    after = bench.new(20)
+    assert after.row.slot == bad.row.slot
+    (handle,) = bench.decode([good, after])
+    output = decode_attention(mx.ones((2, 4, 1, 64)), handle, 0.125)
+
+    assert np.isfinite(np.array(output)).all()
+    bench.check()

@@ -24,5 +24,5 @@ def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.run(until=lambda: not _demo.engine.has_work)
     assert not _demo.engine._requests
     assert not _demo.engine._runner.store.rows
-    assert _demo.engine._runner.store.allocator.used == 0
+    assert _demo.engine._runner.store.allocators[0].used == 0
     assert _demo.engine._scheduler.reserved == 0

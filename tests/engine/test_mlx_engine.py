@@ -206,7 +206,7 @@ def test_memory_is_asked_for_and_given_back(demo: Driver) -> None:
 
     assert demo.total > resting
     held = stats.memory.kv_pages + stats.memory.kv_tails
-    assert held <= demo.total - demo.engine._budget.base_bytes
+    assert held <= demo.total - demo.engine._admission.budget.base_bytes
     demo.run()
     assert demo.total == resting
     assert demo.engine.stats().pages_total <= 64

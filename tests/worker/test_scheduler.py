@@ -23,22 +23,27 @@ def scheduler():
     made.check()
 
 
+def within(total):
+    """Memory of so many pages, for what rows reserve."""
+    return lambda pages, rows: pages - total
+
+
 def run_prefill(scheduler, free=PAGES):
     """Run plans until nothing prefills; return the chunks."""
     chunks = []
-    while (chunk := scheduler.plan(free).prefill) is not None:
+    while (chunk := scheduler.plan(within(free)).prefill) is not None:
         chunks.append(chunk)
         scheduler.prefilled(chunk.rid, chunk.end)
     return chunks
 
 
 def test_an_idle_scheduler_plans_nothing(scheduler):
-    assert scheduler.plan(PAGES) == Plan((), None, (), 0)
+    assert scheduler.plan(within(PAGES)) == Plan((), None, (), 0)
 
 
 def test_a_prompt_of_one_token_decodes_at_once(scheduler):
     scheduler.submit("a", 1, 10)
-    assert scheduler.plan(PAGES) == Plan(("a",), None, ("a",), 0)
+    assert scheduler.plan(within(PAGES)) == Plan(("a",), None, ("a",), 0)
 
 
 def test_chunks_end_on_the_absolute_grid_and_leave_the_last_token(scheduler):
@@ -48,7 +53,7 @@ def test_chunks_end_on_the_absolute_grid_and_leave_the_last_token(scheduler):
         Chunk("a", 128, 256),
         Chunk("a", 256, 299),
     ]
-    assert scheduler.plan(PAGES).decode == ("a",)
+    assert scheduler.plan(within(PAGES)).decode == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +74,14 @@ def test_prefilling_rows_take_turns(scheduler):
 def test_a_plan_is_repeated_until_its_chunk_ran(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.submit("b", 300, 1)
-    first = scheduler.plan(PAGES).prefill
-    assert scheduler.plan(PAGES).prefill == first
+    first = scheduler.plan(within(PAGES)).prefill
+    assert scheduler.plan(within(PAGES)).prefill == first
 
 
 def test_decoding_goes_on_beside_a_long_prompt(scheduler):
     scheduler.submit("short", 1, 10)
     scheduler.submit("long", 2000, 10)
-    while (plan := scheduler.plan(PAGES)).prefill is not None:
+    while (plan := scheduler.plan(within(PAGES))).prefill is not None:
         assert "short" in plan.decode
         scheduler.prefilled("long", plan.prefill.end)
     assert plan.decode == ("short", "long")
@@ -85,10 +90,10 @@ def test_decoding_goes_on_beside_a_long_prompt(scheduler):
 def test_rows_are_bounded(scheduler):
     for rid in "abcd":
         scheduler.submit(rid, 1, 1)
-    assert scheduler.plan(PAGES).admitted == ("a", "b", "c")
-    assert scheduler.plan(PAGES) == Plan((), None, ("a", "b", "c"), 0)
+    assert scheduler.plan(within(PAGES)).admitted == ("a", "b", "c")
+    assert scheduler.plan(within(PAGES)) == Plan((), None, ("a", "b", "c"), 0)
     scheduler.finish("b")
-    assert scheduler.plan(PAGES) == Plan(("d",), None, ("a", "c", "d"), 0)
+    assert scheduler.plan(within(PAGES)) == Plan(("d",), None, ("a", "c", "d"), 0)
 
 
 @pytest.mark.parametrize(
@@ -99,45 +104,61 @@ def test_reservation_is_the_worst_case_less_the_tail(scheduler, prompt_len, max_
     assert scheduler.reservation(prompt_len, max_new) == pages
 
 
-def test_a_row_s_own_pages_count_too():
-    scheduler = Scheduler(max_rows=3, chunk=CHUNK, row_pages=2)
-    assert scheduler.reservation(1, 1) == 2
+def test_rows_count_beside_their_pages(scheduler):
+    """Two pages for each row's tail, say."""
     scheduler.submit("a", 640, 64)
-    assert scheduler.plan(11).wanted_pages == 1
+    asked = []
+
+    def lacking(pages, rows):
+        asked.append((pages, rows))
+        return pages + 2 * rows - 11
+
+    assert scheduler.plan(lacking).wanted_pages == 1
     assert scheduler.head == "a"
-    assert scheduler.plan(12).admitted == ("a",)
+    assert asked[0] == (10, 1)
+    assert scheduler.plan(within(12)).admitted == ("a",)
     assert scheduler.head is None
-    assert scheduler.finish("a") == 12
+    assert scheduler.requests == 1
+
+
+def test_hopes_for_all_that_have_a_place(scheduler):
+    for rid in "abcd":  # three places
+        scheduler.submit(rid, 640, 64)
+    plan = scheduler.plan(within(7))
+    assert (plan.wanted_pages, plan.hoped_pages) == (3, 23)
+    plan = scheduler.plan(within(12))
+    assert plan.admitted == ("a",)
+    assert (plan.wanted_pages, plan.hoped_pages) == (8, 18)
 
 
 def test_the_head_waits_for_pages_and_is_never_overtaken(scheduler):
     scheduler.submit("big", 640, 64)  # 10 pages
     scheduler.submit("tiny", 1, 1)
-    assert scheduler.plan(7) == Plan((), None, (), 3)
+    assert scheduler.plan(within(7)) == Plan((), None, (), 3, 3)
     assert scheduler.waiting == 2
-    assert scheduler.plan(10).admitted == ("big", "tiny")
+    assert scheduler.plan(within(10)).admitted == ("big", "tiny")
     assert scheduler.reserved == 10
 
 
 def test_pages_are_given_back_once(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.submit("b", 640, 64)
-    assert scheduler.plan(10) == Plan(("a",), Chunk("a", 0, 128), (), 10)
+    assert scheduler.plan(within(10)) == Plan(("a",), Chunk("a", 0, 128), (), 10, 10)
     assert scheduler.finish("a") == 10
     assert scheduler.finish("b") == 0  # it only waited
     with pytest.raises(LocalProtocolError, match="row a is not scheduled"):
         scheduler.finish("a")
 
 
-def test_negative_free_pages_want_the_whole_row(scheduler):
+def test_what_is_overdrawn_is_wanted_too(scheduler):
     scheduler.submit("a", 640, 64)
-    assert scheduler.plan(-5).wanted_pages == 10
+    assert scheduler.plan(within(-5)).wanted_pages == 15
 
 
 @pytest.mark.parametrize("end", [0, 64, 127, 129, 299])
 def test_only_the_planned_chunk_can_be_told(scheduler, end):
     scheduler.submit("a", 300, 1)
-    scheduler.plan(PAGES)
+    scheduler.plan(within(PAGES))
     with pytest.raises(LocalProtocolError, match="no chunk"):
         scheduler.prefilled("a", end)
 
@@ -145,7 +166,7 @@ def test_only_the_planned_chunk_can_be_told(scheduler, end):
 def test_a_row_cannot_be_told_out_of_turn(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.submit("b", 300, 1)
-    scheduler.plan(PAGES)
+    scheduler.plan(within(PAGES))
     with pytest.raises(LocalProtocolError, match="row b"):
         scheduler.prefilled("b", 128)
 
@@ -185,7 +206,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(run=st.booleans())
     def step(self, run):
         before = self.scheduler.reserved
-        plan = self.scheduler.plan(self.free)
+        plan = self.scheduler.plan(within(PAGES))
         assert list(plan.admitted) == self.queue[: len(plan.admitted)]
         del self.queue[: len(plan.admitted)]
         self.running |= dict.fromkeys(plan.admitted, 0)
@@ -241,7 +262,7 @@ def test_mixed_traffic_starves_nobody_and_ends_everyone_once(seed):
             scheduler.submit(rid, length, left[rid])
             submitted.append(rid)
         before = scheduler.reserved
-        plan = scheduler.plan(free)
+        plan = scheduler.plan(within(200))
         free -= scheduler.reserved - before
         admitted += plan.admitted
         chunk_waits |= dict.fromkeys(plan.admitted, 0)

@@ -27,10 +27,11 @@ def decode_attention(
     step, layer, product = handle.step, handle.layer, handle.store.page_product
     batch, q_heads, _, k_dim = queries.shape
     rows, heads = len(step.rows), layer.geometry.kv_heads
-    q = queries[:rows].reshape(rows, heads, q_heads // heads, k_dim) * scale
+    # Half-precision scores would be wrong by several per cent where attention is sharp.
+    q = queries[:rows].astype(mx.float32).reshape(rows, heads, -1, k_dim) * scale
 
     tail_keys, tail_values = layer.tails(step)
-    scores = (q @ tail_keys.swapaxes(-1, -2)).astype(mx.float32)
+    scores = q @ tail_keys.astype(mx.float32).swapaxes(-1, -2)
     there = mx.arange(TAIL_TOKENS) < step.tail_lengths[:, None]
     scores = mx.where(there[:, None, None], scores, -mx.inf)
     top = scores.max(axis=-1)
@@ -39,9 +40,7 @@ def decode_attention(
     for table in step.tables:
         pool = layer.pools[table.level]
         by_row, _ = table.indices(heads)
-        page_scores = product(q, pool.keys, pool.scheme.k_bits, by_row, transpose=False).astype(
-            mx.float32
-        )
+        page_scores = product(q, pool.keys, pool.scheme.k_bits, by_row, transpose=False)
         paged.append((table, pool, page_scores))
         top = top.at[table.rows].maximum(page_scores.max(axis=-1))
     if sinks is not None:
@@ -52,19 +51,19 @@ def decode_attention(
     total = weights.sum(axis=-1)
     if sinks is not None:
         total = total + mx.exp(sink - top)
-    output = (weights.astype(q.dtype) @ tail_values).astype(mx.float32)
+    output = weights @ tail_values.astype(mx.float32)
     for table, pool, page_scores in paged:
         weights = mx.exp(page_scores - top[table.rows][..., None])
         total = total.at[table.rows].add(weights.sum(axis=-1))
         _, by_page = table.indices(heads)
         partial = product(
-            weights.astype(q.dtype),
+            weights,
             pool.values,
             pool.scheme.v_bits,
             by_page,
             transpose=not pool.geometry.values_per_token,
         )
-        output = output.at[table.rows].add(partial.astype(mx.float32))
+        output = output.at[table.rows].add(partial)
 
     output = (output / total[..., None]).astype(queries.dtype).reshape(rows, q_heads, 1, -1)
     if batch > rows:

@@ -18,15 +18,17 @@ def prefill_attention(
     Returns ``[1, q_heads, count, v_dim]``. A lazy graph would keep many layers' dense copies
     alive, so the output is evaluated here once they pass the store's ``prefill_scratch``.
     """
-    keys, values = handle.chunk.keys, handle.chunk.values
-    for table in handle.step.tables:
-        pool = handle.layer.pools[table.level]
-        k, v = (side.swapaxes(0, 1).flatten(1, 2) for side in pool.read(table.slots))
-        keys = mx.concatenate([k, keys], axis=1)
-        values = mx.concatenate([v, values], axis=1)
+    parts = [handle.layer.pools[table.level].read(table.slots) for table in handle.step.tables]
+    keys, values = (
+        mx.concatenate(
+            [*(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts), newest], axis=1
+        )
+        for side, newest in enumerate((handle.chunk.keys, handle.chunk.values))
+    )
     output = mx.fast.scaled_dot_product_attention(
         queries, keys[None], values[None], scale=scale, mask="causal", sinks=sinks
     )
-    if handle.store.note_scratch(keys.nbytes + values.nbytes):
+    # The pages as they come out of the pool, and their copy in one piece.
+    if handle.store.note_scratch(2 * (keys.nbytes + values.nbytes)):
         mx.eval(output)
     return output

@@ -13,6 +13,25 @@ from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, PrefillStep, Seal
 
 
 @dataclass(frozen=True)
+class Pending:
+    """Packed pages of one level that await the flush."""
+
+    level: int
+    keys: Packed
+    values: Packed
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a flush puts the pending pages of one level."""
+
+    level: int
+    slots: list[int]
+    kept: list[int] | None
+    """Which of them are still wanted; None is all."""
+
+
+@dataclass(frozen=True)
 class Chunk:
     """A prefilled chunk's dense keys and values, behind those of the tail before it."""
 
@@ -30,8 +49,8 @@ class LayerStore:
         self.pools = [PagePool(geometry, scheme, dtype) for scheme in ladder]
         self.tail_keys = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.k_dim), dtype)
         self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
-        self.pending: list[tuple[Packed, Packed]] = []
-        """Packed pages in the order of the store's own list of their rows."""
+        self.pending: list[Pending] = []
+        """In the order of the store's own list of their rows."""
         self.new_tails: list[tuple[int, Chunk]] = []
         """What prefill left over for a tail's slot."""
 
@@ -52,7 +71,7 @@ class LayerStore:
 
     def lazy_arrays(self) -> list[mx.array]:
         """Return what steps leave to be evaluated: tails, and what awaits the flush."""
-        pending = [array for pair in self.pending for side in pair for array in side]
+        pending = [array for one in self.pending for array in (*one.keys, *one.values)]
         new = [array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)]
         return [self.tail_keys, self.tail_values, *pending, *new]
 
@@ -62,17 +81,17 @@ class LayerStore:
         """Write one token for each row, ``[rows, heads, 1, dim]``, then seal what is due."""
         self.tail_keys[step.slots, :, step.positions] = keys[:, :, 0]
         self.tail_values[step.slots, :, step.positions] = values[:, :, 0]
-        if step.seal is not None:
-            self._seal(step.seal)
+        for seal in step.seals:
+            self._seal(seal)
 
     def _seal(self, seal: Seal) -> None:
-        pool = self.pools[0]
+        pool = self.pools[seal.level]
         block = (len(seal.rows), self.geometry.kv_heads, TAIL_TOKENS // PAGE_TOKENS, PAGE_TOKENS)
         which = mx.arange(len(seal.rows))
         keys = self.tail_keys[seal.slots].reshape(*block, -1)[which, :, seal.blocks]
         values = self.tail_values[seal.slots].reshape(*block, -1)[which, :, seal.blocks]
         packed = pool.pack(keys, values)
-        self.pending.append(packed)
+        self.pending.append(Pending(seal.level, *packed))
         keys, values = pool.unpack(*packed)
         slots = seal.slots[:, None]
         self.tail_keys[slots, :, seal.positions] = keys.swapaxes(1, 2)
@@ -101,29 +120,30 @@ class LayerStore:
             )
         full = step.new_pages * PAGE_TOKENS
         if full:
-            self.pending.append(
-                self.pools[0].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
-            )
+            level = step.row.level
+            packed = self.pools[level].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
+            self.pending.append(Pending(level, *packed))
         self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
         return chunk
 
     # The flush: the device is idle. Everything here is evaluated before it returns.
 
-    def flush(self, slots: list[int], kept: list[int] | None, shifts: dict[int, list[int]]) -> None:
-        """Write the pending pages to ``slots`` and close the gap in the tails.
+    def flush(self, placements: list[Placement], shifts: dict[int, list[int]]) -> None:
+        """Write the pending pages and close the gaps that they leave in the tails.
 
-        ``kept``: which pending pages are still wanted; None is all. ``shifts``: by number of pages
-        that leave a tail, the tails' slots.
+        ``shifts``: by number of pages that leave a tail, the tails' slots.
         """
         pending, self.pending = self.pending, []
         new_tails, self.new_tails = self.new_tails, []
-        if slots:
-            keys, values = (_joined([pair[side] for pair in pending], kept) for side in (0, 1))
-            mx.eval(keys, values)
-            del pending
-            pool = self.pools[0]
-            pool.write(mx.array(slots), keys, values)
-            mx.eval(pool.arrays())
+        for place in placements:
+            mine = [one for one in pending if one.level == place.level]
+            self.write(
+                place.level,
+                place.slots,
+                _joined([one.keys for one in mine], place.kept),
+                _joined([one.values for one in mine], place.kept),
+            )
+        del pending
         for pages, tails in shifts.items():
             self._shift(mx.array(tails), pages * PAGE_TOKENS)
         for slot, chunk in new_tails:
@@ -134,6 +154,18 @@ class LayerStore:
                 self.tail_values[slot, :, :length] = chunk.values
                 mx.eval(self.tail_keys, self.tail_values)
 
+    def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
+        """Store packed pages in a level's pool; evaluates. The device must be idle."""
+        # Evaluated first, so that nothing but the write holds the pool.
+        mx.eval(keys, values)
+        pool = self.pools[level]
+        pool.write(mx.array(slots), keys, values)
+        mx.eval(pool.arrays())
+
+    def move(self, source: int, target: int, old: list[int], new: list[int]) -> None:
+        """Bring pages to another level, or to other slots of the same one; evaluates."""
+        self.write(target, new, *self.pools[source].converted(mx.array(old), self.pools[target]))
+
     def _shift(self, tails: mx.array, tokens: int) -> None:
         rest = TAIL_TOKENS - tokens
         keys, values = self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:]
@@ -142,10 +174,22 @@ class LayerStore:
         self.tail_values[tails, :, :rest] = values
         mx.eval(self.tail_keys, self.tail_values)
 
-    def add_tails(self, count: int) -> None:
-        """Add room for more rows; evaluates."""
-        self.tail_keys = _grown(self.tail_keys, count)
-        self.tail_values = _grown(self.tail_values, count)
+    def copy_tail(self, source: int, target: int) -> None:
+        """Copy a tail to another slot; evaluates."""
+        for tails in (self.tail_keys, self.tail_values):
+            copied = mx.contiguous(tails[source])
+            mx.eval(copied)
+            tails[target] = copied
+            mx.eval(tails)
+
+    def add_tail(self) -> None:
+        """Add room for one more row; evaluates."""
+        self.tail_keys = _grown(self.tail_keys)
+        self.tail_values = _grown(self.tail_values)
+
+    def clear_tail(self, slot: int) -> None:
+        """Make a tail's values zero; lazy."""
+        self.tail_values[slot] = mx.zeros(self.tail_values.shape[1:], self.dtype)
 
     def reset(self, pages: int) -> None:
         """Forget everything; keep room for ``pages`` pages and no tail."""
@@ -153,7 +197,7 @@ class LayerStore:
         self.tail_keys = mx.zeros((0, *self.tail_keys.shape[1:]), self.dtype)
         self.tail_values = mx.zeros((0, *self.tail_values.shape[1:]), self.dtype)
         self.pools = [PagePool(self.geometry, pool.scheme, self.dtype) for pool in self.pools]
-        self.pools[0].grow(pages)
+        self.pools[0].grow(pages)  # the level of new rows
 
 
 def _paged(dense: mx.array, tokens: int) -> mx.array:
@@ -166,8 +210,7 @@ def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:
     return joined if kept is None else tuple(array[mx.array(kept)] for array in joined)
 
 
-def _grown(tails: mx.array, count: int) -> mx.array:
-    more = mx.zeros((count, *tails.shape[1:]), tails.dtype)
-    tails = mx.concatenate([tails, more])
+def _grown(tails: mx.array) -> mx.array:
+    tails = mx.concatenate([tails, mx.zeros((1, *tails.shape[1:]), tails.dtype)])
     mx.eval(tails)
     return tails

@@ -76,6 +76,8 @@ def page_product(
     ``x``: ``[n, heads, r, k]``, of which ``index`` says which goes with which page. Returns
     ``[pages, heads, r, m]``. The pages are read where they are: no copy, packed or dense.
     """
+    if bits == 16 and packed[0].dtype != x.dtype:  # mixed, the whole pool would be converted
+        return page_product_by_copy(x, packed, bits, index, transpose=transpose)
     flat = x.flatten(0, 1)
     pages = tuple(array.flatten(0, 1) for array in packed)
     if bits == 16:
@@ -107,7 +109,8 @@ def page_product_by_copy(
         take(tuple(array.flatten(0, 1) for array in packed), index.right),
     )
     if bits == 16:
-        return left @ (right[0].swapaxes(-1, -2) if transpose else right[0])
+        dense = right[0].astype(x.dtype)
+        return left @ (dense.swapaxes(-1, -2) if transpose else dense)
     words, scales, biases = right
     return mx.quantized_matmul(
         left, words, scales, biases, transpose=transpose, group_size=GROUP, bits=bits

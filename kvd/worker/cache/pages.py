@@ -47,6 +47,27 @@ class PageAllocator:
             heapq.heappush(self._free, slot)
         self.capacity = capacity
 
+    def packing(self) -> dict[int, int]:
+        """Return which slots to move where, so that the pages in use come first: old to new."""
+        used = len(self._references)
+        high = sorted(slot for slot in self._references if slot >= used)
+        low = sorted(slot for slot in self._free if slot < used)
+        return dict(zip(high, low, strict=True))
+
+    def moved(self, moves: dict[int, int]) -> None:
+        """Note that pages were moved: their holders are those of the new slots."""
+        for old, new in moves.items():
+            self._references[new] = self._references.pop(old)
+        self._free = [slot for slot in range(self.capacity) if slot not in self._references]
+
+    def cut(self, capacity: int) -> None:
+        """Drop the free slots from ``capacity`` on; none of them may be held."""
+        if any(slot >= capacity for slot in self._references):
+            raise ValueError("a page that is held would be cut off")
+        self._free = [slot for slot in self._free if slot < capacity]
+        heapq.heapify(self._free)
+        self.capacity = capacity
+
     def reset(self, capacity: int) -> None:
         """Start afresh with ``capacity`` pages; nobody may hold one."""
         if self._references:

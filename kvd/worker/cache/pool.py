@@ -61,7 +61,24 @@ class PagePool:
 
     def read(self, slots: mx.array) -> tuple[mx.array, mx.array]:
         """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both; lazy."""
-        return self.unpack(pk.take(self.keys, slots), pk.take(self.values, slots))
+        return self.unpack(*self.copy(slots))
+
+    def copy(self, slots: mx.array) -> tuple[Packed, Packed]:
+        """Return packed copies of the pages at ``slots``; lazy."""
+        return pk.take(self.keys, slots), pk.take(self.values, slots)
+
+    def converted(self, slots: mx.array, target: PagePool) -> tuple[Packed, Packed]:
+        """Return copies of the pages at ``slots`` as ``target`` stores them; lazy.
+
+        A side whose bits stay is copied as it is: quantizing again would lose a little each time.
+        """
+        keys, values = self.copy(slots)
+        dense_keys, dense_values = self.unpack(keys, values)
+        new_keys, new_values = target.pack(dense_keys, dense_values)
+        return (
+            keys if self.scheme.k_bits == target.scheme.k_bits else new_keys,
+            values if self.scheme.v_bits == target.scheme.v_bits else new_values,
+        )
 
     def write(self, slots: mx.array, keys: Packed, values: Packed) -> None:
         """Store packed pages at ``slots``, in place once evaluated."""
@@ -78,6 +95,21 @@ class PagePool:
         self.keys = _joined(self.keys, self._empty_keys(added))
         self.values = _joined(self.values, self._empty_values(added))
         self.capacity = capacity
+
+    def cut(self, capacity: int) -> None:
+        """Keep only the first ``capacity`` pages; evaluates, keys before values."""
+        self.keys = _head(self.keys, capacity)
+        self.values = _head(self.values, capacity)
+        self.capacity = capacity
+
+
+def _head(packed: Packed, pages: int) -> Packed:
+    kept = []
+    for array in packed:
+        # A slice would keep the whole buffer alive.
+        kept.append(mx.contiguous(array[:pages]))
+        mx.eval(kept[-1])
+    return tuple(kept)
 
 
 def _joined(old: Packed, more: Packed) -> Packed:

@@ -24,6 +24,8 @@ class Row:
 
     slot: int
     """Place in the tail pools."""
+    level: int = 0
+    """Of the pages that it seals from now on; older ones may be on another."""
     length: int = 0
     pages: list[PageId] = field(default_factory=list)
     pending: int = 0

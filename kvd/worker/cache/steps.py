@@ -60,8 +60,9 @@ def level_tables(rows: list[Row]) -> list[LevelTable]:
 
 @dataclass(frozen=True)
 class Seal:
-    """The rows of a decode step that quantize their oldest 64 exact tokens."""
+    """Rows of a decode step that quantize their oldest 64 exact tokens, to the same level."""
 
+    level: int
     rows: list[Row]
     slots: mx.array
     """``[rows]``: their tails."""
@@ -86,7 +87,8 @@ class DecodeStep:
     tail_lengths: mx.array
     """``[rows]``: tokens in the tails, the new one included."""
     tables: list[LevelTable]
-    seal: Seal | None
+    seals: list[Seal]
+    """One for each level that a row seals to in this step."""
 
 
 @dataclass(frozen=True)
@@ -111,24 +113,14 @@ def decode_step(
     """Append one token to each row, and say what that means for the tails."""
     positions = [row.tail_length for row in rows]
     offsets = [row.length for row in rows] + [0] * (batch - len(rows))
-    sealed = []
+    sealed: dict[int, list[Row]] = {}
     for row in rows:
         if row.tail_length >= TAIL_TOKENS:
             raise ValueError("a tail is full: flush before the step")
         row.length += 1
         if len(row.pages) + row.pending < full_pages(row.length):
-            sealed.append(row)
-    seal = None
-    if sealed:
-        starts = mx.array([row.pending * PAGE_TOKENS for row in sealed])
-        seal = Seal(
-            sealed,
-            slots=mx.array([row.slot for row in sealed]),
-            blocks=mx.array([row.pending for row in sealed]),
-            positions=starts[:, None] + mx.arange(PAGE_TOKENS),
-        )
-        for row in sealed:
-            row.pending += 1
+            sealed.setdefault(row.level, []).append(row)
+    seals = [_seal(level, due) for level, due in sorted(sealed.items())]
     slots = [row.slot for row in rows]
     return DecodeStep(
         rows,
@@ -138,8 +130,22 @@ def decode_step(
         positions=mx.array(positions),
         tail_lengths=mx.array([p + 1 for p in positions]),
         tables=tables,
-        seal=seal,
+        seals=seals,
     )
+
+
+def _seal(level: int, rows: list[Row]) -> Seal:
+    starts = mx.array([row.pending * PAGE_TOKENS for row in rows])
+    seal = Seal(
+        level,
+        rows,
+        slots=mx.array([row.slot for row in rows]),
+        blocks=mx.array([row.pending for row in rows]),
+        positions=starts[:, None] + mx.arange(PAGE_TOKENS),
+    )
+    for row in rows:
+        row.pending += 1
+    return seal
 
 
 def prefill_step(row: Row, count: int) -> PrefillStep:

@@ -12,9 +12,11 @@ Rows that share the batch never change what a row attends to (`rows`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
-from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
@@ -34,8 +36,10 @@ SLAB_PAGES = 64
 
 
 class KVStore:
-    """Keys and values of every row of a model, in pages of one scheme.
+    """Keys and values of every row of a model, in pages on a ladder of schemes.
 
+    ``ladder[level]`` is a level's scheme; new rows start at the top, level 0. ``floors``, one a
+    layer, are levels below which a delicate layer does not go: it keeps its floor's scheme there.
     ``dtype`` is that of the activations; ``prefill_scratch`` the bytes of dequantized layers that
     a prefill step may hold at once.
     """
@@ -43,26 +47,36 @@ class KVStore:
     def __init__(
         self,
         layers: list[LayerGeometry],
-        scheme: Scheme,
+        ladder: Scheme | Sequence[Scheme],
         dtype: mx.Dtype,
         *,
+        floors: Sequence[int] | None = None,
         prefill_scratch: int = 256 * 1024 * 1024,
     ) -> None:
-        self.scheme = scheme
+        self.ladder = (ladder,) if isinstance(ladder, Scheme) else tuple(ladder)
         self.dtype = dtype
         self.prefill_scratch = prefill_scratch
         self.page_product = page_product
         """How pages are multiplied; the self-check replaces it where the device lacks it."""
-        self.layers = [LayerStore(geometry, [scheme], dtype) for geometry in layers]
-        self.allocator = PageAllocator(level=0)
-        self.page_limit: int | None = None
-        """The most pages that the pools may grow to; None: no limit."""
+        bottoms = floors or [len(self.ladder) - 1] * len(layers)
+        self.layers = [
+            LayerStore(geometry, [self.ladder[min(level, bottom)] for level in self.levels], dtype)
+            for geometry, bottom in zip(layers, bottoms, strict=True)
+        ]
+        self.allocators = [PageAllocator(level) for level in self.levels]
+        self.limit_bytes: int | None = None
+        """Up to which pools grow ahead of need, tails included; None: no limit.
+
+        What rows need is theirs in any case: who admits them sees that it fits.
+        """
         self.rows: list[Row] = []
         self.step: DecodeStep | PrefillStep | None = None
         self.flushes = 0
         self._free_slots: list[int] = []
+        self._dirty_slots: set[int] = set()
         self._tail_slots = 0
-        self._pending_rows: list[Row] = []
+        self._pending: list[tuple[int, list[Row]]] = []
+        """Level, and a row for each pending page, in the order of the layers' own lists."""
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
         self._epoch = 0
         self._scratch = 0
@@ -70,9 +84,32 @@ class KVStore:
     # What it costs.
 
     @property
-    def page_bytes(self) -> int:
+    def levels(self) -> range:
+        """All levels of the ladder."""
+        return range(len(self.ladder))
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme at the top, where new rows start."""
+        return self.ladder[0]
+
+    def page_bytes(self, level: int = 0) -> int:
         """Bytes of one page in all layers."""
-        return sum(layer.geometry.page_bytes(self.scheme) for layer in self.layers)
+        return sum(self.layer_page_bytes(level))
+
+    def layer_page_bytes(self, level: int = 0) -> list[int]:
+        """Bytes of one page in each layer."""
+        return [layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self.layers]
+
+    @property
+    def capacity(self) -> int:
+        """Pages that the pools hold, used or not, in bytes of the top level's."""
+        return -(-self.pages_bytes // self.page_bytes())
+
+    @property
+    def tail_slots(self) -> int:
+        """Rows that there are tails for."""
+        return self._tail_slots
 
     @property
     def row_bytes(self) -> int:
@@ -82,7 +119,12 @@ class KVStore:
     @property
     def pages_bytes(self) -> int:
         """Bytes of the pools."""
-        return self.allocator.capacity * self.page_bytes
+        return sum(one.capacity * self.page_bytes(one.level) for one in self.allocators)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that rows hold."""
+        return sum(one.used * self.page_bytes(one.level) for one in self.allocators)
 
     @property
     def tails_bytes(self) -> int:
@@ -99,18 +141,44 @@ class KVStore:
     def new_row(self) -> Row:
         """Return an empty row."""
         if not self._free_slots:
-            self._add_tails(4)  # growing copies the tails, so not one by one
+            self._add_tail()
         row = Row(self._free_slots.pop(0))
+        if row.slot in self._dirty_slots:
+            self._dirty_slots.remove(row.slot)
+            for layer in self.layers:
+                layer.clear_tail(row.slot)
         self.rows.append(row)
         return row
 
-    def free(self, row: Row) -> None:
-        """Give a row's pages and tail back. No step in flight may still read them."""
+    def fork(self, row: Row) -> Row:
+        """Return a new row with the same content: pages by reference, the tail copied.
+
+        The device must be idle and nothing of the row may await a flush. Pages are never written
+        again once they are full, so sharing them needs no copy, ever.
+        """
+        if row.pending:
+            raise ValueError("flush before forking")
+        twin = self.new_row()
+        twin.length, twin.level, twin.pages = row.length, row.level, list(row.pages)
+        for page in row.pages:
+            self.allocators[page.level].retain(page)
+        for layer in self.layers:
+            layer.copy_tail(row.slot, twin.slot)
+        return twin
+
+    def free(self, row: Row, *, clean: bool = True) -> None:
+        """Give a row's pages and tail back. No step in flight may still read them.
+
+        Not ``clean``: its tail may hold NaN, which no mask keeps from a product (0 x NaN is NaN);
+        it is cleared before another row gets it. Pages are overwritten whole.
+        """
         if not row.alive:
             raise ValueError("the row is free already")
         row.alive = False
+        if not clean:
+            self._dirty_slots.add(row.slot)
         for page in row.pages:
-            self.allocator.release(page)
+            self.allocators[page.level].release(page)
         self.rows.remove(row)
         self._free_slots.append(row.slot)
         self._free_slots.sort()
@@ -126,8 +194,7 @@ class KVStore:
         self.step = step = decode_step(
             rows, self._tables_of(rows), batch or len(rows), self._tail_slots
         )
-        if step.seal is not None:
-            self._pending_rows += step.seal.rows
+        self._pending += [(seal.level, seal.rows) for seal in step.seals]
         return step
 
     def _tables_of(self, rows: list[Row]) -> list[LevelTable]:
@@ -158,7 +225,8 @@ class KVStore:
         self.step = None
         step.row.length += step.count
         step.row.pending += step.new_pages
-        self._pending_rows += [step.row] * step.new_pages
+        if step.new_pages:
+            self._pending.append((step.row.level, [step.row] * step.new_pages))
         mx.eval(self.arrays())
         self.flush()
 
@@ -174,22 +242,29 @@ class KVStore:
 
     def flush(self) -> None:
         """Write all pending pages into the pools; the device must be idle."""
-        waiting, self._pending_rows = self._pending_rows, []
-        kept = [index for index, row in enumerate(waiting) if row.alive]
-        owners = [waiting[index] for index in kept]
-        self._make_room(len(owners))
-        pages = self.allocator.take(len(owners))
-        shifts = self._shifts(owners)
-        for layer in self.layers:
-            layer.flush(
-                [page.slot for page in pages],
-                None if len(kept) == len(waiting) else kept,
-                shifts,
+        pending, self._pending = self._pending, []
+        placements, owners = [], []
+        for level in self.levels:
+            waiting = [row for mine, rows in pending if mine == level for row in rows]
+            kept = [index for index, row in enumerate(waiting) if row.alive]
+            if not kept:
+                continue
+            pages = self.take_pages(level, len(kept))
+            owners += [(waiting[index], page) for index, page in zip(kept, pages, strict=True)]
+            placements.append(
+                Placement(
+                    level,
+                    [page.slot for page in pages],
+                    None if len(kept) == len(waiting) else kept,
+                )
             )
-        for row, page in zip(owners, pages, strict=True):
+        shifts = self._shifts([row for row, _ in owners])
+        for layer in self.layers:
+            layer.flush(placements, shifts)
+        for row, page in owners:
             row.pages.append(page)
             row.pending -= 1
-        self._epoch += 1
+        self.changed()
         self.flushes += 1
 
     def _shifts(self, owners: list[Row]) -> dict[int, list[int]]:
@@ -201,35 +276,97 @@ class KVStore:
                 shifts.setdefault(row.pending, []).append(row.slot)
         return shifts
 
-    def _make_room(self, pages: int) -> None:
-        if self.allocator.can_take(pages):
-            return
-        capacity = self.allocator.capacity
-        needed = self.allocator.used + pages
-        wanted = max(needed, capacity + max(SLAB_PAGES, capacity // 4))
-        if self.page_limit is not None:
-            wanted = max(needed, min(wanted, self.page_limit))
-        self.allocator.grow(wanted)
+    def changed(self) -> None:
+        """Note that rows have other pages than before: tables are built anew."""
+        self._epoch += 1
+
+    # Pools grow and shrink while the device is idle, one layer at a time.
+
+    def take_pages(self, level: int, count: int) -> list[PageId]:
+        """Take pages of a level, growing its pools where they are too small."""
+        allocator = self.allocators[level]
+        if not allocator.can_take(count):
+            self._grow(allocator, allocator.used + count)
+        return allocator.take(count)
+
+    def _grow(self, allocator: PageAllocator, needed: int) -> None:
+        capacity = allocator.capacity
+        wanted = capacity + max(SLAB_PAGES, capacity // 4)
+        if self.limit_bytes is not None:
+            size = self.page_bytes(allocator.level)
+            room = (self.limit_bytes - self.nbytes) // size
+            wanted = min(wanted, capacity + max(0, room))
+        wanted = max(needed, wanted)
+        allocator.grow(wanted)
         for layer in self.layers:
-            layer.pools[0].grow(wanted)
+            layer.pools[allocator.level].grow(wanted)
+
+    def replace_pages(self, new: dict[PageId, PageId]) -> None:
+        """Put freshly taken pages in the place of others, for every row that holds those."""
+        for row in self.rows:
+            for index, page in enumerate(row.pages):
+                if page in new:
+                    row.pages[index] = new[page]
+                    self.allocators[new[page].level].retain(new[page])
+                    self.allocators[page.level].release(page)
+        for page in new.values():
+            self.allocators[page.level].release(page)  # the hold of the taking
+        self.changed()
+
+    def compact(self, pages: int = 0) -> int:
+        """Move the pages of every level together and cut its pools; return the bytes given back.
+
+        The top level keeps room for ``pages`` pages. Pages in use move within their pools; the
+        device must be idle and nothing may be pending.
+        """
+        if self._pending:
+            raise ValueError("flush before compacting")
+        before = self.pages_bytes
+        for allocator in self.allocators:
+            if moves := allocator.packing():
+                self._move_within(allocator, moves)
+            kept = pages if allocator.level == 0 else 0
+            capacity = min(allocator.capacity, max(allocator.used, kept))
+            if capacity < allocator.capacity:
+                allocator.cut(capacity)
+                for layer in self.layers:
+                    layer.pools[allocator.level].cut(capacity)
+        return before - self.pages_bytes
+
+    def _move_within(self, allocator: PageAllocator, moves: dict[int, int]) -> None:
+        level = allocator.level
+        for layer in self.layers:
+            layer.move(level, level, list(moves), list(moves.values()))
+        allocator.moved(moves)
+        for row in self.rows:
+            row.pages = [
+                PageId(level, moves[page.slot])
+                if page.level == level and page.slot in moves
+                else page
+                for page in row.pages
+            ]
+        self.changed()
 
     def shrink(self, pages: int = 0) -> None:
         """Keep room for ``pages`` pages and give all other memory back; no row may be left."""
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still there")
-        self.allocator.reset(pages)
+        for allocator in self.allocators:
+            allocator.reset(pages if allocator.level == 0 else 0)
         self.step = None
-        self._pending_rows = []
+        self._pending = []
         self._free_slots = []
+        self._dirty_slots = set()
         self._tail_slots = 0
+        self._tables = None
         for layer in self.layers:
             layer.reset(pages)
 
-    def _add_tails(self, count: int) -> None:
+    def _add_tail(self) -> None:
         for layer in self.layers:
-            layer.add_tails(count)
-        self._free_slots += range(self._tail_slots, self._tail_slots + count)
-        self._tail_slots += count
+            layer.add_tail()
+        self._free_slots.append(self._tail_slots)
+        self._tail_slots += 1
 
     # Looking inside.
 
@@ -240,20 +377,22 @@ class KVStore:
         keys, values = keys[:, : row.tail_length], values[:, : row.tail_length]
         if not row.pages:
             return keys, values
-        paged = store.pools[0].read(mx.array([page.slot for page in row.pages]))
-        k, v = (side.swapaxes(0, 1).flatten(1, 2) for side in paged)
+        paged = [store.pools[page.level].read(mx.array([page.slot])) for page in row.pages]
+        k, v = (mx.concatenate([page[side][0] for page in paged], axis=1) for side in (0, 1))
         return mx.concatenate([k, keys], axis=1), mx.concatenate([v, values], axis=1)
 
     def check(self) -> None:
         """Assert the invariants: references, lengths, bytes."""
-        self.allocator.check()
         held: dict[PageId, int] = {}
         for row in self.rows:
             row.check()
             for page in row.pages:
                 held[page] = held.get(page, 0) + 1
-        assert held == {page: self.allocator.references(page) for page in held}
-        assert len(held) == self.allocator.used, "a page is held by no row"
+        for allocator in self.allocators:
+            allocator.check()
+            mine = {page: count for page, count in held.items() if page.level == allocator.level}
+            assert mine == {page: allocator.references(page) for page in mine}
+            assert len(mine) == allocator.used, "a page is held by no row"
         assert self.nbytes == sum(layer.nbytes for layer in self.layers)
         slots = [row.slot for row in self.rows] + self._free_slots
         assert sorted(slots) == list(range(self._tail_slots)), "a tail is lost or shared"
