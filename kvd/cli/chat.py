@@ -186,5 +186,5 @@ class Chat:
         raise _Leave
 
 
-class _Leave(Exception):  # noqa: N818 - a way out, not an error
+class _Leave(Exception):
     pass

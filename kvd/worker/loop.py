@@ -63,11 +63,11 @@ _WRITE_BYTES = 64 * 1024
 _log = logging.getLogger("kvd.worker")
 
 
-class Orphaned(Exception):  # noqa: N818 - it is no error, the daemon is just gone
+class Orphaned(Exception):
     """The daemon closed its end."""
 
 
-class _Stopped(Exception):  # noqa: N818 - raised out of a load
+class _Stopped(Exception):
     """The daemon wants the worker to end while it loads."""
 
 
