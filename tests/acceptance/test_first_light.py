@@ -22,10 +22,10 @@ from tests.process.helpers import Daemon, wait_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
-LENGTHS = (10, 4000, 25, 3000, 64, 70, 2000, 120, 200, 1200, 300, 400, 128, 800, 63, 500)
+LENGTHS = (10, 4000, 25, 1500, 64, 70, 900, 120, 200, 600, 300, 400, 128, 800, 63, 500)
 """Prompt tokens of the concurrent requests, roughly."""
 WORDS_PER_TOKEN = 0.6
-MAX_TOKENS = 240
+MAX_TOKENS = 160
 
 
 @dataclass(frozen=True)
