@@ -70,7 +70,8 @@ class Admission:
     def submit(self, rid: str, prompt_len: int, max_new: int) -> None:
         """Put a request at the end of the queue."""
         self.scheduler.submit(rid, prompt_len, max_new)
-        self._news = True
+        if self.scheduler.head == rid:  # behind another it has to wait anyway
+            self._news = True
 
     def finish(self, rid: str) -> None:
         """Forget a request in whatever state; nothing may read its pages any more."""
