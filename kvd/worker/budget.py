@@ -15,6 +15,11 @@ from protocol.worker import Grant, GrantWanted
 RETRY_AFTER_S = 1.0
 
 
+def mebibytes(count: int) -> str:
+    """Return a number of bytes as people read it."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
 @dataclass
 class PageBudget:
     """The worker's side of its grant. At most one wish is open at a time."""
@@ -95,8 +100,9 @@ class PageBudget:
         }
         if total > grant.budget_bytes:
             return InsufficientMemory(
-                f"the request needs {total} bytes with the model's weights, and the whole budget is"
-                f" {grant.budget_bytes}: shorten the prompt, lower max_tokens or raise the budget",
+                f"the request needs {mebibytes(total)} with the model's weights, and the whole"
+                f" budget is {mebibytes(grant.budget_bytes)}: shorten the prompt, lower max_tokens"
+                " or raise the budget",
                 **arithmetic,
             )
         return Overloaded(

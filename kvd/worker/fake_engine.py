@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from kvd.worker.admission import Admission, Held
-from kvd.worker.budget import PageBudget
+from kvd.worker.budget import PageBudget, mebibytes
 from kvd.worker.scheduler import Scheduler
 from kvd.worker.stops import StopFilter
 from protocol.errors import (
@@ -145,7 +145,8 @@ class FakeEngine:
         grant = ask_grant(total, "weights and first pages")
         if not grant.granted:
             raise InsufficientMemory(
-                f"the model needs {total} bytes; {grant.available_bytes} of the budget are free",
+                f"the model needs {mebibytes(total)}; {mebibytes(grant.available_bytes)} of the"
+                " budget are free",
                 needed_bytes=total,
                 available_bytes=grant.available_bytes,
                 budget_bytes=grant.budget_bytes,

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from kvd.worker import memory, model, sampler, selfcheck
 from kvd.worker.admission import Admission, Held
-from kvd.worker.budget import PageBudget
+from kvd.worker.budget import PageBudget, mebibytes
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.store import SLAB_PAGES
@@ -402,9 +402,9 @@ def _demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
     grant = ask_grant(total_bytes, reason)
     if not grant.granted:
         raise InsufficientMemory(
-            f"the model needs {total_bytes} bytes ({reason}); of the budget of"
-            f" {grant.budget_bytes} only {grant.available_bytes} are free: unload a model or"
-            " raise the budget",
+            f"the model needs {mebibytes(total_bytes)} ({reason}); of the budget of"
+            f" {mebibytes(grant.budget_bytes)} only {mebibytes(grant.available_bytes)} are free:"
+            " unload a model or raise the budget",
             needed_bytes=total_bytes,
             budget_bytes=grant.budget_bytes,
             available_bytes=grant.available_bytes,

@@ -25,7 +25,7 @@ def test_full_pages_keeps_64_to_127_dense() -> None:
 
 
 def test_affine_bytes_per_element() -> None:
-    """facts.md: 1.0625 byte per element at 8 bits and 0.5625 at 4, with 16-bit scales."""
+    """Two scales of 16 bits for 64 elements: 1/16 byte each on top of the bits."""
     geometry = LayerGeometry(kv_heads=8, k_dim=128, v_dim=128, itemsize=2)
     elements = 8 * 64 * 256
 
