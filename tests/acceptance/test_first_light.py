@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from kvd import demo
 from kvd.demo.recall import filler_sentences
@@ -157,6 +158,30 @@ def test_bad_input_is_told_and_costs_nothing_else(daemon: Daemon, tmp_path: Path
         model["name"] for model in json.loads(daemon.kvctl("status", "--json").stdout)["models"]
     ]
     assert names == ["demo"]
+
+
+def test_recall_through_the_daemon_agrees_with_dense(daemon: Daemon) -> None:
+    """A sample of `bench/recall.py`, which asks for 400 digits."""
+    tokenizer = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
+
+    class Encoder:
+        def encode(self, text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    daemon.kvctl("load", "demo", "--alias", "dense", "--kv", "k16v16")
+    same = 0
+    with daemon.client() as kvd:
+        for seed, length in enumerate((2048, 2048, 4096, 8192)):
+            task = demo.make_recall_prompt(seed, length, Encoder())
+            digits, dense = (
+                kvd.generate(name, task.prompt, max_tokens=6).text.strip()[:4]
+                for name in ("demo", "dense")
+            )
+            assert len(dense) == 4, dense
+            same += sum(a == b for a, b in zip(digits, dense, strict=True))
+
+    assert same >= 15
+    assert daemon.kvctl("unload", "dense").returncode == 0
 
 
 def test_second_model_goes_on_when_the_first_dies(daemon: Daemon) -> None:
