@@ -6,8 +6,6 @@ line, whose options `kvd.daemon` lays over the result.
 
 from __future__ import annotations
 
-import difflib
-import re
 import tomllib
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +14,8 @@ from msgspec import Meta
 
 from kvd.units import parse_bytes, parse_kv
 from protocol.errors import ConfigError
-from protocol.types import KVSpec, Name
+from protocol.explain import explain
+from protocol.types import Alias, KVSpec, Name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +25,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model to load at start."""
 
     source: Name
-    alias: Name | None = None
+    alias: Alias | None = None
     kv: str = "k8v8"
 
     @property
@@ -81,8 +80,8 @@ def parse(text: str, path: str = "config.toml") -> Config:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}", key="") from error
     except msgspec.ValidationError as error:
-        key, reason = _explain(str(error))
-        raise ConfigError(f"{path}: {key}: {reason}", key=key) from error
+        key, text = explain(str(error), Config)
+        raise ConfigError(f"{path}: {text}", key=key) from error
     _check_texts(config, path)
     return config
 
@@ -96,21 +95,3 @@ def _check_texts(config: Config, path: str) -> None:
             _ = entry.kv_spec
     except ValueError as error:
         raise ConfigError(f"{path}: {key}: {error}", key=key) from error
-
-
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]*)`")
-_PLACE = re.compile(r" - at `\$\.?(?P<place>[^`]*)`$")
-
-
-def _explain(message: str) -> tuple[str, str]:
-    """Split msgspec's message into the key that it speaks of and the reason."""
-    found = _PLACE.search(message)
-    place, reason = (found["place"], message[: found.start()]) if found else ("", message)
-    unknown = _UNKNOWN.fullmatch(reason)
-    if not unknown:
-        return place or "(top level)", reason
-    field = unknown["field"]
-    known = ModelEntry.__struct_fields__ if place.startswith("models") else Config.__struct_fields__
-    near = difflib.get_close_matches(field, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-    return f"{place}.{field}".lstrip("."), f"unknown key; {hint}"

@@ -13,7 +13,16 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ErrorInfo
-from protocol.types import ChatMessage, DaemonStatus, KVSpec, ModelStatus, Name, Sampling, Usage
+from protocol.types import (
+    Alias,
+    ChatMessage,
+    DaemonStatus,
+    KVSpec,
+    ModelStatus,
+    Name,
+    Sampling,
+    Usage,
+)
 
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -44,7 +53,7 @@ class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Load a model: an embedded name, a folder's absolute path, or a Hub id."""
 
     model: Name
-    alias: Name | None = None
+    alias: Alias | None = None
     """The name that requests use; absent: the model's own short name."""
     kv: KVSpec = KVSpec()
 

@@ -13,8 +13,6 @@ Two kinds of fault on the server's side:
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 
 from protocol.errors import (
@@ -28,6 +26,7 @@ from protocol.errors import (
     UnknownOp,
     UnsupportedVersion,
 )
+from protocol.explain import explain
 from protocol.framing import LineDecoder, decode_event, decode_request, encode_line
 from protocol.messages import (
     VERSION,
@@ -51,7 +50,6 @@ class _Envelope(msgspec.Struct):
 
 
 _envelope = msgspec.json.Decoder(_Envelope)
-_PLACE = re.compile(r"(?:at `\$\.?|missing required field `)([^`]*)`")
 
 
 class ServerSession:
@@ -179,17 +177,18 @@ def _diagnose(line: bytes, error: msgspec.ValidationError) -> Exception:
     """Say what is wrong with a line that is JSON and no request."""
     try:
         envelope = _envelope.decode(line)
+    except msgspec.ValidationError as fault:
+        return MalformedFrame(f"not a request: {explain(str(fault), _Envelope)[1]}")
     except (ValueError, RecursionError) as fault:
-        # No usable id, or bytes behind the first error that are not even JSON.
+        # Bytes behind the first error that are not even JSON.
         return MalformedFrame(f"not a request: {fault}")
     if envelope.v != VERSION:
         return _MessageFault(envelope.id, _version(envelope.v))
     if envelope.op is not None and envelope.op not in OPS:
         unknown = UnknownOp(f"unknown op {envelope.op!r}; known: {', '.join(OPS)}", op=envelope.op)
         return _MessageFault(envelope.id, unknown)
-    place = _PLACE.search(str(error))
-    field = place.group(1) if place else ""
-    return _MessageFault(envelope.id, InvalidRequest(str(error), field=field))
+    field, text = explain(str(error), Request)
+    return _MessageFault(envelope.id, InvalidRequest(text, field=field))
 
 
 def _version(version: int) -> UnsupportedVersion:

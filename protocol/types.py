@@ -13,6 +13,10 @@ from msgspec import Meta
 from protocol.errors import ErrorInfo
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+ALIAS_PATTERN = r"^(?!-)[A-Za-z0-9._:/@+-]+\Z"
+"""Names go into tables, logs and command lines: nothing there may move the cursor or split them."""
+ALIAS_RULE = "may hold letters, digits and ._:/@+- only, and must not start with -"
+Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)]
 Bits = Literal[2, 3, 4, 5, 6, 8, 16]
 
 

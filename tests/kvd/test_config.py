@@ -39,16 +39,17 @@ def test_a_file_with_everything(tmp_path):
     [
         ("bugdet = 1", "bugdet", "did you mean budget?"),
         ("zzz = 1", "zzz", "known keys: budget, models"),
-        ("budget = -1", "budget", ">= 1"),
+        ("budget = -1", "budget", "budget must be at least 1"),
         ("budget = 'many'", "budget", "write it like 8GiB"),
         ("models = [{sorce = 'x'}]", "models[0].sorce", "did you mean source?"),
-        ("models = ['a', {source = ''}]", "models[1].source", "length >= 1"),
+        ("models = ['a', {source = ''}]", "models[1].source", "must not be empty"),
         ("models = ['a', {source = 'b', kv = 'k7v8'}]", "models[1].kv", "no KV scheme"),
-        ("models = [1]", "models[0]", "got `int`"),
+        ("models = [1]", "models[0]", "must be a text or an object, not a number"),
         ("prefill_chunk = 65", "prefill_chunk", "multiple of 64"),
-        ("max_rows = 0", "max_rows", ">= 1"),
-        ("log_level = 'loud'", "log_level", "loud"),
-        ("drain_timeout_s = 'long'", "drain_timeout_s", "got `str`"),
+        ("max_rows = 0", "max_rows", "must be at least 1"),
+        ("models = [{source = 'a', alias = 'a b'}]", "models[0].alias", "letters, digits"),
+        ("log_level = 'loud'", "log_level", "one of debug, error, info, warning, not 'loud'"),
+        ("drain_timeout_s = 'long'", "drain_timeout_s", "must be a number, not a text"),
     ],
 )
 def test_an_error_names_the_key(text, key, says):

@@ -221,6 +221,50 @@ def test_other_values_out_of_range(fields):
     assert error.error.detail["field"].startswith(next(iter(fields)))
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"sampling": {"temperature": 11}}, "sampling.temperature must be at most 10"),
+        ({"sampling": {"temperature": None}}, "sampling.temperature must be a number, not null"),
+        ({"stop": [""]}, "stop[0] must not be empty"),
+        ({"stop": ["x"] * 17}, "stop must have at most 16 items"),
+        (
+            {"messages": [{"role": "me", "content": ""}]},
+            "messages[0].role must be one of assistant, system, user, not 'me'",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+    ],
+)
+def test_wrong_values_are_explained_in_words(fields, says):
+    line = {"id": "a", "op": "generate", "model": "m", "prompt": "x", **fields}
+    error = answer(ServerSession(), json.dumps(line).encode())
+
+    assert says == error.error.message
+
+
+def test_an_id_of_a_wrong_kind_is_explained_in_words():
+    error = answer(ServerSession(), b'{"id":7,"op":"hello"}')
+
+    assert error.error.message == "not a request: id must be a text, not a number"
+
+
+@pytest.mark.parametrize(
+    "alias", ["\x1b[31mred\nx", "a\n", "a b", "\x00", "a\u202eb", "é", "--force", "", "x" * 257]
+)
+def test_an_alias_that_would_break_a_table_or_a_command_line_is_refused(alias):
+    line = {"id": "a", "op": "load", "model": "m", "alias": alias}
+    error = answer(ServerSession(), json.dumps(line).encode())
+
+    assert (error.error.code, error.error.detail["field"]) == ("invalid_request", "alias")
+
+
+@pytest.mark.parametrize("alias", ["demo", "Qwen/Qwen2.5-0.5B", "a_b:c@v1+x", "7", "x" * 256])
+def test_an_alias_may_look_like_a_name_of_the_hub(alias):
+    line = json.dumps({"id": "a", "op": "load", "model": "m", "alias": alias}).encode()
+
+    assert [messages.Load(id="a", model="m", alias=alias)] == ServerSession().receive(line + b"\n")
+
+
 def test_an_id_in_use_is_refused_and_stays_in_use():
     session = ServerSession()
     session.receive(b'{"id":"a","op":"status"}\n')
