@@ -166,8 +166,14 @@ class ClientPort(asyncio.Protocol):
         if self._closing or hung_up(self._transport.get_extra_info("socket")):
             return False
         loop = asyncio.get_running_loop()
-        self._cut = loop.call_later(_FAREWELL_S, self._transport.close)
+        self._cut = loop.call_later(_FAREWELL_S, self._part)
         return True
+
+    def _part(self) -> None:
+        """End a connection whose client writes no more; it may not read either."""
+        self._transport.close()
+        loop = asyncio.get_running_loop()
+        self._cut = loop.call_later(_LINGER_S, self._transport.abort)
 
     def connection_lost(self, _: Exception | None) -> None:
         """Tell the actors; also after an end of ours."""

@@ -14,6 +14,7 @@ from kvd.client.exchange import (
     Exchange,
     LoadRecord,
     Messages,
+    closed,
     expect,
     generate_request,
     lost,
@@ -61,6 +62,7 @@ class AsyncClient:
         """Close the connection; the daemon cancels the completions that it still had."""
         if self._writer is None or self._reading is None:
             return
+        self._exchange.fail(closed())
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._writer.close()
@@ -137,8 +139,12 @@ class AsyncClient:
             raise silent() from error
 
     async def _call(self, request: m.Request) -> m.Event:
-        await self._send(request)
-        return await self._next(request.id)
+        try:
+            await self._send(request)
+            return await self._next(request.id)
+        finally:  # after a timeout nobody asks for the rest any more
+            self._news.pop(request.id, None)
+            self._exchange.forget(request.id)
 
     async def _send(self, request: m.Request) -> None:
         assert self._writer is not None, "connect first, or use `async with`"
@@ -172,7 +178,8 @@ class AsyncClient:
                 self._wake()
         except ConnectionError:
             pass
-        self._lose()
+        finally:  # also when `close` ends us: others may wait
+            self._lose()
 
     def _lose(self) -> None:
         self._exchange.fail(lost())

@@ -17,6 +17,7 @@ from kvd.client.exchange import (
     Exchange,
     LoadRecord,
     Messages,
+    closed,
     expect,
     generate_request,
     lost,
@@ -56,6 +57,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; the daemon cancels the completions that it still had."""
+        self._exchange.fail(closed())
         self._socket.close()
 
     def hello(self) -> m.HelloReply:
@@ -124,6 +126,7 @@ class Client:
         self._send(m.Cancel(id=self._exchange.next_id(), target=target))
 
     def _quick(self, request: m.Request) -> m.Event:
+        self._exchange.check()
         self._socket.settimeout(QUICK_S)
         try:
             return self._call(request)
@@ -133,8 +136,11 @@ class Client:
             self._socket.settimeout(None)
 
     def _call(self, request: m.Request) -> m.Event:
-        self._send(request)
-        return self._next(request.id)
+        try:
+            self._send(request)
+            return self._next(request.id)
+        finally:  # after a timeout nobody asks for the rest any more
+            self._exchange.forget(request.id)
 
     def _send(self, request: m.Request) -> None:
         line = self._exchange.request(request)

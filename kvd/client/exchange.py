@@ -67,6 +67,11 @@ def lost() -> NotRunning:
     return NotRunning("the daemon closed the connection")
 
 
+def closed() -> NotRunning:
+    """Return the error for a connection that its own side has closed."""
+    return NotRunning("this client is closed; make another one")
+
+
 def silent() -> NotRunning:
     """Return the error for a daemon that accepts and does not answer."""
     return NotRunning(f"the daemon does not answer within {QUICK_S:g} s; is it stopped?")
@@ -87,8 +92,7 @@ class Exchange:
 
     def request(self, request: Request) -> bytes:
         """Open a request; write the bytes."""
-        if self._fault is not None:
-            raise self._fault
+        self.check()
         try:
             line = self._session.request(request)
         except UnicodeEncodeError as error:
@@ -97,6 +101,15 @@ class Exchange:
             ) from error
         self._waiting[request.id] = deque()
         return line
+
+    def check(self) -> None:
+        """Raise the connection's error, if it has one."""
+        if self._fault is not None:
+            raise self._fault
+
+    def forget(self, request_id: str) -> None:
+        """Drop what a request still gets; nothing happens if it is over."""
+        self._waiting.pop(request_id, None)
 
     def receive(self, data: bytes) -> None:
         """Sort what came in; `take` gives it out."""
@@ -124,8 +137,7 @@ class Exchange:
         if waiting is None:
             raise LocalProtocolError(f"request {request_id!r} is over")
         if not waiting:
-            if self._fault is not None:
-                raise self._fault
+            self.check()
             return None
         event = waiting.popleft()
         if is_last(event):

@@ -198,3 +198,54 @@ def test_a_request_over_the_frame_limit_is_refused_before_it_is_sent(home: Home)
             kvd.generate("demo", "x" * m.MAX_FRAME_BYTES)
         assert kvd.hello().pid == 4241
     assert len(requests) == 1
+
+
+def silence(request):
+    return []
+
+
+async def test_closing_the_asyncio_client_ends_what_others_wait_for(home: Home):
+    with stub_daemon(home.socket, silence):
+        kvd = AsyncClient(home=home.root)
+        await kvd.connect()
+        completion = await kvd.generate("demo", "Hi")
+        waiting = asyncio.create_task(completion.text())
+        unloading = asyncio.create_task(kvd.unload("demo"))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            await kvd.close()
+            for task in (waiting, unloading):
+                with pytest.raises(errors.NotRunning, match="this client is closed"):
+                    await task
+            with pytest.raises(errors.NotRunning, match="this client is closed"):
+                await kvd.status()
+
+
+async def test_a_request_without_an_answer_leaves_nothing_in_the_asyncio_client(
+    home: Home, monkeypatch
+):
+    monkeypatch.setattr("kvd.client.aio.QUICK_S", 0.05)
+    with stub_daemon(home.socket, silence):
+        async with AsyncClient(home=home.root) as kvd:
+            with pytest.raises(errors.NotRunning, match="does not answer"):
+                await kvd.status()
+            assert (kvd._news, kvd._exchange._waiting) == ({}, {})
+
+
+def test_a_request_without_an_answer_leaves_nothing_in_the_client(home: Home, monkeypatch):
+    monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
+    with stub_daemon(home.socket, silence), Client(home=home.root) as kvd:
+        with pytest.raises(errors.NotRunning, match="does not answer"):
+            kvd.status()
+        assert kvd._exchange._waiting == {}
+
+
+def test_a_closed_client_says_so(home: Home):
+    with stub_daemon(home.socket, silence):
+        kvd = Client(home=home.root)
+        completion = kvd.generate("demo", "Hi")
+        kvd.close()
+        for call in (kvd.status, kvd.drain, lambda: kvd.generate("demo", "Hi"), list):
+            with pytest.raises(errors.NotRunning, match="this client is closed"):
+                call(completion) if call is list else call()
+        kvd.close()

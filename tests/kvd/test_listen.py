@@ -146,6 +146,16 @@ async def test_a_client_that_never_reads_is_cut_off(door, monkeypatch):
     await door.gone.wait()
 
 
+async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(door, monkeypatch):
+    monkeypatch.setattr(listen, "_FAREWELL_S", 0.01)
+    monkeypatch.setattr(listen, "_LINGER_S", 0.05)
+    door.reader._transport.pause_reading()
+    door.write(b"x" * 4_000_000)
+    assert door.backlog() > 0
+    door.writer.write_eof()
+    await door.gone.wait()
+
+
 async def test_another_user_is_turned_away_with_a_reason(made: Home):
     recorder = Recorder()
     loop = asyncio.get_running_loop()
