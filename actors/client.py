@@ -65,7 +65,14 @@ class Client(Actor["ClientMail"]):
         self._count = 0
 
     def receive(self, message: ClientMail) -> None:
-        """Handle a message."""
+        """Handle a message; a failure ends the connection, which is told so first."""
+        try:
+            self._handle(message)
+        except Exception:
+            self._say_last(InternalError("kvd failed in this connection; its log has the reason"))
+            raise
+
+    def _handle(self, message: ClientMail) -> None:
         match message:
             case mail.Received(data=data):
                 self._read(data)
@@ -186,5 +193,10 @@ class Client(Actor["ClientMail"]):
                 "the client did not read its events; its requests were cancelled",
                 limit_bytes=self._services.slow_reader_bytes,
             )
-            self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))
+            self._say_last(error)
             self.stop()
+
+    def _say_last(self, error: KvdError) -> None:
+        """Say of the connection why it ends."""
+        if self._socket is not None:
+            self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from sys import getsizeof
 from typing import TYPE_CHECKING, assert_never
 
 from msgspec.structs import replace
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from actors.ports import Notify
     from actors.runtime.actor import Ref
     from protocol.messages import Event, Generate
+
+TOKEN_BYTES = 36
+"""Of a token id in a list: the integer and the pointer to it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Router(Actor["RouterMail"]):
         seed = given if given is not None else self._office.draw_seed()
         submit = _submit(wanted.rid, request, seed)
         self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, seed)
-        self._do(admission.Arrived(wanted.rid, request.model))
+        self._do(admission.Arrived(wanted.rid, request.model, _size(submit)))
 
     def _report(self, report: wire.Report) -> None:
         """Pass a worker's word on; one about a request that is over already is late, no fault."""
@@ -182,3 +186,13 @@ def _submit(rid: str, request: Generate, seed: int) -> wire.Submit:
         max_tokens=request.max_tokens,
         stop=request.stop,
     )
+
+
+def _size(submit: wire.Submit) -> int:
+    """Return about how many bytes of memory the client's part of a request takes."""
+    texts = [*submit.stop]
+    if submit.prompt is not None:
+        texts.append(submit.prompt)
+    for turn in submit.messages or []:
+        texts += (turn.role, turn.content)
+    return sum(map(getsizeof, texts)) + TOKEN_BYTES * len(submit.tokens or [])

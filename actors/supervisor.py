@@ -7,6 +7,7 @@ in `actors.runtime.supervision`; that of *processes* in `actors.machines.lifecyc
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
@@ -14,7 +15,16 @@ from actors import mail
 from actors.machines import lifecycle
 from actors.runtime.actor import Actor, Later
 from protocol import messages
-from protocol.errors import Draining, KvdError, ModelExists, UnknownModel, from_info
+from protocol.errors import (
+    Draining,
+    InsufficientMemory,
+    InvalidRequest,
+    KvdError,
+    ModelExists,
+    UnknownModel,
+    from_info,
+)
+from protocol.types import ALIAS_PATTERN, ALIAS_RULE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +33,9 @@ if TYPE_CHECKING:
     from actors.mail import RouterMail, SupervisorMail, WorkerMail
     from actors.runtime.actor import Ref
     from protocol.types import KVSpec, ModelState, ModelStatus
+
+
+STOPS = "the daemon stops"
 
 
 @dataclass
@@ -112,6 +125,7 @@ class Supervisor(Actor["SupervisorMail"]):
     def _load(self, wanted: mail.LoadWanted) -> Later[ModelStatus] | ModelStatus:
         """Answer a load.
 
+        0. the name holds what would break a table: ``invalid_request``;
         1. the daemon drains: ``draining``;
         2. the name is free: take a seat, start a worker, wait;
         3. another model has the name: ``model_exists``;
@@ -122,6 +136,7 @@ class Supervisor(Actor["SupervisorMail"]):
         """
         house = self._house
         name = wanted.alias or short_name(wanted.source)
+        _check_name(name, wanted)  # (0)
         if house.draining:  # (1)
             raise Draining("the daemon takes no new work")
         seat = house.seats.get(name)
@@ -163,8 +178,9 @@ class Supervisor(Actor["SupervisorMail"]):
 
     def _dismiss(self, seat: Seat, *, force: bool) -> None:
         seat.leaving = True
-        self._fail_loaders(seat, Draining(f"{seat.name} was unloaded while it loaded"))
-        seat.worker.tell(mail.Order(lifecycle.Halt() if force else lifecycle.Drain()))
+        reason = STOPS if self._house.closing else ""
+        self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
+        seat.worker.tell(mail.Order(lifecycle.Halt(reason) if force else lifecycle.Drain()))
 
     def _leave(self, seat: Seat, *, freed_bytes: int) -> None:
         house = self._house
@@ -191,6 +207,8 @@ class Supervisor(Actor["SupervisorMail"]):
                 self._fail_loaders(seat, from_info(news.error))
                 if news.refused and not seat.served:  # it is as if nobody had asked
                     self._leave(seat, freed_bytes=news.freed_bytes)
+            case "backoff" if news.error is not None and news.error.code == InsufficientMemory.code:
+                self._fail_loaders(seat, from_info(news.error))  # nobody knows when it comes back
             case "stopped" if seat.leaving:
                 self._leave(seat, freed_bytes=news.freed_bytes)
             case _:
@@ -229,6 +247,8 @@ class Supervisor(Actor["SupervisorMail"]):
         if watcher is not None:
             house.farewells.append(watcher)
         if force:
+            # So that the router, too, knows why what waits there ends.
+            self.pipe(house.router.ask(mail.FinishAll()), lambda _: None, lambda _: None)
             self._close(force=True)
             return
         ref = self.ref
@@ -257,3 +277,14 @@ class Supervisor(Actor["SupervisorMail"]):
 def short_name(source: str) -> str:
     """Return the name that a model gets without an alias: the last part of where it comes from."""
     return source.rstrip("/").rpartition("/")[2] or source
+
+
+def _check_name(name: str, wanted: mail.LoadWanted) -> None:
+    if re.search(ALIAS_PATTERN, name):
+        return
+    if wanted.alias is not None:
+        raise InvalidRequest(f"alias {ALIAS_RULE}", field="alias")
+    raise InvalidRequest(
+        f"{name!r} cannot be a model's name: it {ALIAS_RULE}; load it under an alias",
+        field="alias",
+    )

@@ -59,6 +59,8 @@ class Settings:
     attention_scratch: int = 256 * 1024 * 1024
     max_queue: int = 1024
     """Requests that one model may hold, queued or running; beyond it they are `overloaded`."""
+    max_queue_bytes: int = 64 * 1024 * 1024
+    """Memory that those may take in the daemon; the prompts are most of it."""
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread events that a connection may have before it is closed with `slow_reader`."""
 
@@ -123,7 +125,7 @@ class System:
         self._notify = notify
         self._board = Board()
         self._ledger = Ledger(GovernorMachine(budget_bytes))
-        desk = Desk(most=self._settings.max_queue)
+        desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
         self._office = Office(desk, draw_seed, self._board, notify)
         self._tree = Tree(self._on_fault, notify)
         self._numbers = count(1)

@@ -197,6 +197,7 @@ class Worker(Actor["WorkerMail"]):
 
     def _has_exited(self, end: Exit) -> None:
         pid, self._berth.process = self._berth.machine.pid, None
+        self._berth.stats = WorkerStats()
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
         self._do(lifecycle.Exited(end.returncode))
 

@@ -9,7 +9,7 @@ What becomes of a request that arrives:
 1. the daemon drains, or the model is being unloaded: ``draining``;
 2. there is no such model: ``unknown_model``;
 3. the model was given up: its own error;
-4. it holds as many as it may: ``overloaded``;
+4. it holds as many as it may, or as many bytes: ``overloaded``;
 5. it is ready: to the worker;
 6. else it waits.
 """
@@ -23,6 +23,7 @@ import msgspec
 from protocol.errors import (
     Draining,
     ErrorInfo,
+    InsufficientMemory,
     KvdError,
     ModelFailed,
     Overloaded,
@@ -60,6 +61,8 @@ class Arrived(_Tagged, frozen=True):
 
     rid: str
     model: str
+    size: int = 0
+    """The bytes that the daemon holds for it until it is over."""
 
 
 class Bounced(_Tagged, frozen=True):
@@ -132,6 +135,7 @@ class Held(msgspec.Struct):
     """A request that has not ended."""
 
     model: str
+    size: int = 0
     forwarded: bool = False
     unwanted: bool = False
 
@@ -141,12 +145,16 @@ class Desk(msgspec.Struct):
 
     most: int = 1024
     """Requests of one model, waiting or running."""
+    most_bytes: int = 64 * 1024 * 1024
+    """Of the same; one that is alone may have more."""
     draining: bool = False
     models: dict[str, ModelIs] = msgspec.field(default_factory=dict)
     requests: dict[str, Held] = msgspec.field(default_factory=dict)
     """In the order of their arrival."""
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     """Requests by model."""
+    sizes: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes by model."""
 
     def handle(self, event: Event, now: float) -> list[Command]:  # noqa: ARG002 - a machine's form
         """Take an event and return what is to be done."""
@@ -157,8 +165,8 @@ class Desk(msgspec.Struct):
             case ModelGone(model=model):
                 commands = self._end_all(model)
                 self.models.pop(model, None)
-            case Arrived(rid=rid, model=model):
-                commands = self._arrive(rid, model)
+            case Arrived():
+                commands = self._arrive(event)
             case Bounced(rid=rid):
                 commands = self._bounce(rid)
             case RowsLost(rids=rids, error=error):
@@ -178,23 +186,27 @@ class Desk(msgspec.Struct):
     def check(self) -> None:
         """Check the invariants."""
         counts: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for held in self.requests.values():
             counts[held.model] = counts.get(held.model, 0) + 1
+            sizes[held.model] = sizes.get(held.model, 0) + held.size
             if not held.forwarded:
                 assert not held.unwanted, "a cancelled request waits"
                 assert held.model in self.models, "a request waits for no model"
                 assert self.models[held.model].standing == "waiting", "a request was forgotten"
-        assert counts == self.counts, "counted wrongly"
+        assert (counts, sizes) == (self.counts, self.sizes), "counted wrongly"
         assert all(count <= self.most for count in counts.values()), "too many"
 
-    def _arrive(self, rid: str, model: str) -> list[Command]:
-        if (refusal := self._refusal(model)) is not None:  # (1) to (4)
+    def _arrive(self, event: Arrived) -> list[Command]:
+        rid, model = event.rid, event.model
+        if (refusal := self._refusal(model, event.size)) is not None:  # (1) to (4)
             return [End(rid, refusal)]
-        self.requests[rid] = Held(model)
+        self.requests[rid] = Held(model, event.size)
         self.counts[model] = self.counts.get(model, 0) + 1
+        self.sizes[model] = self.sizes.get(model, 0) + event.size
         return self._place(rid)
 
-    def _refusal(self, model: str) -> ErrorInfo | None:
+    def _refusal(self, model: str, size: int) -> ErrorInfo | None:
         known = self.models.get(model)
         refusal: KvdError
         if self.draining:  # (1)
@@ -212,6 +224,12 @@ class Desk(msgspec.Struct):
             refusal = Overloaded(
                 f"{model} holds {self.most} requests already", retry_after_s=RETRY_AFTER_S
             )
+        elif model in self.sizes and self.sizes[model] + size > self.most_bytes:  # (4)
+            refusal = Overloaded(
+                f"the requests that {model} holds have {self.sizes[model]} bytes already; this one "
+                f"has {size}, and the limit is {self.most_bytes}",
+                retry_after_s=RETRY_AFTER_S,
+            )
         else:
             return None
         return refusal.info()
@@ -226,6 +244,9 @@ class Desk(msgspec.Struct):
     def _model_is(self, event: ModelIs) -> list[Command]:
         model = event.model
         match event.standing:
+            case "waiting" if event.error and event.error.code == InsufficientMemory.code:
+                # It comes back when there is memory, which may be never.
+                return self._end_waiting(model, event.error)
             case "waiting":
                 return []
             case "ready":
@@ -236,10 +257,15 @@ class Desk(msgspec.Struct):
                 ]
                 return [c for rid in waiting for c in self._place(rid)]
             case "closing":
-                return self._end_waiting(model, Draining(f"{model} is being unloaded").info())
+                return self._end_waiting(model, self._closing(model))
             case "failed":
                 error = event.error or ModelFailed(f"{model} has failed").info()
                 return self._end_waiting(model, error)
+
+    def _closing(self, model: str) -> ErrorInfo:
+        if self.draining:
+            return Draining(f"the daemon takes no new work, and {model} is being stopped").info()
+        return Draining(f"{model} is being unloaded").info()
 
     def _end_waiting(self, model: str, error: ErrorInfo) -> list[Command]:
         waiting = [
@@ -266,7 +292,7 @@ class Desk(msgspec.Struct):
         known = self.models.get(held.model)
         if known is None or known.standing in {"closing", "failed"}:
             error = known.error if known is not None and known.error is not None else None
-            return [self._end(rid, error or Draining(f"{held.model} is being unloaded").info())]
+            return [self._end(rid, error or self._closing(held.model))]
         return self._place(rid)
 
     def _lose(self, rid: str, error: ErrorInfo) -> list[Command]:
@@ -297,5 +323,6 @@ class Desk(msgspec.Struct):
         if held is None:
             return
         self.counts[held.model] -= 1
+        self.sizes[held.model] -= held.size
         if not self.counts[held.model]:
-            del self.counts[held.model]
+            del self.counts[held.model], self.sizes[held.model]

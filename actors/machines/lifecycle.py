@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from actors.machines.machine import InvalidTransition
 from actors.machines.restart import RestartBudget
 from protocol.errors import Draining as DrainingError
-from protocol.errors import ErrorInfo, ModelFailed, WorkerDied
+from protocol.errors import ErrorInfo, InsufficientMemory, ModelFailed, WorkerDied
 
 
 class _Tagged(msgspec.Struct, frozen=True, tag=True):
@@ -72,10 +72,12 @@ class Stopping(_Tagged, frozen=True):
     then: Literal["stopped", "restart", "failed"]
     error: ErrorInfo | None = None
     """Why, if it was not ordered."""
+    reason: str = ""
+    """Of the order, for the requests that end with it."""
 
 
 class Backoff(_Tagged, frozen=True):
-    """It died and will be started again."""
+    """It died, or lacked memory when it came back, and will be started again."""
 
     until: float
     error: ErrorInfo
@@ -105,6 +107,9 @@ class Drain(_Tagged, frozen=True):
 class Halt(_Tagged, frozen=True):
     """Order: stop now."""
 
+    reason: str = ""
+    """For the requests that end with it; absent: the model was stopped."""
+
 
 class Spawned(_Tagged, frozen=True):
     """There is a process."""
@@ -131,7 +136,7 @@ class Loaded(_Tagged, frozen=True):
 
 
 class CannotLoad(_Tagged, frozen=True):
-    """The model cannot be loaded; trying again would not help."""
+    """The model cannot be loaded; trying again does not help, unless memory is what it lacks."""
 
     error: ErrorInfo
 
@@ -265,6 +270,8 @@ class Lifecycle(msgspec.Struct):
     restarts: int = 0
     worked: bool = False
     """The process of now, or the last one, has loaded its model."""
+    served: bool = False
+    """One of its processes has, since the last order to start."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take an event and return what is to be done; `InvalidTransition` changes nothing."""
@@ -317,6 +324,7 @@ def _stay(_m: Lifecycle, _e: Event, _now: float) -> list[Command]:
 
 def _start(m: Lifecycle, _e: Event, now: float) -> list[Command]:
     m.budget.progress()
+    m.served = False
     return _spawn(m, now)
 
 
@@ -365,7 +373,7 @@ def _alive_loading(m: Lifecycle, _e: Event, now: float) -> list[Command]:
 
 def _loaded(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
     assert isinstance(m.state, Loading)
-    m.worked = True
+    m.worked = m.served = True
     m.state = Ready(m.state.pid)
     return []
 
@@ -373,8 +381,14 @@ def _loaded(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
 def _cannot_load(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Loading)
     assert isinstance(e, CannotLoad)
-    m.state = Stopping(m.state.pid, "asked", now + m.patience.asked_s, "failed", e.error)
+    # Where it ran before, memory is missing for a while only: others hold it now.
+    then: Literal["restart", "failed"] = "restart" if m.served and _lacks(e.error) else "failed"
+    m.state = Stopping(m.state.pid, "asked", now + m.patience.asked_s, then, e.error)
     return []
+
+
+def _lacks(error: ErrorInfo) -> bool:
+    return error.code == InsufficientMemory.code
 
 
 def _admit(m: Lifecycle, e: Event, now: float) -> list[Command]:
@@ -430,15 +444,21 @@ def _ask(m: Lifecycle, pid: int, deadline: float) -> list[Command]:
     return [SendStop()]
 
 
-def _halt(m: Lifecycle, _e: Event, now: float) -> list[Command]:
+def _halt(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Spawning | Loading | Ready | Draining)
-    m.state = Stopping(m.state.pid, "asked", now + m.patience.halted_s, "stopped")
+    deadline = now + m.patience.halted_s
+    m.state = Stopping(m.state.pid, "asked", deadline, "stopped", reason=_reason(e))
     return [SendStop()] if m.state.pid is not None else []
 
 
-def _do_not_restart(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
+def _reason(e: Event) -> str:
+    return e.reason if isinstance(e, Halt) else ""
+
+
+def _do_not_restart(m: Lifecycle, e: Event, _now: float) -> list[Command]:
     assert isinstance(m.state, Stopping)
-    m.state = replace(m.state, then="stopped", error=None)
+    reason = _reason(e) or m.state.reason
+    m.state = replace(m.state, then="stopped", error=None, reason=reason)
     return []
 
 
@@ -458,8 +478,8 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(e, Exited)
     died = WorkerDied(f"the worker of {m.name} {describe(e.returncode)}", exit=e.returncode)
     match m.state:
-        case Stopping(then="stopped"):
-            lost = DrainingError(f"{m.name} was unloaded").info()
+        case Stopping(then="stopped", reason=reason):
+            lost = DrainingError(reason or f"{m.name} was stopped to be unloaded").info()
             m.state = Stopped()
             return [*_lose_rows(m, lost), Release()]
         case Stopping(then="failed", error=ErrorInfo() as error):
@@ -467,7 +487,7 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
             return [Release()]
         case Stopping(then="restart", error=ErrorInfo() as error):
             m.worked = False  # it did not end by itself: a hang is as fruitless as a failed load
-            return _died(m, error, now, attributable=True)
+            return _died(m, error, now, attributable=not _lacks(error))
         case Draining():
             m.state = Stopped()
             return [*_lose_rows(m, died.info()), Release()]

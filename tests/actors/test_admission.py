@@ -28,6 +28,7 @@ from protocol.errors import ErrorInfo
 
 DIED = ErrorInfo("worker_died", "died", True)
 FAILED = ErrorInfo("model_failed", "gave up")
+MEMORY = ErrorInfo("insufficient_memory", "no room")
 
 
 @pytest.fixture
@@ -81,6 +82,29 @@ def test_too_many_are_overloaded(desk):
     assert [Forward("4", "n")] == feed(desk, Arrived("4", "n"))
     feed(desk, Unwanted("0"))
     assert feed(desk, Arrived("5", "m")) == []
+
+
+def test_too_many_bytes_are_overloaded(desk):
+    desk.most_bytes = 100
+    feed(desk, ModelIs("m", "ready"), ModelIs("n", "ready"))
+
+    assert [Forward("1", "m")] == feed(desk, Arrived("1", "m", 150))  # alone it may have more
+    assert codes(feed(desk, Arrived("2", "m", 1))) == ["2 overloaded"]
+    assert [Forward("3", "n"), Forward("4", "n")] == feed(
+        desk, Arrived("3", "n", 60), Arrived("4", "n", 40)
+    )
+    assert codes(feed(desk, Arrived("5", "n", 1))) == ["5 overloaded"]
+    feed(desk, Over("3"), Over("1"))
+    assert [Forward("6", "n")] == feed(desk, Arrived("6", "n", 60))
+    assert desk.sizes == {"n": 100}
+
+
+def test_those_that_wait_are_told_that_memory_is_missing(desk):
+    feed(desk, ModelIs("m", "waiting"), Arrived("1", "m"))
+
+    assert feed(desk, ModelIs("m", "waiting", DIED)) == []
+    assert codes(feed(desk, ModelIs("m", "waiting", MEMORY))) == ["1 insufficient_memory"]
+    assert feed(desk, Arrived("2", "m")) == []
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from protocol.errors import ErrorInfo
 
 NOW = 1000.0
 WHY = ErrorInfo("worker_died", "why")
+MEMORY = ErrorInfo("insufficient_memory", "no room")
 
 STATES: dict[str, lc.State] = {
     "Stopped": lc.Stopped(),
@@ -314,6 +315,44 @@ def test_an_order_to_stop_wins_over_a_restart(m):
 
     assert lost.error.code == "draining"
     assert lc.Stopped() == m.state
+
+
+def test_missing_memory_is_final_for_a_new_model_only(m):
+    feed(m, lc.Start(), lc.Spawned(7), lc.Up(), lc.CannotLoad(MEMORY), lc.Exited(0))
+    assert lc.Failed(MEMORY, refused=True) == m.state
+
+    ready(m)
+    crash(m, NOW, -9)
+    delays = []
+    now = NOW
+    for _ in range(10):
+        feed(m, lc.Spawned(7), lc.Up(), lc.CannotLoad(MEMORY), lc.Exited(0), now=now)
+        assert isinstance(m.state, lc.Backoff)
+        assert m.state.error == MEMORY
+        delays.append(m.state.until - now)
+        now = m.state.until
+        feed(m, lc.Tick(), now=now)
+    assert delays[:3] == [1.0, 2.0, 4.0]
+    assert delays[-1] == 30.0
+    assert m.budget.crashes == 0
+
+    feed(m, lc.Spawned(7), lc.Up(), lc.CannotLoad(WHY), lc.Exited(0), now=now)
+    assert lc.Failed(WHY, refused=True) == m.state
+
+
+@pytest.mark.parametrize("events", [[], [lc.Tick()]])
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [(lc.Halt("the daemon stops"), "the daemon stops"), (lc.Halt(), "demo was stopped")],
+)
+def test_those_inside_are_told_why_the_model_was_stopped(m, events, order, says):
+    ready(m)
+    feed(m, lc.Admit("a"))
+    feed(m, *events, order, lc.Drain(), now=NOW + 120)
+    lost, _ = feed(m, lc.Exited(-9), now=NOW + 121)
+
+    assert lost.error.code == "draining"
+    assert lost.error.message.startswith(says)
 
 
 def test_hangs_count_though_we_killed_it_and_however_far_they_lie_apart(m):

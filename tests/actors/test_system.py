@@ -10,7 +10,7 @@ from actors import mail
 from actors.machines.lifecycle import Patience
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
-from protocol.types import KVSpec
+from protocol.types import KVSpec, WorkerStats
 from protocol.worker import CancelRow, Grant, LoadModel, Ready, RowFailed, Started, Stop, Submit
 from tests.sim.fakes import INFO, Script, token
 from tests.sim.loop import simulated, until
@@ -172,6 +172,29 @@ async def test_more_requests_than_a_model_may_hold_are_overloaded():
 
 
 @simulated
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x" * 6000},
+        {"messages": [{"role": "user", "content": "x" * 6000}]},
+        {"tokens": [1] * 200},
+        {"prompt": "x", "stop": ["y" * 6000]},
+    ],
+)
+async def test_more_bytes_than_a_model_may_hold_are_overloaded(fields):
+    async with world({"demo": [SLOW]}, settings=Settings(max_queue_bytes=10_000)) as w:
+        client = w.client()
+        fields = {"prompt": None, "max_tokens": 2} | fields
+        first = client.generate(**fields)
+        second = await client.end(client.generate(**fields))
+
+        assert second.error.code == "overloaded"
+        assert "the limit is 10000" in second.error.message
+        assert (await client.end(first)).reason == "length"
+        assert (await client.end(client.generate(**fields))).reason == "length"
+
+
+@simulated
 async def test_garbage_costs_its_own_connection_only():
     async with world({"demo": [SLOW]}) as w:
         bad, good = w.client(), w.client()
@@ -265,6 +288,22 @@ async def test_another_model_under_the_same_name_is_refused():
 
 
 @simulated
+@pytest.mark.parametrize("source", ["/models/a b", "/models/\x1b[31mred", "/models/--force/"])
+async def test_a_folder_whose_name_cannot_be_a_models_name_needs_an_alias(source):
+    async with world(load=()) as w:
+        client = w.client()
+        with pytest.raises(errors.InvalidRequest, match="load it under an alias") as refused:
+            await client.ask(messages.Load, model=source)
+        assert refused.value.detail["field"] == "alias"
+        assert "\x1b" not in refused.value.message
+        with pytest.raises(errors.InvalidRequest, match="alias may hold"):
+            await w.system.load(source, alias="a\nb")
+
+        loaded = await client.ask(messages.Load, model=source, alias="fine")
+        assert (loaded.model.name, loaded.model.source) == ("fine", source)
+
+
+@simulated
 async def test_a_model_that_cannot_be_loaded_leaves_no_trace_and_can_be_tried_again():
     broken = Script(load_error=errors.InvalidModel("config.json is missing", file="x").info())
     async with world({"demo": [broken, Script()]}, load=()) as w:
@@ -319,8 +358,9 @@ async def test_a_forced_unload_ends_the_requests_at_once():
         key = client.generate(max_tokens=500)
         await until(lambda: client.count(key) == 1)
         await client.ask(messages.Unload, model="demo", force=True)
+        error = (await client.end(key)).error
 
-        assert (await client.end(key)).error.code == "draining"
+        assert (error.code, error.message) == ("draining", "demo was stopped to be unloaded")
 
 
 @simulated
@@ -378,6 +418,39 @@ async def test_a_killed_worker_costs_its_streams_and_comes_back():
         assert (w.model().restarts, w.state(), w.model().error) == (1, "ready", None)
         assert len(w.spawn.processes["other"]) == 1
         assert w.system.status().granted_bytes == 200
+
+
+@simulated
+async def test_a_dead_workers_counters_are_not_shown():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=5)
+        await until(lambda: w.model().stats.step > 0)
+        w.spawn.last("demo").die(-9)
+        await client.end(key)
+
+        assert w.state() == "backoff"
+        assert w.model().stats == WorkerStats()
+
+
+@simulated
+async def test_a_model_that_served_and_lacks_memory_is_tried_until_there_is_some():
+    async with world({"demo": [Script(), Script(weights=901)]}, load=("demo", "other")) as w:
+        client = w.client()
+        w.spawn.last("demo").die(-9)
+        await until(lambda: w.state() == "backoff", 1)
+        error = (await client.end(client.generate())).error
+        assert error.code == "insufficient_memory"
+        await until(lambda: w.spawn.attempts["demo"] == 6, 600)
+        assert w.state() in {"backoff", "spawning"}
+        await until(lambda: w.state() == "backoff", 60)
+        assert w.model().error.code == "insufficient_memory"
+        with pytest.raises(errors.InsufficientMemory):
+            await client.ask(messages.Load, model="demo")
+
+        await client.ask(messages.Unload, model="other")
+        await until(lambda: w.state() == "ready", 60)
+        assert (await client.end(client.generate())).reason == "length"
 
 
 @simulated
@@ -652,7 +725,22 @@ async def test_a_second_forced_stop_hurries_the_first():
         await w.system.stop(force=True)
         await first
 
-        assert client.events[key][-1].error.code == "draining"
+        error = client.events[key][-1].error
+        assert (error.code, error.message) == ("draining", "the daemon stops")
+
+
+@simulated
+async def test_a_forced_stop_says_why_to_all_who_wait():
+    async with world({"new": [Script(load_s=100)]}) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="new")
+        await until(lambda: w.state("new") == "loading", 10)
+        waiting = client.generate("new")
+        await until(lambda: w.model("new").requests == 1, 10)
+        await w.system.stop(force=True)
+
+        assert client.events[load][-1].error.message == "the daemon stops"
+        assert "the daemon takes no new work" in client.events[waiting][-1].error.message
 
 
 @simulated
@@ -710,4 +798,5 @@ async def test_a_client_actor_that_fails_costs_its_connection_only():
 
         assert (await good.end(kept)).reason == "length"
         assert bad.closed
+        assert bad.events[""][0].error.code == "internal"
         await until(lambda: w.model().requests == 0, 10)
