@@ -340,6 +340,15 @@ def test_missing_memory_is_final_for_a_new_model_only(m):
     assert lc.Failed(WHY, refused=True) == m.state
 
 
+def test_an_order_to_start_a_given_up_model_is_answered_like_a_first_one(m):
+    ready(m)
+    crash(m, NOW, -9)
+    feed(m, lc.Spawned(7), lc.Up(), lc.CannotLoad(WHY), lc.Exited(0))
+    feed(m, lc.Start(), lc.Spawned(7), lc.Up(), lc.CannotLoad(MEMORY), lc.Exited(0))
+
+    assert lc.Failed(MEMORY, refused=True) == m.state
+
+
 @pytest.mark.parametrize("events", [[], [lc.Tick()]])
 @pytest.mark.parametrize(
     ("order", "says"),
