@@ -6,7 +6,10 @@ listen: that is `kvd.listen`.
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
+import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,10 @@ from protocol.errors import ConfigError
 
 SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 """Bytes in `sun_path`, less the closing zero: 104 on macOS, 108 on Linux."""
+
+
+_OURS = {"kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", ".DS_Store"}
+"""What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +56,54 @@ class Home:
         return self.root / "cache"
 
     def create(self) -> None:
-        """Make the folders, private to the user; an existing root is made private."""
+        """Make the folders, private to the user; an existing home of ours is made private.
+
+        A folder that is there and is no home of kvd stays as it is: `ConfigError`.
+        """
         try:
+            self._check_root()
             for folder in (self.root, self.logs, self.cache):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.root.stat().st_mode & 0o077:
                 self.root.chmod(0o700)
         except OSError as error:
+            raise unusable(self.root, error) from error
+
+    def _check_root(self) -> None:
+        """Refuse a folder of somebody else's, or one that holds something else."""
+        if not self.root.exists():
+            return
+        found = self.root.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if found.st_uid != os.geteuid():
             raise ConfigError(
-                f"cannot use {self.root} as home: {error.strerror}; set KVD_HOME or --home",
+                f"{self.root} belongs to another user (uid {found.st_uid}); "
+                "give kvd a folder of your own with KVD_HOME or --home",
                 key="home",
-            ) from error
+            )
+        strange = sorted({entry.name for entry in self.root.iterdir()} - _OURS)
+        if strange and not self.lock.exists():
+            raise ConfigError(
+                f"{self.root} holds other things ({strange[0]}) and was never a home of kvd; give "
+                "a new or an empty folder with KVD_HOME or --home, or, if it is to be this one, "
+                f"`touch {shlex.quote(str(self.lock))}`",
+                key="home",
+            )
 
 
 def locate(explicit: str | os.PathLike[str] | None = None) -> Home:
     """Return the home: what the caller says, else ``KVD_HOME``, else ``~/.kvd``."""
     chosen = explicit or os.environ.get("KVD_HOME") or "~/.kvd"
-    return Home(Path(os.path.abspath(Path(chosen).expanduser())))  # noqa: PTH100 - keeps symlinks
+    # os.path keeps symlinks, and leaves `~nobody` as it is.
+    return Home(Path(os.path.abspath(os.path.expanduser(chosen))))  # noqa: PTH100, PTH111
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """Return the error for a part of the home that the system does not let us use."""
+    return ConfigError(
+        f"cannot use {path}: {error.strerror or error}; set KVD_HOME or --home", key="home"
+    )
 
 
 def check_socket_path(path: Path) -> Path:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from kvd.home import check_socket_path
+from kvd.home import check_socket_path, unusable
 from protocol.errors import AlreadyRunning, ConfigError, PermissionDenied
 from protocol.framing import encode_line
 from protocol.messages import Error
@@ -40,7 +40,10 @@ _LINGER_S = 2.0
 @contextlib.contextmanager
 def hold_lock(home: Home) -> Iterator[None]:
     """Hold the home for this process, or raise `AlreadyRunning` with the holder's pid."""
-    fd = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise unusable(home.lock, error) from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

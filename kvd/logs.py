@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from kvd.home import unusable
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -37,9 +39,13 @@ def setup(folder: Path | None, level: str = "info") -> None:
     console.setFormatter(_formatter(shared, _person() if sys.stderr.isatty() else _machine()))
     handlers: list[logging.Handler] = [console]
     if folder is not None:
-        file = logging.handlers.RotatingFileHandler(
-            folder / "kvd.log", maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8"
-        )
+        path = folder / "kvd.log"
+        try:
+            file = logging.handlers.RotatingFileHandler(
+                path, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8"
+            )
+        except OSError as error:
+            raise unusable(path, error) from error
         file.setFormatter(_formatter(shared, _machine()))
         handlers.append(file)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PATH_STARTS = ("/", "./", "../", "~")
@@ -13,7 +14,7 @@ def absolute(text: str, base: Path | None = None) -> str:
     A folder is what starts like one (``/``, ``./``, ``../``, ``~``), or what holds a slash and is
     there. So ``demo`` is always the embedded model, and ``org/name`` a Hub id unless it exists.
     """
-    path = (base or Path.cwd()) / Path(text).expanduser()
+    path = (base or Path.cwd()) / os.path.expanduser(text)  # noqa: PTH111 - `~nobody` stays
     is_path = text in {".", ".."} or text.startswith(_PATH_STARTS)
     if is_path or ("/" in text and path.is_dir()):
         return str(path.resolve())

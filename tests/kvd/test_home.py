@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -37,6 +38,39 @@ def test_a_home_that_cannot_be_made_says_what_to_do(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="KVD_HOME or --home"):
         Home(tmp_path / "file" / "home").create()
+
+
+def test_a_folder_of_other_things_is_left_as_it_is(home: Home):
+    home.root.mkdir(mode=0o755)
+    (home.root / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"thesis\.tex.*never a home of kvd.*touch") as caught:
+        home.create()
+    assert caught.value.detail["key"] == "home"
+    assert mode(home.root) == 0o755
+    assert [path.name for path in home.root.iterdir()] == ["thesis.tex"]
+    home.lock.touch()
+    home.create()
+    assert mode(home.root) == 0o700
+
+
+def test_a_configuration_may_lie_there_before_the_first_start(home: Home):
+    (home.root / "models").mkdir(parents=True)
+    home.config.write_text("")
+    home.create()
+    assert home.logs.is_dir()
+
+
+def test_a_folder_of_another_user_is_left_as_it_is(home: Home, monkeypatch):
+    home.root.mkdir(mode=0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        home.create()
+    assert mode(home.root) == 0o755
+
+
+def test_a_user_that_does_not_exist_is_a_name_like_any_other(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert locate("~no-such-user/x").root == tmp_path / "~no-such-user/x"
 
 
 def test_a_socket_path_at_the_limit_passes_and_one_byte_more_does_not():

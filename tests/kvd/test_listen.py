@@ -60,6 +60,14 @@ def test_a_second_daemon_learns_who_holds_the_home(made: Home):
         assert made.lock.read_text() == f"{os.getpid()}\n"
 
 
+def test_a_lock_that_cannot_be_opened_is_a_config_error(made: Home):
+    made.lock.mkdir()
+    refusal = pytest.raises(ConfigError, match=r"cannot use .*kvd\.lock")
+    with refusal as caught, listen.hold_lock(made):
+        pass
+    assert caught.value.detail["key"] == "home"
+
+
 def test_the_lock_is_not_inherited_by_what_the_holder_starts(made: Home):
     with listen.hold_lock(made):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -32,6 +32,7 @@ def test_folders_become_absolute(tmp_path, monkeypatch):
     assert absolute(".", tmp_path) == str(tmp_path)
     assert absolute("/models/x", tmp_path) == "/models/x"
     assert absolute("~/x", tmp_path) == "/home/someone/x"
+    assert absolute("~no-such-user/x", tmp_path) == str(tmp_path / "~no-such-user/x")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,13 @@ def test_logs_are_json_in_the_file_and_off_a_terminal(tmp_path, capsys, restored
     assert [json.loads(line)["event"] for line in shown.err.splitlines()] == [
         line["event"] for line in written
     ]
+
+
+def test_a_log_that_cannot_be_written_is_a_config_error(tmp_path, restored_logging):
+    (tmp_path / "kvd.log").mkdir()
+    with pytest.raises(errors.ConfigError, match=r"cannot use .*kvd\.log") as caught:
+        logs.setup(tmp_path)
+    assert caught.value.detail["key"] == "home"
 
 
 def test_a_terminal_gets_lines_for_people(monkeypatch, capsys, restored_logging):
