@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.units import parse_bytes, parse_kv
+from kvd.units import MAX_BYTES, parse_bytes, parse_kv
 from protocol.errors import ConfigError
 from protocol.explain import explain
 from protocol.types import Alias, KVSpec, Name
@@ -37,7 +37,7 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of `config.toml`."""
 
-    budget: str | Annotated[int, Meta(gt=0)] | None = None
+    budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
     """Bytes, or a text such as ``8GiB``; absent: a safe share of the machine."""
     models: list[str | ModelEntry] = []
     """Loaded at start: names, folders and Hub ids, or tables with ``source``."""

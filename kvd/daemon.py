@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import structlog
 
 import kvd
@@ -56,6 +57,7 @@ class Options:
 
 def run(options: Options) -> Exit:
     """Serve until told to stop; raises KvdError if it cannot even start."""
+    os.umask(0o077)  # what we write, and what workers write, is the user's own
     home = options.home
     check_socket_path(home.socket)
     home.create()
@@ -79,9 +81,11 @@ class Daemon:
         self._settings = settings
         self._log = structlog.get_logger("kvd.daemon")
         readings = memory.reader()
-        budget = options.budget_bytes or settings.budget_bytes
+        budget = options.budget_bytes
+        if budget is None:
+            budget = settings.budget_bytes
         library = blas.choose(settings.blas)
-        self._budget = budget or memory.default_budget(readings.host())
+        self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
         self._system = System(
             Spawner(fake=options.fake, blas=library),
@@ -126,23 +130,34 @@ class Daemon:
 
     async def _load_models(self) -> None:
         """Load the models of command line or configuration, one after the other, and say so."""
-        loaded = [status for entry in self._entries() if (status := await self._load(entry))]
+        loaded: list[ModelStatus] = []
+        failed: list[tuple[str, str]] = []
+        for entry in self._entries():
+            loading = await self._load(entry)
+            if isinstance(loading, KvdError):
+                failed.append((entry.alias or entry.source, loading.message))
+            else:
+                loaded.append(loading)
         if self._system.status().state == "serving":
             with contextlib.suppress(OSError):  # nobody has to read it
-                print(welcome(self._options.home, loaded), flush=True)  # noqa: T201
+                print(welcome(self._options.home, loaded, failed), flush=True)  # noqa: T201
 
     def _entries(self) -> list[ModelEntry]:
         if self._options.models:
             return [config.ModelEntry(absolute(model)) for model in self._options.models]
-        return self._settings.entries
+        home = self._options.home.root
+        return [
+            msgspec.structs.replace(entry, source=absolute(entry.source, home))
+            for entry in self._settings.entries
+        ]
 
-    async def _load(self, entry: ModelEntry) -> ModelStatus | None:
+    async def _load(self, entry: ModelEntry) -> ModelStatus | KvdError:
         try:
             return await self._system.load(entry.source, alias=entry.alias, kv=entry.kv_spec)
         except KvdError as error:
             # The daemon goes on: the other models work, and `load` can be tried again.
             self._log.error("model not loaded", model=entry.source, reason=error.message)
-            return None
+            return error
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +200,7 @@ def _notify(notice: Notice) -> None:
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
-def welcome(home: Home, loaded: list[ModelStatus]) -> str:
+def welcome(home: Home, loaded: list[ModelStatus], failed: list[tuple[str, str]]) -> str:
     """Return what a person reads once the daemon is up: where it is, and what to try."""
     kvctl = _command("kvctl")
     if home.root != Path("~/.kvd").expanduser():
@@ -198,9 +213,11 @@ def welcome(home: Home, loaded: list[ModelStatus]) -> str:
             f'{kvctl} generate {shlex.quote(model)} "To open a file," --max-tokens 64',
             f"{kvctl} chat {shlex.quote(model)}",
         ]
-    else:
+    elif not failed:
         tries += [f"{kvctl} load demo", f'{kvctl} generate demo "To open a file,"']
-    lines = [f"kvd {kvd.__version__} serves {models}", f"socket  {home.socket}"]
+    lines = [f"kvd {kvd.__version__} serves {models}"]
+    lines += [f"failed  {name}: {reason}" for name, reason in failed]
+    lines.append(f"socket  {home.socket}")
     lines += [("try     " if i == 0 else "        ") + line for i, line in enumerate(tries)]
     return "\n".join([*lines, "stop    Ctrl-C"])
 

@@ -22,7 +22,7 @@ class Exit(enum.IntEnum):
 
     OK = 0
     FAILED = 1
-    """Anything that is not below; the message says what."""
+    """Anything that is not below, such as a model that does not fit; the message says what."""
     USAGE = 2
     """The command line is wrong."""
     NOT_RUNNING = 3
@@ -34,7 +34,7 @@ class Exit(enum.IntEnum):
     REFUSED = 6
     """The request asks for what cannot be: no such model, a prompt too long."""
     RETRY = 7
-    """It may work as it is in a moment: the worker died, the daemon drains, memory is short."""
+    """It may work as it is in a moment: the worker died, the daemon drains, too much waits."""
     INTERRUPTED = 130
     """Ctrl-C."""
     PIPE = 141

@@ -23,6 +23,8 @@ _FACTORS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+MAX_BYTES = 2**63 - 1
+"""More fits no message, and no machine."""
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _KV = re.compile(r"k(\d+)v(\d+)", re.IGNORECASE)
 
@@ -33,7 +35,10 @@ def parse_bytes(text: str) -> int:
     factor = _FACTORS.get(found[2].upper()) if found else None
     if found is None or factor is None:
         raise ValueError(f"{text!r} is no size; write it like 8GiB, 500MB or 1073741824")
-    return int(float(found[1]) * factor)
+    count = float(found[1]) * factor
+    if not 1 <= count <= MAX_BYTES:
+        raise ValueError(f"{text[:40]!r} is out of range; sizes are 1 byte to 8 million TiB")
+    return int(count)
 
 
 def format_bytes(count: int) -> str:

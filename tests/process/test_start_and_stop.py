@@ -12,8 +12,9 @@ from protocol.errors import Draining, NotRunning, WorkerDied
 from tests.process.helpers import Daemon, Reader, alive, folder_mode, source, wait_for, written
 
 
-def test_what_it_prints_when_it_is_up(make_daemon):
-    daemon = make_daemon().start("--model", source(tps=100))
+def test_what_it_prints_when_it_is_up(home: Home, make_daemon):
+    written(home, f'models = [{{source = "{source(tps=100)}", alias = "m"}}]')
+    daemon = make_daemon().start()
     text = wait_for("the welcome", daemon.output.read_text)
     assert f"socket  {daemon.home.socket}" in text
     assert text.count(f"kvctl --home {daemon.home.root} ") == 3
@@ -23,6 +24,7 @@ def test_what_it_prints_when_it_is_up(make_daemon):
 def test_folder_and_socket_are_private(daemon: Daemon):
     assert folder_mode(daemon.home.root) == 0o700
     assert folder_mode(daemon.home.socket) == 0o600
+    assert folder_mode(daemon.home.logs / "kvd.log") == 0o600
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -59,8 +61,9 @@ def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_they_finish_all_the_sa
     assert (running.error, len(running.completion.tokens)) == (None, 60)
 
 
-def test_a_stop_does_not_wait_for_a_load(make_daemon):
-    daemon = make_daemon().start("--model", source(load=600))
+def test_a_stop_does_not_wait_for_a_load(home: Home, make_daemon):
+    written(home, f'models = [{{source = "{source(load=600)}", alias = "m"}}]')
+    daemon = make_daemon().start()
     wait_for("it loads", lambda: "loading" in daemon.kvctl("status").stdout)
     worker = json.loads(daemon.kvctl("status", "--json").stdout)["models"][0]["worker_pid"]
     daemon.signal(signal.SIGTERM)
@@ -118,7 +121,24 @@ def test_a_wrong_configuration_names_the_key(home: Home, make_daemon):
     written(home, "bugdet = 1")
     daemon = make_daemon()
     assert daemon.launch().wait(30) == 5
-    assert "bugdet: unknown key; did you mean budget?" in daemon.errors.read_text()
+    assert "did you mean budget?" in daemon.errors.read_text()
+
+
+@pytest.mark.parametrize("place", ["kvd.lock", "logs/kvd.log"])
+def test_a_folder_in_the_place_of_lock_or_log_is_named(home: Home, make_daemon, place):
+    home.create()
+    (home.root / place).mkdir()
+    daemon = make_daemon()
+    assert daemon.launch().wait(30) == 5
+    said = daemon.errors.read_text()
+    assert said.startswith(f"error: cannot use {home.root / place}")
+    assert "Traceback" not in said
+
+
+def test_a_budget_of_nothing_is_refused(make_daemon):
+    daemon = make_daemon()
+    assert daemon.launch("--budget", "0").wait(30) == 2
+    assert "out of range" in daemon.errors.read_text()
 
 
 def test_after_kill_9_no_worker_is_left_and_the_next_start_works(daemon: Daemon):

@@ -1,0 +1,58 @@
+"""The daemon's own decisions, without a socket; whole daemons are in tests/process."""
+
+from __future__ import annotations
+
+from kvd.config import Config, ModelEntry, parse
+from kvd.daemon import Daemon, Options, welcome
+from kvd.home import Home
+from tests.kvd.stub import MODEL
+
+
+def daemon(home: Home, settings: Config, **options) -> Daemon:
+    return Daemon(Options(home, fake=True, **options), settings)
+
+
+def test_models_of_the_configuration_are_relative_to_the_home(home: Home, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.chdir(tmp_path)
+    text = (
+        'models = ["demo", "org/name", "~/x", "./y", {source = "../z", alias = "z", kv = "k8v4"}]'
+    )
+    assert daemon(home, parse(text))._entries() == [
+        ModelEntry("demo"),
+        ModelEntry("org/name"),
+        ModelEntry("/home/someone/x"),
+        ModelEntry(str(home.root / "y")),
+        ModelEntry(str(home.root.parent / "z"), alias="z", kv="k8v4"),
+    ]
+
+
+def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    entries = daemon(home, Config(models=["other"]), models=("./y",))._entries()
+    assert entries == [ModelEntry(str(tmp_path / "y"))]
+
+
+def test_the_command_lines_budget_wins_and_then_the_configurations(home: Home):
+    settings = Config(budget="2GiB")
+    assert daemon(home, settings, budget_bytes=2**30)._budget == 2**30
+    assert daemon(home, settings)._budget == 2**31
+
+
+def test_the_welcome_suggests_what_is_there(home: Home):
+    text = welcome(home, [MODEL], [])
+    assert "serves demo (k8v8)" in text
+    assert "generate demo" in text
+    assert "failed" not in text
+    assert "load demo" in welcome(home, [], [])
+
+
+def test_the_welcome_names_what_failed_and_suggests_nothing_of_it(home: Home):
+    text = welcome(home, [], [("demo", "it does not fit")])
+    assert "failed  demo: it does not fit" in text
+    assert "status" in text
+    assert "generate" not in text
+    assert "load demo" not in text
+    text = welcome(home, [MODEL], [("big", "it does not fit")])
+    assert "failed  big: it does not fit" in text
+    assert "generate demo" in text
