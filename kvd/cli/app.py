@@ -295,15 +295,22 @@ def shutdown(
     wanted = terms(context, home, socket, json=json)
     with wanted.connected() as client:
         client.shutdown(force=force)
-        _wait_until_gone(wanted)
+        gone = _wait_until_gone(wanted)
         if wanted.json:
-            wanted.print_json({"state": "stopped"})
-        else:
+            wanted.print_json({"state": "stopped" if gone else "stopping"})
+        elif gone:
             talk("stopped")
+        else:
+            talk(f"still lives {_GONE_S:g} s after its goodbye; try again, or end its process")
+        if not gone:
+            raise typer.Exit(Exit.RETRY)
 
 
-def _wait_until_gone(wanted: Terms) -> None:
-    """Wait until the daemon's lock is free, so that the next one can start at once."""
+def _wait_until_gone(wanted: Terms) -> bool:
+    """Wait until the daemon's lock is free, so that the next one can start at once.
+
+    Return whether it is.
+    """
     deadline = time.monotonic() + _GONE_S
     try:
         with wanted.lock.open("rb") as lock:
@@ -313,9 +320,10 @@ def _wait_until_gone(wanted: Terms) -> None:
                 except BlockingIOError:
                     time.sleep(0.02)
                 else:
-                    return
+                    return True
     except FileNotFoundError:
-        pass  # a socket outside of a home
+        return True  # a socket outside of a home
+    return False
 
 
 def main() -> None:

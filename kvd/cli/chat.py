@@ -11,7 +11,8 @@ from typing import Any
 from kvd.cli.common import Terms, escape, talk
 from kvd.cli.stream import Stream
 from kvd.client import Client, Completion
-from protocol.errors import ContextTooLong, KvdError, NotRunning, UnknownModel
+from kvd.client.exchange import check_number
+from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
 from protocol.types import ChatMessage
 
 
@@ -53,13 +54,18 @@ class Chat:
             "new": (self._new, "forget the conversation"),
             "retry": (self._retry, "ask the last question again"),
             "system": (self._set_system, "TEXT  set the system message, and start anew"),
-            "set": (self._set, "NAME VALUE  change a sampling value; alone: show them"),
+            "set": (
+                self._set,
+                "NAME VALUE  change a sampling value, or to default; alone: show",
+            ),
             "history": (self._history, "show the conversation so far"),
             "exit": (self._exit, "leave (also Ctrl-D)"),
         }
 
     def run(self) -> None:
         """Converse until the user leaves."""
+        for name, value in asdict(self._settings).items():
+            check_number(name, value)
         self._require_model()
         interactive = sys.stdin.isatty()
         if interactive:
@@ -168,10 +174,16 @@ class Chat:
         name, _, value = text.partition(" ")
         if name in {field.name for field in fields(Settings)}:
             try:
-                number: Any = int(value) if name in _INTEGERS else float(value)
+                number: Any = getattr(Settings(), name)
+                if value != "default":
+                    number = int(value) if name in _INTEGERS else float(value)
+                    check_number(name, number)
                 self._settings = replace(self._settings, **{name: number})
             except ValueError:
                 talk(f"[yellow]{escape(value)!r} is no value for {name}[/]")
+                return
+            except InvalidRequest as error:
+                talk(f"[yellow]{escape(error.message)}[/]")
                 return
         elif name:
             talk(f"[yellow]no setting {escape(name)}[/]")

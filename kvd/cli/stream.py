@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
+from kvd.cli.common import talk
 from kvd.client import Completion
 from protocol.messages import Event, Tokens
 
@@ -16,6 +17,7 @@ class Stream:
 
     def __init__(self, completion: Completion) -> None:
         self._completion = completion
+        completion.on_silence = _say_silence
         self._last = ""
 
     def __iter__(self) -> Iterator[Event]:
@@ -42,3 +44,10 @@ class Stream:
         if sys.stdout.isatty() and self._last != "\n":
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+def _say_silence() -> None:
+    talk(
+        "[dim]no word from the daemon for 10 s; `kvctl status` says whether it is busy or "
+        "stopped; Ctrl-C twice leaves[/]"
+    )

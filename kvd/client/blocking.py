@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket as sockets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from kvd.client.exchange import (
@@ -148,8 +149,11 @@ class Client:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(line)
 
-    def _next(self, request_id: str) -> m.Event:
+    def _next(self, request_id: str, patience: Callable[[], None] | None = None) -> m.Event:
         while (event := self._exchange.take(request_id)) is None:
+            if patience is not None and not self._readable(QUICK_S):
+                patience()
+                patience = None
             try:
                 data = self._socket.recv(_CHUNK)
             except ConnectionResetError:
@@ -160,6 +164,11 @@ class Client:
                 self._exchange.fail(lost())
         return event
 
+    def _readable(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
 
 class Completion(CompletionRecord):
     """A running completion: an iterator of its events, and what they add up to."""
@@ -167,14 +176,21 @@ class Completion(CompletionRecord):
     def __init__(self, client: Client, request_id: str) -> None:
         super().__init__()
         self.id = request_id
+        self.on_silence: Callable[[], None] | None = None
+        """Called once if no event comes for ten seconds; the wait goes on."""
         self._client = client
 
     def __iter__(self) -> Iterator[m.Event]:
         """Yield the events that are left, up to and with `Done`; raises the request's error."""
         while self.reason is None:
-            event = self._client._next(self.id)  # noqa: SLF001 - the other half of one class
+            event = self._client._next(self.id, self._silent)  # noqa: SLF001 - half of one class
             self._apply(event)
             yield event
+
+    def _silent(self) -> None:
+        told, self.on_silence = self.on_silence, None
+        if told is not None:
+            told()
 
     @property
     def text(self) -> str:

@@ -147,6 +147,25 @@ class Exchange:
         return event
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (1, 2**31 - 1),
+    "temperature": (0, 10),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "seed": (0, 2**63 - 1),
+}
+
+
+def check_number(name: str, value: float | None) -> None:
+    """Refuse what `protocol.types` refuses, and what is no number in JSON: NaN and infinity."""
+    low, high = _RANGES[name]
+    if value is None or (low <= value <= high and not (name == "top_p" and value == 0)):
+        return
+    place = "above 0 and at most 1" if name == "top_p" else f"between {low} and {high}"
+    raise InvalidRequest(f"{name} must be {place}, not {value}", field=name)
+
+
 def expect(event: Event, kind: type[E]) -> E:
     """Return the event if it is of this kind; anything else is the daemon's mistake."""
     if isinstance(event, kind):
@@ -162,7 +181,10 @@ def generate_request(
     tokens: list[int] | None,
     options: dict[str, Any],
 ) -> Generate:
-    """Return the request for `generate` of either client; the daemon checks the values."""
+    """Return the request for `generate` of either client; numbers out of range are refused here."""
+    for name, value in options.items():
+        if name in _RANGES:
+            check_number(name, value)
     turns = None
     if messages is not None:
         turns = [m if isinstance(m, ChatMessage) else ChatMessage(*m) for m in messages]  # type: ignore[arg-type]

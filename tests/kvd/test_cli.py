@@ -6,11 +6,13 @@ import io
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from kvd import cli
 from kvd.home import Home
+from kvd.listen import hold_lock
 from protocol import errors
 from protocol import messages as m
 from protocol.types import Sampling, Usage
@@ -233,3 +235,55 @@ def test_kvctl_needs_neither_mlx_nor_the_daemons_parts():
 
 def test_the_stub_speaks_as_the_protocol_does():
     assert daemon_status(MODEL).models == [MODEL]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "10.5"])
+def test_a_temperature_out_of_range_is_refused_in_plain_words(kvctl, home: Home, value):
+    with stub_daemon(home.socket, well) as requests:
+        for command in (("generate", "demo", "Hi"), ("chat", "demo")):
+            code, _, err = kvctl(*command, f"--temperature={value}")
+            assert code == 6
+            assert "temperature must be between 0 and 10" in err
+    assert requests == []
+
+
+def test_chat_refuses_values_out_of_range_and_goes_back_to_defaults(kvctl, home: Home):
+    lines = ["/set temperature nan", "/set top_p 0", "/set seed -1", "/set max_tokens 5", "One"]
+    lines += ["/set seed 3", "/set max_tokens default", "Two", "/set seed default", "Three"]
+    with stub_daemon(home.socket, well) as requests:
+        code, _, err = kvctl("chat", "demo", stdin="\n".join(lines) + "\n")
+    assert code == 0
+    assert "temperature must be between 0 and 10" in err
+    assert "top_p must be above 0 and at most 1" in err
+    assert "seed must be between 0 and" in err
+    asked = [request for request in requests if isinstance(request, m.Generate)]
+    assert [(r.max_tokens, r.sampling.seed) for r in asked] == [(5, None), (None, 3), (None, None)]
+    assert {r.sampling.temperature for r in asked} == {0.7}
+
+
+def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch):
+    said = threading.Event()
+    talks = []
+    monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
+    monkeypatch.setattr("kvd.cli.stream.talk", lambda text: (talks.append(text), said.set()))
+
+    def answer(request):
+        assert said.wait(10)
+        yield from well(request)
+
+    with stub_daemon(home.socket, answer):
+        code, out, _ = kvctl("generate", "demo", "Hi")
+    assert (code, out) == (0, "Grüße all")
+    assert len(talks) == 1
+    assert "no word from the daemon" in talks[0]
+
+
+def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Home, monkeypatch):
+    monkeypatch.setattr(sys.modules["kvd.cli.app"], "_GONE_S", 0.05)
+    home.create()
+    with stub_daemon(home.socket, well), hold_lock(home):
+        code, out, err = kvctl("shutdown")
+        assert (code, out) == (7, "")
+        assert "still lives" in err
+        code, out, _ = kvctl("shutdown", "--json")
+        assert (code, json.loads(out)) == (7, {"state": "stopping"})

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from kvd.client import AsyncClient, Client
+from kvd.client import AsyncClient, Client, exchange
 from kvd.home import Home
 from protocol import errors
 from protocol import messages as m
@@ -249,3 +250,21 @@ def test_a_closed_client_says_so(home: Home):
             with pytest.raises(errors.NotRunning, match="this client is closed"):
                 call(completion) if call is list else call()
         kvd.close()
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"])
+def test_the_clients_ranges_are_those_of_the_protocol(name):
+    low, high = exchange._RANGES[name]
+    near = [low - 1, low, high, high + 1]
+    for value in near:
+        whole = {name: value} if name == "max_tokens" else {"sampling": {name: value}}
+        raw = {"op": "generate", "id": "1", "model": "m", "prompt": "p", **whole}
+        try:
+            msgspec.convert(raw, m.Generate)
+        except msgspec.ValidationError:
+            with pytest.raises(errors.InvalidRequest, match=f"{name} must be"):
+                exchange.check_number(name, value)
+        else:
+            exchange.check_number(name, value)
+    with pytest.raises(errors.InvalidRequest):
+        exchange.check_number(name, float("nan"))
