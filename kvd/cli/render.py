@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from kvd.units import format_bytes, format_duration
 from protocol.types import DaemonStatus, ModelStatus
-
-WIDE = 120
-"""From this many columns on, the table has all of them."""
 
 _COLOURS = {
     "ready": "green",
@@ -21,6 +19,20 @@ _COLOURS = {
     "stopped": "dim",
 }
 _PRESSURE = {"warning": "yellow", "critical": "bold red"}
+_COLUMNS = (
+    *("MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"),
+    *("GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID", "SOURCE"),
+)
+_DROPPED = (
+    *("SOURCE", "PID", "ATTENTION", "CONTEXT", "KV USED", "GRANTED"),
+    *("PAGES", "KV", "TOK/S", "ROWS", "MEMORY"),
+)
+"""What is left out where it does not fit, in this order."""
+_FOLDED = {"MODEL": "bold", "SOURCE": ""}
+"""Columns that wrap, with their style."""
+_NAME, _SOURCE = 16, 24
+"""Cells that a name and a source have at least, if they need them."""
+_GAP = 2
 _TEXTS = {"STATE", "KV", "ATTENTION"}
 """Columns that are no numbers."""
 _BAR = 20
@@ -33,7 +45,7 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
     if not value.models:
         parts.append(Text("\nno models; load one with `kvctl load demo`", style="dim"))
         return Group(*parts)
-    parts += [Text(), _models(value.models, wide=width >= WIDE)]
+    parts += [Text(), _models(value.models, width)]
     parts += [_trouble(model) for model in value.models if model.error]
     return Group(*parts)
 
@@ -74,46 +86,52 @@ def _memory(value: DaemonStatus) -> Text:
     return line
 
 
-def _models(models: list[ModelStatus], *, wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("MODEL", overflow="fold", style="bold", no_wrap=wide)
-    names = ["STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"]
-    if wide:
-        names += ["GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID"]
-    for name in names:
-        table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
-    if wide:
-        table.add_column("SOURCE", overflow="fold")
-    for value in models:
-        table.add_row(*_cells(value), *(_more(value) if wide else ()))
+def _models(models: list[ModelStatus], width: int) -> Table:
+    """Return the table with as many columns as fit, the less important ones left out first."""
+    rows = [_cells(value) for value in models]
+    sizes = {
+        name: max(cell_len(name), *(cell_len(str(cells[name])) for cells in rows)) + _GAP
+        for name in _COLUMNS
+    }
+    sizes["MODEL"] = min(sizes["MODEL"], _NAME + _GAP)
+    sizes["SOURCE"] = min(sizes["SOURCE"], _SOURCE + _GAP)
+    shown = list(_COLUMNS)
+    for name in _DROPPED:
+        if sum(sizes[name] for name in shown) <= width:
+            break
+        shown.remove(name)
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    for name in shown:
+        if name in _FOLDED:
+            least = sizes[name] - _GAP
+            table.add_column(name, overflow="fold", style=_FOLDED[name], min_width=least)
+        else:
+            table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
+    for cells in rows:
+        table.add_row(*(cells[name] for name in shown))
     return table
 
 
-def _cells(value: ModelStatus) -> list[RenderableType]:
-    stats = value.stats
+def _cells(value: ModelStatus) -> dict[str, str | Text]:
+    """Return the cells of a model's row by column."""
+    stats, info, memory = value.stats, value.info, value.stats.memory
     rows = stats.rows_running + stats.rows_prefilling
     waiting = f"+{stats.rows_waiting}" if stats.rows_waiting else ""
-    return [
-        value.name,
-        _state(value),
-        value.info.kv_scheme if value.info else value.kv.name,
-        f"{rows}{waiting} (max {stats.max_rows_in_step})",
-        f"{stats.pages_used}/{stats.pages_total}",
-        f"{stats.tokens_per_s:.0f}",
-        format_bytes(stats.memory.footprint),
-    ]
-
-
-def _more(value: ModelStatus) -> list[RenderableType]:
-    info, memory = value.info, value.stats.memory
-    return [
-        format_bytes(value.granted_bytes),
-        format_bytes(memory.kv_pages_used + memory.kv_tails),
-        str(info.context_length) if info else "",
-        info.attention_path if info else "",
-        str(value.worker_pid or ""),
-        value.source,
-    ]
+    return {
+        "MODEL": value.name,
+        "STATE": _state(value),
+        "KV": info.kv_scheme if info else value.kv.name,
+        "ROWS": f"{rows}{waiting} (max {stats.max_rows_in_step})",
+        "PAGES": f"{stats.pages_used}/{stats.pages_total}",
+        "TOK/S": f"{stats.tokens_per_s:.0f}",
+        "MEMORY": format_bytes(memory.footprint),
+        "GRANTED": format_bytes(value.granted_bytes),
+        "KV USED": format_bytes(memory.kv_pages_used + memory.kv_tails),
+        "CONTEXT": str(info.context_length) if info else "",
+        "ATTENTION": info.attention_path if info else "",
+        "PID": str(value.worker_pid or ""),
+        "SOURCE": value.source,
+    }
 
 
 def _state(value: ModelStatus) -> Text:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -26,24 +27,53 @@ FAILED = ModelStatus(
 )
 
 
-@pytest.mark.parametrize("width", [80, 100, 160, 200])
+@pytest.mark.parametrize("width", [40, 80, 100, 160, 200])
 def test_no_line_is_wider_than_the_terminal(width):
     text = shown(daemon_status(MODEL, FAILED), width)
     assert max(map(len, text.splitlines())) <= width
 
 
+def table(text):
+    lines = text.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("MODEL"))
+    return re.split(r"  +", lines[head].strip()), lines[head + 1]
+
+
+ALL = ["MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"]
+ALL += ["GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
+
+
 def test_eighty_columns_have_what_matters():
-    text = shown(daemon_status(MODEL), 80)
-    header = next(line for line in text.splitlines() if line.startswith("MODEL"))
-    row = next(line for line in text.splitlines() if line.startswith("demo"))
-    assert header.split() == ["MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"]
-    assert " ".join(row.split()) == "demo ready k8v8 3+2 (max 8) 17/64 312 180 MiB"
+    header, row = table(shown(daemon_status(MODEL), 80))
+    assert header == ALL[:9]
+    assert " ".join(row.split()) == "demo ready k8v8 3+2 (max 8) 17/64 312 180 MiB 90.0 MiB 1.7 MiB"
 
 
 def test_a_wide_terminal_has_the_rest():
     text = shown(daemon_status(MODEL), 160)
-    for word in ("GRANTED", "90.0 MiB", "16384", "reference", "4242", "SOURCE"):
+    assert table(text)[0] == ALL
+    for word in ("90.0 MiB", "16384", "reference", "4242"):
         assert word in text
+
+
+def test_forty_columns_still_name_the_model_and_its_state():
+    header, row = table(shown(daemon_status(MODEL), 40))
+    assert header == ["MODEL", "STATE", "ROWS", "MEMORY"]
+    assert row.split()[:2] == ["demo", "ready"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, *range(100, 130), 160, 200])
+def test_every_column_that_is_shown_is_whole(width):
+    text = shown(daemon_status(MODEL, FAILED), width)
+    header, row = table(text)
+    assert [name for name in ALL if name in header] == header
+    assert header[:2] == ["MODEL", "STATE"]
+    assert row.split()[:2] == ["demo", "ready"]
+    assert "failed" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    rows = text.splitlines()[text.splitlines().index("") + 1 :]
+    assert len([line for line in rows if line.strip()]) <= 6  # a name wraps, no letter by itself
 
 
 def test_no_models_says_how_to_load_one():
