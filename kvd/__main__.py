@@ -9,6 +9,7 @@ import typer
 
 import kvd
 from kvd import exits
+from kvd.cli.usage import Command, Group
 from kvd.home import locate
 from kvd.units import parse_bytes
 from protocol.errors import KvdError
@@ -28,12 +29,26 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-@app.callback()
-def _program() -> None:
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(kvd.__version__)
+        raise typer.Exit
+
+
+@app.callback(cls=Group)
+def _program(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Keep `serve` a command of its own, also while it is the only one that does something."""
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     home: Annotated[
         str | None,
@@ -51,7 +66,7 @@ def serve(
         typer.Option(metavar="NAME|PATH|HUB_ID", help="Load at start; may be repeated."),
     ] = None,
     fake: Annotated[
-        bool, typer.Option("--fake", help="Use the fake engine: no model, no MLX.")
+        bool, typer.Option("--fake", metavar="", help="Use the fake engine: no model, no MLX.")
     ] = False,
 ) -> None:
     """Serve in the foreground. Ctrl-C or SIGTERM drains and exits 0, a second one forces."""
@@ -63,7 +78,7 @@ def serve(
     raise typer.Exit(daemon.run(options))
 
 
-@app.command()
+@app.command(cls=Command)
 def version() -> None:
     """Print the version."""
     typer.echo(kvd.__version__)

@@ -24,6 +24,7 @@ from kvd.cli.common import (
     terms,
 )
 from kvd.cli.stream import Stream
+from kvd.cli.usage import Command, Group
 from kvd.client import Load
 from kvd.exits import Exit
 from kvd.sources import absolute
@@ -77,7 +78,7 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(cls=Group)
 def _program(
     context: typer.Context,
     *,
@@ -85,13 +86,16 @@ def _program(
     socket: SocketOption = None,
     json: JsonOption = False,
     version: Annotated[  # noqa: ARG001 - the callback has done it
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     context.obj = Terms(home, socket, json)
 
 
-@app.command()
+@app.command(cls=Command)
 def status(
     context: typer.Context,
     *,
@@ -110,7 +114,7 @@ def status(
             console.print(render.status(value, console.width))
 
 
-@app.command()
+@app.command(cls=Command)
 def load(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.")],
@@ -154,13 +158,14 @@ def _follow(loading: Load, wanted: Terms) -> ModelStatus:
     return loading.result
 
 
-@app.command()
+@app.command(cls=Command)
 def unload(
     context: typer.Context,
     model: ModelArgument,
     *,
     force: Annotated[
-        bool, typer.Option("--force", help="End its requests instead of finishing them.")
+        bool,
+        typer.Option("--force", metavar="", help="End its requests instead of finishing them."),
     ] = False,
     home: HomeOption = None,
     socket: SocketOption = None,
@@ -176,7 +181,7 @@ def unload(
             talk(f"{done.model} unloaded, {format_bytes(done.freed_bytes)} freed")
 
 
-@app.command()
+@app.command(cls=Command)
 def generate(
     context: typer.Context,
     model: ModelArgument,
@@ -232,7 +237,7 @@ def _stdin() -> str:
         raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
 
 
-@app.command()
+@app.command(cls=Command)
 def chat(
     context: typer.Context,
     model: ModelArgument,
@@ -262,7 +267,7 @@ def chat(
         chats.Chat(client, model, settings, wanted, system=system).run()
 
 
-@app.command()
+@app.command(cls=Command)
 def drain(
     context: typer.Context,
     *,
@@ -280,12 +285,12 @@ def drain(
             talk("drained; `kvctl shutdown` ends the daemon")
 
 
-@app.command()
+@app.command(cls=Command)
 def shutdown(
     context: typer.Context,
     *,
     force: Annotated[
-        bool, typer.Option("--force", help="End what runs instead of finishing it.")
+        bool, typer.Option("--force", metavar="", help="End what runs instead of finishing it.")
     ] = False,
     home: HomeOption = None,
     socket: SocketOption = None,

@@ -30,7 +30,7 @@ SocketOption = Annotated[
     str | None,
     typer.Option("--socket", metavar="PATH", help="The daemon's socket (default: in its home)."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the data as JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print the data as JSON.")]
 
 WIDE_PIPE = 200
 """Columns for tables that go into a pipe or a file, where nothing should be cut."""

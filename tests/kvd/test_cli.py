@@ -10,7 +10,9 @@ import threading
 
 import pytest
 
+import kvd
 from kvd import cli
+from kvd.__main__ import main as kvd_main
 from kvd.home import Home
 from kvd.listen import hold_lock
 from protocol import errors
@@ -287,3 +289,28 @@ def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Ho
         assert "still lives" in err
         code, out, _ = kvctl("shutdown", "--json")
         assert (code, json.loads(out)) == (7, {"state": "stopping"})
+
+
+def test_help_shows_flags_and_arguments_as_they_are_written(kvctl):
+    pages = {name: kvctl(*name.split(), "--help")[1] for name in ("", "unload", "generate", "load")}
+    for page in pages.values():
+        assert "<bool>" not in page
+        assert "{" not in page
+    assert "unload [OPTIONS] MODEL" in pages["unload"]
+    assert "generate [OPTIONS] MODEL PROMPT" in pages["generate"]
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("version",)])
+def test_kvd_says_its_version_either_way(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["kvd", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        kvd_main()
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{kvd.__version__}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("serve", "--help"), ("version", "--help")])
+def test_help_of_kvd_shows_flags_as_they_are_written(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["kvd", *arguments])
+    with pytest.raises(SystemExit):
+        kvd_main()
+    assert "<bool>" not in capsys.readouterr().out
