@@ -7,6 +7,7 @@ nothing of conversations (`protocol.session`) or of sockets. Whatever the peer s
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -25,7 +26,7 @@ _HEADER = 4
 """Bytes of a frame's length, big-endian."""
 
 
-class _Decoder:
+class _Decoder(ABC):
     """What both framings share: once a frame was too large, the stream cannot be trusted."""
 
     def __init__(self, limit: int) -> None:
@@ -58,9 +59,9 @@ class _Decoder:
             raise self.fault
         return frames
 
+    @abstractmethod
     def _split(self) -> tuple[list[bytes], bool]:
         """Return the complete frames, and whether one that is too large follows them."""
-        raise NotImplementedError
 
 
 class LineDecoder(_Decoder):

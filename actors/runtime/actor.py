@@ -11,6 +11,7 @@ back as a message (`Actor.pipe`); an answer that takes time is a `Later`.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -131,7 +132,7 @@ class Ref(Generic[M]):
         self._wake.set()
 
 
-class Actor(Generic[M]):
+class Actor(ABC, Generic[M]):
     """Base of all actors: give `receive`, and `check` where there is something to check."""
 
     mailbox_limit = 16_384
@@ -142,9 +143,9 @@ class Actor(Generic[M]):
     ref: Ref[M]
     _stopping = False
 
+    @abstractmethod
     def receive(self, message: M) -> object:
         """Handle a message; what it returns answers an ask."""
-        raise NotImplementedError
 
     def on_start(self) -> None:
         """Begin; the first thing that a new or restarted actor does."""
