@@ -88,8 +88,8 @@ def environment(blas: Path | None) -> dict[str, str]:
         before = variables.get("LD_PRELOAD", "")
         variables["LD_PRELOAD"] = f"{blas}:{before}" if before else str(blas)
         variables["KVD_BLAS_PRELOADED"] = str(blas)
-        # OpenBLAS's idle threads spin, 25 ms by default: with several workers they take each
-        # other's cores. 2^12 cycles keeps the speed and gives 70 % of the system time back.
+        # OpenBLAS's idle threads spin, and took a third of a worker's CPU time as system time on
+        # a busy machine; with 2^12 cycles that was a sixth, at the same speed or better.
         variables.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
     root = Path(kvd.__file__).parent.parent
     if root != Path(sysconfig.get_path("purelib")):  # a checkout, perhaps not installed

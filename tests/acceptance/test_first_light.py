@@ -24,9 +24,21 @@ from tests.process.helpers import Daemon, wait_for
 pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
 LENGTHS = (10, 4000, 25, 1500, 64, 70, 900, 120, 200, 600, 300, 400, 128, 800, 63, 500)
-"""Prompt tokens of the concurrent requests, roughly."""
-WORDS_PER_TOKEN = 0.6
+"""Prompt tokens of the concurrent requests, exactly."""
 MAX_TOKENS = 160
+
+
+TOKENIZER = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
+
+
+class Encoder:
+    """The model's tokenizer with the interface of the recall tasks."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+    def count(self, text: str) -> int:
+        return len(self.encode(text))
 
 
 @dataclass(frozen=True)
@@ -39,13 +51,19 @@ def request(index: int, tokens: int) -> Request:
     rng = random.Random(index)
     sentences = filler_sentences()
     place = rng.randrange(len(sentences))
-    words: list[str] = []
-    while len(words) < tokens * WORDS_PER_TOKEN:
-        words += sentences[place % len(sentences)].split()
+    ids: list[int] = []
+    while len(ids) < tokens + 8:
+        ids += Encoder().encode(sentences[place % len(sentences)])
         place += 1
+    # Cutting can split a word that would be tokenized otherwise: cut until the text has as many.
+    prompt = next(
+        text
+        for extra in range(-3, 8)
+        if Encoder().count(text := TOKENIZER.decode(ids[: tokens + extra]).lstrip()) == tokens
+    )
     sampled = ("--temperature", "0.8", "--top-p", "0.95") if index % 2 else ()
     options = ("--max-tokens", str(MAX_TOKENS), "--seed", str(100 + index), *sampled)
-    return Request(" ".join(words[: max(2, int(tokens * WORDS_PER_TOKEN))]), options)
+    return Request(prompt, options)
 
 
 def start(daemon: Daemon, one: Request) -> subprocess.Popen[bytes]:
@@ -162,12 +180,6 @@ def test_bad_input_is_told_and_costs_nothing_else(daemon: Daemon, tmp_path: Path
 
 def test_recall_through_the_daemon_agrees_with_dense(daemon: Daemon) -> None:
     """A sample of `bench/recall.py`, which asks for 400 digits."""
-    tokenizer = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
-
-    class Encoder:
-        def encode(self, text: str) -> list[int]:
-            return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
     daemon.kvctl("load", "demo", "--alias", "dense", "--kv", "k16v16")
     same = 0
     with daemon.client() as kvd:

@@ -196,6 +196,26 @@ def test_a_bad_row_fails_alone(demo: Driver, monkeypatch: pytest.MonkeyPatch) ->
         assert demo.outcomes["a"] == demo.outcomes["c"] == demo.alone([7], max_tokens=10)
 
 
+def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo: Driver) -> None:
+    wanted = demo.alone(prompt_of(30, 2), max_tokens=10)
+    demo.submit("bad", prompt_of(100, 1), max_tokens=50)
+    demo.run(until=lambda: len(demo.outcomes["bad"].tokens) > 3)
+    request = demo.engine._requests["bad"]
+    slot = request.row.slot
+    demo.engine._drain()
+    for layer in demo.engine._runner.store.layers:
+        layer.tail_values[slot, :, 70:90] = mx.nan
+    demo.run()
+    assert demo.outcomes["bad"].error is not None
+    assert demo.outcomes["bad"].error.code == "numerical_error"
+    demo.submit("next", prompt_of(30, 2), max_tokens=10)
+    demo.step()
+    assert demo.engine._requests["next"].row.slot == slot
+    demo.run()
+
+    assert demo.outcomes["next"] == wanted
+
+
 def test_memory_is_asked_for_and_given_back(demo: Driver) -> None:
     resting = demo.total
     rids = [f"r{i}" for i in range(6)]
