@@ -147,7 +147,7 @@ class MLXEngine:
     def _info(self, loaded: model.LoadedModel, verdict: selfcheck.Verdict) -> ModelInfo:
         store = self._runner.store
         geometry = store.layers[0].geometry
-        values = "per token" if geometry.values_per_token else "per channel"
+        values = "per token" if geometry.values(store.scheme).per_token else "per channel"
         return ModelInfo(
             architecture=str(loaded.config["model_type"]),
             parameters=loaded.parameters,

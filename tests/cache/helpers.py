@@ -11,17 +11,18 @@ import numpy as np
 from kvd.worker.cache import packed as pk
 from kvd.worker.cache.batch import BatchQuantizedKVCache, make_caches
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme, full_pages
 from kvd.worker.cache.store import KVStore
 
 
-def through_page(dense: mx.array, bits: int, *, per_channel: bool) -> mx.array:
+def through_page(dense: mx.array, packing: Packing) -> mx.array:
     """Quantize and dequantize one page of one head, ``[64, dim]``, by mlx alone."""
-    if bits == 16:
+    if packing.bits == 16:
         return dense
-    x = dense.T if per_channel else dense
-    y = mx.dequantize(*mx.quantize(x, group_size=64, bits=bits), group_size=64, bits=bits)
-    return y.T if per_channel else y
+    how = {"group_size": packing.group, "bits": packing.bits}
+    x = dense if packing.per_token else dense.T
+    y = mx.dequantize(*mx.quantize(x, **how), **how)
+    return y if packing.per_token else y.T
 
 
 @dataclass
@@ -41,24 +42,23 @@ class DenseRow:
                 path.append(level)
 
     def shown(self, layer: int, store: KVStore) -> tuple[np.ndarray, np.ndarray]:
-        geometry = store.layers[layer].geometry
+        pools = store.layers[layer].pools
         self.paths += [
             [self.row.level] for _ in range(full_pages(self.row.length) - len(self.paths))
         ]
         sides = []
-        for dense, side, per_channel in (
-            (self.keys[layer], 0, True),
-            (self.values[layer], 1, not geometry.values_per_token),
+        for dense, packings in (
+            (self.keys[layer], [pool.key_packing for pool in pools]),
+            (self.values[layer], [pool.value_packing for pool in pools]),
         ):
             out = dense.copy()
             for index, path in enumerate(self.paths):
                 here = slice(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
                 for head in range(out.shape[0]):
                     page = mx.array(out[head, here])
-                    schemes = [store.layers[layer].pools[level].scheme for level in path]
-                    widths = [(scheme.k_bits, scheme.v_bits)[side] for scheme in schemes]
-                    for bits, _ in itertools.groupby(widths):  # the same bits: kept as it is
-                        page = through_page(page, bits, per_channel=per_channel)
+                    taken = [packings[level] for level in path]
+                    for packing, _ in itertools.groupby(taken):  # the same: kept as it is
+                        page = through_page(page, packing)
                     out[head, here] = np.array(page)
             sides.append(out)
         return sides[0], sides[1]

@@ -40,7 +40,7 @@ def decode_attention(
     for table in step.tables:
         pool = layer.pools[table.level]
         by_row, _ = table.indices(heads)
-        page_scores = product(q, pool.keys, pool.scheme.k_bits, by_row, transpose=False)
+        page_scores = product(q, pool.keys, pool.key_packing, by_row, transpose=False)
         paged.append((table, pool, page_scores))
         top = top.at[table.rows].maximum(page_scores.max(axis=-1))
     if sinks is not None:
@@ -59,9 +59,9 @@ def decode_attention(
         partial = product(
             weights,
             pool.values,
-            pool.scheme.v_bits,
+            pool.value_packing,
             by_page,
-            transpose=not pool.geometry.values_per_token,
+            transpose=not pool.value_packing.per_token,
         )
         output = output.at[table.rows].add(partial)
 

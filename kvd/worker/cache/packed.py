@@ -12,16 +12,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvd.worker.cache.scheme import PAGE_TOKENS
-
-GROUP = PAGE_TOKENS
-
+from kvd.worker.cache.scheme import Packing
 
 Packed = tuple[mx.array, ...]
 """Words, scales and biases of pages; at 16 bits the dense elements, and nothing else.
 
 Words are ``[pages, heads, a, b * bits / 32]`` uint32 (dense: ``[pages, heads, a, b]``), scales and
-biases ``[pages, heads, a, b / 64]``.
+biases ``[pages, heads, a, b / group]``.
 """
 
 
@@ -35,32 +32,34 @@ class PageIndex:
     """Into the pool's ``pages * heads``."""
 
 
-def empty(pages: int, heads: int, rows: int, columns: int, bits: int, dtype: mx.Dtype) -> Packed:
+def empty(
+    pages: int, heads: int, rows: int, columns: int, packing: Packing, dtype: mx.Dtype
+) -> Packed:
     """Return zeroed storage for ``pages`` pages whose groups run along ``columns``."""
-    if bits == 16:
+    if packing.bits == 16:
         return (mx.zeros((pages, heads, rows, columns), dtype),)
-    groups = (pages, heads, rows, columns // GROUP)
+    groups = (pages, heads, rows, columns // packing.group)
     return (
-        mx.zeros((pages, heads, rows, columns * bits // 32), mx.uint32),
+        mx.zeros((pages, heads, rows, columns * packing.bits // 32), mx.uint32),
         mx.zeros(groups, dtype),
         mx.zeros(groups, dtype),
     )
 
 
-def pack(dense: mx.array, bits: int) -> Packed:
+def pack(dense: mx.array, packing: Packing) -> Packed:
     """Quantize ``[pages, heads, a, b]`` along its last axis."""
-    if bits == 16:
+    if packing.bits == 16:
         return (dense,)
-    words, scales, biases = mx.quantize(dense, group_size=GROUP, bits=bits)
+    words, scales, biases = mx.quantize(dense, group_size=packing.group, bits=packing.bits)
     return words, scales, biases
 
 
-def unpack(packed: Packed, bits: int) -> mx.array:
+def unpack(packed: Packed, packing: Packing) -> mx.array:
     """Return the dense ``[pages, heads, a, b]`` that ``packed`` stands for."""
-    if bits == 16:
+    if packing.bits == 16:
         return packed[0]
     words, scales, biases = packed
-    return mx.dequantize(words, scales, biases, group_size=GROUP, bits=bits)
+    return mx.dequantize(words, scales, biases, group_size=packing.group, bits=packing.bits)
 
 
 def take(packed: Packed, slots: mx.array) -> Packed:
@@ -69,18 +68,20 @@ def take(packed: Packed, slots: mx.array) -> Packed:
 
 
 def page_product(
-    x: mx.array, packed: Packed, bits: int, index: PageIndex, *, transpose: bool
+    x: mx.array, packed: Packed, packing: Packing, index: PageIndex, *, transpose: bool
 ) -> mx.array:
     """Multiply rows of ``x`` with pages: ``x @ page``, or ``x @ page.T`` if ``transpose``.
 
     ``x``: ``[n, heads, r, k]``, of which ``index`` says which goes with which page. Returns
     ``[pages, heads, r, m]``. The pages are read where they are: no copy, packed or dense.
     """
-    if bits == 16 and packed[0].dtype != x.dtype:  # mixed, the whole pool would be converted
-        return page_product_by_copy(x, packed, bits, index, transpose=transpose)
+    if (
+        packing.bits == 16 and packed[0].dtype != x.dtype
+    ):  # mixed, the whole pool would be converted
+        return page_product_by_copy(x, packed, packing, index, transpose=transpose)
     flat = x.flatten(0, 1)
     pages = tuple(array.flatten(0, 1) for array in packed)
-    if bits == 16:
+    if packing.bits == 16:
         dense = pages[0].swapaxes(-1, -2) if transpose else pages[0]
         return mx.gather_mm(flat, dense, lhs_indices=index.left, rhs_indices=index.right)
     words, scales, biases = pages
@@ -92,13 +93,13 @@ def page_product(
         lhs_indices=index.left,
         rhs_indices=index.right,
         transpose=transpose,
-        group_size=GROUP,
-        bits=bits,
+        group_size=packing.group,
+        bits=packing.bits,
     )
 
 
 def page_product_by_copy(
-    x: mx.array, packed: Packed, bits: int, index: PageIndex, *, transpose: bool
+    x: mx.array, packed: Packed, packing: Packing, index: PageIndex, *, transpose: bool
 ) -> mx.array:
     """Do the same with copies of the packed pages, for devices without gathered products.
 
@@ -108,10 +109,16 @@ def page_product_by_copy(
         x.flatten(0, 1)[index.left],
         take(tuple(array.flatten(0, 1) for array in packed), index.right),
     )
-    if bits == 16:
+    if packing.bits == 16:
         dense = right[0].astype(x.dtype)
         return left @ (dense.swapaxes(-1, -2) if transpose else dense)
     words, scales, biases = right
     return mx.quantized_matmul(
-        left, words, scales, biases, transpose=transpose, group_size=GROUP, bits=bits
+        left,
+        words,
+        scales,
+        biases,
+        transpose=transpose,
+        group_size=packing.group,
+        bits=packing.bits,
     )

@@ -18,12 +18,14 @@ class PagePool:
     """Storage for ``capacity`` pages of one layer.
 
     Keys are ``[capacity, heads, k_dim, 64]`` per channel; values ``[capacity, heads, 64, v_dim]``
-    per token, or ``[capacity, heads, v_dim, 64]`` per channel where ``v_dim`` is no multiple of 64.
+    per token, or ``[capacity, heads, v_dim, 64]`` per channel (`LayerGeometry.values`).
     """
 
     def __init__(self, geometry: LayerGeometry, scheme: Scheme, dtype: mx.Dtype) -> None:
         self.geometry = geometry
         self.scheme = scheme
+        self.key_packing = geometry.keys(scheme)
+        self.value_packing = geometry.values(scheme)
         self.dtype = dtype
         self.capacity = 0
         self.keys = self._empty_keys(0)
@@ -31,12 +33,12 @@ class PagePool:
 
     def _empty_keys(self, pages: int) -> Packed:
         g = self.geometry
-        return pk.empty(pages, g.kv_heads, g.k_dim, PAGE_TOKENS, self.scheme.k_bits, self.dtype)
+        return pk.empty(pages, g.kv_heads, g.k_dim, PAGE_TOKENS, self.key_packing, self.dtype)
 
     def _empty_values(self, pages: int) -> Packed:
         g = self.geometry
-        shape = (PAGE_TOKENS, g.v_dim) if g.values_per_token else (g.v_dim, PAGE_TOKENS)
-        return pk.empty(pages, g.kv_heads, *shape, self.scheme.v_bits, self.dtype)
+        shape = (PAGE_TOKENS, g.v_dim) if self.value_packing.per_token else (g.v_dim, PAGE_TOKENS)
+        return pk.empty(pages, g.kv_heads, *shape, self.value_packing, self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -49,15 +51,15 @@ class PagePool:
 
     def pack(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
         """Quantize whole pages, dense ``[pages, heads, 64, dim]`` in; lazy."""
-        k = pk.pack(keys.swapaxes(-1, -2), self.scheme.k_bits)
-        v = values if self.geometry.values_per_token else values.swapaxes(-1, -2)
-        return k, pk.pack(v, self.scheme.v_bits)
+        k = pk.pack(keys.swapaxes(-1, -2), self.key_packing)
+        v = values if self.value_packing.per_token else values.swapaxes(-1, -2)
+        return k, pk.pack(v, self.value_packing)
 
     def unpack(self, keys: Packed, values: Packed) -> tuple[mx.array, mx.array]:
         """Undo `pack`: dense ``[pages, heads, 64, dim]`` of both; lazy."""
-        k = pk.unpack(keys, self.scheme.k_bits).swapaxes(-1, -2)
-        v = pk.unpack(values, self.scheme.v_bits)
-        return k, (v if self.geometry.values_per_token else v.swapaxes(-1, -2))
+        k = pk.unpack(keys, self.key_packing).swapaxes(-1, -2)
+        v = pk.unpack(values, self.value_packing)
+        return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
     def read(self, slots: mx.array) -> tuple[mx.array, mx.array]:
         """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both; lazy."""
@@ -70,21 +72,22 @@ class PagePool:
     def converted(self, slots: mx.array, target: PagePool) -> tuple[Packed, Packed]:
         """Return copies of the pages at ``slots`` as ``target`` stores them; lazy.
 
-        A side whose bits stay is copied as it is: quantizing again would lose a little each time.
+        A side whose packing stays is copied as it is: to quantize it again would lose a little.
         """
         keys, values = self.copy(slots)
         dense_keys, dense_values = self.unpack(keys, values)
         new_keys, new_values = target.pack(dense_keys, dense_values)
         return (
-            keys if self.scheme.k_bits == target.scheme.k_bits else new_keys,
-            values if self.scheme.v_bits == target.scheme.v_bits else new_values,
+            keys if self.key_packing == target.key_packing else new_keys,
+            values if self.value_packing == target.value_packing else new_values,
         )
 
     def write(self, slots: mx.array, keys: Packed, values: Packed) -> None:
         """Store packed pages at ``slots``, in place once evaluated."""
         for mine, new in ((self.keys, keys), (self.values, values)):
             for target, source in zip(mine, new, strict=True):
-                target[slots] = source
+                if target.size:  # a scatter into nothing ends the process (mlx 0.32.4, CPU)
+                    target[slots] = source
 
     def grow(self, capacity: int) -> None:
         """Add zeroed pages up to ``capacity``; evaluates, keys before values.

@@ -1,83 +1,79 @@
 """How pages are stored and what they cost: pure arithmetic, no tensors.
 
 A page holds the keys and values of 64 tokens in one layer. MLX's affine quantization stores, for
-every group of 64 elements, a scale and a bias in the activations' dtype.
+every group of elements, a scale and a bias in the activations' dtype.
 
-* Keys are quantized **per channel**: the page is full when it is quantized, so a group is one
-  channel of one head over the page's 64 tokens (KIVI, arXiv 2402.02750). Every head size fits.
-* Values are quantized **per token** where the head size is a multiple of the group, since then a
-  page's product with the attention weights needs no reshuffling; else per channel like the keys.
+* Keys are quantized **per channel**: the page is full when it is quantized, so groups run along
+  its 64 tokens (KIVI, arXiv 2402.02750). Every head size fits.
+* Values are quantized **per token** where the head size is a multiple of the value group, since
+  then a page's product with the attention weights needs no reshuffling; else per channel.
 * 16 bits stand for "not quantized": the activations' dtype as it is.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-PAGE_TOKENS = 64
-"""Tokens in a page, and elements in a quantization group."""
+from protocol.schemes import BITS, Scheme
 
-BITS = (2, 3, 4, 5, 6, 8, 16)
+__all__ = ["BITS", "PAGE_TOKENS", "LayerGeometry", "Packing", "Scheme", "full_pages"]
+
+PAGE_TOKENS = 64
+"""Tokens in a page."""
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """Bits of keys and of values."""
+class Packing:
+    """How one side of a layer's pages is stored."""
 
-    k_bits: int = 8
-    v_bits: int = 8
+    bits: int
+    group: int = PAGE_TOKENS
+    """Elements that share a scale and a bias; says nothing at 16 bits."""
+    per_token: bool = False
+    """Whether groups run along a token's channels; else along the page's tokens."""
 
-    def __post_init__(self) -> None:
-        for side, bits in (("key", self.k_bits), ("value", self.v_bits)):
-            if bits not in BITS:
-                raise ValueError(f"{side} bits must be one of {BITS}, not {bits}")
-
-    @classmethod
-    def parse(cls, text: str) -> Scheme:
-        """Read ``k8v4``."""
-        match = re.fullmatch(r"k(\d+)v(\d+)", text.strip().lower())
-        if match is None:
-            raise ValueError(f"a KV scheme looks like k8v4, not {text!r}")
-        return cls(int(match[1]), int(match[2]))
-
-    @property
-    def name(self) -> str:
-        """Such as ``k8v4``."""
-        return f"k{self.k_bits}v{self.v_bits}"
+    def page_bytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of one head's page of ``dim`` channels, with dense elements of ``itemsize``."""
+        elements = dim * PAGE_TOKENS
+        if self.bits == 16:
+            return elements * itemsize
+        return elements * self.bits // 8 + elements // self.group * 2 * itemsize
 
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One layer's keys and values: heads, head sizes, bytes of one dense element."""
+    """One layer's keys and values: heads, head sizes, bytes of one dense element.
+
+    ``v_dim`` is 0 where a model keeps all that it needs on the key side.
+    """
 
     kv_heads: int
     k_dim: int
     v_dim: int
     itemsize: int = 4
 
-    @property
-    def values_per_token(self) -> bool:
-        """Whether a token's values fill whole groups."""
-        return self.v_dim % PAGE_TOKENS == 0
+    def keys(self, scheme: Scheme) -> Packing:
+        """Return how a scheme stores this layer's keys."""
+        return Packing(scheme.k_bits, scheme.k_group)
+
+    def values(self, scheme: Scheme) -> Packing:
+        """Return how a scheme stores this layer's values."""
+        if scheme.v_bits == 16 or self.v_dim == 0:  # there is nothing to quantize
+            return Packing(16, per_token=True)
+        if self.v_dim % scheme.v_group == 0:
+            return Packing(scheme.v_bits, scheme.v_group, per_token=True)
+        return Packing(scheme.v_bits, min(scheme.v_group, PAGE_TOKENS))
 
     def dense_bytes(self, tokens: int) -> int:
         """Bytes of that many tokens' keys and values, not quantized."""
         return self.kv_heads * (self.k_dim + self.v_dim) * tokens * self.itemsize
 
     def page_bytes(self, scheme: Scheme) -> int:
-        """Bytes of one page of this layer."""
+        """Bytes of one page of this layer: exactly what its arrays hold."""
         return self.kv_heads * (
-            _side_bytes(self.k_dim, scheme.k_bits, self.itemsize)
-            + _side_bytes(self.v_dim, scheme.v_bits, self.itemsize)
+            self.keys(scheme).page_bytes(self.k_dim, self.itemsize)
+            + self.values(scheme).page_bytes(self.v_dim, self.itemsize)
         )
-
-
-def _side_bytes(dim: int, bits: int, itemsize: int) -> int:
-    elements = dim * PAGE_TOKENS
-    if bits == 16:
-        return elements * itemsize
-    return elements * bits // 8 + elements // PAGE_TOKENS * 2 * itemsize
 
 
 def full_pages(length: int) -> int:

@@ -1,0 +1,110 @@
+"""KV schemes by name: how many bits keys and values have, and how many elements share a scale.
+
+A pure value that clients, daemon and workers write alike, such as ``k8v4`` or ``k4v4g32``. What a
+scheme means in bytes and arrays is the worker's matter (`kvd.worker.cache.scheme`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+BITS = (2, 3, 4, 5, 6, 8, 16)
+K_GROUPS = (32, 64)
+"""Keys are quantized along a page's 64 tokens, so no group is longer."""
+V_GROUPS = (32, 64, 128)
+GROUP = 64
+"""What a name without a group means."""
+
+_NAME = re.compile(r"k(\d+)(?:g(\d+))?v(\d+)(?:g(\d+))?", re.IGNORECASE)
+_SCALE_BITS = 32
+"""Of a group's scale and bias together, in half precision, as accelerators have them."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Bits and group sizes of keys and of values; 16 bits are "not quantized" and have no group.
+
+    ``k_group``: 32 or 64; ``v_group``: 32, 64 or 128. Raises ``ValueError`` for anything else.
+    """
+
+    k_bits: int = 8
+    v_bits: int = 8
+    k_group: int = GROUP
+    v_group: int = GROUP
+
+    def __post_init__(self) -> None:
+        for side, bits, group, groups in (
+            ("key", self.k_bits, self.k_group, K_GROUPS),
+            ("value", self.v_bits, self.v_group, V_GROUPS),
+        ):
+            if bits not in BITS:
+                raise ValueError(f"{side} bits must be one of {_listed(BITS)}, not {bits}")
+            if bits < 16 and group not in groups:
+                raise ValueError(f"the {side} group must be one of {_listed(groups)}, not {group}")
+        # One scheme, one value: what is not quantized differs by no group.
+        if self.k_bits == 16:
+            object.__setattr__(self, "k_group", GROUP)
+        if self.v_bits == 16:
+            object.__setattr__(self, "v_group", GROUP)
+
+    @classmethod
+    def parse(cls, text: str, k_group: int = GROUP, v_group: int | None = None) -> Scheme:
+        """Read ``k8v4``, ``k4v4g32`` (both groups) or ``k4g32v4g128`` (each its own).
+
+        ``k_group`` and ``v_group`` (as ``k_group`` if absent) are for names that say no group.
+        Raises ``ValueError`` with a text for people.
+        """
+        found = _NAME.fullmatch(text.strip())
+        if found is None or (found[2] and not found[4]):
+            raise ValueError(
+                f"{text[:40]!r} is no KV scheme; write it like k8v4, k4v4g32 (groups of 32) or "
+                "k4g32v4g128"
+            )
+        k_bits, v_bits = int(found[1]), int(found[3])
+        if found[4]:
+            k_group, v_group = int(found[2] or found[4]), int(found[4])
+        try:
+            return cls(k_bits, v_bits, k_group, v_group or k_group)
+        except ValueError as error:
+            raise ValueError(f"{text[:40]!r} is no KV scheme: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """Such as ``k8v4``; `parse` reads it back."""
+        groups = {
+            group
+            for bits, group in ((self.k_bits, self.k_group), (self.v_bits, self.v_group))
+            if bits < 16
+        }
+        if len(groups) > 1:
+            return f"k{self.k_bits}g{self.k_group}v{self.v_bits}g{self.v_group}"
+        suffix = "".join(f"g{group}" for group in groups - {GROUP})
+        return f"k{self.k_bits}v{self.v_bits}{suffix}"
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """Bits of a key's and of a value's element, their share of the scales included."""
+        return _cost(self.k_bits, self.k_group), _cost(self.v_bits, self.v_group)
+
+    def is_below(self, other: Scheme) -> bool:
+        """Return whether this one takes fewer bytes, and on neither side more.
+
+        Stepping a side up would cost bytes and bring nothing back.
+        """
+        (k, v), (other_k, other_v) = self.costs, other.costs
+        return k <= other_k and v <= other_v and (k, v) != (other_k, other_v)
+
+    def at_least(self, floor: Scheme) -> Scheme:
+        """Return this scheme with each side lifted to the floor's where it lies below that."""
+        (k, v), (floor_k, floor_v) = self.costs, floor.costs
+        keys, values = (self if k >= floor_k else floor), (self if v >= floor_v else floor)
+        return Scheme(keys.k_bits, values.v_bits, keys.k_group, values.v_group)
+
+
+def _cost(bits: int, group: int) -> float:
+    return float(bits) if bits == 16 else bits + _SCALE_BITS / group
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"
