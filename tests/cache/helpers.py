@@ -10,6 +10,7 @@ import numpy as np
 
 from kvd.worker.cache import packed as pk
 from kvd.worker.cache.batch import BatchQuantizedKVCache, make_caches
+from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme, full_pages
 from kvd.worker.cache.store import KVStore
@@ -74,10 +75,19 @@ class Bench:
         layers: int = 2,
         seed: int = 0,
         floors: list[int] | None = None,
+        kind: Kind = FULL,
+        quantized_start: int = 0,
     ) -> None:
         geometry = geometry or LayerGeometry(kv_heads=2, k_dim=64, v_dim=64)
         self.geometry = geometry
-        self.store = KVStore([geometry] * layers, scheme or Scheme(8, 8), mx.float32, floors=floors)
+        self.store = KVStore(
+            [geometry] * layers,
+            scheme or Scheme(8, 8),
+            mx.float32,
+            floors=floors,
+            kind=kind,
+            quantized_start=quantized_start,
+        )
         self.caches: list[BatchQuantizedKVCache] = make_caches(self.store)
         self.rng = np.random.default_rng(seed)
         self.rows: list[DenseRow] = []
@@ -152,7 +162,8 @@ class Bench:
             assert dense.row.length == dense.keys[0].shape[1]
             for layer in range(len(self.store.layers)):
                 keys, values = self.store.read(dense.row, layer)
-                want_keys, want_values = dense.shown(layer, self.store)
+                held = self.store.positions(dense.row)
+                want_keys, want_values = (side[:, held] for side in dense.shown(layer, self.store))
                 np.testing.assert_allclose(np.array(keys), want_keys, rtol=0, atol=1e-6)
                 np.testing.assert_allclose(np.array(values), want_values, rtol=0, atol=1e-6)
 

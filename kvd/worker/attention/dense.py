@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from kvd.worker.cache.kinds import FULL, Kind
+
 
 def dense_attention(
     queries: mx.array,
@@ -11,6 +13,7 @@ def dense_attention(
     values: mx.array,
     scale: float,
     sinks: mx.array | None = None,
+    kind: Kind = FULL,
 ) -> mx.array:
     """Attend one row's newest tokens, causally.
 
@@ -22,7 +25,7 @@ def dense_attention(
     k, v = mx.repeat(k, repeats, axis=0), mx.repeat(v, repeats, axis=0)
     n, length = q.shape[1], k.shape[1]
     scores = (q * scale) @ k.swapaxes(-1, -2)
-    visible = mx.arange(length) <= mx.arange(length - n, length)[:, None]
+    visible = kind.visible(mx.arange(length - n, length)[:, None], mx.arange(length))
     scores = mx.where(visible, scores, -mx.inf)
     if sinks is not None:
         column = mx.broadcast_to(sinks.astype(mx.float32)[:, None, None], (q.shape[0], n, 1))

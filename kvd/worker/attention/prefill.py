@@ -8,6 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.cache.batch import PrefillHandle
+from kvd.worker.cache.scheme import PAGE_TOKENS
 
 
 def prefill_attention(
@@ -25,8 +26,16 @@ def prefill_attention(
         )
         for side, newest in enumerate((handle.chunk.keys, handle.chunk.values))
     )
+    mask: mx.array | str = "causal"
+    if handle.store.kind.bounded:
+        step = handle.step
+        starts = [start for table in step.tables for start in table.starts]
+        paged = (mx.array(starts, mx.int32)[:, None] + mx.arange(PAGE_TOKENS)).flatten()
+        end = step.offset + step.count
+        places = mx.concatenate([paged, mx.arange(step.tail_start, end)])
+        mask = handle.store.kind.visible(mx.arange(step.offset, end)[:, None], places)
     output = mx.fast.scaled_dot_product_attention(
-        queries, keys[None], values[None], scale=scale, mask="causal", sinks=sinks
+        queries, keys[None], values[None], scale=scale, mask=mask, sinks=sinks
     )
     # The pages as they come out of the pool, and their copy in one piece.
     if handle.store.note_scratch(2 * (keys.nbytes + values.nbytes)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, PrefillStep, Seal
@@ -172,6 +173,15 @@ class LayerStore:
         mx.eval(keys, values)
         self.tail_keys[tails, :, :rest] = keys
         self.tail_values[tails, :, :rest] = values
+        mx.eval(self.tail_keys, self.tail_values)
+
+    def refill_tail(self, slot: int, page: PageId, tokens: int) -> None:
+        """Put a page's first tokens, dequantized, where the tail begins; evaluates."""
+        keys, values = self.pools[page.level].read(mx.array([page.slot]))
+        keys, values = keys[0, :, :tokens], values[0, :, :tokens]
+        mx.eval(keys, values)
+        self.tail_keys[slot, :, :tokens] = keys
+        self.tail_values[slot, :, :tokens] = values
         mx.eval(self.tail_keys, self.tail_values)
 
     def copy_tail(self, source: int, target: int) -> None:

@@ -11,10 +11,7 @@ from collections.abc import Callable, Iterable
 
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.store import KVStore
-
-SLICE_PAGES = 16
-"""Pages between two looks at the clock; dense copies of them, of one layer, are the scratch."""
+from kvd.worker.cache.store import SLICE_PAGES, KVStore
 
 
 class StepDown:
@@ -60,22 +57,10 @@ class StepDown:
         while due:
             batch, due = due[:SLICE_PAGES], due[SLICE_PAGES:]
             for level in sorted({page.level for page in batch}):
-                self._convert(level, [page for page in batch if page.level == level])
+                self._store.convert(
+                    level, self._level, [page for page in batch if page.level == level]
+                )
             done += len(batch)
             if clock() >= end:
                 break
         return done
-
-    def _convert(self, source: int, pages: list[PageId]) -> None:
-        store = self._store
-        new = store.take_pages(self._level, len(pages))
-        try:
-            for layer in store.layers:
-                layer.move(
-                    source, self._level, [page.slot for page in pages], [page.slot for page in new]
-                )
-        except BaseException:
-            for page in new:
-                store.allocators[page.level].release(page)
-            raise
-        store.replace_pages(dict(zip(pages, new, strict=True)))

@@ -19,7 +19,8 @@ class Row:
                                       |<-------- in the tail, tail_length ---------->|
 
     The quantized tokens that still await the flush are in the tail as the values that their pages
-    stand for, so attention sees the same before and after the flush.
+    stand for, so attention sees the same before and after the flush. In a window, pages between the
+    ``anchored`` first ones and the rest have fallen out: ``skipped`` of them.
     """
 
     slot: int
@@ -30,15 +31,44 @@ class Row:
     pages: list[PageId] = field(default_factory=list)
     pending: int = 0
     """Pages that are quantized and await the next flush."""
+    anchored: int = 0
+    """Pages at the beginning that stay when others fall out of a window."""
+    skipped: int = 0
+    """Pages that fell out, behind the anchored ones."""
+    trimmed: bool = False
+    """Whether tokens were taken back: then more may be quantized than the length asks for."""
     alive: bool = True
 
     @property
     def tail_length(self) -> int:
         """Tokens in the tail, quantized ones included."""
-        return self.length - PAGE_TOKENS * len(self.pages)
+        return self.length - self.tail_start
+
+    @property
+    def tail_start(self) -> int:
+        """Position of the tail's first token."""
+        return PAGE_TOKENS * (len(self.pages) + self.skipped)
+
+    @property
+    def sealed(self) -> int:
+        """Pages that were ever quantized, those that fell out included."""
+        return len(self.pages) + self.skipped + self.pending
+
+    def start(self, index: int) -> int:
+        """Return the position of the first token of the row's page ``index``."""
+        return PAGE_TOKENS * (index if index < self.anchored else index + self.skipped)
+
+    def outdated(self, low: int) -> int:
+        """Return how many pages, behind the anchored ones, lie before position ``low``."""
+        gone = low // PAGE_TOKENS - self.skipped - self.anchored
+        return max(0, min(gone, len(self.pages) - self.anchored))
 
     def check(self) -> None:
         """Assert that as much is quantized as the length asks for, no more and no less."""
         assert self.alive
-        assert len(self.pages) + self.pending == full_pages(self.length), self
-        assert self.tail_length >= 0, self
+        if self.trimmed:
+            assert self.sealed >= full_pages(self.length), self
+        else:
+            assert self.sealed == full_pages(self.length), self
+        assert not self.skipped or len(self.pages) >= self.anchored, self
+        assert PAGE_TOKENS * self.pending <= self.tail_length, self

@@ -6,10 +6,13 @@ read it. Rows are never padded to a rectangle: the pages are a flat list, each w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
@@ -30,6 +33,10 @@ class LevelTable:
     """``[pages]`` uint32: where they are in the level's pools."""
     rows: mx.array
     """``[pages]`` uint32: whose they are, as an index into the batch; ascending."""
+    owners: tuple[int, ...]
+    """The same, on the host."""
+    starts: tuple[int, ...]
+    """Position of each page's first token."""
     _indices: dict[int, tuple[PageIndex, PageIndex]] = field(default_factory=dict)
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
@@ -46,16 +53,19 @@ class LevelTable:
 
 def level_tables(rows: list[Row]) -> list[LevelTable]:
     """Build the tables of a batch: row after row, each row's pages in order."""
-    found: dict[int, tuple[list[int], list[int]]] = {}
-    for index, row in enumerate(rows):
-        for page in row.pages:
-            slots, owners = found.setdefault(page.level, ([], []))
-            slots.append(page.slot)
-            owners.append(index)
-    return [
-        LevelTable(level, mx.array(slots, mx.uint32), mx.array(owners, mx.uint32))
-        for level, (slots, owners) in sorted(found.items())
-    ]
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for owner, row in enumerate(rows):
+        for index, page in enumerate(row.pages):
+            found.setdefault(page.level, []).append((page.slot, owner, row.start(index)))
+    tables = []
+    for level, entries in sorted(found.items()):
+        slots, owners, starts = zip(*entries, strict=True)
+        tables.append(
+            LevelTable(
+                level, mx.array(slots, mx.uint32), mx.array(owners, mx.uint32), owners, starts
+            )
+        )
+    return tables
 
 
 @dataclass(frozen=True)
@@ -72,13 +82,49 @@ class Seal:
     """``[rows, 64]``: those tokens' places in the tail."""
 
 
+class Sight:
+    """What a decode step's queries see of pages and tails, where a window hides some of it."""
+
+    def __init__(self, kind: Kind, rows: list[Row]) -> None:
+        self._kind = kind
+        self._lows = [kind.low(row.length - 1) for row in rows]
+        self._tail_starts = [row.tail_start for row in rows]
+        self._pages: dict[int, mx.array | None] = {}
+        self._tails: mx.array | None = None
+
+    def _hides(self, low: int, start: int) -> bool:
+        return start < low and start + PAGE_TOKENS > self._kind.keep
+
+    def pages(self, table: LevelTable) -> mx.array | None:
+        """Return ``[pages, 64]`` bool: what is seen of each page; None if all of it."""
+        if table.level not in self._pages:
+            lows = [self._lows[owner] for owner in table.owners]
+            hides = any(map(self._hides, lows, table.starts))
+            self._pages[table.level] = (
+                self._seen(lows, table.starts, PAGE_TOKENS) if hides else None
+            )
+        return self._pages[table.level]
+
+    def tails(self) -> mx.array | None:
+        """Return ``[rows, TAIL_TOKENS]`` bool: what a window leaves of the tails; None: all."""
+        if self._tails is None and any(map(self._hides, self._lows, self._tail_starts)):
+            self._tails = self._seen(self._lows, self._tail_starts, TAIL_TOKENS)
+        return self._tails
+
+    def _seen(self, lows: Sequence[int], starts: Sequence[int], count: int) -> mx.array:
+        positions = mx.array(starts)[:, None] + mx.arange(count)
+        return (positions >= mx.array(lows)[:, None]) | (positions < self._kind.keep)
+
+
 @dataclass(frozen=True)
 class DecodeStep:
     """One new token for each of ``rows``; their lengths already count it."""
 
     rows: list[Row]
-    offsets: mx.array
-    """``[batch]`` int32: positions of the new tokens; the batch may be padded behind the rows."""
+    batch: int
+    """Sequences that the model sees: the rows, then padding."""
+    lengths: tuple[int, ...]
+    """Of the rows, the new tokens included."""
     slots: mx.array
     """``[rows]``: tails; ``whole`` if they are 0, 1, 2 ... up to the pool's end."""
     whole: bool
@@ -89,6 +135,20 @@ class DecodeStep:
     tables: list[LevelTable]
     seals: list[Seal]
     """One for each level that a row seals to in this step."""
+    sight: Sight | None
+    """None where every row sees all that it has."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What one layer works out and the next ones use again."""
+
+    @property
+    def offsets(self) -> mx.array:
+        """Positions of the new tokens, ``[batch]`` int32; 0 for the padding."""
+        if "offsets" not in self.shared:
+            padding = [0] * (self.batch - len(self.rows))
+            offsets = [length - 1 for length in self.lengths]
+            self.shared["offsets"] = mx.array(offsets + padding, mx.int32)
+        found: mx.array = self.shared["offsets"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -97,40 +157,44 @@ class PrefillStep:
 
     row: Row
     count: int
+    offset: int
+    """Position of the first new token."""
     tail_length: int
     tables: list[LevelTable]
     new_pages: int
+    shared: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def offset(self) -> int:
-        """Position of the first new token."""
-        return self.row.length
+    def tail_start(self) -> int:
+        """Position of the first token that is not in a page."""
+        return self.offset - self.tail_length
 
 
 def decode_step(
-    rows: list[Row], tables: list[LevelTable], batch: int, tail_slots: int
+    rows: list[Row], tables: list[LevelTable], batch: int, tail_slots: int, kind: Kind
 ) -> DecodeStep:
     """Append one token to each row, and say what that means for the tails."""
     positions = [row.tail_length for row in rows]
-    offsets = [row.length for row in rows] + [0] * (batch - len(rows))
     sealed: dict[int, list[Row]] = {}
     for row in rows:
         if row.tail_length >= TAIL_TOKENS:
             raise ValueError("a tail is full: flush before the step")
         row.length += 1
-        if len(row.pages) + row.pending < full_pages(row.length):
+        if row.sealed < full_pages(row.length):
             sealed.setdefault(row.level, []).append(row)
     seals = [_seal(level, due) for level, due in sorted(sealed.items())]
     slots = [row.slot for row in rows]
     return DecodeStep(
         rows,
-        offsets=mx.array(offsets, mx.int32),
+        batch,
+        tuple(row.length for row in rows),
         slots=mx.array(slots),
         whole=slots == list(range(tail_slots)),
         positions=mx.array(positions),
         tail_lengths=mx.array([p + 1 for p in positions]),
         tables=tables,
         seals=seals,
+        sight=Sight(kind, rows) if kind.bounded else None,
     )
 
 
@@ -155,7 +219,8 @@ def prefill_step(row: Row, count: int) -> PrefillStep:
     return PrefillStep(
         row,
         count,
+        offset=row.length,
         tail_length=row.tail_length,
         tables=level_tables([row]),
-        new_pages=full_pages(row.length + count) - len(row.pages),
+        new_pages=max(0, full_pages(row.length + count) - row.sealed),
     )

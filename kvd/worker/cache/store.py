@@ -1,4 +1,4 @@
-"""The cache of one model: rows, pages and tails of all layers, moved together.
+"""The layers of one kind: rows, pages and tails of all of them, moved together.
 
 The life of a step::
 
@@ -12,15 +12,16 @@ Rows that share the batch never change what a row attends to (`rows`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
+from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.steps import (
     TAIL_TOKENS,
     DecodeStep,
@@ -35,13 +36,18 @@ SLAB_PAGES = 64
 """Pools grow by at least this many pages, so that growing (a copy) stays rare."""
 
 
+SLICE_PAGES = 16
+"""Pages that are converted at once; dense copies of them, of one layer, are the scratch."""
+
+
 class KVStore:
-    """Keys and values of every row of a model, in pages on a ladder of schemes.
+    """Keys and values of every row, for the layers of one kind, in pages on a ladder of schemes.
 
     ``ladder[level]`` is a level's scheme; new rows start at the top, level 0. ``floors``, one a
     layer, are levels below which a delicate layer does not go: it keeps its floor's scheme there.
     ``dtype`` is that of the activations; ``prefill_scratch`` the bytes of dequantized layers that
-    a prefill step may hold at once.
+    a prefill step may hold at once. With ``quantized_start`` the top level is for rows shorter
+    than so many tokens: a row leaves it before the first step that finds it as long.
     """
 
     def __init__(
@@ -50,11 +56,15 @@ class KVStore:
         ladder: Scheme | Sequence[Scheme],
         dtype: mx.Dtype,
         *,
+        kind: Kind = FULL,
         floors: Sequence[int] | None = None,
+        quantized_start: int = 0,
         prefill_scratch: int = 256 * 1024 * 1024,
     ) -> None:
         self.ladder = (ladder,) if isinstance(ladder, Scheme) else tuple(ladder)
         self.dtype = dtype
+        self.kind = kind
+        self.quantized_start = quantized_start
         self.prefill_scratch = prefill_scratch
         self.page_product = page_product
         """How pages are multiplied; the self-check replaces it where the device lacks it."""
@@ -64,8 +74,8 @@ class KVStore:
             for geometry, bottom in zip(layers, bottoms, strict=True)
         ]
         self.allocators = [PageAllocator(level) for level in self.levels]
-        self.limit_bytes: int | None = None
-        """Up to which pools grow ahead of need, tails included; None: no limit.
+        self.spare: Callable[[], int] | None = None
+        """How many bytes pools may grow ahead of need; None: no limit.
 
         What rows need is theirs in any case: who admits them sees that it fits.
         """
@@ -142,7 +152,7 @@ class KVStore:
         """Return an empty row."""
         if not self._free_slots:
             self._add_tail()
-        row = Row(self._free_slots.pop(0))
+        row = Row(self._free_slots.pop(0), anchored=self.kind.anchored_pages)
         if row.slot in self._dirty_slots:
             self._dirty_slots.remove(row.slot)
             for layer in self.layers:
@@ -160,11 +170,42 @@ class KVStore:
             raise ValueError("flush before forking")
         twin = self.new_row()
         twin.length, twin.level, twin.pages = row.length, row.level, list(row.pages)
+        twin.skipped, twin.trimmed = row.skipped, row.trimmed
         for page in row.pages:
             self.allocators[page.level].retain(page)
         for layer in self.layers:
             layer.copy_tail(row.slot, twin.slot)
         return twin
+
+    def can_trim(self, row: Row, count: int) -> bool:
+        """Return whether the row still has all that it saw ``count`` tokens ago."""
+        length = row.length - count
+        if not 0 <= length or not row.skipped:
+            return length >= 0
+        oldest = row.start(row.anchored) if len(row.pages) > row.anchored else row.tail_start
+        return self.kind.low(length) >= oldest
+
+    def trim(self, row: Row, count: int) -> None:
+        """Take a row's newest tokens back. The device must be idle, and nothing pending.
+
+        A page that is cut becomes dense again: its head goes into the tail, as attention saw it.
+        """
+        if row.pending:
+            raise ValueError("flush before trimming")
+        if not self.can_trim(row, count):
+            raise ValueError(f"{count} tokens cannot be taken back from {row.length}")
+        length = row.length - count
+        cut = None
+        while row.tail_start > length:
+            cut = row.pages.pop()
+            rest = length - row.tail_start
+            if rest > 0:
+                for layer in self.layers:
+                    layer.refill_tail(row.slot, cut, rest)
+            self.allocators[cut.level].release(cut)
+        row.length = length
+        row.trimmed = True
+        self._epoch += 1
 
     def free(self, row: Row, *, clean: bool = True) -> None:
         """Give a row's pages and tail back. No step in flight may still read them.
@@ -192,7 +233,7 @@ class KVStore:
         ``batch`` is the number of sequences that the model will see: rows, then padding.
         """
         self.step = step = decode_step(
-            rows, self._tables_of(rows), batch or len(rows), self._tail_slots
+            rows, self._tables_of(rows), batch or len(rows), self._tail_slots, self.kind
         )
         self._pending += [(seal.level, seal.rows) for seal in step.seals]
         return step
@@ -233,8 +274,11 @@ class KVStore:
     # The flush.
 
     def needs_flush(self, rows: list[Row]) -> bool:
-        """Return whether one of these rows has no room for another token."""
-        return any(row.tail_length >= TAIL_TOKENS for row in rows)
+        """Return whether one of these rows has no room for another token, or is to leave the top."""
+        return any(row.tail_length >= TAIL_TOKENS or self._outgrown(row) for row in rows)
+
+    def _outgrown(self, row: Row) -> bool:
+        return row.level == 0 and 0 < self.quantized_start <= row.length
 
     def arrays(self) -> list[mx.array]:
         """Everything that steps leave lazy, for `mx.async_eval`: tails and pending pages."""
@@ -264,8 +308,31 @@ class KVStore:
         for row, page in owners:
             row.pages.append(page)
             row.pending -= 1
+        self._leave_behind()
+        self._leave_top()
         self.changed()
         self.flushes += 1
+
+    def _leave_behind(self) -> None:
+        """Free the pages that no later query sees."""
+        if not self.kind.bounded:
+            return
+        for row in self.rows:
+            count = row.outdated(self.kind.low(row.length))
+            gone = row.pages[row.anchored : row.anchored + count]
+            del row.pages[row.anchored : row.anchored + count]
+            row.skipped += count
+            for page in gone:
+                self.allocators[page.level].release(page)
+
+    def _leave_top(self) -> None:
+        """Quantize the rows that have reached the length for it."""
+        rows = [row for row in self.rows if self._outgrown(row)]
+        for row in rows:
+            row.level = 1
+        due = list(dict.fromkeys(page for row in rows for page in row.pages if page.level == 0))
+        for start in range(0, len(due), SLICE_PAGES):
+            self.convert(0, 1, due[start : start + SLICE_PAGES])
 
     def _shifts(self, owners: list[Row]) -> dict[int, list[int]]:
         # A prefilled row's tail is written anew; the others move up by what left them.
@@ -292,14 +359,30 @@ class KVStore:
     def _grow(self, allocator: PageAllocator, needed: int) -> None:
         capacity = allocator.capacity
         wanted = capacity + max(SLAB_PAGES, capacity // 4)
-        if self.limit_bytes is not None:
-            size = self.page_bytes(allocator.level)
-            room = (self.limit_bytes - self.nbytes) // size
+        if self.spare is not None:
+            room = self.spare() // self.page_bytes(allocator.level)
             wanted = min(wanted, capacity + max(0, room))
         wanted = max(needed, wanted)
         allocator.grow(wanted)
         for layer in self.layers:
             layer.pools[allocator.level].grow(wanted)
+
+    def convert(self, source: int, target: int, pages: list[PageId]) -> None:
+        """Bring pages of one level to another, for all rows that hold them.
+
+        The device must be idle. Whatever goes wrong, all of them are on one level or the other.
+        """
+        new = self.take_pages(target, len(pages))
+        try:
+            for layer in self.layers:
+                layer.move(
+                    source, target, [page.slot for page in pages], [page.slot for page in new]
+                )
+        except BaseException:
+            for page in new:
+                self.allocators[target].release(page)
+            raise
+        self.replace_pages(dict(zip(pages, new, strict=True)))
 
     def replace_pages(self, new: dict[PageId, PageId]) -> None:
         """Put freshly taken pages in the place of others, for every row that holds those."""
@@ -371,7 +454,10 @@ class KVStore:
     # Looking inside.
 
     def read(self, row: Row, layer: int) -> tuple[mx.array, mx.array]:
-        """Return a row's keys and values as attention sees them, ``[heads, length, dim]``."""
+        """Return the keys and values that a row holds, ``[heads, tokens, dim]``.
+
+        Of `positions`, in ascending order: all of them, but for pages that fell out.
+        """
         store = self.layers[layer]
         keys, values = store.tail_keys[row.slot], store.tail_values[row.slot]
         keys, values = keys[:, : row.tail_length], values[:, : row.tail_length]
@@ -380,6 +466,12 @@ class KVStore:
         paged = [store.pools[page.level].read(mx.array([page.slot])) for page in row.pages]
         k, v = (mx.concatenate([page[side][0] for page in paged], axis=1) for side in (0, 1))
         return mx.concatenate([k, keys], axis=1), mx.concatenate([v, values], axis=1)
+
+    def positions(self, row: Row) -> list[int]:
+        """Return the positions of the tokens that `read` returns."""
+        starts = [row.start(index) for index in range(len(row.pages))]
+        paged = [start + token for start in starts for token in range(PAGE_TOKENS)]
+        return paged + list(range(row.tail_start, row.length))
 
     def check(self) -> None:
         """Assert the invariants: references, lengths, bytes."""
