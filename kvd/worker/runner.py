@@ -1,4 +1,4 @@
-"""Forward passes of one model over the page cache: tokens in, logits out.
+"""Forward passes of one model over its cache: tokens in, logits out.
 
 Knows nothing of requests, sampling or memory budgets. Everything runs on the calling thread.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from kvd.worker.cache.batch import make_caches
-from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import LayerGeometry, Scheme
-from kvd.worker.cache.store import KVStore
-from protocol.errors import UnsupportedModel
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.layout import Access
+from kvd.worker.cache.own import OwnCache
 
 CPU_BATCH = 16
 """On the CPU, batches are padded to a multiple of this.
@@ -23,67 +20,65 @@ BLAS picks another kernel, with another rounding, for products of fewer than 16 
 with OpenBLAS 0.3.21); padded, a row's logits are the same to the bit whoever shares its batch.
 """
 
+Row = Any
+"""A sequence of the runner's own cache: `SequenceRow` or `OwnRow`."""
+
 
 def on_cpu() -> bool:
     """Return whether MLX computes on the CPU here."""
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def probe_geometry(model: Any) -> tuple[list[LayerGeometry], mx.Dtype]:
-    """Find out each layer's keys and values by a forward pass of one token.
-
-    Raises `UnsupportedModel` for models whose layers do not all have a plain attention cache.
-    """
-    caches = make_prompt_cache(model)
-    others = sorted({type(cache).__name__ for cache in caches if type(cache) is not KVCache})
-    if others:
-        raise UnsupportedModel(
-            f"this model keeps {', '.join(others)} for some layers; this version of kvd serves"
-            " models with full attention in all layers",
-            caches=others,
-        )
-    mx.eval(model(mx.array([[0]]), cache=caches))
-    layers = []
-    for cache in caches:
-        _, heads, _, k_dim = cache.keys.shape
-        layers.append(LayerGeometry(heads, k_dim, cache.values.shape[-1], cache.keys.dtype.size))
-    return layers, caches[0].keys.dtype
-
-
 class Runner:
-    """A model and its store."""
+    """A model and its cache."""
 
-    def __init__(self, model: Any, store: KVStore) -> None:
+    def __init__(self, model: Any, cache: ModelCache | OwnCache) -> None:
         self.model = model
-        self.store = store
-        self._caches = make_caches(store)
-        self._multiple = CPU_BATCH if on_cpu() else 1
-
-    @classmethod
-    def of(cls, model: Any, scheme: Scheme, *, prefill_scratch: int) -> Runner:
-        """Make a runner with a store of the model's own geometry."""
-        layers, dtype = probe_geometry(model)
-        return cls(model, KVStore(layers, scheme, dtype, prefill_scratch=prefill_scratch))
+        self.cache: Any = cache
+        paged = isinstance(cache, ModelCache) and all(
+            access is Access.PAGES for access in cache.access.values()
+        )
+        # Rectangles change their shape with the rows that share them anyway.
+        self._multiple = CPU_BATCH if on_cpu() and paged and cache.batched else 1
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
         """Run a chunk of a prompt into the row; evaluated and flushed when it returns.
 
         The device must be idle. Logits are neither needed nor computed.
         """
-        self.store.begin_prefill(row, len(tokens))
-        self.model(mx.array([tokens]), cache=self._caches)
-        self.store.finish_prefill()
+        self.cache.begin_prefill(row, len(tokens))
+        self.model(mx.array([tokens]), cache=self.cache.views([row]))
+        self.cache.end_pass()
+        self.cache.finish_prefill()
+
+    def score(self, row: Row, tokens: list[int]) -> mx.array:
+        """Do the same, and return the chunk's logits, ``[tokens, vocab]``."""
+        self.cache.begin_prefill(row, len(tokens))
+        logits: mx.array = self.model(mx.array([tokens]), cache=self.cache.views([row]))[0]
+        self.cache.end_pass()
+        # Before the flush: what is lazy holds the pools, and a held pool is copied when written.
+        mx.eval(logits)
+        self.cache.finish_prefill()
+        return logits
 
     def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.
 
-        Call `KVStore.flush` before where `KVStore.needs_flush` says so. Evaluate the result
-        together with `KVStore.arrays`.
+        Flush the cache before where its `needs_flush` says so. Evaluate the result together with
+        the cache's `arrays`.
         """
+        if self.cache.batched:
+            return self._decode(rows, tokens)
+        return mx.concatenate(
+            [self._decode([row], tokens[index : index + 1]) for index, row in enumerate(rows)]
+        )
+
+    def _decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         count = len(rows)
         batch = -(-count // self._multiple) * self._multiple
-        self.store.begin_decode(rows, batch)
+        self.cache.begin_decode(rows, batch)
         if batch > count:
             tokens = mx.concatenate([tokens, mx.zeros((batch - count,), tokens.dtype)])
-        logits: mx.array = self.model(tokens[:, None], cache=self._caches)
+        logits: mx.array = self.model(tokens[:, None], cache=self.cache.views(rows))
+        self.cache.end_pass()
         return logits[:count, -1]

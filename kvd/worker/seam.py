@@ -31,10 +31,10 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """Attend to pages where ``keys`` is a handle of ours, else as mlx-lm does."""
     if isinstance(keys, DecodeHandle):
-        _refuse_mask(mask)
+        _refuse_mask(mask, keys)
         return decode_attention(queries, keys, scale, sinks)
     if isinstance(keys, PrefillHandle):
-        _refuse_mask(mask)
+        _refuse_mask(mask, keys)
         return prefill_attention(queries, keys, scale, sinks)
     dense: mx.array = _original(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
@@ -42,8 +42,9 @@ def scaled_dot_product_attention(
     return dense
 
 
-def _refuse_mask(mask: Any) -> None:
-    if mask is not None:
+def _refuse_mask(mask: Any, handle: DecodeHandle | PrefillHandle) -> None:
+    # A chunked model's mask says what the cache's own kind says; the self-check has seen to that.
+    if mask is not None and handle.store.kind.chunk is None:
         raise TypeError(f"the model brings its own attention mask ({type(mask).__name__})")
 
 

@@ -1,11 +1,11 @@
-"""Is this model served right, here and now? Run at every load, before the first request.
+"""Does this runner give the model's own logits, here and now?
 
 Two questions, each with its own reference on the model's own shapes:
 
 * does the model work with our caches at all: rows of unequal length with pages that are *not*
-  quantized, against mlx-lm's own cache, one sequence at a time;
-* is attention over quantized pages right on this device: the same step over our pages, and over
-  a dense cache filled with what the pages stand for.
+  quantized, against mlx-lm's own caches, one sequence at a time;
+* is attention over quantized pages right on this device: the same steps over our pages, and over
+  dense copies of what the pages stand for (`kvd.worker.reference`).
 
 Trust nothing that was not checked: MLX has been seen to return wrong numbers from quantized
 products on one backend while all others were right.
@@ -13,20 +13,19 @@ products on one backend while all others were right.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-from kvd.worker.cache.packed import page_product_by_copy
-from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import Scheme
-from kvd.worker.runner import Runner
-from protocol.errors import UnsupportedModel
+from kvd.worker.reference import held_caches
+from kvd.worker.runner import Row, Runner
 
-Reference = Callable[[Runner, Row, list[int]], list[Any]]
+Before = Callable[[Runner, Row, list[int]], Any]
+"""What a reference must know from before the step."""
+Reference = Callable[[Runner, Row, list[int], Any], list[Any]]
 """Makes the caches for the reference pass of one row, whose prompt so far is given."""
 
 LENGTHS = (2, 126, 200)
@@ -35,13 +34,8 @@ CHUNK = 128
 STEPS = 3
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Which attention path serves this model, and how far it is from dense attention."""
-
-    path: str
-    error: float
-    """Largest difference of a logit, relative to the largest logit."""
+class Refused(Exception):  # noqa: N818 - an answer of the check, not a fault of the program
+    """The model cannot be served this way; the text says why."""
 
 
 def tolerance(dtype: mx.Dtype) -> float:
@@ -49,92 +43,84 @@ def tolerance(dtype: mx.Dtype) -> float:
     return 1e-3 if dtype == mx.float32 else 5e-2
 
 
-def check(runner: Runner, vocab_size: int) -> Verdict:
-    """Choose the attention path of a runner whose store is still empty; leaves it empty.
+def against_own_caches(runner: Runner, vocab_size: int) -> float:
+    """Compare with mlx-lm's own caches; return the error. Raises `Refused`."""
 
-    Raises `UnsupportedModel` if no path gives the model's own logits.
-    """
-    dense = Runner.of(runner.model, Scheme(16, 16), prefill_scratch=runner.store.prefill_scratch)
-    try:
-        _choose(dense, vocab_size, _own_cache)
-    except (TypeError, AttributeError, IndexError) as touched:
-        raise UnsupportedModel(
-            f"the model works on its keys and values itself, which pages do not allow: {touched}"
-        ) from touched
-    return _choose(runner, vocab_size, _dequantized_cache)
+    def own(one: Runner, _row: Row, prompt: list[int], _before: Any) -> list[Any]:
+        caches: list[Any] = make_prompt_cache(one.model)
+        if prompt:
+            mx.eval(one.model(mx.array([prompt]), cache=caches))
+        return caches
+
+    return _checked(runner, vocab_size, lambda *_: None, own)
 
 
-def _choose(runner: Runner, vocab_size: int, reference: Reference) -> Verdict:
-    """Try the products of pages, the faster one first; keep the first that is right."""
-    failed = []
-    for path, product in (
-        ("gathered", runner.store.page_product),
-        ("copied", page_product_by_copy),
-    ):
-        runner.store.page_product = product
-        try:
-            error = _run(runner, vocab_size, reference)
-        except (RuntimeError, ValueError) as refused:  # no such operation on this device
-            failed.append(f"{path} pages: {refused}")
-            continue
-        if error <= tolerance(runner.store.dtype):
-            return Verdict(f"reference, {path} pages", error)
-        failed.append(f"{path} pages: relative error {error:.2g}")
-    raise UnsupportedModel(
-        f"attention over {runner.store.scheme.name} pages fails its self-check here: "
-        + "; ".join(failed)
+def against_dequantized(runner: Runner, vocab_size: int) -> float:
+    """Compare with dense copies of what the rows hold; return the error. Raises `Refused`."""
+    return _checked(
+        runner,
+        vocab_size,
+        lambda one, row, _prompt: one.cache.states.snapshot(row),
+        lambda one, row, _prompt, states: held_caches(one.cache, row, states, but=1),
     )
 
 
-def _run(runner: Runner, vocab_size: int, reference: Reference) -> float:
-    """Prefill rows, decode them as one batch; return the largest error of any logit."""
-    store = runner.store
+def _checked(runner: Runner, vocab_size: int, before: Before, reference: Reference) -> float:
+    try:
+        error, dtype = _run(runner, vocab_size, before, reference)
+    except (TypeError, AttributeError, IndexError) as touched:
+        raise Refused(f"the model works on its caches itself: {_first_line(touched)}") from touched
+    except (RuntimeError, ValueError, NotImplementedError) as failed:
+        raise Refused(_first_line(failed)) from failed
+    if not error <= tolerance(dtype):
+        raise Refused(f"its logits differ by {error:.2g}, relative")
+    return error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+
+
+def _run(
+    runner: Runner, vocab_size: int, before: Before, reference: Reference
+) -> tuple[float, mx.Dtype]:
+    """Prefill rows, decode them as one batch; return the error, and the logits' dtype.
+
+    The error is the worst row's; of a row's steps the middle one counts, since one expert that a
+    router chooses by a rounding is no fault of the cache.
+    """
+    cache = runner.cache
     prompts = [
         [(17 * index + 5 * position) % vocab_size for position in range(length)]
         for index, length in enumerate(LENGTHS)
     ]
-    rows = [store.new_row() for _ in prompts]
-    worst = 0.0
+    rows = [cache.new_row() for _ in prompts]
+    errors: list[list[float]] = [[] for _ in rows]
+    dtype = mx.float32
     try:
         for row, prompt in zip(rows, prompts, strict=True):
             for start in range(0, len(prompt), CHUNK):
                 runner.prefill(row, prompt[start : start + CHUNK])
         for step in range(STEPS):
             tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]
-            if store.needs_flush(rows):
-                store.flush()
-            got = runner.decode(rows, mx.array(tokens, mx.int32))
-            mx.eval(got, store.arrays())
-            wanted = [
-                runner.model(mx.array([[token]]), cache=reference(runner, row, prompt))[0, -1]
-                for row, prompt, token in zip(rows, prompts, tokens, strict=True)
+            if cache.needs_flush(rows):
+                cache.flush()
+            known = [
+                before(runner, row, prompt) for row, prompt in zip(rows, prompts, strict=True)
             ]
-            mx.eval(wanted)
-            worst = max([worst, *(_difference(*pair) for pair in zip(got, wanted, strict=True))])
-            for prompt, token in zip(prompts, tokens, strict=True):
+            got = runner.decode(rows, mx.array(tokens, mx.int32))
+            mx.eval(got, cache.arrays())
+            dtype = got.dtype
+            for index, (row, prompt, token) in enumerate(zip(rows, prompts, tokens, strict=True)):
+                caches = reference(runner, row, prompt, known[index])
+                wanted = runner.model(mx.array([[token]]), cache=caches)[0, -1]
+                errors[index].append(_difference(got[index], wanted))
                 prompt.append(token)
     finally:
         for row in rows:
-            store.free(row)
-        store.shrink()
-    return worst
-
-
-def _own_cache(runner: Runner, _row: Row, prompt: list[int]) -> list[Any]:
-    """Return mlx-lm's own cache of the prompt so far."""
-    caches = make_prompt_cache(runner.model)
-    mx.eval(runner.model(mx.array([prompt]), cache=caches))
-    return list(caches)
-
-
-def _dequantized_cache(runner: Runner, row: Row, _prompt: list[int]) -> list[Any]:
-    """Return dense caches that hold what the row attended to, but for the step's own token."""
-    caches = []
-    for layer in range(len(runner.store.layers)):
-        cache = KVCache()
-        cache.update_and_fetch(*(side[None, :, :-1] for side in runner.store.read(row, layer)))
-        caches.append(cache)
-    return caches
+            cache.free(row)
+        cache.shrink()
+    return max(statistics.median(one) for one in errors), dtype
 
 
 def _difference(got: mx.array, wanted: mx.array) -> float:

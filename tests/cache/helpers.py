@@ -74,7 +74,7 @@ class Bench:
         scheme: Scheme | list[Scheme] | None = None,
         layers: int = 2,
         seed: int = 0,
-        floors: list[int] | None = None,
+        floors: list[Scheme | None] | None = None,
         kind: Kind = FULL,
         quantized_start: int = 0,
     ) -> None:

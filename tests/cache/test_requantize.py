@@ -71,7 +71,7 @@ def test_attention_over_pages_of_several_levels() -> None:
 
 
 def test_delicate_layer_keeps_its_floor() -> None:
-    bench = Bench(scheme=LADDER, layers=2, floors=[0, 2])
+    bench = Bench(scheme=LADDER, layers=2, floors=[LADDER[0], None])
     row = bench.new(400)
     step_down(bench, [row], 2)
 
@@ -218,7 +218,7 @@ class Ladder(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1000), dim=st.sampled_from([64, 80]))
     def start(self, seed: int, dim: int) -> None:
-        self.bench = Bench(LayerGeometry(1, dim, dim), LADDER, layers=2, floors=[2, 1], seed=seed)
+        self.bench = Bench(LayerGeometry(1, dim, dim), LADDER, layers=2, floors=[None, LADDER[1]], seed=seed)
         self.forks = []
 
     @rule(length=st.sampled_from([0, 1, 64, 128, 200, 449]), chunk=st.sampled_from([64, 128, 256]))

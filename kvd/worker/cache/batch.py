@@ -1,8 +1,10 @@
-"""What a model sees as its cache: one `BatchQuantizedKVCache` per layer.
+"""What a model sees as its cache of one attention layer, for the rows of the current step.
 
-The interface is that of mlx-lm's caches, as far as a forward pass uses it. What
-`update_and_fetch` returns can only be attended to (`kvd.worker.seam`); a model that does anything
-else with its keys and values fails at load, in the self-check, and never gives wrong output.
+The interface is that of mlx-lm's caches, as far as a forward pass uses it, in two forms:
+
+* `BatchQuantizedKVCache`: what `update_and_fetch` returns can only be attended to
+  (`kvd.worker.seam`); a model that does anything else with it is found out by the probe;
+* `RectangleKVCache`: plain arrays, dequantized for this step, left-padded as mlx-lm's own batches.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvd.worker.cache.layer import Chunk, LayerStore
+from kvd.worker.cache.rectangle import Rectangle, decode_rectangle, prefill_rectangle
 from kvd.worker.cache.steps import DecodeStep, PrefillStep
 from kvd.worker.cache.store import KVStore
 
@@ -40,51 +44,155 @@ KVHandle = DecodeHandle | PrefillHandle
 
 
 class BatchQuantizedKVCache:
-    """One layer's cache for the rows of the store's current step."""
+    """One layer's cache for the rows of the store's current step.
 
-    def __init__(self, store: KVStore, layer: int) -> None:
+    ``batched``: positions are arrays, one a row; else ints, for models that take one row a pass.
+    """
+
+    def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
         self._store = store
         self._layer = store.layers[layer]
+        self._batched = batched
+        self._fetched: Any = None
+
+    @property
+    def step(self) -> DecodeStep | PrefillStep:
+        """The forward pass that is under way."""
+        if self._store.step is None:
+            raise RuntimeError("begin a step before the forward pass")
+        return self._store.step
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the first new token: ``[batch]`` int32 in decode, an int in prefill."""
-        step = self._store.step
-        if isinstance(step, DecodeStep):
-            return step.offsets
+        """Position of the first new token: ``[batch]`` int32 in a batched decode, else an int."""
+        step = self.step
         if isinstance(step, PrefillStep):
             return step.offset
-        raise RuntimeError("begin a step before the forward pass")
+        return step.offsets if self._batched else step.lengths[0] - 1
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+    @property
+    def start_position(self) -> int:
+        """Position from which a chunked model looks at tokens; for one row a pass."""
+        step = self.step
+        position = step.offset if isinstance(step, PrefillStep) else step.lengths[0] - 1
+        return max(0, self._store.kind.low(position))
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: pages fall out by themselves."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Take the new tokens' keys and values, ``[batch, heads, tokens, dim]``.
 
         Returns the same handle twice, in the places of keys and values.
         """
-        step = self._store.step
+        step = self.step
         handle: KVHandle
         if isinstance(step, DecodeStep):
             rows = len(step.rows)
             self._layer.append(step, keys[:rows], values[:rows])
             handle = DecodeHandle(self._store, self._layer, step)
-        elif isinstance(step, PrefillStep):
+        else:
             chunk = self._layer.extend(step, keys, values)
             handle = PrefillHandle(self._store, self._layer, step, chunk)
-        else:
-            raise RuntimeError("begin a step before the forward pass")  # noqa: TRY004 - a state
-        return handle, handle
+        self._fetched = handle, handle
+        return self._fetched
+
+    def keys_and_values(self) -> Any:
+        """Return what the step's `update_and_fetch` returned, for layers that share it."""
+        return self._fetched
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
-    ) -> None:
-        """Return no mask: attention is causal by itself, over what each row has.
+    ) -> Any:
+        """Return no mask: attention sees by itself what each row may see.
 
         Raises ``TypeError`` where the model wants to work on a mask of its own.
         """
-        if return_array or window_size is not None:
-            raise TypeError(f"the model asks for a mask array (window {window_size}, {n} tokens)")
+        window = self._store.kind.window
+        if window_size is not None and window_size != window:
+            raise TypeError(f"the model asks for a window of {window_size} tokens, not {window}")
+        if return_array and n > 1:
+            raise TypeError("the model asks for a mask array")
+        return None
 
 
-def make_caches(store: KVStore) -> list[BatchQuantizedKVCache]:
-    """Return the caches to call a model with, one a layer."""
-    return [BatchQuantizedKVCache(store, layer) for layer in range(len(store.layers))]
+class RectangleKVCache(BatchQuantizedKVCache):
+    """The same, for models that work on keys and values as arrays: dequantize on read."""
+
+    def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
+        super().__init__(store, layer, batched=batched)
+        self.values: Any = None
+        """Some models overwrite what they do not need here; nothing reads it."""
+
+    @property
+    def keys(self) -> mx.array:
+        """The keys that the model works on in this pass."""
+        found: mx.array = self._fetched[0]
+        return found
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first token of the arrays."""
+        return int(self._rectangle().positions.min())
+
+    def _rectangle(self) -> Rectangle:
+        """Return where the pass's tokens are; the same for all layers of the store."""
+        step, kind = self.step, self._store.kind
+        if "rectangle" not in step.shared:
+            step.shared["rectangle"] = (
+                decode_rectangle(step, kind)
+                if isinstance(step, DecodeStep)
+                else prefill_rectangle(step, kind)
+            )
+        found: Rectangle = step.shared["rectangle"]
+        return found
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Take the new tokens' keys and values; return all, ``[batch, heads, most, dim]``."""
+        step, geometry = self.step, self._layer.geometry
+        values = values[..., : geometry.v_dim]
+        rectangle = self._rectangle()
+        if isinstance(step, DecodeStep):
+            self._layer.append(step, keys, values)
+            newest = self._layer.tails(step)
+        else:
+            chunk = self._layer.extend(step, keys, values)
+            newest = chunk.keys[None], chunk.values[None]
+        paged = [self._layer.pools[table.level].read(table.slots) for table in step.tables]
+        found = tuple(
+            rectangle.gather([*(part[side] for part in paged), newest[side]]) for side in (0, 1)
+        )
+        # The pages as they come out of the pool, all tokens in one piece, and the rectangle.
+        if self._store.note_scratch(3 * sum(array.nbytes for array in found)):
+            mx.eval(found)
+        self._fetched = found
+        return found
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> mx.array | str | None:
+        """Return the mask that mlx-lm's own caches would: None, ``causal``, or a bool array.
+
+        ``[batch, 1, 1, most]`` in a batched decode, else ``[n, most]``.
+        """
+        step, kind = self.step, self._store.kind
+        if isinstance(step, DecodeStep) and self._batched:
+            queries = np.array(step.lengths)[:, None] - 1
+            return mx.array(self._sees(queries, window_size)[:, None, None])
+        narrower = window_size is not None and window_size != kind.window
+        if n == 1 and not narrower:
+            return None
+        if not (kind.bounded or narrower or return_array):
+            return "causal"
+        first = step.offset if isinstance(step, PrefillStep) else step.lengths[0] - 1
+        return mx.array(self._sees(np.arange(first, first + n)[:, None], window_size))
+
+    def _sees(self, queries: np.ndarray, window_size: int | None) -> np.ndarray:
+        kind, positions = self._store.kind, self._rectangle().positions
+        seen = (positions >= 0) & (positions <= queries)
+        if kind.bounded:
+            low: np.ndarray = kind.low(queries)
+            seen &= (positions >= low) | (positions < kind.keep)
+        if window_size is not None:
+            seen &= (positions > queries - window_size) | (positions < kind.keep)
+        return seen

@@ -65,16 +65,16 @@ class Kind:
             seen = seen & ((keys >= self.low(queries)) | (keys < self.keep))
         return seen
 
-    def most_pages(self, length: int) -> int:
-        """Return the most pages that a row ever holds on its way to ``length``, chunks aside.
+    def most_pages(self, length: int, chunk: int = 0) -> int:
+        """Return the most pages that a row ever holds on its way to ``length`` tokens.
 
-        Pages fall out at a flush: once in 128 tokens at least.
+        Pages fall out at a flush: once in 128 tokens at least, or behind ``chunk`` prefilled ones.
         """
         reach = self.chunk or (self.window or 0) - self.keep
         pages = max(0, length // PAGE_TOKENS - 1)
         if not self.bounded:
             return pages
-        return min(pages, self.anchored_pages + -(-reach // PAGE_TOKENS) + 3)
+        return min(pages, self.anchored_pages + -(-reach // PAGE_TOKENS) + chunk // PAGE_TOKENS + 3)
 
 
 FULL = Kind()

@@ -44,7 +44,7 @@ class KVStore:
     """Keys and values of every row, for the layers of one kind, in pages on a ladder of schemes.
 
     ``ladder[level]`` is a level's scheme; new rows start at the top, level 0. ``floors``, one a
-    layer, are levels below which a delicate layer does not go: it keeps its floor's scheme there.
+    layer, are schemes below which a delicate layer does not go on either side, at any level.
     ``dtype`` is that of the activations; ``prefill_scratch`` the bytes of dequantized layers that
     a prefill step may hold at once. With ``quantized_start`` the top level is for rows shorter
     than so many tokens: a row leaves it before the first step that finds it as long.
@@ -57,7 +57,7 @@ class KVStore:
         dtype: mx.Dtype,
         *,
         kind: Kind = FULL,
-        floors: Sequence[int] | None = None,
+        floors: Sequence[Scheme | None] | None = None,
         quantized_start: int = 0,
         prefill_scratch: int = 256 * 1024 * 1024,
     ) -> None:
@@ -68,10 +68,13 @@ class KVStore:
         self.prefill_scratch = prefill_scratch
         self.page_product = page_product
         """How pages are multiplied; the self-check replaces it where the device lacks it."""
-        bottoms = floors or [len(self.ladder) - 1] * len(layers)
         self.layers = [
-            LayerStore(geometry, [self.ladder[min(level, bottom)] for level in self.levels], dtype)
-            for geometry, bottom in zip(layers, bottoms, strict=True)
+            LayerStore(
+                geometry,
+                [scheme if floor is None else scheme.at_least(floor) for scheme in self.ladder],
+                dtype,
+            )
+            for geometry, floor in zip(layers, floors or [None] * len(layers), strict=True)
         ]
         self.allocators = [PageAllocator(level) for level in self.levels]
         self.spare: Callable[[], int] | None = None
@@ -111,10 +114,28 @@ class KVStore:
         """Bytes of one page in each layer."""
         return [layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self.layers]
 
+    def most_bytes(self, length: int, chunk: int = 0) -> int:
+        """Return the most bytes of pages that one row fills on its way to ``length`` tokens.
+
+        Each page with its share of the copy that growing a layer's pool takes. ``chunk``: tokens
+        that are prefilled at once, whose pages a window holds for a moment.
+        """
+        first = 1 if self.quantized_start else 0
+        pages = self.kind.most_pages(length, chunk)
+        bytes_ = pages * self._charge(first)
+        if first:
+            dense = self.kind.most_pages(min(length, self.quantized_start + chunk), chunk)
+            # For a moment both: dense pages, and what they become.
+            bytes_ = max(bytes_, dense * (self._charge(0) + self._charge(1)))
+        return bytes_
+
+    def _charge(self, level: int) -> int:
+        return self.page_bytes(level) + max(self.layer_page_bytes(level))
+
     @property
-    def capacity(self) -> int:
-        """Pages that the pools hold, used or not, in bytes of the top level's."""
-        return -(-self.pages_bytes // self.page_bytes())
+    def charged_bytes(self) -> int:
+        """Bytes of the pools, with the share of growing that `most_bytes` counts."""
+        return sum(one.capacity * self._charge(one.level) for one in self.allocators)
 
     @property
     def tail_slots(self) -> int:

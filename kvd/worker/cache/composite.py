@@ -1,0 +1,307 @@
+"""The whole cache of one model: a store per kind of attention, and the recurrent states.
+
+A sequence is a row in each store and a state; they are moved together. The life of a step is that
+of `kvd.worker.cache.store`, with `views` as what the model is called with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, KVCache
+
+from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.states import StateStore
+from kvd.worker.cache.store import KVStore
+
+
+@dataclass(eq=False)
+class SequenceRow:
+    """One request's place in a model's cache."""
+
+    rows: list[Row]
+    """One in each store."""
+    length: int = 0
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How a model's keys and values are kept."""
+
+    ladder: tuple[Scheme, ...] = (Scheme(),)
+    """The schemes from the top, where rows start, down."""
+    floors: Mapping[int, Scheme] = field(default_factory=dict)
+    """By index of a cache entry, the scheme below which it does not go."""
+    quantized_start: int = 0
+    """Rows shorter than so many tokens are not quantized."""
+    max_size: int | None = None
+    """Full attention sees only the newest so many tokens, of which ``keep`` are the first ones."""
+    keep: int = 0
+    scratch: int = 256 * 1024 * 1024
+    """Bytes of dense copies that a step may hold."""
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The levels of the stores: above the ladder, rows that are not quantized yet."""
+        return ((Scheme(16, 16),) if self.quantized_start else ()) + self.ladder
+
+    def kind(self, kind: Kind) -> Kind:
+        """Return how a kind of the model is served."""
+        return Kind(self.max_size, self.keep) if kind == FULL and self.max_size else kind
+
+
+class ModelCache:
+    """All that a model keeps for its sequences.
+
+    ``access`` says for each kind of the layout how the model reads it; ``batched`` whether it takes
+    several rows in one pass.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        settings: CacheSettings,
+        *,
+        access: Mapping[Kind, Access] | None = None,
+        batched: bool = True,
+    ) -> None:
+        self.layout = layout
+        self.settings = settings
+        self.batched = batched
+        self.access = {kind: (access or {}).get(kind, Access.PAGES) for kind in layout.kinds}
+        self.stores: list[KVStore] = []
+        self.states = StateStore(list(layout.states()))
+        self._store_of = {kind: index for index, kind in enumerate(layout.kinds)}
+        for kind in layout.kinds:
+            self.stores.append(self._new_store(kind))
+        self.sequences: list[SequenceRow] = []
+        self.limit_bytes: int | None = None
+        """Up to which pools grow ahead of need, tails and states included; None: no limit."""
+        self._views = self._make_views()
+        self._prefilling: tuple[SequenceRow, int] | None = None
+
+    def _new_store(self, kind: Kind) -> KVStore:
+        settings = self.settings
+        parts = [(entry, part) for entry, part in self.layout.attention() if part.kind == kind]
+        store = KVStore(
+            [part.geometry for _, part in parts],
+            settings.schemes,
+            self.layout.dtype,
+            kind=settings.kind(kind),
+            floors=[settings.floors.get(entry) for entry, _ in parts],
+            quantized_start=settings.quantized_start,
+            prefill_scratch=settings.scratch,
+        )
+        store.spare = self._spare
+        return store
+
+    def _make_views(self) -> list[Any]:
+        taken = dict.fromkeys(self.layout.kinds, 0)
+        states = iter(self.states.caches)
+        views: list[Any] = []
+        for entry in self.layout.entries:
+            parts: list[Any] = []
+            for part in entry.parts:
+                if isinstance(part, AttentionPart):
+                    parts.append(self._view(part.kind, taken[part.kind]))
+                    taken[part.kind] += 1
+                else:
+                    parts.append(next(states) if isinstance(part, StatePart) else KVCache())
+            views.append(CacheList(*parts) if entry.composed else parts[0])
+        return views
+
+    def _view(self, kind: Kind, layer: int) -> BatchQuantizedKVCache:
+        view = (
+            BatchQuantizedKVCache if self.access[kind] is Access.PAGES else RectangleKVCache
+        )
+        return view(self.stores[self._store_of[kind]], layer, batched=self.batched)
+
+    def views(self, _sequences: Sequence[SequenceRow]) -> list[Any]:
+        """Return what the model is called with for these sequences: one object a cache entry."""
+        return self._views
+
+    # What it costs.
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme at the top of the ladder."""
+        return self.settings.ladder[0]
+
+    @property
+    def growing(self) -> list[KVStore]:
+        """The stores whose rows grow without end."""
+        return [store for store in self.stores if not store.kind.bounded]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that every sequence takes: tails and states."""
+        return sum(store.row_bytes for store in self.stores) + self.states.row_bytes
+
+    def pages_bytes_for(self, length: int, chunk: int = 0) -> int:
+        """Return the most bytes of pages that a sequence fills on its way to ``length`` tokens.
+
+        With it, its share of the copy that growing a layer's pool takes. ``chunk``: tokens that
+        are prefilled at once, whose pages a window holds for a moment.
+        """
+        return sum(store.most_bytes(length, chunk) for store in self.stores)
+
+    @property
+    def pages_bytes(self) -> int:
+        """Bytes of the pools, used or not."""
+        return sum(store.pages_bytes for store in self.stores)
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of the pools, with the share of growing that `pages_bytes_for` counts."""
+        return sum(store.charged_bytes for store in self.stores)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that sequences hold."""
+        return sum(store.used_bytes for store in self.stores)
+
+    @property
+    def tail_slots(self) -> int:
+        """Sequences that there are tails for, or states."""
+        return max([len(self.sequences), *(store.tail_slots for store in self.stores)])
+
+    @property
+    def tails_bytes(self) -> int:
+        """Bytes of tails and states."""
+        return sum(store.tails_bytes for store in self.stores) + self.states.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pools, tails and states."""
+        return self.pages_bytes + self.tails_bytes
+
+    @property
+    def flushes(self) -> int:
+        """How often pools were written."""
+        return max((store.flushes for store in self.stores), default=0)
+
+    def _spare(self) -> int:
+        return 1 << 62 if self.limit_bytes is None else self.limit_bytes - self.nbytes
+
+    # Sequences.
+
+    def new_row(self) -> SequenceRow:
+        """Return an empty sequence."""
+        sequence = SequenceRow([store.new_row() for store in self.stores])
+        self.states.add(sequence)
+        self.sequences.append(sequence)
+        return sequence
+
+    def fork(self, sequence: SequenceRow) -> SequenceRow:
+        """Return a new sequence with the same content: pages and states by reference.
+
+        The device must be idle and nothing of the sequence may await a flush.
+        """
+        twin = SequenceRow(
+            [store.fork(row) for store, row in zip(self.stores, sequence.rows, strict=True)],
+            sequence.length,
+        )
+        self.states.fork(sequence, twin)
+        self.sequences.append(twin)
+        return twin
+
+    def free(self, sequence: SequenceRow, *, clean: bool = True) -> None:
+        """Give a sequence's memory back (`KVStore.free`). No step in flight may still read it."""
+        sequence.alive = False
+        for store, row in zip(self.stores, sequence.rows, strict=True):
+            store.free(row, clean=clean)
+        self.states.remove(sequence)
+        self.sequences.remove(sequence)
+
+    # Steps.
+
+    def begin_decode(self, sequences: list[SequenceRow], batch: int | None = None) -> None:
+        """Start a forward pass of one token for each sequence, padded to ``batch``."""
+        for index, store in enumerate(self.stores):
+            store.begin_decode([one.rows[index] for one in sequences], batch)
+        self.states.begin(sequences, batch or len(sequences))
+        for sequence in sequences:
+            sequence.length += 1
+
+    def begin_prefill(self, sequence: SequenceRow, count: int) -> None:
+        """Start a forward pass of ``count`` tokens of one sequence; `finish_prefill` ends it."""
+        for store, row in zip(self.stores, sequence.rows, strict=True):
+            store.begin_prefill(row, count)
+        self.states.begin([sequence], 1)
+        self._prefilling = sequence, count
+
+    def end_pass(self) -> None:
+        """Take the states that the forward pass left; call it behind every one."""
+        self.states.end()
+
+    def finish_prefill(self) -> None:
+        """Evaluate the chunk and write it: the device must otherwise be idle."""
+        if self._prefilling is None:
+            raise RuntimeError("no prefill step is under way")
+        (sequence, count), self._prefilling = self._prefilling, None
+        mx.eval(self.arrays())
+        for store in self.stores:
+            store.finish_prefill()
+        sequence.length += count
+
+    def needs_flush(self, sequences: list[SequenceRow]) -> bool:
+        """Return whether a flush must come before these sequences' next step."""
+        return any(
+            store.needs_flush([one.rows[index] for one in sequences])
+            for index, store in enumerate(self.stores)
+        )
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that steps leave lazy, for `mx.async_eval`."""
+        return [
+            *(array for store in self.stores for array in store.arrays()),
+            *self.states.arrays(),
+        ]
+
+    def flush(self) -> None:
+        """Write all pending pages into the pools; the device must be idle."""
+        for store in self.stores:
+            store.flush()
+
+    def use(self, page_product: Callable[..., mx.array]) -> None:
+        """Multiply pages in this way from now on."""
+        for store in self.stores:
+            store.page_product = page_product
+
+    # Giving memory back.
+
+    def compact(self, keep_bytes: int = 0) -> int:
+        """Cut pools down to what is in use; return the bytes given back.
+
+        The growing kinds keep room for ``keep_bytes`` of pages between them. The device must be
+        idle and nothing may be pending.
+        """
+        growing = self.growing
+        freed = 0
+        for store in self.stores:
+            share = keep_bytes // len(growing) if store in growing else 0
+            freed += store.compact(share // store.page_bytes() if store.page_bytes() else 0)
+        return freed
+
+    def shrink(self, keep_bytes: int = 0) -> None:
+        """Keep room for so many bytes of pages and give all other memory back; nobody is left."""
+        growing = self.growing
+        for store in self.stores:
+            share = keep_bytes // len(growing) if store in growing else 0
+            store.shrink(share // store.page_bytes() if store.page_bytes() else 0)
+        self.states.clear()
+
+    def check(self) -> None:
+        """Assert the invariants of all stores."""
+        for store in self.stores:
+            store.check()
+        for sequence in self.sequences:
+            assert all(row.length == sequence.length for row in sequence.rows)

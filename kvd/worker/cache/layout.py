@@ -1,0 +1,94 @@
+"""What a model keeps for a sequence: which caches, of which kind and shape, and how it is served.
+
+Found out by the probe (`kvd.worker.probe`) and turned into stores by `kvd.worker.cache.composite`.
+Data only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import mlx.core as mx
+
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.scheme import LayerGeometry
+
+
+class Access(Enum):
+    """How a model reads the keys and values of one kind."""
+
+    PAGES = "pages"
+    """Through our attention, straight from the pages."""
+    RECTANGLES = "dequantize-on-read"
+    """As plain arrays, dequantized for each step: the model works on them itself."""
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Keys and values of one attention layer."""
+
+    kind: Kind
+    geometry: LayerGeometry
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A recurrent layer's state: arrays that do not grow, ``[1, ...]`` each for one sequence."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(
+            mx.zeros(shape, dtype).nbytes
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class UnusedPart:
+    """A cache that the model makes and never writes to."""
+
+
+Part = AttentionPart | StatePart | UnusedPart
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One element of the list of caches that a model takes."""
+
+    parts: tuple[Part, ...]
+    composed: bool = False
+    """Whether it is a `CacheList` of its parts."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that a model keeps for a sequence."""
+
+    entries: tuple[Entry, ...]
+    dtype: mx.Dtype
+    """Of the keys and values."""
+
+    def attention(self) -> Iterator[tuple[int, AttentionPart]]:
+        """Yield the attention parts, each with the index of its entry."""
+        for index, entry in enumerate(self.entries):
+            for part in entry.parts:
+                if isinstance(part, AttentionPart):
+                    yield index, part
+
+    def states(self) -> Iterator[StatePart]:
+        """Yield the recurrent states."""
+        for entry in self.entries:
+            for part in entry.parts:
+                if isinstance(part, StatePart):
+                    yield part
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of attention, in order of appearance."""
+        return tuple(dict.fromkeys(part.kind for _, part in self.attention()))

@@ -1,0 +1,141 @@
+"""mlx-lm's own caches, one set a sequence: for models that no store of ours can serve.
+
+The interface of `kvd.worker.cache.composite.ModelCache`. Nothing is quantized, and every sequence
+takes a forward pass of its own; what it costs is measured, not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvd.worker.cache.scheme import Scheme
+
+
+@dataclass(eq=False)
+class OwnRow:
+    """One request's caches."""
+
+    caches: list[Any]
+    length: int = 0
+    alive: bool = True
+
+
+def _arrays(caches: list[Any]) -> Iterator[mx.array]:
+    for cache in caches:
+        for _, value in tree_flatten(_state(cache)):
+            if isinstance(value, mx.array):
+                yield value
+
+
+def _state(cache: Any) -> Any:
+    # A cache that nothing was written to may not know its state.
+    try:
+        return cache.state
+    except (AttributeError, TypeError):
+        return []
+
+
+class OwnCache:
+    """All that a model keeps for its sequences, as mlx-lm keeps it.
+
+    ``make_caches`` returns a new sequence's; ``fixed_bytes`` and ``token_bytes`` say what it costs.
+    """
+
+    batched = False
+    scheme = Scheme(16, 16)
+    flushes = 0
+    pages_bytes = 0
+    used_bytes = 0
+    charged_bytes = 0
+
+    def __init__(
+        self, make_caches: Callable[[], list[Any]], *, fixed_bytes: int, token_bytes: int
+    ) -> None:
+        self._make_caches = make_caches
+        self.row_bytes = fixed_bytes
+        self.token_bytes = token_bytes
+        self.sequences: list[OwnRow] = []
+        self.limit_bytes: int | None = None
+        self._prefilling: tuple[OwnRow, int] | None = None
+
+    def views(self, sequences: Sequence[OwnRow]) -> list[Any]:
+        """Return the caches of the one sequence that the pass is for."""
+        (sequence,) = sequences
+        return sequence.caches
+
+    def pages_bytes_for(self, length: int, chunk: int = 0) -> int:
+        """Return the most bytes that a sequence takes on its way to ``length`` tokens.
+
+        mlx-lm's caches grow by copying, 256 tokens at a time: for a moment, twice the size.
+        """
+        return 2 * self.token_bytes * (length + max(256, chunk))
+
+    @property
+    def tail_slots(self) -> int:
+        """Sequences that are there."""
+        return len(self.sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(array.nbytes for array in self.arrays())
+
+    tails_bytes = nbytes
+
+    def new_row(self) -> OwnRow:
+        """Return an empty sequence."""
+        row = OwnRow(self._make_caches())
+        self.sequences.append(row)
+        return row
+
+    def free(self, row: OwnRow, *, clean: bool = True) -> None:  # noqa: ARG002 - as the other cache
+        """Drop a sequence."""
+        row.alive = False
+        self.sequences.remove(row)
+
+    def begin_decode(self, sequences: list[OwnRow], batch: int | None = None) -> None:  # noqa: ARG002
+        """Start a forward pass of one token of one sequence."""
+        for sequence in sequences:
+            sequence.length += 1
+
+    def begin_prefill(self, sequence: OwnRow, count: int) -> None:
+        """Start a forward pass of ``count`` tokens."""
+        self._prefilling = sequence, count
+
+    def end_pass(self) -> None:
+        """Do nothing: the caches have taken what they need."""
+
+    def finish_prefill(self) -> None:
+        """Evaluate the chunk."""
+        if self._prefilling is None:
+            raise RuntimeError("no prefill step is under way")
+        (sequence, count), self._prefilling = self._prefilling, None
+        mx.eval(list(_arrays(sequence.caches)))
+        sequence.length += count
+
+    def needs_flush(self, _sequences: list[OwnRow]) -> bool:
+        """Return False: there is nothing to flush."""
+        return False
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that steps leave lazy."""
+        return [array for row in self.sequences for array in _arrays(row.caches)]
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def compact(self, keep_bytes: int = 0) -> int:  # noqa: ARG002 - as the other cache
+        """Return 0: nothing is held that is not in use."""
+        return 0
+
+    def shrink(self, keep_bytes: int = 0) -> None:
+        """Do nothing: nobody is left."""
+
+    def check(self) -> None:
+        """Assert that all sequences are alive."""
+        assert all(row.alive for row in self.sequences)

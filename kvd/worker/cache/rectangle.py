@@ -1,0 +1,91 @@
+"""Where the tokens of a rectangle come from: pages and tails, gathered into ``[rows, most]``.
+
+For models that work on keys and values as plain arrays. Rows are padded on the left, as mlx-lm's
+own batches are, so that the newest tokens stand at the end. Worked out once a step, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, LevelTable, PrefillStep
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """An index into all tokens of a step: pages table by table, then what is not in pages."""
+
+    index: mx.array
+    """``[rows, most]`` uint32; the padding points behind the last token."""
+    positions: np.ndarray
+    """``[rows, most]``, -1 in the padding."""
+
+    def gather(self, parts: Sequence[mx.array]) -> mx.array:
+        """Lay out ``[blocks, heads, tokens, dim]`` arrays as ``[rows, heads, most, dim]``; lazy."""
+        flat = [part.swapaxes(1, 2).flatten(0, 1) for part in parts]
+        padding = mx.zeros((1, *flat[0].shape[1:]), flat[0].dtype)
+        return mx.concatenate([*flat, padding])[self.index].swapaxes(1, 2)
+
+
+def decode_rectangle(step: DecodeStep, kind: Kind) -> Rectangle:
+    """Lay out what each row of a decode step sees, its new token included."""
+    rows = [_Tokens() for _ in step.rows]
+    base = _add_pages(rows, step.tables)
+    for number, (row, tokens) in enumerate(zip(step.rows, rows, strict=True)):
+        tokens.add(base + TAIL_TOKENS * number, row.tail_start, row.tail_length)
+    lows = [kind.low(length - 1) for length in step.lengths]
+    return _rectangle(rows, lows, kind, base + TAIL_TOKENS * len(rows))
+
+
+def prefill_rectangle(step: PrefillStep, kind: Kind) -> Rectangle:
+    """Lay out what the queries of a chunk see between them."""
+    tokens = _Tokens()
+    base = _add_pages([tokens], step.tables)
+    count = step.tail_length + step.count
+    tokens.add(base, step.tail_start, count)
+    return _rectangle([tokens], [kind.low(step.offset)], kind, base + count)
+
+
+class _Tokens:
+    """One row's tokens: index and position of each."""
+
+    def __init__(self) -> None:
+        self._index: list[np.ndarray] = []
+        self._positions: list[np.ndarray] = []
+
+    def add(self, index: int, position: int, count: int) -> None:
+        self._index.append(np.arange(index, index + count))
+        self._positions.append(np.arange(position, position + count))
+
+    def seen(self, low: int, keep: int) -> tuple[np.ndarray, np.ndarray]:
+        index, positions = np.concatenate(self._index), np.concatenate(self._positions)
+        order = np.argsort(positions)  # pages of several levels stand apart
+        index, positions = index[order], positions[order]
+        there = (positions >= low) | (positions < keep)
+        return index[there], positions[there]
+
+
+def _add_pages(rows: list[_Tokens], tables: list[LevelTable]) -> int:
+    base = 0
+    for table in tables:
+        for owner, start in zip(table.owners, table.starts, strict=True):
+            rows[owner].add(base, start, PAGE_TOKENS)
+            base += PAGE_TOKENS
+    return base
+
+
+def _rectangle(rows: list[_Tokens], lows: list[int], kind: Kind, padding: int) -> Rectangle:
+    seen = [tokens.seen(low, kind.keep) for tokens, low in zip(rows, lows, strict=True)]
+    most = max(len(index) for index, _ in seen)
+    index = np.full((len(rows), most), padding, np.uint32)
+    positions = np.full((len(rows), most), -1)
+    for number, (places, where) in enumerate(seen):
+        index[number, most - len(places) :] = places
+        positions[number, most - len(where) :] = where
+    return Rectangle(mx.array(index), positions)

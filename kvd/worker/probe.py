@@ -1,0 +1,239 @@
+"""How can this model be served? Asked once at every load, before the first request.
+
+First, what does it keep: a forward pass over mlx-lm's own caches shows each layer's kind, heads and
+sizes (`find_layout`). Then, how does it read that: the ways are tried in order, the best first,
+each with the self-check, and the first that gives the model's own logits is taken:
+
+1. **pages**, several rows a pass: our attention over opaque handles;
+2. **dequantize-on-read**, several rows a pass, for the kinds that need it or for all: plain arrays
+   and array masks, for models that work on keys and values themselves (MLA, soft caps, indexers);
+3. the same two, **one row a pass**: models that take a position as an int;
+4. **dense**: mlx-lm's own caches. Always right, never quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from kvd.worker import selfcheck
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.layout import (
+    Access,
+    AttentionPart,
+    Entry,
+    Layout,
+    Part,
+    StatePart,
+    UnusedPart,
+)
+from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.packed import page_product, page_product_by_copy
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.runner import Runner
+from kvd.worker.selfcheck import Refused
+
+MEASURED_TOKENS = (8, 520)
+"""Lengths at which the cost of caches that are not ours is measured."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a model is served, and how that was found."""
+
+    runner: Runner
+    path: str
+    """Such as ``reference, gathered pages``."""
+    error: float
+    """Largest difference of a logit to the reference, relative to the largest logit."""
+    reasons: Mapping[Kind, str]
+    """Why a kind is not on pages, or why rows do not share a pass."""
+
+
+class UnknownCacheError(Exception):
+    """The model makes a cache that no store of ours stands for."""
+
+
+def find_layout(model: Any) -> Layout:
+    """Find out what a model keeps, by forward passes of four tokens over its own caches.
+
+    Raises `UnknownCacheError` for caches of a class that we do not know.
+    """
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0, 1, 2]]), cache=caches))
+    mx.eval(model(mx.array([[3]]), cache=caches))
+    entries = tuple(_entry(cache) for cache in caches)
+    dtypes = {
+        cache.keys.dtype for one in caches for cache in _leaves(one) if _keys(one=cache) is not None
+    }
+    if len(dtypes) > 1:
+        raise UnknownCacheError(f"keys of several dtypes: {sorted(map(str, dtypes))}")
+    return Layout(entries, dtypes.pop() if dtypes else mx.float32)
+
+
+def _leaves(cache: Any) -> Iterator[Any]:
+    if isinstance(cache, CacheList):
+        yield from cache.caches
+    else:
+        yield cache
+
+
+def _keys(one: Any) -> mx.array | None:
+    found: mx.array | None = getattr(one, "keys", None)
+    return found
+
+
+def _entry(cache: Any) -> Entry:
+    return Entry(tuple(map(_part, _leaves(cache))), composed=isinstance(cache, CacheList))
+
+
+def _part(cache: Any) -> Part:
+    if type(cache) is ArraysCache:
+        arrays = cache.cache
+        if any(array is None for array in arrays):
+            if all(array is None for array in arrays):
+                return UnusedPart()
+            raise UnknownCacheError("a recurrent state that is only written in part")
+        return StatePart(
+            tuple(array.shape for array in arrays), tuple(array.dtype for array in arrays)
+        )
+    kind = _kind(cache)
+    keys = _keys(cache)
+    if keys is None:
+        return UnusedPart()
+    _, heads, _, k_dim = keys.shape
+    values = cache.values
+    # Some models write values that nobody reads: an indexer over keys alone.
+    empty = not values.size or not bool(mx.any(values != 0).item())
+    return AttentionPart(
+        kind, LayerGeometry(heads, k_dim, 0 if empty else values.shape[-1], keys.dtype.size)
+    )
+
+
+def _kind(cache: Any) -> Kind:
+    if type(cache) is KVCache:
+        return FULL
+    if type(cache) is RotatingKVCache:
+        return Kind(cache.max_size, cache.keep)
+    if type(cache) is ChunkedKVCache:
+        return Kind(chunk=cache.chunk_size)
+    raise UnknownCacheError(f"a cache of its own, {type(cache).__name__}")
+
+
+def serve(model: Any, settings: CacheSettings, vocab_size: int) -> Served:
+    """Choose the best way to serve the model that is right here, and return a runner for it.
+
+    Raises `UnsupportedModel` if not even mlx-lm's own caches give the same logits twice.
+    """
+    try:
+        layout = find_layout(model)
+    except UnknownCacheError as unknown:
+        return _own(model, vocab_size, str(unknown))
+    reasons: dict[Kind, str] = {}
+    for way in _ways(layout):
+        try:
+            return _tried(model, layout, settings, way, vocab_size, reasons)
+        except Refused as refused:
+            for kind, why in way.explain(str(refused)).items():
+                reasons.setdefault(kind, why)
+    return _own(model, vocab_size, next(iter(reasons.values()), "no way over pages is right"))
+
+
+@dataclass(frozen=True)
+class _Way:
+    access: Mapping[Kind, Access]
+    batched: bool
+
+    def explain(self, why: str) -> dict[Kind, str]:
+        return {kind: why for kind, access in self.access.items() if access is Access.PAGES}
+
+
+def _ways(layout: Layout) -> Iterator[_Way]:
+    kinds = layout.kinds
+    pages = dict.fromkeys(kinds, Access.PAGES)
+    for batched in (True, False):
+        yield _Way(pages, batched)
+        if len(kinds) > 1:
+            for kind in kinds:
+                yield _Way(pages | {kind: Access.RECTANGLES}, batched)
+        if kinds:
+            yield _Way(dict.fromkeys(kinds, Access.RECTANGLES), batched)
+
+
+def _tried(
+    model: Any,
+    layout: Layout,
+    settings: CacheSettings,
+    way: _Way,
+    vocab_size: int,
+    reasons: dict[Kind, str],
+) -> Served:
+    """Check one way, first without quantization against mlx-lm's own caches, then with it."""
+
+    def runner(schemes: CacheSettings) -> Runner:
+        return Runner(
+            model, ModelCache(layout, schemes, access=way.access, batched=way.batched)
+        )
+
+    # As the model is, not as it is limited: `max_size` is ours, mlx-lm's caches do not have it.
+    dense = replace(
+        settings, ladder=(Scheme(16, 16),), floors={}, quantized_start=0, max_size=None
+    )
+    selfcheck.against_own_caches(runner(dense), vocab_size)
+    failed = []
+    for name, product in (("gathered", page_product), ("copied", page_product_by_copy)):
+        served = runner(settings)
+        served.cache.use(product)
+        try:
+            error = selfcheck.against_dequantized(served, vocab_size)
+        except Refused as refused:
+            failed.append(f"{name} pages: {refused}")
+            continue
+        paged = any(access is Access.PAGES for access in way.access.values())
+        path = f"reference, {name} pages" if paged else "dequantize on read"
+        if not layout.kinds:
+            path = "recurrent states"
+        kept = {} if way == next(_ways(layout)) else dict(reasons)
+        return Served(served, path, error, kept)
+    raise Refused("; ".join(failed))
+
+
+def _own(model: Any, vocab_size: int, why: str) -> Served:
+    def make_caches() -> list[Any]:
+        caches: list[Any] = make_prompt_cache(model)
+        return caches
+
+    fixed, per_token = _measured_cost(model, make_caches)
+    runner = Runner(model, OwnCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
+    error = selfcheck.against_own_caches(runner, vocab_size)
+    return Served(runner, "dense, mlx-lm's own caches", error, {FULL: why})
+
+
+def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[int, int]:
+    """Return what a sequence costs: bytes however short, and bytes a token."""
+    sizes = []
+    for length in MEASURED_TOKENS:
+        probe = OwnCache(make_caches, fixed_bytes=0, token_bytes=0)
+        row = probe.new_row()
+        model(mx.array([[0] * length]), cache=row.caches)
+        mx.eval(probe.arrays())
+        sizes.append(probe.nbytes)
+    short, long = sizes
+    grown = max(0, long - short)
+    per_token = -(-grown // (MEASURED_TOKENS[1] - MEASURED_TOKENS[0]))
+    return short, per_token
+
+
+__all__ = ["Served", "UnknownCacheError", "find_layout", "serve"]

@@ -1,0 +1,119 @@
+"""What a model's output must be: its own forward pass over dense copies of what a sequence holds.
+
+For the self-check at load, for tests, and for measuring fidelity. Slow and simple.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+from kvd.worker.cache.composite import ModelCache, SequenceRow
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.layout import AttentionPart, StatePart
+from kvd.worker.cache.states import State
+
+
+class HeldKVCache:
+    """One sequence's keys and values of one layer as mlx-lm's caches would hold them, dense.
+
+    ``keys`` and ``values``: ``[1, heads, tokens, dim]`` of the tokens at ``positions``.
+    """
+
+    def __init__(
+        self, keys: mx.array, values: mx.array, positions: list[int], offset: int, kind: Kind
+    ) -> None:
+        self.keys = keys
+        self.values = values
+        self.offset = offset
+        self._kind = kind
+        self._positions = positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take new tokens; return all that is held."""
+        self.keys = mx.concatenate([self.keys, keys], axis=2)
+        self.values = mx.concatenate([self.values, values[..., : self.values.shape[-1]]], axis=2)
+        end = self.offset + keys.shape[2]
+        self._positions = [*self._positions, *range(self.offset, end)]
+        self.offset = end
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Return all that is held."""
+        return self.keys, self.values
+
+    @property
+    def start_position(self) -> int:
+        """Position of the oldest token that is held."""
+        return self._positions[0] if self._positions else self.offset
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: only what is seen is held."""
+
+    def make_mask(
+        self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> mx.array | str | None:
+        """Return who sees whom, as mlx-lm's own caches say it."""
+        bounded = self._kind.bounded or window_size is not None
+        if not bounded and n == 1:
+            return None
+        if not bounded and not return_array:
+            return "causal"
+        queries = mx.arange(self.offset, self.offset + n)[:, None]
+        keys = mx.array([*self._positions, *range(self.offset, self.offset + n)])
+        seen = self._kind.visible(queries, keys)
+        if window_size is not None:
+            seen = seen & ((keys > queries - window_size) | (keys < self._kind.keep))
+        return seen
+
+
+def held_caches(
+    cache: ModelCache, sequence: SequenceRow, states: State, *, but: int = 0
+) -> list[Any]:
+    """Return caches that hold what a sequence attends to, without its newest ``but`` tokens.
+
+    ``states``: those from before these tokens (`StateStore.snapshot`).
+    """
+    taken = dict.fromkeys(cache.layout.kinds, 0)
+    found = iter(states)
+    caches: list[Any] = []
+    for entry in cache.layout.entries:
+        parts: list[Any] = []
+        for part in entry.parts:
+            if isinstance(part, AttentionPart):
+                parts.append(_held(cache, sequence, part.kind, taken[part.kind], but))
+                taken[part.kind] += 1
+            elif isinstance(part, StatePart):
+                arrays = ArraysCache(len(part.shapes))
+                arrays.cache = list(next(found))
+                parts.append(arrays)
+            else:
+                parts.append(KVCache())
+        caches.append(CacheList(*parts) if entry.composed else parts[0])
+    return caches
+
+
+def _held(
+    cache: ModelCache, sequence: SequenceRow, kind: Kind, layer: int, but: int
+) -> HeldKVCache:
+    index = cache.layout.kinds.index(kind)
+    store, row = cache.stores[index], sequence.rows[index]
+    offset = row.length - but
+    low = store.kind.low(offset)
+    keys, values = store.read(row, layer)
+    positions = store.positions(row)
+    held = [
+        place
+        for place, position in enumerate(positions)
+        if position < offset and (position >= low or position < store.kind.keep)
+    ]
+    where = mx.array(held, mx.uint32)
+    return HeldKVCache(
+        keys[:, where][None],
+        values[:, where][None],
+        [positions[place] for place in held],
+        offset,
+        store.kind,
+    )
