@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.cache.scheme import BITS, LayerGeometry, Packing, Scheme, full_pages
+from kvd.worker.cache.scheme import (
+    BITS,
+    LayerGeometry,
+    Packing,
+    Scheme,
+    floors_of,
+    full_pages,
+    ladder_of,
+)
+from protocol.errors import InvalidRequest
 from protocol.schemes import K_GROUPS, V_GROUPS
+from protocol.types import KVSpec
 
 schemes = st.builds(
     Scheme,
@@ -155,3 +165,64 @@ def test_an_empty_side_costs_nothing() -> None:
     for bits in BITS:
         assert latent.page_bytes(Scheme(8, bits)) == latent.page_bytes(Scheme(8, 16))
         assert latent.page_bytes(Scheme(16, bits)) == latent.dense_bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        (KVSpec(), "k8v8 k8v4 k4v4"),
+        (KVSpec(16, 16), "k16v16 k8v8 k8v4 k4v4"),
+        (KVSpec(8, 4), "k8v4 k4v4"),
+        (KVSpec(4, 8), "k4v8 k4v4"),
+        (KVSpec(4, 4), "k4v4"),
+        (KVSpec(3, 8), "k3v8"),
+        (KVSpec(6, 6), "k6v6 k4v4"),
+        (KVSpec(8, 8, ladder=()), "k8v8"),
+        (KVSpec(8, 8, ladder=("k8v3", "k3v2")), "k8v8 k8v3 k3v2"),
+        (KVSpec(8, 4, ladder=("k8v8", "k8v4", "k4v4")), "k8v4 k4v4"),
+        (KVSpec(8, 8, group_size=32), "k8v8g32 k8v4g32 k4v4g32"),
+        (KVSpec(8, 8, value_group_size=128), "k8g64v8g128 k8g64v4g128 k4g64v4g128"),
+        (
+            KVSpec(8, 8, group_size=32, ladder=("k8v8g64", "k4v4", "k4v4g64")),
+            "k8v8g32 k8v8 k4v4g32 k4v4",
+        ),
+    ],
+)
+def test_a_ladder_is_what_lies_below_the_start(spec: KVSpec, names: str) -> None:
+    assert [scheme.name for scheme in ladder_of(spec)] == names.split()
+
+
+@given(
+    st.sampled_from(BITS), st.sampled_from(BITS), st.sampled_from([32, 64]), st.sampled_from([2, 4])
+)
+def test_every_step_down_gives_bytes_back(
+    k_bits: int, v_bits: int, group: int, itemsize: int
+) -> None:
+    ladder = ladder_of(KVSpec(k_bits, v_bits, group_size=group))  # type: ignore[arg-type]
+    geometry = LayerGeometry(2, 64, 64, itemsize)
+    sizes = [geometry.page_bytes(scheme) for scheme in ladder]
+
+    assert (ladder[0].k_bits, ladder[0].v_bits) == (k_bits, v_bits)
+    assert sizes == sorted(set(sizes), reverse=True)
+
+
+def test_floors_by_layer() -> None:
+    spec = KVSpec(8, 4, group_size=32, floors={0: "k8v8", -1: "k16v16", 2: "k4v4g64"})
+    floors = floors_of(spec, 5)
+
+    assert floors == [Scheme(8, 8, 32, 32), None, Scheme(4, 4), None, Scheme(16, 16)]
+    assert floors_of(KVSpec(), 3) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("floors", "says"),
+    [
+        ({3: "k8v8"}, "names layer 3; the model's layers are 0 to 2, or -1 to -3"),
+        ({-4: "k8v8"}, "names layer -4"),
+        ({2: "k8v8", -1: "k4v4"}, "names layer -1 twice"),
+    ],
+)
+def test_floors_that_the_model_cannot_have(floors: dict[int, str], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        floors_of(KVSpec(floors=floors), 3)
+    assert caught.value.detail == {"field": "kv.floors"}
