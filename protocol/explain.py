@@ -34,7 +34,7 @@ _GIVEN = _KINDS | {"int": "a number", "float": "a number with a fraction", "bool
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 _RULES = {repr(ALIAS_PATTERN): ALIAS_RULE}
 
-_PLACE = re.compile(r"(?P<reason>.*) - at `\$\.?(?P<place>[^`]*)`", re.DOTALL)
+_PLACE = re.compile(r"(?P<reason>.*) - at (?P<key>`key` in )?`\$\.?(?P<place>[^`]*)`", re.DOTALL)
 _STEP = re.compile(r"\.?(?P<name>[^.\[\]]+)|\[[^\]]*\]")
 
 
@@ -45,15 +45,21 @@ def explain(message: str, kind: Any) -> tuple[str, str]:
     """
     found = _PLACE.fullmatch(message)
     reason, place = (found["reason"], found["place"]) if found else (message, "")
+    key = "a key of " if found and found["key"] else ""
     for form, say in _FORMS:
         if said := form.fullmatch(reason):
             field, text = say(said, place, kind)
-            return field, f"{field or 'the value'} {text}"
+            return field, f"{key}{field or 'the value'} {text}"
     return place, message
 
 
 def _missing(said: re.Match[str], place: str, _kind: Any) -> tuple[str, str]:
     return _inside(place, said["field"]), "is missing"
+
+
+def _own(said: re.Match[str], place: str, _kind: Any) -> tuple[str, str]:
+    """Say what a struct of ours found out about its fields together."""
+    return _inside(place, said["field"]), said["text"]
 
 
 def _unknown(said: re.Match[str], place: str, kind: Any) -> tuple[str, str]:
@@ -120,6 +126,7 @@ _FORMS: list[tuple[re.Pattern[str], Callable[[re.Match[str], str, Any], tuple[st
     (re.compile(r"Expected `str` matching regex (?P<pattern>.*)", re.DOTALL), _pattern),
     (re.compile(r"Expected `(?P<kinds>[^`]*)`, got `(?P<given>[^`]*)`"), _wrong_kind),
     (re.compile(r"Number out of range|Integer value out of range"), _too_large),
+    (re.compile(r"(?P<field>[a-z_]+): (?P<text>.+)", re.DOTALL), _own),
 ]
 
 
@@ -153,7 +160,9 @@ def _flat(kinds: Iterable[inspect.Type]) -> Iterable[inspect.Type]:
 
 def _into(it: inspect.Type, name: str | None) -> list[inspect.Type]:
     if name is None:
-        return [it.item_type] if isinstance(it, inspect.ListType) else []
+        if isinstance(it, inspect.DictType):
+            return [it.value_type]
+        return [it.item_type] if isinstance(it, inspect.ListType | inspect.VarTupleType) else []
     if not isinstance(it, inspect.StructType):
         return []
     return [field.type for field in it.fields if field.encode_name == name]

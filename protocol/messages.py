@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from protocol.errors import ErrorInfo
 from protocol.types import (
+    MAX_INT,
     Alias,
     ChatMessage,
     DaemonStatus,
@@ -27,9 +28,6 @@ from protocol.types import (
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 """Bounds what one line can make the daemon hold; a 16K-token prompt is about 64 KiB."""
-
-MAX_INT = 2**31 - 1
-"""Of counts and token ids: JSON has no bound of its own, msgpack and arrays do."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 

@@ -11,6 +11,10 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ErrorInfo
+from protocol.schemes import Scheme
+
+MAX_INT = 2**31 - 1
+"""Of counts and token ids: JSON has no bound of its own, msgpack and arrays do."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 ALIAS_PATTERN = r"^(?!-)[A-Za-z0-9._:/@+-]+\Z"
@@ -39,16 +43,88 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str
 
 
-class KVSpec(msgspec.Struct, frozen=True):
-    """How a model's KV cache is stored: bits of keys and of values; 16 is not quantized."""
+LADDER = ("k8v8", "k8v4", "k4v4")
+MIN_KV_SIZE = 256
+"""A row's newest 64 to 127 tokens are dense anyway, its first ones hold a page, and so does what
+falls out next: a smaller bound would save nothing."""
+NEWEST_TOKENS = 128
+"""What ``keep`` must leave of ``max_kv_size``: the most that a row's dense tail holds."""
+MAX_LAYERS = 4096
+
+
+class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's KV cache is kept, beside the scheme that new rows start with.
+
+    Raises ``ValueError`` with ``field: what is wrong`` where fields do not fit each other.
+    """
+
+    group_size: Literal[32, 64] = 64
+    """Elements that share a scale; of values too, unless they have their own."""
+    value_group_size: Literal[32, 64, 128] | None = None
+    ladder: Annotated[tuple[str, ...], Meta(max_length=8)] = LADDER
+    """Schemes to step down to, each below the one before it.
+
+    Those that are not below the start are passed over. A name without a group has the groups above.
+    """
+    floors: dict[Annotated[int, Meta(ge=-MAX_LAYERS, lt=MAX_LAYERS)], str] = {}
+    """Layer (negative: from the end) to the scheme that it does not go below.
+
+    ``k16v16`` is never quantized.
+    """
+    quantized_kv_start: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    """Rows stay dense until they have so many tokens."""
+    max_kv_size: Annotated[int, Meta(ge=MIN_KV_SIZE, le=MAX_INT)] | None = None
+    """The most tokens that a row attends to: the first ``keep`` and the newest; absent: all."""
+    keep: Annotated[int, Meta(ge=0, le=MAX_INT)] = 4
+
+    def __post_init__(self) -> None:
+        above = None
+        for name in self.ladder:
+            rung = self._named("ladder", name)
+            if above is not None and not rung.is_below(above):
+                raise ValueError(
+                    "ladder: must go down: each scheme takes less than the one before it for keys "
+                    f"or for values, and more for neither; {name} does not after {above.name}"
+                )
+            above = rung
+        for name in self.floors.values():
+            self._named("floors", name)
+        if self.max_kv_size is not None and self.keep > self.max_kv_size - NEWEST_TOKENS:
+            raise ValueError(
+                f"keep: must leave {NEWEST_TOKENS} of max_kv_size for the newest tokens, so be at "
+                f"most {self.max_kv_size - NEWEST_TOKENS}"
+            )
+
+    def _named(self, field: str, name: str) -> Scheme:
+        try:
+            return self.scheme_of(name)
+        except ValueError as error:
+            raise ValueError(f"{field}: must hold KV schemes, and {error}") from None
+
+    def scheme_of(self, name: str) -> Scheme:
+        """Return the scheme of this name, in these groups where it says none."""
+        return Scheme.parse(name, self.group_size, self.value_group_size)
+
+
+class KVSpec(KVSettings, frozen=True):
+    """How a model's KV cache is stored: bits of keys and of values, and all of `KVSettings`.
+
+    16 bits are not quantized.
+    """
 
     k_bits: Bits = 8
     v_bits: Bits = 8
 
     @property
+    def scheme(self) -> Scheme:
+        """The scheme that new rows start with."""
+        value_group = self.value_group_size or self.group_size
+        return Scheme(self.k_bits, self.v_bits, self.group_size, value_group)
+
+    @property
     def name(self) -> str:
-        """The scheme as people write it, such as ``k8v4``."""
-        return f"k{self.k_bits}v{self.v_bits}"
+        """That scheme as people write it, such as ``k8v4``."""
+        return self.scheme.name
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -56,6 +132,26 @@ class Usage(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int
+
+
+class KVPart(msgspec.Struct, frozen=True, kw_only=True):
+    """How the layers of one kind keep what they have seen."""
+
+    kind: str
+    """``full``, ``window 1024``, ``window 8192 keep 4``, ``chunk 8192`` or ``recurrent``."""
+    layers: int
+    path: Literal["pages", "dequantize-on-read", "dense", "state"]
+    """How attention reads it."""
+    scheme: str
+    """Such as ``k8v8``, or ``dense``."""
+    batched: bool
+    """Whether rows share a forward pass."""
+    reason: str = ""
+    """Why not pages, or why not batched."""
+    bytes_per_token: int = 0
+    """Of all these layers; 0 where a row's bytes are bounded."""
+    bound_bytes: int = 0
+    """The most that one row takes, for windows and states; 0 where it grows."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +168,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Such as ``k8v8``."""
     kv_layout: str
     """Such as ``keys per channel, values per token``."""
+    kv: list[KVPart] = []
+    """All layers, by kind."""
     page_bytes: int
     """Of one page in all layers."""
     kv_bytes_per_token: int

@@ -33,6 +33,14 @@ class Zoo(msgspec.Struct, forbid_unknown_fields=True):
     bits: Literal[2, 3] = 2
     yes: bool = False
     either: str | Annotated[int, Meta(gt=0)] | None = None
+    steps: Annotated[tuple[Inner, ...], Meta(max_length=1)] = ()
+    by_number: dict[Annotated[int, Meta(ge=-2, lt=2)], Inner] = {}
+    least: int = 0
+    most: int = 9
+
+    def __post_init__(self) -> None:
+        if self.least > self.most:
+            raise ValueError(f"least: must not be above most: {self.most}\nat all")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +77,10 @@ class Zoo(msgspec.Struct, forbid_unknown_fields=True):
         ({"either": True}, "either", "must be a whole number or a text or null, not a boolean"),
         ({"shrae": 1}, "shrae", "is an unknown key; did you mean share?"),
         ({"qqqq": 1}, "qqqq", "is an unknown key; known keys: share, over"),
+        ({"steps": [{"role": "c"}]}, "steps[0].role", "must be one of a, b, not 'c'"),
+        ({"by_number": {"0": {"role": "c"}}}, "by_number[...].role", "must be one of a, b"),
+        ({"by_number": []}, "by_number", "must be an object, not a list"),
+        ({"least": 10}, "least", "must not be above most: 9"),
         ([], "", "must be an object, not a list"),
     ],
 )
@@ -81,6 +93,16 @@ def test_every_form(value: Any, field: str, says: str):
     assert text.startswith(f"{field or 'the value'} {says}")
     assert "`" not in text
     assert "cccccc" not in text, "a long value is not repeated"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"), [("x", "must be a whole number, not a text"), ("5", "must be at most 1")]
+)
+def test_a_key_is_told_from_a_value(key: str, says: str):
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.json.decode(json.dumps({"by_number": {key: {"role": "a"}}}), type=Zoo)
+
+    assert explain(str(caught.value), Zoo) == ("by_number", f"a key of by_number {says}")
 
 
 def test_a_number_beyond_all_bounds():

@@ -135,6 +135,7 @@ ERROR = ErrorInfo("internal", "x", True, {"a": 1})
 REQUESTS = [
     messages.Hello(id="1", client="x"),
     messages.Load(id="ü", model="m", alias="a", kv=KVSpec(4, 16)),
+    messages.Load(id="2", model="m", kv=KVSpec(8, 4, ladder=(), floors={-1: "k8v8", 3: "k16v16"})),
     messages.Generate(
         id="2",
         model="m",
@@ -153,6 +154,7 @@ EVENTS = [
 ]
 COMMANDS = [
     worker.LoadModel(source="demo", kv=KVSpec(2, 8)),
+    worker.LoadModel(source="demo", kv=KVSpec(floors={-1: "k8v8"}, max_kv_size=256, keep=128)),
     worker.Submit(rid="1", tokens=[1, 2**31 - 1], sampling=Sampling(seed=1), max_tokens=2),
     worker.Grant(seq=1, total_bytes=2**40, granted=False),
     worker.Stop(drain=False),

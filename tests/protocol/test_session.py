@@ -172,6 +172,17 @@ def test_an_endless_line_ends_the_connection():
         ({"op": "generate", "model": "m", "tokens": []}, "empty_prompt", "tokens"),
         ({"op": "generate", "model": "m", "messages": []}, "empty_prompt", "messages"),
         ({"op": "load", "model": "m", "kv": {"k_bits": 7}}, "invalid_request", "kv.k_bits"),
+        (
+            {"op": "load", "model": "m", "kv": {"max_kv_size": 256, "keep": 129}},
+            "invalid_request",
+            "kv.keep",
+        ),
+        ({"op": "load", "model": "m", "kv": {"ladder": ["k9v9"]}}, "invalid_request", "kv.ladder"),
+        (
+            {"op": "load", "model": "m", "kv": {"floors": {"9999": "k8v8"}}},
+            "invalid_request",
+            "kv.floors",
+        ),
         ({"op": "cancel"}, "invalid_request", "target"),
         ({"op": "unload", "model": "m", "force": "yes"}, "invalid_request", "force"),
     ],
@@ -306,6 +317,8 @@ ODD = [
     {},
     {"temperature": 2},
     {"k_bits": 3},
+    {"floors": {"-1": "k8v8", "x": ""}},
+    {"ladder": ["k4v4", "k8v8"]},
 ]
 values = st.sampled_from(ODD)
 objects = st.fixed_dictionaries(

@@ -14,9 +14,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.errors import InvalidRequest
 from protocol.schemes import BITS, Scheme
+from protocol.types import KVSpec
 
-__all__ = ["BITS", "PAGE_TOKENS", "LayerGeometry", "Packing", "Scheme", "full_pages"]
+__all__ = [
+    "BITS",
+    "PAGE_TOKENS",
+    "LayerGeometry",
+    "Packing",
+    "Scheme",
+    "floors_of",
+    "full_pages",
+    "ladder_of",
+]
 
 PAGE_TOKENS = 64
 """Tokens in a page."""
@@ -83,3 +94,34 @@ def full_pages(length: int) -> int:
     are flushed or who shares the batch.
     """
     return max(0, length // PAGE_TOKENS - 1)
+
+
+def ladder_of(spec: KVSpec) -> list[Scheme]:
+    """Return the schemes of a model's pages, the one that new rows start with first.
+
+    Of the rungs that the settings name, those that lie below the start: each takes fewer bytes
+    than the one before it, and on neither side more.
+    """
+    start = spec.scheme
+    rungs = [spec.scheme_of(name) for name in spec.ladder]
+    return [start, *(rung for rung in rungs if rung.is_below(start))]
+
+
+def floors_of(spec: KVSpec, layers: int) -> list[Scheme | None]:
+    """Return each layer's floor, None where it may go all the way down.
+
+    A layer's scheme is `Scheme.at_least` its floor on every level. Raises `InvalidRequest` for a
+    layer that the model does not have, or has been named twice.
+    """
+    floors: list[Scheme | None] = [None] * layers
+    for layer, name in spec.floors.items():
+        if not -layers <= layer < layers:
+            raise InvalidRequest(
+                f"kv.floors names layer {layer}; the model's layers are 0 to {layers - 1}, or -1 "
+                f"to -{layers} from the end",
+                field="kv.floors",
+            )
+        if floors[layer] is not None:
+            raise InvalidRequest(f"kv.floors names layer {layer} twice", field="kv.floors")
+        floors[layer] = spec.scheme_of(name)
+    return floors

@@ -1,0 +1,223 @@
+"""Measure what quantized KV caches cost a model in quality.
+
+    python -m bench.fidelity --quick                         # under a minute on a CPU
+    python -m bench.fidelity --json bench/results/fidelity-linux-cpu.json
+    python -m bench.fidelity --model /models/qwen3 --lengths 2048 --recipes k8v4 k4v4:clip
+    python -m bench.fidelity.report bench/results/fidelity-h200.json     # table and plot
+
+Prints, for each recipe and length: KL divergence to the dense cache in nats (mean), share of
+positions with the same top token, change of perplexity, and the recalled digits. Prefilled and
+decoded positions are counted apart; only those that attend to a quantized page count. Everything
+is computed in float32 unless --dtype says otherwise. On Linux, preload OpenBLAS:
+LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12.
+
+Names of recipes:
+
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from bench.fidelity import recipes as recipes_module
+from bench.fidelity.flow import CHUNK, DECODED, Score, run
+from bench.fidelity.recipes import LAYOUTS, Recipe, parse
+from bench.fidelity.texts import file_texts, recall_texts
+from kvd.worker import model as models
+from kvd.worker import seam
+
+OUTLIER = 16
+"""As in tools/demo_model/export.py, which needs torch."""
+LENGTHS = (1024, 2048, 4096, 8192)
+SCHEMES = (
+    "k8v8", "k8v6", "k8v4", "k6v6", "k6v4", "k5v5", "k4v8", "k5v3", "k4v4", "k3v4", "k3v3", "k2v2",
+)  # fmt: skip
+SETS = {
+    "quick": ["k8v8", "k8v4", "k4v8", "k4v8:token", "k4v4", "k2v2"],
+    "layouts": [
+        f"{scheme}{layout}{tail}"
+        for scheme in SCHEMES
+        for layout in ("", *(f":{name}" for name in LAYOUTS if name != "channel"))
+        for tail in ("", ":no-tail")
+    ],
+    "variants": [
+        f"{scheme}{options}"
+        for scheme in ("k4v4", "k4v8", "k8v4", "k3v3")
+        for options in (
+            "", ":half", ":via8", ":vg32", ":kg32", ":kg32:vg32", ":vchannel", ":vhadamard",
+            ":clip", ":kclip", ":vclip", ":refit", ":krefit", ":vrefit", ":clip:refit",
+            ":sink64", ":head8", ":head8:token", ":head8:hadamard", ":head8:krefit",
+            ":head8:refit", ":head8:vg32", ":head8:kg32", ":head8:refit:vg32", ":head8:clip",
+            ":head8:refit:via8", ":head8:refit:vhadamard", ":head8:refit:half",
+        )
+    ],
+    "flat": [
+        f"{scheme}{layout}{head}"
+        for scheme in ("k8v8", "k8v4", "k4v8", "k4v4", "k3v4", "k2v2")
+        for layout in ("", ":token", ":hadamard")
+        for head in ("", ":head8")
+    ],
+}  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fidelity",
+        description=f"{__doc__}{(recipes_module.__doc__ or '').partition('order:')[2]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="demo", help="demo, a folder or a Hub id (default: demo)")
+    add("--lengths", type=int, nargs="+", help=f"tokens (default: {LENGTHS})")
+    add("--prompts", type=int, default=16, help="texts of each length (default: 16)")
+    add("--text", type=Path, help="a text file instead of recall tasks; then there is no recall")
+    add("--recipes", nargs="+", metavar="NAME", help="as below (default: those of --set)")
+    add("--set", nargs="+", choices=sorted(SETS), default=["layouts"], help="(default: layouts)")
+    add("--quick", action="store_true", help="a few recipes, 2 texts of 1024 tokens")
+    add("--batch", type=int, default=1, help="texts in one forward pass (default: 1)")
+    add("--wave", type=int, default=12, help="recipes whose caches exist at once (default: 12)")
+    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16", "stored"))
+    add(
+        "--flat-keys",
+        action="store_true",
+        help="demo only: first undo the export's step that gives its keys outlier channels",
+    )
+    add("--json", type=Path, help="write everything here")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.lengths, arguments.prompts = arguments.lengths or [1024], 2
+        arguments.set = ["quick"]
+    names = arguments.recipes or [name for one in arguments.set for name in SETS[one]]
+    try:
+        arguments.recipes = [parse(name) for name in dict.fromkeys(names)]
+    except ValueError as wrong:
+        parser.error(str(wrong))
+    arguments.lengths = arguments.lengths or list(LENGTHS)
+    return arguments
+
+
+def flatten_keys(model: Any) -> None:
+    """Undo `raise_key_channels` of the demo model's export; changes no logit.
+
+    The slowest RoPE pair's key scales were multiplied by a power of two and the query scales
+    divided by it, so that the keys have outlier channels as larger models' keys have.
+    """
+    for layer in model.layers:
+        attention = layer.self_attn
+        dim = attention.k_norm.weight.shape[0]
+        pair = mx.array([dim // 2 - 1, dim - 1])
+        attention.k_norm.weight[pair] = attention.k_norm.weight[pair] / OUTLIER
+        attention.q_norm.weight[pair] = attention.q_norm.weight[pair] * OUTLIER
+
+
+def _entry(recipe: Recipe, length: int, score: Score) -> dict[str, Any]:
+    parts = {
+        name: asdict(part) | {"perplexity_change": part.perplexity_change}
+        for name, part in score.parts().items()
+    }
+    return {
+        "recipe": recipe.name,
+        "keys": asdict(recipe.keys),
+        "values": asdict(recipe.values),
+        "tail": recipe.tail,
+        "sinks": recipe.sinks,
+        "head8": recipe.head8,
+        "length": length,
+        "bytes_to_dense": recipe.bytes_to_dense(length),
+        "recall": score.recall,
+        **parts,
+    }
+
+
+def _line(entry: dict[str, Any]) -> str:
+    parts = [f"{entry['length']:6} {entry['recipe']:28}"]
+    parts += [
+        f"{name} KL {part['kl']:.6f} top-1 {part['top1']:.4f}"
+        f" ppl {100 * part['perplexity_change']:+7.3f} %"
+        for name in ("prefill", "decode")
+        if (part := entry.get(name))
+    ]
+    if entry["recall"] is not None:
+        parts.append(f"recall {entry['recall']:.3f}")
+    return "  ".join(parts)
+
+
+def measure(
+    arguments: argparse.Namespace, loaded: models.LoadedModel, found: dict[str, Any]
+) -> None:
+    """Run everything that was asked for; what is found is written after each length."""
+    results, dense = [], []
+    found |= {"dense": dense, "results": results}
+    for length in arguments.lengths:
+        if arguments.text:
+            texts = file_texts(loaded.tokenizer, arguments.text, length, arguments.prompts)
+        else:
+            texts = recall_texts(loaded.tokenizer, length, arguments.prompts)
+        scores = {one.name: Score() for one in arguments.recipes}
+        started = time.monotonic()
+        right = 0
+        for first in range(0, len(arguments.recipes), arguments.wave):
+            wave = arguments.recipes[first : first + arguments.wave]
+            right = sum(
+                run(loaded.model, part, wave, scores) for part in texts.parts(arguments.batch)
+            )
+            mx.clear_cache()
+        digits = texts.answer * len(texts.tokens)
+        dense.append(
+            {
+                "length": length,
+                "texts": len(texts.tokens),
+                "tokens": texts.tokens.shape[1],
+                "recall": right / digits if digits else None,
+                "seconds": round(time.monotonic() - started, 1),
+            }
+        )
+        print(dense[-1], flush=True)
+        for recipe in arguments.recipes:
+            results.append(_entry(recipe, length, scores[recipe.name]))
+            print(_line(results[-1]), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _device() -> str:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return f"CPU, {platform.system()} {platform.machine()}"
+    return str(mx.device_info().get("device_name", "GPU"))
+
+
+def main() -> None:
+    """Measure, print, write."""
+    arguments = _arguments()
+    seam.install()
+    loaded = models.load(models.resolve(arguments.model))
+    if arguments.dtype != "stored":
+        loaded.model.set_dtype(getattr(mx, arguments.dtype))
+    if arguments.flat_keys:
+        flatten_keys(loaded.model)
+    found = {
+        "model": arguments.model,
+        "flat_keys": arguments.flat_keys,
+        "text": str(arguments.text) if arguments.text else "recall tasks",
+        "dtype": arguments.dtype,
+        "chunk": CHUNK,
+        "decoded": DECODED,
+        "device": _device(),
+        "mlx": mx.__version__,
+        "command": shlex.join(["python", "-m", "bench.fidelity", *sys.argv[1:]]),
+    }
+    measure(arguments, loaded, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A cache that shows a model what a recipe would have stored: dense arrays, quantized and back.
+
+It has the interface of mlx-lm's `KVCache`, as far as a forward pass uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from bench.fidelity.recipes import Recipe
+
+
+class FakeQuantizedCache:
+    """One layer's keys and values of rows of the same length, ``[rows, heads, length, dim]``."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._sealed = recipe.sinks
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Seal what is due, add the new tokens, return all.
+
+        A step of one token seals for the length that counts it, a chunk for the length before it;
+        the two differ only where a chunk begins on a page's last token. No prompt's chunk does.
+        """
+        self._seal(self._recipe.sealed(self.offset + 1))
+        if self.keys is not None and self.values is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.keys, self.values = keys, values
+        self.offset = keys.shape[2]
+        return keys, values
+
+    def _seal(self, end: int) -> None:
+        start = self._sealed
+        if self.keys is None or self.values is None or end <= start:
+            return
+        stored = self._recipe.stored(
+            self.keys[:, :, start:end], self.values[:, :, start:end], start
+        )
+        self.keys, self.values = (
+            mx.concatenate([whole[:, :, :start], part, whole[:, :, end:]], axis=2)
+            for whole, part in zip((self.keys, self.values), stored, strict=True)
+        )
+        self._sealed = end
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        """Keys and values, for `mx.eval`."""
+        return self.keys, self.values
+
+    @property
+    def lossy(self) -> bool:
+        """Whether any token so far is quantized."""
+        return self._sealed > self._recipe.sinks
+
+    def make_mask(self, *arguments: Any, **settings: Any) -> Any:
+        """Return the mask that mlx-lm's own cache would."""
+        shown = KVCache()
+        shown.offset = self.offset
+        return shown.make_mask(*arguments, **settings)
+
+
+def make_caches(model: Any, recipe: Recipe) -> list[Any]:
+    """Return the model's caches with every plain one replaced; others stay as they are."""
+    return [
+        FakeQuantizedCache(recipe) if type(cache) is KVCache else cache
+        for cache in make_prompt_cache(model)
+    ]

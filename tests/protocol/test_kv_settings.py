@@ -1,0 +1,69 @@
+"""KV settings: what they mean together, and errors that say what to do."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from protocol.explain import explain
+from protocol.messages import Load
+from protocol.schemes import Scheme
+from protocol.types import KVSpec
+
+
+def test_the_defaults():
+    assert KVSpec().name == "k8v8"
+    assert KVSpec(8, 4).scheme == Scheme(8, 4, 64, 64)
+
+
+def test_values_take_the_keys_group_unless_they_have_their_own():
+    assert KVSpec(4, 4, group_size=32).scheme == Scheme(4, 4, 32, 32)
+    assert KVSpec(4, 4, group_size=32, value_group_size=128).scheme == Scheme(4, 4, 32, 128)
+    assert KVSpec(4, 4, value_group_size=128).name == "k4g64v4g128"
+
+
+def test_names_without_a_group_have_those_of_the_settings():
+    spec = KVSpec(8, 8, group_size=32, value_group_size=128)
+
+    assert spec.scheme_of("k4v4") == Scheme(4, 4, 32, 128)
+    assert spec.scheme_of("k4v4g64") == Scheme(4, 4, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("kv", "field", "says"),
+    [
+        ({"group_size": 128}, "group_size", "must be one of 32, 64, not 128"),
+        ({"value_group_size": 16}, "value_group_size", "must be one of 32, 64, 128, not 16"),
+        ({"ladder": ["k4v5", "k8v4"]}, "ladder", "must go down: each scheme takes less than"),
+        ({"ladder": ["k4v4", "k4v4"]}, "ladder", "k4v4 does not after k4v4"),
+        ({"ladder": ["k4v4", "k4v4g32"]}, "ladder", "k4v4g32 does not after k4v4"),
+        ({"ladder": ["k8"]}, "ladder", "must hold KV schemes, and 'k8' is no KV scheme; write it"),
+        ({"ladder": ["k7v4"]}, "ladder", "'k7v4' is no KV scheme: key bits must be one of 2, 3"),
+        ({"ladder": ["k4v4"] * 9}, "ladder", "must have at most 8 items"),
+        ({"ladder": "k4v4"}, "ladder", "must be a list, not a text"),
+        ({"floors": {"0": "k4g64v4"}}, "floors", "'k4g64v4' is no KV scheme"),
+        ({"floors": {"0": 8}}, "floors[...]", "must be a text, not a number"),
+        ({"quantized_kv_start": -1}, "quantized_kv_start", "must be at least 0"),
+        ({"max_kv_size": 255}, "max_kv_size", "must be at least 256"),
+        ({"max_kv_size": 2**31}, "max_kv_size", "must be at most 2147483647"),
+        ({"max_kv_size": 300, "keep": 173}, "keep", "for the newest tokens, so be at most 172"),
+    ],
+)
+def test_what_is_wrong_is_said_by_field(kv: dict[str, object], field: str, says: str):
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.convert({"id": "1", "model": "m", "kv": kv}, Load, str_keys=True)
+    place, text = explain(str(caught.value), Load)
+
+    assert place == f"kv.{field}"
+    assert text.startswith(f"kv.{field} ")
+    assert says in text
+
+
+def test_keep_is_only_bounded_where_something_falls_out():
+    assert KVSpec(keep=10_000).keep == 10_000
+    assert KVSpec(max_kv_size=256, keep=128).keep == 128
+
+
+def test_python_gets_the_same_errors():
+    with pytest.raises(ValueError, match="keep: must leave 128"):
+        KVSpec(max_kv_size=256, keep=200)
