@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvd.worker.cache.scheme import full_pages
 from protocol.errors import LocalProtocolError
 
 
@@ -62,17 +63,17 @@ class _Row:
 class Scheduler:
     """First in, first out: the head of the queue is never overtaken.
 
-    Call `plan`, run it, tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
+    ``pages_for`` says how many pages a row of so many tokens fills at most. Call `plan`, run it, tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
     """
 
-    def __init__(self, *, max_rows: int, chunk: int, page_tokens: int = 64) -> None:
-        if max_rows < 1 or chunk < 1 or page_tokens < 1:
-            raise LocalProtocolError(
-                f"max_rows {max_rows}, chunk {chunk} and page_tokens {page_tokens} must be positive"
-            )
+    def __init__(
+        self, *, max_rows: int, chunk: int, pages_for: Callable[[int], int] = full_pages
+    ) -> None:
+        if max_rows < 1 or chunk < 1:
+            raise LocalProtocolError(f"max_rows {max_rows} and chunk {chunk} must be positive")
         self._max_rows = max_rows
         self._chunk = chunk
-        self._page_tokens = page_tokens
+        self._pages_for = pages_for
         self._waiting: dict[str, _Row] = {}
         self._prefilling: dict[str, _Row] = {}
         self._decoding: dict[str, _Row] = {}
@@ -111,12 +112,8 @@ class Scheduler:
         return self._reserved
 
     def reservation(self, prompt_len: int, max_new: int) -> int:
-        """Return the most pages that a row can ever fill.
-
-        The newest 64 to 127 tokens of a row are in its dense tail, so that one page less than
-        its length suffices.
-        """
-        return max(0, (prompt_len + max_new) // self._page_tokens - 1)
+        """Return the most pages that a row can ever fill."""
+        return self._pages_for(prompt_len + max_new)
 
     def submit(self, rid: str, prompt_len: int, max_new: int) -> None:
         """Put a request at the end of the queue."""

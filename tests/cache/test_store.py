@@ -123,8 +123,8 @@ def test_shrink_gives_everything_back() -> None:
 
 def test_page_limit_caps_growth() -> None:
     bench = Bench(layers=1)
-    limit = 10 * bench.store.page_bytes()
-    bench.store.spare = lambda: limit - bench.store.nbytes
+    limit = 10 * bench.store.charge()
+    bench.store.spare = lambda: limit - bench.store.charged_bytes
     bench.new(64 * 11)
 
     assert bench.store.allocators[0].capacity == 10
@@ -175,8 +175,8 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
     geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
     bench = Bench(geometry, layers=2)
-    limit = 400 * bench.store.page_bytes()
-    bench.store.spare = lambda: limit - bench.store.nbytes
+    limit = 400 * bench.store.charge()
+    bench.store.spare = lambda: limit - bench.store.charged_bytes
     big = bench.new(64 * 300, chunk=2048)
     small = bench.new(100)
     one_layer = bench.store.pages_bytes // 2

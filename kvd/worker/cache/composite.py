@@ -84,7 +84,10 @@ class ModelCache:
             self.stores.append(self._new_store(kind))
         self.sequences: list[SequenceRow] = []
         self.limit_bytes: int | None = None
-        """Up to which pools grow ahead of need, tails and states included; None: no limit."""
+        """Up to which pools grow ahead of need, as `charged_bytes` counts, tails and states included.
+
+        None: no limit.
+        """
         self._views = self._make_views()
         self._prefilling: tuple[SequenceRow, int] | None = None
 
@@ -136,9 +139,9 @@ class ModelCache:
         return self.settings.ladder[0]
 
     @property
-    def growing(self) -> list[KVStore]:
-        """The stores whose rows grow without end."""
-        return [store for store in self.stores if not store.kind.bounded]
+    def growing(self) -> KVStore | None:
+        """The store whose rows grow without end, if there is one."""
+        return next((store for store in self.stores if not store.kind.bounded), None)
 
     @property
     def row_bytes(self) -> int:
@@ -189,7 +192,9 @@ class ModelCache:
         return max((store.flushes for store in self.stores), default=0)
 
     def _spare(self) -> int:
-        return 1 << 62 if self.limit_bytes is None else self.limit_bytes - self.nbytes
+        if self.limit_bytes is None:
+            return 1 << 62
+        return self.limit_bytes - self.charged_bytes - self.tail_slots * self.row_bytes
 
     # Sequences.
 
@@ -278,26 +283,27 @@ class ModelCache:
 
     # Giving memory back.
 
-    def compact(self, keep_bytes: int = 0) -> int:
+    def compact(self, pages: int = 0) -> int:
         """Cut pools down to what is in use; return the bytes given back.
 
-        The growing kinds keep room for ``keep_bytes`` of pages between them. The device must be
-        idle and nothing may be pending.
+        The growing kind keeps room for ``pages`` pages. The device must be idle and nothing may be
+        pending.
         """
-        growing = self.growing
-        freed = 0
-        for store in self.stores:
-            share = keep_bytes // len(growing) if store in growing else 0
-            freed += store.compact(share // store.page_bytes() if store.page_bytes() else 0)
-        return freed
+        return sum(store.compact(0 if store.kind.bounded else pages) for store in self.stores)
 
-    def shrink(self, keep_bytes: int = 0) -> None:
-        """Keep room for so many bytes of pages and give all other memory back; nobody is left."""
-        growing = self.growing
+    def shrink(self, pages: int = 0) -> None:
+        """Give memory back when nobody is left; the growing kind keeps room for ``pages`` pages."""
         for store in self.stores:
-            share = keep_bytes // len(growing) if store in growing else 0
-            store.shrink(share // store.page_bytes() if store.page_bytes() else 0)
+            store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()
+
+    @property
+    def unit_bytes(self) -> int:
+        """What memory is counted in where it is reserved: a page of the growing kind, charged.
+
+        Without such a kind, what a sequence takes in any case.
+        """
+        return self.growing.charge() if self.growing else max(1, self.row_bytes)
 
     def check(self) -> None:
         """Assert the invariants of all stores."""

@@ -129,11 +129,16 @@ class OwnCache:
     def flush(self) -> None:
         """Do nothing."""
 
-    def compact(self, keep_bytes: int = 0) -> int:  # noqa: ARG002 - as the other cache
+    @property
+    def unit_bytes(self) -> int:
+        """What memory is counted in where it is reserved: 64 tokens."""
+        return max(1, 64 * self.token_bytes, self.row_bytes)
+
+    def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - as the other cache
         """Return 0: nothing is held that is not in use."""
         return 0
 
-    def shrink(self, keep_bytes: int = 0) -> None:
+    def shrink(self, pages: int = 0) -> None:
         """Do nothing: nobody is left."""
 
     def check(self) -> None:

@@ -78,7 +78,7 @@ class KVStore:
         ]
         self.allocators = [PageAllocator(level) for level in self.levels]
         self.spare: Callable[[], int] | None = None
-        """How many bytes pools may grow ahead of need; None: no limit.
+        """How many bytes, as `charge` counts, pools may grow ahead of need; None: no limit.
 
         What rows need is theirs in any case: who admits them sees that it fits.
         """
@@ -122,20 +122,21 @@ class KVStore:
         """
         first = 1 if self.quantized_start else 0
         pages = self.kind.most_pages(length, chunk)
-        bytes_ = pages * self._charge(first)
+        bytes_ = pages * self.charge(first)
         if first:
             dense = self.kind.most_pages(min(length, self.quantized_start + chunk), chunk)
             # For a moment both: dense pages, and what they become.
-            bytes_ = max(bytes_, dense * (self._charge(0) + self._charge(1)))
+            bytes_ = max(bytes_, dense * (self.charge(0) + self.charge(1)))
         return bytes_
 
-    def _charge(self, level: int) -> int:
+    def charge(self, level: int = 0) -> int:
+        """Return what a page is charged with: itself, and its share of growing a layer's pool."""
         return self.page_bytes(level) + max(self.layer_page_bytes(level))
 
     @property
     def charged_bytes(self) -> int:
         """Bytes of the pools, with the share of growing that `most_bytes` counts."""
-        return sum(one.capacity * self._charge(one.level) for one in self.allocators)
+        return sum(one.capacity * self.charge(one.level) for one in self.allocators)
 
     @property
     def tail_slots(self) -> int:
@@ -381,7 +382,7 @@ class KVStore:
         capacity = allocator.capacity
         wanted = capacity + max(SLAB_PAGES, capacity // 4)
         if self.spare is not None:
-            room = self.spare() // self.page_bytes(allocator.level)
+            room = self.spare() // self.charge(allocator.level)
             wanted = min(wanted, capacity + max(0, room))
         wanted = max(needed, wanted)
         allocator.grow(wanted)
