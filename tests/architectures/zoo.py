@@ -14,12 +14,17 @@ from mlx import nn
 
 from kvd.worker import seam
 from tests.architectures.entry import Entry
+from tests.architectures.experts import EXPERTS
+from tests.architectures.latent import LATENTS
 from tests.architectures.plain import PLAIN
+from tests.architectures.recurrent import RECURRENT
+from tests.architectures.windows import WINDOWS
 
-ZOO: dict[str, Entry] = dict(sorted((PLAIN).items()))
+ZOO: dict[str, Entry] = dict(sorted((PLAIN | EXPERTS | WINDOWS | RECURRENT | LATENTS).items()))
 
 # Model files that cannot run here, with the reason seen.
 NOT_RUNNABLE: dict[str, str] = {
+    "muse_spark": "mlx_lm.kernels makes a Metal kernel: [metal_kernel] No Metal back-end.",
     "olmo": "imports hf_olmo, which is not installed, and exits the process without it",
     "phi3small": "adds its boolean mask to the scores instead of masking, so that prefill sees the"
     " future; and writes to token ids up to 100351",
