@@ -20,9 +20,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.demo.recall import Tokenizer, make_recall_prompt
-from kvd.worker.cache.rows import Row
+from kvd.worker import probe
+from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
-from kvd.worker.runner import Runner
+from kvd.worker.runner import Row
 
 CHUNK = 256
 """Tokens that are prefilled at once."""
@@ -148,7 +149,8 @@ def measure(
     Raises `UnsupportedModel` for a model that has no pages, and ``ValueError`` if the prompts
     (``2 * 64`` tokens and more) are too short to fill one.
     """
-    levels = [_Level(model, scheme, prefill_scratch) for scheme in ladder]
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in ladder]
     for prompt in prompts:
         _follow(model, list(prompt), levels, chunk, decoded)
     return [LevelAgreement(one.scheme, one.tally.agreement()) for one in levels]
@@ -167,58 +169,40 @@ def lowest_level(measured: Sequence[LevelAgreement], floor: Floor) -> int | None
     return allowed if allowed >= 0 else None
 
 
-class _Listener:
-    """Stands for a model and keeps the logits of its last call."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.logits = mx.zeros(())
-
-    def __call__(self, *arguments: Any, **settings: Any) -> mx.array:
-        self.logits = self._model(*arguments, **settings)
-        return self.logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 class _Level:
     """A level under measurement: a store of its own, one row at a time."""
 
-    def __init__(self, model: Any, scheme: Scheme, prefill_scratch: int) -> None:
+    def __init__(self, model: Any, scheme: Scheme, prefill_scratch: int, vocab_size: int) -> None:
         self.scheme = scheme
         self.tally = Tally()
-        self._listener = _Listener(model)
-        self._runner = Runner.of(self._listener, scheme, prefill_scratch=prefill_scratch)
+        settings = CacheSettings(ladder=(scheme,), scratch=prefill_scratch)
+        self._runner = probe.serve(model, settings, vocab_size).runner
         self._row: Row | None = None
 
     def start(self) -> None:
-        self._row = self._runner.store.new_row()
+        self._row = self._runner.cache.new_row()
 
     def end(self) -> None:
         if self._row is not None:
-            self._runner.store.free(self._row)
+            self._runner.cache.free(self._row)
             self._row = None
 
     def prefill(self, tokens: list[int]) -> mx.array:
         """Return the logits of the chunk, ``[count, vocab]``."""
         assert self._row is not None
-        self._runner.prefill(self._row, tokens)
-        logits = self._listener.logits[0]
-        mx.eval(logits)
-        return logits
+        return self._runner.score(self._row, tokens)
 
     def decode(self, tokens: list[int]) -> mx.array:
         """Return the logits of single steps, ``[count, vocab]``."""
         assert self._row is not None
-        store = self._runner.store
+        cache = self._runner.cache
         logits = []
         for token in tokens:
-            if store.needs_flush([self._row]):
-                store.flush()
+            if cache.needs_flush([self._row]):
+                cache.flush()
             logits.append(self._runner.decode([self._row], mx.array([token], mx.int32))[0])
-            mx.eval(logits[-1], store.arrays())
-        store.flush()
+            mx.eval(logits[-1], cache.arrays())
+        cache.flush()
         return mx.stack(logits)
 
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker import memory, model, sampler, selfcheck
+from kvd.worker import describe, memory, model, probe, sampler
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget, mebibytes
-from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.engine import AskGrant, ReportProgress
-from kvd.worker.runner import Runner
+from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import BatchSampling
 from kvd.worker.scheduler import Chunk, Plan, Scheduler
 from kvd.worker.text import Text, TextStream
@@ -120,19 +120,23 @@ class MLXEngine:
         loaded = model.load(path, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
-        scheme = Scheme(command.kv.k_bits, command.kv.v_bits)
-        self._runner = Runner.of(loaded.model, scheme, prefill_scratch=command.attention_scratch)
-        verdict = selfcheck.check(self._runner, loaded.vocab_size)
+        served = probe.serve(loaded.model, _settings(command), loaded.vocab_size)
+        self._runner = served.runner
         mx.clear_cache()
-        store = self._runner.store
+        cache = self._runner.cache
         self._scratch_bytes = command.attention_scratch
         base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
-        # Charged with every page: its share of the copy that growing a layer's pool takes.
-        unit = store.page_bytes() + max(store.layer_page_bytes())
-        row_pages = -(-store.row_bytes // unit)
+        unit = cache.unit_bytes
+        row_pages = -(-cache.row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = _demand(ask_grant, base + first * unit, "first pages")
-        self._scheduler = Scheduler(max_rows=command.max_rows, chunk=command.prefill_chunk)
+        self._scheduler = Scheduler(
+            max_rows=command.max_rows,
+            chunk=command.prefill_chunk,
+            pages_for=lambda length: (
+                -(-cache.pages_bytes_for(length, command.prefill_chunk) // unit)
+            ),
+        )
         self._admission = Admission(
             self._scheduler,
             PageBudget(base, unit, grant.total_bytes, grant.seq),
@@ -142,25 +146,26 @@ class MLXEngine:
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
-        return self._info(loaded, verdict)
+        return self._info(loaded, served)
 
-    def _info(self, loaded: model.LoadedModel, verdict: selfcheck.Verdict) -> ModelInfo:
-        store = self._runner.store
-        geometry = store.layers[0].geometry
-        values = "per token" if geometry.values(store.scheme).per_token else "per channel"
+    def _info(self, loaded: model.LoadedModel, served: probe.Served) -> ModelInfo:
+        cache = self._runner.cache
+        parts = describe.parts(served)
+        growing = sum(part.bytes_per_token for part in parts)
         return ModelInfo(
             architecture=str(loaded.config["model_type"]),
             parameters=loaded.parameters,
             context_length=loaded.context_length,
             vocab_size=loaded.vocab_size,
-            layers=len(store.layers),
-            dtype=str(store.dtype).removeprefix("mlx.core."),
-            kv_scheme=store.scheme.name,
-            kv_layout=f"keys per channel, values {values}",
-            page_bytes=store.page_bytes(),
-            kv_bytes_per_token=store.page_bytes() // 64,
-            attention_path=verdict.path,
-            attention_error=verdict.error,
+            layers=len(loaded.model.layers),
+            dtype=describe.dtype_name(loaded.model),
+            kv_scheme=cache.scheme.name,
+            kv_layout=describe.layout(cache),
+            page_bytes=64 * growing,
+            kv_bytes_per_token=growing,
+            attention_path=served.path,
+            attention_error=served.error,
+            kv=parts,
             has_chat_template=self._text.has_chat_template,
             device=_device(),
             blas=os.environ.get("KVD_BLAS_PRELOADED"),
@@ -227,7 +232,7 @@ class MLXEngine:
     def _take_turn(self) -> Plan:
         turn = self._admission.turn(self._held())
         for rid in turn.plan.admitted:
-            self._requests[rid].row = self._runner.store.new_row()
+            self._requests[rid].row = self._runner.cache.new_row()
         if turn.wish is not None:
             self._reports.append(turn.wish)
         if turn.refused is not None:
@@ -240,15 +245,15 @@ class MLXEngine:
         requests = [one for one in requests if not one.ended and one.launched < one.max_new]
         if not requests:
             return None
-        store = self._runner.store
+        cache = self._runner.cache
         rows = [_row(request) for request in requests]
-        if store.needs_flush(rows):
+        if cache.needs_flush(rows):
             self._flush()
         logits = self._runner.decode(rows, self._inputs(requests))
         sampling = self._sampling(requests)
         tokens = sampler.sample(logits, sampling, [row.length for row in rows])
         flight = _Flight(requests, tokens, sampler.finite_and_varied(logits), sampling)
-        mx.async_eval(flight.tokens, flight.trusted, store.arrays())  # type: ignore[no-untyped-call]
+        mx.async_eval(flight.tokens, flight.trusted, cache.arrays())  # type: ignore[no-untyped-call]
         for request in requests:
             request.launched += 1
         self._most_rows = max(self._most_rows, len(rows))
@@ -321,7 +326,7 @@ class MLXEngine:
         self._admission.finish(request.rid)
         del self._requests[request.rid]
         if request.row is not None:
-            self._runner.store.free(request.row, clean=request.trusted)
+            self._runner.cache.free(request.row, clean=request.trusted)
 
     def _prefill(self, chunk: Chunk) -> None:
         request = self._requests[chunk.rid]
@@ -331,32 +336,38 @@ class MLXEngine:
 
     def _flush(self) -> None:
         self._drain()
-        self._runner.store.flush()
+        self._runner.cache.flush()
 
     def _drain(self) -> None:
         if self._flight is not None:
-            mx.eval(self._flight.tokens, self._flight.trusted, self._runner.store.arrays())
+            mx.eval(self._flight.tokens, self._flight.trusted, self._runner.cache.arrays())
 
     # Memory.
 
     def _held(self) -> Held:
-        store = self._runner.store
-        store.limit_bytes = self._admission.budget.pages * store.page_bytes()
-        return Held(store.capacity, store.tail_slots)
+        cache, budget = self._runner.cache, self._admission.budget
+        cache.limit_bytes = budget.pages * budget.page_bytes
+        return Held(self._charged_pages, cache.tail_slots)
+
+    @property
+    def _charged_pages(self) -> int:
+        """What the pools take, in the budget's pages."""
+        charged: int = self._runner.cache.charged_bytes
+        return -(-charged // self._admission.budget.page_bytes)
 
     def _give_up_spare(self) -> bool:
         """Cut pools down to what rows have reserved; return whether that freed anything."""
-        store = self._runner.store
-        if store.capacity <= self._scheduler.reserved:
+        if self._charged_pages <= self._scheduler.reserved:
             return False
         self._flush()
-        return store.compact(self._scheduler.reserved) > 0
+        freed: int = self._runner.cache.compact(self._scheduler.reserved)
+        return freed > 0
 
     def _rest(self) -> None:
         """Give memory back when nobody is there: one slab stays for the next request."""
-        store = self._runner.store
-        if store.capacity > SLAB_PAGES or store.tail_slots > FIRST_ROWS:
-            store.shrink(SLAB_PAGES)
+        cache = self._runner.cache
+        if self._charged_pages > SLAB_PAGES or cache.tail_slots > FIRST_ROWS:
+            cache.shrink(SLAB_PAGES)
             mx.clear_cache()
         wish = self._admission.rest()
         if wish is not None:
@@ -364,23 +375,23 @@ class MLXEngine:
 
     def stats(self) -> WorkerStats:
         """Return the counters."""
-        store = self._runner.store
+        cache = self._runner.cache
         return WorkerStats(
             step=self._steps,
             rows_running=self._scheduler.decoding,
             rows_prefilling=self._scheduler.prefilling,
             rows_waiting=self._scheduler.waiting,
             max_rows_in_step=self._most_rows,
-            pages_used=sum(one.used for one in store.allocators),
-            pages_total=sum(one.capacity for one in store.allocators),
-            flushes=store.flushes,
+            pages_used=cache.pages_used,
+            pages_total=cache.pages_total,
+            flushes=cache.flushes,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._weights_bytes,
-                kv_pages=store.pages_bytes,
-                kv_pages_used=store.used_bytes,
-                kv_tails=store.tails_bytes,
+                kv_pages=cache.pages_bytes,
+                kv_pages_used=cache.used_bytes,
+                kv_tails=cache.tails_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
                 cache=mx.get_cache_memory(),
@@ -391,6 +402,18 @@ class MLXEngine:
         """Wait for the device; the process's exit does the rest."""
         self._drain()
         mx.synchronize()
+
+
+def _settings(command: LoadModel) -> CacheSettings:
+    kv = command.kv
+    return CacheSettings(
+        ladder=tuple(ladder_of(kv)),
+        floors=lambda layers: floors_of(kv, layers),
+        quantized_start=kv.quantized_kv_start,
+        max_size=kv.max_kv_size,
+        keep=kv.keep if kv.max_kv_size else 0,
+        scratch=command.attention_scratch,
+    )
 
 
 def _row(request: _Request) -> Row:

@@ -1,4 +1,4 @@
-"""How can this model be served? Asked once at every load, before the first request.
+"""How a model can be served: found out at every load, before the first request.
 
 First, what does it keep: a forward pass over mlx-lm's own caches shows each layer's kind, heads and
 sizes (`find_layout`). Then, how does it read that: the ways are tried in order, the best first,
@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 from kvd.worker import selfcheck
-from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.composite import CacheSettings, ModelCache, no_floors
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import (
     Access,
@@ -183,13 +183,11 @@ def _tried(
     """Check one way, first without quantization against mlx-lm's own caches, then with it."""
 
     def runner(schemes: CacheSettings) -> Runner:
-        return Runner(
-            model, ModelCache(layout, schemes, access=way.access, batched=way.batched)
-        )
+        return Runner(model, ModelCache(layout, schemes, access=way.access, batched=way.batched))
 
     # As the model is, not as it is limited: `max_size` is ours, mlx-lm's caches do not have it.
     dense = replace(
-        settings, ladder=(Scheme(16, 16),), floors={}, quantized_start=0, max_size=None
+        settings, ladder=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
     )
     selfcheck.against_own_caches(runner(dense), vocab_size)
     failed = []

@@ -63,7 +63,8 @@ class _Row:
 class Scheduler:
     """First in, first out: the head of the queue is never overtaken.
 
-    ``pages_for`` says how many pages a row of so many tokens fills at most. Call `plan`, run it, tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
+    ``pages_for`` says how many pages a row of so many tokens fills at most. Call `plan`, run it,
+    tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
     """
 
     def __init__(

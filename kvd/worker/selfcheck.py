@@ -1,4 +1,4 @@
-"""Does this runner give the model's own logits, here and now?
+"""Whether a runner gives the model's own logits, here and now.
 
 Two questions, each with its own reference on the model's own shapes:
 
@@ -34,7 +34,7 @@ CHUNK = 128
 STEPS = 3
 
 
-class Refused(Exception):  # noqa: N818 - an answer of the check, not a fault of the program
+class Refused(Exception):
     """The model cannot be served this way; the text says why."""
 
 
@@ -105,9 +105,7 @@ def _run(
             tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]
             if cache.needs_flush(rows):
                 cache.flush()
-            known = [
-                before(runner, row, prompt) for row, prompt in zip(rows, prompts, strict=True)
-            ]
+            known = [before(runner, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
             got = runner.decode(rows, mx.array(tokens, mx.int32))
             mx.eval(got, cache.arrays())
             dtype = got.dtype

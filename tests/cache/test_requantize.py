@@ -218,7 +218,9 @@ class Ladder(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 1000), dim=st.sampled_from([64, 80]))
     def start(self, seed: int, dim: int) -> None:
-        self.bench = Bench(LayerGeometry(1, dim, dim), LADDER, layers=2, floors=[None, LADDER[1]], seed=seed)
+        self.bench = Bench(
+            LayerGeometry(1, dim, dim), LADDER, layers=2, floors=[None, LADDER[1]], seed=seed
+        )
         self.forks = []
 
     @rule(length=st.sampled_from([0, 1, 64, 128, 200, 449]), chunk=st.sampled_from([64, 128, 256]))

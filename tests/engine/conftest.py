@@ -23,6 +23,6 @@ def demo(_demo: Driver) -> Iterator[Driver]:
         _demo.engine.cancel(rid)
     _demo.run(until=lambda: not _demo.engine.has_work)
     assert not _demo.engine._requests
-    assert not _demo.engine._runner.store.rows
-    assert _demo.engine._runner.store.allocators[0].used == 0
+    assert not _demo.engine._runner.cache.sequences
+    assert _demo.engine._runner.cache.pages_used == 0
     assert _demo.engine._scheduler.reserved == 0

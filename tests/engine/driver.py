@@ -93,9 +93,9 @@ class Driver:
                     self.outcomes[report.rid].error = report.error
                 case GrantWanted():
                     self.engine.granted(self.answer(report.seq, report.total_bytes, report.reason))
-        store, budget = self.engine._runner.store, self.engine._admission.budget
-        assert store.nbytes <= self.total - budget.base_bytes
-        store.check()
+        cache, budget = self.engine._runner.cache, self.engine._admission.budget
+        assert cache.nbytes <= self.total - budget.base_bytes
+        cache.check()
         self.engine._scheduler.check()
 
     def run(self, *, until: Callable[[], bool] | None = None, steps: int = 5000) -> None:

@@ -201,9 +201,9 @@ def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo
     demo.submit("bad", prompt_of(100, 1), max_tokens=50)
     demo.run(until=lambda: len(demo.outcomes["bad"].tokens) > 3)
     request = demo.engine._requests["bad"]
-    slot = request.row.slot
+    slot = request.row.rows[0].slot
     demo.engine._drain()
-    for layer in demo.engine._runner.store.layers:
+    for layer in demo.engine._runner.cache.stores[0].layers:
         layer.tail_values[slot, :, 70:90] = mx.nan
     demo.run()
     assert demo.outcomes["bad"].error is not None

@@ -191,8 +191,13 @@ class RectangleKVCache(BatchQuantizedKVCache):
         kind, positions = self._store.kind, self._rectangle().positions
         seen = (positions >= 0) & (positions <= queries)
         if kind.bounded:
-            low: np.ndarray = kind.low(queries)
-            seen &= (positions >= low) | (positions < kind.keep)
+            lows = np.vectorize(kind.low)(queries)
+            seen &= (positions >= lows) | (positions < kind.keep)
         if window_size is not None:
             seen &= (positions > queries - window_size) | (positions < kind.keep)
         return seen
+
+
+def make_caches(store: KVStore) -> list[BatchQuantizedKVCache]:
+    """Return the caches of a model whose layers are all of the store's kind, one a layer."""
+    return [BatchQuantizedKVCache(store, layer) for layer in range(len(store.layers))]

@@ -7,7 +7,7 @@ of `kvd.worker.cache.store`, with `views` as what the model is called with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -32,14 +32,19 @@ class SequenceRow:
     alive: bool = True
 
 
+def no_floors(layers: int) -> list[Scheme | None]:
+    """Let every layer go all the way down."""
+    return [None] * layers
+
+
 @dataclass(frozen=True)
 class CacheSettings:
     """How a model's keys and values are kept."""
 
     ladder: tuple[Scheme, ...] = (Scheme(),)
     """The schemes from the top, where rows start, down."""
-    floors: Mapping[int, Scheme] = field(default_factory=dict)
-    """By index of a cache entry, the scheme below which it does not go."""
+    floors: Callable[[int], Sequence[Scheme | None]] = no_floors
+    """Given how many layers there are, the scheme below which each does not go."""
     quantized_start: int = 0
     """Rows shorter than so many tokens are not quantized."""
     max_size: int | None = None
@@ -84,7 +89,7 @@ class ModelCache:
             self.stores.append(self._new_store(kind))
         self.sequences: list[SequenceRow] = []
         self.limit_bytes: int | None = None
-        """Up to which pools grow ahead of need, as `charged_bytes` counts, tails and states included.
+        """Up to which pools grow ahead of need, as `charged_bytes` counts; tails and states too.
 
         None: no limit.
         """
@@ -94,12 +99,13 @@ class ModelCache:
     def _new_store(self, kind: Kind) -> KVStore:
         settings = self.settings
         parts = [(entry, part) for entry, part in self.layout.attention() if part.kind == kind]
+        floors = settings.floors(len(self.layout.entries))
         store = KVStore(
             [part.geometry for _, part in parts],
             settings.schemes,
             self.layout.dtype,
             kind=settings.kind(kind),
-            floors=[settings.floors.get(entry) for entry, _ in parts],
+            floors=[floors[entry] for entry, _ in parts],
             quantized_start=settings.quantized_start,
             prefill_scratch=settings.scratch,
         )
@@ -122,9 +128,7 @@ class ModelCache:
         return views
 
     def _view(self, kind: Kind, layer: int) -> BatchQuantizedKVCache:
-        view = (
-            BatchQuantizedKVCache if self.access[kind] is Access.PAGES else RectangleKVCache
-        )
+        view = BatchQuantizedKVCache if self.access[kind] is Access.PAGES else RectangleKVCache
         return view(self.stores[self._store_of[kind]], layer, batched=self.batched)
 
     def views(self, _sequences: Sequence[SequenceRow]) -> list[Any]:
@@ -185,6 +189,16 @@ class ModelCache:
     def nbytes(self) -> int:
         """Bytes of pools, tails and states."""
         return self.pages_bytes + self.tails_bytes
+
+    @property
+    def pages_used(self) -> int:
+        """Pages that sequences hold, of all kinds."""
+        return sum(one.used for store in self.stores for one in store.allocators)
+
+    @property
+    def pages_total(self) -> int:
+        """Pages that there are, of all kinds."""
+        return sum(one.capacity for store in self.stores for one in store.allocators)
 
     @property
     def flushes(self) -> int:

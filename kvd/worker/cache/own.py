@@ -49,6 +49,8 @@ class OwnCache:
     batched = False
     scheme = Scheme(16, 16)
     flushes = 0
+    pages_used = 0
+    pages_total = 0
     pages_bytes = 0
     used_bytes = 0
     charged_bytes = 0
@@ -56,7 +58,7 @@ class OwnCache:
     def __init__(
         self, make_caches: Callable[[], list[Any]], *, fixed_bytes: int, token_bytes: int
     ) -> None:
-        self._make_caches = make_caches
+        self.new_caches = make_caches
         self.row_bytes = fixed_bytes
         self.token_bytes = token_bytes
         self.sequences: list[OwnRow] = []
@@ -89,7 +91,7 @@ class OwnCache:
 
     def new_row(self) -> OwnRow:
         """Return an empty sequence."""
-        row = OwnRow(self._make_caches())
+        row = OwnRow(self.new_caches())
         self.sequences.append(row)
         return row
 

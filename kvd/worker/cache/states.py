@@ -51,9 +51,7 @@ class StateStore:
     def arrays(self) -> list[mx.array]:
         """All states, for `mx.eval`."""
         states = [*self._held.values(), self._batch]
-        return [
-            array for state in states for part in state for array in part if array is not None
-        ]
+        return [array for state in states for part in state for array in part if array is not None]
 
     def add(self, name: Any) -> None:
         """Start a sequence without any state."""

@@ -6,7 +6,6 @@ read it. Rows are never padded to a rectangle: the pages are a flat list, each w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,7 +100,7 @@ class Sight:
             lows = [self._lows[owner] for owner in table.owners]
             hides = any(map(self._hides, lows, table.starts))
             self._pages[table.level] = (
-                self._seen(lows, table.starts, PAGE_TOKENS) if hides else None
+                self._seen(lows, list(table.starts), PAGE_TOKENS) if hides else None
             )
         return self._pages[table.level]
 
@@ -111,7 +110,7 @@ class Sight:
             self._tails = self._seen(self._lows, self._tail_starts, TAIL_TOKENS)
         return self._tails
 
-    def _seen(self, lows: Sequence[int], starts: Sequence[int], count: int) -> mx.array:
+    def _seen(self, lows: list[int], starts: list[int], count: int) -> mx.array:
         positions = mx.array(starts)[:, None] + mx.arange(count)
         return (positions >= mx.array(lows)[:, None]) | (positions < self._kind.keep)
 

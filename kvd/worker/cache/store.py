@@ -202,7 +202,7 @@ class KVStore:
     def can_trim(self, row: Row, count: int) -> bool:
         """Return whether the row still has all that it saw ``count`` tokens ago."""
         length = row.length - count
-        if not 0 <= length or not row.skipped:
+        if length < 0 or not row.skipped:
             return length >= 0
         oldest = row.start(row.anchored) if len(row.pages) > row.anchored else row.tail_start
         return self.kind.low(length) >= oldest
@@ -296,7 +296,7 @@ class KVStore:
     # The flush.
 
     def needs_flush(self, rows: list[Row]) -> bool:
-        """Return whether one of these rows has no room for another token, or is to leave the top."""
+        """Return whether one of these rows has no room for a token, or is to leave the top."""
         return any(row.tail_length >= TAIL_TOKENS or self._outgrown(row) for row in rows)
 
     def _outgrown(self, row: Row) -> bool:
