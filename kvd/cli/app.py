@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import kvd
 from kvd.cli import chat as chats
 from kvd.cli import render
 from kvd.cli.common import (
@@ -23,12 +22,13 @@ from kvd.cli.common import (
     talk,
     terms,
 )
+from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.stream import Stream
 from kvd.cli.usage import Command, Group
 from kvd.client import Load
 from kvd.exits import Exit
 from kvd.sources import absolute
-from kvd.units import format_bytes, parse_kv
+from kvd.units import format_bytes
 from protocol.errors import InvalidRequest
 from protocol.messages import Loading
 from protocol.types import KVSpec, ModelStatus
@@ -65,19 +65,6 @@ _GONE_S = 10.0
 """How long `shutdown` waits for the process to end after its goodbye."""
 
 
-def _kv(text: str) -> KVSpec:
-    try:
-        return parse_kv(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(kvd.__version__)
-        raise typer.Exit
-
-
 @app.callback(cls=Group)
 def _program(
     context: typer.Context,
@@ -85,12 +72,7 @@ def _program(
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
-    version: Annotated[  # noqa: ARG001 - the callback has done it
-        bool,
-        typer.Option(
-            "--version", metavar="", callback=_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    version: VersionOption = False,  # noqa: ARG001 - the callback has done it
 ) -> None:
     context.obj = Terms(home, socket, json)
 
@@ -115,6 +97,7 @@ def status(
 
 
 @app.command(cls=Command)
+@takes_kv
 def load(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.")],
@@ -122,9 +105,7 @@ def load(
     alias: Annotated[
         str | None, typer.Option(metavar="NAME", help="The name that requests use.")
     ] = None,
-    kv: Annotated[
-        KVSpec, typer.Option(parser=_kv, metavar="SCHEME", help="KV bits, such as k8v4.")
-    ] = "k8v8",  # type: ignore[assignment]  # typer parses defaults too
+    kv: KVSpec | None,
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
