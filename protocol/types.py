@@ -125,6 +125,13 @@ class KVSpec(KVRules, frozen=True):
         return Scheme(self.k_bits, self.v_bits, self.group_size, value_group)
 
     @property
+    def steps(self) -> list[Scheme]:
+        """What rows may step down to, each below the one before it."""
+        start = self.scheme
+        rungs = [self.scheme_of(name) for name in self.ladder]
+        return [rung for rung in rungs if rung.is_below(start)]
+
+    @property
     def name(self) -> str:
         """That scheme as people write it, such as ``k8v4``."""
         return self.scheme.name

@@ -11,12 +11,13 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli import chat as chats
-from kvd.cli import render
+from kvd.cli import detail, render
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
     SocketOption,
     Terms,
+    model_in,
     stderr_console,
     stdout_console,
     talk,
@@ -80,20 +81,24 @@ def _program(
 @app.command(cls=Command)
 def status(
     context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Show all about this one.")
+    ] = None,
     *,
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the daemon, its memory and its models."""
+    """Show the daemon, its memory and its models; or all about one MODEL."""
     wanted = terms(context, home, socket, json=json)
     with wanted.connected() as client:
         value = client.status()
+        one = None if model is None else model_in(value, model)
         if wanted.json:
-            wanted.print_json(value)
+            wanted.print_json(one or value)
         else:
             console = stdout_console()
-            console.print(render.status(value, console.width))
+            console.print(detail.page(one) if one else render.status(value, console.width))
 
 
 @app.command(cls=Command)
