@@ -143,8 +143,10 @@ class Supervisor(Actor["SupervisorMail"]):
         if seat is None:  # (2)
             seat = self._take_seat(name, wanted)
         elif (seat.source, seat.kv) != (wanted.source, wanted.kv):  # (3)
+            same = seat.kv.name == wanted.kv.name and seat.source == wanted.source
             raise ModelExists(
-                f"{name} is loaded from {seat.source} with {seat.kv.name}; "
+                f"{name} is loaded from {seat.source} with {seat.kv.name}"
+                f"{' and other KV settings' if same else ''}; "
                 "unload it first, or load under another alias",
                 model=name,
             )

@@ -9,10 +9,12 @@ import typer
 
 import kvd
 from kvd import exits
+from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.usage import Command, Group
 from kvd.home import locate
 from kvd.units import parse_bytes
 from protocol.errors import KvdError
+from protocol.types import KVSpec
 
 app = typer.Typer(
     help="Serve language models from one memory budget. Talk to it with kvctl.",
@@ -29,27 +31,18 @@ def _size(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(kvd.__version__)
-        raise typer.Exit
-
-
 @app.callback(cls=Group)
 def _program(
     *,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", metavar="", callback=_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    version: VersionOption = False,
 ) -> None:
     """Keep `serve` a command of its own, also while it is the only one that does something."""
 
 
 @app.command(cls=Command)
+@takes_kv
 def serve(
+    *,
     home: Annotated[
         str | None,
         typer.Option(
@@ -68,12 +61,22 @@ def serve(
     fake: Annotated[
         bool, typer.Option("--fake", metavar="", help="Use the fake engine: no model, no MLX.")
     ] = False,
+    kv: KVSpec | None,
 ) -> None:
     """Serve in the foreground. Ctrl-C or SIGTERM drains and exits 0, a second one forces."""
     from kvd import daemon  # noqa: PLC0415 - `kvd version` and errors in options need none of it
 
+    if kv and not model:
+        raise typer.BadParameter(
+            "options of the KV cache are for the models of --model; those of config.toml have "
+            "their own there (kv)"
+        )
     options = daemon.Options(
-        home=locate(home), budget_bytes=budget, models=tuple(model or ()), fake=fake
+        home=locate(home),
+        budget_bytes=budget,
+        models=tuple(model or ()),
+        kv=kv or KVSpec(),
+        fake=fake,
     )
     raise typer.Exit(daemon.run(options))
 

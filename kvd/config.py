@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvd.units import MAX_BYTES, parse_bytes, parse_kv
+from kvd.kv import KVText, parse_kv
+from kvd.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.explain import explain
 from protocol.types import Alias, KVSpec, Name
@@ -26,12 +27,13 @@ class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     source: Name
     alias: Alias | None = None
-    kv: str = "k8v8"
+    kv: str | KVText = "k8v8"
+    """A scheme, or a table with ``scheme`` and the other settings."""
 
     @property
     def kv_spec(self) -> KVSpec:
-        """The scheme as a value; `load` has checked it."""
-        return parse_kv(self.kv)
+        """The settings as they travel; `load` has checked them."""
+        return parse_kv(self.kv) if isinstance(self.kv, str) else self.kv.spec
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,7 +78,7 @@ def load(path: Path) -> Config:
 def parse(text: str, path: str = "config.toml") -> Config:
     """Return the configuration that this text stands for; errors name the key."""
     try:
-        config = msgspec.convert(tomllib.loads(text), Config)
+        config = msgspec.convert(tomllib.loads(text), Config, str_keys=True)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}", key="") from error
     except msgspec.ValidationError as error:

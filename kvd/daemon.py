@@ -12,11 +12,10 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import structlog
 
 import kvd
@@ -28,12 +27,13 @@ from kvd.sources import absolute
 from kvd.spawn import Spawner
 from kvd.units import format_bytes
 from protocol.errors import KvdError
+from protocol.types import KVSpec
 
 if TYPE_CHECKING:
     import socket
 
     from actors.ports import Notice
-    from kvd.config import Config, ModelEntry
+    from kvd.config import Config
     from kvd.home import Home
     from protocol.types import ModelStatus
 
@@ -44,6 +44,15 @@ group, and `make` passes on its own copy."""
 
 
 @dataclass(frozen=True)
+class Start:
+    """A model to load when the daemon starts."""
+
+    source: str
+    alias: str | None = None
+    kv: KVSpec = field(default_factory=KVSpec)
+
+
+@dataclass(frozen=True)
 class Options:
     """What the command line lays over the configuration."""
 
@@ -51,6 +60,8 @@ class Options:
     budget_bytes: int | None = None
     models: tuple[str, ...] = ()
     """Loaded at start, in place of those of the configuration."""
+    kv: KVSpec = field(default_factory=KVSpec)
+    """Of those models."""
     fake: bool = False
     """Workers run the fake engine: no model, no MLX."""
 
@@ -132,31 +143,32 @@ class Daemon:
         """Load the models of command line or configuration, one after the other, and say so."""
         loaded: list[ModelStatus] = []
         failed: list[tuple[str, str]] = []
-        for entry in self._entries():
-            loading = await self._load(entry)
+        for start in self._starts():
+            loading = await self._load(start)
             if isinstance(loading, KvdError):
-                failed.append((entry.alias or entry.source, loading.message))
+                failed.append((start.alias or start.source, loading.message))
             else:
                 loaded.append(loading)
         if self._system.status().state == "serving":
             with contextlib.suppress(OSError):  # nobody has to read it
                 print(welcome(self._options.home, loaded, failed), flush=True)  # noqa: T201
 
-    def _entries(self) -> list[ModelEntry]:
-        if self._options.models:
-            return [config.ModelEntry(absolute(model)) for model in self._options.models]
-        home = self._options.home.root
+    def _starts(self) -> list[Start]:
+        options = self._options
+        if options.models:
+            return [Start(absolute(model), kv=options.kv) for model in options.models]
+        home = options.home.root
         return [
-            msgspec.structs.replace(entry, source=absolute(entry.source, home))
+            Start(absolute(entry.source, home), entry.alias, entry.kv_spec)
             for entry in self._settings.entries
         ]
 
-    async def _load(self, entry: ModelEntry) -> ModelStatus | KvdError:
+    async def _load(self, start: Start) -> ModelStatus | KvdError:
         try:
-            return await self._system.load(entry.source, alias=entry.alias, kv=entry.kv_spec)
+            return await self._system.load(start.source, alias=start.alias, kv=start.kv)
         except KvdError as error:
             # The daemon goes on: the other models work, and `load` can be tried again.
-            self._log.error("model not loaded", model=entry.source, reason=error.message)
+            self._log.error("model not loaded", model=start.source, reason=error.message)
             return error
 
     def _take_signals(self) -> None:

@@ -1,4 +1,4 @@
-"""What people write and read, and the values behind it: byte counts, KV schemes, durations.
+"""What people write and read, and the values behind it: byte counts and durations.
 
 Raises `ValueError` with a text for people; callers say which option or key it was.
 """
@@ -6,10 +6,6 @@ Raises `ValueError` with a text for people; callers say which option or key it w
 from __future__ import annotations
 
 import re
-
-import msgspec
-
-from protocol.types import KVSpec
 
 _FACTORS = {
     "": 1,
@@ -26,7 +22,6 @@ _FACTORS = {
 MAX_BYTES = 2**63 - 1
 """More fits no message, and no machine."""
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
-_KV = re.compile(r"k(\d+)v(\d+)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
@@ -49,20 +44,6 @@ def format_bytes(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def parse_kv(text: str) -> KVSpec:
-    """Return the KV scheme that ``k8v4`` stands for."""
-    found = _KV.fullmatch(text.strip())
-    try:
-        if found:
-            return msgspec.convert({"k_bits": int(found[1]), "v_bits": int(found[2])}, KVSpec)
-    except msgspec.ValidationError:
-        pass
-    raise ValueError(
-        f"{text!r} is no KV scheme; write it like k8v8 or k8v4, with 2, 3, 4, 5, 6, 8 or 16 "
-        "(not quantized) bits for keys and for values"
-    )
 
 
 def format_duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ V_GROUPS = (32, 64, 128)
 GROUP = 64
 """What a name without a group means."""
 
-_NAME = re.compile(r"k(\d+)(?:g(\d+))?v(\d+)(?:g(\d+))?", re.IGNORECASE)
+_NAME = re.compile(r"\s*k(\d+)(?:g(\d+))?v(\d+)(?:g(\d+))?\s*", re.IGNORECASE)
 _SCALE_BITS = 32
 """Of a group's scale and bias together, in half precision, as accelerators have them."""
 
@@ -55,17 +55,16 @@ class Scheme:
         ``k_group`` and ``v_group`` (as ``k_group`` if absent) are for names that say no group.
         Raises ``ValueError`` with a text for people.
         """
-        found = _NAME.fullmatch(text.strip())
+        found = _NAME.fullmatch(text)
         if found is None or (found[2] and not found[4]):
             raise ValueError(
                 f"{text[:40]!r} is no KV scheme; write it like k8v4, k4v4g32 (groups of 32) or "
                 "k4g32v4g128"
             )
         k_bits, v_bits = int(found[1]), int(found[3])
-        if found[4]:
-            k_group, v_group = int(found[2] or found[4]), int(found[4])
+        k_group, v_group = groups_in(text) or (k_group, v_group or k_group)
         try:
-            return cls(k_bits, v_bits, k_group, v_group or k_group)
+            return cls(k_bits, v_bits, k_group, v_group)
         except ValueError as error:
             raise ValueError(f"{text[:40]!r} is no KV scheme: {error}") from None
 
@@ -100,6 +99,12 @@ class Scheme:
         (k, v), (floor_k, floor_v) = self.costs, floor.costs
         keys, values = (self if k >= floor_k else floor), (self if v >= floor_v else floor)
         return Scheme(keys.k_bits, values.v_bits, keys.k_group, values.v_group)
+
+
+def groups_in(name: str) -> tuple[int, int] | None:
+    """Return the groups of keys and of values that a scheme's name says, None if it says none."""
+    found = _NAME.fullmatch(name)
+    return (int(found[2] or found[4]), int(found[4])) if found and found[4] else None
 
 
 def _cost(bits: int, group: int) -> float:

@@ -52,19 +52,16 @@ NEWEST_TOKENS = 128
 MAX_LAYERS = 4096
 
 
-class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's KV cache is kept, beside the scheme that new rows start with.
+class KVRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's KV cache is kept, beside the bits and groups that new rows start with.
 
     Raises ``ValueError`` with ``field: what is wrong`` where fields do not fit each other.
     """
 
-    group_size: Literal[32, 64] = 64
-    """Elements that share a scale; of values too, unless they have their own."""
-    value_group_size: Literal[32, 64, 128] | None = None
     ladder: Annotated[tuple[str, ...], Meta(max_length=8)] = LADDER
     """Schemes to step down to, each below the one before it.
 
-    Those that are not below the start are passed over. A name without a group has the groups above.
+    Those that are not below the start are passed over. Names without a group have the start's.
     """
     floors: dict[Annotated[int, Meta(ge=-MAX_LAYERS, lt=MAX_LAYERS)], str] = {}
     """Layer (negative: from the end) to the scheme that it does not go below.
@@ -78,6 +75,27 @@ class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep: Annotated[int, Meta(ge=0, le=MAX_INT)] = 4
 
     def __post_init__(self) -> None:
+        if self.max_kv_size is not None and self.keep > self.max_kv_size - NEWEST_TOKENS:
+            raise ValueError(
+                f"keep: must leave {NEWEST_TOKENS} of max_kv_size for the newest tokens, so be at "
+                f"most {self.max_kv_size - NEWEST_TOKENS}"
+            )
+
+
+class KVSpec(KVRules, frozen=True):
+    """How a model's KV cache is stored: bits of keys and of values, and what `KVRules` says.
+
+    16 bits are not quantized.
+    """
+
+    k_bits: Bits = 8
+    v_bits: Bits = 8
+    group_size: Literal[32, 64] = 64
+    """Elements that share a scale; of values too, unless they have their own."""
+    value_group_size: Literal[32, 64, 128] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         above = None
         for name in self.ladder:
             rung = self._named("ladder", name)
@@ -89,11 +107,6 @@ class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
             above = rung
         for name in self.floors.values():
             self._named("floors", name)
-        if self.max_kv_size is not None and self.keep > self.max_kv_size - NEWEST_TOKENS:
-            raise ValueError(
-                f"keep: must leave {NEWEST_TOKENS} of max_kv_size for the newest tokens, so be at "
-                f"most {self.max_kv_size - NEWEST_TOKENS}"
-            )
 
     def _named(self, field: str, name: str) -> Scheme:
         try:
@@ -105,21 +118,18 @@ class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return the scheme of this name, in these groups where it says none."""
         return Scheme.parse(name, self.group_size, self.value_group_size)
 
-
-class KVSpec(KVSettings, frozen=True):
-    """How a model's KV cache is stored: bits of keys and of values, and all of `KVSettings`.
-
-    16 bits are not quantized.
-    """
-
-    k_bits: Bits = 8
-    v_bits: Bits = 8
-
     @property
     def scheme(self) -> Scheme:
         """The scheme that new rows start with."""
         value_group = self.value_group_size or self.group_size
         return Scheme(self.k_bits, self.v_bits, self.group_size, value_group)
+
+    @property
+    def steps(self) -> list[Scheme]:
+        """What rows may step down to, each below the one before it."""
+        start = self.scheme
+        rungs = [self.scheme_of(name) for name in self.ladder]
+        return [rung for rung in rungs if rung.is_below(start)]
 
     @property
     def name(self) -> str:

@@ -10,25 +10,26 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import kvd
 from kvd.cli import chat as chats
-from kvd.cli import render
+from kvd.cli import detail, render
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
     SocketOption,
     Terms,
+    model_in,
     stderr_console,
     stdout_console,
     talk,
     terms,
 )
+from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.stream import Stream
 from kvd.cli.usage import Command, Group
 from kvd.client import Load
 from kvd.exits import Exit
 from kvd.sources import absolute
-from kvd.units import format_bytes, parse_kv
+from kvd.units import format_bytes
 from protocol.errors import InvalidRequest
 from protocol.messages import Loading
 from protocol.types import KVSpec, ModelStatus
@@ -65,19 +66,6 @@ _GONE_S = 10.0
 """How long `shutdown` waits for the process to end after its goodbye."""
 
 
-def _kv(text: str) -> KVSpec:
-    try:
-        return parse_kv(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(kvd.__version__)
-        raise typer.Exit
-
-
 @app.callback(cls=Group)
 def _program(
     context: typer.Context,
@@ -85,12 +73,7 @@ def _program(
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
-    version: Annotated[  # noqa: ARG001 - the callback has done it
-        bool,
-        typer.Option(
-            "--version", metavar="", callback=_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
+    version: VersionOption = False,  # noqa: ARG001 - the callback has done it
 ) -> None:
     context.obj = Terms(home, socket, json)
 
@@ -98,23 +81,28 @@ def _program(
 @app.command(cls=Command)
 def status(
     context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Show all about this one.")
+    ] = None,
     *,
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the daemon, its memory and its models."""
+    """Show the daemon, its memory and its models; or all about one MODEL."""
     wanted = terms(context, home, socket, json=json)
     with wanted.connected() as client:
         value = client.status()
+        one = None if model is None else model_in(value, model)
         if wanted.json:
-            wanted.print_json(value)
+            wanted.print_json(one or value)
         else:
             console = stdout_console()
-            console.print(render.status(value, console.width))
+            console.print(detail.page(one) if one else render.status(value, console.width))
 
 
 @app.command(cls=Command)
+@takes_kv
 def load(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.")],
@@ -122,9 +110,7 @@ def load(
     alias: Annotated[
         str | None, typer.Option(metavar="NAME", help="The name that requests use.")
     ] = None,
-    kv: Annotated[
-        KVSpec, typer.Option(parser=_kv, metavar="SCHEME", help="KV bits, such as k8v4.")
-    ] = "k8v8",  # type: ignore[assignment]  # typer parses defaults too
+    kv: KVSpec | None,
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from kvd.cli.common import Terms, escape, talk
+from kvd.cli.common import Terms, escape, model_in, talk
 from kvd.cli.stream import Stream
 from kvd.client import Client, Completion
 from kvd.client.exchange import check_number
-from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
+from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning
 from protocol.types import ChatMessage
 
 
@@ -89,13 +89,7 @@ class Chat:
 
     def _require_model(self) -> None:
         """Say now, and not after the first question, that there is no such model."""
-        names = [model.name for model in self._client.status().models]
-        if self._model not in names:
-            there = f"loaded: {', '.join(names)}" if names else "no model is loaded"
-            raise UnknownModel(
-                f"no model {self._model!r} ({there}); load it with `kvctl load {self._model}`",
-                model=self._model,
-            )
+        model_in(self._client.status(), self._model)
 
     def _line(self, line: str) -> None:
         if line.startswith("/"):

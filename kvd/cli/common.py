@@ -18,7 +18,8 @@ from kvd import exits
 from kvd.client import Client
 from kvd.exits import Exit
 from kvd.home import locate
-from protocol.errors import KvdError
+from protocol.errors import KvdError, UnknownModel
+from protocol.types import DaemonStatus, ModelStatus
 
 HomeOption = Annotated[
     str | None,
@@ -95,6 +96,17 @@ def terms(
     """Return what was said after the command, over what was said before it."""
     before = context.obj if isinstance(context.obj, Terms) else Terms()
     return Terms(home, socket, json).over(before)
+
+
+def model_in(status: DaemonStatus, name: str) -> ModelStatus:
+    """Return a model's status; raises `UnknownModel` with what to do."""
+    found = {model.name: model for model in status.models}
+    if name not in found:
+        there = f"loaded: {', '.join(found)}" if found else "no model is loaded"
+        raise UnknownModel(
+            f"no model {name!r} ({there}); load it with `kvctl load {name}`", model=name
+        )
+    return found[name]
 
 
 def forced_json(value: Terms) -> Terms:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.units import format_bytes, format_duration
-from protocol.types import DaemonStatus, ModelStatus
+from protocol.types import DaemonStatus, ModelInfo, ModelStatus
 
 _COLOURS = {
     "ready": "green",
@@ -46,19 +46,39 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
         parts.append(Text("\nno models; load one with `kvctl load demo`", style="dim"))
         return Group(*parts)
     parts += [Text(), _models(value.models, width)]
-    parts += [_trouble(model) for model in value.models if model.error]
+    parts += [_without_pages(model) for model in value.models if _odd_layers(model)]
+    parts += [trouble(model) for model in value.models if model.error]
     return Group(*parts)
 
 
 def model(value: ModelStatus) -> Text:
     """Return one line about a model, as `load` says it."""
-    line = Text.assemble((value.name, "bold"), " ", _state(value), f"  {value.kv.name}")
+    line = Text.assemble((value.name, "bold"), " ", state(value), f"  {value.kv.name}")
     if value.info:
-        info = value.info
-        line.append(f"  {info.parameters / 1e6:.1f} M parameters, {info.dtype}")
-        line.append(f", context {info.context_length}, attention {info.attention_path}")
-        line.append(f", on {info.device}")
+        line.append(f"  {model_facts(value.info)}, attention {value.info.attention_path}")
     return line
+
+
+def model_facts(info: ModelInfo) -> str:
+    """Return what a loaded model is, in half a line."""
+    return (
+        f"{info.parameters / 1e6:.1f} M parameters, {info.dtype}, context {info.context_length}"
+        f", on {info.device}"
+    )
+
+
+def _odd_layers(value: ModelStatus) -> int:
+    """Return how many layers are served in another way than pages, and for a reason."""
+    return sum(part.layers for part in value.info.kv if part.reason) if value.info else 0
+
+
+def _without_pages(value: ModelStatus) -> Text:
+    assert value.info is not None
+    layers = sum(part.layers for part in value.info.kv)
+    text = f"{_odd_layers(value)} of {layers} layers are not in batched pages; "
+    return Text.assemble(
+        "\n", (f"{value.name}: ", "bold"), text, f"`kvctl status {value.name}` says why"
+    )
 
 
 def _daemon(value: DaemonStatus) -> Text:
@@ -119,7 +139,7 @@ def _cells(value: ModelStatus) -> dict[str, str | Text]:
     waiting = f"+{stats.rows_waiting}" if stats.rows_waiting else ""
     return {
         "MODEL": value.name,
-        "STATE": _state(value),
+        "STATE": state(value),
         "KV": info.kv_scheme if info else value.kv.name,
         "ROWS": f"{rows}{waiting} (max {stats.max_rows_in_step})",
         "PAGES": f"{stats.pages_used}/{stats.pages_total}",
@@ -134,14 +154,16 @@ def _cells(value: ModelStatus) -> dict[str, str | Text]:
     }
 
 
-def _state(value: ModelStatus) -> Text:
+def state(value: ModelStatus) -> Text:
+    """Return a model's state in its colour, with the restarts there were."""
     text = Text(value.state, style=_COLOURS.get(value.state, "cyan"))
     if value.restarts:
         text.append(f" ↻{value.restarts}", style="yellow")
     return text
 
 
-def _trouble(value: ModelStatus) -> Text:
+def trouble(value: ModelStatus) -> Text:
+    """Return why a model failed, or is in backoff."""
     assert value.error is not None
     style = "red" if value.state == "failed" else "yellow"
     message = value.error.message

@@ -32,7 +32,7 @@ from protocol.errors import (
     UnknownModel,
     from_info,
 )
-from protocol.types import MemoryUse, ModelInfo, Sampling, Usage, WorkerStats
+from protocol.types import KVPart, KVSpec, MemoryUse, ModelInfo, Sampling, Usage, WorkerStats
 from protocol.worker import (
     Grant,
     GrantWanted,
@@ -169,10 +169,11 @@ class FakeEngine:
             parameters=0,
             context_length=model.context,
             vocab_size=VOCABULARY,
-            layers=0,
+            layers=1,
             dtype="none",
             kv_scheme=command.kv.name,
             kv_layout="none",
+            kv=[_kv_part(command.kv, model.page_bytes // 64)],
             page_bytes=model.page_bytes,
             kv_bytes_per_token=model.page_bytes // 64,
             attention_path="fake",
@@ -315,6 +316,19 @@ class FakeEngine:
 
     def close(self) -> None:
         """Hold nothing."""
+
+
+def _kv_part(kv: KVSpec, token_bytes: int) -> KVPart:
+    size = kv.max_kv_size
+    return KVPart(
+        kind="full" if size is None else f"window {size} keep {kv.keep}",
+        layers=1,
+        path="pages",
+        scheme=kv.name,
+        batched=True,
+        bytes_per_token=token_bytes if size is None else 0,
+        bound_bytes=(size or 0) * token_bytes,
+    )
 
 
 def word(token: int) -> str:

@@ -16,6 +16,7 @@ from mlx_lm.models import base
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
+from kvd.worker.cache.shared import Reading
 
 _original = base.scaled_dot_product_attention
 
@@ -36,6 +37,9 @@ def scaled_dot_product_attention(
     if isinstance(keys, PrefillHandle):
         _refuse_mask(mask, keys)
         return prefill_attention(queries, keys, scale, sinks)
+    if isinstance(keys, Reading):
+        _refuse_mask(mask)
+        return keys.attend(queries, scale, sinks)
     dense: mx.array = _original(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )

@@ -249,7 +249,8 @@ async def test_hello_and_status_answer():
 async def test_a_load_reports_progress_and_what_it_loaded():
     async with world(load=()) as w:
         client = w.client()
-        key = client.start(messages.Load, model="org/Tiny-1B", kv={"k_bits": 4, "v_bits": 4})
+        kv = {"k_bits": 4, "v_bits": 4, "floors": {"-1": "k8v8"}, "max_kv_size": 512, "ladder": []}
+        key = client.start(messages.Load, model="org/Tiny-1B", kv=kv)
         loaded = await client.end(key)
         fractions = [e.fraction for e in client.events[key] if isinstance(e, messages.Loading)]
 
@@ -257,7 +258,8 @@ async def test_a_load_reports_progress_and_what_it_loaded():
         assert (loaded.model.name, loaded.model.source) == ("Tiny-1B", "org/Tiny-1B")
         command = w.spawn.last("Tiny-1B").commands[0]
         assert isinstance(command, LoadModel)
-        assert KVSpec(4, 4) == command.kv
+        assert command.kv == KVSpec(4, 4, floors={-1: "k8v8"}, max_kv_size=512, ladder=())
+        assert command.kv == loaded.model.kv
 
 
 @simulated
@@ -282,6 +284,8 @@ async def test_another_model_under_the_same_name_is_refused():
             await client.ask(messages.Load, model="/models/demo")
         with pytest.raises(errors.ModelExists):
             await client.ask(messages.Load, model="demo", kv={"k_bits": 4, "v_bits": 4})
+        with pytest.raises(errors.ModelExists, match="with k8v8 and other KV settings; unload"):
+            await client.ask(messages.Load, model="demo", kv={"max_kv_size": 512})
         await client.ask(messages.Load, model="/models/demo", alias="demo2")
 
         assert [m.name for m in w.system.status().models] == ["demo", "demo2"]

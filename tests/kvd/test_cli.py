@@ -49,6 +49,18 @@ def test_status_for_people_and_for_programs(kvctl, home: Home):
     assert json.loads(out)["models"][0]["stats"]["max_rows_in_step"] == 8
 
 
+def test_status_of_one_model(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        code, out, _ = kvctl("status", "demo")
+        assert (code, out.splitlines()[0].split()[:2]) == (0, ["demo", "ready"])
+        assert "keys per channel, values per token" in out
+        code, out, _ = kvctl("status", "demo", "--json")
+        assert (code, json.loads(out)["name"]) == (0, "demo")
+        code, _, err = kvctl("status", "nope")
+    assert code == 6
+    assert "no model 'nope' (loaded: demo); load it with `kvctl load nope`" in err
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_the_place_may_stand_before_and_after_the_command(kvctl, home: Home, order, monkeypatch):
     monkeypatch.setenv("KVD_HOME", "/nowhere")

@@ -34,6 +34,48 @@ def test_a_file_with_everything(tmp_path):
     assert (config.max_rows, config.prefill_chunk, config.drain_timeout_s) == (16, 512, 5.0)
 
 
+def test_kv_settings_of_a_model_are_a_table_of_its_own():
+    config = parse(
+        """
+        [[models]]
+        source = "demo"
+
+        [[models]]
+        source = "/models/qwen"
+        alias = "qwen"
+
+        [models.kv]
+        scheme = "k8v4"
+        group_size = 32
+        value_group_size = 128
+        ladder = ["k4v4", "k4v2g64"]
+        floors = { 0 = "k8v8", -1 = "k16v16" }
+        quantized_kv_start = 512
+        max_kv_size = 8192
+        keep = 8
+        """
+    )
+
+    assert [entry.kv_spec for entry in config.entries] == [
+        KVSpec(),
+        KVSpec(
+            8,
+            4,
+            group_size=32,
+            value_group_size=128,
+            ladder=("k4v4", "k4v2g64"),
+            floors={0: "k8v8", -1: "k16v16"},
+            quantized_kv_start=512,
+            max_kv_size=8192,
+            keep=8,
+        ),
+    ]
+
+
+def kv(settings: str) -> str:
+    return f"models = [{{source = 'b', kv = {{{settings}}}}}]"
+
+
 @pytest.mark.parametrize(
     ("text", "key", "says"),
     [
@@ -47,6 +89,15 @@ def test_a_file_with_everything(tmp_path):
         ("models = [{sorce = 'x'}]", "models[0].sorce", "did you mean source?"),
         ("models = ['a', {source = ''}]", "models[1].source", "must not be empty"),
         ("models = ['a', {source = 'b', kv = 'k7v8'}]", "models[1].kv", "no KV scheme"),
+        ("models = [{source = 'b', kv = 8}]", "models[0].kv", "must be a text or an object, not"),
+        (kv("scheme = 'k7v8'"), "models[0].kv.scheme", "key bits must be one of 2, 3, 4, 5, 6, 8"),
+        (kv("schem = 'k8v8'"), "models[0].kv.schem", "did you mean scheme?"),
+        (kv("group_size = 16"), "models[0].kv.group_size", "must be one of 32, 64, not 16"),
+        (kv("scheme = 'k4v4g32', group_size = 64"), "models[0].kv.group_size", "say it once"),
+        (kv("ladder = ['k4v4', 'k8v4']"), "models[0].kv.ladder", "must go down"),
+        (kv("floors = {x = 'k8v8'}"), "models[0].kv.floors", "must be a whole number, not a text"),
+        (kv("max_kv_size = 100"), "models[0].kv.max_kv_size", "must be at least 256"),
+        (kv("max_kv_size = 512, keep = 500"), "models[0].kv.keep", "so be at most 384"),
         ("models = [1]", "models[0]", "must be a text or an object, not a number"),
         ("prefill_chunk = 65", "prefill_chunk", "multiple of 64"),
         ("max_rows = 0", "max_rows", "must be at least 1"),

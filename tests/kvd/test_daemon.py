@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvd.config import Config, ModelEntry, parse
-from kvd.daemon import Daemon, Options, welcome
+from kvd.config import Config, parse
+from kvd.daemon import Daemon, Options, Start, welcome
 from kvd.home import Home
+from protocol.types import KVSpec
 from tests.kvd.stub import MODEL
 
 
@@ -18,19 +19,21 @@ def test_models_of_the_configuration_are_relative_to_the_home(home: Home, monkey
     text = (
         'models = ["demo", "org/name", "~/x", "./y", {source = "../z", alias = "z", kv = "k8v4"}]'
     )
-    assert daemon(home, parse(text))._entries() == [
-        ModelEntry("demo"),
-        ModelEntry("org/name"),
-        ModelEntry("/home/someone/x"),
-        ModelEntry(str(home.root / "y")),
-        ModelEntry(str(home.root.parent / "z"), alias="z", kv="k8v4"),
+    assert daemon(home, parse(text))._starts() == [
+        Start("demo"),
+        Start("org/name"),
+        Start("/home/someone/x"),
+        Start(str(home.root / "y")),
+        Start(str(home.root.parent / "z"), alias="z", kv=KVSpec(8, 4)),
     ]
 
 
 def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    entries = daemon(home, Config(models=["other"]), models=("./y",))._entries()
-    assert entries == [ModelEntry(str(tmp_path / "y"))]
+    entries = daemon(home, Config(models=["other"]), models=("./y",))._starts()
+    assert entries == [Start(str(tmp_path / "y"))]
+    dense = daemon(home, Config(models=["other"]), models=("demo",), kv=KVSpec(16, 16))
+    assert dense._starts() == [Start("demo", kv=KVSpec(16, 16))]
 
 
 def test_the_command_lines_budget_wins_and_then_the_configurations(home: Home):

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.units import format_bytes, format_duration, parse_bytes, parse_kv
-from protocol.types import KVSpec
+from kvd.units import format_bytes, format_duration, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -42,19 +41,6 @@ def test_a_formatted_size_is_short_and_close(count):
 def test_a_size_of_nothing_or_of_more_than_there_is_is_out_of_range(text):
     with pytest.raises(ValueError, match="out of range"):
         parse_bytes(text)
-
-
-def test_kv_schemes():
-    assert parse_kv("k8v4") == KVSpec(8, 4)
-    assert parse_kv("K16V2") == KVSpec(16, 2)
-    for text in ("k7v8", "8", "k8", "k8v4x", ""):
-        with pytest.raises(ValueError, match="k8v8"):
-            parse_kv(text)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8, 16])
-def test_a_scheme_reads_back_from_its_name(bits):
-    assert parse_kv(KVSpec(bits, bits).name) == KVSpec(bits, bits)
 
 
 @pytest.mark.parametrize(

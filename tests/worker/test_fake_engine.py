@@ -16,7 +16,7 @@ from protocol.errors import (
     ModelFailed,
     UnknownModel,
 )
-from protocol.types import ChatMessage, Sampling
+from protocol.types import ChatMessage, KVSpec, Sampling
 from protocol.worker import (
     Grant,
     GrantWanted,
@@ -86,6 +86,25 @@ def test_unknown_names(name):
 def test_broken_names_list_the_keys(settings):
     with pytest.raises(InvalidModel, match="the keys are tps, load"):
         parse(f"fake:{settings}")
+
+
+def test_it_says_how_it_would_keep_its_cache():
+    def part(kv):
+        grant = Grant(seq=1, total_bytes=2**40, granted=True)
+        command = LoadModel(source="fake:page_bytes=6400", kv=kv)
+        info = FakeEngine().load(command, lambda _stage, _part: None, lambda *_: grant)
+        assert info.layers == sum(part.layers for part in info.kv)
+        return info.kv[0]
+
+    full = part(KVSpec(8, 4))
+    assert (full.kind, full.path, full.scheme) == ("full", "pages", "k8v4")
+    assert (full.bytes_per_token, full.bound_bytes) == (100, 0)
+    window = part(KVSpec(max_kv_size=512, keep=8))
+    assert (window.kind, window.bytes_per_token, window.bound_bytes) == (
+        "window 512 keep 8",
+        0,
+        51_200,
+    )
 
 
 def test_tokens_are_a_pure_function_of_prompt_seed_and_position():

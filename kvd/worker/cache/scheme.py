@@ -99,12 +99,9 @@ def full_pages(length: int) -> int:
 def ladder_of(spec: KVSpec) -> list[Scheme]:
     """Return the schemes of a model's pages, the one that new rows start with first.
 
-    Of the rungs that the settings name, those that lie below the start: each takes fewer bytes
-    than the one before it, and on neither side more.
+    Each takes fewer bytes than the one before it, and on neither side more.
     """
-    start = spec.scheme
-    rungs = [spec.scheme_of(name) for name in spec.ladder]
-    return [start, *(rung for rung in rungs if rung.is_below(start))]
+    return [spec.scheme, *spec.steps]
 
 
 def floors_of(spec: KVSpec, layers: int) -> list[Scheme | None]:

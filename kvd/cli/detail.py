@@ -1,0 +1,106 @@
+"""The page of `kvctl status MODEL`: what it is, how it keeps its KV cache, and its memory.
+
+Pure: values in, renderables out.
+"""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvd.cli import render
+from kvd.units import format_bytes
+from protocol.types import KVPart, KVSpec, MemoryUse, ModelStatus
+
+_GAP = 2
+
+
+def page(value: ModelStatus) -> RenderableType:
+    """Return all that is known of one model."""
+    lines: list[tuple[str, str]] = [("source", value.source)]
+    if info := value.info:
+        lines.append(("model", f"{info.architecture}, {render.model_facts(info)}"))
+        lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
+    lines.append(("KV cache", _settings(value.kv)))
+    if info:
+        lines.append(
+            ("", f"{info.kv_layout}; a page of 64 tokens: {format_bytes(info.page_bytes)}")
+        )
+    lines += _memory(value.stats.memory, value.granted_bytes)
+    parts: list[RenderableType] = [_head(value), _pairs(lines)]
+    if info and info.kv:
+        parts += [Text(), _parts(info.kv), *_reasons(info.kv)]
+    if value.error:
+        parts.append(render.trouble(value))
+    return Group(*parts)
+
+
+def _head(value: ModelStatus) -> Text:
+    line = Text.assemble((value.name, "bold"), "  ", render.state(value))
+    if value.worker_pid:
+        line.append(f"  pid {value.worker_pid}")
+    return line
+
+
+def _pairs(lines: list[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, _GAP, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in lines:
+        table.add_row(name, Text(text))
+    return table
+
+
+def _settings(kv: KVSpec) -> str:
+    steps = ", ".join(scheme.name for scheme in kv.steps)
+    said = [f"{kv.name}, may step down to {steps}" if steps else f"{kv.name}, never steps down"]
+    floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))
+    said += [f"layer {layer} not below {name}" for layer, name in floors]
+    if kv.quantized_kv_start:
+        said.append(f"dense until {kv.quantized_kv_start} tokens")
+    if kv.max_kv_size is not None:
+        first = f", the first {kv.keep} among them" if kv.keep else ""
+        said.append(f"at most {kv.max_kv_size} tokens{first}")
+    return "; ".join(said)
+
+
+def _memory(use: MemoryUse, granted: int) -> list[tuple[str, str]]:
+    kinds = (
+        ("weights", use.weights),
+        ("pages", use.kv_pages),
+        ("tails", use.kv_tails),
+        ("scratch", use.scratch),
+    )
+    text = ", ".join(f"{name} {format_bytes(count)}" for name, count in kinds if count)
+    whole = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
+    return [("memory", f"{whole}: {text}" if text else whole)]
+
+
+def _parts(parts: list[KVPart]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    table.add_column("LAYERS", overflow="fold")
+    table.add_column("KEPT AS", overflow="fold")
+    table.add_column("SCHEME", overflow="fold")
+    table.add_column("ROWS", no_wrap=True)
+    table.add_column("BYTES", no_wrap=True)
+    digits = max(len(str(part.layers)) for part in parts)
+    for part in parts:
+        layers = f"{part.layers:>{digits}} × {part.kind}"  # noqa: RUF001 - read by people
+        rows = "batched" if part.batched else "one"
+        table.add_row(layers, part.path, part.scheme, rows, _bytes(part))
+    return table
+
+
+def _bytes(part: KVPart) -> str:
+    if part.bytes_per_token:
+        return f"{format_bytes(part.bytes_per_token)}/token"
+    return f"{format_bytes(part.bound_bytes)}/row" if part.bound_bytes else ""
+
+
+def _reasons(parts: list[KVPart]) -> list[Text]:
+    return [
+        Text.assemble((part.kind, "bold"), f": {part.reason}", overflow="fold")
+        for part in parts
+        if part.reason
+    ]

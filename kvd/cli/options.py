@@ -1,0 +1,182 @@
+"""Options that `kvd` and `kvctl` share: the version, and all that there is about the KV cache.
+
+`takes_kv` gives them to a command, so that ``kvd serve`` and ``kvctl load`` never differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+import kvd
+from kvd.kv import KVText
+from protocol.explain import explain
+from protocol.types import LADDER, MIN_KV_SIZE, KVSpec
+
+_PANEL = "KV cache"
+_FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
+_NO_LADDER = "none"
+_OPTIONS = {
+    "scheme": "--kv",
+    "group_size": "--kv-group-size",
+    "value_group_size": "--kv-value-group-size",
+    "ladder": "--kv-ladder",
+    "floors": "--kv-floor",
+    "quantized_kv_start": "--quantized-kv-start",
+    "max_kv_size": "--max-kv-size",
+    "keep": "--kv-keep",
+}
+"""By field."""
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(kvd.__version__)
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool,
+    typer.Option(
+        "--version", metavar="", callback=_say_version, is_eager=True, help="Print the version."
+    ),
+]
+
+
+def _kv(
+    *,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            _OPTIONS["scheme"],
+            metavar="SCHEME",
+            rich_help_panel=_PANEL,
+            help="Bits of keys and values, such as k8v4; 16 is dense (default: k8v8).",
+        ),
+    ] = None,
+    kv_group_size: Annotated[
+        int | None,
+        typer.Option(
+            _OPTIONS["group_size"],
+            metavar="32|64",
+            rich_help_panel=_PANEL,
+            help="Elements that share a scale (default: 64).",
+        ),
+    ] = None,
+    kv_value_group_size: Annotated[
+        int | None,
+        typer.Option(
+            _OPTIONS["value_group_size"],
+            metavar="32|64|128",
+            rich_help_panel=_PANEL,
+            help="The same of values alone (default: as of keys).",
+        ),
+    ] = None,
+    kv_ladder: Annotated[
+        str | None,
+        typer.Option(
+            _OPTIONS["ladder"],
+            metavar="SCHEMES",
+            rich_help_panel=_PANEL,
+            help=f"What rows may step down to, or {_NO_LADDER} (default: {','.join(LADDER)}).",
+        ),
+    ] = None,
+    kv_floor: Annotated[
+        list[str] | None,
+        typer.Option(
+            _OPTIONS["floors"],
+            metavar="LAYER=SCHEME",
+            rich_help_panel=_PANEL,
+            help="A layer does not go below this; -1 is the last one; may be repeated.",
+        ),
+    ] = None,
+    quantized_kv_start: Annotated[
+        int | None,
+        typer.Option(
+            _OPTIONS["quantized_kv_start"],
+            metavar="TOKENS",
+            rich_help_panel=_PANEL,
+            help="Rows stay dense until they have so many (default: 0).",
+        ),
+    ] = None,
+    max_kv_size: Annotated[
+        int | None,
+        typer.Option(
+            _OPTIONS["max_kv_size"],
+            metavar="TOKENS",
+            rich_help_panel=_PANEL,
+            help=f"Attend to so many at most, {MIN_KV_SIZE} or more (default: all).",
+        ),
+    ] = None,
+    kv_keep: Annotated[
+        int | None,
+        typer.Option(
+            _OPTIONS["keep"],
+            metavar="TOKENS",
+            rich_help_panel=_PANEL,
+            help="The first ones, which --max-kv-size lets stay (default: 4).",
+        ),
+    ] = None,
+) -> KVSpec | None:
+    """Return the settings that the options say, None if there are none of them."""
+    said: dict[str, object] = {
+        "scheme": kv,
+        "group_size": kv_group_size,
+        "value_group_size": kv_value_group_size,
+        "ladder": None if kv_ladder is None else _ladder(kv_ladder),
+        "floors": _floors(kv_floor) if kv_floor else None,
+        "quantized_kv_start": quantized_kv_start,
+        "max_kv_size": max_kv_size,
+        "keep": kv_keep,
+    }
+    said = {field: value for field, value in said.items() if value is not None}
+    if not said:
+        return None
+    try:
+        return msgspec.convert(said, KVText).spec
+    except msgspec.ValidationError as error:
+        field, text = explain(str(error), KVText)
+        option = _OPTIONS[field.partition("[")[0]]
+        raise typer.BadParameter(text.replace(field, option, 1)) from error
+
+
+def _ladder(text: str) -> list[str]:
+    return [] if text.strip().lower() == _NO_LADDER else [part.strip() for part in text.split(",")]
+
+
+def _floors(texts: list[str]) -> dict[int, str]:
+    floors: dict[int, str] = {}
+    for text in texts:
+        found = _FLOOR.fullmatch(text)
+        if found is None or int(found[1]) in floors:
+            option = _OPTIONS["floors"]
+            wrong = "names a layer twice" if found else "is no LAYER=SCHEME, such as 0=k8v8"
+            raise typer.BadParameter(f"{option} {wrong}: {text[:40]}")
+        floors[int(found[1])] = found[2].strip()
+    return floors
+
+
+def takes_kv(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of the KV cache in place of its ``kv``.
+
+    The command gets that as a `KVSpec`, or None if none of the options was given.
+    """
+    options = inspect.signature(_kv, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        said = {name: arguments.pop(name) for name in options}
+        command(**arguments, kv=_kv(**said))
+
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        parameters += options.values() if parameter.name == "kv" else [parameter]
+    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return wrapped

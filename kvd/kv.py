@@ -1,0 +1,50 @@
+"""KV settings as people write them: those of the protocol, but with the start scheme by its name.
+
+The configuration and both command lines read them through `KVText`, so that they mean the same.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from protocol.schemes import GROUP, Scheme, groups_in
+from protocol.types import KVRules, KVSpec
+
+
+class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`KVSpec` with a scheme such as ``k8v4`` or ``k4v4g32`` in place of its bits."""
+
+    scheme: str = "k8v8"
+    group_size: Literal[32, 64] | None = None
+    """Absent: what the scheme's name says, or 64."""
+    value_group_size: Literal[32, 64, 128] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.spec
+
+    @property
+    def spec(self) -> KVSpec:
+        """The settings as they travel; raises ``ValueError`` with ``field: what is wrong``."""
+        try:
+            named = Scheme.parse(self.scheme)
+        except ValueError as error:
+            raise ValueError(f"scheme: {error}") from None
+        groups = groups_in(self.scheme)
+        if groups and (self.group_size or self.value_group_size):
+            raise ValueError(f"group_size: is said by {self.scheme} too; say it once")
+        k_group, v_group = groups or (self.group_size or GROUP, self.value_group_size)
+        k_group = min(k_group, GROUP)  # 128 speaks of values alone: their keys are dense
+        return KVSpec(
+            named.k_bits,  # type: ignore[arg-type]  # `Scheme` has checked them
+            named.v_bits,  # type: ignore[arg-type]
+            group_size=k_group,  # type: ignore[arg-type]
+            value_group_size=None if v_group == k_group else v_group,  # type: ignore[arg-type]
+            **{name: getattr(self, name) for name in KVRules.__struct_fields__},
+        )
+
+
+def parse_kv(text: str) -> KVSpec:
+    """Return the KV settings that a scheme such as ``k8v4`` stands for; `ValueError` if none."""
+    Scheme.parse(text)
+    return KVText(scheme=text).spec

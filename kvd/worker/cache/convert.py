@@ -1,0 +1,253 @@
+"""Rows that leave their store: for another store, for a file, for mlx-lm's own caches, and back.
+
+The one place where keys and values of drop-in caches are copied. Pages go as they are where both
+sides store them alike; each function says what is lost elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.shared import LayerRows, SharedRow, SharedStore
+
+FORMAT = 1
+"""Of saved states; counted up when an older reader would misread a newer file."""
+
+
+def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
+    """Return the bytes of these rows' pages, each counted once, and of their tails."""
+    with shared.at_work():
+        mine = {one.row for one in rows if one.row is not None}
+        if not mine:
+            return 0
+        store = shared.rows
+        pages = {page for row in mine for page in row.pages}
+        there = sum(store.page_bytes(page.level) for page in pages)
+        waiting = sum(row.pending * store.page_bytes(row.level) for row in mine)
+        return there + waiting + len(mine) * store.row_bytes
+
+
+# Rows as values.
+
+
+@dataclass(frozen=True)
+class RowImage:
+    """One row: its integers, and where its pages and its tail are in the image."""
+
+    length: int
+    level: int
+    skipped: int
+    trimmed: bool
+    pages: list[tuple[int, int]]
+    """Level, and place among the image's pages of that level."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """Copies of some rows of a store. Pages that rows share are there once."""
+
+    geometry: LayerGeometry
+    dtype: mx.Dtype
+    ladder: tuple[Scheme, ...]
+    rows: list[RowImage | None]
+    """None is an empty sequence."""
+    pages: dict[int, tuple[Packed, Packed]]
+    """By level: packed keys and values."""
+    tail_keys: mx.array
+    """``[rows that are not None, heads, tokens of the longest tail, k_dim]``."""
+    tail_values: mx.array
+
+
+def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
+    """Copy rows, of which one at least is not empty; call it `SharedStore.at_work`. Lazy."""
+    own = [one.row for one in rows if one.row is not None]
+    if any(row.pending for row in own):
+        shared.flush()
+    store = shared.rows
+    layer = store.layers[0]
+    places: dict[PageId, int] = {}
+    by_level: dict[int, list[int]] = {}
+    for page in dict.fromkeys(page for row in own for page in row.pages):
+        slots = by_level.setdefault(page.level, [])
+        places[page] = len(slots)
+        slots.append(page.slot)
+    longest = max(1, *(row.tail_length for row in own))  # a file holds no empty array
+    tails = mx.array([row.slot for row in own])
+    return Image(
+        layer.geometry,
+        store.dtype,
+        store.ladder,
+        [None if one.row is None else _row_image(one.row, places) for one in rows],
+        {level: layer.pools[level].copy(mx.array(slots)) for level, slots in by_level.items()},
+        layer.tail_keys[tails, :, :longest],
+        layer.tail_values[tails, :, :longest],
+    )
+
+
+def _row_image(row: Row, places: dict[PageId, int]) -> RowImage:
+    pages = [(page.level, places[page]) for page in row.pages]
+    return RowImage(row.length, row.level, row.skipped, row.trimmed, pages)
+
+
+def put(shared: SharedStore, image: Image) -> list[SharedRow]:
+    """Add an image's rows to a store; call it `SharedStore.at_work`.
+
+    A scheme that the store does not have becomes its last one: that quantizes once more.
+    """
+    store = shared.prepared(image.geometry, image.dtype)
+    shared.flush()
+    levels = [_level(store.ladder, scheme) for scheme in image.ladder]
+    taken = {level: _put_pages(store, levels[level], image, level) for level in sorted(image.pages)}
+    rows = []
+    tail = 0
+    for one in image.rows:
+        rows.append(SharedRow())
+        if one is not None:
+            row = rows[-1].row = store.new_row()
+            row.length, row.level, row.skipped = one.length, levels[one.level], one.skipped
+            row.trimmed = one.trimmed
+            row.pages = [taken[level][place] for level, place in one.pages]
+            store.hold_pages(row, image.tail_keys[tail], image.tail_values[tail])
+            tail += 1
+    store.let_go([page for pages in taken.values() for page in pages])
+    return rows
+
+
+def _level(ladder: tuple[Scheme, ...], scheme: Scheme) -> int:
+    return ladder.index(scheme) if scheme in ladder else len(ladder) - 1
+
+
+def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[PageId]:
+    """Write an image's pages of one level; the returned list holds each of them once."""
+    keys, values = image.pages[level]
+    old = PagePool(image.geometry, image.ladder[level], image.dtype)
+    new = store.layers[0].pools[target]
+    if (old.key_packing, old.value_packing) != (new.key_packing, new.value_packing):
+        packed_keys, packed_values = new.pack(*old.unpack(keys, values))
+        keys = keys if old.key_packing == new.key_packing else packed_keys
+        values = values if old.value_packing == new.value_packing else packed_values
+    pages = store.take_pages(target, keys[0].shape[0])
+    store.layers[0].write(target, [page.slot for page in pages], keys, values)
+    return pages
+
+
+# Between stores.
+
+
+def home_of(stores: Sequence[SharedStore]) -> SharedStore:
+    """Return the store on which rows of all these can meet: a model's own, else the first.
+
+    Raises ``ValueError`` if they do not attend to the same tokens.
+    """
+    kinds = {one.kind for one in stores}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kind.name for kind in kinds))
+        raise ValueError(f"caches of different attention do not merge: {names}")
+    return next((one for one in stores if one.home), stores[0])
+
+
+def rows_on(target: SharedStore, source: SharedStore, rows: Sequence[SharedRow]) -> list[SharedRow]:
+    """Return these rows on the target store: themselves, or copies where they live elsewhere."""
+    if target is source:
+        return list(rows)
+    if all(one.row is None for one in rows):
+        return [SharedRow() for _ in rows]
+    with source.at_work():
+        image = image_of(source, rows)
+    with target.at_work():
+        return put(target, image)
+
+
+# Files.
+
+
+class State(dict[str, Any]):
+    """A cache's state: for `mx.eval` what is lazy, for whoever walks its items all of it.
+
+    mlx-lm evaluates ``cache.state`` after each chunk of a prompt, and saves the same property to a
+    file. A copy of all pages for each chunk would double the memory. `mx.eval` reads a dict in C
+    and meets what awaits evaluation; `mlx.utils.tree_flatten` calls `items`.
+    """
+
+    def __init__(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
+        with shared.at_work():
+            super().__init__(lazy=shared.lazy_arrays())
+        self._shared = shared
+        self._rows = list(rows)
+        self._batched = batched
+
+    def items(self) -> Any:
+        """Return the saved form: a header in JSON, packed pages by level, tails."""
+        header: dict[str, Any] = {
+            "format": FORMAT,
+            "ladder": [scheme.name for scheme in self._shared.ladder],
+            "kind": [self._shared.kind.window, self._shared.kind.keep, self._shared.kind.chunk],
+            "quantized_start": self._shared.quantized_start,
+            "batched": self._batched,
+            "rows": [None] * len(self._rows),
+        }
+        arrays: dict[str, Any] = {}
+        with self._shared.at_work():
+            if any(one.row is not None for one in self._rows):
+                image = image_of(self._shared, self._rows)
+                g = image.geometry
+                header["geometry"] = [g.kv_heads, g.k_dim, g.v_dim, g.itemsize]
+                header["dtype"] = str(image.dtype).removeprefix("mlx.core.")
+                header["rows"] = [None if row is None else vars(row) for row in image.rows]
+                for level, (keys, values) in image.pages.items():
+                    arrays[f"keys{level}"] = list(keys)
+                    arrays[f"values{level}"] = list(values)
+                arrays["tails"] = [image.tail_keys, image.tail_values]
+        return {"header": json.dumps(header), **arrays}.items()
+
+
+def restored(state: Any) -> tuple[SharedStore, list[SharedRow], bool]:
+    """Make a store of its own from a state; return it with its rows, and whether they were a batch.
+
+    Raises ``ValueError`` if it is not the state of such a cache.
+    """
+    parts = dict(state.items()) if isinstance(state, Mapping) else {}
+    header = json.loads(parts.get("header", "{}"))
+    if header.get("format") != FORMAT:
+        raise ValueError(
+            f"this is no state of a quantized cache in format {FORMAT}, but"
+            f" {header.get('format') or type(state).__name__}"
+        )
+    window, keep, chunk = header["kind"]
+    ladder = [Scheme.parse(name) for name in header["ladder"]]
+    shared = SharedStore(
+        ladder, Kind(window, keep, chunk), quantized_start=header["quantized_start"]
+    )
+    if "tails" not in parts:
+        return shared, [SharedRow() for _ in header["rows"]], header["batched"]
+    image = Image(
+        LayerGeometry(*header["geometry"]),
+        getattr(mx, header["dtype"]),
+        shared.ladder,
+        [_read_row(row) for row in header["rows"]],
+        {
+            level: (tuple(parts[f"keys{level}"]), tuple(parts[f"values{level}"]))
+            for level in range(len(ladder))
+            if f"keys{level}" in parts
+        },
+        *parts["tails"],
+    )
+    with shared.at_work():
+        return shared, put(shared, image), header["batched"]
+
+
+def _read_row(row: dict[str, Any] | None) -> RowImage | None:
+    if row is None:
+        return None
+    return RowImage(**(row | {"pages": [tuple(page) for page in row["pages"]]}))
