@@ -31,7 +31,7 @@ import mlx.core as mx
 
 from bench.fidelity import recipes as recipes_module
 from bench.fidelity.flow import CHUNK, DECODED, Score, run
-from bench.fidelity.recipes import LAYOUTS, Recipe, parse
+from bench.fidelity.recipes import Recipe, parse
 from bench.fidelity.texts import file_texts, recall_texts
 from kvd.worker import model as models
 from kvd.worker import seam
@@ -42,30 +42,31 @@ LENGTHS = (1024, 2048, 4096, 8192)
 SCHEMES = (
     "k8v8", "k8v6", "k8v4", "k6v6", "k6v4", "k5v5", "k4v8", "k5v3", "k4v4", "k3v4", "k3v3", "k2v2",
 )  # fmt: skip
+OPTIONS = (
+    "", ":head8", ":sink64", ":kg32", ":vg32", ":kg32:vg32", ":kg32:head8", ":clip", ":kclip",
+    ":vclip", ":refit", ":krefit", ":vrefit", ":clip:refit", ":vchannel", ":vhadamard",
+    ":rotated", ":half", ":via8",
+)  # fmt: skip
 SETS = {
     "quick": ["k8v8", "k8v4", "k4v8", "k4v8:token", "k4v4", "k2v2"],
     "layouts": [
         f"{scheme}{layout}{tail}"
         for scheme in SCHEMES
-        for layout in ("", *(f":{name}" for name in LAYOUTS if name != "channel"))
+        for layout in ("", ":token", ":hadamard")
         for tail in ("", ":no-tail")
     ],
-    "variants": [
-        f"{scheme}{options}"
-        for scheme in ("k4v4", "k4v8", "k8v4", "k3v3")
-        for options in (
-            "", ":half", ":via8", ":vg32", ":kg32", ":kg32:vg32", ":vchannel", ":vhadamard",
-            ":clip", ":kclip", ":vclip", ":refit", ":krefit", ":vrefit", ":clip:refit",
-            ":sink64", ":head8", ":head8:token", ":head8:hadamard", ":head8:krefit",
-            ":head8:refit", ":head8:vg32", ":head8:kg32", ":head8:refit:vg32", ":head8:clip",
-            ":head8:refit:via8", ":head8:refit:vhadamard", ":head8:refit:half",
-        )
-    ],
-    "flat": [
+    "keys": [
         f"{scheme}{layout}{head}"
-        for scheme in ("k8v8", "k8v4", "k4v8", "k4v4", "k3v4", "k2v2")
-        for layout in ("", ":token", ":hadamard")
+        for scheme in ("k8v8", "k8v4", "k4v8", "k5v3", "k4v4", "k3v4", "k2v2")
+        for layout in ("", ":token", ":hadamard", ":rotated")
         for head in ("", ":head8")
+    ],
+    "variants": [f"{scheme}{options}" for scheme in ("k4v4", "k5v3") for options in OPTIONS],
+    "mixes": [
+        *(f"k{k}v{v}" for k in (8, 6, 5, 4, 3) for v in (8, 6, 5, 4, 3, 2)),
+        *(f"k6v{v}:kg32" for v in (4, 3, 2)),
+        *(f"k4v4:only{layer}" for layer in range(6)),
+        *(f"k5v3:only{layer}" for layer in range(6)),
     ],
 }  # fmt: skip
 
@@ -127,13 +128,8 @@ def _entry(recipe: Recipe, length: int, score: Score) -> dict[str, Any]:
     }
     return {
         "recipe": recipe.name,
-        "keys": asdict(recipe.keys),
-        "values": asdict(recipe.values),
-        "tail": recipe.tail,
-        "sinks": recipe.sinks,
-        "head8": recipe.head8,
         "length": length,
-        "bytes_to_dense": recipe.bytes_to_dense(length),
+        "bytes_to_dense": round(recipe.bytes_to_dense(length), 5),
         "recall": score.recall,
         **parts,
     }
@@ -187,7 +183,14 @@ def measure(
             results.append(_entry(recipe, length, scores[recipe.name]))
             print(_line(results[-1]), flush=True)
         if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+            arguments.json.write_text(_compact(found))
+
+
+def _compact(found: dict[str, Any]) -> str:
+    """Return JSON with one line for each result."""
+    head = {key: value for key, value in found.items() if key != "results"}
+    lines = ",\n".join(f"  {json.dumps(one)}" for one in found["results"])
+    return f'{json.dumps(head, indent=1)[:-2]},\n "results": [\n{lines}\n ]\n}}\n'
 
 
 def _device() -> str:
@@ -200,6 +203,7 @@ def main() -> None:
     """Measure, print, write."""
     arguments = _arguments()
     seam.install()
+    mx.set_cache_limit(4 * 1024**3)  # caches grow by every chunk, and freed sizes do not come again
     loaded = models.load(models.resolve(arguments.model))
     if arguments.dtype != "stored":
         loaded.model.set_dtype(getattr(mx, arguments.dtype))

@@ -24,12 +24,8 @@ class FakeQuantizedCache:
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Seal what is due, add the new tokens, return all.
-
-        A step of one token seals for the length that counts it, a chunk for the length before it;
-        the two differ only where a chunk begins on a page's last token. No prompt's chunk does.
-        """
-        self._seal(self._recipe.sealed(self.offset + 1))
+        """Seal what is due, add the new tokens, return all."""
+        self._seal(self._recipe.sealed(self.offset))
         if self.keys is not None and self.values is not None:
             keys = mx.concatenate([self.keys, keys], axis=2)
             values = mx.concatenate([self.values, values], axis=2)
@@ -70,6 +66,8 @@ class FakeQuantizedCache:
 def make_caches(model: Any, recipe: Recipe) -> list[Any]:
     """Return the model's caches with every plain one replaced; others stay as they are."""
     return [
-        FakeQuantizedCache(recipe) if type(cache) is KVCache else cache
-        for cache in make_prompt_cache(model)
+        FakeQuantizedCache(recipe)
+        if type(cache) is KVCache and recipe.only in {None, layer}
+        else cache
+        for layer, cache in enumerate(make_prompt_cache(model))
     ]

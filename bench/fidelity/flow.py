@@ -64,15 +64,16 @@ class Score:
 def steps(length: int, chunk: int, decoded: int) -> Iterator[tuple[int, int, bool]]:
     """Cut ``length`` inputs into forward passes: start, stop, whether it is decoding.
 
-    A pass of decoding steps ends before the step that seals the next page.
+    A pass of decoding steps ends before a step that seals a page: that of a page's last token, or
+    the one after it where there is no tail.
     """
     prefilled = max(0, length - decoded)
     for start in range(0, prefilled, chunk):
         yield start, min(start + chunk, prefilled), False
     start = prefilled
     while start < length:
-        # The step of the token at 64k - 1 makes the row 64k long, and seals.
-        stop = min(length, (start + 1) // PAGE * PAGE + PAGE - 1)
+        last = start // PAGE * PAGE + PAGE - 1
+        stop = min(length, last if start < last else last + 1)
         yield start, stop, True
         start = stop
 

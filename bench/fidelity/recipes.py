@@ -4,6 +4,7 @@ A name is a scheme, then options in any order:
 
     channel, token, hadamard   keys: groups along 64 tokens (the product's layout; no need to say),
                                along the channels, along the channels after a Hadamard rotation
+    rotated                    keys: groups along 64 tokens after a Hadamard rotation
     vchannel, vhadamard        the same for values; without, per token
     kg32, vg32                 groups of 32 instead of 64, of keys or of values
     clip, refit                other scales than MLX's: the range is cut where that lowers the mean
@@ -11,6 +12,7 @@ A name is a scheme, then options in any order:
     kclip, vclip, ...          the same for one side
     sinkN                      the first N tokens stay dense
     head8                      the first page of a row at 8 bits, whatever the scheme
+    onlyN                      only layer N is quantized, counted from 0
     no-tail                    a page is sealed as soon as it is full
     half                       scales and biases in float16, as on a GPU, instead of float32
     via8                       first at 8 bits, then again: pages that were stepped down
@@ -29,7 +31,7 @@ PAGE = 64
 CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)
 """Parts of the range that a search for the best clip tries."""
 
-LAYOUTS = ("channel", "token", "hadamard")
+LAYOUTS = ("channel", "token", "hadamard", "rotated")
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,10 @@ class Side:
             *lead, tokens, dim = dense.shape
             pages = dense.reshape(*lead, tokens // PAGE, PAGE, dim).swapaxes(-1, -2)
             return self._through(pages).swapaxes(-1, -2).reshape(dense.shape)
-        if self.layout == "hadamard":
+        if self.layout in {"hadamard", "rotated"}:
             turn = _hadamard(dense.shape[-1]).astype(dense.dtype)
-            return self._through(dense @ turn) @ turn.T
+            straight = replace(self, layout="token" if self.layout == "hadamard" else "channel")
+            return straight(dense @ turn) @ turn.T
         return self._through(dense)
 
     def _through(self, x: mx.array) -> mx.array:
@@ -134,10 +137,19 @@ class Recipe:
     """First tokens that stay dense; whole pages."""
     head8: bool = False
     """Whether a row's first page is stored at 8 bits."""
+    only: int | None = None
+    """The one layer that is quantized; None: all are."""
 
-    def sealed(self, length: int) -> int:
-        """Return how many tokens of a row of this length are quantized (or dense sinks)."""
-        return PAGE * max(0, length // PAGE - (1 if self.tail else 0))
+    def sealed(self, before: int) -> int:
+        """Return how many tokens are quantized (or sinks) when a pass begins after ``before``.
+
+        A page is sealed in the step that makes the row two pages longer than its beginning;
+        without the tail, once it is full. A chunk of a prompt seals for the length before it; the
+        two agree unless a chunk begins on a page's last token, which none does.
+        """
+        if self.tail:
+            return PAGE * max(0, (before + 1) // PAGE - 1)
+        return before // PAGE * PAGE
 
     def bytes_to_dense(self, length: int) -> float:
         """Return the bytes of a row's pages as a share of what they take in 16 bits, sinks too."""
@@ -215,10 +227,12 @@ def parse(name: str) -> Recipe:
             if int(sinks[1]) % PAGE:
                 raise ValueError(f"sinks are whole pages of {PAGE} tokens, not {sinks[1]}")
             draft.row["sinks"] = int(sinks[1])
+        elif only := re.fullmatch(r"only(\d+)", option):
+            draft.row["only"] = int(only[1])
         elif option in _OPTIONS:
             _OPTIONS[option](draft)
         else:
-            raise ValueError(f"no option {option!r}; there are {', '.join(_OPTIONS)}, sinkN")
+            raise ValueError(f"no option {option!r}; there are {', '.join(_OPTIONS)}, sinkN, onlyN")
     keys = Side(int(bits[1]), **draft.keys)  # type: ignore[arg-type]
     values = Side(int(bits[2]), **draft.values)  # type: ignore[arg-type]
     return Recipe(name, keys, values, **draft.row)  # type: ignore[arg-type]
