@@ -117,9 +117,9 @@ def _part(cache: Any) -> Part:
     values = cache.values
     # Some models write values that nobody reads: an indexer over keys alone.
     empty = not values.size or not bool(mx.any(values != 0).item())
-    return AttentionPart(
-        kind, LayerGeometry(heads, k_dim, 0 if empty else values.shape[-1], keys.dtype.size)
-    )
+    # One channel stays: MLX divides by zero, and the process dies, where arrays are empty.
+    v_dim = 1 if empty else values.shape[-1]
+    return AttentionPart(kind, LayerGeometry(heads, k_dim, v_dim, keys.dtype.size))
 
 
 def _kind(cache: Any) -> Kind:
@@ -203,7 +203,11 @@ def _tried(
         path = f"reference, {name} pages" if paged else "dequantize on read"
         if not layout.kinds:
             path = "recurrent states"
-        kept = {} if way == next(_ways(layout)) else dict(reasons)
+        kept = {
+            kind: why
+            for kind, why in reasons.items()
+            if way.access[kind] is not Access.PAGES or not way.batched
+        }
         return Served(served, path, error, kept)
     raise Refused("; ".join(failed))
 

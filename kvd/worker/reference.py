@@ -34,7 +34,9 @@ class HeldKVCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Take new tokens; return all that is held."""
         self.keys = mx.concatenate([self.keys, keys], axis=2)
-        self.values = mx.concatenate([self.values, values[..., : self.values.shape[-1]]], axis=2)
+        if values.shape[-1] != self.values.shape[-1]:  # nobody reads them
+            values = mx.zeros((*keys.shape[:-1], self.values.shape[-1]), keys.dtype)
+        self.values = mx.concatenate([self.values, values], axis=2)
         end = self.offset + keys.shape[2]
         self._positions = [*self._positions, *range(self.offset, end)]
         self.offset = end

@@ -97,6 +97,10 @@ class BatchQuantizedKVCache:
         self._fetched = handle, handle
         return self._fetched
 
+    def forget(self) -> None:
+        """Drop what the pass that is over has fetched: it holds pools that are to be written."""
+        self._fetched = None
+
     def keys_and_values(self) -> Any:
         """Return what the step's `update_and_fetch` returned, for layers that share it."""
         return self._fetched
@@ -121,14 +125,14 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
         super().__init__(store, layer, batched=batched)
-        self.values: Any = None
-        """Some models overwrite what they do not need here; nothing reads it."""
+        self.keys: mx.array | None = None
+        """What the model works on in this pass; some models put something else here."""
+        self.values: mx.array | None = None
 
-    @property
-    def keys(self) -> mx.array:
-        """The keys that the model works on in this pass."""
-        found: mx.array = self._fetched[0]
-        return found
+    def forget(self) -> None:
+        """Drop the arrays of the pass that is over."""
+        super().forget()
+        self.keys = self.values = None
 
     @property
     def start_position(self) -> int:
@@ -150,7 +154,8 @@ class RectangleKVCache(BatchQuantizedKVCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         """Take the new tokens' keys and values; return all, ``[batch, heads, most, dim]``."""
         step, geometry = self.step, self._layer.geometry
-        values = values[..., : geometry.v_dim]
+        if values.shape[-1] != geometry.v_dim:  # nobody reads them
+            values = mx.zeros((*keys.shape[:-1], geometry.v_dim), keys.dtype)
         rectangle = self._rectangle()
         if isinstance(step, DecodeStep):
             self._layer.append(step, keys, values)
@@ -165,8 +170,8 @@ class RectangleKVCache(BatchQuantizedKVCache):
         # The pages as they come out of the pool, all tokens in one piece, and the rectangle.
         if self._store.note_scratch(3 * sum(array.nbytes for array in found)):
             mx.eval(found)
-        self._fetched = found
-        return found
+        self._fetched = self.keys, self.values = found
+        return self._fetched
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
@@ -189,12 +194,13 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     def _sees(self, queries: np.ndarray, window_size: int | None) -> np.ndarray:
         kind, positions = self._store.kind, self._rectangle().positions
-        seen = (positions >= 0) & (positions <= queries)
+        seen: np.ndarray = (positions >= 0) & (positions <= queries)
+        if window_size is not None:
+            # As mlx-lm's caches: what the model says counts, over what the cache still has.
+            return seen & ((positions > queries - window_size) | (positions < kind.keep))
         if kind.bounded:
             lows = np.vectorize(kind.low)(queries)
             seen &= (positions >= lows) | (positions < kind.keep)
-        if window_size is not None:
-            seen &= (positions > queries - window_size) | (positions < kind.keep)
         return seen
 
 

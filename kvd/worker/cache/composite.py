@@ -93,6 +93,7 @@ class ModelCache:
 
         None: no limit.
         """
+        self._attention_views: list[BatchQuantizedKVCache] = []
         self._views = self._make_views()
         self._prefilling: tuple[SequenceRow, int] | None = None
 
@@ -121,6 +122,7 @@ class ModelCache:
             for part in entry.parts:
                 if isinstance(part, AttentionPart):
                     parts.append(self._view(part.kind, taken[part.kind]))
+                    self._attention_views.append(parts[-1])
                     taken[part.kind] += 1
                 else:
                     parts.append(next(states) if isinstance(part, StatePart) else KVCache())
@@ -260,6 +262,8 @@ class ModelCache:
     def end_pass(self) -> None:
         """Take the states that the forward pass left; call it behind every one."""
         self.states.end()
+        for view in self._attention_views:
+            view.forget()
 
     def finish_prefill(self) -> None:
         """Evaluate the chunk and write it: the device must otherwise be idle."""

@@ -89,8 +89,10 @@ class LayerStore:
         pool = self.pools[seal.level]
         block = (len(seal.rows), self.geometry.kv_heads, TAIL_TOKENS // PAGE_TOKENS, PAGE_TOKENS)
         which = mx.arange(len(seal.rows))
-        keys = self.tail_keys[seal.slots].reshape(*block, -1)[which, :, seal.blocks]
-        values = self.tail_values[seal.slots].reshape(*block, -1)[which, :, seal.blocks]
+        keys, values = (
+            tails[seal.slots].reshape(*block, tails.shape[-1])[which, :, seal.blocks]
+            for tails in (self.tail_keys, self.tail_values)
+        )
         packed = pool.pack(keys, values)
         self.pending.append(Pending(seal.level, *packed))
         keys, values = pool.unpack(*packed)
@@ -212,7 +214,7 @@ class LayerStore:
 
 def _paged(dense: mx.array, tokens: int) -> mx.array:
     heads, _, dim = dense.shape
-    return dense[:, :tokens].reshape(heads, -1, PAGE_TOKENS, dim).swapaxes(0, 1)
+    return dense[:, :tokens].reshape(heads, tokens // PAGE_TOKENS, PAGE_TOKENS, dim).swapaxes(0, 1)
 
 
 def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:
