@@ -23,8 +23,8 @@ PLAIN: dict[str, Entry] = {
     ),
     "cohere": Entry(
         plain(logit_scale=0.25, use_qk_norm=True),
-        gains={"_norm": 2.0, "embed": 0.4},
-        why="its normed queries and keys are flat, and its MLP stands beside its attention",
+        gains={"embed": 0.4},
+        why="tied embeddings and one norm for attention and MLP: the token itself weighs most",
     ),
     "ernie4_5": Entry(plain(head_dim=32, use_bias=False)),
     "exaone": Entry(plain(num_layers=3, hidden_size=160, num_attention_heads=2)),

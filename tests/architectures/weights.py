@@ -45,6 +45,8 @@ def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
     for end, draw in SPECIAL.items():
         if path.endswith(end):
             return draw(old, key)
+    if "norm" in path and old.ndim == 2:  # one norm a head; some start at zero
+        return 1 + 0.1 * _normal(old, key)
     if old.ndim >= 2 and "norm" not in path:
         return _normal(old, key) * (GAIN / math.sqrt(_fan_in(path, old)))
     return old.astype(mx.float32) + 0.1 * _normal(old, key)
@@ -74,13 +76,12 @@ SPECIAL: dict[str, Draw] = {
     "dt_bias": _uniform(-4.0, -2.0),
     "dt_proj.bias": _uniform(-4.0, -2.0),
     ".D": _near(1.0, 0.1),
-    # RWKV 7: how much of the token before, decay exp(-0.6 sigmoid(bias)), and its norm of a state.
+    # RWKV 7: how much of the token before, decay exp(-0.6 sigmoid(bias)).
     **{f"attn.x_{name}": _uniform(0.2, 0.8) for name in "rwkvag"},
     "ffn.x_k": _uniform(0.2, 0.8),
     "w_lora.lora.2.bias": _near(-5.0, 0.5),
     "attn.k_k": _near(1.0, 0.1),
     "attn.k_a": _near(1.0, 0.1),
-    "attn.g_norm.weight": _near(1.0, 0.1),
     # Griffin: decay exp(-4 softplus(p)).
     "recurrent_param": _near(-4.5, 0.5),
     "sinks": _near(0.5, 0.5),
