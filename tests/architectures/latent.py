@@ -10,7 +10,7 @@ GROUPED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 # Above 70 tokens the index decides; below it all keys are seen.
 INDEX = {"index_head_dim": 32, "index_n_heads": 4, "index_topk": 96}
 
-TWICE = "stores the index keys a second time, as values that nothing reads"
+ZEROS = "its index cache has values of zeros, as large as the keys, which nothing reads"
 YARN = {
     "type": "yarn",
     "factor": 2.0,
@@ -22,7 +22,7 @@ YARN = {
 LATENTS: dict[str, Entry] = {
     "deepseek_v2": Entry(plain(**MOE | LATENT, topk_method="greedy", rope_scaling=YARN)),
     "deepseek_v3": Entry(plain(**MOE | LATENT, **GROUPED)),
-    "deepseek_v32": Entry(plain(**MOE | LATENT, **GROUPED, **INDEX), unread=(3, 7, 11), why=TWICE),
+    "deepseek_v32": Entry(plain(**MOE | LATENT, **GROUPED, **INDEX), unread=(3, 7, 11), why=ZEROS),
     "deepseek_v41": Entry(
         plain(
             **MOE,
@@ -54,7 +54,7 @@ LATENTS: dict[str, Entry] = {
             moe_layer_freq=1,
         ),
         unread=(3, 7, 11),
-        why=TWICE,
+        why=ZEROS,
     ),
     "kimi_k25": Entry({"text_config": plain(**MOE | LATENT, **GROUPED, model_type="kimi_k25")}),
     "kimi_vl": Entry({"text_config": plain(**MOE | LATENT, **GROUPED, model_type="kimi_vl")}),
