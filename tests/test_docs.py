@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from kvd.cli.options import OPTIONS
 from kvd.config import Config
 from kvd.exits import Exit
+from kvd.kv import KVText
 from protocol.errors import KvdError
 from protocol.messages import Event, Request
+from protocol.types import KVPart, KVSpec
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,6 +40,22 @@ def test_every_field_of_a_request_is_described():
     fields = {field for kind in Request.__args__ for field in kind.__struct_fields__}
     missing = {f for f in fields - {"v", "id"} if f"`{f}`" not in page("protocol.md")}
     assert not missing
+
+
+def test_every_kv_setting_is_described_where_people_and_programs_look():
+    protocol, tuning = page("protocol.md"), page("tuning.md")
+    for field in (*KVSpec.__struct_fields__, *KVPart.__struct_fields__):
+        assert f"`{field}`" in protocol, field
+    for field in (*KVText.__struct_fields__, *KVPart.__struct_fields__):
+        assert f"`{field}`" in tuning, field
+    rows = re.findall(r"^\| `(--[a-z-]+)` \| `([a-z_]+)` \| (.*?) \|", tuning, re.MULTILINE)
+    assert {field: option for option, field, _ in rows} == OPTIONS
+    for _, field, default in rows:
+        value = getattr(KVText(), field)
+        if isinstance(value, int):
+            assert default == str(value)
+        if isinstance(value, tuple):
+            assert default == f"`{','.join(value)}`"
 
 
 def test_every_exit_code_is_described():

@@ -22,7 +22,7 @@ from protocol.types import LADDER, MIN_KV_SIZE, KVSpec
 _PANEL = "KV cache"
 _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
 _NO_LADDER = "none"
-_OPTIONS = {
+OPTIONS = {
     "scheme": "--kv",
     "group_size": "--kv-group-size",
     "value_group_size": "--kv-value-group-size",
@@ -54,7 +54,7 @@ def _kv(
     kv: Annotated[
         str | None,
         typer.Option(
-            _OPTIONS["scheme"],
+            OPTIONS["scheme"],
             metavar="SCHEME",
             rich_help_panel=_PANEL,
             help="Bits of keys and values, such as k8v4; 16 is dense (default: k8v8).",
@@ -63,7 +63,7 @@ def _kv(
     kv_group_size: Annotated[
         int | None,
         typer.Option(
-            _OPTIONS["group_size"],
+            OPTIONS["group_size"],
             metavar="32|64",
             rich_help_panel=_PANEL,
             help="Elements that share a scale (default: 64).",
@@ -72,7 +72,7 @@ def _kv(
     kv_value_group_size: Annotated[
         int | None,
         typer.Option(
-            _OPTIONS["value_group_size"],
+            OPTIONS["value_group_size"],
             metavar="32|64|128",
             rich_help_panel=_PANEL,
             help="The same of values alone (default: as of keys).",
@@ -81,7 +81,7 @@ def _kv(
     kv_ladder: Annotated[
         str | None,
         typer.Option(
-            _OPTIONS["ladder"],
+            OPTIONS["ladder"],
             metavar="SCHEMES",
             rich_help_panel=_PANEL,
             help=f"What rows may step down to, or {_NO_LADDER} (default: {','.join(LADDER)}).",
@@ -90,7 +90,7 @@ def _kv(
     kv_floor: Annotated[
         list[str] | None,
         typer.Option(
-            _OPTIONS["floors"],
+            OPTIONS["floors"],
             metavar="LAYER=SCHEME",
             rich_help_panel=_PANEL,
             help="A layer does not go below this; -1 is the last one; may be repeated.",
@@ -99,7 +99,7 @@ def _kv(
     quantized_kv_start: Annotated[
         int | None,
         typer.Option(
-            _OPTIONS["quantized_kv_start"],
+            OPTIONS["quantized_kv_start"],
             metavar="TOKENS",
             rich_help_panel=_PANEL,
             help="Rows stay dense until they have so many (default: 0).",
@@ -108,7 +108,7 @@ def _kv(
     max_kv_size: Annotated[
         int | None,
         typer.Option(
-            _OPTIONS["max_kv_size"],
+            OPTIONS["max_kv_size"],
             metavar="TOKENS",
             rich_help_panel=_PANEL,
             help=f"Attend to so many at most, {MIN_KV_SIZE} or more (default: all).",
@@ -117,7 +117,7 @@ def _kv(
     kv_keep: Annotated[
         int | None,
         typer.Option(
-            _OPTIONS["keep"],
+            OPTIONS["keep"],
             metavar="TOKENS",
             rich_help_panel=_PANEL,
             help="The first ones, which --max-kv-size lets stay (default: 4).",
@@ -142,7 +142,7 @@ def _kv(
         return msgspec.convert(said, KVText).spec
     except msgspec.ValidationError as error:
         field, text = explain(str(error), KVText)
-        option = _OPTIONS[field.partition("[")[0]]
+        option = OPTIONS[field.partition("[")[0]]
         raise typer.BadParameter(text.replace(field, option, 1)) from error
 
 
@@ -155,7 +155,7 @@ def _floors(texts: list[str]) -> dict[int, str]:
     for text in texts:
         found = _FLOOR.fullmatch(text)
         if found is None or int(found[1]) in floors:
-            option = _OPTIONS["floors"]
+            option = OPTIONS["floors"]
             wrong = "names a layer twice" if found else "is no LAYER=SCHEME, such as 0=k8v8"
             raise typer.BadParameter(f"{option} {wrong}: {text[:40]}")
         floors[int(found[1])] = found[2].strip()

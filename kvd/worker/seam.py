@@ -38,7 +38,7 @@ def scaled_dot_product_attention(
         _refuse_mask(mask, keys)
         return prefill_attention(queries, keys, scale, sinks)
     if isinstance(keys, Reading):
-        _refuse_mask(mask)
+        _refuse_mask(mask, keys)
         return keys.attend(queries, scale, sinks)
     dense: mx.array = _original(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
     return dense
 
 
-def _refuse_mask(mask: Any, handle: DecodeHandle | PrefillHandle) -> None:
+def _refuse_mask(mask: Any, handle: DecodeHandle | PrefillHandle | Reading) -> None:
     # A chunked model's mask says what the cache's own kind says; the self-check has seen to that.
     if mask is not None and handle.store.kind.chunk is None:
         raise TypeError(f"the model brings its own attention mask ({type(mask).__name__})")

@@ -37,7 +37,8 @@ class Entry:
     ``reach`` is how many tokens back the last logits must still feel a changed token. ``gains``
     scales weights whose path contains the key, after the usual scaling; ``seed`` picks another
     draw. ``chunked`` is the largest relative difference between a prompt read in chunks and read
-    whole. Whatever is not the default has its reason in ``why``.
+    whole; ``unread`` are the arrays of its caches, counted through, that nothing reads. Whatever
+    is not the default has its reason in ``why``.
     """
 
     config: dict[str, Any]
@@ -45,6 +46,7 @@ class Entry:
     gains: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     chunked: float = 1e-4
+    unread: tuple[int, ...] = ()
     why: str = ""
 
 

@@ -17,9 +17,15 @@ PLAIN: dict[str, Entry] = {
             num_swa_attention_heads=4,
             num_swa_key_value_heads=2,
             conv_window=2,
-        )
+        ),
+        gains={"conv_k": 0.4, "conv_v": 1.5, "o_proj": 1.5},
+        why="its convolutions' state is one token's key and value: flat attention makes them count",
     ),
-    "cohere": Entry(plain(hidden_size=64, logit_scale=0.25, use_qk_norm=True)),
+    "cohere": Entry(
+        plain(logit_scale=0.25, use_qk_norm=True),
+        gains={"embed": 0.4},
+        why="tied embeddings and one norm for attention and MLP: the token itself weighs most",
+    ),
     "ernie4_5": Entry(plain(head_dim=32, use_bias=False)),
     "exaone": Entry(plain(num_layers=3, hidden_size=160, num_attention_heads=2)),
     "gemma": Entry(plain(head_dim=96), gains={"embed": 0.15}, why=TIMES_ROOT),
@@ -54,7 +60,7 @@ PLAIN: dict[str, Entry] = {
         )
     ),
     "mimo": Entry(plain(hidden_size=128)),
-    "minicpm": Entry(plain(dim_model_base=32, scale_depth=1.4, scale_emb=3.0)),
+    "minicpm": Entry(plain(dim_model_base=32, scale_depth=1.4, scale_emb=1.0)),
     "mistral3": Entry({"text_config": plain(model_type="llama", head_dim=32)}),
     "nanbeige": Entry(plain(head_dim=32, num_hidden_layers=2, num_loops=2)),
     "nanochat": Entry(plain(num_key_value_heads=2)),

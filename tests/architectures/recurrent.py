@@ -78,7 +78,7 @@ RECURRENT: dict[str, Entry] = {
             num_hidden_layers=4,
             head_dim=32,
             sliding_window=40,
-            layer_types=["conv", "sliding_attention", "conv", "full_attention"],
+            layer_types=["conv_mixer", "sliding_attention", "conv_mixer", "full_attention"],
         )
     ),
     "granitemoehybrid": Entry(
@@ -230,6 +230,24 @@ RECURRENT: dict[str, Entry] = {
             mamba_num_heads=4,
             mamba_step=2,
         )
+    ),
+    "prism_hadamard_qwen35": Entry(
+        {
+            "schema_version": 1,
+            "tensor_namespace": "mlx-lm-text",
+            "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+            "modules": [
+                {
+                    "path": "model.layers.1.mlp.gate_proj",
+                    "embedding": False,
+                    "dtype": "float16",
+                    "block": 0,
+                }
+            ],
+            "text_config": plain(
+                **GATED_DELTA, model_type="qwen3_5", hidden_size=128, rope_parameters=ROTARY
+            ),
+        }
     ),
     "qwen3_5": Entry(
         {"text_config": plain(**GATED_DELTA, model_type="qwen3_5", rope_parameters=ROTARY)}

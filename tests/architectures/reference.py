@@ -37,3 +37,17 @@ def _forward(model: nn.Module, ids: mx.array, cache: list[Any]) -> mx.array:
 def difference(got: mx.array, expected: mx.array) -> float:
     """Largest absolute difference, relative to the largest logit; NaN where anything is."""
     return (mx.abs(got - expected).max() / mx.abs(expected).max()).item()
+
+
+def parts(cache: Any) -> list[tuple[Any, Any]]:
+    """Where the arrays of one cache are: (owner, key), an attribute's name or a list's index."""
+    if hasattr(cache, "caches"):
+        return [part for inner in cache.caches for part in parts(inner)]
+    if hasattr(cache, "cache"):
+        return [(cache.cache, i) for i, array in enumerate(cache.cache) if _full(array)]
+    names = (name for name, value in vars(cache).items() if _full(value))
+    return [(cache, name) for name in names]
+
+
+def _full(value: Any) -> bool:
+    return isinstance(value, mx.array) and value.size > 0 and value.ndim > 1

@@ -5,6 +5,7 @@ Runs on mlx-lm's own caches only; what kvd makes of these models is tested elsew
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import re
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from tests.architectures.entry import Entry
-from tests.architectures.reference import TOKENS, difference, run, tokens
+from tests.architectures.reference import TOKENS, difference, parts, run, tokens
 from tests.architectures.zoo import NOT_RUNNABLE, ZOO, build, leaves
 
 pytestmark = pytest.mark.mlx
@@ -64,6 +66,53 @@ def test_the_last_logits_feel_a_far_token(case):
     ids[300 - reach] = (ids[300 - reach] + 17) % TOKENS
     last = run(case.model, ids)[-1]
     assert difference(last, case.logits[300][-1]) > 2e-3
+
+
+def test_every_array_of_every_cache_matters(case):
+    ids = tokens(301)[None]
+    cache = make_prompt_cache(case.model)
+    case.model(ids[:, :300], cache=cache)
+    expected = case.model(ids[:, 300:], cache=copy.deepcopy(cache))[0, -1]
+    places = set(range(sum(len(parts(layer)) for layer in cache)))
+    assert places
+    for place in places:
+        changed = copy.deepcopy(cache)
+        _clear(changed, place)
+        got = case.model(ids[:, 300:], cache=changed)[0, -1]
+        assert (difference(got, expected) > 2e-3) != (place in case.entry.unread), place
+
+
+def _clear(cache, place):
+    owner, key = [part for layer in cache for part in parts(layer)][place]
+    if isinstance(owner, list):
+        owner[key] = mx.zeros_like(owner[key])
+    else:
+        setattr(owner, key, mx.zeros_like(getattr(owner, key)))
+
+
+WINDOWS = {
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "window_size",
+    "loop_window_size",
+    "attention_chunk_size",
+}
+
+
+@pytest.mark.parametrize("name", [n for n, e in ZOO.items() if "_window" in str(e.config)])
+def test_a_window_one_token_wider_gives_other_logits(name):
+    model, config = build(name)
+    wider, _ = build(name, config=_wider(config))
+    ids = tokens(303)
+    assert difference(run(wider, ids)[-1], run(model, ids)[-1]) > 5e-4
+
+
+def _wider(config):
+    return {
+        key: _wider(value) if isinstance(value, dict) else value + 1 if key in WINDOWS else value
+        for key, value in config.items()
+    }
 
 
 def test_rounding_does_not_grow(case):

@@ -23,35 +23,42 @@ def redraw(model: nn.Module, seed: int, gains: dict[str, float]) -> None:
 
     ``gains`` maps a part of a parameter's path to a factor, applied last.
     """
-    embeddings = {name for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    embeddings = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
     drawn = []
     for path, old in tree_flatten(model.parameters()):
         key = mx.random.key(zlib.crc32(f"{seed}:{path}".encode()))
-        owner, _, leaf = path.rpartition(".")
-        new = mx.random.normal(old.shape, key=key) if owner in embeddings else _draw(leaf, old, key)
+        new = _normal(old, key) if path in embeddings else _draw(path, old, key)
         for part, gain in gains.items():
             new = new * gain if part in path else new
-        drawn.append((path, new.astype(mx.float32)))
+        drawn.append((path, new))
     model.update(tree_unflatten(drawn))
     mx.eval(model.parameters())
 
 
-def _draw(leaf: str, old: mx.array, key: mx.array) -> mx.array:
-    if leaf in SPECIAL:
-        return SPECIAL[leaf](old, key)
-    if old.ndim >= 2 and "norm" not in leaf:
-        return mx.random.normal(old.shape, key=key) * (GAIN / math.sqrt(_fan_in(leaf, old)))
-    return old.astype(mx.float32) + 0.1 * mx.random.normal(old.shape, key=key)
+def _normal(old: mx.array, key: mx.array) -> mx.array:
+    return mx.random.normal(old.shape, key=key)
+
+
+def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
+    if not mx.issubdtype(old.dtype, mx.floating):  # packed weights
+        return mx.random.randint(0, 2**31 - 1, old.shape, key=key).astype(old.dtype)
+    for end, draw in SPECIAL.items():
+        if path.endswith(end):
+            return draw(old, key)
+    if "norm" in path and old.ndim == 2:  # one norm a head; some start at zero
+        return 1 + 0.1 * _normal(old, key)
+    if old.ndim >= 2 and "norm" not in path:
+        return _normal(old, key) * (GAIN / math.sqrt(_fan_in(path, old)))
+    return old.astype(mx.float32) + 0.1 * _normal(old, key)
 
 
 # Above one, so that what a layer adds weighs as much as what it got.
 GAIN = 1.4
 
 
-def _fan_in(leaf: str, old: mx.array) -> int:
-    if leaf == "weight" and "conv" in leaf:
-        return old.shape[1] * old.shape[2]
-    return old.shape[-1]
+def _fan_in(path: str, old: mx.array) -> int:
+    """Of a convolution's [channels, taps, inputs], or of the last axis."""
+    return old.shape[1] * old.shape[2] if "conv" in path and old.ndim == 3 else old.shape[-1]
 
 
 def _uniform(low: float, high: float) -> Draw:
@@ -59,14 +66,26 @@ def _uniform(low: float, high: float) -> Draw:
 
 
 def _near(value: float, width: float) -> Draw:
-    return lambda old, key: value + width * mx.random.normal(old.shape, key=key)
+    return lambda old, key: value + width * _normal(old, key)
 
 
-# Parameters whose sign or size decides whether a state lives or dies.
+# Parameters, by the end of their path, whose sign or size decides whether a state lives or dies.
 SPECIAL: dict[str, Draw] = {
-    # decay of a state space per step: exp(-exp(A_log) * softplus(dt_bias + ...)), about 0.97
+    # Decay of a state space: exp(-exp(A_log) * softplus(dt)), a few percent a step.
     "A_log": _uniform(-2.0, 0.5),
     "dt_bias": _uniform(-4.0, -2.0),
-    "D": _near(1.0, 0.1),
+    "dt_proj.bias": _uniform(-4.0, -2.0),
+    ".D": _near(1.0, 0.1),
+    # RWKV 7: how much of the token before, decay exp(-0.6 sigmoid(bias)).
+    **{f"attn.x_{name}": _uniform(0.2, 0.8) for name in "rwkvag"},
+    "ffn.x_k": _uniform(0.2, 0.8),
+    "w_lora.lora.2.bias": _near(-5.0, 0.5),
+    "attn.k_k": _near(1.0, 0.1),
+    "attn.k_a": _near(1.0, 0.1),
+    # Griffin: decay exp(-4 softplus(p)).
+    "recurrent_param": _near(-4.5, 0.5),
     "sinks": _near(0.5, 0.5),
+    # Two bits a weight: (0..3) * scale + bias, around zero.
+    ".scales": _near(0.08, 0.0),
+    ".biases": _near(-0.12, 0.0),
 }

@@ -24,6 +24,7 @@ ZOO: dict[str, Entry] = dict(sorted((PLAIN | EXPERTS | WINDOWS | RECURRENT | LAT
 
 # Model files that cannot run here, with the reason seen.
 NOT_RUNNABLE: dict[str, str] = {
+    "bitnet": "its linear layers are a Metal kernel: [metal_kernel] No Metal back-end.",
     "muse_spark": "mlx_lm.kernels makes a Metal kernel: [metal_kernel] No Metal back-end.",
     "olmo": "imports hf_olmo, which is not installed, and exits the process without it",
     "phi3small": "adds its boolean mask to the scores instead of masking, so that prefill sees the"
@@ -31,16 +32,19 @@ NOT_RUNNABLE: dict[str, str] = {
 }
 
 
-def build(name: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+def build(
+    name: str, seed: int = 0, config: dict[str, Any] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
     """The tiny model of model file ``name`` with random float32 weights, and its configuration.
 
-    Another ``seed`` gives other weights; 0 is the one that the tests know.
+    Another ``seed`` gives other weights; 0 is the one that the tests know. ``config`` takes the
+    place of the zoo's; parameters of the same path and shape get the same weights.
     """
     seam.install()
     from tests.architectures.weights import redraw
 
     entry = ZOO[name]
-    config = {"model_type": name} | entry.config
+    config = {"model_type": name} | (config or entry.config)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     # Some configurations are changed in place by their own __post_init__.
     model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
@@ -60,7 +64,7 @@ def _describe(cache: Any) -> str:
     name = type(cache).__name__
     if hasattr(cache, "caches"):
         return f"{name}({', '.join(map(_describe, cache.caches))})"
-    for size in ("max_size", "chunk_size"):
+    for size in ("max_size", "chunk_size", "window_size"):
         if hasattr(cache, size):
             keep = getattr(cache, "keep", 0)
             return f"{name}({size}={getattr(cache, size)}{f', keep={keep}' if keep else ''})"

@@ -93,6 +93,10 @@ class LayerRows(KVStore):
 class Reading:
     """Stands for a batch's keys and values in one forward pass; it can only be attended to."""
 
+    def __init__(self, shared: SharedStore) -> None:
+        self.shared = shared
+        self.store = shared.rows
+
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend the new tokens' queries, ``[batch, q_heads, tokens, k_dim]``, causally."""
         raise NotImplementedError
@@ -102,13 +106,13 @@ class DecodeReading(Reading):
     """One new token for each row."""
 
     def __init__(self, shared: SharedStore, handle: DecodeHandle) -> None:
-        self._shared = shared
+        super().__init__(shared)
         self._handle = handle
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend one query a row; lazy."""
         output = decode_attention(queries, self._handle, scale, sinks)
-        self._shared.latest = output
+        self.shared.latest = output
         return output
 
 
@@ -122,7 +126,7 @@ class ChunkReading(Reading):
     def __init__(
         self, shared: SharedStore, parts: list[PrefillHandle | None], spans: Sequence[Span]
     ) -> None:
-        self._shared = shared
+        super().__init__(shared)
         self.parts = parts
         """One a row; None where all of its tokens are padding."""
         self._spans = spans
@@ -135,7 +139,7 @@ class ChunkReading(Reading):
         ]
         output = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         mx.eval(output)
-        self._shared.finish(self)
+        self.shared.finish(self)
         return output
 
     def _row(
@@ -147,7 +151,7 @@ class ChunkReading(Reading):
         sinks: mx.array | None,
     ) -> mx.array:
         _, heads, tokens, _ = queries.shape
-        v_dim = self._shared.rows.layers[0].geometry.v_dim
+        v_dim = self.store.layers[0].geometry.v_dim
         if part is None:
             return mx.zeros((1, heads, tokens, v_dim), queries.dtype)
         end = span.start + span.count
