@@ -65,10 +65,9 @@ class HeldKVCache:
             return "causal"
         queries = mx.arange(self.offset, self.offset + n)[:, None]
         keys = mx.array([*self._positions, *range(self.offset, self.offset + n)])
-        seen = self._kind.visible(queries, keys)
-        if window_size is not None:
-            seen = seen & ((keys > queries - window_size) | (keys < self._kind.keep))
-        return seen
+        # As mlx-lm's caches: what the model says counts, over what the cache still has.
+        kind = self._kind if window_size is None else Kind(window_size + self._kind.keep, self._kind.keep)
+        return kind.visible(queries, keys)
 
 
 def held_caches(

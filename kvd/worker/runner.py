@@ -38,6 +38,7 @@ class Runner:
         paged = isinstance(cache, ModelCache) and all(
             access is Access.PAGES for access in cache.access.values()
         )
+        self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
         # Rectangles change their shape with the rows that share them anyway.
         self._multiple = CPU_BATCH if on_cpu() and paged and cache.batched else 1
 
@@ -67,15 +68,24 @@ class Runner:
         Flush the cache before where its `needs_flush` says so. Evaluate the result together with
         the cache's `arrays`.
         """
-        if self.cache.batched:
-            return self._decode(rows, tokens)
-        return mx.concatenate(
-            [self._decode([row], tokens[index : index + 1]) for index, row in enumerate(rows)]
-        )
+        together = [index for index, row in enumerate(rows) if self._shares(row)]
+        if len(together) == len(rows):
+            return self._decode(rows, tokens, self._multiple)
+        alone = [index for index in range(len(rows)) if index not in together]
+        found = [self._decode([rows[index]], tokens[index : index + 1], 1) for index in alone]
+        if together:
+            shared = [rows[index] for index in together]
+            found.append(self._decode(shared, tokens[mx.array(together)], self._multiple))
+        order = [*alone, *together]
+        return mx.concatenate(found)[mx.array([order.index(index) for index in range(len(rows))])]
 
-    def _decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
+    def _shares(self, row: Row) -> bool:
+        """Return whether a row can share a pass: some models tell no state from a state of zeros."""
+        return bool(self.cache.batched and (row.length or not self._recurrent))
+
+    def _decode(self, rows: list[Row], tokens: mx.array, multiple: int) -> mx.array:
         count = len(rows)
-        batch = -(-count // self._multiple) * self._multiple
+        batch = -(-count // multiple) * multiple
         self.cache.begin_decode(rows, batch)
         if batch > count:
             tokens = mx.concatenate([tokens, mx.zeros((batch - count,), tokens.dtype)])

@@ -1,0 +1,167 @@
+"""Every architecture over kvd's caches gives what mlx-lm gives over its own.
+
+Three sequences in one batch, one joining and one leaving in mid-flight: with pages that are not
+quantized the logits are those of mlx-lm's own single-sequence runs; with quantized ones those of
+the same passes over dense copies of what the pages stand for.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker import probe
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.probe import Served
+from kvd.worker.reference import held_caches
+from kvd.worker.runner import Row, Runner
+from tests.architectures import table
+from tests.architectures.reference import TOKENS, difference, run, tokens
+from tests.architectures.zoo import ZOO, build
+
+pytestmark = pytest.mark.mlx
+
+CHUNK = 64
+PROMPTS = (1, 70, 300)
+STEPS = 24
+"""The longest sequence seals a page, and the pages before it are several."""
+JOINS, LEAVES = 3, 6
+"""When the longest sequence comes, and the shortest goes."""
+CLOSE = 1e-4
+
+
+def served(model: object, scheme: str) -> Served:
+    settings = CacheSettings(ladder=(Scheme.parse(scheme),), scratch=1 << 26)
+    return probe.serve(model, settings, TOKENS)
+
+
+class Batch:
+    """Sequences whose tokens are given, in a runner's cache."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.ids = [tokens(length + STEPS, seed=length) for length in PROMPTS]
+        self.rows: list[Row | None] = [None for _ in PROMPTS]
+        self.done = [0 for _ in PROMPTS]
+
+    def join(self, index: int) -> list[tuple[int, mx.array]]:
+        """Prefill all but the last token of a prompt; return where chunks began, and logits."""
+        row = self.rows[index] = self.runner.cache.new_row()
+        found = []
+        end = PROMPTS[index] - 1
+        for start in range(0, end, CHUNK):
+            chunk = self.ids[index][start : min(start + CHUNK, end)].tolist()
+            found.append((start, self.runner.score(row, chunk)))
+        self.done[index] = end
+        return found
+
+    def leave(self, index: int) -> None:
+        self.runner.cache.free(self.rows[index])
+        self.rows[index] = None
+
+    def step(self) -> dict[int, mx.array]:
+        """Decode one token of every sequence that is there; return its logits by index."""
+        there = [index for index, row in enumerate(self.rows) if row is not None]
+        rows = [self.rows[index] for index in there]
+        if self.runner.cache.needs_flush(rows):
+            self.runner.cache.flush()
+        inputs = mx.array([self.ids[index][self.done[index]].item() for index in there], mx.int32)
+        logits = self.runner.decode(rows, inputs).astype(mx.float32)
+        mx.eval(logits, self.runner.cache.arrays())
+        for index in there:
+            self.done[index] += 1
+        return dict(zip(there, logits, strict=True))
+
+
+def close(got: mx.array, want: mx.array, bound: float = CLOSE) -> None:
+    assert mx.isfinite(got).all().item()
+    assert difference(got.astype(mx.float32), want.astype(mx.float32)) <= bound
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def model(request: pytest.FixtureRequest) -> tuple[str, object]:
+    return request.param, build(request.param)[0]
+
+
+def test_dense_pages_give_the_models_own_logits(model: tuple[str, object]) -> None:
+    _, net = model
+    batch = Batch(served(net, "k16v16").runner)
+    wanted = [
+        run(net, ids, chunk=CHUNK, decoded=STEPS + 1) for ids in batch.ids
+    ]
+    prefilled = {index: batch.join(index) for index in (0, 1)}
+    for step in range(STEPS):
+        if step == JOINS:
+            prefilled[2] = batch.join(2)
+        if step == LEAVES:
+            batch.leave(0)
+        places = list(batch.done)
+        for index, logits in batch.step().items():
+            close(logits, wanted[index][places[index]])
+    for index, chunks in prefilled.items():
+        for start, logits in chunks:
+            close(logits, wanted[index][start : start + len(logits)])
+    assert batch.done[2] == PROMPTS[2] - 1 + STEPS - JOINS
+    batch.runner.cache.check()
+
+
+@pytest.mark.parametrize("scheme", ["k8v8", "k4v4"])
+def test_quantized_pages_give_what_they_stand_for(model: tuple[str, object], scheme: str) -> None:
+    _, net = model
+    found = served(net, scheme)
+    cache = found.runner.cache
+    if not isinstance(cache, ModelCache):
+        pytest.skip("served dense: nothing is quantized")
+    batch = Batch(found.runner)
+    for index in (1, 0):
+        batch.join(index)
+    for step in range(STEPS):
+        if step == JOINS:
+            batch.join(2)
+        if step == LEAVES:
+            batch.leave(0)
+        looks = step in {JOINS - 1, JOINS, LEAVES, STEPS - 1}
+        states = {
+            index: cache.states.snapshot(row)
+            for index, row in enumerate(batch.rows)
+            if row is not None and looks
+        }
+        places = list(batch.done)
+        logits = batch.step()
+        for index, state in states.items():
+            caches = held_caches(cache, batch.rows[index], state, but=1)
+            token = batch.ids[index][places[index]].reshape(1, 1)
+            close(logits[index], net(token, cache=caches)[0, -1])
+    cache.check()
+    if cache.growing is not None:
+        assert cache.pages_used > 0
+
+
+@pytest.mark.parametrize("scheme", ["k8v8", "k4v4"])
+def test_chunks_attend_to_what_quantized_pages_stand_for(
+    model: tuple[str, object], scheme: str
+) -> None:
+    _, net = model
+    found = served(net, scheme)
+    cache = found.runner.cache
+    if not isinstance(cache, ModelCache):
+        pytest.skip("served dense: nothing is quantized")
+    ids = tokens(300)
+    row = cache.new_row()
+    for start in range(0, 256, CHUNK):
+        found.runner.score(row, ids[start : start + CHUNK].tolist())
+    caches = held_caches(cache, row, cache.states.snapshot(row))
+    got = found.runner.score(row, ids[256:].tolist())
+    close(got, net(ids[None, 256:], cache=caches)[0])
+
+
+def test_the_table_of_models_is_kept(model: tuple[str, object]) -> None:
+    name, net = model
+    assert table.line(name, served(net, "k8v8")) in table.PAGE.read_text().splitlines()
+
+
+def test_most_models_use_pages() -> None:
+    lines = [line for line in table.PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert len(lines) == len(ZOO) >= 70
+    assert sum("| pages" in line for line in lines) >= 55
