@@ -61,6 +61,14 @@ SETS = {
         for layout in ("", ":token", ":hadamard", ":rotated")
         for head in ("", ":head8")
     ],
+    "even": [
+        f"{scheme}{options}"
+        for scheme in ("k8v8", "k4v8", "k5v3", "k4v4", "k2v2")
+        for options in (
+            "", ":even", ":even:token", ":even:hadamard", ":even:rotated", ":even:rotated:head8",
+            ":fine4", ":even:rotated:fine4",
+        )
+    ],
     "variants": [f"{scheme}{options}" for scheme in ("k4v4", "k5v3") for options in OPTIONS],
     "mixes": [
         *(f"k{k}v{v}" for k in (8, 6, 5, 4, 3) for v in (8, 6, 5, 4, 3, 2)),
@@ -121,7 +129,7 @@ def flatten_keys(model: Any) -> None:
         attention.q_norm.weight[pair] = attention.q_norm.weight[pair] * OUTLIER
 
 
-def _entry(recipe: Recipe, length: int, score: Score) -> dict[str, Any]:
+def _entry(recipe: Recipe, length: int, layers: int, score: Score) -> dict[str, Any]:
     parts = {
         name: asdict(part) | {"perplexity_change": part.perplexity_change}
         for name, part in score.parts().items()
@@ -129,7 +137,7 @@ def _entry(recipe: Recipe, length: int, score: Score) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "length": length,
-        "bytes_to_dense": round(recipe.bytes_to_dense(length), 5),
+        "bytes_to_dense": round(recipe.bytes_to_dense(length, layers), 5),
         "recall": score.recall,
         **parts,
     }
@@ -180,7 +188,7 @@ def measure(
         )
         print(dense[-1], flush=True)
         for recipe in arguments.recipes:
-            results.append(_entry(recipe, length, scores[recipe.name]))
+            results.append(_entry(recipe, length, len(loaded.model.layers), scores[recipe.name]))
             print(_line(results[-1]), flush=True)
         if arguments.json:
             arguments.json.write_text(_compact(found))

@@ -22,6 +22,8 @@ class FakeQuantizedCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.offset = 0
+        self._sizes: mx.array | None = None
+        """Of the key channels, ``[1, heads, 1, dim]``."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Seal what is due, add the new tokens, return all."""
@@ -37,9 +39,15 @@ class FakeQuantizedCache:
         start = self._sealed
         if self.keys is None or self.values is None or end <= start:
             return
-        stored = self._recipe.stored(
-            self.keys[:, :, start:end], self.values[:, :, start:end], start
-        )
+        keys, values = (x[:, :, start:end] for x in (self.keys, self.values))
+        if self._recipe.even:
+            # A product would measure this once, when it loads the model.
+            if self._sizes is None:
+                self._sizes = mx.abs(keys).mean(axis=(0, 2), keepdims=True)
+            keys, values = self._recipe.stored(keys / self._sizes, values, start)
+            stored = (keys * self._sizes, values)
+        else:
+            stored = self._recipe.stored(keys, values, start)
         self.keys, self.values = (
             mx.concatenate([whole[:, :, :start], part, whole[:, :, end:]], axis=2)
             for whole, part in zip((self.keys, self.values), stored, strict=True)
@@ -65,9 +73,8 @@ class FakeQuantizedCache:
 
 def make_caches(model: Any, recipe: Recipe) -> list[Any]:
     """Return the model's caches with every plain one replaced; others stay as they are."""
-    return [
-        FakeQuantizedCache(recipe)
-        if type(cache) is KVCache and recipe.only in {None, layer}
-        else cache
-        for layer, cache in enumerate(make_prompt_cache(model))
-    ]
+    caches = []
+    for layer, cache in enumerate(make_prompt_cache(model)):
+        mine = recipe.at(layer) if type(cache) is KVCache else None
+        caches.append(FakeQuantizedCache(mine) if mine else cache)
+    return caches

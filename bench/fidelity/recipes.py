@@ -5,6 +5,8 @@ A name is a scheme, then options in any order:
     channel, token, hadamard   keys: groups along 64 tokens (the product's layout; no need to say),
                                along the channels, along the channels after a Hadamard rotation
     rotated                    keys: groups along 64 tokens after a Hadamard rotation
+    even                       keys: every channel is first divided by its mean size, which the
+                               queries take over; so that a rotation does not spread outliers
     vchannel, vhadamard        the same for values; without, per token
     kg32, vg32                 groups of 32 instead of 64, of keys or of values
     clip, refit                other scales than MLX's: the range is cut where that lowers the mean
@@ -12,7 +14,8 @@ A name is a scheme, then options in any order:
     kclip, vclip, ...          the same for one side
     sinkN                      the first N tokens stay dense
     head8                      the first page of a row at 8 bits, whatever the scheme
-    onlyN                      only layer N is quantized, counted from 0
+    fineN                      keys of layer N at 8 bits, counted from 0
+    onlyN                      only layer N is quantized
     no-tail                    a page is sealed as soon as it is full
     half                       scales and biases in float16, as on a GPU, instead of float32
     via8                       first at 8 bits, then again: pages that were stepped down
@@ -139,6 +142,18 @@ class Recipe:
     """Whether a row's first page is stored at 8 bits."""
     only: int | None = None
     """The one layer that is quantized; None: all are."""
+    fine: int | None = None
+    """The layer whose keys have 8 bits."""
+    even: bool = False
+    """Whether key channels are brought to one size before everything else."""
+
+    def at(self, layer: int) -> Recipe | None:
+        """Return the recipe of a layer; None: it stays dense."""
+        if self.only not in {None, layer}:
+            return None
+        if self.fine == layer:
+            return replace(self, keys=replace(self.keys, bits=8))
+        return self
 
     def sealed(self, before: int) -> int:
         """Return how many tokens are quantized (or sinks) when a pass begins after ``before``.
@@ -151,15 +166,20 @@ class Recipe:
             return PAGE * max(0, (before + 1) // PAGE - 1)
         return before // PAGE * PAGE
 
-    def bytes_to_dense(self, length: int) -> float:
+    def bytes_to_dense(self, length: int, layers: int) -> float:
         """Return the bytes of a row's pages as a share of what they take in 16 bits, sinks too."""
+        stored = [self.at(layer) for layer in range(layers)]
+        return sum(one.bits(length) if one else 32.0 for one in stored) / (32 * layers)
+
+    def bits(self, length: int) -> float:
+        """Return the bits of an element of keys and one of values in one layer."""
         head = self._head_sides() if self.head8 else (self.keys, self.values)
         parts = [
             (self.sinks, 32.0),
             (PAGE, sum(side.bits_per_element for side in head)),
             (length - self.sinks - PAGE, self.keys.bits_per_element + self.values.bits_per_element),
         ]
-        return sum(tokens * bits for tokens, bits in parts) / (32 * length)
+        return sum(tokens * bits for tokens, bits in parts) / length
 
     def stored(self, keys: mx.array, values: mx.array, start: int) -> tuple[mx.array, mx.array]:
         """Return whole pages, ``[..., tokens, dim]`` from token ``start`` on, after storage."""
@@ -212,6 +232,7 @@ _OPTIONS: dict[str, Callable[[_Draft], None]] = {
     "vg32": _one("values", "group", 32),
     "no-tail": _one("row", "tail", value=False),
     "head8": _one("row", "head8", value=True),
+    "even": _one("row", "even", value=True),
 }
 
 
@@ -227,12 +248,14 @@ def parse(name: str) -> Recipe:
             if int(sinks[1]) % PAGE:
                 raise ValueError(f"sinks are whole pages of {PAGE} tokens, not {sinks[1]}")
             draft.row["sinks"] = int(sinks[1])
-        elif only := re.fullmatch(r"only(\d+)", option):
-            draft.row["only"] = int(only[1])
+        elif layer := re.fullmatch(r"(only|fine)(\d+)", option):
+            draft.row[layer[1]] = int(layer[2])
         elif option in _OPTIONS:
             _OPTIONS[option](draft)
         else:
-            raise ValueError(f"no option {option!r}; there are {', '.join(_OPTIONS)}, sinkN, onlyN")
+            raise ValueError(
+                f"no option {option!r}; there are {', '.join(_OPTIONS)}, sinkN, fineN, onlyN"
+            )
     keys = Side(int(bits[1]), **draft.keys)  # type: ignore[arg-type]
     values = Side(int(bits[2]), **draft.values)  # type: ignore[arg-type]
     return Recipe(name, keys, values, **draft.row)  # type: ignore[arg-type]

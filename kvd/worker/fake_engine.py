@@ -320,8 +320,9 @@ class FakeEngine:
 
 def _kv_part(kv: KVSpec, token_bytes: int) -> KVPart:
     size = kv.max_kv_size
+    keep = f" keep {kv.keep}" if kv.keep else ""
     return KVPart(
-        kind="full" if size is None else f"window {size} keep {kv.keep}",
+        kind="full" if size is None else f"window {size}{keep}",
         layers=1,
         path="pages",
         scheme=kv.name,

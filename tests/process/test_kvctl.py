@@ -42,6 +42,31 @@ def test_load_status_generate_unload(daemon: Daemon):
     assert daemon.kvctl("unload", "m").returncode == 6
 
 
+def test_kv_settings_reach_the_worker_and_status_says_them(daemon: Daemon):
+    options = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-floor -1=k8v8"
+    options += " --kv-ladder k4v4 --quantized-kv-start 512 --max-kv-size 1024 --kv-keep 8"
+    loaded = daemon.kvctl("load", source(tps=500), "--alias", "m", *options.split())
+    assert (loaded.returncode, "k8g32v4g128" in loaded.stdout) == (0, True), loaded.stderr
+    model = json.loads(daemon.kvctl("status", "m", "--json").stdout)
+    assert model["kv"] == {
+        "k_bits": 8,
+        "v_bits": 4,
+        "group_size": 32,
+        "value_group_size": 128,
+        "ladder": ["k4v4"],
+        "floors": {"-1": "k8v8"},
+        "quantized_kv_start": 512,
+        "max_kv_size": 1024,
+        "keep": 8,
+    }
+    (part,) = model["info"]["kv"]
+    assert (part["kind"], part["scheme"]) == ("window 1024 keep 8", "k8g32v4g128")
+    page = " ".join(daemon.kvctl("status", "m").stdout.split())
+    assert "may step down to k4g32v4g128; layer -1 not below k8v8; dense until 512 tokens" in page
+    again = daemon.kvctl("load", source(tps=500), "--alias", "m", "--kv", "k8v4")
+    assert (again.returncode, "unload it first" in again.stderr) == (6, True)
+
+
 def test_exit_codes_of_bad_requests(shared: Daemon):
     assert shared.kvctl("generate", "nope", "Hi").returncode == 6
     assert shared.kvctl("generate", "fast", "").returncode == 6
