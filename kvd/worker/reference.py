@@ -66,7 +66,11 @@ class HeldKVCache:
         queries = mx.arange(self.offset, self.offset + n)[:, None]
         keys = mx.array([*self._positions, *range(self.offset, self.offset + n)])
         # As mlx-lm's caches: what the model says counts, over what the cache still has.
-        kind = self._kind if window_size is None else Kind(window_size + self._kind.keep, self._kind.keep)
+        kind = (
+            self._kind
+            if window_size is None
+            else Kind(window_size + self._kind.keep, self._kind.keep)
+        )
         return kind.visible(queries, keys)
 
 

@@ -80,7 +80,7 @@ class Runner:
         return mx.concatenate(found)[mx.array([order.index(index) for index in range(len(rows))])]
 
     def _shares(self, row: Row) -> bool:
-        """Return whether a row can share a pass: some models tell no state from a state of zeros."""
+        """Return whether a row can share a pass; to some models zeros are not the first state."""
         return bool(self.cache.batched and (row.length or not self._recurrent))
 
     def _decode(self, rows: list[Row], tokens: mx.array, multiple: int) -> mx.array:

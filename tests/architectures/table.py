@@ -23,12 +23,12 @@ def line(name: str, served: Served) -> str:
     """Return a model's line of the table."""
     parts = describe.parts(served)
     # Sizes are those of the tiny configuration.
-    kinds = [part.kind.split(" ")[0] for part in parts]
-    paths = list(dict.fromkeys(part.path for part in parts))
+    kinds = ", ".join(dict.fromkeys(part.kind.split(" ")[0] for part in parts))
+    paths = ", ".join(dict.fromkeys(part.path for part in parts))
     together = "yes" if all(part.batched for part in parts) else "no"
     reasons = "; ".join(dict.fromkeys(part.reason for part in parts if part.reason))
     why = reasons.replace("|", "\\|")
-    return f"| `{name}` | {', '.join(dict.fromkeys(kinds))} | {', '.join(paths)} | {together} | {why} |"
+    return f"| `{name}` | {kinds} | {paths} | {together} | {why} |"
 
 
 def table() -> list[str]:

@@ -7,6 +7,9 @@ the same passes over dense copies of what the pages stand for.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -31,9 +34,22 @@ JOINS, LEAVES = 3, 6
 CLOSE = 1e-4
 
 
-def served(model: object, scheme: str) -> Served:
-    settings = CacheSettings(ladder=(Scheme.parse(scheme),), scratch=1 << 26)
-    return probe.serve(model, settings, TOKENS)
+@dataclass(frozen=True)
+class Case:
+    """A model, and how the probe says that it is served."""
+
+    name: str
+    model: Any
+    served: Served
+
+    def runner(self, scheme: str) -> Runner:
+        """Return a runner over pages of another scheme."""
+        cache = self.served.runner.cache
+        if not isinstance(cache, ModelCache):
+            return self.served.runner
+        settings = replace(cache.settings, ladder=(Scheme.parse(scheme),))
+        paged = ModelCache(cache.layout, settings, access=cache.access, batched=cache.batched)
+        return Runner(self.model, paged)
 
 
 class Batch:
@@ -80,16 +96,15 @@ def close(got: mx.array, want: mx.array, bound: float = CLOSE) -> None:
 
 
 @pytest.fixture(scope="module", params=ZOO)
-def model(request: pytest.FixtureRequest) -> tuple[str, object]:
-    return request.param, build(request.param)[0]
+def case(request: pytest.FixtureRequest) -> Case:
+    model, _ = build(request.param)
+    served = probe.serve(model, CacheSettings(scratch=1 << 26), TOKENS)
+    return Case(request.param, model, served)
 
 
-def test_dense_pages_give_the_models_own_logits(model: tuple[str, object]) -> None:
-    _, net = model
-    batch = Batch(served(net, "k16v16").runner)
-    wanted = [
-        run(net, ids, chunk=CHUNK, decoded=STEPS + 1) for ids in batch.ids
-    ]
+def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
+    batch = Batch(case.runner("k16v16"))
+    wanted = [run(case.model, ids, chunk=CHUNK, decoded=STEPS + 1) for ids in batch.ids]
     prefilled = {index: batch.join(index) for index in (0, 1)}
     for step in range(STEPS):
         if step == JOINS:
@@ -107,13 +122,12 @@ def test_dense_pages_give_the_models_own_logits(model: tuple[str, object]) -> No
 
 
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4"])
-def test_quantized_pages_give_what_they_stand_for(model: tuple[str, object], scheme: str) -> None:
-    _, net = model
-    found = served(net, scheme)
-    cache = found.runner.cache
+def test_quantized_pages_give_what_they_stand_for(case: Case, scheme: str) -> None:
+    runner = case.runner(scheme)
+    cache = runner.cache
     if not isinstance(cache, ModelCache):
         pytest.skip("served dense: nothing is quantized")
-    batch = Batch(found.runner)
+    batch = Batch(runner)
     for index in (1, 0):
         batch.join(index)
     for step in range(STEPS):
@@ -132,33 +146,29 @@ def test_quantized_pages_give_what_they_stand_for(model: tuple[str, object], sch
         for index, state in states.items():
             caches = held_caches(cache, batch.rows[index], state, but=1)
             token = batch.ids[index][places[index]].reshape(1, 1)
-            close(logits[index], net(token, cache=caches)[0, -1])
+            close(logits[index], case.model(token, cache=caches)[0, -1])
     cache.check()
     if cache.growing is not None:
         assert cache.pages_used > 0
 
 
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4"])
-def test_chunks_attend_to_what_quantized_pages_stand_for(
-    model: tuple[str, object], scheme: str
-) -> None:
-    _, net = model
-    found = served(net, scheme)
-    cache = found.runner.cache
+def test_chunks_attend_to_what_quantized_pages_stand_for(case: Case, scheme: str) -> None:
+    runner = case.runner(scheme)
+    cache = runner.cache
     if not isinstance(cache, ModelCache):
         pytest.skip("served dense: nothing is quantized")
     ids = tokens(300)
     row = cache.new_row()
     for start in range(0, 256, CHUNK):
-        found.runner.score(row, ids[start : start + CHUNK].tolist())
+        runner.score(row, ids[start : start + CHUNK].tolist())
     caches = held_caches(cache, row, cache.states.snapshot(row))
-    got = found.runner.score(row, ids[256:].tolist())
-    close(got, net(ids[None, 256:], cache=caches)[0])
+    got = runner.score(row, ids[256:].tolist())
+    close(got, case.model(ids[None, 256:], cache=caches)[0])
 
 
-def test_the_table_of_models_is_kept(model: tuple[str, object]) -> None:
-    name, net = model
-    assert table.line(name, served(net, "k8v8")) in table.PAGE.read_text().splitlines()
+def test_the_table_of_models_is_kept(case: Case) -> None:
+    assert table.line(case.name, case.served) in table.PAGE.read_text().splitlines()
 
 
 def test_most_models_use_pages() -> None:
