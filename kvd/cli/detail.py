@@ -24,9 +24,8 @@ def page(value: ModelStatus) -> RenderableType:
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
     lines.append(("KV cache", _settings(value.kv)))
     if info:
-        lines.append(
-            ("", f"{info.kv_layout}; a page of 64 tokens: {format_bytes(info.page_bytes)}")
-        )
+        size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
+        lines.append(("", info.kv_layout + size))
     lines += _memory(value.stats.memory, value.granted_bytes)
     parts: list[RenderableType] = [_head(value), _pairs(lines)]
     if info and info.kv:
@@ -56,7 +55,7 @@ def _settings(kv: KVSpec) -> str:
     steps = ", ".join(scheme.name for scheme in kv.steps)
     said = [f"{kv.name}, may step down to {steps}" if steps else f"{kv.name}, never steps down"]
     floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))
-    said += [f"layer {layer} not below {name}" for layer, name in floors]
+    said += [f"layer {layer} not below {kv.scheme_of(name).name}" for layer, name in floors]
     if kv.quantized_kv_start:
         said.append(f"dense until {kv.quantized_kv_start} tokens")
     if kv.max_kv_size is not None:

@@ -49,7 +49,6 @@ def test_page_bytes_are_those_of_the_arrays(k_dim: int, v_dim: int, dtype: mx.Dt
         scheme = Scheme(k_bits, v_bits, k_group, v_group)
         geometry = LayerGeometry(2, k_dim, v_dim, itemsize=dtype.size)
         pool = PagePool(geometry, scheme, dtype)
-        pool.capacity = 3
         pool.keys, pool.values = pool._empty_keys(3), pool._empty_values(3)
 
         held = sum(array.nbytes for array in pool.arrays())

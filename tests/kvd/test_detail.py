@@ -73,6 +73,12 @@ def test_all_settings_are_said():
     assert "KV cache   k4v4, never steps down; at most 512 tokens" in lines
 
 
+def test_a_page_is_named_where_rows_have_pages_for_good():
+    bounded = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, page_bytes=0))
+    assert "values per token; a page of 64 tokens: 102 KiB" in shown(MODEL, 80)
+    assert "a page of" not in shown(bounded, 80)
+
+
 def test_a_model_that_is_not_loaded_shows_what_there_is():
     failed = ModelStatus(
         name="m", source="/models/m", state="failed", error=ErrorInfo("x", "3 crashes [a]")

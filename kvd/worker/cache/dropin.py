@@ -118,15 +118,16 @@ class BatchQuantizedKVCache:
     def make_mask(
         self, n: int, window_size: int | None = None, *, return_array: bool = False, **_: Any
     ) -> None:
-        """Return no mask: attention is causal by itself, over what each row has.
+        """Return no mask: attention sees by itself what each row may see.
 
         Raises ``TypeError`` where the model wants a mask of its own, or another window.
         """
-        if return_array or window_size not in {None, self.kind.window}:
+        if window_size not in {None, self.kind.window}:
             raise TypeError(
-                f"the model asks for a mask array (window {window_size}, {n} tokens) of a cache"
-                f" whose attention is {self.kind.name}"
+                f"the model asks for a window of {window_size} tokens: {self.kind.name}"
             )
+        if return_array and n > 1:
+            raise TypeError("the model asks for a mask array")
 
     # What it holds.
 

@@ -27,9 +27,15 @@ class PagePool:
         self.key_packing = geometry.keys(scheme)
         self.value_packing = geometry.values(scheme)
         self.dtype = dtype
-        self.capacity = 0
         self.keys = self._empty_keys(0)
         self.values = self._empty_values(0)
+        self._page_bytes = [
+            geometry.kv_heads * packing.page_bytes(dim, geometry.itemsize)
+            for packing, dim in (
+                (self.key_packing, geometry.k_dim),
+                (self.value_packing, geometry.v_dim),
+            )
+        ]
 
     def _empty_keys(self, pages: int) -> Packed:
         g = self.geometry
@@ -41,9 +47,25 @@ class PagePool:
         return pk.empty(pages, g.kv_heads, *shape, self.value_packing, self.dtype)
 
     @property
+    def capacities(self) -> tuple[int, int]:
+        """Pages that keys and values have room for; amidst a resizing one has more."""
+        return self.keys[0].shape[0], self.values[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Whole pages that there is room for."""
+        return min(self.capacities)
+
+    @property
+    def side_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and of values, used or free."""
+        keys, values = self.capacities
+        return keys * self._page_bytes[0], values * self._page_bytes[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all pages, used or free."""
-        return self.capacity * self.geometry.page_bytes(self.scheme)
+        return sum(self.side_bytes)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, for `mx.eval`."""
@@ -94,16 +116,32 @@ class PagePool:
 
         A copy of the larger of the two sides is all the scratch that this takes.
         """
-        added = capacity - self.capacity
-        self.keys = _joined(self.keys, self._empty_keys(added))
-        self.values = _joined(self.values, self._empty_values(added))
-        self.capacity = capacity
+        for side in (0, 1):
+            if self.capacities[side] < capacity:
+                self.resize(side, capacity)
 
     def cut(self, capacity: int) -> None:
         """Keep only the first ``capacity`` pages; evaluates, keys before values."""
-        self.keys = _head(self.keys, capacity)
-        self.values = _head(self.values, capacity)
-        self.capacity = capacity
+        for side in (0, 1):
+            if self.capacities[side] > capacity:
+                self.resize(side, capacity)
+
+    def resize(self, side: int, capacity: int) -> None:
+        """Give keys (side 0) or values (1) room for ``capacity`` pages; evaluates.
+
+        A copy of that side is the scratch. Until the other one follows there is room for the
+        smaller number of pages.
+        """
+        old = (self.keys, self.values)[side]
+        more = capacity - self.capacities[side]
+        if more < 0:
+            new = _head(old, capacity)
+        else:
+            new = _joined(old, (self._empty_keys, self._empty_values)[side](more))
+        if side == 0:
+            self.keys = new
+        else:
+            self.values = new
 
 
 def _head(packed: Packed, pages: int) -> Packed:

@@ -150,8 +150,8 @@ class KVStore:
 
     @property
     def pages_bytes(self) -> int:
-        """Bytes of the pools."""
-        return sum(one.capacity * self.page_bytes(one.level) for one in self.allocators)
+        """Bytes of the pools, also while one of them is being resized."""
+        return sum(pool.nbytes for layer in self.layers for pool in layer.pools)
 
     @property
     def used_bytes(self) -> int:
@@ -385,9 +385,9 @@ class KVStore:
             room = self.spare() // self.charge(allocator.level)
             wanted = min(wanted, capacity + max(0, room))
         wanted = max(needed, wanted)
-        allocator.grow(wanted)
         for layer in self.layers:
             layer.pools[allocator.level].grow(wanted)
+        allocator.grow(wanted)  # last: where memory is short there are no slots without storage
 
     def convert(self, source: int, target: int, pages: list[PageId]) -> None:
         """Bring pages of one level to another, for all rows that hold them.
@@ -432,10 +432,9 @@ class KVStore:
                 self._move_within(allocator, moves)
             kept = pages if allocator.level == 0 else 0
             capacity = min(allocator.capacity, max(allocator.used, kept))
-            if capacity < allocator.capacity:
-                allocator.cut(capacity)
-                for layer in self.layers:
-                    layer.pools[allocator.level].cut(capacity)
+            allocator.cut(capacity)
+            for layer in self.layers:
+                layer.pools[allocator.level].cut(capacity)
         return before - self.pages_bytes
 
     def _move_within(self, allocator: PageAllocator, moves: dict[int, int]) -> None:
@@ -507,6 +506,8 @@ class KVStore:
             mine = {page: count for page, count in held.items() if page.level == allocator.level}
             assert mine == {page: allocator.references(page) for page in mine}
             assert len(mine) == allocator.used, "a page is held by no row"
+            pools = [layer.pools[allocator.level] for layer in self.layers]
+            assert all(pool.capacity >= allocator.capacity for pool in pools), "a slot without room"
         assert self.nbytes == sum(layer.nbytes for layer in self.layers)
         slots = [row.slot for row in self.rows] + self._free_slots
         assert sorted(slots) == list(range(self._tail_slots)), "a tail is lost or shared"
