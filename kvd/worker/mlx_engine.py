@@ -16,6 +16,9 @@ Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memo
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +27,8 @@ import mlx.core as mx
 from kvd.worker import describe, memory, model, probe, sampler
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget, mebibytes
-from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.lowering import Lowering
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.engine import AskGrant, ReportProgress
@@ -48,6 +52,8 @@ from protocol.worker import (
 DEFAULT_MAX_TOKENS = 512
 ALLOCATOR_CACHE = 128 * 1024 * 1024
 """Bytes that MLX may keep for reuse; counted in the worker's base."""
+LOWERING_SECONDS = 0.010
+"""How long a step works on pages that go down the ladder."""
 FIRST_ROWS = 4
 """Rows whose tails the first grant covers."""
 
@@ -102,6 +108,7 @@ class MLXEngine:
         self._generated_tokens = 0
         self._weights_bytes = 0
         self._scratch_bytes = 0
+        self._lowerings: deque[Lowering] = deque()
 
     # Loading.
 
@@ -198,6 +205,21 @@ class MLXEngine:
         if request is not None and not request.ended:
             self._finish(request, "cancelled")
 
+    def step_down(self, level: int, rids: Collection[str] | None = None) -> None:
+        """Lower these requests, or all, to a level of the ladder (0 is its top) while they run.
+
+        Every step works on it for `LOWERING_SECONDS`; what they seal from now on is of that level.
+        Models that are served dense stay as they are.
+        """
+        cache = self._runner.cache
+        if isinstance(cache, ModelCache):
+            rows = [
+                request.row
+                for request in self._requests.values()
+                if request.row is not None and (rids is None or request.rid in rids)
+            ]
+            self._lowerings.append(Lowering(cache, rows, level))
+
     def granted(self, grant: Grant) -> None:
         """Take the answer to a `GrantWanted`."""
         self._admission.granted(grant)
@@ -217,6 +239,8 @@ class MLXEngine:
             self._collect(landed)
         if plan.prefill is not None:
             self._prefill(plan.prefill)
+        if self._lowerings:
+            self._lower()
         if not self._requests:
             self._rest()
         self._steps += 1
@@ -334,6 +358,13 @@ class MLXEngine:
         self._runner.prefill(_row(request), request.prompt[chunk.start : chunk.end])
         self._scheduler.prefilled(chunk.rid, chunk.end)
 
+    def _lower(self) -> None:
+        self._drain()
+        lowering = self._lowerings[0]
+        lowering.advance(LOWERING_SECONDS, time.monotonic)
+        if lowering.over:
+            self._lowerings.popleft()
+
     def _flush(self) -> None:
         self._drain()
         self._runner.cache.flush()
@@ -365,6 +396,7 @@ class MLXEngine:
 
     def _rest(self) -> None:
         """Give memory back when nobody is there: one slab stays for the next request."""
+        self._lowerings.clear()
         cache = self._runner.cache
         if self._charged_pages > SLAB_PAGES or cache.tail_slots > FIRST_ROWS:
             cache.shrink(SLAB_PAGES)

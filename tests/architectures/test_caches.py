@@ -104,7 +104,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
     batch = Batch(case.runner("k16v16"))
-    wanted = [run(case.model, ids, chunk=CHUNK, decoded=STEPS + 1) for ids in batch.ids]
+    # A chunk is the cheaper way to the same logits, but for caches whose chunks see their own.
+    decoded = STEPS + 1 if ZOO[case.name].chunked > CLOSE else 0
+    wanted = [run(case.model, ids, chunk=CHUNK, decoded=decoded) for ids in batch.ids]
     prefilled = {index: batch.join(index) for index in (0, 1)}
     for step in range(STEPS):
         if step == JOINS:

@@ -1,0 +1,62 @@
+"""Requests go down the ladder while they run, and give the memory back."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.types import KVSpec
+from tests.engine.driver import Driver
+
+pytestmark = pytest.mark.mlx
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    return [(start * 31 + 7 * position) % 4000 + 10 for position in range(length)]
+
+
+@pytest.fixture(scope="module")
+def laddered() -> Driver:
+    return Driver("demo", kv=KVSpec())
+
+
+def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
+    for rid, seed in (("kept", 1), ("lowered", 2)):
+        driver.submit(rid, prompt_of(900, seed), max_tokens=60)
+    driver.run(until=lambda: all(len(driver.outcomes[rid].tokens) > 5 for rid in driver.outcomes))
+    store = driver.engine._runner.cache.stores[0]
+    before = store.pages_bytes
+    if lower:
+        driver.engine.step_down(2, {"lowered"})
+        driver.run(until=lambda: not driver.engine._lowerings)
+        held = driver.engine._requests["lowered"].row.rows[0]
+        assert {page.level for page in held.pages} == {2}
+        other = driver.engine._requests["kept"].row.rows[0]
+        assert {page.level for page in other.pages} == {0}
+        assert store.pages_bytes < before
+        assert store.used_bytes == len(other.pages) * store.page_bytes(0) + len(
+            held.pages
+        ) * store.page_bytes(2)
+    driver.run()
+    found = {rid: outcome.tokens for rid, outcome in driver.outcomes.items()}
+    driver.outcomes.clear()
+    return found
+
+
+def test_a_lowered_request_goes_on_and_the_others_do_not_notice(laddered: Driver) -> None:
+    whole = run_two(laddered, lower=False)
+    stepped = run_two(laddered, lower=True)
+
+    assert stepped["kept"] == whole["kept"]
+    assert len(stepped["lowered"]) == len(whole["lowered"]) == 60
+    assert stepped["lowered"][:6] == whole["lowered"][:6]
+
+
+def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -> None:
+    laddered.submit("short", prompt_of(700, 3), max_tokens=3)
+    laddered.run(until=lambda: bool(laddered.outcomes["short"].tokens))
+    laddered.engine.step_down(1)
+    laddered.run()
+
+    assert laddered.outcomes["short"].reason == "length"
+    assert not laddered.engine._runner.cache.sequences
+    assert laddered.engine._runner.cache.pages_used == 0
