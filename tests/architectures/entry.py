@@ -36,8 +36,9 @@ class Entry:
 
     ``reach`` is how many tokens back the last logits must still feel a changed token. ``gains``
     scales weights whose path contains the key, after the usual scaling; ``seed`` picks another
-    draw. ``chunked`` is the largest relative difference between a prompt read in chunks and read
-    whole; ``unread`` are the arrays of its caches, counted through, that nothing reads. Whatever
+    draw. ``chunked`` bounds the relative difference between a sequence read in chunks and single
+    tokens and one read at once; ``unread`` are the arrays of its caches, counted through, that
+    nothing reads. Whatever
     is not the default has its reason in ``why``.
     """
 

@@ -45,9 +45,11 @@ def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
     for end, draw in SPECIAL.items():
         if path.endswith(end):
             return draw(old, key)
-    if "norm" in path and old.ndim == 2:  # one norm a head; some start at zero
+    owner = path.rpartition(".")[0].rpartition(".")[2]
+    norm = "norm" in owner  # and not further up: dbrx has its attention in norm_attn_norm
+    if norm and old.ndim == 2:  # one norm a head; some start at zero
         return 1 + 0.1 * _normal(old, key)
-    if old.ndim >= 2 and "norm" not in path:
+    if old.ndim >= 2 and not norm:
         return _normal(old, key) * (GAIN / math.sqrt(_fan_in(path, old)))
     return old.astype(mx.float32) + 0.1 * _normal(old, key)
 

@@ -1,0 +1,238 @@
+"""Write the tables and the plot of docs/fidelity.md from the results.
+
+    python -m bench.fidelity.report
+
+Reads bench/results/fidelity-h200-*.json. Whatever stands between the markers of the page is
+replaced; the prose around them is written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "fidelity.md"
+PLOT = ROOT / "docs" / "fidelity.svg"
+LENGTHS = (1024, 2048, 4096, 8192)
+
+SCHEMES = ("k8v8", "k8v6", "k8v4", "k6v6", "k6v4", "k4v8", "k5v3", "k4v4", "k3v4", "k3v3", "k2v2")
+LAYOUTS = (
+    ("per channel", ""), ("per token", ":token"), ("Hadamard, per token", ":hadamard"),
+    ("Hadamard, per channel", ":rotated"),
+)  # fmt: skip
+MIXES = (
+    "k8v8", "k8v6", "k8v4", "k6v6", "k6v5", "k6v4", "k6v3", "k5v5", "k5v4", "k6v2", "k5v3", "k4v4",
+    "k5v2", "k4v3", "k3v4", "k3v3",
+)  # fmt: skip
+VARIANTS = (
+    ("as it is", "variants", "k4v4"),
+    ("first page at 8 bits", "variants", "k4v4:head8"),
+    ("first 64 tokens dense", "variants", "k4v4:sink64"),
+    ("groups of 32: values", "variants", "k4v4:vg32"),
+    ("groups of 32: keys", "variants", "k4v4:kg32"),
+    ("groups of 32: both", "variants", "k4v4:kg32:vg32"),
+    ("values per channel", "variants", "k4v4:vchannel"),
+    ("values after a Hadamard rotation", "variants", "k4v4:vhadamard"),
+    ("keys per channel after a rotation", "variants", "k4v4:rotated"),
+    ("the same, channels evened first", "even", "k4v4:even:rotated"),
+    ("clipped by error: keys", "variants", "k4v4:kclip"),
+    ("clipped by error: values", "variants", "k4v4:vclip"),
+    ("least-squares scales: keys", "variants", "k4v4:krefit"),
+    ("least-squares scales: values", "variants", "k4v4:vrefit"),
+    ("float16 scales", "variants", "k4v4:half"),
+    ("stepped down from K8V8", "variants", "k4v4:via8"),
+    ("K5V3 instead", "variants", "k5v3"),
+    ("keys of the one delicate layer at 8 bits", "even", "k4v4:fine4"),
+    ("K5V3 and that", "even", "k5v3:fine4"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of results."""
+
+    found: dict[str, Any]
+
+    @classmethod
+    def read(cls, name: str) -> Run:
+        """Read by the part of the name that differs."""
+        return cls(json.loads((RESULTS / f"fidelity-h200-{name}.json").read_text()))
+
+    def get(self, recipe: str, length: int) -> dict[str, Any]:
+        """Return the entry of a recipe at a length."""
+        for one in self.found["results"]:
+            if one["recipe"] == recipe and one["length"] == length:
+                return dict(one)
+        raise KeyError(f"{recipe} at {length} was not measured")
+
+
+def _kl(value: float) -> str:
+    return f"{value:.5f}" if value < 0.01 else f"{value:.3f}"
+
+
+def _both(entry: dict[str, Any], key: str, show: Any) -> str:
+    return f"{show(entry['prefill'][key])} / {show(entry['decode'][key])}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _name(scheme: str) -> str:
+    return scheme.upper()
+
+
+def schemes(run: Run) -> str:
+    """Tabulate every scheme in the product's layout, and without the tail."""
+    rows = []
+    for scheme in SCHEMES:
+        entries = [run.get(scheme, length) for length in LENGTHS]
+        bare = run.get(f"{scheme}:no-tail", 8192)
+        rows.append(
+            [
+                _name(scheme),
+                f"{entries[0]['bytes_to_dense']:.3f}",
+                *(_both(entry, "kl", _kl) for entry in entries),
+                f"{min(min(e['prefill']['top1'], e['decode']['top1']) for e in entries):.4f}",
+                f"{100 * max(abs(e['prefill']['perplexity_change']) for e in entries):.2f} %",
+                " ".join(f"{100 * entry['recall']:.0f}" for entry in entries),
+                _both(bare, "kl", _kl),
+            ]
+        )
+    head = ["scheme", "bytes", *(f"KL at {length}" for length in LENGTHS)]
+    return _table([*head, "least top-1", "perplexity", "recall %", "KL at 8192, no tail"], rows)
+
+
+def layouts(exported: Run, flat: Run, variants: Run) -> str:
+    """Tabulate the key layouts, on the model as it is shipped and without its outlier channels."""
+    rows = []
+    for scheme in ("k4v8", "k4v4", "k2v2"):
+        for title, option in LAYOUTS:
+            cells = [f"{_name(scheme)}, {title}"]
+            for run in (variants if option == ":rotated" else exported, flat):
+                for length in (1024, 8192):
+                    try:
+                        cells.append(_both(run.get(scheme + option, length), "kl", _kl))
+                    except KeyError:
+                        cells.append("not measured")
+            rows.append(cells)
+    head = ["keys", *(f"{model}, {n}" for model in ("shipped", "flat keys") for n in (1024, 8192))]
+    return _table(head, rows)
+
+
+def mixes(run: Run) -> str:
+    """Tabulate bits between keys and values, by bytes."""
+    order = sorted(MIXES, key=lambda m: (-run.get(m, 1024)["bytes_to_dense"], m))
+    rows = [
+        [_name(mix), f"{run.get(mix, 1024)['bytes_to_dense']:.3f}"]
+        + [_both(run.get(mix, length), "kl", _kl) for length in LENGTHS]
+        + [_both(run.get(mix, 8192), "top1", lambda x: f"{x:.4f}")]
+        for mix in order
+    ]
+    head = ["scheme", "bytes", *(f"KL at {length}" for length in LENGTHS), "top-1 at 8192"]
+    return _table(head, rows)
+
+
+def variants(runs: dict[str, Run]) -> str:
+    """Tabulate what was tried to lower K4V4."""
+    rows = []
+    for title, name, recipe in VARIANTS:
+        cells = [title, f"{runs[name].get(recipe, 4096)['bytes_to_dense']:.3f}"]
+        for length in LENGTHS:
+            entry, plain = runs[name].get(recipe, length), runs["variants"].get("k4v4", length)
+            cells.append(
+                " / ".join(
+                    f"{entry[part]['kl'] / plain[part]['kl']:.2f}" for part in ("prefill", "decode")
+                )
+            )
+        rows.append(cells)
+    return _table(["K4V4", "bytes at 4096", *(f"KL x at {length}" for length in LENGTHS)], rows)
+
+
+def layers(run: Run) -> str:
+    """Tabulate one layer quantized at a time."""
+    rows = [
+        [str(layer), *(_both(run.get(f"k4v4:only{layer}", n), "kl", _kl) for n in LENGTHS)]
+        for layer in range(6)
+    ]
+    return _table(["layer", *(f"KL at {length}" for length in LENGTHS)], rows)
+
+
+def plot(exported: Run, flat: Run, mixed: Run, even: Run) -> None:
+    """Draw KL by length and layout, and KL by bytes."""
+    mpl.rcParams |= {"svg.hashsalt": "kvd", "font.size": 9, "svg.fonttype": "none"}
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
+    for axis, run, title in (
+        (left, exported, "K4V8 by key layout\nas shipped, with outlier channels"),
+        (middle, flat, "K4V8 by key layout\noutlier channels taken out"),
+    ):
+        for label, option in LAYOUTS[:3]:
+            y = [run.get(f"k4v8{option}", length)["decode"]["kl"] for length in LENGTHS]
+            axis.plot(LENGTHS, y, marker="o", label=label)
+        axis.set(xscale="log", yscale="log", title=title, xlabel="tokens")
+        axis.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.set_ylim(1e-3, 1)
+    left.set_ylabel("KL to dense KV, decode, nats")
+    middle.legend(loc="upper right")
+    points = [(mixed, mix, _name(mix)) for mix in MIXES]
+    points.append((even, "k4v4:fine4", "K4V4, a layer's\nkeys at 8"))
+    for run, recipe, label in points:
+        entry = run.get(recipe, 8192)
+        x, y = entry["bytes_to_dense"], entry["decode"]["kl"]
+        known = recipe in {"k8v8", "k8v4", "k4v4"}
+        right.plot(x, y, "o", color="C3" if ":" in recipe else "C0" if known else "C7")
+        below = ":" in recipe
+        right.annotate(
+            label,
+            (x, y),
+            (-5, -12) if below else (4, 3),
+            textcoords="offset points",
+            fontsize=7,
+            ha="right" if below else "left",
+        )
+    right.set(yscale="log", title="What bytes buy, 8192 tokens", xlabel="bytes, of 16-bit KV")
+    right.set_xlim(0.2, 0.6)
+    right.grid(alpha=0.3)
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def main() -> None:
+    """Read, draw, write."""
+    names = ("layouts", "flat-keys", "mixes", "variants", "even")
+    runs = {name: Run.read(name) for name in names}
+    plot(runs["layouts"], runs["flat-keys"], runs["mixes"], runs["even"])
+    blocks = {
+        "schemes": schemes(runs["layouts"]),
+        "layouts": layouts(runs["layouts"], runs["flat-keys"], runs["variants"]),
+        "mixes": mixes(runs["mixes"]),
+        "variants": variants(runs),
+        "layers": layers(runs["mixes"]),
+    }
+    page = PAGE.read_text()
+    for name, block in blocks.items():
+        page, found = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
+            lambda match, block=block: f"{match[1]}{block}\n{match[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+        if found != 1:
+            raise SystemExit(f"{PAGE} has {found} places for {name}")
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
