@@ -34,8 +34,6 @@ EXPERTS: dict[str, Entry] = {
             attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
             ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         ),
-        gains={"attn": 0.5},
-        why="at full gain its logits amplify a rounding of 1e-6 several hundred times",
     ),
     "deepseek": Entry(plain(**MOE)),
     "dots1": Entry(plain(**MOE, head_dim=32)),
