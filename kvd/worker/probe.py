@@ -67,12 +67,12 @@ class UnknownCacheError(Exception):
 
 
 def find_layout(model: Any) -> Layout:
-    """Find out what a model keeps, by forward passes of four tokens over its own caches.
+    """Find out what a model keeps, by forward passes of a few tokens over its own caches.
 
     Raises `UnknownCacheError` for caches of a class that we do not know.
     """
     caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([[0, 1, 2]]), cache=caches))
+    mx.eval(model(mx.array([list(range(16))]), cache=caches))
     mx.eval(model(mx.array([[3]]), cache=caches))
     entries = tuple(_entry(cache) for cache in caches)
     dtypes = {

@@ -80,8 +80,8 @@ class Runner:
         return mx.concatenate(found)[mx.array([order.index(index) for index in range(len(rows))])]
 
     def _shares(self, row: Row) -> bool:
-        """Return whether a row can share a pass; to some models zeros are not the first state."""
-        return bool(self.cache.batched and (row.length or not self._recurrent))
+        """Return whether a row can share a pass; its recurrent state may not be whole yet."""
+        return bool(self.cache.batched and (not self._recurrent or self.cache.states.complete(row)))
 
     def _decode(self, rows: list[Row], tokens: mx.array, multiple: int) -> mx.array:
         count = len(rows)

@@ -57,6 +57,18 @@ class StateStore:
         """Start a sequence without any state."""
         self._held[name] = [[None] * len(part.shapes) for part in self.parts]
 
+    def complete(self, name: Any) -> bool:
+        """Return whether a sequence's state has its full shape, and so can be joined with others.
+
+        Some models tell no state from one of zeros, and some keep the last few token ids.
+        """
+        held = self._held.get(name)
+        return held is None or all(
+            array is not None and array.shape == shape
+            for arrays, part in zip(held, self.parts, strict=True)
+            for array, shape in zip(arrays, part.shapes, strict=True)
+        )
+
     def fork(self, name: Any, twin: Any) -> None:
         """Start a sequence with the state of another."""
         self._scatter()
