@@ -204,7 +204,7 @@ def plot(exported: Run, flat: Run, mixed: Run, even: Run) -> None:
             ha="right" if below else "left",
         )
     right.set(yscale="log", title="What bytes buy, 8192 tokens", xlabel="bytes, of 16-bit KV")
-    right.set_xlim(0.2, 0.6)
+    right.set_xlim(0.15, 0.6)
     right.grid(alpha=0.3)
     figure.savefig(PLOT, metadata={"Date": None})
 

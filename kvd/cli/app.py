@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli import chat as chats
 from kvd.cli import detail, render
+from kvd.cli.bench_kv import bench_kv
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
@@ -315,6 +316,9 @@ def _wait_until_gone(wanted: Terms) -> bool:
     except FileNotFoundError:
         return True  # a socket outside of a home
     return False
+
+
+app.command("bench-kv", cls=Command)(bench_kv)
 
 
 def main() -> None:

@@ -59,9 +59,14 @@ class Terms:
     @contextlib.contextmanager
     def connected(self) -> Iterator[Client]:
         """Give a client; what goes wrong becomes a message and an exit code."""
+        with self.guarded(), Client(socket=self.socket, home=self.home) as client:
+            yield client
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Turn what goes wrong inside into a message and an exit code."""
         try:
-            with Client(socket=self.socket, home=self.home) as client:
-                yield client
+            yield
         except KvdError as error:
             self.complain(error)
             raise typer.Exit(exits.of(error)) from None

@@ -17,13 +17,13 @@ from kvd.worker.cache.store import KVStore
 
 
 def through_page(dense: mx.array, packing: Packing) -> mx.array:
-    """Quantize and dequantize one page of one head, ``[64, dim]``, by mlx alone."""
+    """Quantize and dequantize a page, ``[64, dim]`` or ``[heads, 64, dim]``, by mlx alone."""
     if packing.bits == 16:
         return dense
     how = {"group_size": packing.group, "bits": packing.bits}
-    x = dense if packing.per_token else dense.T
+    x = dense if packing.per_token else dense.swapaxes(-1, -2)
     y = mx.dequantize(*mx.quantize(x, **how), **how)
-    return y if packing.per_token else y.T
+    return y if packing.per_token else y.swapaxes(-1, -2)
 
 
 @dataclass

@@ -1,14 +1,25 @@
-"""Prefill attention: dequantize one layer of one row, then the dense kernel.
+"""Prefill attention: dequantize one layer of one row, then the dense kernel; in parts if need be.
 
-The chunk attends to its own tokens exactly, and to what came before as the cache holds it.
+The chunk attends to its own tokens exactly, and to what came before as the cache holds it. What
+is alive at once stays within the store's ``prefill_scratch``, however long the row is (`tiles`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 import mlx.core as mx
 
+from kvd.worker.attention.online import OnlineSoftmax
+from kvd.worker.attention.tiles import Plan, Work, plan
 from kvd.worker.cache.batch import PrefillHandle
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
+
+Tile = tuple[mx.array, mx.array, mx.array | None]
+"""Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and what of them each query sees."""
 
 
 def prefill_attention(
@@ -16,28 +27,238 @@ def prefill_attention(
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
-    Returns ``[1, q_heads, count, v_dim]``. A lazy graph would keep many layers' dense copies
-    alive, so the output is evaluated here once they pass the store's ``prefill_scratch``.
+    ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
+    ``[1, q_heads, count, v_dim]``: lazy where all of it fits the scratch at once, else evaluated
+    part by part.
     """
-    parts = [handle.layer.pools[table.level].read(table.slots) for table in handle.step.tables]
+    scratch = handle.store.prefill_scratch
+    ask = _Ask.of(queries, handle, scale, sinks)
+    cut = plan(ask.work, scratch)
+    if not ask.whole(cut) and ask.fuses():
+        ask = replace(ask, work=replace(ask.work, fused=True))
+        cut = plan(ask.work, scratch)
+    if ask.whole(cut):
+        ask.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
+        return _dense(ask, slice(0, ask.work.kv_heads))
+    return _in_parts(ask, cut)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Pages of one level."""
+
+    pool: PagePool
+    slots: mx.array
+    starts: tuple[int, ...]
+
+    def read(self, heads: slice) -> tuple[mx.array, mx.array]:
+        """Return them dense, of some heads only: ``[pages, heads, 64, dim]`` of both; lazy."""
+        return self.pool.read(self.slots, heads)
+
+    @property
+    def unpacking(self) -> int:
+        """Bytes that `read` takes for one element, beside what it takes and returns."""
+        if mx.default_device().type != mx.DeviceType.cpu:
+            return 0
+        packings = (self.pool.key_packing, self.pool.value_packing)
+        return max(_unpacking(one.bits, self.pool.dtype.size) for one in packings)
+
+    def some(self, which: list[int]) -> _Pages:
+        """Return the pages at these places in the list."""
+        if len(which) == len(self.starts):
+            return self
+        starts = tuple(self.starts[index] for index in which)
+        return _Pages(self.pool, self.slots[mx.array(which, mx.uint32)], starts)
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """A chunk's queries, and all that they attend to in one layer."""
+
+    queries: mx.array
+    scale: float
+    sinks: mx.array | None
+    handle: PrefillHandle
+    pages: list[_Pages]
+    work: Work
+
+    @classmethod
+    def of(
+        cls, queries: mx.array, handle: PrefillHandle, scale: float, sinks: mx.array | None
+    ) -> _Ask:
+        """Leave out the pages that no query sees."""
+        step, layer = handle.step, handle.layer
+        pages = [
+            _Pages(layer.pools[table.level], table.slots, table.starts) for table in step.tables
+        ]
+        pages = _seen(pages, handle.store.kind, step.offset)
+        g = layer.geometry
+        work = Work(
+            g.kv_heads,
+            queries.shape[1] // g.kv_heads,
+            step.count,
+            sum(PAGE_TOKENS * len(one.starts) for one in pages) + step.tail_length + step.count,
+            g.k_dim,
+            g.v_dim,
+            queries.dtype.size,
+            max((one.unpacking for one in pages), default=0),
+            masked=handle.store.kind.bounded,
+            sinks=sinks is not None,
+        )
+        return cls(queries, scale, sinks, handle, pages, work)
+
+    def fuses(self) -> bool:
+        """Ask MLX whether its dense kernel does without a matrix of scores here."""
+        work, dtype = self.work, self.queries.dtype
+        keys, values = (
+            mx.zeros((1, work.kv_heads, work.keys, dim), dtype) for dim in (work.k_dim, work.v_dim)
+        )
+        try:  # never evaluated
+            mx.fast.scaled_dot_product_attention(
+                self.queries,
+                keys,
+                values,
+                scale=self.scale,
+                mask=mx.zeros((work.queries, work.keys), mx.bool_) if work.masked else "causal",
+                sinks=self.sinks,
+                force_fused=True,
+            )
+        except ValueError:
+            return False
+        return True
+
+    def whole(self, cut: Plan) -> bool:
+        """Return whether one call of the dense kernel does it."""
+        return cut.keys is None and cut.heads == self.work.kv_heads
+
+    def make_room(self, cut: Plan, *lazy: mx.array) -> None:
+        """Evaluate what is lazy if another part beside it would pass the scratch."""
+        if self.handle.store.note_scratch(cut.nbytes):
+            mx.eval(*lazy)
+            self.handle.store.note_scratch(cut.nbytes)
+
+    def of_queries(self, heads: slice) -> slice:
+        """Return the query heads of some KV heads."""
+        return slice(heads.start * self.work.repeats, heads.stop * self.work.repeats)
+
+
+def _unpacking(bits: int, itemsize: int) -> int:
+    """Return the bytes an element that `mx.dequantize` takes on the CPU; measured, mlx 0.32.4.
+
+    It is a graph of operations there, in 32 bits, and where elements cross the ends of words one
+    entry for each of their bits.
+    """
+    if bits == 16:
+        return 0
+    entries = 1 if 32 % bits == 0 else bits
+    return 4 * entries + (0 if itemsize == 4 else 4)
+
+
+def _seen(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
+    """Leave out the pages that no query from position ``first`` on sees."""
+    if not kind.bounded:
+        return pages
+    low = kind.low(first)
+    seen = (
+        one.some(
+            [
+                index
+                for index, start in enumerate(one.starts)
+                if start + PAGE_TOKENS > low or start < kind.keep
+            ]
+        )
+        for one in pages
+    )
+    return [one for one in seen if one.starts]
+
+
+def _dense(ask: _Ask, heads: slice) -> mx.array:
+    """Attend the queries of some KV heads to all keys at once; lazy."""
+    newest, mine = ask.handle.chunk, ask.of_queries(heads)
+    parts = [pages.read(heads) for pages in ask.pages]
     keys, values = (
         mx.concatenate(
-            [*(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts), newest], axis=1
+            [*(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts), dense[heads]], axis=1
         )
-        for side, newest in enumerate((handle.chunk.keys, handle.chunk.values))
+        for side, dense in enumerate((newest.keys, newest.values))
     )
-    mask: mx.array | str = "causal"
-    if handle.store.kind.bounded:
-        step = handle.step
-        starts = [start for table in step.tables for start in table.starts]
-        paged = (mx.array(starts, mx.int32)[:, None] + mx.arange(PAGE_TOKENS)).flatten()
-        end = step.offset + step.count
-        places = mx.concatenate([paged, mx.arange(step.tail_start, end)])
-        mask = handle.store.kind.visible(mx.arange(step.offset, end)[:, None], places)
-    output = mx.fast.scaled_dot_product_attention(
-        queries, keys[None], values[None], scale=scale, mask=mask, sinks=sinks
+    output: mx.array = mx.fast.scaled_dot_product_attention(
+        ask.queries[:, mine],
+        keys[None],
+        values[None],
+        scale=ask.scale,
+        mask=_mask(ask),
+        sinks=None if ask.sinks is None else ask.sinks[mine],
+        force_fused=ask.work.fused,
     )
-    # The pages as they come out of the pool, and their copy in one piece.
-    if handle.store.note_scratch(2 * (keys.nbytes + values.nbytes)):
-        mx.eval(output)
     return output
+
+
+def _mask(ask: _Ask) -> mx.array | str:
+    """Return what each query sees, ``[queries, keys]``, or the name of it."""
+    step, kind = ask.handle.step, ask.handle.store.kind
+    if not kind.bounded:
+        return "causal"
+    starts = [start for pages in ask.pages for start in pages.starts]
+    paged = (mx.array(starts, mx.int32)[:, None] + mx.arange(PAGE_TOKENS)).flatten()
+    end = step.offset + step.count
+    places = mx.concatenate([paged, mx.arange(step.tail_start, end)])
+    return kind.visible(mx.arange(step.offset, end)[:, None], places)
+
+
+def _in_parts(ask: _Ask, cut: Plan) -> mx.array:
+    """Attend some KV heads at a time, or some queries of one; lazy from the last evaluation on."""
+    work = ask.work
+    output = mx.zeros((1, ask.queries.shape[1], work.queries, work.v_dim), ask.queries.dtype)
+    lazy = [ask.queries, ask.handle.chunk.keys, ask.handle.chunk.values]
+    for head in range(0, work.kv_heads, cut.heads):
+        heads = slice(head, min(head + cut.heads, work.kv_heads))
+        mine = ask.of_queries(heads)
+        if cut.keys is None:
+            ask.make_room(cut, output, *lazy)
+            output[:, mine] = _dense(ask, heads)  # in place: nothing else holds it
+            continue
+        for first in range(0, work.queries, cut.queries):
+            some = slice(first, min(first + cut.queries, work.queries))
+            softmax = OnlineSoftmax(
+                ask.queries[0, mine, some],
+                ask.scale,
+                work.v_dim,
+                None if ask.sinks is None else ask.sinks[mine],
+            )
+            for tile in _tiles(ask, head, some, cut.keys):
+                ask.make_room(cut, output, *lazy, *softmax.state())
+                softmax.add(*tile)
+            output[0, mine, some] = softmax.result()
+    return output
+
+
+def _tiles(ask: _Ask, head: int, some: slice, size: int) -> Iterator[Tile]:
+    """Yield what some queries attend to in one head, at most ``size`` keys at a time."""
+    step, kind = ask.handle.step, ask.handle.store.kind
+    queries = range(step.offset + some.start, step.offset + some.stop)
+    for pages in _seen(ask.pages, kind, queries[0]):
+        at_once = size // PAGE_TOKENS
+        for at in range(0, len(pages.starts), at_once):
+            tile = pages.some(list(range(len(pages.starts)))[at : at + at_once])
+            keys, values = tile.read(slice(head, head + 1))
+            places = [range(start, start + PAGE_TOKENS) for start in tile.starts]
+            yield (
+                keys[:, 0].transpose(2, 0, 1).flatten(1),
+                values[:, 0].flatten(0, 1),
+                _sight(kind, queries, places),
+            )
+    keys, values = ask.handle.chunk.keys[head], ask.handle.chunk.values[head]
+    for start in range(step.tail_start, queries[-1] + 1, size):
+        place = range(start, min(start + size, queries[-1] + 1))
+        here = slice(place[0] - step.tail_start, place[-1] + 1 - step.tail_start)
+        yield keys[here].T, values[here], _sight(kind, queries, [place])
+
+
+def _sight(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:
+    """Return what queries see of keys, both given as positions, ``[queries, keys]``; None: all."""
+    low = kind.low(queries[-1])
+    if all(one[-1] <= queries[0] and (one[0] >= low or one[-1] < kind.keep) for one in keys):
+        return None
+    places = mx.concatenate([mx.arange(one.start, one.stop) for one in keys])
+    return kind.visible(mx.arange(queries.start, queries.stop)[:, None], places)

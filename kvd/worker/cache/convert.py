@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import Packed
@@ -251,3 +252,48 @@ def _read_row(row: dict[str, Any] | None) -> RowImage | None:
     if row is None:
         return None
     return RowImage(**(row | {"pages": [tuple(page) for page in row["pages"]]}))
+
+
+# mlx-lm's own caches.
+
+
+def dense_parts(cache: Any) -> tuple[mx.array, mx.array] | None:
+    """Return keys and values of mlx-lm's `KVCache`, `RotatingKVCache` or `QuantizedKVCache`.
+
+    ``[batch, heads, tokens, dim]``, in the order of their positions; None if it is empty. Raises
+    ``ValueError`` if a rotating cache has overwritten tokens: what positions are left is gone too.
+    """
+    if cache.empty():
+        return None
+    if isinstance(cache, RotatingKVCache) and cache.offset > cache.max_size:
+        raise ValueError(
+            f"{cache.offset} tokens went into a rotating cache of {cache.max_size}: it can only be"
+            " converted before it overwrites"
+        )
+    keys, values = cache.keys_and_values()
+    if isinstance(cache, QuantizedKVCache):
+        keys, values = (
+            mx.dequantize(words, scales, biases, group_size=cache.group_size, bits=cache.bits)
+            for words, scales, biases in (keys, values)
+        )
+    return keys[..., : cache.offset, :], values[..., : cache.offset, :]
+
+
+def kv_cache_of(shared: SharedStore, row: Row | None) -> Any:
+    """Return mlx-lm's `KVCache` or `RotatingKVCache` with what a row shows, dequantized."""
+    kind = shared.kind
+    bounded = kind.window is not None
+    cache = RotatingKVCache(kind.window, kind.keep) if bounded else KVCache()
+    if row is None:
+        return cache
+    with shared.at_work():
+        keys, values = shared.rows.read(row, 0)
+        positions = shared.rows.positions(row)
+    if bounded:
+        oldest = row.length - (cache.max_size - kind.keep)
+        seen = [i for i, at in enumerate(positions) if at >= oldest or at < kind.keep]
+        keys, values = keys[:, mx.array(seen)], values[:, mx.array(seen)]
+        cache._idx = len(seen)  # noqa: SLF001 - it has no other way in but its state
+    cache.keys, cache.values = mx.contiguous(keys[None]), mx.contiguous(values[None])
+    cache.offset = row.length
+    return cache

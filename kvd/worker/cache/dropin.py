@@ -281,7 +281,62 @@ class BatchQuantizedKVCache:
         """End what `prepare` announced."""
         self.padding = Padding.none(len(self.rows))
 
-    # Conversions and files.
+    # mlx-lm's own caches.
+
+    @classmethod
+    def from_kv_cache(
+        cls,
+        cache: Any,
+        scheme: str | Scheme = "k8v4",
+        *,
+        group_size: int = 64,
+        quantized_kv_start: int = 0,
+    ) -> Self:
+        """Make a cache of mlx-lm's `KVCache` or `RotatingKVCache`, which stays as it is.
+
+        Full pages are quantized, which loses what the scheme loses. Raises ``ValueError`` if a
+        rotating cache has overwritten tokens already.
+        """
+        dense = convert.dense_parts(cache)
+        kind = Kind(cache.max_size, cache.keep) if hasattr(cache, "max_size") else FULL
+        ladder = ladder_of(scheme, group_size, quantized_kv_start)
+        shared = SharedStore(ladder, kind, quantized_start=quantized_kv_start)
+        if dense is None:
+            return cls.on(shared)
+        batch, _, tokens, _ = dense[0].shape
+        made = cls.on(shared, [SharedRow() for _ in range(batch)])
+        with shared.at_work():
+            shared.fill(made.rows, made.padding.spans(tokens), *dense)
+        return made
+
+    @classmethod
+    def from_quantized(cls, cache: Any, scheme: str | Scheme = "k8v4", **options: Any) -> Self:
+        """Make a cache of mlx-lm's `QuantizedKVCache`, with `from_kv_cache`'s options.
+
+        It quantizes keys per token and we do per channel: what it lost stays lost, and full pages
+        lose once more.
+        """
+        return cls.from_kv_cache(cache, scheme, **options)
+
+    def to_kv_cache(self) -> Any:
+        """Return mlx-lm's `KVCache`, for a window `RotatingKVCache`, of the one sequence.
+
+        It has what attention sees here: dequantized pages, and the exact newest tokens. Nothing is
+        lost on the way. Raises ``ValueError`` for several sequences; `extract` them first.
+        """
+        if len(self.rows) != 1:
+            raise ValueError(f"the cache holds {len(self.rows)} sequences: extract one")
+        return convert.kv_cache_of(self.shared, self.rows[0].row)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 8) -> Any:
+        """Return mlx-lm's `QuantizedKVCache` of the one sequence.
+
+        Its groups run along a token's channels: pages are quantized again, and the newest tokens
+        for the first time. Raises ``NotImplementedError`` for windows, as mlx-lm does.
+        """
+        return self.to_kv_cache().to_quantized(group_size=group_size, bits=bits)
+
+    # Files.
 
     @property
     def state(self) -> dict[str, Any]:

@@ -80,8 +80,8 @@ class LayerStore:
 
     def append(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token for each row, ``[rows, heads, 1, dim]``, then seal what is due."""
-        self.tail_keys[step.slots, :, step.positions] = keys[:, :, 0]
-        self.tail_values[step.slots, :, step.positions] = values[:, :, 0]
+        _put(self.tail_keys, (step.slots, slice(None), step.positions), keys[:, :, 0])
+        _put(self.tail_values, (step.slots, slice(None), step.positions), values[:, :, 0])
         for seal in step.seals:
             self._seal(seal)
 
@@ -96,9 +96,9 @@ class LayerStore:
         packed = pool.pack(keys, values)
         self.pending.append(Pending(seal.level, *packed))
         keys, values = pool.unpack(*packed)
-        slots = seal.slots[:, None]
-        self.tail_keys[slots, :, seal.positions] = keys.swapaxes(1, 2)
-        self.tail_values[slots, :, seal.positions] = values.swapaxes(1, 2)
+        where = (seal.slots[:, None], slice(None), seal.positions)
+        _put(self.tail_keys, where, keys.swapaxes(1, 2))
+        _put(self.tail_values, where, values.swapaxes(1, 2))
 
     def tails(self, step: DecodeStep) -> tuple[mx.array, mx.array]:
         """Return the rows' tails, ``[rows, heads, TAIL_TOKENS, dim]``."""
@@ -173,8 +173,9 @@ class LayerStore:
         rest = TAIL_TOKENS - tokens
         keys, values = self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:]
         mx.eval(keys, values)
-        self.tail_keys[tails, :, :rest] = keys
-        self.tail_values[tails, :, :rest] = values
+        where = (tails, slice(None), slice(rest))
+        _put(self.tail_keys, where, keys)
+        _put(self.tail_values, where, values)
         mx.eval(self.tail_keys, self.tail_values)
 
     def refill_tail(self, slot: int, page: PageId, tokens: int) -> None:
@@ -212,9 +213,15 @@ class LayerStore:
         self.pools[0].grow(pages)  # the level of new rows
 
 
+def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) -> None:
+    if new.size:  # a scatter into nothing ends the process (mlx 0.32.4, CPU)
+        tails[where] = new
+
+
 def _paged(dense: mx.array, tokens: int) -> mx.array:
     heads, _, dim = dense.shape
-    return dense[:, :tokens].reshape(heads, tokens // PAGE_TOKENS, PAGE_TOKENS, dim).swapaxes(0, 1)
+    pages = tokens // PAGE_TOKENS
+    return dense[:, :tokens].reshape(heads, pages, PAGE_TOKENS, dim).swapaxes(0, 1)
 
 
 def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:

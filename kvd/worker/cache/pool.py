@@ -83,9 +83,16 @@ class PagePool:
         v = pk.unpack(values, self.value_packing)
         return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
-    def read(self, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both; lazy."""
-        return self.unpack(*self.copy(slots))
+    def read(self, slots: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
+        """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both; lazy.
+
+        Nothing of other ``heads`` is copied or unpacked.
+        """
+        keys, values = (
+            pk.take(tuple(array[:, heads] for array in side), slots)
+            for side in (self.keys, self.values)
+        )
+        return self.unpack(keys, values)
 
     def copy(self, slots: mx.array) -> tuple[Packed, Packed]:
         """Return packed copies of the pages at ``slots``; lazy."""

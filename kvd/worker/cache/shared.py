@@ -44,11 +44,13 @@ class SharedRow:
 
     row: Row | None = None
     holders: int = 0
+    coming: int = 0
+    """Tokens of a pass that has not been attended to yet."""
 
     @property
     def length(self) -> int:
         """Tokens of the sequence."""
-        return 0 if self.row is None else self.row.length
+        return self.coming + (0 if self.row is None else self.row.length)
 
 
 class LayerRows(KVStore):
@@ -124,12 +126,19 @@ class ChunkReading(Reading):
     """
 
     def __init__(
-        self, shared: SharedStore, parts: list[PrefillHandle | None], spans: Sequence[Span]
+        self,
+        shared: SharedStore,
+        rows: Sequence[SharedRow],
+        parts: list[PrefillHandle | None],
+        spans: Sequence[Span],
     ) -> None:
         super().__init__(shared)
+        self.rows = list(rows)
         self.parts = parts
         """One a row; None where all of its tokens are padding."""
         self._spans = spans
+        for one, span in zip(rows, spans, strict=True):
+            one.coming = span.count
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend each row's own tokens; the padding gets zeros. Evaluated when it returns."""
@@ -280,7 +289,7 @@ class SharedStore:
             for index, (row, span) in enumerate(zip(own, spans, strict=True))
         ]
         store.step = None
-        self._open = ChunkReading(self, parts, spans)
+        self._open = ChunkReading(self, rows, parts, spans)
         return self._open
 
     @staticmethod
@@ -294,6 +303,13 @@ class SharedStore:
         chunk = store.layers[0].extend(step, keys[:, :, here], values[:, :, here])
         return PrefillHandle(store, store.layers[0], step, chunk)
 
+    def fill(
+        self, rows: list[SharedRow], spans: Sequence[Span], keys: mx.array, values: mx.array
+    ) -> None:
+        """Take tokens that nobody attends to from here; call it `at_work`."""
+        self.add(rows, spans, keys, values)
+        self._finish_open()
+
     def finish(self, reading: ChunkReading) -> None:
         """Write the chunks of a pass that has been attended to."""
         with self._lock:
@@ -303,6 +319,8 @@ class SharedStore:
     def _finish_open(self) -> None:
         reading, self._open = self._open, None
         if reading is not None:
+            for one in reading.rows:
+                one.coming = 0
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
             self.rows.give_back()
 

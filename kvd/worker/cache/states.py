@@ -18,6 +18,9 @@ from kvd.worker.cache.layout import StatePart
 State = list[list[mx.array | None]]
 """Of each part, its arrays; None before the first token."""
 
+_GONE = object()
+"""Stands in the decode batch for a sequence that was removed: any name may be somebody's."""
+
 
 class StateStore:
     """The states of all sequences, in all recurrent layers.
@@ -82,7 +85,7 @@ class StateStore:
     def remove(self, name: Any) -> None:
         """Forget a sequence; it may stand in the decode batch until that changes."""
         self._held.pop(name, None)
-        self._members = [None if member is name else member for member in self._members]
+        self._members = [_GONE if member == name else member for member in self._members]
 
     def begin(self, names: list[Any], batch: int) -> None:
         """Give the caches the states of these sequences, then of ``batch`` minus as many more."""
@@ -124,7 +127,7 @@ class StateStore:
     def _scatter(self) -> None:
         """Give each member of the decode batch its own state back."""
         for position, name in enumerate(self._members):
-            if name is not None:
+            if name is not _GONE:
                 self._held[name] = [
                     [None if array is None else array[position : position + 1] for array in part]
                     for part in self._batch

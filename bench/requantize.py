@@ -1,0 +1,190 @@
+"""Stepping down under decode: eight rows of 8192 tokens go from K8V8 to K4V4 while all decode on.
+
+    python -m bench.requantize [--json FILE] [--rows 8] [--tokens 8192] [--scratch-mib 64]
+
+A store of four layers with random keys and values, and two rows more that are not touched: their
+outputs must be those of a run without the step-down, to the bit. Every decode step gets a time
+slice of the step-down; what the step and its slice take together is compared with the median of
+the steps before, and peak memory with the peak of those steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.worker.attention.decode import decode_attention
+from kvd.worker.cache.batch import make_caches
+from kvd.worker.cache.requantize import StepDown
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.store import KVStore
+
+GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
+LAYERS = 4
+QUERY_HEADS = 8
+LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+TARGET = 2
+CHUNK = 1024
+UNTOUCHED = 2
+UNTOUCHED_TOKENS = 1000
+SLICE_S = 0.010
+WARM_UP = 3
+STEADY_STEPS = 20
+MIB = 1 << 20
+
+
+@dataclass
+class Steps:
+    """What was seen of the steps of one stretch."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    """Processor seconds, which work beside us on a busy machine does not lengthen much."""
+    slices: list[float] = field(default_factory=list)
+    peak: int = 0
+    footprint: int = 0
+    """Active and cached bytes, the most at a step's end."""
+    outputs: list[np.ndarray] = field(default_factory=list)
+    """Of the rows that are not touched."""
+
+
+class Batch:
+    """Rows to lower and rows to leave alone, with their queries and new tokens."""
+
+    def __init__(self, rows: int, tokens: int) -> None:
+        mx.random.seed(1)
+        self.store = KVStore([GEOMETRY] * LAYERS, LADDER, mx.float32)
+        self.caches = make_caches(self.store)
+        self.untouched = [self._row(UNTOUCHED_TOKENS) for _ in range(UNTOUCHED)]
+        self.lowered = [self._row(tokens) for _ in range(rows)]
+        self.rows = self.untouched + self.lowered
+        self.store.compact()
+        self.keys = mx.random.key(2)
+        mx.eval(self.keys)
+        mx.clear_cache()
+
+    def _row(self, tokens: int) -> Row:
+        row = self.store.new_row()
+        for start in range(0, tokens, CHUNK):
+            count = min(CHUNK, tokens - start)
+            self.store.begin_prefill(row, count)
+            for cache in self.caches:
+                shape = (1, GEOMETRY.kv_heads, count, GEOMETRY.k_dim)
+                cache.update_and_fetch(mx.random.normal(shape), mx.random.normal(shape))
+            self.store.finish_prefill()
+        return row
+
+    def step(self) -> np.ndarray:
+        """Decode one token of every row; return the outputs of those that are not touched."""
+        if self.store.needs_flush(self.rows):
+            self.store.flush()
+        self.keys, mine = mx.random.split(self.keys)
+        self.store.begin_decode(self.rows)
+        outputs = []
+        for cache, key in zip(self.caches, mx.random.split(mine, LAYERS), strict=True):
+            a, b = mx.random.split(key)
+            token = mx.random.normal((len(self.rows), GEOMETRY.kv_heads, 1, GEOMETRY.k_dim), key=a)
+            queries = mx.random.normal((len(self.rows), QUERY_HEADS, 1, GEOMETRY.k_dim), key=b)
+            handle, _ = cache.update_and_fetch(token, token)
+            outputs.append(decode_attention(queries, handle, GEOMETRY.k_dim**-0.5))
+        mx.eval(outputs, self.store.arrays())
+        return np.stack([np.array(output[:UNTOUCHED]) for output in outputs])
+
+    def run(self, steps: int, down: StepDown | None = None) -> Steps:
+        """Decode so many steps, and on until the step-down is over."""
+        seen = Steps()
+        mx.reset_peak_memory()
+        while len(seen.seconds) < steps or (down is not None and not down.over):
+            start, cpu = time.perf_counter(), time.process_time()
+            output = self.step()
+            if down is not None:
+                before = time.perf_counter()
+                down.advance(SLICE_S, time.perf_counter)
+                seen.slices.append(time.perf_counter() - before)
+            seen.seconds.append(time.perf_counter() - start)
+            seen.cpu.append(time.process_time() - cpu)
+            seen.outputs.append(output)
+            seen.peak = max(seen.peak, mx.get_peak_memory())
+            seen.footprint = max(seen.footprint, mx.get_active_memory() + mx.get_cache_memory())
+        return seen
+
+
+def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
+    """Step the rows down, and decode as many steps without; return the comparison."""
+    batch = Batch(rows, tokens)
+    store = batch.store
+    batch.run(WARM_UP)
+    steady = batch.run(STEADY_STEPS)
+    before = store.nbytes
+    down = StepDown(store, batch.lowered, TARGET, scratch=scratch)
+    work = batch.run(1, down)
+    mx.clear_cache()
+    after = store.nbytes
+    lowered, kept = (
+        sum(len(row.pages) for row in ones) for ones in (batch.lowered, batch.untouched)
+    )
+    formula = lowered * store.page_bytes(TARGET) + kept * store.page_bytes() + store.tails_bytes
+    del batch, store, down
+    mx.clear_cache()
+
+    twin = Batch(rows, tokens)
+    twin.run(WARM_UP + STEADY_STEPS)
+    alone = twin.run(len(work.seconds))
+    same = all(np.array_equal(a, b) for a, b in zip(work.outputs, alone.outputs, strict=True))
+    finite = all(np.isfinite(one).all() for one in work.outputs)
+    median = statistics.median(steady.seconds)
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        "layers": LAYERS,
+        "geometry": {"kv_heads": GEOMETRY.kv_heads, "head_dim": GEOMETRY.k_dim, "bytes": 4},
+        "ladder": [scheme.name for scheme in LADDER],
+        "scratch_bytes": scratch,
+        "slice_s": SLICE_S,
+        "steps": len(work.seconds),
+        "median_step_s": median,
+        "longest_step_before_s": max(steady.seconds),
+        "longest_step_s": max(work.seconds),
+        "longest_ratio": max(work.seconds) / median,
+        "longest_step_without_s": max(alone.seconds),
+        "longest_cpu_ratio": max(work.cpu) / statistics.median(steady.cpu),
+        "longest_cpu_ratio_without": max(alone.cpu) / statistics.median(steady.cpu),
+        "longest_slice_s": max(work.slices),
+        "median_slice_s": statistics.median(work.slices),
+        "bytes_before": before,
+        "bytes_after": after,
+        "bytes_formula": formula,
+        "peak_before": steady.peak,
+        "peak_during": work.peak,
+        "peak_over_before": work.peak - steady.peak,
+        "footprint_before": steady.footprint,
+        "footprint_during": work.footprint,
+        "untouched_rows_same_to_the_bit": same and finite,
+    }
+
+
+def main() -> None:
+    """Measure, print what the issue asks for, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--scratch-mib", type=int, default=64)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    result = measure(arguments.rows, arguments.tokens, arguments.scratch_mib * MIB)
+    print(json.dumps(result, indent=2))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
