@@ -174,6 +174,7 @@ def test_the_table_of_models_is_kept(case: Case) -> None:
 
 
 def test_most_models_use_pages() -> None:
-    lines = [line for line in table.PAGE.read_text().splitlines() if line.startswith("| `")]
+    text, _, _ = table.PAGE.read_text().partition("## Not run here")
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(lines) == len(ZOO) >= 70
     assert sum("| pages" in line for line in lines) >= 55
