@@ -194,6 +194,7 @@ class QuantizedLate(Caches):
     tolerance = 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [Caches, Windows, Quantized, QuantizedLate])
 def test_random_operations(machine: type[Caches]) -> None:
     run_state_machine_as_test(
