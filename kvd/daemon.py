@@ -99,7 +99,7 @@ class Daemon:
         self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
         self._system = System(
-            Spawner(fake=options.fake, blas=library),
+            Spawner(fake=options.fake, blas=library, calibration=options.home.calibration),
             readings,
             budget_bytes=self._budget,
             identity=Identity(

@@ -20,7 +20,9 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 """Bytes in `sun_path`, less the closing zero: 104 on macOS, 108 on Linux."""
 
 
-_OURS = {"kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", ".DS_Store"}
+_OURS = {
+    "kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration", ".DS_Store",
+}  # fmt: skip
 """What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
 
@@ -54,6 +56,11 @@ class Home:
     def cache(self) -> Path:
         """The folder of everything that may be deleted while no daemon runs."""
         return self.root / "cache"
+
+    @property
+    def calibration(self) -> Path:
+        """The folder of what `kvctl calibrate` has found, a file a model."""
+        return self.root / "calibration"
 
     def create(self) -> None:
         """Make the folders, private to the user; an existing home of ours is made private.

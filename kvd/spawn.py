@@ -40,9 +40,13 @@ _BROKE_PROTOCOL = 76
 class Spawner:
     """Starts workers; one for the daemon's life."""
 
-    def __init__(self, *, fake: bool = False, blas: Path | None = None) -> None:
+    def __init__(
+        self, *, fake: bool = False, blas: Path | None = None, calibration: Path | None = None
+    ) -> None:
         self._fake = fake
         self._environment = environment(blas)
+        if calibration is not None:
+            self._environment["KVD_CALIBRATION"] = str(calibration)
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def __call__(

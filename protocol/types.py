@@ -180,6 +180,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Such as ``keys per channel, values per token``."""
     kv: list[KVPart] = []
     """All layers, by kind."""
+    kv_ladder: list[str] = []
+    """What pages may be, from the top down; empty: not told, or the model is served dense."""
+    kv_calibrated: str | None = None
+    """The scheme that a calibration lets pages go down to; absent: none was found."""
     page_bytes: int
     """Of one page in all layers."""
     kv_bytes_per_token: int

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-from kvd.cli.options import OPTIONS
+from kvd.cli.calibrate import calibrate
+from kvd.cli.options import LEVELS, OPTIONS
 from kvd.config import Config
 from kvd.exits import Exit
 from kvd.kv import KVText
+from kvd.worker.fidelity import Floor
 from protocol.errors import KvdError
 from protocol.messages import Event, Request
 from protocol.types import KVPart, KVSpec
 
 ROOT = Path(__file__).parent.parent
+NUMBER = {int, float}
 
 
 def page(name: str) -> str:
@@ -56,6 +60,19 @@ def test_every_kv_setting_is_described_where_people_and_programs_look():
             assert default == str(value)
         if isinstance(value, tuple):
             assert default == f"`{','.join(value)}`"
+
+
+def test_the_options_of_calibrate_are_described_with_their_defaults():
+    section = page("tuning.md").partition("## Calibration")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `--([a-z0-9-]+)` \| ([0-9.]+) \|", section, re.MULTILINE)
+    described = {name.replace("-", "_"): float(default) for name, default in rows}
+    parameters = inspect.signature(calibrate).parameters
+    options = {name: one.default for name, one in parameters.items() if type(one.default) in NUMBER}
+    assert described == options
+    floor = Floor()
+    assert (described["max_kl"], described["min_top1"]) == (floor.max_kl, floor.min_top1)
+    for field in LEVELS:
+        assert f"`{OPTIONS[field]}`" in section
 
 
 def test_every_exit_code_is_described():

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from kvd.cli import chat as chats
 from kvd.cli import detail, render
 from kvd.cli.bench_kv import bench_kv
+from kvd.cli.calibrate import calibrate
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
@@ -24,7 +25,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.cli.options import VersionOption, takes_kv
+from kvd.cli.options import LEVELS, VersionOption, takes_kv
 from kvd.cli.stream import Stream
 from kvd.cli.usage import Command, Group
 from kvd.client import Load
@@ -319,6 +320,7 @@ def _wait_until_gone(wanted: Terms) -> bool:
 
 
 app.command("bench-kv", cls=Command)(bench_kv)
+app.command(cls=Command)(takes_kv(calibrate, only=LEVELS))
 
 
 def main() -> None:

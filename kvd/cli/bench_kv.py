@@ -7,22 +7,17 @@ environment that workers get. This file starts it and shows what it says.
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from kvd import blas, spawn
-from kvd.cli.common import JsonOption, Terms, stderr_console, stdout_console, talk, terms
+from kvd.cli.common import JsonOption, Terms, stdout_console, talk, terms
+from kvd.cli.tool import run_tool
 from kvd.sources import absolute
-from protocol.errors import ConfigError, ErrorInfo, InternalError, InvalidRequest, from_info
+from protocol.errors import ConfigError, InvalidRequest
 
 SCHEMES = "k16v16,k8v8,k8v4,k4v4"
 LENGTHS = "1024,4096,16384"
@@ -83,61 +78,13 @@ def bench_kv(
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in shape.items() if value is not None]
         whose = absolute(model) if model else None if given else "demo"
-        result = measure(
-            [*([whose] if whose else []), *given, "--schemes", schemes, "--lengths", lengths],
-            quiet=wanted.json,
-        )
+        arguments = [*([whose] if whose else []), *given]
+        arguments += ["--schemes", schemes, "--lengths", lengths]
+        result = run_tool("kvd.worker.bench_kv", arguments, quiet=wanted.json)
         show(result, wanted)
         if plot is not None:
             draw(result, plot)
             talk(f"drawn: {plot}")
-
-
-def measure(arguments: list[str], *, quiet: bool) -> dict[str, Any]:
-    """Run the measuring process; show its progress to a person. Raises its typed error."""
-    process = subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-P", "-m", "kvd.worker.bench_kv", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=spawn.environment(blas.choose("auto")),
-        encoding="utf-8",
-    )
-    last: list[str] = []
-    follower = threading.Thread(target=_follow, args=(process, last, quiet), daemon=True)
-    with process:
-        follower.start()
-        try:
-            assert process.stdout is not None
-            out = process.stdout.read()
-            process.wait()
-        finally:
-            process.kill()
-            follower.join()
-    try:
-        result: dict[str, Any] = msgspec.json.decode(out)
-    except msgspec.DecodeError:
-        said = last[-1] if last else f"exit status {process.returncode}"
-        raise InternalError(f"the measuring ended early: {said}") from None
-    if "error" in result:
-        raise from_info(msgspec.convert(result["error"], ErrorInfo))
-    return result
-
-
-def _follow(process: subprocess.Popen[str], last: list[str], quiet: bool) -> None:
-    """Read lines such as ``3/10 k8v8, 4096 tokens``, and keep the last one."""
-    assert process.stderr is not None
-    console = stderr_console()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"))
-    hidden = quiet or not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("starting", total=None)
-        for line in process.stderr:
-            last[:] = [line.strip()]
-            counted, _, text = line.strip().partition(" ")
-            done, _, total = counted.partition("/")
-            if done.isdigit() and total.isdigit():
-                progress.update(task, description=text, completed=int(done) - 1, total=int(total))
 
 
 def show(result: dict[str, Any], wanted: Terms) -> None:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvd.cli import render
 from kvd.units import format_bytes
-from protocol.types import KVPart, KVSpec, MemoryUse, ModelStatus
+from protocol.types import KVPart, KVSpec, MemoryUse, ModelInfo, ModelStatus
 
 _GAP = 2
 
@@ -22,7 +22,7 @@ def page(value: ModelStatus) -> RenderableType:
     if info := value.info:
         lines.append(("model", f"{info.architecture}, {render.model_facts(info)}"))
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
-    lines.append(("KV cache", _settings(value.kv)))
+    lines.append(("KV cache", _settings(value.kv, info)))
     if info:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
         lines.append(("", info.kv_layout + size))
@@ -51,9 +51,12 @@ def _pairs(lines: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _settings(kv: KVSpec) -> str:
-    steps = ", ".join(scheme.name for scheme in kv.steps)
-    said = [f"{kv.name}, may step down to {steps}" if steps else f"{kv.name}, never steps down"]
+def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
+    top, *rest = (info.kv_ladder if info else []) or [kv.name, *(one.name for one in kv.steps)]
+    steps = ", ".join(rest)
+    said = [f"{top}, may step down to {steps}" if steps else f"{top}, never steps down"]
+    if info and info.kv_calibrated:
+        said.append(f"calibrated: not below {info.kv_calibrated}")
     floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))
     said += [f"layer {layer} not below {kv.scheme_of(name).name}" for layer, name in floors]
     if kv.quantized_kv_start:

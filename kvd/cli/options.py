@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import msgspec
@@ -33,6 +33,8 @@ OPTIONS = {
     "keep": "--kv-keep",
 }
 """By field."""
+LEVELS = ("scheme", "group_size", "value_group_size", "ladder")
+"""Those fields that say which schemes a model's pages may have."""
 
 
 def _say_version(wanted: bool) -> None:
@@ -162,12 +164,19 @@ def _floors(texts: list[str]) -> dict[int, str]:
     return floors
 
 
-def takes_kv(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of the KV cache in place of its ``kv``.
+def takes_kv(
+    command: Callable[..., None], *, only: Collection[str] = tuple(OPTIONS)
+) -> Callable[..., None]:
+    """Give a command the options of the KV cache in place of its ``kv``, or ``only`` some fields'.
 
     The command gets that as a `KVSpec`, or None if none of the options was given.
     """
-    options = inspect.signature(_kv, eval_str=True).parameters
+    wanted = {OPTIONS[field].lstrip("-").replace("-", "_") for field in only}
+    options = {
+        name: option
+        for name, option in inspect.signature(_kv, eval_str=True).parameters.items()
+        if name in wanted
+    }
 
     @functools.wraps(command)
     def wrapped(**arguments: Any) -> None:

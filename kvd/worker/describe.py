@@ -69,6 +69,13 @@ def _own(cache: OwnCache, reason: str) -> KVPart:
     )
 
 
+def ladder(cache: ModelCache | OwnCache) -> list[str]:
+    """Return the schemes that pages may have, from the top down."""
+    if not isinstance(cache, ModelCache) or not cache.stores:
+        return []
+    return [scheme.name for scheme in cache.settings.ladder]
+
+
 def layout(cache: ModelCache | OwnCache) -> str:
     """Return how keys and values lie in pages, in words."""
     stores = cache.stores if isinstance(cache, ModelCache) else []

@@ -12,7 +12,7 @@ Only positions that attend to a quantized page count; the others are exact by co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,7 @@ def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[l
 
 def measure(
     model: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Sequence[int]],
     ladder: Sequence[Scheme],
     *,
     chunk: int = CHUNK,

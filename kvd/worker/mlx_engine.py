@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker import describe, memory, model, probe, sampler
+from kvd.worker import describe, memory, model, probe, sampler, verdicts
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget, mebibytes
 from kvd.worker.cache.composite import CacheSettings, ModelCache
@@ -127,7 +127,8 @@ class MLXEngine:
         loaded = model.load(path, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
-        served = probe.serve(loaded.model, _settings(command), loaded.vocab_size)
+        verdict = verdicts.find(headers)
+        served = probe.serve(loaded.model, _settings(command, verdict), loaded.vocab_size)
         self._runner = served.runner
         mx.clear_cache()
         cache = self._runner.cache
@@ -153,9 +154,11 @@ class MLXEngine:
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
-        return self._info(loaded, served)
+        return self._info(loaded, served, verdict)
 
-    def _info(self, loaded: model.LoadedModel, served: probe.Served) -> ModelInfo:
+    def _info(
+        self, loaded: model.LoadedModel, served: probe.Served, verdict: verdicts.Verdict | None
+    ) -> ModelInfo:
         cache = self._runner.cache
         parts = describe.parts(served)
         growing = sum(part.bytes_per_token for part in parts)
@@ -173,6 +176,8 @@ class MLXEngine:
             attention_path=served.path,
             attention_error=served.error,
             kv=parts,
+            kv_ladder=describe.ladder(cache),
+            kv_calibrated=None if verdict is None else verdict.lowest,
             has_chat_template=self._text.has_chat_template,
             device=_device(),
             blas=os.environ.get("KVD_BLAS_PRELOADED"),
@@ -436,10 +441,10 @@ class MLXEngine:
         mx.synchronize()
 
 
-def _settings(command: LoadModel) -> CacheSettings:
+def _settings(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
     kv = command.kv
     return CacheSettings(
-        ladder=tuple(ladder_of(kv)),
+        ladder=tuple(verdicts.lift(ladder_of(kv), verdict)),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvd import cli
-from kvd.cli import bench_kv
+from kvd.cli import bench_kv, tool
 
 RESULT = {
     "model": "demo",
@@ -102,7 +102,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvctl, tmp_path, monkeyp
 
 def test_a_process_that_dies_says_its_last_words(kvctl, monkeypatch):
     monkeypatch.setattr(
-        bench_kv.spawn,
+        tool.spawn,
         "environment",
         lambda _: {"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"},
     )

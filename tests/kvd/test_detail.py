@@ -73,6 +73,12 @@ def test_all_settings_are_said():
     assert "KV cache   k4v4, never steps down; at most 512 tokens" in lines
 
 
+def test_a_calibrated_ladder_is_the_one_that_is_left():
+    info = msgspec.structs.replace(INFO, kv_ladder=["k8v8", "k8v4"], kv_calibrated="k8v4")
+    text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
+    assert "k8v8, may step down to k8v4; calibrated: not below k8v4" in text
+
+
 def test_a_page_is_named_where_rows_have_pages_for_good():
     bounded = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, page_bytes=0))
     assert "values per token; a page of 64 tokens: 102 KiB" in shown(MODEL, 80)
