@@ -35,6 +35,14 @@ def packed(dense: np.ndarray, packing: Packing) -> np.ndarray:
     return np.array(through_page(mx.array(dense), packing))
 
 
+def oldest_seen(kind: Kind, position: int) -> int:
+    """The first position that a query there sees beside the kept ones, said once more."""
+    if kind.chunk is not None:
+        return position - position % kind.chunk
+    # As many as fit beside the kept ones, its own token among them.
+    return 0 if kind.window is None else position + 1 - (kind.window - kind.keep)
+
+
 @dataclass(eq=False)
 class Page:
     """64 tokens of one kind's layers, shared by all rows that hold this object."""
@@ -133,7 +141,7 @@ class DenseStore:
                 mine.paged += 1
             mine.pending = []
             low, anchor = (
-                self.kind.low(mine.length),
+                oldest_seen(self.kind, mine.length),
                 PAGE_TOKENS * -(-self.kind.keep // PAGE_TOKENS),
             )
             if self.kind.bounded:
@@ -166,7 +174,7 @@ class DenseStore:
         mine = self.rows[row]
         length = mine.length - count
         held = {page.start // PAGE_TOKENS for page in mine.pages}
-        low = max(0, self.kind.low(length))
+        low = max(0, oldest_seen(self.kind, length))
         seen = {*range(low, min(length, mine.tail_start)), *range(min(self.kind.keep, length))}
         return {at // PAGE_TOKENS for at in seen if at < mine.tail_start} <= held
 
