@@ -53,7 +53,9 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
 
 def model(value: ModelStatus) -> Text:
     """Return one line about a model, as `load` says it."""
-    line = Text.assemble((value.name, "bold"), " ", state(value), f"  {value.kv.name}")
+    # What it got: a calibration may have lifted what was asked for.
+    scheme = value.info.kv_scheme if value.info else value.kv.name
+    line = Text.assemble((value.name, "bold"), " ", state(value), f"  {scheme}")
     if value.info:
         line.append(f"  {model_facts(value.info)}, attention {value.info.attention_path}")
     return line

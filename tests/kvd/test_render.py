@@ -3,12 +3,13 @@ from __future__ import annotations
 import io
 import re
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from kvd.cli import render
 from protocol.errors import ErrorInfo
-from protocol.types import ModelStatus
+from protocol.types import KVSpec, ModelStatus
 from tests.kvd.stub import MODEL, daemon_status
 
 
@@ -84,3 +85,9 @@ def test_a_failed_model_says_why_word_for_word():
     text = shown(daemon_status(FAILED), 80)
     assert "failed ↻3" in text
     assert "3 crashes in 60 s [signal 11]" in text
+
+
+def test_the_line_about_a_loaded_model_says_the_scheme_it_got():
+    lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
+    assert "  k8v8  " in render.model(lifted).plain
+    assert "  k4v4" in render.model(msgspec.structs.replace(lifted, info=None)).plain

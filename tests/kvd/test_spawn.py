@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from actors.ports import Exit
 from kvd.spawn import Spawner, environment
+from kvd.worker import verdicts
 from protocol.worker import LoadModel, Progress, Started, Stop
 
 PREAMBLE = """
@@ -172,3 +173,9 @@ def test_the_environment_preloads_and_finds_us(monkeypatch):
     assert variables["KVD_BLAS_PRELOADED"] == "/lib/libopenblas.so.0"
     assert "KVD_BLAS_PRELOADED" not in environment(None)
     assert environment(None)["LD_PRELOAD"] == "/lib/other.so"
+
+
+def test_workers_learn_where_the_calibration_is(tmp_path, monkeypatch):
+    monkeypatch.delenv(verdicts.FOLDER_VARIABLE, raising=False)
+    assert Spawner(calibration=tmp_path)._environment[verdicts.FOLDER_VARIABLE] == str(tmp_path)
+    assert verdicts.FOLDER_VARIABLE not in Spawner()._environment
