@@ -12,19 +12,18 @@ import contextlib
 import os
 import socket
 import sys
-import sysconfig
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
-import kvd
 from actors.ports import Exit
+from kvd.environment import environment
 from protocol.errors import RemoteProtocolError
 from protocol.framing import FrameDecoder, decode_report, encode_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from protocol.worker import Command, Report
 
@@ -83,23 +82,6 @@ class Spawner:
         # -P: the daemon's working folder must not decide what the worker imports.
         arguments = [sys.executable, "-P", "-m", "kvd.worker", str(fd)]
         return [*arguments, "--engine", "fake"] if self._fake else arguments
-
-
-def environment(blas: Path | None) -> dict[str, str]:
-    """Return the worker's environment: ours, the BLAS to preload and where kvd is."""
-    variables = dict(os.environ)
-    if blas is not None:
-        before = variables.get("LD_PRELOAD", "")
-        variables["LD_PRELOAD"] = f"{blas}:{before}" if before else str(blas)
-        variables["KVD_BLAS_PRELOADED"] = str(blas)
-        # OpenBLAS's idle threads spin, and took a third of a worker's CPU time as system time on
-        # a busy machine; with 2^12 cycles that was a sixth, at the same speed or better.
-        variables.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
-    root = Path(kvd.__file__).parent.parent
-    if root != Path(sysconfig.get_path("purelib")):  # a checkout, perhaps not installed
-        before = variables.get("PYTHONPATH", "")
-        variables["PYTHONPATH"] = f"{root}:{before}" if before else str(root)
-    return variables
 
 
 class Worker:

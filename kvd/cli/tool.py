@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 from rich.progress import BarColumn, Progress, TextColumn
 
-from kvd import blas, spawn
+from kvd import blas
 from kvd.cli.common import stderr_console
+from kvd.environment import environment
 from protocol.errors import ErrorInfo, InternalError, from_info
 
 
@@ -29,7 +30,7 @@ def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=spawn.environment(blas.choose("auto")),
+        env=environment(blas.choose("auto")),
         encoding="utf-8",
     )
     last: list[str] = []

@@ -210,7 +210,7 @@ def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo
     assert demo.outcomes["bad"].error.code == "numerical_error"
     demo.submit("next", prompt_of(30, 2), max_tokens=10)
     demo.step()
-    assert demo.engine._requests["next"].row.slot == slot
+    assert demo.engine._requests["next"].row.rows[0].slot == slot
     demo.run()
 
     assert demo.outcomes["next"] == wanted

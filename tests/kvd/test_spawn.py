@@ -12,7 +12,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from actors.ports import Exit
-from kvd.spawn import Spawner, environment
+from kvd.environment import environment
+from kvd.spawn import Spawner
 from kvd.worker import verdicts
 from protocol.worker import LoadModel, Progress, Started, Stop
 
