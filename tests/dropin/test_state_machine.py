@@ -198,5 +198,5 @@ class QuantizedLate(Caches):
 @pytest.mark.parametrize("machine", [Caches, Windows, Quantized, QuantizedLate])
 def test_random_operations(machine: type[Caches]) -> None:
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=7, stateful_step_count=40, phases=PHASES)
+        machine, settings=settings(max_examples=4, stateful_step_count=40, phases=PHASES)
     )

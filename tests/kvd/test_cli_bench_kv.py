@@ -102,7 +102,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvctl, tmp_path, monkeyp
 
 def test_a_process_that_dies_says_its_last_words(kvctl, monkeypatch):
     monkeypatch.setattr(
-        tool.spawn,
+        tool,
         "environment",
         lambda _: {"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere"},
     )

@@ -42,7 +42,7 @@ def kvctl(monkeypatch, capsys, tmp_path, home: Home):
 
     def run(*arguments, stub="k8v8"):
         environment = {"PYTHONPATH": str(tmp_path / "stub"), "STUB": stub}
-        monkeypatch.setattr(tool.spawn, "environment", lambda _: environment)
+        monkeypatch.setattr(tool, "environment", lambda _: environment)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
         with pytest.raises(SystemExit) as ended:

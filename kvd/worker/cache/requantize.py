@@ -27,7 +27,8 @@ class StepDown:
     """Brings some rows to a lower level: what they have, and what they seal from now on.
 
     Pages that rows share are converted once, for all who hold them. Whatever goes wrong, every
-    page is on one level or the other, never between. The upper pools give back all that is free.
+    page is on one level or the other, never between. In the end the pools of all these levels
+    are cut to what is used, also what flushes meanwhile made the lower ones grow ahead of need.
 
     ``scratch`` is how many bytes pools and copies may take beyond what the pools have now; the
     default is the store's ``prefill_scratch``, which nobody uses meanwhile. A round is never
@@ -47,19 +48,26 @@ class StepDown:
         self._target = store.allocators[level]
         self._goal = 0
         """Capacity that the lower pools are growing to."""
-        self._upper: set[int] = set()
+        self._loose: set[int] = set()
         """Levels whose pools are to be packed and cut: those that pages came from."""
         self._pace: float | None = None
         """Seconds a page, in the last piece that converted or moved some."""
+        self._tight = False
+        """Whether the lower pools are being cut, or have been."""
+        self._pending = [row for row in self._rows if row.pending]
+        """Rows that sealed pages of their old level, which the next flush brings."""
+        self._flushes = store.flushes
         for row in self._rows:
             row.level = max(row.level, level)
 
     @property
     def over(self) -> bool:
         """Whether nothing is left to do; pages that still await a flush count as left."""
-        pending = any(row.pending for row in self._rows if row.alive)
-        growing = self._goal > self._target.capacity
-        return not pending and not self._due() and not self._upper and not growing
+        return self._tight and not self._waiting() and not self._due() and not self._loose
+
+    def _waiting(self) -> bool:
+        flushed = self._store.flushes > self._flushes
+        return not flushed and any(row.alive for row in self._pending)
 
     def _due(self) -> list[PageId]:
         """Return the pages to convert, the one to take first last."""
@@ -81,14 +89,20 @@ class StepDown:
         end = clock() + seconds
         due = self._due()
         left = len(due)
-        if not due and self._goal > self._target.capacity:  # the rows are gone
-            self._goal = 0
-            self._upper.add(self._level)
-        while due or self._upper:
+        while due or self._loose or self._to_tighten():
             self._piece(due, clock, end)
             if clock() >= end:
                 break
         return left - len(due)
+
+    def _to_tighten(self) -> bool:
+        """Return whether all is converted and the lower pools' turn to be cut has come."""
+        if self._tight or self._waiting():
+            return False
+        self._tight = True
+        self._goal = 0
+        self._loose.add(self._level)
+        return True
 
     # The pieces. Each evaluates all that it does.
 
@@ -98,12 +112,12 @@ class StepDown:
             count = min(self._fitting(clock, end), self._target.free)
             pages = [page for page in due[-count:] if page.level == level]
             self._move(level, self._level, pages, clock)
-            self._upper.add(level)
+            self._loose.add(level)
             del due[-len(pages) :]
         elif due and self._target.capacity < self._goal:
             self._grow()
-        elif self._upper:
-            self._give_back(min(self._upper), clock, end)
+        elif self._loose:
+            self._give_back(min(self._loose), clock, end)
         else:
             self._plan(len(due))
 
@@ -157,5 +171,5 @@ class StepDown:
                 if capacity > allocator.capacity:
                     pool.resize(side, allocator.capacity)
                     return
-        self._upper.remove(level)
+        self._loose.remove(level)
         mx.clear_cache()  # and so the system has it back
