@@ -63,7 +63,7 @@ def bench_kv(
     ] = SCHEMES,
     lengths: Annotated[str, typer.Option(metavar="LIST", help="Context lengths.")] = LENGTHS,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a .png or .svg (kvd[plot]).")
+        Path | None, typer.Option(metavar="FILE", help="Draw a .png or .svg; needs matplotlib.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
