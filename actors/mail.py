@@ -109,6 +109,10 @@ class FinishAll(Ask[None], frozen=True):
     """Take no new requests; answered when none is left."""
 
 
+class RouterRang(_Message, frozen=True):
+    """A deadline may have passed."""
+
+
 RouterMail = (
     Wanted
     | Unwanted
@@ -119,6 +123,7 @@ RouterMail = (
     | RowBounced
     | RowsDied
     | FinishAll
+    | RouterRang
 )
 
 # -- to a worker ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from actors.machines import admission
 from actors.ports import Notice
 from actors.runtime.actor import Actor, Later
 from actors.runtime.journal import Journal
+from actors.runtime.timers import Alarm
 from protocol import messages
 from protocol import worker as wire
 from protocol.types import Usage
@@ -42,6 +43,8 @@ class Job:
     client: Ref[ClientMail]
     submit: wire.Submit
     seed: int
+    deadline: float | None = None
+    """On the event loop's clock."""
 
 
 @dataclass
@@ -74,6 +77,15 @@ class Router(Actor["RouterMail"]):
         office.check()
         self._office = office
         self._finishing: list[Later[None]] = []
+        self._alarm = Alarm(lambda: self.ref.tell(mail.RouterRang(), beyond_limit=True))
+
+    def on_start(self) -> None:
+        """Go on with the deadlines of the router before."""
+        self._alarm.set(self._office.machine.deadline)
+
+    def on_stop(self) -> None:
+        """Set no alarm that outlives this router."""
+        self._alarm.cancel()
 
     def check(self) -> None:
         """Check the invariants."""
@@ -101,6 +113,8 @@ class Router(Actor["RouterMail"]):
                 self._do(admission.Bounced(rid))
             case mail.RowsDied(rids=rids, error=error):
                 self._do(admission.RowsLost(rids, error))
+            case mail.RouterRang():
+                self._do(admission.Rang())
             case mail.FinishAll():
                 later: Later[None] = Later()
                 self._finishing.append(later)
@@ -115,8 +129,9 @@ class Router(Actor["RouterMail"]):
         given = request.sampling.seed
         seed = given if given is not None else self._office.draw_seed()
         submit = _submit(wanted.rid, request, seed)
-        self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, seed)
-        self._do(admission.Arrived(wanted.rid, request.model, _size(submit)))
+        deadline = None if request.deadline_s is None else _now() + request.deadline_s
+        self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, seed, deadline)
+        self._do(admission.Arrived(wanted.rid, request.model, _size(submit), deadline))
 
     def _report(self, report: wire.Report) -> None:
         """Pass a worker's word on; one about a request that is over already is late, no fault."""
@@ -128,8 +143,19 @@ class Router(Actor["RouterMail"]):
         match report:
             case wire.RowAccepted(prompt_tokens=tokens):
                 event = messages.Accepted(id=job.id, prompt_tokens=tokens, seed=job.seed)
-            case wire.RowTokens(index=index, tokens=ids, text=text):
-                event = messages.Tokens(id=job.id, index=index, tokens=ids, text=text)
+            case wire.RowPrompt(index=index, logprobs=told):
+                event = messages.PromptLogprobs(id=job.id, index=index, logprobs=told)
+            case wire.RowTokens():
+                event = messages.Tokens(
+                    id=job.id,
+                    index=report.index,
+                    tokens=report.tokens,
+                    text=report.text,
+                    choice=report.choice,
+                    logprobs=report.logprobs,
+                )
+            case wire.ChoiceFinished(choice=choice, reason=reason):
+                event = messages.ChoiceFinished(id=job.id, choice=choice, reason=reason)
             case wire.RowFinished(reason=reason, usage=usage):
                 event = messages.Done(id=job.id, reason=reason, usage=usage)
             case wire.RowFailed(error=error):
@@ -142,15 +168,15 @@ class Router(Actor["RouterMail"]):
             self._do(admission.Over(rid))
 
     def _do(self, event: admission.Event) -> None:
-        now = asyncio.get_running_loop().time()
-        for command in self._office.journal.handle(event, now):
+        for command in self._office.journal.handle(event, _now()):
             self._perform(command)
+        self._alarm.set(self._office.machine.deadline)
 
     def _perform(self, command: admission.Command) -> None:
         office = self._office
         match command:
             case admission.Forward(rid=rid, model=model):
-                office.workers[model].tell(mail.RunRow(office.jobs[rid].submit))
+                office.workers[model].tell(mail.RunRow(_timed(office.jobs[rid])))
             case admission.Withdraw(rid=rid, model=model):
                 office.workers[model].tell(mail.CancelRow(rid))
             case admission.End(rid=rid, error=error):
@@ -176,23 +202,35 @@ class Router(Actor["RouterMail"]):
         job.client.tell(mail.Deliver(event))
 
 
+_SHARED = sorted(set(wire.Submit.__struct_fields__) & set(messages.Generate.__struct_fields__))
+"""What a worker gets as the client said it."""
+_SHORTEST_S = 0.001
+"""Of a deadline that passes on the way: the worker says so, as it does of all that it has."""
+
+
 def _submit(rid: str, request: Generate, seed: int) -> wire.Submit:
-    return wire.Submit(
-        rid=rid,
-        prompt=request.prompt,
-        messages=request.messages,
-        tokens=request.tokens,
-        sampling=replace(request.sampling, seed=seed),
-        max_tokens=request.max_tokens,
-        stop=request.stop,
-    )
+    said = {name: getattr(request, name) for name in _SHARED}
+    return wire.Submit(rid=rid, **said | {"sampling": replace(request.sampling, seed=seed)})
+
+
+def _timed(job: Job) -> wire.Submit:
+    """Return what the worker gets now: its clock starts with what is left of the deadline."""
+    if job.deadline is None:
+        return job.submit
+    return replace(job.submit, deadline_s=max(_SHORTEST_S, job.deadline - _now()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _size(submit: wire.Submit) -> int:
     """Return about how many bytes of memory the client's part of a request takes."""
-    texts = [*submit.stop]
+    texts = [*submit.stop, submit.prefix_salt or ""]
     if submit.prompt is not None:
         texts.append(submit.prompt)
     for turn in submit.messages or []:
         texts += (turn.role, turn.content)
-    return sum(map(getsizeof, texts)) + TOKEN_BYTES * len(submit.tokens or [])
+    numbers = len(submit.tokens or []) + len(submit.stop_tokens)
+    biases = 2 * len(submit.sampling.logit_bias)
+    return sum(map(getsizeof, texts)) + TOKEN_BYTES * (numbers + biases)

@@ -222,10 +222,10 @@ class Worker(Actor["WorkerMail"]):
                 berth.stats = stats
                 self._do(lifecycle.Alive())
                 self._publish()
-            case wire.RowAccepted():
+            case wire.RowAccepted() | wire.RowPrompt():
                 self._do(lifecycle.Alive())
                 around.router.tell(mail.RowReported(report))
-            case wire.RowTokens():
+            case wire.RowTokens() | wire.ChoiceFinished():
                 self._do(lifecycle.Gained())
                 around.router.tell(mail.RowReported(report))
             case wire.RowFinished(rid=rid) | wire.RowFailed(rid=rid):

@@ -22,6 +22,7 @@ The tree (`code` in brackets; * = worth a retry as it is)::
      ├── InsufficientMemory                       [insufficient_memory]
      ├── Overloaded                               [overloaded]          *
      ├── Draining                                 [draining]            *
+     ├── DeadlineExceeded                         [deadline_exceeded]   *
      ├── WorkerDied                               [worker_died]         *
      ├── SlowReader                               [slow_reader]         *
      ├── NumericalError                           [numerical_error]     *
@@ -171,6 +172,13 @@ class Draining(KvdError):
     """The daemon or the model takes no new work."""
 
     code = "draining"
+    retryable = True
+
+
+class DeadlineExceeded(KvdError):
+    """The time that the request gave itself (``deadline_s``) is over; it may be quicker later."""
+
+    code = "deadline_exceeded"
     retryable = True
 
 

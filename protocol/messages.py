@@ -17,11 +17,20 @@ from protocol.types import (
     MAX_INT,
     Alias,
     ChatMessage,
+    Choices,
     DaemonStatus,
+    DeadlineSeconds,
     KVSpec,
     ModelStatus,
     Name,
+    Priority,
+    Salt,
     Sampling,
+    StopTexts,
+    StopTokens,
+    TokenId,
+    TokenLogprob,
+    TopLogprobs,
     Usage,
 )
 
@@ -70,12 +79,34 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     prompt: str | None = None
     """Raw text: no chat template."""
     messages: list[ChatMessage] | None = None
-    tokens: list[Annotated[int, Meta(ge=0, le=MAX_INT)]] | None = None
+    tokens: list[TokenId] | None = None
     sampling: Sampling = Sampling()
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """Absent: as much as fits the context, at most 512."""
-    stop: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] = []
+    n: Choices = 1
+    """Completions of the one prompt; choice 0 is that of n = 1."""
+    stop: StopTexts = []
     """The completion ends before the first of these; none of it is sent."""
+    stop_tokens: StopTokens = []
+    """The same, of token ids."""
+    ignore_eos: bool = False
+    """The model's own end is a token like any other."""
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    """Nothing that could end the completion is drawn, and no stop text heeded, before so many."""
+    logprobs: TopLogprobs | None = None
+    """Tell each token's logprob, with so many of the most likely ones; absent: nothing."""
+    prompt_logprobs: TopLogprobs | None = None
+    """The same of the prompt's tokens, in `PromptLogprobs`."""
+    priority: Priority = 0
+    """Higher ones are taken first."""
+    deadline_s: DeadlineSeconds | None = None
+    """From its arrival; when it passes, the request ends with ``deadline_exceeded``."""
+    prefix_salt: Salt | None = None
+    """Prompts share cached beginnings only with those that have the same one."""
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
 
 
 class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
@@ -156,16 +187,37 @@ class Tokens(_Event, tag="tokens", frozen=True, kw_only=True):
     """Of the first of these tokens, in the completion."""
     tokens: list[int]
     text: str
+    choice: int = 0
+    """Which of the n completions."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of ``tokens``, if asked for."""
+
+
+class PromptLogprobs(_Event, tag="prompt_logprobs", frozen=True, kw_only=True):
+    """The next tokens of the prompt and how likely the model found them."""
+
+    index: int
+    """Of the first of these tokens, in the prompt."""
+    logprobs: list[TokenLogprob]
 
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
+class ChoiceFinished(_Event, tag="choice_finished", frozen=True, kw_only=True):
+    """One of n > 1 completions is over; ``done`` follows the last of them."""
+
+    choice: int
+    reason: FinishReason
+
+
 class Done(_Event, tag="done", frozen=True, kw_only=True):
-    """The completion is over."""
+    """The completion is over; with n > 1, all of them are."""
 
     reason: FinishReason
+    """With n > 1 ``cancelled`` or ``length`` if that is the reason of any, else ``stop``."""
     usage: Usage
+    """Of all completions together; the prompt counts once."""
 
 
 class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
@@ -196,7 +248,9 @@ Event = (
     | Loaded
     | Unloaded
     | Accepted
+    | PromptLogprobs
     | Tokens
+    | ChoiceFinished
     | Done
     | Cancelled
     | Drained
@@ -207,4 +261,4 @@ Event = (
 
 def is_last(event: Event) -> bool:
     """Return whether no further event of the same request follows."""
-    return not isinstance(event, (Loading, Accepted, Tokens))
+    return not isinstance(event, (Loading, Accepted, PromptLogprobs, Tokens, ChoiceFinished))

@@ -24,8 +24,36 @@ Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)
 Bits = Literal[2, 3, 4, 5, 6, 8, 16]
 
 
+MOST_CHOICES = 16
+MOST_LOGPROBS = 20
+"""The most likely tokens that can be told beside the drawn one; OpenAI's bound."""
+MOST_BIASES = 1024
+"""Entries of ``logit_bias``; they are sent to the device at each join of a batch."""
+MOST_PRIORITY = 100
+MAX_DEADLINE_S = 7 * 24 * 3600.0
+NO_LOGPROB = -9999.0
+"""For a probability of 0, since JSON has no infinity; OpenAI and vLLM say the same."""
+
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+"""OpenAI's range; negative ones favour what was there."""
+Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
+Priority = Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+DeadlineSeconds = Annotated[float, Meta(gt=0.0, le=MAX_DEADLINE_S)]
+Salt = Annotated[str, Meta(max_length=256)]
+StopTexts = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)]
+StopTokens = Annotated[list[TokenId], Meta(max_length=64)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MOST_BIASES)
+]
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is drawn. Temperature 0 is greedy, whatever the rest says."""
+    """How the next token is drawn. Temperature 0 is greedy, whatever the filters say.
+
+    Bias and penalties change the logits first, in the order below; they hold for greedy rows too.
+    """
 
     temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
@@ -34,6 +62,36 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """The same request with the same seed gives the same tokens; absent: the daemon draws one."""
+    logit_bias: LogitBias = {}
+    """By token id; added to its logit."""
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    """Divides the positive and multiplies the negative logits of all tokens seen so far.
+
+    Of prompt and completion, as vLLM and Hugging Face have it; mlx-lm looks at the last 20 only.
+    """
+    presence_penalty: Penalty = 0.0
+    """Taken from the logits of tokens that the completion has."""
+    frequency_penalty: Penalty = 0.0
+    """The same, as often as it has them."""
+
+
+class Alternative(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token that could stand at a place, and how likely it was."""
+
+    token: int
+    text: str
+    """Of the token alone; bytes that are no UTF-8 show as U+FFFD."""
+    logprob: float | None = None
+    """Natural logarithm of the model's own probability, before bias, penalties, temperature and
+    filters; `NO_LOGPROB` for 0. Absent for the first token of a prompt."""
+    bytes: list[int] | None = None
+    """Of the token, where ``text`` does not show them."""
+
+
+class TokenLogprob(Alternative, frozen=True, omit_defaults=True):
+    """The token that stands there, and the most likely ones in falling order."""
+
+    top: list[Alternative] = []
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -11,7 +11,15 @@ import msgspec
 
 from protocol.errors import ErrorInfo
 from protocol.messages import FinishReason
-from protocol.types import ChatMessage, KVSpec, ModelInfo, Sampling, Usage, WorkerStats
+from protocol.types import (
+    ChatMessage,
+    KVSpec,
+    ModelInfo,
+    Sampling,
+    TokenLogprob,
+    Usage,
+    WorkerStats,
+)
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024
 """Above the client's limit, since a prompt of that size must pass as a command."""
@@ -45,7 +53,17 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     sampling: Sampling
     """With a seed, always."""
     max_tokens: int | None = None
+    n: int = 1
     stop: list[str] = []
+    stop_tokens: list[int] = []
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    """What is left of it when this is sent."""
+    prefix_salt: str | None = None
 
 
 class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
@@ -128,10 +146,29 @@ class RowTokens(_Report, tag="tokens", frozen=True, kw_only=True):
     index: int
     tokens: list[int]
     text: str
+    choice: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    """One for each token, if the request asks for them."""
+
+
+class RowPrompt(_Report, tag="prompt", frozen=True, kw_only=True):
+    """How likely a stretch of the prompt was; before the first tokens."""
+
+    rid: str
+    index: int
+    logprobs: list[TokenLogprob]
+
+
+class ChoiceFinished(_Report, tag="choice", frozen=True, kw_only=True):
+    """One of n > 1 completions is over; others may still run."""
+
+    rid: str
+    choice: int
+    reason: FinishReason
 
 
 class RowFinished(_Report, tag="finished", frozen=True, kw_only=True):
-    """The request is over."""
+    """The request is over, with all its completions."""
 
     rid: str
     reason: FinishReason
@@ -158,7 +195,9 @@ Report = (
     | LoadFailed
     | GrantWanted
     | RowAccepted
+    | RowPrompt
     | RowTokens
+    | ChoiceFinished
     | RowFinished
     | RowFailed
     | Stats

@@ -11,7 +11,7 @@ What becomes of a request that arrives:
 3. the model was given up: its own error;
 4. it holds as many as it may, or as many bytes: ``overloaded``;
 5. it is ready: to the worker;
-6. else it waits.
+6. else it waits, until its deadline: ``deadline_exceeded``. The worker heeds that of those it has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from protocol.errors import (
+    DeadlineExceeded,
     Draining,
     ErrorInfo,
     InsufficientMemory,
@@ -63,6 +64,8 @@ class Arrived(_Tagged, frozen=True):
     model: str
     size: int = 0
     """The bytes that the daemon holds for it until it is over."""
+    deadline: float | None = None
+    """When it is of no use any more, on the machine's clock."""
 
 
 class Bounced(_Tagged, frozen=True):
@@ -94,7 +97,11 @@ class DrainAll(_Tagged, frozen=True):
     """No new requests from now on; `Quiet` follows when none is left."""
 
 
-Event = ModelIs | ModelGone | Arrived | Bounced | RowsLost | Over | Unwanted | DrainAll
+class Rang(_Tagged, frozen=True):
+    """The time may have come that `Desk.deadline` said."""
+
+
+Event = ModelIs | ModelGone | Arrived | Bounced | RowsLost | Over | Unwanted | DrainAll | Rang
 
 
 class Forward(_Tagged, frozen=True):
@@ -138,6 +145,7 @@ class Held(msgspec.Struct):
     size: int = 0
     forwarded: bool = False
     unwanted: bool = False
+    deadline: float | None = None
 
 
 class Desk(msgspec.Struct):
@@ -156,7 +164,17 @@ class Desk(msgspec.Struct):
     sizes: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes by model."""
 
-    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: ARG002 - a machine's form
+    @property
+    def deadline(self) -> float | None:
+        """When the first of those that wait here must not wait any longer."""
+        times = [
+            held.deadline
+            for held in self.requests.values()
+            if held.deadline is not None and not held.forwarded
+        ]
+        return min(times, default=None)
+
+    def handle(self, event: Event, now: float) -> list[Command]:
         """Take an event and return what is to be done."""
         match event:
             case ModelIs():
@@ -176,6 +194,8 @@ class Desk(msgspec.Struct):
                 commands = []
             case Unwanted(rid=rid):
                 commands = self._cancel(rid)
+            case Rang():
+                commands = self._end_late(now)
             case DrainAll():
                 self.draining = True
                 return [] if self.requests else [Quiet()]
@@ -201,7 +221,7 @@ class Desk(msgspec.Struct):
         rid, model = event.rid, event.model
         if (refusal := self._refusal(model, event.size)) is not None:  # (1) to (4)
             return [End(rid, refusal)]
-        self.requests[rid] = Held(model, event.size)
+        self.requests[rid] = Held(model, event.size, deadline=event.deadline)
         self.counts[model] = self.counts.get(model, 0) + 1
         self.sizes[model] = self.sizes.get(model, 0) + event.size
         return self._place(rid)
@@ -272,6 +292,15 @@ class Desk(msgspec.Struct):
             rid for rid, held in self.requests.items() if held.model == model and not held.forwarded
         ]
         return [self._end(rid, error) for rid in waiting]
+
+    def _end_late(self, now: float) -> list[Command]:
+        late = [
+            rid
+            for rid, held in self.requests.items()
+            if held.deadline is not None and held.deadline <= now and not held.forwarded
+        ]
+        error = DeadlineExceeded("its deadline passed while it waited for its model")
+        return [self._end(rid, error.info()) for rid in late]
 
     def _end_all(self, model: str) -> list[Command]:
         # Nobody speaks any more for those that were on their way to the worker.

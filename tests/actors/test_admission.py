@@ -20,6 +20,7 @@ from actors.machines.admission import (
     ModelIs,
     Over,
     Quiet,
+    Rang,
     RowsLost,
     Unwanted,
     Withdraw,
@@ -156,6 +157,19 @@ def test_cancel(desk):
     assert list(desk.requests) == ["2"]
 
 
+def test_those_that_wait_beyond_their_deadline_end_and_a_worker_keeps_what_it_has(desk):
+    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "ready"))
+    feed(desk, Arrived("1", "m", deadline=5.0), Arrived("2", "m"), Arrived("3", "n", deadline=1.0))
+
+    assert desk.deadline == 5.0
+    assert desk.handle(Rang(), 4.9) == []
+    assert codes(desk.handle(Rang(), 5.0)) == ["1 deadline_exceeded"]
+    assert (list(desk.requests), desk.deadline) == (["2", "3"], None)
+    feed(desk, ModelIs("n", "waiting"), Bounced("3"))
+    assert desk.deadline == 1.0
+    assert codes(desk.handle(Rang(), 6.0)) == ["3 deadline_exceeded"]
+
+
 def test_a_drain_ends_with_the_last_request(desk):
     feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"))
 
@@ -177,9 +191,10 @@ class Walk(RuleBasedStateMachine):
         self.open: set[str] = set()
         self.inside: set[str] = set()
         self.count = 0
+        self.now = 0.0
 
     def feed(self, event: Event) -> None:
-        for command in self.desk.handle(event, 0.0):
+        for command in self.desk.handle(event, self.now):
             match command:
                 case Forward(rid=rid, model=model):
                     assert self.desk.models[model].standing == "ready"
@@ -204,11 +219,18 @@ class Walk(RuleBasedStateMachine):
     def model_gone(self, model):
         self.feed(ModelGone(model))
 
-    @rule(model=models)
-    def arrive(self, model):
+    @rule(model=models, patience=st.none() | st.integers(0, 3))
+    def arrive(self, model, patience):
         self.count += 1
         self.open.add(str(self.count))
-        self.feed(Arrived(str(self.count), model))
+        deadline = None if patience is None else self.now + patience
+        self.feed(Arrived(str(self.count), model, deadline=deadline))
+
+    @rule()
+    def ring(self):
+        self.now += 1.0
+        self.feed(Rang())
+        assert self.desk.deadline is None or self.desk.deadline > self.now
 
     @rule(data=st.data(), how=st.sampled_from(["over", "bounced", "lost"]))
     def leave(self, data, how):

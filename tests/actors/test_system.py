@@ -10,8 +10,20 @@ from actors import mail
 from actors.machines.lifecycle import Patience
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
-from protocol.types import KVSpec, WorkerStats
-from protocol.worker import CancelRow, Grant, LoadModel, Ready, RowFailed, Started, Stop, Submit
+from protocol.types import Alternative, KVSpec, TokenLogprob, WorkerStats
+from protocol.worker import (
+    CancelRow,
+    ChoiceFinished,
+    Grant,
+    LoadModel,
+    Ready,
+    RowFailed,
+    RowPrompt,
+    RowTokens,
+    Started,
+    Stop,
+    Submit,
+)
 from tests.sim.fakes import INFO, Script, token
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
@@ -51,6 +63,68 @@ async def test_a_given_seed_is_kept_and_sampling_reaches_the_worker():
         submit = next(c for c in w.spawn.last("demo").commands if isinstance(c, Submit))
         assert (submit.sampling.seed, submit.sampling.temperature, submit.stop) == (42, 0.5, ["x"])
         assert expected(3, seed=42) == client.tokens(key)
+
+
+@simulated
+async def test_all_that_a_request_says_reaches_the_worker():
+    said = {
+        "n": 2,
+        "stop": ["x"],
+        "stop_tokens": [3],
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "logprobs": 2,
+        "prompt_logprobs": 0,
+        "priority": 5,
+        "prefix_salt": "mine",
+        "max_tokens": 3,
+    }
+    async with world() as w:
+        client = w.client()
+        await client.end(client.generate(**said, sampling={"logit_bias": {"4": 1.0}}))
+
+        submit = next(c for c in w.spawn.last("demo").commands if isinstance(c, Submit))
+        assert {name: getattr(submit, name) for name in said} == said
+        assert submit.sampling.logit_bias == {4: 1.0}
+        assert submit.deadline_s is None
+
+
+@simulated
+async def test_what_a_worker_tells_of_choices_and_logprobs_reaches_the_client():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(n=2, logprobs=1, max_tokens=1)
+        process = w.spawn.last("demo")
+        await until(lambda: any(isinstance(c, Submit) for c in process.commands))
+        rid = next(c.rid for c in process.commands if isinstance(c, Submit))
+        told = [TokenLogprob(5, " a", -0.5, top=[Alternative(5, " a", -0.5)])]
+        process.say(RowPrompt(rid=rid, index=0, logprobs=told))
+        process.say(RowTokens(rid=rid, index=0, tokens=[5], text=" a", choice=1, logprobs=told))
+        process.say(ChoiceFinished(rid=rid, choice=1, reason="length"))
+        await client.end(key)
+
+        _, prompt, tokens, choice, *_ = client.events[key]
+        assert prompt == messages.PromptLogprobs(id=key, index=0, logprobs=told)
+        assert (tokens.choice, tokens.logprobs) == (1, told)
+        assert choice == messages.ChoiceFinished(id=key, choice=1, reason="length")
+
+
+@simulated
+async def test_a_request_whose_deadline_passes_while_its_model_loads_ends():
+    async with world({"demo": [Script(load_s=100.0)]}, load=()) as w:
+        client = w.client()
+        client.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        late, patient = client.generate(deadline_s=2.0), client.generate(deadline_s=3000.0)
+        began = asyncio.get_running_loop().time()
+        error = await client.end(late)
+
+        assert error.error.code == "deadline_exceeded"
+        assert asyncio.get_running_loop().time() - began == pytest.approx(2.0, abs=0.01)
+        await client.end(patient)
+        submits = [c for c in w.spawn.last("demo").commands if isinstance(c, Submit)]
+        assert len(submits) == 1
+        assert submits[0].deadline_s == pytest.approx(2900.0, abs=5.0), "what is left of it"
 
 
 @simulated
