@@ -1,223 +1,344 @@
 """Which rows are admitted, prefilled and decoded in a step: integers only, no tensors, no clock.
 
-A request is *waiting*, then *prefilling* (its prompt runs in chunks), then *decoding*; it leaves
-from any of these by `Scheduler.finish`. Every step decodes all decoding rows and prefills at most
-one chunk, so a long prompt never stalls the others for more than its chunk.
+::
 
-Does not cover: which pages a row gets (`kvd.worker.cache`), what is drawn
-(`kvd.worker.sampler`), when a completion is over (the engine says so).
+    submit            plan                 prefilled              finish
+    -----> waiting ---------> prefilling -------------> decoding -------->
+              ^                    |                       |
+              | unpark             |         park          |
+              +--------- parked <--+-----------------------+
+
+A row may be finished in any state, and paused while it prefills or decodes: then it keeps its
+place and memory, and gets no tokens.
+
+A step, and the rule of each of its parts::
+
+    admit     the line: first come, first served, with priorities that age     `scheduling.line`
+              The first is never overtaken by one that needs less.
+    decode    one token for each decoding row
+    prefill   one chunk of one prompt, or the last chunks of several            `scheduling.turns`
+
+Of later requests only those of higher priority are served before an earlier one, and these bring
+less than ``(q - p) * age + w`` tokens between them; of those that are admitted beside it, none
+slows its prompt down by more than half. `line` and `turns` say both exactly; both are tested.
 
 Prompt of 300 tokens, C = 128; the last prompt token is the row's first decode input::
 
     0         128         256     299 300
     |--chunk---|--chunk----|-chunk-|d|
+
+Does not cover: which pages a row gets (`kvd.worker.cache`), whether the memory is there
+(`kvd.worker.admission`), what is drawn (`kvd.worker.sampler`), when a completion is over and when a
+row is parked (the engine says so).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvd.worker.cache.scheme import full_pages
-from protocol.errors import LocalProtocolError
+from kvd.worker.scheduling.line import Line
+from kvd.worker.scheduling.plan import Plan
+from kvd.worker.scheduling.row import Chunk, Row
+from kvd.worker.scheduling.states import States
+from kvd.worker.scheduling.turns import Turns
+from protocol.errors import InvalidRequest, LocalProtocolError
 
+__all__ = ["AGE", "Chunk", "Plan", "Scheduler"]
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Prompt positions ``start`` to ``end`` (exclusive) of one row, to be prefilled."""
-
-    rid: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the next step does."""
-
-    admitted: tuple[str, ...]
-    """Rows that left the queue just now, in order; they also appear below."""
-    prefill: Chunk | None
-    decode: tuple[str, ...]
-    wanted_pages: int
-    """Pages that the head of the queue lacks; 0 if there is no head or only a place is missing."""
-    hoped_pages: int = 0
-    """Pages lacking for all requests of the queue that a place is free for."""
-
-
-@dataclass(slots=True)
-class _Row:
-    rid: str
-    prompt_len: int
-    pages: int
-    """Reserved at admission: the worst case, so that an admitted row never waits for memory."""
-    prefilled: int = 0
-
-    @property
-    def prefill_end(self) -> int:
-        return self.prompt_len - 1
+AGE = 65_536
+"""Tokens of later work that one step of priority is worth: a queue of some thirty requests."""
 
 
 class Scheduler:
-    """First in, first out: the head of the queue is never overtaken.
+    """Call `plan`, run it, tell `prefilled` for each chunk, `finish` what is over, `plan` again.
 
-    ``pages_for`` says how many pages a row of so many tokens fills at most. Call `plan`, run it,
-    tell `prefilled` for its chunk, `finish` what is over, and `plan` again.
+    ``max_rows``: places, one for each choice that runs. ``chunk``: tokens of a prefill chunk, the
+    grid. ``pages_for(length)``: the pages that a row fills at most on its way to that length.
+    ``own_pages(start, end)``: those that each further choice of a request adds when it goes its own
+    way from ``start``; by default all, as if nothing were shared. ``budget``: prefill tokens of a
+    step, padding included; a chunk unless told. ``group``: whether the engine can prefill
+    several rows in a pass. ``age``: see `scheduling.line`.
     """
 
     def __init__(
-        self, *, max_rows: int, chunk: int, pages_for: Callable[[int], int] = full_pages
+        self,
+        *,
+        max_rows: int,
+        chunk: int,
+        pages_for: Callable[[int], int] = full_pages,
+        own_pages: Callable[[int, int], int] | None = None,
+        budget: int | None = None,
+        group: bool = False,
+        age: int = AGE,
     ) -> None:
-        if max_rows < 1 or chunk < 1:
-            raise LocalProtocolError(f"max_rows {max_rows} and chunk {chunk} must be positive")
+        budget = chunk if budget is None else budget
+        if max_rows < 1 or chunk < 1 or age < 1:
+            raise LocalProtocolError(
+                f"max_rows {max_rows}, chunk {chunk} and age {age} must be positive"
+            )
+        if budget < chunk:
+            raise LocalProtocolError(f"a step's budget of {budget} is less than a chunk of {chunk}")
         self._max_rows = max_rows
         self._chunk = chunk
         self._pages_for = pages_for
-        self._waiting: dict[str, _Row] = {}
-        self._prefilling: dict[str, _Row] = {}
-        self._decoding: dict[str, _Row] = {}
-        self._turns: deque[str] = deque()
-        """Prefilling rows; the leftmost has the next chunk."""
-        self._reserved = 0
+        self._own_pages = own_pages or (lambda _start, end: pages_for(end))
+        self._line = Line(age)
+        self._states = States(self._line)
+        self._turns = Turns(chunk=chunk, budget=budget, group=group)
+        self._planned: dict[str, Chunk] = {}
+        """What `prefilled` may be told."""
+        self._turn_over = True
+        """Whether the planned group has counted as a turn."""
+
+    # Counts.
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._line)
 
     @property
     def head(self) -> str | None:
         """The request that is admitted next."""
-        return next(iter(self._waiting), None)
+        row = self._line.head
+        return None if row is None else row.rid
 
     @property
     def prefilling(self) -> int:
         """Admitted rows whose prompt is not through."""
-        return len(self._prefilling)
+        return len(self._states.prefilling)
 
     @property
     def decoding(self) -> int:
-        """Rows that get a token in each step."""
-        return len(self._decoding)
+        """Rows whose prompt is through; unless paused, they get a token in each step."""
+        return len(self._states.decoding)
+
+    @property
+    def parked(self) -> int:
+        """Rows that wait for `unpark`."""
+        return len(self._states.parked)
+
+    @property
+    def active(self) -> int:
+        """Admitted rows that are not paused: a step does something for them."""
+        return self.prefilling + self.decoding - self._states.paused
 
     @property
     def requests(self) -> int:
         """All of them."""
-        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
+        return len(self._states.rows)
+
+    @property
+    def places(self) -> int:
+        """Places that admitted rows take: one for each choice."""
+        return self._states.places
 
     @property
     def reserved(self) -> int:
-        """Pages that all admitted rows may take in the worst case."""
-        return self._reserved
+        """Pages that admitted rows may take in the worst case, and those that parked ones keep."""
+        return self._states.reserved
 
-    def reservation(self, prompt_len: int, max_new: int) -> int:
-        """Return the most pages that a row can ever fill."""
-        return self._pages_for(prompt_len + max_new)
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Rows whose prompt has not begun: a cached prefix may still be taken (`skip_to`)."""
+        rows = self._states.prefilling.values()
+        return tuple(row.rid for row in rows if row.prefilled == 0)
 
-    def submit(self, rid: str, prompt_len: int, max_new: int) -> None:
-        """Put a request at the end of the queue."""
-        if self._find(rid) is not None:
+    def has_begun(self, rid: str) -> bool:
+        """Return whether a request was ever admitted, and so has something to lose."""
+        return self._states.find(rid).started
+
+    def is_paused(self, rid: str) -> bool:
+        """Return whether a row waits for `resume`."""
+        return self._states.find(rid).paused
+
+    def reservation(self, prompt_len: int, max_new: int, choices: int = 1) -> int:
+        """Return the most pages that a request can ever fill; the prompt's are shared."""
+        more = self._own_pages(prompt_len - 1, prompt_len + max_new)
+        return self._pages_for(prompt_len + max_new) + (choices - 1) * more
+
+    # A request's way.
+
+    def submit(
+        self,
+        rid: str,
+        prompt_len: int,
+        max_new: int,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        choices: int = 1,
+    ) -> None:
+        """Put a request into the queue; ``deadline`` is absolute, in seconds (`expired`).
+
+        Raises `InvalidRequest` for more choices than there are places.
+        """
+        if rid in self._states.rows:
             raise LocalProtocolError(f"row {rid} is scheduled already")
-        if prompt_len < 1 or max_new < 1:
+        if prompt_len < 1 or max_new < 1 or choices < 1:
             raise LocalProtocolError(
-                f"row {rid}: prompt_len {prompt_len} and max_new {max_new} must be positive"
+                f"row {rid}: prompt_len {prompt_len}, max_new {max_new} and choices {choices} must"
+                " be positive"
             )
-        self._waiting[rid] = _Row(rid, prompt_len, self.reservation(prompt_len, max_new))
+        if choices > self._max_rows:
+            raise InvalidRequest(
+                f"n is {choices}, and at most {self._max_rows} completions run at once: lower n or"
+                " raise max_rows",
+                field="n",
+            )
+        row = Row(
+            rid=rid,
+            prompt_len=prompt_len,
+            place=self._line.arrive(prompt_len + choices * max_new, priority),
+            priority=priority,
+            deadline=deadline,
+            first_pages=self._pages_for(prompt_len + max_new),
+            more_pages=self._own_pages(prompt_len - 1, prompt_len + max_new),
+            choices=choices,
+        )
+        self._states.add(row)
 
     def plan(self, lacking: Callable[[int, int], int]) -> Plan:
-        """Admit from the head of the queue what memory and places allow.
+        """Admit from the head of the queue what memory and places allow, and choose what runs.
 
-        ``lacking(pages, rows)`` says how many pages would be missing if so many rows were admitted
-        and had reserved so many pages between them; none or less, and they fit.
+        ``lacking(pages, places)`` says how many pages would be missing if so many pages were
+        reserved and so many places taken; none or less, and they fit.
         """
-        admitted = []
+        admitted: list[str] = []
+        restored: list[str] = []
         wanted = hoped = 0
-        while self._waiting and self._running < self._max_rows:
-            row = next(iter(self._waiting.values()))
-            wanted = max(0, lacking(self._reserved + row.pages, self._running + 1))
+        while (row := self._line.head) is not None and self._has_place(row):
+            pages = self.reserved + row.pages - row.kept
+            wanted = max(0, lacking(pages, self.places + row.choices))
             if wanted:
                 hoped = self._hoped(lacking)
                 break
-            self._admit(row)
+            if row.started:
+                restored.append(row.rid)
+            self._states.admit(row)
             admitted.append(row.rid)
-        return Plan(tuple(admitted), self._next_chunk(), tuple(self._decoding), wanted, hoped)
+        decode = tuple(rid for rid, row in self._states.decoding.items() if not row.paused)
+        return Plan(tuple(admitted), self.next_group(), decode, wanted, hoped, tuple(restored))
 
-    @property
-    def _running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
+    def next_group(self) -> tuple[Chunk, ...]:
+        """Choose anew what is prefilled, as after `skip_to`; the same until something changes."""
+        rows = [row for row in self._states.prefilling.values() if not row.paused]
+        group = self._turns.choose(rows)
+        self._planned = {chunk.rid: chunk for chunk in group}
+        self._turn_over = False
+        return group
+
+    def _has_place(self, row: Row) -> bool:
+        return self.places + row.choices <= self._max_rows
 
     def _hoped(self, lacking: Callable[[int, int], int]) -> int:
-        rows = list(itertools.islice(self._waiting.values(), self._max_rows - self._running))
-        pages = self._reserved + sum(row.pages for row in rows)
-        return lacking(pages, self._running + len(rows))
+        pages, places = self.reserved, self.places
+        for row in itertools.islice(self._line, self._max_rows):
+            if places + row.choices > self._max_rows:
+                break
+            pages += row.pages - row.kept
+            places += row.choices
+        return lacking(pages, places)
 
-    def _admit(self, row: _Row) -> None:
-        del self._waiting[row.rid]
-        self._reserved += row.pages
-        if row.prefilled == row.prefill_end:  # a prompt of one token
-            self._decoding[row.rid] = row
-        else:
-            self._prefilling[row.rid] = row
-            self._turns.append(row.rid)
+    def skip_to(self, rid: str, position: int) -> None:
+        """Take a prompt's first tokens as prefilled: the engine found them in its cache.
 
-    def _next_chunk(self) -> Chunk | None:
-        if not self._turns:
-            return None
-        row = self._prefilling[self._turns[0]]
-        return Chunk(row.rid, row.prefilled, self._cut(row))
-
-    def _cut(self, row: _Row) -> int:
-        """Return where the row's next chunk ends: on the absolute grid, or at the prompt's end.
-
-        A chunk attends exactly to its own keys and to quantized ones before it, so a cut that
-        moved with the load would change the result.
+        Before the row's first chunk, and to a position on the grid; ask `next_group` afterwards.
         """
-        return min((row.prefilled // self._chunk + 1) * self._chunk, row.prefill_end)
+        row = self._states.prefilling.get(rid)
+        if row is None or row.prefilled:
+            raise LocalProtocolError(f"row {rid} is not about to begin its prompt")
+        if position < 0 or position % self._chunk or position > row.prefill_end:
+            raise LocalProtocolError(
+                f"row {rid}: {position} is not a chunk's end within {row.prefill_end} tokens"
+            )
+        self._planned.pop(rid, None)
+        self._states.advance(row, position)
 
     def prefilled(self, rid: str, end: int) -> None:
-        """Note that the planned chunk of this row ran; the turn goes to the next row."""
-        row = self._prefilling.get(rid)
-        if row is None or self._turns[0] != rid or end != self._cut(row):
-            raise LocalProtocolError(
-                f"row {rid}: no chunk to {end} was planned (next is {self._next_chunk()})"
-            )
-        row.prefilled = end
-        self._turns.popleft()
-        if end == row.prefill_end:
-            del self._prefilling[rid]
-            self._decoding[rid] = row
-        else:
-            self._turns.append(rid)
+        """Note that a planned chunk ran, to ``end``; with the first of a group its turn is over."""
+        chunk = self._planned.get(rid)
+        if chunk is None or chunk.end != end:
+            raise LocalProtocolError(f"row {rid}: no chunk to {end} was planned ({chunk})")
+        del self._planned[rid]
+        if not self._turn_over:
+            self._turns.ran()
+            self._turn_over = True
+        self._states.advance(self._states.prefilling[rid], end)
+
+    def finish_choice(self, rid: str) -> int:
+        """Note that one of a request's choices ended; return the pages that it gives back.
+
+        The last one ends with `finish`.
+        """
+        return self._states.remove_choice(rid)
 
     def finish(self, rid: str) -> int:
-        """Forget a row in whatever state; return the pages that it gives back."""
-        if self._waiting.pop(rid, None) is not None:
-            return 0
-        row = self._decoding.pop(rid, None)
-        if row is None:
-            row = self._prefilling.pop(rid, None)
-            if row is None:
-                raise LocalProtocolError(f"row {rid} is not scheduled")
-            self._turns.remove(rid)
-        self._reserved -= row.pages
-        return row.pages
+        """Forget a request in whatever state; return the pages that it gives back."""
+        pages = self._states.remove(self._states.find(rid))
+        self._planned.pop(rid, None)
+        return pages
 
-    def _find(self, rid: str) -> _Row | None:
-        return self._waiting.get(rid) or self._prefilling.get(rid) or self._decoding.get(rid)
+    # Deadlines.
+
+    def expired(self, now: float) -> list[str]:
+        """Return the requests whose deadline has come, in whatever state, the earliest first."""
+        late = [
+            (row.deadline, row.place, row.rid)
+            for row in self._states.rows.values()
+            if row.deadline is not None and row.deadline <= now
+        ]
+        return [rid for _, _, rid in sorted(late)]
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expired` will next have something to say."""
+        rows = self._states.rows.values()
+        return min((row.deadline for row in rows if row.deadline is not None), default=None)
+
+    # Preemption.
+
+    def victims(self) -> list[str]:
+        """Return the admitted rows, the least valuable first: low priority, then late arrival."""
+        rows = [*self._states.prefilling.values(), *self._states.decoding.values()]
+        rows.sort(key=lambda row: (row.priority, -row.place.number))
+        return [row.rid for row in rows]
+
+    def pause(self, rid: str) -> None:
+        """Give an admitted row no tokens until `resume`; it keeps its place and its memory."""
+        self._states.pause(rid)
+        self._planned.pop(rid, None)
+
+    def resume(self, rid: str) -> None:
+        """Let a paused row go on."""
+        self._states.resume(rid)
+
+    def park(self, rid: str, kept: int = 0) -> int:
+        """Take an admitted row out until `unpark`; return the pages that it gives back.
+
+        It keeps its progress, and ``kept`` of its pages, if it stays in memory.
+        """
+        given = self._states.park(rid, kept)
+        self._planned.pop(rid, None)
+        return given
+
+    def keep(self, rid: str, kept: int) -> int:
+        """Let a parked row, or one that waits after it, keep fewer pages; return those given."""
+        return self._states.keep(rid, kept)
+
+    def unpark(self, rid: str) -> None:
+        """Put a parked row back into the queue, at the place of its arrival."""
+        self._states.unpark(rid)
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
-        admitted = [*self._prefilling.values(), *self._decoding.values()]
-        assert len(admitted) <= self._max_rows
-        assert self._reserved == sum(row.pages for row in admitted)
-        names = [*self._waiting, *self._prefilling, *self._decoding]
-        assert len(names) == len(set(names))
-        assert len(self._turns) == len(self._prefilling)
-        assert set(self._turns) == set(self._prefilling)
-        assert all(row.prefilled == 0 for row in self._waiting.values())
-        assert all(row.prefilled == row.prefill_end for row in self._decoding.values())
-        for row in self._prefilling.values():
-            assert row.prefilled < row.prefill_end
-            assert row.prefilled % self._chunk == 0
+        self._states.check()
+        assert self.places <= self._max_rows
+        for row in self._states.rows.values():
+            assert row.left == 0 or row.prefilled % self._chunk == 0, "off the grid"
+        for rid, chunk in self._planned.items():
+            row = self._states.prefilling[rid]
+            assert not row.paused
+            assert (chunk.start, chunk.end) == (row.prefilled, self._turns.cut(row))

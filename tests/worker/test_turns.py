@@ -1,0 +1,219 @@
+"""Whose chunk is next: long beside short prompts, equal ones, groups, and the bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.worker.scheduling.row import Chunk, Place, Row
+from kvd.worker.scheduling.turns import Turns
+
+C = 256
+
+
+def row(rid, prefill, number=0, priority=0, start=0):
+    """A row with so many tokens to prefill in all."""
+    return Row(
+        rid=rid,
+        prompt_len=prefill + 1,
+        place=Place(number - 1000 * priority, number),
+        priority=priority,
+        deadline=None,
+        first_pages=0,
+        more_pages=0,
+        choices=1,
+        prefilled=start,
+    )
+
+
+def rows_of(*sizes):
+    return [row(chr(97 + number), size, number) for number, size in enumerate(sizes)]
+
+
+def run(turns, rows, groups=None):
+    """Run so many groups, or all; return each as (rid, tokens) pairs."""
+    ran = []
+    while groups is None or len(ran) < groups:
+        group = turns.choose([one for one in rows if one.left])
+        if not group:
+            break
+        for chunk in group:
+            one = next(one for one in rows if one.rid == chunk.rid)
+            assert chunk.start == one.prefilled
+            one.prefilled = chunk.end
+        turns.ran()
+        ran.append([(chunk.rid, chunk.length) for chunk in group])
+    return ran
+
+
+def leads(ran):
+    return "".join(group[0][0] for group in ran)
+
+
+def turns_of(**changes):
+    return Turns(**({"chunk": C, "budget": C, "group": False} | changes))
+
+
+def test_nothing_to_prefill():
+    assert turns_of().choose([]) == ()
+
+
+def test_chunks_end_on_the_absolute_grid_and_at_the_prompts_end():
+    turns = turns_of()
+    assert run(turns, [row("a", 600)]) == [[("a", 256)], [("a", 256)], [("a", 88)]]
+    assert turns.choose([row("a", 600, start=512)]) == (Chunk("a", 512, 600),)
+
+
+def test_a_choice_is_repeated_until_it_ran():
+    turns, rows = turns_of(), rows_of(600, 100)
+    assert turns.choose(rows) == turns.choose(rows) == (Chunk("a", 0, 256),)
+
+
+def test_equal_prompts_run_one_after_the_other():
+    """32 requests of 1550 tokens: the second starts when the first one's prefix is cached."""
+    rows = [row(f"{number:02}", 1549, number) for number in range(32)]
+    ran = [group[0][0] for group in run(turns_of(), rows)]
+    assert ran == sorted(ran)
+    assert len(ran) == 32 * 7
+
+
+def test_nearly_equal_prompts_do_so_too():
+    assert leads(run(turns_of(), rows_of(1600, 1500, 1400))) == "a" * 7 + "b" * 6 + "c" * 6
+
+
+def test_a_long_prompt_and_short_ones_share_the_turns():
+    """The docstring's drawing: neither waits for the whole of the other."""
+    assert leads(run(turns_of(), rows_of(8 * C, 2 * C, 2 * C))) == "ababacacaaaa"
+
+
+def test_the_shortest_goes_express_and_ties_go_by_the_line():
+    assert leads(run(turns_of(), rows_of(8 * C, 2 * C, C, C))) == "acadababaaaa"
+
+
+def test_express_is_for_the_first_ones_priority_and_above():
+    rows = [row("low", 300, 0), row("high", 8 * C, 1, priority=1)]
+    assert [group[0][0] for group in run(turns_of(), rows, 3)] == ["high"] * 3
+    rows = [row("low", 8 * C, 0), row("high", 2 * C, 1, priority=1), row("alike", C, 2)]
+    rows[1].place = Place(5, 1)  # it came so late that the low one has aged
+    assert [group[0][0] for group in run(turns_of(), rows, 6)] == [
+        *("low", "high", "low", "high", "low", "alike")
+    ]
+
+
+def test_short_prompts_run_together_within_the_budget():
+    rows = rows_of(60, 64, 50, 60, 64)
+    ran = run(turns_of(group=True), rows)
+    assert ran == [[("a", 60), ("b", 64), ("c", 50), ("d", 60)], [("e", 64)]]
+
+
+def test_an_engine_that_cannot_group_gets_one_at_a_time():
+    assert leads(run(turns_of(), rows_of(60, 64, 50))) == "abc"
+
+
+def test_only_last_chunks_join_and_padding_stays_small():
+    """10 tokens beside 64 would be padding for the most part; 600 are not done with one chunk."""
+    rows = rows_of(64, 10, 600, 60, 70)
+    assert run(turns_of(group=True), rows, 1) == [[("a", 64), ("d", 60), ("e", 70)]]
+
+
+def test_a_row_joins_with_what_is_left_of_it():
+    rows = [row("a", 60), row("b", 1080, 1, start=1024), row("c", 300, 2)]
+    assert run(turns_of(group=True), rows, 1) == [[("a", 60), ("b", 56)]]
+
+
+def test_a_larger_budget_makes_larger_groups_but_no_larger_chunks():
+    turns = turns_of(budget=4 * C, group=True)
+    assert run(turns, rows_of(2000, 10), 1) == [[("a", 256)]]
+    assert run(turns_of(budget=4 * C, group=True), rows_of(*[250] * 6), 1) == [
+        [(rid, 250) for rid in "abcd"]
+    ]
+
+
+sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+
+
+@given(sizes=sizes, group=st.booleans(), budget=st.integers(C, 4 * C))
+def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, budget):
+    rows = rows_of(*sizes)
+    turns = turns_of(budget=budget, group=group)
+    for _ in range(sum(-(-size // C) for size in sizes)):
+        chunks = turns.choose([one for one in rows if one.left])
+        if not chunks:
+            break
+        longest = max(chunk.length for chunk in chunks)
+        real = sum(chunk.length for chunk in chunks)
+        assert len({chunk.rid for chunk in chunks}) == len(chunks)
+        assert len(chunks) == 1 or (group and longest * len(chunks) <= budget)
+        assert 4 * (longest * len(chunks) - real) <= longest * len(chunks)
+        for chunk in chunks:
+            one = next(one for one in rows if one.rid == chunk.rid)
+            assert chunk.end == min((chunk.start // C + 1) * C, one.prefill_end)
+            assert len(chunks) == 1 or chunk.end == one.prefill_end
+            one.prefilled = chunk.end
+        turns.ran()
+    assert not any(one.left for one in rows)
+
+
+@given(
+    crowd=st.lists(
+        st.tuples(st.integers(1, 3000), st.integers(0, 2), st.integers(0, 30)),
+        min_size=1,
+        max_size=12,
+    ),
+    express=st.booleans(),
+    group=st.booleans(),
+)
+def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, express, group):
+    """Rows come at any time, in any place and of any size; the bound is that of the docstring."""
+    turns = turns_of(group=group)
+    if express:
+        turns.ran()
+    coming = [
+        (when, row(f"{number:02}", size, number, priority))
+        for number, (size, priority, when) in enumerate(crowd)
+    ]
+    here, groups_of = [], {}
+    allowed = {
+        one.rid: 2 * sum(-(-other.left // C) for _, other in coming if other.place <= one.place)
+        for _, one in coming
+    }
+    for step in range(1000):
+        here += [one for when, one in coming if when == step]
+        rows = [one for one in here if one.left]
+        if not rows:
+            if step > 30:
+                break
+            continue
+        for one in rows:
+            groups_of[one.rid] = groups_of.get(one.rid, 0) + 1
+        for chunk in turns.choose(rows):
+            next(one for one in rows if one.rid == chunk.rid).prefilled = chunk.end
+        turns.ran()
+    assert set(groups_of) == {one.rid for _, one in coming}
+    for rid, groups in groups_of.items():
+        assert groups <= allowed[rid]
+
+
+@given(long=st.integers(1, 20_000), short=st.integers(1, 5000), express=st.booleans())
+def test_a_short_prompt_waits_for_little_of_a_long_one(long, short, express):
+    turns, rows = turns_of(), rows_of(long, short)
+    if express:
+        turns.ran()
+    while rows[1].left:
+        for group in run(turns, rows, 1):
+            assert len(group) == 1
+    if long > short:
+        assert rows[0].prefilled < 2 * short + 2 * C
+
+
+@pytest.mark.parametrize("streams", [1, 5])
+def test_a_stream_of_short_prompts_takes_half_of_the_turns_at_most(streams):
+    turns, rows = turns_of(), rows_of(20 * C)
+    count = 1
+    for _ in range(40):
+        while sum(one.left > 0 for one in rows) < 1 + streams:
+            rows.append(row(f"s{count}", 20, count))
+            count += 1
+        run(turns, rows, 1)
+    assert rows[0].left == 0
