@@ -1,6 +1,7 @@
 # make run    install what is missing and serve the embedded model in the foreground
 # make test   install what is missing and run everything that CI runs
 # make check  lint, types and import layers only
+# make bench  kvd beside mlx_lm.server on the embedded model, some minutes (docs/performance.md)
 #
 # Needs Python 3.11 or newer and a package index. Uses uv where it is installed, else venv and pip.
 # KVD_HOME (default ~/.kvd) holds socket, lock, config, logs and caches.
@@ -16,7 +17,10 @@ PYTEST_ARGS ?=
 # Test files that run at once; they share no state, and each computes on about one core.
 JOBS ?= 2
 
-.PHONY: run test check format clean
+# Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
+BENCH_ARGS ?=
+
+.PHONY: run test check bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
@@ -32,6 +36,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev
+	@exec $(BIN)/python -m bench.serve $(BENCH_ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,116 @@
+"""How servers are spoken to: kvd over its Unix socket, all others over OpenAI's HTTP.
+
+Requests are greedy and say nothing else, so that nobody pays for options that others lack.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from bench.serve.measure import Stream
+from kvd.client import AsyncClient
+from protocol.messages import Done, Tokens
+from protocol.types import KVSpec
+
+_ALIAS = "bench"
+
+
+class KvdDriver:
+    """A daemon; all requests share one connection."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    @classmethod
+    async def connect(cls, home: str, model: str, kv: KVSpec) -> KvdDriver:
+        """Open the connection and load the model."""
+        client = AsyncClient(home=home)
+        await client.connect()
+        try:
+            await (await client.load(model, alias=_ALIAS, kv=kv)).result()
+        except BaseException:
+            await client.close()
+            raise
+        return cls(client)
+
+    async def ask(self, prompt: str, output: int, stream: Stream) -> None:
+        """Send a request (`player.Driver`)."""
+        completion = await self._client.generate(_ALIAS, prompt, max_tokens=output)
+        async for event in completion:
+            match event:
+                case Tokens(tokens=tokens):
+                    stream.arrived(time.monotonic(), len(tokens))
+                case Done(usage=usage):
+                    stream.prompt_tokens = usage.prompt_tokens
+                    stream.output_tokens = usage.completion_tokens
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._client.close()
+
+
+class OpenAIDriver:
+    """Any server with ``/v1/completions``; a connection for each request."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = f"{url.rstrip('/')}/v1/completions"
+        self._model = model
+        # The player bounds what runs at once, and the harness every run's time.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
+
+    async def ask(self, prompt: str, output: int, stream: Stream) -> None:
+        """Send a request (`player.Driver`)."""
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": output,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        async with self._session.post(self._url, json=body) as response:
+            if response.status != 200:
+                text = (await response.text())[:300]
+                raise RuntimeError(f"{self._url} answers {response.status}: {text}")
+            async for line in response.content:
+                _take(line, stream)
+        if not stream.arrivals:
+            raise RuntimeError(f"{self._url} ended a completion without a token")
+        stream.output_tokens = stream.output_tokens or stream.shown
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._session.close()
+
+
+def _take(line: bytes, stream: Stream) -> None:
+    chunk = parse(line)
+    if chunk is None:
+        return
+    if any(choice.get("text") for choice in chunk.get("choices") or []):
+        stream.arrived(time.monotonic())
+    if usage := chunk.get("usage"):
+        stream.prompt_tokens = usage["prompt_tokens"]
+        stream.output_tokens = usage["completion_tokens"]
+        details = usage.get("prompt_tokens_details") or {}
+        stream.cached_tokens = details.get("cached_tokens")
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the object of a server-sent event's line; None for comments, blanks and the end."""
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if not data or data == b"[DONE]":
+        return None
+    chunk: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])
+    if "error" in chunk:
+        raise RuntimeError(f"the server answers {chunk['error']}")
+    return chunk

@@ -1,0 +1,216 @@
+"""From what clients saw to numbers: pure functions.
+
+A token's *gap* is the time since the token before it, as the client saw them. Tokens that came in
+the same message have gaps of 0; where a server sends text only, tokens without a message of their
+own (their text came with a later one) count as such.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from bench.serve.traces import Trace
+
+
+class Unfair(Exception):
+    """The servers did not do the same work."""
+
+
+@dataclass
+class Stream:
+    """One request as its client saw it. Times are in seconds of one monotonic clock."""
+
+    sent: float = math.nan
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When a message came, and how many tokens it showed."""
+    prompt_tokens: int = 0
+    """As the server counts them."""
+    output_tokens: int = 0
+    """The same."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server had already, where it says so."""
+    heard: Callable[[], None] = lambda: None
+    """Called after every message."""
+
+    def arrived(self, when: float, tokens: int = 1) -> None:
+        """Note a message."""
+        self.arrivals.append((when, tokens))
+        self.heard()
+
+    @property
+    def shown(self) -> int:
+        """Tokens that came so far."""
+        return sum(tokens for _, tokens in self.arrivals)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.arrivals[0][0] - self.sent
+
+    @property
+    def end(self) -> float:
+        """When the last token came."""
+        return self.arrivals[-1][0]
+
+    def gaps(self, since: float = -math.inf, until: float = math.inf) -> list[float]:
+        """Return the gaps that touch a stretch of time; without limits one less than tokens."""
+        found: list[float] = []
+        for (before, _), (when, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
+            if when > since and before < until:
+                found += [when - before] + [0.0] * (tokens - 1)
+        if math.isinf(since) and math.isinf(until):
+            found += [0.0] * (max(self.shown, self.output_tokens) - 1 - len(found))
+        return found
+
+
+@dataclass(frozen=True)
+class Measures:
+    """One run of a trace on one server. Times are in seconds."""
+
+    tokens: int
+    wall_s: float
+    tok_s: float
+    """All tokens over all the time, prompts and waiting included."""
+    decode_tok_s: float
+    """While all streams ran; nan where there was no such time."""
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    during_p50: float
+    """Gaps of the streams that ran while a late prompt was processed; nan without one."""
+    during_p99: float
+    late_ttft: float
+    """Time to the first token of that late request; nan without one."""
+    cached_tokens: int | None
+    cpu_ms_per_token: float = math.nan
+    """Processor time of the server's processes, user and system, over the tokens generated."""
+    decode_cpu_ms_per_token: float = math.nan
+    """The same while all streams ran, so without prompts."""
+    peak_bytes: int = 0
+    """Resident high-water marks of the server's processes, summed."""
+    largest_bytes: int = 0
+    """The same of the largest one: kvd's worker, without its daemon."""
+
+
+def percentile(values: Iterable[float], q: float) -> float:
+    """Return the q-th percentile, linear between the two values beside it; nan of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    place = q / 100 * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summarize(trace: Trace, streams: Sequence[Stream]) -> Measures:
+    """Return the measures of a run, without those of the processes."""
+    tokens = sum(stream.output_tokens for stream in streams)
+    wall = max(stream.end for stream in streams) - min(stream.sent for stream in streams)
+    gaps = [gap for stream in streams for gap in stream.gaps()]
+    ttft = [stream.ttft for stream in streams]
+    late = [s for ask, s in zip(trace.asks, streams, strict=True) if ask.behind]
+    early = [s for ask, s in zip(trace.asks, streams, strict=True) if not ask.behind]
+    during = [gap for one in late for s in early for gap in s.gaps(one.sent, one.sent + one.ttft)]
+    cached = [s.cached_tokens for s in streams if s.cached_tokens is not None]
+    return Measures(
+        tokens=tokens,
+        wall_s=wall,
+        tok_s=tokens / wall,
+        decode_tok_s=_while_all_run(streams),
+        ttft_p50=percentile(ttft, 50),
+        ttft_p99=percentile(ttft, 99),
+        itl_p50=percentile(gaps, 50),
+        itl_p99=percentile(gaps, 99),
+        during_p50=percentile(during, 50),
+        during_p99=percentile(during, 99),
+        late_ttft=percentile([s.ttft for s in late], 50),
+        cached_tokens=sum(cached) if cached else None,
+    )
+
+
+def _while_all_run(streams: Sequence[Stream]) -> float:
+    """Return tokens a second between the last first token and the first last one."""
+    since = max(stream.arrivals[0][0] for stream in streams)
+    until = min(stream.end for stream in streams)
+    if until <= since:
+        return math.nan
+    inside = sum(tokens for s in streams for when, tokens in s.arrivals if since < when <= until)
+    return inside / (until - since)
+
+
+def check_fair(trace: Trace, streams: Sequence[Stream]) -> None:
+    """Raise `Unfair` unless every prompt and every output has the tokens that were asked for."""
+    for number, (ask, stream) in enumerate(zip(trace.asks, streams, strict=True)):
+        asked = (ask.prompt_tokens, ask.output)
+        found = (stream.prompt_tokens, stream.output_tokens)
+        if asked != found:
+            raise Unfair(
+                f"request {number} of {trace.name}: {asked} prompt and output tokens were asked"
+                f" for, the server counts {found}"
+            )
+
+
+def median(runs: Sequence[Measures]) -> dict[str, float]:
+    """Return the median of every measure over runs."""
+    rows = [asdict(run) for run in runs]
+    return {
+        name: statistics.median(values)
+        for name in rows[0]
+        if (values := [row[name] for row in rows if row[name] is not None])
+    }
+
+
+def ratio(ours: Sequence[Measures], theirs: Sequence[Measures], name: str) -> float:
+    """Return the median over runs of ours / theirs: the two of a run were taken side by side."""
+    pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(ours, theirs, strict=False)]
+    return statistics.median([a / b if b else math.nan for a, b in pairs]) if pairs else math.nan
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a ratio is held against."""
+
+    what: str
+    trace: str
+    measure: str
+    ours: str
+    theirs: str
+    limit: float
+    at_least: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A bar and the ratio that was measured; nan where one of the two was not run."""
+
+    bar: Bar
+    ratio: float
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether it holds; None if it was not measured."""
+        if math.isnan(self.ratio):
+            return None
+        bar = self.bar
+        return self.ratio >= bar.limit if bar.at_least else self.ratio <= bar.limit
+
+
+Results = Mapping[str, Mapping[str, Sequence[Measures]]]
+"""By trace, then by side: a run each."""
+
+
+def judge(bars: Iterable[Bar], results: Results) -> list[Verdict]:
+    """Hold every bar against the results."""
+    return [Verdict(bar, _ratio_of(bar, results)) for bar in bars]
+
+
+def _ratio_of(bar: Bar, results: Results) -> float:
+    sides = results.get(bar.trace, {})
+    if not sides.get(bar.ours) or not sides.get(bar.theirs):
+        return math.nan
+    return ratio(sides[bar.ours], sides[bar.theirs], bar.measure)

@@ -1,0 +1,61 @@
+"""Texts with exactly so many tokens.
+
+Random words of a list: no two prompts share more than chance has it, so that a server's prompt
+cache helps only where a trace means it to. Texts and not tokens, because `/v1/completions` of
+mlx_lm.server takes nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from bench.serve.traces import Trace
+
+Encode = Callable[[str], Sequence[int]]
+"""A text's tokens, none added."""
+
+
+class Prompts:
+    """Makes texts for one tokenizer."""
+
+    def __init__(self, encode: Encode, words: Iterable[str]) -> None:
+        """Take a tokenizer and words; one of them must be a single token."""
+        self._encode = encode
+        self._cost = {word: len(encode(word)) for word in sorted({f" {w}" for w in words})}
+        self._words = list(self._cost)
+        self._single = [word for word, cost in self._cost.items() if cost == 1]
+        if not self._single:
+            raise ValueError("no word of the list is one token in this model's vocabulary")
+
+    def text(self, rng: random.Random, tokens: int) -> str:
+        """Return a text of exactly ``tokens`` tokens."""
+        words: list[str] = []
+        left = tokens
+        while left > 0:
+            word = rng.choice(self._words)
+            if self._cost[word] > left:
+                word = rng.choice(self._single)
+            words.append(word)
+            left -= self._cost[word]
+        text = "".join(words)
+        if (found := len(self._encode(text))) != tokens:
+            raise ValueError(
+                f"{tokens} tokens of single words are {found} as one text: this tokenizer joins"
+                " words, so that prompts of an exact length cannot be made"
+            )
+        return text
+
+    def of(self, trace: Trace, seed: int, run: int) -> list[str]:
+        """Return the prompts of a trace, others in every run."""
+        rng = random.Random(f"{trace.name} {seed} {run} words")
+        common = self.text(rng, max(ask.shared for ask in trace.asks))
+        if len({ask.shared for ask in trace.asks}) > 1:
+            raise ValueError("all requests of a trace share the same text or none")
+        return [common + self.text(rng, ask.prompt) for ask in trace.asks]
+
+
+def words_of(text: str) -> list[str]:
+    """Return the lower-case words of a text, each once."""
+    return sorted(set(re.findall(r"\b[a-z]{3,12}\b", text)))

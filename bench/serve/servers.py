@@ -1,0 +1,209 @@
+"""Servers as processes: how each is started, found ready, read and stopped.
+
+Every process is a child of ours in a session of its own, so that Ctrl-C reaches only us and `stop`
+ends them in order, by pid. All listen on 127.0.0.1 or on a Unix socket in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from bench.serve import processes
+from bench.serve.drivers import KvdDriver, OpenAIDriver
+from bench.serve.player import Driver
+from kvd.client import AsyncClient
+from kvd.kv import parse_kv
+from protocol.errors import KvdError, NotRunning
+
+_READY_S = 120.0
+_STOP_S = 15.0
+_POLL_S = 0.05
+_OURS = ("LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT", "KVD_BLAS_PRELOADED")
+"""What this process may have been started with, and servers must not inherit."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One server that takes part."""
+
+    name: str
+    about: str
+    command: tuple[str, ...] = ()
+    """Empty: somebody else runs it."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Over ours."""
+    model: str = "default_model"
+    """What kvd loads, or what requests over HTTP name; here, what mlx_lm.server began with."""
+    home: str = ""
+    """Of a kvd; empty for OpenAI-compatible servers."""
+    kv: str = "k8v8"
+    """The scheme that kvd loads the model with."""
+    url: str = ""
+
+
+class Server:
+    """One side, running between `start` and `stop`."""
+
+    def __init__(self, side: Side, log: Path) -> None:
+        self.side = side
+        self.driver: Driver
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the process, wait until it answers, and connect."""
+        if self.side.command:
+            variables = {name: value for name, value in os.environ.items() if name not in _OURS}
+            with self._log.open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self.side.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=variables | self.side.environment,
+                    start_new_session=True,
+                )
+        try:
+            async with asyncio.timeout(_READY_S):
+                while not await self._answers():
+                    self._check_alive()
+                    await asyncio.sleep(_POLL_S)
+                self.driver = await self._connect()
+        except TimeoutError:
+            raise RuntimeError(f"{self.side.name} is not ready; {self._last_words()}") from None
+
+    async def _answers(self) -> bool:
+        if self.side.home:
+            try:
+                async with AsyncClient(home=self.side.home):
+                    return True
+            except NotRunning:
+                return False
+        path = "/health" if self._process else "/v1/models"
+        try:
+            async with aiohttp.ClientSession() as session, session.get(self.side.url + path):
+                return True
+        except aiohttp.ClientError:
+            return False
+
+    async def _connect(self) -> Driver:
+        side = self.side
+        if not side.home:
+            return OpenAIDriver(side.url, side.model)
+        try:
+            return await KvdDriver.connect(side.home, side.model, parse_kv(side.kv))
+        except KvdError as error:
+            raise RuntimeError(f"{side.name} cannot load the model: {error.message}") from error
+
+    def _check_alive(self) -> None:
+        if self._process is not None and self._process.returncode is not None:
+            raise RuntimeError(
+                f"{self.side.name} ended with {self._process.returncode}; {self._last_words()}"
+            )
+
+    def _last_words(self) -> str:
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return f"its output ends:\n{text[-1500:]}"
+
+    def pids(self) -> list[int]:
+        """Return the server's processes; none for a URL."""
+        return processes.tree(self._process.pid) if self._process else []
+
+    async def stop(self) -> None:
+        """Close the connections and end every process: TERM, then KILL."""
+        if hasattr(self, "driver"):
+            await self.driver.close()
+        if self._process is None:
+            return
+        pids = self.pids()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _STOP_S)
+        # The session is our child's alone: whoever is left in it was started by it.
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(pid) == self._process.pid:
+                    os.kill(pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+def kvd_side(name: str, scheme: str, model: str, home: Path, *, fake: bool = False) -> Side:
+    """Return a kvd that serves a model folder with pages of this scheme."""
+    command = [sys.executable, "-m", "kvd", "serve", "--home", str(home)]
+    return Side(
+        name=name,
+        about=f"kvd serve, the model loaded with --kv {scheme}",
+        command=tuple([*command, "--fake"] if fake else command),
+        model=model,
+        home=str(home),
+        kv=scheme,
+    )
+
+
+def mlx_lm_side(name: str, model: str, *, blas: Path | None, options: tuple[str, ...] = ()) -> Side:
+    """Return an mlx_lm.server, with the BLAS that kvd's workers would get or without."""
+    port = _free_port()
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if blas is not None:
+        # What kvd gives its workers (`kvd.environment`), so that both compute alike.
+        environment |= {"LD_PRELOAD": str(blas), "OPENBLAS_THREAD_TIMEOUT": "12"}
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--port", str(port)]
+    command += ["--log-level", "WARNING", *options]
+    about = " ".join(["mlx_lm.server", *options]) + ("" if blas else ", no BLAS preloaded")
+    return Side(
+        name=name,
+        about=about,
+        command=tuple(command),
+        environment=environment,
+        url=f"http://127.0.0.1:{port}",
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class Fleet:
+    """All servers of a comparison: ``async with Fleet(sides, folder) as servers``."""
+
+    def __init__(
+        self, sides: list[Side], folder: Path, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._servers = [Server(side, folder / f"{side.name}.log") for side in sides]
+        self._say = say
+
+    async def __aenter__(self) -> dict[str, Server]:
+        try:
+            for server in self._servers:
+                self._say(f"starting {server.side.name}: {server.side.about}")
+                await server.start()
+        except BaseException:
+            await self._stop()
+            raise
+        return {server.side.name: server for server in self._servers}
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
+
+    def pids(self) -> list[int]:
+        """Return all processes of all servers."""
+        return [pid for server in self._servers for pid in server.pids()]
+
+    async def _stop(self) -> None:
+        stops = [server.stop() for server in self._servers]
+        # Ctrl-C may come again: the servers must go first.
+        await asyncio.shield(asyncio.gather(*stops, return_exceptions=True))

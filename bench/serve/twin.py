@@ -1,0 +1,49 @@
+"""The model folder that all servers load: the given model, so that nobody has an advantage.
+
+* No end-of-text token: every request makes exactly the tokens that it asks for, on every server,
+  without options that cost time in a sampler (``logit_bias``).
+* On a machine that computes on the CPU, weights in float32: MLX emulates half precision there, many
+  times slower. kvd converts at load, mlx_lm.server does not; what is compared here is the serving.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_ENDS = ("eos_token_id", "eos_token")
+_CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+
+
+def make(source: Path, target: Path, *, float32: bool) -> None:
+    """Fill a new folder from a model's; files that stay as they are become links."""
+    target.mkdir()
+    for file in sorted(source.iterdir()):
+        copy = target / file.name
+        if file.name in _CONFIGS:
+            copy.write_text(json.dumps(endless(json.loads(file.read_text()), file.name)))
+        elif float32 and file.suffix == ".safetensors":
+            _convert(file, copy)
+        elif file.is_file():
+            copy.symlink_to(file.resolve())
+
+
+def endless(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a configuration without the tokens that end a completion."""
+    kept = {key: value for key, value in config.items() if key not in _ENDS}
+    # Absent would mean a tokenizer class's own default.
+    return {**kept, "eos_token": None} if name == "tokenizer_config.json" else kept
+
+
+def _convert(file: Path, copy: Path) -> None:
+    import mlx.core as mx
+
+    weights: Any = mx.load(str(file), stream=mx.cpu)
+    converted = {
+        name: array.astype(mx.float32, stream=mx.cpu)
+        if mx.issubdtype(array.dtype, mx.floating)
+        else array
+        for name, array in weights.items()
+    }
+    mx.save_safetensors(str(copy), converted)
