@@ -1,0 +1,181 @@
+"""The two decode loops behind one interface: ours, and mlx-lm's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+
+from kvd.worker.runner import Row, Runner
+from kvd.worker.sampler import finite_and_varied
+
+WARM_UP = 8
+
+
+@dataclass
+class Steps:
+    """What decode steps took, in seconds each."""
+
+    wall: list[float] = field(default_factory=list)
+    """From the tokens of one step to the tokens of the next."""
+    build: list[float] = field(default_factory=list)
+    """On the host, for the graph: until the logits and tokens exist as lazy arrays."""
+    launch: list[float] = field(default_factory=list)
+    """On the host, until `async_eval` of them returns."""
+    flushes: int = 0
+
+
+class Loop(Protocol):
+    """A batch of rows that decode greedily."""
+
+    name: str
+
+    def fill(self, prompts: Sequence[list[int]]) -> None:
+        """Prefill the prompts; return when all rows decode."""
+
+    def decode(self, steps: int) -> Steps:
+        """Make so many tokens of every row."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the rows' keys and values take, as the loop counts them."""
+
+    def close(self) -> None:
+        """Drop the rows."""
+
+
+class Ours:
+    """The engine's loop: step n+1 is launched before the tokens of step n are read."""
+
+    def __init__(self, runner: Runner, chunk: int) -> None:
+        self.name = f"kvd {runner.cache.scheme.name}"
+        self._runner = runner
+        self._chunk = chunk
+        self._rows: list[Row] = []
+        self._tokens = mx.array([], mx.int32)
+        self._flight: tuple[mx.array, mx.array] | None = None
+
+    def fill(self, prompts: Sequence[list[int]]) -> None:
+        """Prefill chunk by chunk, row by row, as the engine does; then take each row's first."""
+        for prompt in prompts:
+            row = self._runner.cache.new_row()
+            for start in range(0, len(prompt) - 1, self._chunk):
+                self._runner.prefill(row, prompt[start : min(start + self._chunk, len(prompt) - 1)])
+            self._rows.append(row)
+        self._tokens = mx.array([prompt[-1] for prompt in prompts], mx.int32)
+        self._launch(Steps())
+        self._read()
+
+    def decode(self, steps: int) -> Steps:
+        """Decode, one step ahead."""
+        seen = Steps()
+        start = time.perf_counter()
+        for _ in range(steps):
+            landed = self._flight
+            self._launch(seen)
+            if landed is not None:
+                mx.eval(landed)
+            now = time.perf_counter()
+            seen.wall.append(now - start)
+            start = now
+        return seen
+
+    def decode_idle(self, steps: int) -> Steps:
+        """Decode with an idle device before each step: launches then wait for nothing."""
+        seen = Steps()
+        for _ in range(steps):
+            self._read()
+            start = time.perf_counter()
+            self._launch(seen)
+            self._read()
+            seen.wall.append(time.perf_counter() - start)
+        return seen
+
+    def _launch(self, seen: Steps) -> None:
+        cache = self._runner.cache
+        if cache.needs_flush(self._rows):
+            self._read()
+            cache.flush()
+            seen.flushes += 1
+        start = time.perf_counter()
+        logits = self._runner.decode(self._rows, self._tokens)
+        drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
+        self._flight = drawn, finite_and_varied(logits)
+        built = time.perf_counter()
+        mx.async_eval(self._flight, cache.arrays())  # type: ignore[no-untyped-call]
+        seen.build.append(built - start)
+        seen.launch.append(time.perf_counter() - built)
+        self._tokens = drawn
+
+    def _read(self) -> None:
+        if self._flight is not None:
+            mx.eval(self._flight, self._runner.cache.arrays())
+
+    @property
+    def tokens(self) -> list[int]:
+        """The newest token of every row."""
+        found: list[int] = self._tokens.tolist()  # type: ignore[assignment]
+        return found
+
+    @property
+    def kv_bytes(self) -> int:
+        """Pages in use, and tails."""
+        cache = self._runner.cache
+        return int(cache.used_bytes + cache.tails_bytes)
+
+    def close(self) -> None:
+        """Free the rows and their pools."""
+        self._read()
+        self._flight = None
+        for row in self._rows:
+            self._runner.cache.free(row)
+        self._rows = []
+        self._runner.cache.shrink()
+        mx.clear_cache()
+
+
+class Theirs:
+    """`mlx_lm.generate.BatchGenerator`, as mlx_lm.server drives it."""
+
+    name = "mlx-lm BatchGenerator"
+
+    def __init__(self, model: Any, longest: int) -> None:
+        self._generator: Any = BatchGenerator(model, max_tokens=longest)
+        self._rows = 0
+        self.first_tokens: list[int] = []
+        """What every row began with."""
+
+    def fill(self, prompts: Sequence[list[int]]) -> None:
+        """Insert all at once; it prefills them together."""
+        self._rows = len(prompts)
+        self._generator.insert(list(prompts))
+        while len(self.first_tokens) < self._rows:
+            self.first_tokens = [one.token for one in self._generator.next_generated()]
+
+    def decode(self, steps: int) -> Steps:
+        """Decode; building and launching cannot be told from waiting from outside."""
+        seen = Steps()
+        start = time.perf_counter()
+        for _ in range(steps):
+            if len(self._generator.next_generated()) != self._rows:
+                raise RuntimeError("a row of BatchGenerator ended early")
+            now = time.perf_counter()
+            seen.wall.append(now - start)
+            start = now
+        return seen
+
+    @property
+    def kv_bytes(self) -> int:
+        """As the generator says."""
+        return int(self._generator.prompt_cache_nbytes)
+
+    def close(self) -> None:
+        """Drop the generator and its caches."""
+        mx.synchronize(self._generator.stream)
+        self._generator.close()
+        self._generator = None
+        mx.clear_cache()

@@ -1,0 +1,68 @@
+"""Models of random weights in the shapes of published ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+_QWEN3 = {
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 65536,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "tiny": _QWEN3
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
+}
+"""By name: what their config.json says (huggingface.co/Qwen)."""
+
+
+def build(shape: str, dtype: mx.Dtype) -> Any:
+    """Return the model with random weights, evaluated."""
+    from mlx_lm.models import qwen3
+
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(SHAPES[shape]))
+    model.set_dtype(dtype)
+    for layer in model.layers:  # one by one: the float32 they are drawn in is twice as large
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    return model
+
+
+def tokens(shape: str, count: int, seed: int) -> list[int]:
+    """Return random tokens of a shape's vocabulary."""
+    drawn = mx.random.randint(0, SHAPES[shape]["vocab_size"], (count,), key=mx.random.key(seed))
+    found: list[int] = drawn.tolist()  # type: ignore[assignment]
+    return found

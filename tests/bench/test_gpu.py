@@ -1,0 +1,69 @@
+"""`bench/gpu` runs on the tiny shape, and its loops make the same tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from bench.gpu import __main__ as gpu
+from bench.gpu import shapes
+from bench.gpu.loops import Ours, Steps, Theirs
+from bench.gpu.stub import no_attention
+from kvd.worker import probe, seam
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.scheme import Scheme
+
+pytestmark = pytest.mark.mlx
+
+
+def test_it_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    gpu.main([
+        "--shape", "tiny", "--rows", "2", "--tokens", "100", "--prefill", "300", "--runs", "1",
+        "--chunk", "64", "--steps", "4", "--json", str(file),
+    ])  # fmt: skip
+    result = json.loads(file.read_text())
+
+    assert [row["loop"] for row in result["decode"]] == ["kvd k8v8", "mlx-lm BatchGenerator"]
+    for row in result["decode"]:
+        assert math.isfinite(row["tok_s"])
+        assert row["tok_s"] > 0
+        assert row["kv_bytes"] > 0
+    assert result["decode"][0]["host_without_attention_ms"] > 0
+    assert [row["tokens"] for row in result["prefill"]] == [300, 300]
+    assert len(gpu.verdicts(result)) == 3
+
+
+def test_both_loops_prefill_and_decode_the_same_rows() -> None:
+    seam.install()
+    model = shapes.build("tiny", mx.float32)
+    settings = CacheSettings(ladder=(Scheme(16, 16),))
+    ours = Ours(probe.serve(model, settings, 512).runner, chunk=64)
+    theirs = Theirs(model, longest=32)
+    prompts = [shapes.tokens("tiny", length, length) for length in (90, 90)]
+    ours.fill(prompts)
+    theirs.fill(prompts)
+    first = ours.tokens
+    steps = ours.decode(3)
+
+    assert isinstance(steps, Steps)
+    assert len(steps.wall) == len(theirs.decode(3).wall) == 3
+    assert first == theirs.first_tokens
+    ours.close()
+    theirs.close()
+
+
+def test_the_stub_takes_attention_away_and_puts_it_back() -> None:
+    from mlx_lm.models import qwen3
+
+    before = qwen3.scaled_dot_product_attention
+    with no_attention():
+        queries = mx.ones((1, 2, 1, 4))
+        assert qwen3.scaled_dot_product_attention(queries, None, None, mask=None).shape == (
+            1, 2, 1, 4,
+        )  # fmt: skip
+    assert qwen3.scaled_dot_product_attention is before
