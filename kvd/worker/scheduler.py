@@ -18,9 +18,14 @@ A step, and the rule of each of its parts::
     decode    one token for each decoding row
     prefill   one chunk of one prompt, or the last chunks of several            `scheduling.turns`
 
-Of later requests only those of higher priority are served before an earlier one, and these bring
-less than ``(q - p) * age + w`` tokens between them; of those that are admitted beside it, none
-slows its prompt down by more than half. `line` and `turns` say both exactly; both are tested.
+**What a request waits for** at most, if its priority is p and nobody parks it, in tokens of others'
+work (a request's work is its prompt and all that it may generate):
+
+* until it is admitted: what had arrived before it and was not over, and of what came later less
+  than ``(q - p) * age + w``, q being the highest priority among these and w the work of the last
+  that went before it; none if q = p;
+* then until its prompt is through: 2 S groups of ``budget`` tokens, S being the chunks of its own
+  prompt and of those that stand in front of it.
 
 Prompt of 300 tokens, C = 128; the last prompt token is the row's first decode input::
 
