@@ -4,8 +4,9 @@
 
 A store of four layers with random keys and values, and two rows more that are not touched: their
 outputs must be those of a run without the step-down, to the bit. Every decode step gets a time
-slice of the step-down; what the step and its slice take together is compared with the median of
-the steps before, and peak memory with the peak of those steps.
+slice of the step-down, and, when it is over, of growing pools ahead of need, until two flushes
+have come; what the step and its slice take together is compared with the median of the steps
+before, and peak memory with the peak of those steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.batch import make_caches
+from kvd.worker.cache.growth import make_room
 from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
@@ -55,6 +57,11 @@ class Steps:
     """Active and cached bytes, the most at a step's end."""
     outputs: list[np.ndarray] = field(default_factory=list)
     """Of the rows that are not touched."""
+    bytes_after: int | None = None
+    """What the store holds when the step-down is over, and what it should."""
+    bytes_formula: int | None = None
+    flushes: int = 0
+    """Until then."""
 
 
 class Batch:
@@ -103,12 +110,15 @@ class Batch:
         """Decode so many steps, and on until the step-down is over."""
         seen = Steps()
         mx.reset_peak_memory()
-        while len(seen.seconds) < steps or (down is not None and not down.over):
+        while len(seen.seconds) < steps or not self._settled(down, seen):
             start, cpu = time.perf_counter(), time.process_time()
             output = self.step()
             if down is not None:
                 before = time.perf_counter()
-                down.advance(SLICE_S, time.perf_counter)
+                if down.over:
+                    make_room(self.store, SLICE_S, time.perf_counter)
+                else:
+                    down.advance(SLICE_S, time.perf_counter)
                 seen.slices.append(time.perf_counter() - before)
             seen.seconds.append(time.perf_counter() - start)
             seen.cpu.append(time.process_time() - cpu)
@@ -116,6 +126,25 @@ class Batch:
             seen.peak = max(seen.peak, mx.get_peak_memory())
             seen.footprint = max(seen.footprint, mx.get_active_memory() + mx.get_cache_memory())
         return seen
+
+    def _settled(self, down: StepDown | None, seen: Steps) -> bool:
+        """Return whether a step-down is over, and the flush behind it, which finds pools cut."""
+        if down is None or not down.over:
+            return down is None
+        if seen.bytes_after is None:
+            seen.bytes_after = self.store.nbytes
+            seen.bytes_formula = self._formula()
+            seen.flushes = self.store.flushes
+        return self.store.flushes > seen.flushes + 1
+
+    def _formula(self) -> int:
+        """Return what the rows' pages take at the levels that they should be on, and the tails."""
+        store = self.store
+        lowered, kept = (
+            sum(len(row.pages) for row in ones) for ones in (self.lowered, self.untouched)
+        )
+        pages = lowered * store.page_bytes(TARGET) + kept * store.page_bytes()
+        return pages + store.tails_bytes
 
 
 def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
@@ -128,11 +157,6 @@ def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
     down = StepDown(store, batch.lowered, TARGET, scratch=scratch)
     work = batch.run(1, down)
     mx.clear_cache()
-    after = store.nbytes
-    lowered, kept = (
-        sum(len(row.pages) for row in ones) for ones in (batch.lowered, batch.untouched)
-    )
-    formula = lowered * store.page_bytes(TARGET) + kept * store.page_bytes() + store.tails_bytes
     del batch, store, down
     mx.clear_cache()
 
@@ -161,8 +185,8 @@ def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
         "longest_slice_s": max(work.slices),
         "median_slice_s": statistics.median(work.slices),
         "bytes_before": before,
-        "bytes_after": after,
-        "bytes_formula": formula,
+        "bytes_after": work.bytes_after,
+        "bytes_formula": work.bytes_formula,
         "peak_before": steady.peak,
         "peak_during": work.peak,
         "peak_over_before": work.peak - steady.peak,

@@ -52,8 +52,8 @@ from protocol.worker import (
 DEFAULT_MAX_TOKENS = 512
 ALLOCATOR_CACHE = 128 * 1024 * 1024
 """Bytes that MLX may keep for reuse; counted in the worker's base."""
-LOWERING_SECONDS = 0.010
-"""How long a step works on pages that go down the ladder."""
+POOL_SECONDS = 0.010
+"""How long a step works on pages that go down the ladder, or on pools that grow."""
 FIRST_ROWS = 4
 """Rows whose tails the first grant covers."""
 
@@ -213,7 +213,7 @@ class MLXEngine:
     def step_down(self, level: int, rids: Collection[str] | None = None) -> None:
         """Lower these requests, or all, to a level of the ladder (0 is its top) while they run.
 
-        Every step works on it for `LOWERING_SECONDS`; what they seal from now on is of that level.
+        Every step works on it for `POOL_SECONDS`; what they seal from now on is of that level.
         Models that are served dense stay as they are.
         """
         cache = self._runner.cache
@@ -246,6 +246,9 @@ class MLXEngine:
             self._prefill(plan.prefill)
         if self._lowerings:
             self._lower()
+        elif self._runner.cache.lacks_room:
+            self._drain()
+            self._runner.cache.make_room(POOL_SECONDS, time.monotonic)
         if not self._requests:
             self._rest()
         self._steps += 1
@@ -366,7 +369,7 @@ class MLXEngine:
     def _lower(self) -> None:
         self._drain()
         lowering = self._lowerings[0]
-        lowering.advance(LOWERING_SECONDS, time.monotonic)
+        lowering.advance(POOL_SECONDS, time.monotonic)
         if lowering.over:
             self._lowerings.popleft()
 
@@ -393,8 +396,8 @@ class MLXEngine:
 
     def _give_up_spare(self) -> bool:
         """Cut pools down to what rows have reserved; return whether that freed anything."""
-        if self._charged_pages <= self._scheduler.reserved:
-            return False
+        if self._lowerings or self._charged_pages <= self._scheduler.reserved:
+            return False  # a step-down cuts the pools itself, when it is over
         self._flush()
         freed: int = self._runner.cache.compact(self._scheduler.reserved)
         return freed > 0

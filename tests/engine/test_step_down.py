@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.worker import mlx_engine
 from protocol.types import KVSpec
 from tests.engine.driver import Driver
 
@@ -60,3 +61,27 @@ def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -
     assert laddered.outcomes["short"].reason == "length"
     assert not laddered.engine._runner.cache.sequences
     assert laddered.engine._runner.cache.pages_used == 0
+
+
+def test_a_request_that_waits_for_memory_does_not_undo_the_work(
+    laddered: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)  # one piece a step
+    laddered.outcomes.clear()
+    budget = laddered.budget
+    for rid, seed in (("a", 1), ("b", 2)):
+        laddered.submit(rid, prompt_of(900, seed), max_tokens=400)
+    laddered.run(until=lambda: all(len(one.tokens) > 3 for one in laddered.outcomes.values()))
+    try:
+        laddered.budget = laddered.total
+        laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
+        laddered.engine.step_down(2, {"a", "b"})
+        laddered.run(until=lambda: not laddered.engine._lowerings)
+        held = [laddered.engine._requests[rid].row.rows[0] for rid in ("a", "b")]
+        assert {page.level for row in held for page in row.pages} == {2}
+        assert laddered.engine._requests["waits"].row is None
+    finally:
+        laddered.budget = budget
+    laddered.engine.cancel("waits")
+    laddered.run()
+    laddered.outcomes.clear()

@@ -19,7 +19,12 @@ class Lowering:
         # Above the ladder there may be a level for rows that are not quantized yet.
         lift = len(cache.settings.schemes) - len(cache.settings.ladder)
         self._steps = [
-            StepDown(store, [one.rows[index] for one in found], level + lift)
+            StepDown(
+                store,
+                [one.rows[index] for one in found],
+                level + lift,
+                scratch=cache.settings.lowering_scratch,
+            )
             for index, store in enumerate(cache.stores)
         ]
 

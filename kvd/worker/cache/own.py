@@ -6,7 +6,8 @@ takes a forward pass of its own; what it costs is measured, not computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,16 @@ class OwnRow:
 
     caches: list[Any]
     length: int = 0
+    alive: bool = True
+
+
+@dataclass(eq=False)
+class FrozenOwn:
+    """One request's caches as they were when it was frozen."""
+
+    caches: list[Any]
+    length: int
+    nbytes: int
     alive: bool = True
 
 
@@ -62,6 +73,7 @@ class OwnCache:
         self.row_bytes = fixed_bytes
         self.token_bytes = token_bytes
         self.sequences: list[OwnRow] = []
+        self.frozen: list[FrozenOwn] = []
         self.limit_bytes: int | None = None
         self._prefilling: tuple[OwnRow, int] | None = None
 
@@ -83,11 +95,21 @@ class OwnCache:
         return len(self.sequences)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all caches."""
+    def tails_bytes(self) -> int:
+        """Bytes of all caches that run."""
         return sum(array.nbytes for array in self.arrays())
 
-    tails_bytes = nbytes
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen caches; until somebody writes to them, copies share them."""
+        return sum(one.nbytes for one in self.frozen)
+
+    frozen_charge = frozen_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return self.tails_bytes + self.frozen_bytes
 
     def new_row(self) -> OwnRow:
         """Return an empty sequence."""
@@ -99,6 +121,40 @@ class OwnCache:
         """Drop a sequence."""
         row.alive = False
         self.sequences.remove(row)
+
+    # Sequences that stand still: whole copies, of which no two share anything for long.
+
+    can_freeze = True
+
+    def freeze(self, row: OwnRow) -> FrozenOwn:
+        """Return what a sequence is now; the device must be idle."""
+        frozen = FrozenOwn(copy.deepcopy(row.caches), row.length, 0)
+        frozen.nbytes = sum(array.nbytes for array in _arrays(frozen.caches))
+        self.frozen.append(frozen)
+        return frozen
+
+    def thaw(self, frozen: FrozenOwn) -> OwnRow:
+        """Return a new sequence with the content of a frozen one, which stays as it is."""
+        if not frozen.alive:
+            raise ValueError("the frozen sequence was dropped")
+        row = OwnRow(copy.deepcopy(frozen.caches), frozen.length)
+        self.sequences.append(row)
+        return row
+
+    def drop(self, frozen: FrozenOwn) -> None:
+        """Drop a frozen sequence."""
+        frozen.alive = False
+        self.frozen.remove(frozen)
+
+    def unlowered(self, frozen: FrozenOwn) -> bool:  # noqa: ARG002 - as the other cache
+        """Return True: nothing is ever stepped down."""
+        return True
+
+    def held_bytes(self, frozen: Collection[FrozenOwn]) -> int:
+        """Return the bytes of all that these hold."""
+        return sum(one.nbytes for one in frozen)
+
+    freed_bytes = held_bytes
 
     def begin_decode(self, sequences: list[OwnRow], batch: int | None = None) -> None:  # noqa: ARG002
         """Start a forward pass of one token of one sequence."""
@@ -131,6 +187,9 @@ class OwnCache:
     def flush(self) -> None:
         """Do nothing."""
 
+    lacks_room = False
+    """There are no pools."""
+
     @property
     def unit_bytes(self) -> int:
         """What memory is counted in where it is reserved: 64 tokens."""
@@ -145,4 +204,4 @@ class OwnCache:
 
     def check(self) -> None:
         """Assert that all sequences are alive."""
-        assert all(row.alive for row in self.sequences)
+        assert all(row.alive for row in [*self.sequences, *self.frozen])

@@ -22,29 +22,31 @@ from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.store import SLICE_PAGES, KVStore
 
+SCRATCH = 64 * 1024 * 1024
+
 
 class StepDown:
     """Brings some rows to a lower level: what they have, and what they seal from now on.
 
-    Pages that rows share are converted once, for all who hold them. Whatever goes wrong, every
-    page is on one level or the other, never between. In the end the pools of all these levels
+    Pages that rows share are converted once, for all who hold them, frozen rows among them; these
+    may also be stepped down themselves. Whatever goes wrong, every page is on one level or the
+    other, never between. In the end the pools of all these levels
     are cut to what is used, also what flushes meanwhile made the lower ones grow ahead of need.
 
-    ``scratch`` is how many bytes pools and copies may take beyond what the pools have now; the
-    default is the store's ``prefill_scratch``, which nobody uses meanwhile. A round is never
-    smaller than one piece, and so goes beyond a scratch that is less than a copy of one side of
-    a layer's pool.
+    ``scratch`` is how many bytes pools and copies may take beyond what the pools have now. A round
+    is never smaller than one piece, and so goes beyond a scratch that is less than a copy of one
+    side of a layer's pool.
     """
 
     def __init__(
-        self, store: KVStore, rows: Iterable[Row], level: int, *, scratch: int | None = None
+        self, store: KVStore, rows: Iterable[Row], level: int, *, scratch: int = SCRATCH
     ) -> None:
         if level not in store.levels:
             raise ValueError(f"there is no level {level} on a ladder of {len(store.ladder)}")
         self._store = store
         self._level = level
         self._rows = list(rows)
-        self._ceiling = store.pages_bytes + (store.prefill_scratch if scratch is None else scratch)
+        self._ceiling = store.pages_bytes + scratch
         self._target = store.allocators[level]
         self._goal = 0
         """Capacity that the lower pools are growing to."""
