@@ -162,7 +162,9 @@ class FakeEngine:
             raise from_info(ErrorInfo(model.load_error, "the fake model was asked not to load"))
         progress("ready", 1.0)
         budget = PageBudget(model.weights, model.page_bytes, grant.total_bytes, grant.seq)
-        self._scheduler = Scheduler(max_rows=command.max_rows, chunk=command.prefill_chunk)
+        self._scheduler = Scheduler(
+            max_rows=command.max_rows, chunk=command.prefill_chunk, group=True
+        )
         self._admission = Admission(self._scheduler, budget, row_pages=0, rest_pages=model.pages)
         return ModelInfo(
             architecture="Fake",
@@ -235,8 +237,8 @@ class FakeEngine:
             rid, error = turn.refused
             self._reports.append(RowFailed(rid=rid, error=error.info()))
             self._release(self._rows[rid])
-        if plan.prefill is not None:
-            self._scheduler.prefilled(plan.prefill.rid, plan.prefill.end)
+        for chunk in plan.group:
+            self._scheduler.prefilled(chunk.rid, chunk.end)
         self._most_rows = max(self._most_rows, len(plan.decode))
         for rid in plan.decode:
             self._advance(self._rows[rid])
