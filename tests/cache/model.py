@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache.composite import ModelCache, SequenceRow
+from kvd.worker.cache.frozen import FrozenRow, FrozenSequence
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
@@ -106,8 +107,10 @@ class DenseStore:
         ]
         self.rows[row] = DenseRow(empty)
 
-    def fork(self, row: Row, twin: Row) -> None:
+    def copy(self, row: Row, twin: Row) -> None:
+        """Freeze or thaw a row: the copy has the same pages, and a tail of its own."""
         mine = self.rows[row]
+        assert not mine.pending
         self.rows[twin] = DenseRow(
             list(mine.tail), mine.level, mine.length, list(mine.pages), mine.paged
         )
@@ -133,7 +136,8 @@ class DenseStore:
         mine.pending.append(mine.level)
 
     def flush(self) -> None:
-        for mine in self.rows.values():
+        running = [mine for row, mine in self.rows.items() if not row.is_frozen]
+        for mine in running:
             for level in mine.pending:
                 head = [(k[:, :PAGE_TOKENS], v[:, :PAGE_TOKENS]) for k, v in mine.tail]
                 mine.tail = [(k[:, PAGE_TOKENS:], v[:, PAGE_TOKENS:]) for k, v in mine.tail]
@@ -150,11 +154,21 @@ class DenseStore:
                     for page in mine.pages
                     if page.start < anchor or page.start + PAGE_TOKENS > low
                 ]
-        for mine in self.rows.values():
-            if mine.level == 0 and 0 < self.store.quantized_start <= mine.length:
-                mine.level = 1
-                for page in mine.pages:
-                    self.convert(page, 1)
+        self._leave_dense(
+            [m for m in running if m.level == 0 and 0 < self.store.quantized_start <= m.length]
+        )
+
+    def _leave_dense(self, grown: list[DenseRow]) -> None:
+        """Quantize what these rows hold; who else holds it keeps it as it was."""
+        new: dict[Page, Page] = {}
+        for mine in grown:
+            mine.level = 1
+            for index, page in enumerate(mine.pages):
+                if page.level == 0:
+                    if page not in new:
+                        new[page] = Page(0, page.start, list(page.layers))
+                        self.convert(new[page], 1)
+                    mine.pages[index] = new[page]
 
     def convert(self, page: Page, level: int) -> None:
         """Bring a page to a lower level; a side that is packed the same there stays as it is."""
@@ -221,7 +235,7 @@ class DenseStore:
 
     def check(self) -> None:
         self.store.check()
-        assert set(self.rows) == set(self.store.rows)
+        assert set(self.rows) == {*self.store.rows, *self.store.frozen}
         real = self._check_rows()
         self._check_pages(real)
         self._check_tails()
@@ -247,8 +261,11 @@ class DenseStore:
         for page, count in holders.items():
             place = places[page]
             assert self.store.allocators[place.level].references(place) == count
+        seen = {page for row, mine in self.rows.items() if not row.is_frozen for page in mine.pages}
         for allocator in self.store.allocators:
-            assert allocator.used == sum(page.level == allocator.level for page in places)
+            mine = [page for page in places if page.level == allocator.level]
+            assert allocator.used == len(mine)
+            assert allocator.idle == sum(page not in seen for page in mine)
         return places
 
     def _check_pages(self, places: dict[Page, PageId]) -> None:
@@ -267,12 +284,15 @@ class DenseStore:
                 found = np.array(tails)
                 for row, mine in self.rows.items():
                     want = mine.tail[index][side]
-                    agree(found[row.slot, :, : want.shape[1]], want)
+                    if isinstance(row, FrozenRow):
+                        agree(row.tails[index][side], want)
+                    else:
+                        agree(found[row.slot, :, : want.shape[1]], want)
 
     def _check_bytes(self) -> None:
         store = self.store
         rows = store.tail_slots
-        assert rows >= len(self.rows)
+        assert rows >= len(store.rows)
         total = 0
         for layer, geometry, packings in zip(
             store.layers, self.geometries, self.packings, strict=True
@@ -282,7 +302,10 @@ class DenseStore:
                 for side, packing in enumerate(both):
                     want += pool.capacities[side] * bytes_of_page(geometry, side, packing)
             assert sum(array.nbytes for array in layer.arrays()) == layer.nbytes == want
-            total += want
+            tokens = sum(
+                mine.tail[0][0].shape[1] for row, mine in self.rows.items() if row.is_frozen
+            )
+            total += want + tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim) * 4
         assert store.nbytes == total
 
     def read(self, row: Row) -> None:
@@ -320,6 +343,7 @@ class DenseModel:
         self.cache = cache
         self.stores = [DenseStore(store) for store in cache.stores]
         self.sequences: dict[SequenceRow, DenseSequence] = {}
+        self.frozen: dict[FrozenSequence, DenseSequence] = {}
         self.batch: list[SequenceRow | None] = []
         """Whose states are in one array, of ``padded`` entries."""
         self.padded = 0
@@ -331,12 +355,27 @@ class DenseModel:
             np.zeros(3, np.float32), np.zeros((2, 4), np.float32)
         )
 
-    def fork(self, sequence: SequenceRow, twin: SequenceRow) -> None:
-        for store, row, other in zip(self.stores, sequence.rows, twin.rows, strict=True):
-            store.fork(row, other)
+    def freeze(self, sequence: SequenceRow, frozen: FrozenSequence) -> None:
+        self._copy_rows(sequence, frozen)
         mine = self.sequences[sequence]
-        self.sequences[twin] = DenseSequence(mine.total, mine.last, mine.started)
+        self.frozen[frozen] = DenseSequence(mine.total, mine.last, mine.started)
         self.batch = []
+
+    def thaw(self, frozen: FrozenSequence, sequence: SequenceRow) -> None:
+        self._copy_rows(frozen, sequence)
+        mine = self.frozen[frozen]
+        self.sequences[sequence] = DenseSequence(mine.total, mine.last, mine.started)
+
+    def _copy_rows(
+        self, source: SequenceRow | FrozenSequence, target: SequenceRow | FrozenSequence
+    ) -> None:
+        for store, row, other in zip(self.stores, source.rows, target.rows, strict=True):
+            store.copy(row, other)
+
+    def drop(self, frozen: FrozenSequence) -> None:
+        for store, row in zip(self.stores, frozen.rows, strict=True):
+            del store.rows[row]
+        del self.frozen[frozen]
 
     def free(self, sequence: SequenceRow) -> None:
         for store, row in zip(self.stores, sequence.rows, strict=True):
@@ -364,14 +403,32 @@ class DenseModel:
     def check(self) -> None:
         self.cache.check()
         assert set(self.cache.sequences) == set(self.sequences)
+        assert set(self.cache.frozen) == set(self.frozen)
         for store in self.stores:
             store.check()
         self._check_states()
+        for frozen, mine in self.frozen.items():
+            self._check_state(mine, frozen.state)
         arrays = [
             array for store in self.cache.stores for one in store.layers for array in one.arrays()
         ]
-        held = [*arrays, *self.cache.states.arrays()]
+        tails = [
+            side
+            for frozen in self.frozen
+            for row in frozen.rows
+            for sides in row.tails
+            for side in sides
+        ]
+        states = [
+            array
+            for frozen in self.frozen
+            for part in frozen.state
+            for array in part
+            if array is not None
+        ]
+        held = [*arrays, *self.cache.states.arrays(), *tails, *states]
         assert self.cache.nbytes == sum(array.nbytes for array in held)
+        assert self.cache.frozen_bytes == sum(array.nbytes for array in [*tails, *states])
 
     def _check_states(self) -> None:
         states = self.cache.states
@@ -383,16 +440,16 @@ class DenseModel:
         count += self.padded if self.batch else 0
         assert states.nbytes == count * STATE_BYTES * len(states.parts)
         for sequence in alone:
-            self._check_state(sequence, states._held[sequence])
+            self._check_state(self.sequences[sequence], states._held[sequence])
         for place, sequence in enumerate(self.batch):
             if sequence is not None:
                 here = slice(place, place + 1)
                 self._check_state(
-                    sequence, [[array[here] for array in part] for part in states._batch]
+                    self.sequences[sequence],
+                    [[array[here] for array in part] for part in states._batch],
                 )
 
-    def _check_state(self, sequence: SequenceRow, state: State) -> None:
-        mine = self.sequences[sequence]
+    def _check_state(self, mine: DenseSequence, state: State) -> None:
         for total, last in state:
             if mine.started:
                 agree(total[0], mine.total)
@@ -405,4 +462,4 @@ class DenseModel:
         """Compare what `StateStore.snapshot` says; this takes the batch apart."""
         state = self.cache.states.snapshot(sequence)
         self.batch = []
-        self._check_state(sequence, state)
+        self._check_state(self.sequences[sequence], state)

@@ -17,6 +17,7 @@ class Allocation(RuleBasedStateMachine):
     def start(self, capacity: int) -> None:
         self.pages = PageAllocator(0, capacity)
         self.held: dict[PageId, int] = {}
+        self.frozen: dict[PageId, int] = {}
 
     @rule(count=st.integers(0, 6))
     def take(self, count: int) -> None:
@@ -29,20 +30,34 @@ class Allocation(RuleBasedStateMachine):
             self.held[page] = 1
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def retain(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), frozen=st.booleans())
+    def retain(self, data: st.DataObject, frozen: bool) -> None:
         page = data.draw(st.sampled_from(sorted(self.held)))
-        self.pages.retain(page)
+        self.pages.retain(page, frozen=frozen)
         self.held[page] += 1
+        self.frozen[page] = self.frozen.get(page, 0) + frozen
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(sorted(self.held)))
-        self.pages.release(page)
+        cold = self.frozen.get(page, 0)
+        frozen = data.draw(st.booleans()) if 0 < cold < self.held[page] else cold > 0
+        self.pages.release(page, frozen=frozen)
         self.held[page] -= 1
+        self.frozen[page] = cold - frozen
         if not self.held[page]:
             del self.held[page]
+
+    @rule()
+    def pack(self) -> None:
+        moves = self.pages.packing()
+        self.pages.moved(moves)
+        for counts in (self.held, self.frozen):
+            for old, new in moves.items():
+                counts[PageId(0, new)] = counts.pop(PageId(0, old), 0)
+        self.pages.cut(self.pages.used)
+        assert self.pages.capacity == len(self.held)
 
     @rule(more=st.integers(0, 5))
     def grow(self, more: int) -> None:
@@ -55,8 +70,11 @@ class Allocation(RuleBasedStateMachine):
         self.pages.check()
         assert self.pages.used == len(self.held)
         assert self.pages.free == self.pages.capacity - len(self.held)
+        idle = 0
         for page, count in self.held.items():
             assert self.pages.references(page) == count
+            idle += self.frozen.get(page, 0) == count
+        assert self.pages.idle == idle
 
 
 TestAllocation = Allocation.TestCase
@@ -71,9 +89,9 @@ def test_lowest_slots_first() -> None:
     assert [page.slot for page in pages.take(2)] == [0, 3]
 
 
-def test_reset_refuses_while_held() -> None:
+def test_what_is_held_is_not_cut_off() -> None:
     pages = PageAllocator(0, 2)
-    pages.take(1)
+    pages.take(2)
 
-    with pytest.raises(ValueError, match="still held"):
-        pages.reset(0)
+    with pytest.raises(ValueError, match="held"):
+        pages.cut(1)

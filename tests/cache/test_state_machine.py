@@ -35,12 +35,14 @@ from kvd.worker.attention.dense import dense_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
 from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
+from kvd.worker.cache.frozen import FrozenSequence
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.store import KVStore
 from tests.cache.model import DenseModel, DenseStore, agree
 
 pytestmark = pytest.mark.mlx
@@ -54,6 +56,7 @@ SCALE = 0.3
 FAILURES = st.sampled_from([None, None, 0, 0, 1])
 """Which write or copy of each piece of a step down fails."""
 MOST_ROWS = 5
+MOST_FROZEN = 4
 MOST_TOKENS = 900
 
 WINDOW, SINKS, CHUNKS = Kind(window=100), Kind(window=150, keep=20), Kind(chunk=128)
@@ -355,17 +358,39 @@ class Machine(RuleBasedStateMachine):
             can &= one
         return can
 
-    @precondition(lambda self: 0 < len(self.sequences) < MOST_ROWS)
+    @precondition(lambda self: self.sequences and len(self.cache.frozen) < MOST_FROZEN)
     @rule(choice=st.integers(0, 99))
-    def share(self, choice: int) -> None:
-        """Fork: both hold the same pages, and write nothing that the other sees."""
+    def freeze(self, choice: int) -> None:
+        """Keep what a sequence is now; nothing that it does later changes that."""
         sequence = self._one(choice)
         if any(row.pending for row in sequence.rows):
             self._flush()
         self._drain()
-        twin = self.cache.fork(sequence)
-        self.twin.fork(sequence, twin)
-        self._checked("share")
+        self.twin.freeze(sequence, self.cache.freeze(sequence))
+        self._checked("freeze")
+
+    @precondition(lambda self: self.cache.frozen and len(self.sequences) < MOST_ROWS)
+    @rule(choice=st.integers(0, 99))
+    def thaw(self, choice: int) -> None:
+        """Run on from what was kept; the frozen one holds the same pages, and stays."""
+        frozen = self.cache.frozen[choice % len(self.cache.frozen)]
+        self._drain()
+        self.twin.thaw(frozen, self.cache.thaw(frozen))
+        self._checked("thaw")
+
+    @precondition(lambda self: self.news > 1 and len(self.cache.frozen) > 1)
+    @rule(choice=st.integers(0, 99))
+    def drop(self, choice: int) -> None:
+        """With a step in flight, perhaps: nobody reads a frozen sequence."""
+        frozen = self.cache.frozen[choice % len(self.cache.frozen)]
+        freed = self.cache.freed_bytes([frozen])
+        before = self.cache.used_bytes + self.cache.frozen_bytes
+        charge = self.cache.frozen_charge
+        self.cache.drop(frozen)
+        assert before - self.cache.used_bytes - self.cache.frozen_bytes == freed
+        assert self.cache.frozen_charge <= charge - frozen.nbytes
+        self.twin.drop(frozen)
+        self._checked("drop")
 
     @precondition(lambda self: self.sequences)
     @rule(choice=st.integers(0, 99), clean=st.booleans())
@@ -398,7 +423,7 @@ class Machine(RuleBasedStateMachine):
         assert freed == before - self.cache.nbytes
         for store, capacities in zip(self.cache.stores, most, strict=True):
             for allocator, capacity in zip(store.allocators, capacities, strict=True):
-                kept = 0 if allocator.level or store.kind.bounded else pages
+                kept = _room(store, allocator.level, pages)
                 assert allocator.capacity == min(capacity, max(allocator.used, kept))
                 for layer in store.layers:
                     sides = layer.pools[allocator.level].capacities
@@ -408,15 +433,22 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.news > 1 and len(self.sequences) <= 2)
     @rule(pages=st.sampled_from([0, 3]))
     def shrink(self, pages: int) -> None:
-        """Everybody leaves, and all memory is given back."""
+        """Everybody leaves, and all memory is given back but for what frozen ones hold."""
         self._drain()
         for sequence in list(self.sequences):
             self.cache.free(sequence)
             self.twin.free(sequence)
         self.cache.shrink(pages)
         self.twin.batch = []
-        growing = self.cache.growing
-        assert self.cache.nbytes == (pages * growing.page_bytes() if growing else 0)
+        wanted = self.cache.frozen_bytes
+        for store in self.cache.stores:
+            for allocator in store.allocators:
+                kept = _room(store, allocator.level, pages)
+                pages_there = max(allocator.used, min(kept, allocator.capacity))
+                assert pages_there == max(allocator.used, kept) or self.cache.frozen
+                wanted += pages_there * store.page_bytes(allocator.level)
+        assert self.cache.nbytes == wanted
+        assert self.cache.nbytes >= self.cache.held_bytes(self.cache.frozen)
         self._checked("shrink")
 
     @precondition(lambda self: self.news > 1)
@@ -434,7 +466,9 @@ class Machine(RuleBasedStateMachine):
     def lower(self, choice: int, level: int, fails_at: int | None) -> None:
         """Begin to step some sequences down; `slice` goes on with it."""
         self._drain()
-        chosen = self._some(choice)
+        chosen: list[SequenceRow | FrozenSequence] = [*self._some(choice)]
+        if choice % 3 == 0:  # one that is parked
+            chosen += self.cache.frozen[:1]
         for index, dense in enumerate(self.twin.stores):
             if level in dense.store.levels:
                 rows = [one.rows[index] for one in chosen]
@@ -503,6 +537,14 @@ class Machine(RuleBasedStateMachine):
         self.seen[name] += 1
         self.seen["steps"] += 1
         self.news = 0 if name in HOUSEKEEPING else self.news + 1
+
+
+def _room(store: KVStore, level: int, pages: int) -> int:
+    """What compacting leaves of ``pages`` at a level: the top's, less what lower ones take."""
+    if level or store.kind.bounded:
+        return 0
+    lower = sum(one.used * store.charge(one.level) for one in store.allocators[1:])
+    return max(0, pages - -(-lower // store.charge()))
 
 
 @dataclass(frozen=True)
@@ -586,7 +628,9 @@ RULES = (
     "prefill",
     "decode",
     "trim",
-    "share",
+    "freeze",
+    "thaw",
+    "drop",
     "free",
     "lower",
     "slice",

@@ -60,10 +60,29 @@ def test_none_is_a_name_as_good_as_any() -> None:
     assert (total(states, None), total(states, "")) == (2.0, 3.0)
 
 
+def test_a_frozen_state_keeps_no_batch_alive() -> None:
+    part = StatePart(((1, 8192),), (mx.float32,))
+    states = StateStore([part])
+    for name in range(64):
+        states.add(name)
+    states.begin(list(range(64)), 64)
+    states.caches[0][0] = mx.ones((64, 8192))
+    states.end()
+    mx.eval(states.arrays())
+    frozen = states.freeze(7)
+    states.clear()
+    states.caches[0].cache = [None]
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    del frozen
+
+    assert 0 < before - mx.get_active_memory() < 2 * part.nbytes
+
+
 def test_twins_go_apart() -> None:
     states = states_of("one", "other")
     step(states, ["one", "other"], [1.0, 2.0])
-    states.fork("other", "twin")
+    states.thaw("twin", states.freeze("other"))
     step(states, ["twin", "other", "one"], [10.0, 20.0, 30.0], batch=5)
 
     assert [total(states, name) for name in ("one", "other", "twin")] == [31.0, 22.0, 12.0]

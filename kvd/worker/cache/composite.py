@@ -6,7 +6,8 @@ of `kvd.worker.cache.store`, with `views` as what the model is called with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
+from kvd.worker.cache.frozen import FrozenSequence, freed_bytes, held_bytes
+from kvd.worker.cache.growth import lacks_room, make_room
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
 from kvd.worker.cache.rows import Row
@@ -51,12 +54,23 @@ class CacheSettings:
     """Full attention sees only the newest so many tokens, of which ``keep`` are the first ones."""
     keep: int = 0
     scratch: int = 256 * 1024 * 1024
-    """Bytes of dense copies that a step may hold."""
+    """Bytes that a step may hold beside the cache: three quarters are for dense copies, one quarter
+    is for stepping down, whose pools may stand above what they were while prompts are read."""
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         """The levels of the stores: above the ladder, rows that are not quantized yet."""
         return ((Scheme(16, 16),) if self.quantized_start else ()) + self.ladder
+
+    @property
+    def prefill_scratch(self) -> int:
+        """Bytes of dense copies."""
+        return self.scratch - self.lowering_scratch
+
+    @property
+    def lowering_scratch(self) -> int:
+        """Bytes that a step-down may take beyond what the pools have."""
+        return self.scratch // 4
 
     def kind(self, kind: Kind) -> Kind:
         """Return how a kind of the model is served."""
@@ -88,6 +102,7 @@ class ModelCache:
         for kind in layout.kinds:
             self.stores.append(self._new_store(kind))
         self.sequences: list[SequenceRow] = []
+        self.frozen: list[FrozenSequence] = []
         self.limit_bytes: int | None = None
         """Up to which pools grow ahead of need, as `charged_bytes` counts; tails and states too.
 
@@ -108,9 +123,10 @@ class ModelCache:
             kind=settings.kind(kind),
             floors=[floors[entry] for entry, _ in parts],
             quantized_start=settings.quantized_start,
-            prefill_scratch=settings.scratch,
+            prefill_scratch=settings.prefill_scratch,
         )
         store.spare = self._spare
+        store.reclaim = self._reclaim
         return store
 
     def _make_views(self) -> list[Any]:
@@ -174,7 +190,7 @@ class ModelCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that sequences hold."""
+        """Bytes of the pages that sequences hold, frozen ones too."""
         return sum(store.used_bytes for store in self.stores)
 
     @property
@@ -188,13 +204,23 @@ class ModelCache:
         return sum(store.tails_bytes for store in self.stores) + self.states.nbytes
 
     @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen sequences' tails and states."""
+        return sum(one.nbytes for one in self.frozen)
+
+    @property
+    def frozen_charge(self) -> int:
+        """Bytes that only frozen sequences hold: tails, states, and pages as charged."""
+        return self.frozen_bytes + sum(store.idle_charge for store in self.stores)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of pools, tails and states."""
-        return self.pages_bytes + self.tails_bytes
+        """Bytes of pools, tails and states, frozen ones too."""
+        return self.pages_bytes + self.tails_bytes + self.frozen_bytes
 
     @property
     def pages_used(self) -> int:
-        """Pages that sequences hold, of all kinds."""
+        """Pages that sequences hold, frozen ones too, of all kinds."""
         return sum(one.used for store in self.stores for one in store.allocators)
 
     @property
@@ -210,7 +236,12 @@ class ModelCache:
     def _spare(self) -> int:
         if self.limit_bytes is None:
             return 1 << 62
-        return self.limit_bytes - self.charged_bytes - self.tail_slots * self.row_bytes
+        tails = self.tail_slots * self.row_bytes + self.frozen_bytes
+        return self.limit_bytes - self.charged_bytes - tails
+
+    def _reclaim(self) -> None:
+        for store in self.stores:
+            store.give_back_ahead()
 
     # Sequences.
 
@@ -221,19 +252,6 @@ class ModelCache:
         self.sequences.append(sequence)
         return sequence
 
-    def fork(self, sequence: SequenceRow) -> SequenceRow:
-        """Return a new sequence with the same content: pages and states by reference.
-
-        The device must be idle and nothing of the sequence may await a flush.
-        """
-        twin = SequenceRow(
-            [store.fork(row) for store, row in zip(self.stores, sequence.rows, strict=True)],
-            sequence.length,
-        )
-        self.states.fork(sequence, twin)
-        self.sequences.append(twin)
-        return twin
-
     def free(self, sequence: SequenceRow, *, clean: bool = True) -> None:
         """Give a sequence's memory back (`KVStore.free`). No step in flight may still read it."""
         sequence.alive = False
@@ -241,6 +259,65 @@ class ModelCache:
             store.free(row, clean=clean)
         self.states.remove(sequence)
         self.sequences.remove(sequence)
+
+    # Sequences that stand still.
+
+    can_freeze = True
+
+    def freeze(self, sequence: SequenceRow) -> FrozenSequence:
+        """Return what a sequence is now: pages and states by reference, tails copied.
+
+        The device must be idle and nothing of the sequence may await a flush.
+        """
+        rows = []
+        with ExitStack() as undo:  # where memory is short in one store, none keeps a part
+            for store, row in zip(self.stores, sequence.rows, strict=True):
+                rows.append(store.freeze(row))
+                undo.callback(store.drop, rows[-1])
+            frozen = FrozenSequence(rows, self.states.freeze(sequence), sequence.length)
+            undo.pop_all()
+        self.frozen.append(frozen)
+        return frozen
+
+    def thaw(self, frozen: FrozenSequence) -> SequenceRow:
+        """Return a new sequence with the content of a frozen one, which stays as it is.
+
+        The device must be idle. Whatever the new one computes is to the bit what the one that was
+        frozen computes, or would have.
+        """
+        if not frozen.alive:
+            raise ValueError("the frozen sequence was dropped")
+        rows = []
+        with ExitStack() as undo:
+            for store, row in zip(self.stores, frozen.rows, strict=True):
+                rows.append(store.thaw(row))
+                undo.callback(store.free, rows[-1])
+            undo.pop_all()
+        sequence = SequenceRow(rows, frozen.length)
+        self.states.thaw(sequence, frozen.state)
+        self.sequences.append(sequence)
+        return sequence
+
+    def drop(self, frozen: FrozenSequence) -> None:
+        """Give a frozen sequence's memory back, at any time: no step reads it."""
+        frozen.alive = False
+        for store, row in zip(self.stores, frozen.rows, strict=True):
+            store.drop(row)
+        self.frozen.remove(frozen)
+
+    def unlowered(self, frozen: FrozenSequence) -> bool:
+        """Return whether it is as prefilling left it: nothing was stepped down since."""
+        return all(
+            store.unlowered(row) for store, row in zip(self.stores, frozen.rows, strict=True)
+        )
+
+    def held_bytes(self, frozen: Collection[FrozenSequence]) -> int:
+        """Return the bytes of all that these hold; pages that they share count once."""
+        return held_bytes(self.stores, frozen)
+
+    def freed_bytes(self, frozen: Collection[FrozenSequence]) -> int:
+        """Return the bytes that would come free if all of these were dropped."""
+        return freed_bytes(self.stores, frozen)
 
     # Steps.
 
@@ -294,6 +371,19 @@ class ModelCache:
         for store in self.stores:
             store.flush()
 
+    def make_room(self, seconds: float, clock: Callable[[], float]) -> None:
+        """Grow pools ahead of the next flush (`growth.make_room`); the device must be idle."""
+        end = clock() + seconds
+        for store in self.stores:
+            make_room(store, end - clock(), clock)
+            if clock() >= end:
+                return
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether `make_room` would do something."""
+        return any(lacks_room(store) for store in self.stores)
+
     def use(self, page_product: Callable[..., mx.array]) -> None:
         """Multiply pages in this way from now on."""
         for store in self.stores:
@@ -310,7 +400,10 @@ class ModelCache:
         return sum(store.compact(0 if store.kind.bounded else pages) for store in self.stores)
 
     def shrink(self, pages: int = 0) -> None:
-        """Give memory back when nobody is left; the growing kind keeps room for ``pages`` pages."""
+        """Give memory back when nobody runs; the growing kind keeps room for ``pages`` pages.
+
+        What frozen sequences hold stays.
+        """
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()
@@ -329,3 +422,8 @@ class ModelCache:
             store.check()
         for sequence in self.sequences:
             assert all(row.length == sequence.length for row in sequence.rows)
+        for frozen in self.frozen:
+            assert frozen.alive
+            assert all(row.alive and row.length == frozen.length for row in frozen.rows)
+        for index, store in enumerate(self.stores):
+            assert store.frozen == [frozen.rows[index] for frozen in self.frozen]

@@ -79,13 +79,15 @@ class LayerStore:
     # A decode step: lazy. The tails are small enough to be copied where MLX has to.
 
     def append(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token for each row, ``[rows, heads, 1, dim]``, then seal what is due."""
+        """Write one token for each row, ``[rows, heads, 1, dim]``."""
         _put(self.tail_keys, (step.slots, slice(None), step.positions), keys[:, :, 0])
         _put(self.tail_values, (step.slots, slice(None), step.positions), values[:, :, 0])
-        for seal in step.seals:
-            self._seal(seal)
 
-    def _seal(self, seal: Seal) -> None:
+    def seal(self, seal: Seal) -> None:
+        """Quantize the rows' oldest 64 exact tokens; the tails show what their pages stand for.
+
+        Before the step appends: the new tokens are not among those.
+        """
         pool = self.pools[seal.level]
         block = (len(seal.rows), self.geometry.kv_heads, TAIL_TOKENS // PAGE_TOKENS, PAGE_TOKENS)
         which = mx.arange(len(seal.rows))
@@ -150,12 +152,8 @@ class LayerStore:
         for pages, tails in shifts.items():
             self._shift(mx.array(tails), pages * PAGE_TOKENS)
         for slot, chunk in new_tails:
-            length = chunk.keys.shape[1]
-            if length:
-                mx.eval(chunk.keys, chunk.values)
-                self.tail_keys[slot, :, :length] = chunk.keys
-                self.tail_values[slot, :, :length] = chunk.values
-                mx.eval(self.tail_keys, self.tail_values)
+            if chunk.keys.shape[1]:
+                self.fill_tail(slot, chunk.keys, chunk.values)
 
     def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
         """Store packed pages in a level's pool; evaluates. The device must be idle."""
@@ -181,19 +179,21 @@ class LayerStore:
     def refill_tail(self, slot: int, page: PageId, tokens: int) -> None:
         """Put a page's first tokens, dequantized, where the tail begins; evaluates."""
         keys, values = self.pools[page.level].read(mx.array([page.slot]))
-        keys, values = keys[0, :, :tokens], values[0, :, :tokens]
+        self.fill_tail(slot, keys[0, :, :tokens], values[0, :, :tokens])
+
+    def copy_tail(self, slot: int, tokens: int) -> tuple[mx.array, mx.array]:
+        """Return copies of a tail's first tokens, ``[heads, tokens, dim]`` of both; lazy."""
+        # A slice would keep the tails of all rows alive.
+        first = mx.arange(tokens)
+        return mx.take(self.tail_keys[slot], first, 1), mx.take(self.tail_values[slot], first, 1)
+
+    def fill_tail(self, slot: int, keys: mx.array, values: mx.array) -> None:
+        """Put tokens, ``[heads, tokens, dim]``, where a tail begins; evaluates."""
+        tokens = keys.shape[1]
         mx.eval(keys, values)
         self.tail_keys[slot, :, :tokens] = keys
         self.tail_values[slot, :, :tokens] = values
         mx.eval(self.tail_keys, self.tail_values)
-
-    def copy_tail(self, source: int, target: int) -> None:
-        """Copy a tail to another slot; evaluates."""
-        for tails in (self.tail_keys, self.tail_values):
-            copied = mx.contiguous(tails[source])
-            mx.eval(copied)
-            tails[target] = copied
-            mx.eval(tails)
 
     def add_tail(self) -> None:
         """Add room for one more row; evaluates."""
@@ -204,13 +204,11 @@ class LayerStore:
         """Make a tail's values zero; lazy."""
         self.tail_values[slot] = mx.zeros(self.tail_values.shape[1:], self.dtype)
 
-    def reset(self, pages: int) -> None:
-        """Forget everything; keep room for ``pages`` pages and no tail."""
+    def drop_tails(self) -> None:
+        """Forget all tails, and what awaits the flush."""
         self.pending, self.new_tails = [], []
         self.tail_keys = mx.zeros((0, *self.tail_keys.shape[1:]), self.dtype)
         self.tail_values = mx.zeros((0, *self.tail_values.shape[1:]), self.dtype)
-        self.pools = [PagePool(self.geometry, pool.scheme, self.dtype) for pool in self.pools]
-        self.pools[0].grow(pages)  # the level of new rows
 
 
 def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) -> None:

@@ -204,4 +204,5 @@ class OwnCache:
 
     def check(self) -> None:
         """Assert that all sequences are alive."""
-        assert all(row.alive for row in [*self.sequences, *self.frozen])
+        assert all(row.alive for row in self.sequences)
+        assert all(one.alive for one in self.frozen)

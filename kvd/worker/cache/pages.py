@@ -21,6 +21,7 @@ class PageAllocator:
     """Free list and reference counts of one level.
 
     The lowest slots are given out first, so that a pool's end falls free and can be cut off.
+    Holders are running rows or ``frozen`` ones; a page that only these hold is *idle*.
     """
 
     def __init__(self, level: int, capacity: int = 0) -> None:
@@ -28,11 +29,19 @@ class PageAllocator:
         self.capacity = capacity
         self._free = list(range(capacity))
         self._references: dict[int, int] = {}
+        self._frozen: dict[int, int] = {}
+        """Of the references, those of frozen rows."""
+        self._idle = 0
 
     @property
     def used(self) -> int:
         """Pages that somebody holds."""
         return len(self._references)
+
+    @property
+    def idle(self) -> int:
+        """Pages that only frozen rows hold."""
+        return self._idle
 
     @property
     def free(self) -> int:
@@ -58,6 +67,8 @@ class PageAllocator:
         """Note that pages were moved: their holders are those of the new slots."""
         for old, new in moves.items():
             self._references[new] = self._references.pop(old)
+            if old in self._frozen:
+                self._frozen[new] = self._frozen.pop(old)
         self._free = [slot for slot in range(self.capacity) if slot not in self._references]
 
     def cut(self, capacity: int) -> None:
@@ -67,13 +78,6 @@ class PageAllocator:
         self._free = [slot for slot in self._free if slot < capacity]
         heapq.heapify(self._free)
         self.capacity = capacity
-
-    def reset(self, capacity: int) -> None:
-        """Start afresh with ``capacity`` pages; nobody may hold one."""
-        if self._references:
-            raise ValueError(f"{self.used} pages are still held")
-        self.capacity = capacity
-        self._free = list(range(capacity))
 
     def can_take(self, count: int) -> bool:
         """Return whether ``count`` pages are free."""
@@ -88,18 +92,26 @@ class PageAllocator:
             self._references[slot] = 1
         return [PageId(self.level, slot) for slot in slots]
 
-    def retain(self, page: PageId) -> None:
+    def retain(self, page: PageId, *, frozen: bool = False) -> None:
         """Add a holder to a page that is in use."""
-        self._references[page.slot] += 1
+        self._count(page.slot, 1, frozen=frozen)
 
-    def release(self, page: PageId) -> None:
-        """Take a holder away; the last one frees the page."""
-        left = self._references[page.slot] - 1
-        if left:
-            self._references[page.slot] = left
-        else:
+    def release(self, page: PageId, *, frozen: bool = False) -> None:
+        """Take a holder away, of the sort that it was added as; the last one frees the page."""
+        self._count(page.slot, -1, frozen=frozen)
+        if not self._references[page.slot]:
             del self._references[page.slot]
             heapq.heappush(self._free, page.slot)
+
+    def _count(self, slot: int, change: int, *, frozen: bool) -> None:
+        before, cold = self._references[slot], self._frozen.get(slot, 0)
+        after, still = before + change, cold + change * frozen
+        self._references[slot] = after
+        if frozen:
+            self._frozen[slot] = still
+        if not still:
+            self._frozen.pop(slot, None)
+        self._idle += (after == still > 0) - (before == cold > 0)
 
     def references(self, page: PageId) -> int:
         """Return how many hold the page; 0 if it is free."""
@@ -115,3 +127,6 @@ class PageAllocator:
         assert all(count > 0 for count in self._references.values()), (
             "a page without holder is held"
         )
+        assert all(0 < count <= self._references[slot] for slot, count in self._frozen.items())
+        idle = [slot for slot, count in self._frozen.items() if count == self._references[slot]]
+        assert self._idle == len(idle), "idle pages are miscounted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
@@ -23,6 +24,8 @@ class Row:
     ``anchored`` first ones and the rest have fallen out: ``skipped`` of them.
     """
 
+    is_frozen: ClassVar[bool] = False
+    """Whether it takes no more tokens (`kvd.worker.cache.frozen`)."""
     slot: int
     """Place in the tail pools."""
     level: int = 0
@@ -38,6 +41,11 @@ class Row:
     trimmed: bool = False
     """Whether tokens were taken back: then more may be quantized than the length asks for."""
     alive: bool = True
+
+    def become(self, other: Row) -> None:
+        """Take over all that another row is, but for its slot; it has nothing pending."""
+        self.level, self.length, self.pages = other.level, other.length, list(other.pages)
+        self.anchored, self.skipped, self.trimmed = other.anchored, other.skipped, other.trimmed
 
     @property
     def tail_length(self) -> int:

@@ -72,15 +72,26 @@ class StateStore:
             for array, shape in zip(arrays, part.shapes, strict=True)
         )
 
-    def fork(self, name: Any, twin: Any) -> None:
-        """Start a sequence with the state of another."""
-        self._scatter()
-        self._held[twin] = [list(part) for part in self._held[name]]
-
     def snapshot(self, name: Any) -> State:
         """Return a sequence's state, ``[1, ...]`` each."""
         self._scatter()
         return [list(part) for part in self._held[name]]
+
+    def freeze(self, name: Any) -> State:
+        """Return a sequence's state for keeps; evaluated.
+
+        By reference, unless it is a part of a larger array, which it would keep alive.
+        """
+        state = [
+            [None if array is None else mx.contiguous(array) for array in part]
+            for part in self.snapshot(name)
+        ]
+        mx.eval(state)
+        return state
+
+    def thaw(self, name: Any, state: State) -> None:
+        """Start a sequence with a state that was frozen."""
+        self._held[name] = [list(part) for part in state]
 
     def remove(self, name: Any) -> None:
         """Forget a sequence; it may stand in the decode batch until that changes."""

@@ -12,10 +12,11 @@ Rows that share the batch never change what a row attends to (`rows`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import mlx.core as mx
 
+from kvd.worker.cache.frozen import FrozenRow
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
@@ -82,9 +83,14 @@ class KVStore:
 
         What rows need is theirs in any case: who admits them sees that it fits.
         """
+        self.reclaim: Callable[[], None] = self.give_back_ahead
+        """What to do where pools must grow and others hold the room for it ahead of need."""
         self.rows: list[Row] = []
+        self.frozen: list[FrozenRow] = []
         self.step: DecodeStep | PrefillStep | None = None
         self.flushes = 0
+        self.goals: dict[int, int] = {}
+        """By level, the capacity that its pools are growing to (`kvd.worker.cache.growth`)."""
         self._free_slots: list[int] = []
         self._dirty_slots: set[int] = set()
         self._tail_slots = 0
@@ -136,7 +142,7 @@ class KVStore:
     @property
     def charged_bytes(self) -> int:
         """Bytes of the pools, with the share of growing that `most_bytes` counts."""
-        return sum(one.capacity * self.charge(one.level) for one in self.allocators)
+        return sum(self._coming(one) * self.charge(one.level) for one in self.allocators)
 
     @property
     def tail_slots(self) -> int:
@@ -155,8 +161,18 @@ class KVStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that rows hold."""
+        """Bytes of the pages that rows hold, frozen ones too."""
         return sum(one.used * self.page_bytes(one.level) for one in self.allocators)
+
+    @property
+    def idle_charge(self) -> int:
+        """Bytes of the pages that only frozen rows hold, as `charge` counts."""
+        return sum(one.idle * self.charge(one.level) for one in self.allocators)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen rows' tails."""
+        return sum(row.nbytes for row in self.frozen)
 
     @property
     def tails_bytes(self) -> int:
@@ -166,7 +182,7 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         """Bytes of pools and tails: exactly what their arrays hold."""
-        return self.pages_bytes + self.tails_bytes
+        return self.pages_bytes + self.tails_bytes + self.frozen_bytes
 
     # Rows come and go by integers.
 
@@ -185,19 +201,68 @@ class KVStore:
     def fork(self, row: Row) -> Row:
         """Return a new row with the same content: pages by reference, the tail copied.
 
+        As `freeze`, `thaw` and `drop`.
+        """
+        frozen = self.freeze(row)
+        try:
+            return self.thaw(frozen)
+        finally:
+            self.drop(frozen)
+
+    def freeze(self, row: Row) -> FrozenRow:
+        """Return what a row is now: pages by reference, the tail's tokens copied; evaluated.
+
         The device must be idle and nothing of the row may await a flush. Pages are never written
         again once they are full, so sharing them needs no copy, ever.
         """
         if row.pending:
-            raise ValueError("flush before forking")
-        twin = self.new_row()
-        twin.length, twin.level, twin.pages = row.length, row.level, list(row.pages)
-        twin.skipped, twin.trimmed = row.skipped, row.trimmed
+            raise ValueError("flush before freezing")
+        tails = [layer.copy_tail(row.slot, row.tail_length) for layer in self.layers]
+        mx.eval(tails)
+        frozen = FrozenRow(tails=tails)
+        frozen.become(row)
+        self._retain(frozen)
+        self.frozen.append(frozen)
+        return frozen
+
+    def thaw(self, frozen: FrozenRow) -> Row:
+        """Return a new row with the content of a frozen one, which stays; the device must be idle.
+
+        What it computes from then on is to the bit what the row would have that was frozen.
+        """
+        if not frozen.alive:
+            raise ValueError("the frozen row was dropped")
+        row = self.new_row()
+        try:
+            for layer, (keys, values) in zip(self.layers, frozen.tails, strict=True):
+                layer.fill_tail(row.slot, keys, values)
+        except BaseException:
+            self.free(row, clean=False)
+            raise
+        row.become(frozen)
+        self._retain(row)
+        return row
+
+    def drop(self, frozen: FrozenRow) -> None:
+        """Give a frozen row's pages and tail back, at any time: no step reads it."""
+        if not frozen.alive:
+            raise ValueError("the frozen row was dropped already")
+        frozen.alive = False
+        self._release(frozen, frozen.pages)
+        self.frozen.remove(frozen)
+
+    def _retain(self, row: Row) -> None:
         for page in row.pages:
-            self.allocators[page.level].retain(page)
-        for layer in self.layers:
-            layer.copy_tail(row.slot, twin.slot)
-        return twin
+            self.allocators[page.level].retain(page, frozen=row.is_frozen)
+
+    def _release(self, row: Row, pages: Iterable[PageId]) -> None:
+        for page in pages:
+            self.allocators[page.level].release(page, frozen=row.is_frozen)
+
+    @property
+    def holders(self) -> list[Row]:
+        """All who hold pages."""
+        return [*self.rows, *self.frozen]
 
     def can_trim(self, row: Row, count: int) -> bool:
         """Return whether the row still has all that it saw ``count`` tokens ago."""
@@ -224,7 +289,7 @@ class KVStore:
             if rest > 0:
                 for layer in self.layers:
                     layer.refill_tail(row.slot, cut, rest)
-            self.allocators[cut.level].release(cut)
+            self._release(row, [cut])
         row.length = length
         row.trimmed = True
         self._epoch += 1
@@ -240,8 +305,7 @@ class KVStore:
         row.alive = False
         if not clean:
             self._dirty_slots.add(row.slot)
-        for page in row.pages:
-            self.allocators[page.level].release(page)
+        self._release(row, row.pages)
         self.rows.remove(row)
         self._free_slots.append(row.slot)
         self._free_slots.sort()
@@ -257,7 +321,10 @@ class KVStore:
         self.step = step = decode_step(
             rows, self._tables_of(rows), batch or len(rows), self._tail_slots, self.kind
         )
-        self._pending += [(seal.level, seal.rows) for seal in step.seals]
+        for seal in step.seals:
+            self._pending.append((seal.level, seal.rows))
+            for layer in self.layers:
+                layer.seal(seal)
         return step
 
     def _tables_of(self, rows: list[Row]) -> list[LevelTable]:
@@ -299,8 +366,17 @@ class KVStore:
         """Return whether one of these rows has no room for a token, or is to leave the top."""
         return any(row.tail_length >= TAIL_TOKENS or self._outgrown(row) for row in rows)
 
+    def first_level(self, length: int) -> int:
+        """Return the level of a row of this length that nobody has stepped down."""
+        return 1 if 0 < self.quantized_start <= length else 0
+
+    def unlowered(self, row: Row) -> bool:
+        """Return whether a row, and each of its pages, is on the level of its length."""
+        level = self.first_level(row.length)
+        return row.level == level and all(page.level == level for page in row.pages)
+
     def _outgrown(self, row: Row) -> bool:
-        return row.level == 0 and 0 < self.quantized_start <= row.length
+        return row.level < self.first_level(row.length)
 
     def arrays(self) -> list[mx.array]:
         """Everything that steps leave lazy, for `mx.async_eval`: tails and pending pages."""
@@ -309,9 +385,15 @@ class KVStore:
     def flush(self) -> None:
         """Write all pending pages into the pools; the device must be idle."""
         pending, self._pending = self._pending, []
+        arrivals = {
+            level: [row for mine, rows in pending if mine == level for row in rows]
+            for level in self.levels
+        }
+        self._make_ready(
+            {level: sum(row.alive for row in rows) for level, rows in arrivals.items()}
+        )
         placements, owners = [], []
-        for level in self.levels:
-            waiting = [row for mine, rows in pending if mine == level for row in rows]
+        for level, waiting in arrivals.items():
             kept = [index for index, row in enumerate(waiting) if row.alive]
             if not kept:
                 continue
@@ -344,17 +426,22 @@ class KVStore:
             gone = row.pages[row.anchored : row.anchored + count]
             del row.pages[row.anchored : row.anchored + count]
             row.skipped += count
-            for page in gone:
-                self.allocators[page.level].release(page)
+            self._release(row, gone)
 
     def _leave_top(self) -> None:
-        """Quantize the rows that have reached the length for it."""
+        """Quantize the rows that have reached the length for it.
+
+        Who shares their pages and has not reached it keeps them dense, as if it were alone.
+        """
         rows = [row for row in self.rows if self._outgrown(row)]
+        if not rows:
+            return
+        self._make_ready({1: len(_at_the_top(rows))})
+        due = _at_the_top(rows)  # where room had to be made for them, pages moved
         for row in rows:
             row.level = 1
-        due = list(dict.fromkeys(page for row in rows for page in row.pages if page.level == 0))
         for start in range(0, len(due), SLICE_PAGES):
-            self.convert(0, 1, due[start : start + SLICE_PAGES])
+            self.convert(0, 1, due[start : start + SLICE_PAGES], rows)
 
     def _shifts(self, owners: list[Row]) -> dict[int, list[int]]:
         # A prefilled row's tail is written anew; the others move up by what left them.
@@ -378,19 +465,48 @@ class KVStore:
             self._grow(allocator, allocator.used + count)
         return allocator.take(count)
 
-    def _grow(self, allocator: PageAllocator, needed: int) -> None:
-        capacity = allocator.capacity
-        wanted = capacity + max(SLAB_PAGES, capacity // 4)
-        if self.spare is not None:
-            room = self.spare() // self.charge(allocator.level)
-            wanted = min(wanted, capacity + max(0, room))
-        wanted = max(needed, wanted)
+    def _make_ready(self, wanted: Mapping[int, int]) -> None:
+        """See that so many pages of each level can be taken; pages may move for it.
+
+        Where the limit has no room, all pools give back what they grew ahead of need: rows are
+        admitted on what they need, on whatever level and of whatever kind.
+        """
+        missing = sum(
+            max(0, one.used + wanted.get(one.level, 0) - self._coming(one)) * self.charge(one.level)
+            for one in self.allocators
+        )
+        tight = self.spare is not None and missing > self.spare()
+        if tight:
+            self.reclaim()
+        for level, count in wanted.items():
+            allocator = self.allocators[level]
+            if not allocator.can_take(count):
+                self._grow(allocator, allocator.used + count, tight=tight)
+
+    def _coming(self, allocator: PageAllocator) -> int:
+        """Return the capacity that is charged: what there is, or what it is growing to."""
+        return max(allocator.capacity, self.goals.get(allocator.level, 0))
+
+    def _grow(self, allocator: PageAllocator, needed: int, *, tight: bool = False) -> None:
+        wanted = max(needed, self.goals.pop(allocator.level, 0) or self.ahead(allocator))
+        if tight:  # and so the next one that lacks room finds some
+            wanted = (needed + wanted) // 2
         for layer in self.layers:
             layer.pools[allocator.level].grow(wanted)
         allocator.grow(wanted)  # last: where memory is short there are no slots without storage
 
-    def convert(self, source: int, target: int, pages: list[PageId]) -> None:
-        """Bring pages of one level to another, for all rows that hold them.
+    def ahead(self, allocator: PageAllocator) -> int:
+        """Return the capacity that a pool grows to ahead of need, as far as `spare` goes."""
+        wanted = allocator.capacity + max(SLAB_PAGES, allocator.capacity // 4)
+        if self.spare is not None:
+            room = self.spare() // self.charge(allocator.level)
+            wanted = min(wanted, allocator.capacity + max(0, room))
+        return wanted
+
+    def convert(
+        self, source: int, target: int, pages: list[PageId], rows: Iterable[Row] | None = None
+    ) -> None:
+        """Bring pages of one level to another, for all rows that hold them or for some.
 
         The device must be idle. Whatever goes wrong, all of them are on one level or the other.
         """
@@ -404,16 +520,18 @@ class KVStore:
             for page in new:
                 self.allocators[target].release(page)
             raise
-        self.replace_pages(dict(zip(pages, new, strict=True)))
+        self._replace_pages(
+            dict(zip(pages, new, strict=True)), self.holders if rows is None else rows
+        )
 
-    def replace_pages(self, new: dict[PageId, PageId]) -> None:
-        """Put freshly taken pages in the place of others, for every row that holds those."""
-        for row in self.rows:
+    def _replace_pages(self, new: dict[PageId, PageId], rows: Iterable[Row]) -> None:
+        """Put freshly taken pages in the place of others, in these rows."""
+        for row in rows:
             for index, page in enumerate(row.pages):
                 if page in new:
                     row.pages[index] = new[page]
-                    self.allocators[new[page].level].retain(new[page])
-                    self.allocators[page.level].release(page)
+                    self.allocators[new[page].level].retain(new[page], frozen=row.is_frozen)
+                    self.allocators[page.level].release(page, frozen=row.is_frozen)
         for page in new.values():
             self.allocators[page.level].release(page)  # the hold of the taking
         self.changed()
@@ -421,28 +539,45 @@ class KVStore:
     def compact(self, pages: int = 0) -> int:
         """Move the pages of every level together and cut its pools; return the bytes given back.
 
-        The top level keeps room for ``pages`` pages. Pages in use move within their pools; the
-        device must be idle and nothing may be pending.
+        The top level keeps room for ``pages`` pages, less what lower levels take of that. Pages in
+        use move within their pools; the device must be idle and nothing may be pending.
         """
         if self._pending:
             raise ValueError("flush before compacting")
         before = self.pages_bytes
+        self.goals.clear()
+        lower = sum(one.used * self.charge(one.level) for one in self.allocators[1:])
+        pages -= -(-lower // self.charge())
         for allocator in self.allocators:
-            if moves := allocator.packing():
-                self._move_within(allocator, moves)
             kept = pages if allocator.level == 0 else 0
-            capacity = min(allocator.capacity, max(allocator.used, kept))
-            allocator.cut(capacity)
-            for layer in self.layers:
-                layer.pools[allocator.level].cut(capacity)
+            self._cut(allocator, max(allocator.used, kept))
         return before - self.pages_bytes
+
+    def give_back_ahead(self) -> None:
+        """Cut pools down to what is used, but for levels that rows are being stepped down to."""
+        goals = {
+            row.level for row in self.holders if any(page.level < row.level for page in row.pages)
+        }
+        for allocator in self.allocators:
+            if allocator.level not in goals and self._coming(allocator) > allocator.used:
+                self.goals.pop(allocator.level, None)
+                self._cut(allocator, allocator.used)
+
+    def _cut(self, allocator: PageAllocator, capacity: int) -> None:
+        """Move a level's pages together, and cut its pools; one layer's copies at a time."""
+        if moves := allocator.packing():
+            self._move_within(allocator, moves)
+        capacity = min(allocator.capacity, capacity)
+        allocator.cut(capacity)
+        for layer in self.layers:
+            layer.pools[allocator.level].cut(capacity)
 
     def _move_within(self, allocator: PageAllocator, moves: dict[int, int]) -> None:
         level = allocator.level
         for layer in self.layers:
             layer.move(level, level, list(moves), list(moves.values()))
         allocator.moved(moves)
-        for row in self.rows:
+        for row in self.holders:
             row.pages = [
                 PageId(level, moves[page.slot])
                 if page.level == level and page.slot in moves
@@ -452,11 +587,12 @@ class KVStore:
         self.changed()
 
     def shrink(self, pages: int = 0) -> None:
-        """Keep room for ``pages`` pages and give all other memory back; no row may be left."""
+        """Keep room for ``pages`` pages, or what frozen rows hold; give all other memory back.
+
+        No running row may be left.
+        """
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still there")
-        for allocator in self.allocators:
-            allocator.reset(pages if allocator.level == 0 else 0)
         self.step = None
         self._pending = []
         self._free_slots = []
@@ -464,7 +600,13 @@ class KVStore:
         self._tail_slots = 0
         self._tables = None
         for layer in self.layers:
-            layer.reset(pages)
+            layer.drop_tails()
+        self.compact(pages)
+        top = self.allocators[0]  # the level of new rows
+        if top.capacity < pages and not self.frozen:
+            for layer in self.layers:
+                layer.pools[0].grow(pages)
+            top.grow(pages)
 
     def _add_tail(self) -> None:
         for layer in self.layers:
@@ -497,17 +639,28 @@ class KVStore:
     def check(self) -> None:
         """Assert the invariants: references, lengths, bytes."""
         held: dict[PageId, int] = {}
-        for row in self.rows:
+        for row in self.holders:
             row.check()
             for page in row.pages:
                 held[page] = held.get(page, 0) + 1
+        frozen = {page for row in self.frozen for page in row.pages}
+        running = {page for row in self.rows for page in row.pages}
         for allocator in self.allocators:
             allocator.check()
             mine = {page: count for page, count in held.items() if page.level == allocator.level}
             assert mine == {page: allocator.references(page) for page in mine}
             assert len(mine) == allocator.used, "a page is held by no row"
+            assert allocator.idle == sum(page in mine for page in frozen - running)
             pools = [layer.pools[allocator.level] for layer in self.layers]
             assert all(pool.capacity >= allocator.capacity for pool in pools), "a slot without room"
-        assert self.nbytes == sum(layer.nbytes for layer in self.layers)
+        for row in self.frozen:
+            tails = [layer.geometry.dense_bytes(row.tail_length) for layer in self.layers]
+            assert row.nbytes == sum(tails), "a frozen tail has other tokens than its row"
+        assert self.nbytes == sum(layer.nbytes for layer in self.layers) + self.frozen_bytes
         slots = [row.slot for row in self.rows] + self._free_slots
         assert sorted(slots) == list(range(self._tail_slots)), "a tail is lost or shared"
+
+
+def _at_the_top(rows: Iterable[Row]) -> list[PageId]:
+    """Return the pages of level 0 that these rows hold, each once."""
+    return list(dict.fromkeys(page for row in rows for page in row.pages if page.level == 0))

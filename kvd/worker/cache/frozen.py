@@ -1,0 +1,87 @@
+"""Rows and sequences that stand still: what they were, kept without a place in the tails.
+
+Frozen rows are holders of pages like running ones, so whatever moves, converts or counts pages
+knows of them (`kvd.worker.cache.store`). They serve as checkpoints of prompts
+(`kvd.worker.cache.prefix`), for rows that are parked, and where one prompt has several answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import mlx.core as mx
+
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.states import State
+
+if TYPE_CHECKING:
+    from kvd.worker.cache.store import KVStore
+
+NOWHERE = -1
+"""The slot of a row that has no place in the tails."""
+
+
+@dataclass(eq=False)
+class FrozenRow(Row):
+    """A row of one store as it was when it was frozen: nothing pending, its tail beside it."""
+
+    is_frozen: ClassVar[bool] = True
+    slot: int = NOWHERE
+    tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+    """Keys and values of the tail's tokens in each layer, ``[heads, tail_length, dim]``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tail in all layers; pages are counted where they are."""
+        return sum(array.nbytes for sides in self.tails for array in sides)
+
+
+@dataclass(eq=False)
+class FrozenSequence:
+    """A sequence as it was when it was frozen; it can be thawed any number of times."""
+
+    rows: list[FrozenRow]
+    """One in each store."""
+    state: State
+    length: int
+    alive: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tails and states: what it holds beside its pages."""
+        states = [array for part in self.state for array in part if array is not None]
+        return sum(row.nbytes for row in self.rows) + sum(array.nbytes for array in states)
+
+
+def held_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int:
+    """Return the bytes of all that these hold; pages that they share count once."""
+    pages = sum(
+        _bytes_of(store, {page for one in frozen for page in one.rows[index].pages})
+        for index, store in enumerate(stores)
+    )
+    return pages + sum(one.nbytes for one in frozen)
+
+
+def freed_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int:
+    """Return the bytes that would come free if all of these were dropped, and nobody else."""
+    freed = sum(one.nbytes for one in frozen)
+    for index, store in enumerate(stores):
+        holds = Counter(page for one in frozen for page in one.rows[index].pages)
+        freed += _bytes_of(
+            store,
+            [
+                page
+                for page, count in holds.items()
+                if store.allocators[page.level].references(page) == count
+            ],
+        )
+    return freed
+
+
+def _bytes_of(store: KVStore, pages: Collection[PageId]) -> int:
+    levels = Counter(page.level for page in pages)
+    return sum(count * store.page_bytes(level) for level, count in levels.items())
