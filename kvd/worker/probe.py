@@ -9,11 +9,14 @@ each with the self-check, and the first that gives the model's own logits is tak
    and array masks, for models that work on keys and values themselves (MLA, soft caps, indexers);
 3. the same two, **one row a pass**: models that take a position as an int;
 4. **dense**: mlx-lm's own caches. Always right, never quantized.
+
+Every packing that a way may come to on the ladder is checked, not only that of new rows; so are a
+dense start and a bounded size, at lengths that the check's short rows pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,12 +44,17 @@ from kvd.worker.cache.layout import (
 )
 from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.packed import page_product, page_product_by_copy
-from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
 from kvd.worker.runner import Runner
 from kvd.worker.selfcheck import Refused
+from protocol.errors import UnsupportedModel
 
 MEASURED_TOKENS = (8, 520)
 """Lengths at which the cost of caches that are not ours is measured."""
+CHECKED_START = 128
+"""Where rows of the check leave the dense top: one of them on the way, one before."""
+CHECKED_WINDOW = 96
+"""Tokens behind the first ones that rows of a bounded size see in the check."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,24 @@ class UnknownCacheError(Exception):
 def find_layout(model: Any) -> Layout:
     """Find out what a model keeps, by forward passes of a few tokens over its own caches.
 
-    Raises `UnknownCacheError` for caches of a class that we do not know.
+    Raises `UnknownCacheError` for caches of a class that we do not know, and `UnsupportedModel`
+    where mlx-lm itself cannot run the model.
     """
     caches = make_prompt_cache(model)
-    mx.eval(model(mx.array([list(range(16))]), cache=caches))
-    mx.eval(model(mx.array([[3]]), cache=caches))
+    try:
+        logits = [model(mx.array([ids]), cache=caches) for ids in (list(range(16)), [3])]
+        finite = all(bool(mx.isfinite(one).all().item()) for one in logits)
+    except (MemoryError, UnsupportedModel):
+        raise
+    except Exception as failed:  # models raise what they like
+        raise UnsupportedModel(
+            f"mlx-lm cannot run this model here: {selfcheck.said_plainly(failed)}"
+        ) from failed
+    if not finite:
+        raise UnsupportedModel(
+            "the model's logits are not finite (NaN or infinite): its weights are damaged, or not "
+            "those of this configuration"
+        )
     entries = tuple(_entry(cache) for cache in caches)
     dtypes = {
         cache.keys.dtype for one in caches for cache in _leaves(one) if _keys(one=cache) is not None
@@ -135,20 +156,35 @@ def _kind(cache: Any) -> Kind:
 def serve(model: Any, settings: CacheSettings, vocab_size: int) -> Served:
     """Choose the best way to serve the model that is right here, and return a runner for it.
 
-    Raises `UnsupportedModel` if not even mlx-lm's own caches give the same logits twice.
+    Raises `UnsupportedModel` if mlx-lm itself cannot run it, its logits are not finite, or not even
+    mlx-lm's own caches give the same logits twice.
     """
     try:
         layout = find_layout(model)
     except UnknownCacheError as unknown:
         return _own(model, vocab_size, str(unknown))
     reasons: dict[Kind, str] = {}
+    alone = ""
     for way in _ways(layout):
         try:
-            return _tried(model, layout, settings, way, vocab_size, reasons)
+            served = _tried(model, layout, settings, way, vocab_size, reasons)
         except Refused as refused:
             for kind, why in way.explain(str(refused)).items():
                 reasons.setdefault(kind, why)
+            if way.batched:
+                alone = str(refused)
+        else:
+            return served if way.batched else _with_reason(served, alone)
     return _own(model, vocab_size, next(iter(reasons.values()), "no way over pages is right"))
+
+
+def _with_reason(served: Served, alone: str) -> Served:
+    """Add why rows do not share a pass where another reason hides it."""
+    reasons = {
+        kind: why if alone in why else f"{why}; and rows do not share a pass, since {alone}"
+        for kind, why in served.reasons.items()
+    }
+    return replace(served, reasons=reasons)
 
 
 @dataclass(frozen=True)
@@ -189,17 +225,23 @@ def _tried(
     dense = replace(
         settings, ladder=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
     )
-    selfcheck.against_own_caches(runner(dense), vocab_size)
+    lengths = selfcheck.lengths_for(layout.kinds)
+    selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
+    served = runner(settings)
+    checks = [(_as_checked(settings), lengths)]
+    checks += [(lower, selfcheck.FEW) for lower in _lower_levels(served.cache)]
+    paged = any(access is Access.PAGES for access in way.access.values())
+    products = {"gathered": page_product, "copied": page_product_by_copy}
     failed = []
-    for name, product in (("gathered", page_product), ("copied", page_product_by_copy)):
-        served = runner(settings)
+    for name, product in products.items() if paged else [("plain", page_product)]:
         served.cache.use(product)
         try:
-            error = selfcheck.against_dequantized(served, vocab_size)
+            error = max(
+                _error(runner(limits), product, vocab_size, rows) for limits, rows in checks
+            )
         except Refused as refused:
-            failed.append(f"{name} pages: {refused}")
+            failed.append(f"{name} pages: {refused}" if paged else str(refused))
             continue
-        paged = any(access is Access.PAGES for access in way.access.values())
         path = f"reference, {name} pages" if paged else "dequantize on read"
         if not layout.kinds:
             path = "recurrent states"
@@ -212,14 +254,65 @@ def _tried(
     raise Refused("; ".join(failed))
 
 
+def _error(
+    runner: Runner, product: Callable[..., mx.array], vocab_size: int, lengths: Sequence[int]
+) -> float:
+    runner.cache.use(product)
+    return selfcheck.against_dequantized(runner, vocab_size, lengths)
+
+
+def _as_checked(settings: CacheSettings) -> CacheSettings:
+    """Return settings whose dense start and bound the rows of a check reach."""
+    keep = min(settings.keep, PAGE_TOKENS)
+    return replace(
+        settings,
+        quantized_start=min(settings.quantized_start, CHECKED_START),
+        max_size=settings.max_size and min(settings.max_size, keep + CHECKED_WINDOW),
+        keep=keep,
+    )
+
+
+def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
+    """Return settings with lower levels as the top: as few as have all packings of the ladder.
+
+    From the bottom up, since levels between two others often have nothing of their own.
+    """
+    top, *rest = cache.settings.ladder
+    seen = _packings(cache, top)
+    found = []
+    for scheme in reversed(rest):
+        packings = _packings(cache, scheme)
+        if not packings <= seen:
+            seen |= packings
+            found.append(replace(cache.settings, ladder=(scheme,), quantized_start=0))
+    return found
+
+
+def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing]]:
+    """Return what products a scheme takes: whether of keys, the head's size, the packing."""
+    floors = cache.settings.floors(len(cache.layout.entries))
+    found: set[tuple[bool, int, Packing]] = set()
+    for entry, part in cache.layout.attention():
+        floor, geometry = floors[entry], part.geometry
+        mine = scheme if floor is None else scheme.at_least(floor)
+        found.add((True, geometry.k_dim, geometry.keys(mine)))
+        found.add((False, geometry.v_dim, geometry.values(mine)))
+    return {one for one in found if one[2].bits < 16}
+
+
 def _own(model: Any, vocab_size: int, why: str) -> Served:
     def make_caches() -> list[Any]:
         caches: list[Any] = make_prompt_cache(model)
         return caches
 
-    fixed, per_token = _measured_cost(model, make_caches)
-    runner = Runner(model, OwnCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
-    error = selfcheck.against_own_caches(runner, vocab_size)
+    try:
+        fixed, per_token = _measured_cost(model, make_caches)
+        runner = Runner(model, OwnCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
+        error = selfcheck.against_own_caches(runner, vocab_size)
+    except Refused as refused:
+        raise UnsupportedModel(
+            f"not even mlx-lm's own caches serve this model rightly: {refused}"
+        ) from refused
     return Served(runner, "dense, mlx-lm's own caches", error, {FULL: why})
 
 
@@ -229,8 +322,13 @@ def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[in
     for length in MEASURED_TOKENS:
         probe = OwnCache(make_caches, fixed_bytes=0, token_bytes=0)
         row = probe.new_row()
-        model(mx.array([[0] * length]), cache=row.caches)
-        mx.eval(probe.arrays())
+        try:
+            model(mx.array([[0] * length]), cache=row.caches)
+            mx.eval(probe.arrays())
+        except MemoryError:
+            raise
+        except Exception as failed:  # models raise what they like
+            raise Refused(selfcheck.said_plainly(failed)) from failed
         sizes.append(probe.nbytes)
     short, long = sizes
     grown = max(0, long - short)

@@ -13,29 +13,83 @@ products on one backend while all others were right.
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvd.worker.cache.kinds import Kind
 from kvd.worker.reference import held_caches
 from kvd.worker.runner import Row, Runner
 
-Before = Callable[[Runner, Row, list[int]], Any]
-"""What a reference must know from before the step."""
-Reference = Callable[[Runner, Row, list[int], Any], list[Any]]
-"""Makes the caches for the reference pass of one row, whose prompt so far is given."""
-
 LENGTHS = (2, 126, 200)
-"""The second row seals its first page within the steps."""
+"""The second row seals its first page within the steps, the third has pages from the start."""
+FEW = (2, 128)
+"""Enough for a product: one row has a page, the other none."""
+LONGEST_WINDOW = 512
+"""Windows up to this are passed by a row of the check; longer ones would cost too much."""
 CHUNK = 128
 STEPS = 3
+
+_OPAQUE = re.compile(r"\b(?:Prefill|Decode)Handle\b")
+_MEANINGS = {
+    r"only length-1 arrays|^arange\(\): incompatible": (
+        "the model takes the position as one number for all rows"
+    ),
+    r"asks for a mask array": "the model masks its scores itself (it asks for a mask array)",
+    r"cannot be broadcast": "the model's own arrays do not fit this batch",
+}
+"""What an error says, and what it means."""
 
 
 class Refused(Exception):
     """The model cannot be served this way; the text says why."""
+
+
+class Reference(Protocol):
+    """Where the right logits of one row come from, step by step."""
+
+    def before(self) -> None:
+        """Note what must be known from before the runner's step."""
+
+    def caches(self) -> list[Any]:
+        """Return the caches for the same step of the model itself."""
+
+
+MakeReference = Callable[[Runner, Row, list[int]], Reference]
+"""Of a row whose prompt is given and has been prefilled."""
+
+
+class _Own:
+    """mlx-lm's own caches, which go along."""
+
+    def __init__(self, runner: Runner, _row: Row, prompt: list[int]) -> None:
+        self._caches: list[Any] = make_prompt_cache(runner.model)
+        mx.eval(runner.model(mx.array([prompt]), cache=self._caches))
+
+    def before(self) -> None:
+        pass
+
+    def caches(self) -> list[Any]:
+        return self._caches
+
+
+class _Held:
+    """Dense copies of what the row holds."""
+
+    def __init__(self, runner: Runner, row: Row, _prompt: list[int]) -> None:
+        self._cache = runner.cache
+        self._row = row
+
+    def before(self) -> None:
+        self._states = self._cache.states.snapshot(self._row)
+
+    def caches(self) -> list[Any]:
+        return held_caches(self._cache, self._row, self._states, but=1)
 
 
 def tolerance(dtype: mx.Dtype) -> float:
@@ -43,46 +97,64 @@ def tolerance(dtype: mx.Dtype) -> float:
     return 1e-3 if dtype == mx.float32 else 5e-2
 
 
-def against_own_caches(runner: Runner, vocab_size: int) -> float:
+def lengths_for(kinds: Sequence[Kind]) -> tuple[int, ...]:
+    """Return prompt lengths of which the longest passes every window that is not too long."""
+    bounds = [kind.window or kind.chunk or 0 for kind in kinds]
+    passed = max((bound for bound in bounds if bound <= LONGEST_WINDOW), default=0)
+    *short, long = LENGTHS
+    return *short, max(long, passed + 72)
+
+
+def against_own_caches(runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> float:
     """Compare with mlx-lm's own caches; return the error. Raises `Refused`."""
-
-    def own(one: Runner, _row: Row, prompt: list[int], _before: Any) -> list[Any]:
-        caches: list[Any] = make_prompt_cache(one.model)
-        if prompt:
-            mx.eval(one.model(mx.array([prompt]), cache=caches))
-        return caches
-
-    return _checked(runner, vocab_size, lambda *_: None, own)
+    return _checked(runner, vocab_size, lengths, _Own)
 
 
-def against_dequantized(runner: Runner, vocab_size: int) -> float:
+def against_dequantized(runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> float:
     """Compare with dense copies of what the rows hold; return the error. Raises `Refused`."""
-    return _checked(
-        runner,
-        vocab_size,
-        lambda one, row, _prompt: one.cache.states.snapshot(row),
-        lambda one, row, _prompt, states: held_caches(one.cache, row, states, but=1),
-    )
+    return _checked(runner, vocab_size, lengths, _Held)
 
 
-def _checked(runner: Runner, vocab_size: int, before: Before, reference: Reference) -> float:
+def _checked(
+    runner: Runner, vocab_size: int, lengths: Sequence[int], reference: MakeReference
+) -> float:
     try:
-        error, dtype = _run(runner, vocab_size, before, reference)
-    except (TypeError, AttributeError, IndexError) as touched:
-        raise Refused(f"the model works on its caches itself: {_first_line(touched)}") from touched
-    except (RuntimeError, ValueError, NotImplementedError) as failed:
-        raise Refused(_first_line(failed)) from failed
-    if not error <= tolerance(dtype):
-        raise Refused(f"its logits differ by {error:.2g}, relative")
+        error, dtype = _run(runner, vocab_size, lengths, reference)
+    except (Refused, MemoryError):
+        raise
+    except Exception as failed:  # models raise what they like about a cache that is not theirs
+        raise Refused(said_plainly(failed)) from failed
+    if math.isinf(error):
+        raise Refused("its logits are not finite")
+    if error > tolerance(dtype):
+        raise Refused(f"its logits are off by {error:.2g} of the largest one")
     return error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200] or type(error).__name__
+def said_plainly(error: Exception) -> str:
+    """Return what a model's failure over our caches means, in words for people."""
+    text = str(error).strip()
+    if _OPAQUE.search(text):
+        return f"the model works on its keys and values itself ({_use(error)})"
+    for sign, meaning in _MEANINGS.items():
+        if re.search(sign, text, re.IGNORECASE):
+            return meaning
+    first = text.split("\n")[0][:200]
+    if first.startswith("the model "):  # our own views say what they were asked for
+        return first
+    return f"the model fails over these caches: {type(error).__name__}: {first}".removesuffix(": ")
+
+
+def _use(error: Exception) -> str:
+    """Return what was tried with a handle in the place of keys or values."""
+    if isinstance(error, AttributeError):
+        return f"it asks for their `{error.name}`"
+    function = re.match(r"(\w+)\(\)", str(error))
+    return f"it gives them to `{function[1]}`" if function else "it computes with them"
 
 
 def _run(
-    runner: Runner, vocab_size: int, before: Before, reference: Reference
+    runner: Runner, vocab_size: int, lengths: Sequence[int], reference: MakeReference
 ) -> tuple[float, mx.Dtype]:
     """Prefill rows, decode them as one batch; return the error, and the logits' dtype.
 
@@ -92,7 +164,7 @@ def _run(
     cache = runner.cache
     prompts = [
         [(17 * index + 5 * position) % vocab_size for position in range(length)]
-        for index, length in enumerate(LENGTHS)
+        for index, length in enumerate(lengths)
     ]
     rows = [cache.new_row() for _ in prompts]
     errors: list[list[float]] = [[] for _ in rows]
@@ -101,19 +173,19 @@ def _run(
         for row, prompt in zip(rows, prompts, strict=True):
             for start in range(0, len(prompt), CHUNK):
                 runner.prefill(row, prompt[start : start + CHUNK])
+        references = [reference(runner, *one) for one in zip(rows, prompts, strict=True)]
         for step in range(STEPS):
             tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]
             if cache.needs_flush(rows):
                 cache.flush()
-            known = [before(runner, row, prompt) for row, prompt in zip(rows, prompts, strict=True)]
+            for one in references:
+                one.before()
             got = runner.decode(rows, mx.array(tokens, mx.int32))
             mx.eval(got, cache.arrays())
             dtype = got.dtype
-            for index, (row, prompt, token) in enumerate(zip(rows, prompts, tokens, strict=True)):
-                caches = reference(runner, row, prompt, known[index])
-                wanted = runner.model(mx.array([[token]]), cache=caches)[0, -1]
+            for index, (one, token) in enumerate(zip(references, tokens, strict=True)):
+                wanted = runner.model(mx.array([[token]]), cache=one.caches())[0, -1]
                 errors[index].append(_difference(got[index], wanted))
-                prompt.append(token)
     finally:
         for row in rows:
             cache.free(row)
@@ -124,4 +196,4 @@ def _run(
 def _difference(got: mx.array, wanted: mx.array) -> float:
     got, wanted = got.astype(mx.float32), wanted.astype(mx.float32)
     error = float((mx.abs(got - wanted).max() / mx.abs(wanted).max()).item())  # type: ignore[arg-type]
-    return error if error == error else float("inf")  # noqa: PLR0124 - NaN is not a small error
+    return math.inf if math.isnan(error) else error  # NaN is not a small error

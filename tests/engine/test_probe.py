@@ -9,12 +9,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from kvd.worker import probe, seam
+from kvd.worker import probe, seam, selfcheck
 from kvd.worker.cache import packed
 from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.kinds import FULL
 from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.probe import Served
+from protocol.errors import UnsupportedModel
 
 pytestmark = pytest.mark.mlx
 
@@ -173,5 +175,181 @@ def test_without_any_right_product_pages_are_dequantized(monkeypatch: pytest.Mon
     found = served("qwen3")
 
     assert paths(found) == {"full": "dequantize-on-read"}
-    assert "differ" in next(iter(found.reasons.values()))
+    assert "not finite" in next(iter(found.reasons.values()))
     assert found.runner.cache.nbytes == 0
+
+
+# What is checked beyond what new rows start with.
+
+
+def wrong_below(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Make the products of pages with fewer bits than this wrong, but for those that copy."""
+
+    def product(x: mx.array, packed_: Any, packing: Any, index: Any, **rest: Any) -> mx.array:
+        got = packed.page_product(x, packed_, packing, index, **rest)
+        return got * 0.5 if packing.bits < bits else got
+
+    monkeypatch.setattr(probe, "page_product", product)
+
+
+@pytest.mark.parametrize(
+    ("ladder", "floor"),
+    [("k8v8 k4v4", None), ("k8v8 k8v4", None), ("k8v8 k8v4 k4v4", None), ("k8v8 k2v2", "k4v4")],
+)
+def test_a_wrong_product_of_a_lower_level_is_found(
+    monkeypatch: pytest.MonkeyPatch, ladder: str, floor: str | None
+) -> None:
+    wrong_below(monkeypatch, 8)
+    floors = lambda layers: [None if floor is None else Scheme.parse(floor)] * layers  # noqa: E731
+    settings = CacheSettings(ladder=tuple(map(Scheme.parse, ladder.split())), floors=floors)
+    found = probe.serve(model_of("llama"), settings, VOCAB)
+
+    assert found.path == "reference, copied pages"
+    assert found.runner.cache.settings == settings
+
+
+def test_a_level_whose_packings_no_layer_has_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong_below(monkeypatch, 8)
+    settings = CacheSettings(
+        ladder=(Scheme(8, 8), Scheme(4, 4)), floors=lambda layers: [Scheme(8, 8)] * layers
+    )
+
+    assert probe.serve(model_of("llama"), settings, VOCAB).path == "reference, gathered pages"
+
+
+@pytest.mark.parametrize("start", [1, 512])
+def test_a_wrong_product_behind_a_dense_start_is_found(
+    monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    wrong_below(monkeypatch, 16)
+    found = probe.serve(model_of("llama"), CacheSettings(quantized_start=start), VOCAB)
+
+    assert found.path == "reference, copied pages"
+    assert found.runner.cache.settings.quantized_start == start
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]:
+    """The settings and lengths of the checks over quantized pages, as they are made."""
+    made: list[tuple[Any, tuple[int, ...]]] = []
+    check = selfcheck.against_dequantized
+
+    def spy(runner: Any, vocab_size: int, lengths: Any) -> float:
+        made.append((runner.cache.settings, tuple(lengths)))
+        return check(runner, vocab_size, lengths)
+
+    monkeypatch.setattr(probe.selfcheck, "against_dequantized", spy)
+    return made
+
+
+def test_the_ladder_costs_one_check_for_what_is_new_on_it(checks: list[Any]) -> None:
+    ladder = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+    probe.serve(model_of("llama"), CacheSettings(ladder=ladder), VOCAB)
+
+    assert [settings.ladder[0] for settings, _ in checks] == [Scheme(8, 8), Scheme(4, 4)]
+
+
+@pytest.mark.parametrize("keep", [0, 4, 2000])
+def test_a_bounded_size_is_checked_on_rows_that_have_passed_it(
+    checks: list[Any], keep: int
+) -> None:
+    settings = CacheSettings(max_size=8192, keep=keep)
+    found = probe.serve(model_of("llama"), settings, VOCAB)
+
+    assert found.error < 1e-4
+    assert paths(found) == {"full": "pages"}
+    ((checked, lengths),) = checks
+    kind = checked.kind(FULL)
+    assert kind.keep < kind.low(max(lengths)) < max(lengths)
+    assert found.runner.cache.settings == settings
+
+
+def test_windows_are_passed_unless_that_takes_long(checks: list[Any]) -> None:
+    served("gemma3_text", sliding_window=300, sliding_window_pattern=2)
+    served("gemma3_text", sliding_window=4096, sliding_window_pattern=2)
+
+    assert [max(lengths) for _, lengths in checks] == [372, 200]
+
+
+# Models that fail.
+
+
+def test_a_model_with_damaged_weights_is_refused_with_the_reason() -> None:
+    model = model_of("llama")
+    model.model.norm.weight = model.model.norm.weight * mx.nan
+
+    with pytest.raises(UnsupportedModel, match="logits are not finite"):
+        probe.serve(model, CacheSettings(), VOCAB)
+
+
+def test_a_model_that_mlx_lm_cannot_run_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("llama")
+
+    def broken(*_: object, **__: object) -> mx.array:
+        raise KeyError("rope")
+
+    monkeypatch.setattr(type(model), "__call__", broken)
+    with pytest.raises(UnsupportedModel, match=r"cannot run this model here.*KeyError"):
+        probe.serve(model, CacheSettings(), VOCAB)
+
+
+class Forgetful(KVCache):
+    """Shows other keys to each sequence."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).made += 1
+        self.noise = type(self).made
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = super().update_and_fetch(keys, values)
+        return keys, values * self.noise
+
+
+def test_a_model_that_is_wrong_over_its_own_caches_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("qwen3")
+    make = lambda _: [Forgetful() for _ in model.layers]  # noqa: E731
+    monkeypatch.setattr(type(model), "make_cache", make, raising=False)
+
+    with pytest.raises(UnsupportedModel, match="not even mlx-lm's own caches"):
+        probe.serve(model, CacheSettings(), VOCAB)
+
+
+@pytest.mark.parametrize(
+    "error", [AssertionError("no state"), KeyError("state"), ZeroDivisionError(), OSError("disk")]
+)
+def test_whatever_a_model_raises_about_our_caches_it_is_served_dense(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    model = model_of("llama")
+    layer = type(model.model.layers[0])
+    call = layer.__call__
+
+    def picky(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if cache is not None and not isinstance(cache, KVCache):
+            raise error
+        found: mx.array = call(self, x, mask, cache)
+        return found
+
+    monkeypatch.setattr(layer, "__call__", picky)
+    found = probe.serve(model, CacheSettings(), VOCAB)
+
+    assert found.path == "dense, mlx-lm's own caches"
+    assert type(error).__name__ in next(iter(found.reasons.values()))
+
+
+def test_lack_of_memory_is_no_verdict_on_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object, **__: object) -> mx.array:
+        raise MemoryError
+
+    monkeypatch.setattr(probe, "page_product", short)
+    with pytest.raises(MemoryError):
+        served("llama")
