@@ -1,188 +1,198 @@
-"""Drawing the next token of every row in one batched, lazy call.
+"""The sampler of one engine: rows join and leave it, and each step is one lazy call for all.
 
-The rules are mlx-lm's (`mlx_lm.sample_utils`): filters look at the probabilities before
-temperature, in the order top-p, min-p, top-k; temperature applies to what they left. A row of
-temperature 0 takes the most likely token.
+Each draw has its own key, a hash of the row's seed, its choice and the token's position, and each
+op works on rows alone, so that a row draws the same token, bit for bit, whatever else is in the
+batch, and again after a resume. Rows that ask for nothing special cost nothing: a greedy batch is
+one argmax.
 
-Each draw has its own key, a hash of the row's seed and of the token's position, and each op here
-works on rows alone, so that a row draws the same token, bit for bit, whatever else is in the
-batch, and again after a resume.
-
-Does not cover: penalties, logit bias, and when a completion is over.
+Does not cover: when a completion is over (`text`), and what is done about rows not to be trusted.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from kvd.worker.sampling.draws import BatchSampling, sample
+from kvd.worker.sampling.edits import Counts, EditedRow, Edits
+from kvd.worker.sampling.logprobs import Scored, Scores, score
 from protocol.errors import LocalProtocolError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection
 
     from protocol.types import Sampling
+    from protocol.worker import Submit
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below it are greedy: dividing by them overflows float32. The value is vLLM's."""
-
-_MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows of one batch that are drawn in the same way, and their settings as columns."""
-
-    rows: tuple[int, ...]
-    index: Any
-    """The same as an array; None if these are all rows of the batch."""
-    inverse_temperature: Any
-    top_p: Any
-    """Above 1 where the filter is off: a sum of float32 may round to less than 1."""
-    log_min_p: Any
-    top_k: Any
-
-    @staticmethod
-    def of(rows: Sequence[int], sampling: Sequence[Sampling]) -> _Group | None:
-        if not rows:
-            return None
-        mine = [sampling[row] for row in rows]
-        return _Group(
-            tuple(rows),
-            None if len(rows) == len(sampling) else mx.array(list(rows)),
-            _column([1.0 / one.temperature for one in mine]),
-            _column([one.top_p if one.top_p < 1.0 else 2.0 for one in mine]),
-            _column([math.log(one.min_p) if one.min_p > 0.0 else -math.inf for one in mine]),
-            mx.array([[one.top_k or 2**31 - 1] for one in mine], dtype=mx.int32),
-        )
-
-    def select(self, logits: Any) -> Any:
-        """Return these rows' logits, shifted so that the largest is 0, in float32."""
-        mine = logits if self.index is None else logits[self.index]
-        mine = mine.astype(mx.float32)
-        return mine - mx.max(mine, axis=-1, keepdims=True)
-
-
-def _column(values: list[float]) -> Any:
-    return mx.array(values, dtype=mx.float32)[:, None]
+__all__ = [
+    "BatchSampling",
+    "Draw",
+    "Drawn",
+    "RowSettings",
+    "Sampler",
+    "finite_and_varied",
+    "sample",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSampling:
-    """The sampling of a batch's rows as arrays: build it when the batch changes, not each step."""
+class RowSettings:
+    """How one row is drawn and what is told about it."""
 
-    rows: int
-    seeds: tuple[int, ...]
-    plain: _Group | None
-    """Rows that are drawn from all tokens, or from those that min-p leaves."""
-    ranked: _Group | None
-    """Rows with top-p or top-k: the only ones that need a sort."""
-    sampled: Any
-    """Which rows are drawn at all, ``[rows]``; None if all are."""
-    slots: Any
-    """Where each row's draw is in plain + ranked, ``[rows]``."""
+    sampling: Sampling
+    """With a seed, unless it is greedy."""
+    choice: int = 0
+    """Which of a request's completions."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end the completion."""
+    min_tokens: int = 0
+    """None of them is drawn before so many."""
+    logprobs: int | None = None
+    """The most likely tokens to tell, with the drawn one; None: nothing."""
 
     @staticmethod
-    def of(sampling: Sequence[Sampling]) -> BatchSampling:
-        """Sort the rows of a batch by how they are drawn."""
-        if not all(_greedy(one) or one.seed is not None for one in sampling):
-            raise LocalProtocolError("a row that is sampled needs a seed")
-        drawn = [row for row, one in enumerate(sampling) if not _greedy(one)]
-        plain = [row for row in drawn if not _needs_ranks(sampling[row])]
-        ranked = [row for row in drawn if _needs_ranks(sampling[row])]
-        slots = {row: slot for slot, row in enumerate(plain + ranked)}
-        everyone = range(len(sampling))
-        return BatchSampling(
-            len(sampling),
-            tuple(one.seed or 0 for one in sampling),
-            _Group.of(plain, sampling),
-            _Group.of(ranked, sampling),
-            None if len(drawn) == len(sampling) else mx.array([row in slots for row in everyone]),
-            mx.array([slots.get(row, 0) for row in everyone]),
+    def of(request: Submit, ends: Collection[int], choice: int = 0) -> RowSettings:
+        """Return the settings of one completion; ``ends`` are those of its `TextStream`."""
+        return RowSettings(
+            request.sampling, choice, tuple(sorted(ends)), request.min_tokens, request.logprobs
         )
 
 
-def _greedy(sampling: Sampling) -> bool:
-    return sampling.temperature < GREEDY_BELOW
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One row's token on the host."""
+
+    token: int
+    trusted: bool
+    scored: Scored | None = None
+    """Its logprobs, if the row wants them."""
 
 
-def _needs_ranks(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One step's tokens, lazy: evaluate `arrays`, then `read`."""
+
+    tokens: Any
+    """``[rows]`` int32."""
+    trusted: Any
+    """``[rows]`` bool; see `finite_and_varied`."""
+    logprobs: Scores | None
+    """Of the rows that want them, in order."""
+    tops: dict[int, int]
+    """Those rows, and how many of the most likely tokens each wants."""
+
+    def arrays(self) -> list[Any]:
+        """Return what is to be evaluated."""
+        return [self.tokens, self.trusted, *(self.logprobs.arrays() if self.logprobs else ())]
+
+    def read(self) -> list[Drawn]:
+        """Return all rows on the host; waits for the device."""
+        scored: dict[int, Scored] = {}
+        if self.logprobs is not None:
+            told = self.logprobs.read(list(self.tops.values()))
+            scored = dict(zip(self.tops, told, strict=True))
+        pairs = zip(self.tokens.tolist(), self.trusted.tolist(), strict=True)
+        return [Drawn(*pair, scored.get(row)) for row, pair in enumerate(pairs)]
 
 
-def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
-    """Return the next token of each row, ``[rows]`` int32, lazily.
-
-    ``logits`` is ``[rows, vocabulary]``; ``positions`` are those of the tokens to be drawn,
-    counted in whatever way a resumed row counts them again.
-    """
-    if batch.plain is None and batch.ranked is None:
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
-    draws = []
-    if (group := batch.plain) is not None:
-        draws.append(_categorical(_keep_likely(group, logits), _keys(group, batch, positions)))
-    if (group := batch.ranked) is not None:
-        order, kept = _keep_first(group, logits)
-        rank = _categorical(kept, _keys(group, batch, positions))
-        draws.append(mx.take_along_axis(order, rank[:, None], axis=-1)[:, 0])
-    tokens = mx.concatenate(draws).astype(mx.int32)[batch.slots]
-    if batch.sampled is None:
-        return tokens
-    return mx.where(batch.sampled, tokens, mx.argmax(logits, axis=-1).astype(mx.int32))
+@dataclass(slots=True)
+class _Row:
+    settings: RowSettings
+    edited: EditedRow
 
 
-def _keep_likely(group: _Group, logits: Any) -> Any:
-    """Return the tempered logits with min-p's losers at minus infinity."""
-    shifted = group.select(logits)
-    return mx.where(shifted < group.log_min_p, -math.inf, shifted * group.inverse_temperature)
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is built when the rows of a step change."""
+
+    keys: tuple[Hashable, ...]
+    rows: tuple[_Row, ...]
+    sampling: BatchSampling
+    tops: dict[int, int]
+    wanted: Any
+    """Rows that want logprobs, as an array; None if all do."""
 
 
-def _keep_first(group: _Group, logits: Any) -> tuple[Any, Any]:
-    """Return the tokens by falling probability, and their tempered logits as far as kept.
+class Sampler:
+    """The rows of an engine: `add`, then `draw` with any of them, then `remove`."""
 
-    Sorted, each filter keeps a beginning of the row, and all of them the shortest one.
-    """
-    shifted = group.select(logits)
-    order = mx.argsort(-shifted, axis=-1)
-    shifted = mx.take_along_axis(shifted, order, axis=-1)
-    weights = mx.exp(shifted)
-    above = mx.cumsum(weights, axis=-1, inclusive=False)
-    total = above[:, -1:] + weights[:, -1:]
-    # top-p drops a token when those above it have the mass already; ties with the last stay.
-    count = mx.sum(above < group.top_p * total, axis=-1, keepdims=True)
-    last = mx.take_along_axis(shifted, mx.maximum(count, 1) - 1, axis=-1)
-    ranks = mx.arange(shifted.shape[-1], dtype=mx.int32)
-    kept = (shifted >= last) & (shifted >= group.log_min_p) & (ranks < group.top_k)
-    return order, mx.where(kept, shifted * group.inverse_temperature, -math.inf)
+    def __init__(self, vocabulary: int) -> None:
+        self._rows: dict[Hashable, _Row] = {}
+        self._counts = Counts(vocabulary)
+        self._batch: _Batch | None = None
+        self._edits: Edits | None = None
 
+    def add(
+        self,
+        key: Hashable,
+        settings: RowSettings,
+        prompt: Sequence[int],
+        produced: Sequence[int] = (),
+    ) -> None:
+        """Let a row in; ``produced`` are the tokens that it has already, after a resume.
 
-def _categorical(logits: Any, keys: Any) -> Any:
-    return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
+        It goes on as if it had never been away. After a step that failed, remove all its rows and
+        add them again with what they have: the step's tokens are counted already.
+        """
+        if key in self._rows:
+            raise LocalProtocolError(f"row {key} is sampled already")
+        sampling = settings.sampling
+        edited = EditedRow(sampling, settings.ends, settings.min_tokens, len(produced))
+        self._rows[key] = _Row(settings, edited)
+        if edited.penalized:
+            seen = prompt if sampling.repetition_penalty != 1.0 else ()
+            self._counts.add(key, seen, produced)
+            self._batch = None
 
+    def remove(self, key: Hashable) -> None:
+        """Forget a row; draws that are in flight are not disturbed."""
+        self._counts.remove(key)
+        row = self._rows.pop(key)
+        if row.edited.penalized or (self._batch is not None and key in self._batch.keys):
+            self._batch = None  # it may come back under the same key
 
-def _keys(group: _Group, batch: BatchSampling, positions: Sequence[int]) -> Any:
-    return mx.array(
-        [key_of(batch.seeds[row], positions[row]) for row in group.rows], dtype=mx.uint32
-    )
+    def draw(self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]) -> Draw:
+        """Draw the next token of these rows, lazily.
 
+        ``logits`` is ``[rows, vocabulary]``, as the model gave them; ``positions`` are those of
+        the tokens to be drawn, counted in whatever way a resumed row counts them again.
+        """
+        batch, edits = self._prepared(tuple(keys))
+        edited = edits.apply(logits, self._counts)
+        tokens = sample(edited, batch.sampling, positions)
+        edits.note(tokens, self._counts)
+        for row in batch.rows:
+            row.edited.drawn += 1
+        scores = None
+        if batch.tops:
+            mine = logits if batch.wanted is None else logits[batch.wanted]
+            drawn = tokens if batch.wanted is None else tokens[batch.wanted]
+            scores = score(mine, drawn, top=any(batch.tops.values()))
+        return Draw(tokens, finite_and_varied(logits), scores, batch.tops)
 
-def key_of(seed: int, position: int) -> tuple[int, int]:
-    """Return the random key of one row's token: two words of 32 bits."""
-    # The seed is mixed on its own first: seeds that differ by the gamma of splitmix64 would
-    # otherwise give the same stream, one position later.
-    word = _mix(_mix(seed) + (position + 1) * 0x9E3779B97F4A7C15)
-    return word >> 32, word & 0xFFFFFFFF
+    def _prepared(self, keys: tuple[Hashable, ...]) -> tuple[_Batch, Edits]:
+        batch, edits = self._batch, self._edits
+        if batch is None or batch.keys != keys:
+            batch, edits = self._batch_of(keys), None
+        if edits is None or edits.stale:
+            edits = Edits.of([row.edited for row in batch.rows], keys, self._counts)
+        self._batch, self._edits = batch, edits
+        return batch, edits
 
-
-def _mix(word: int) -> int:
-    """Finish splitmix64 (Steele, Lea and Flood 2014)."""
-    word &= _MASK
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
-    return word ^ (word >> 31)
+    def _batch_of(self, keys: tuple[Hashable, ...]) -> _Batch:
+        rows = tuple(self._rows[key] for key in keys)
+        settings = [row.settings for row in rows]
+        tops = {at: one.logprobs for at, one in enumerate(settings) if one.logprobs is not None}
+        return _Batch(
+            keys,
+            rows,
+            BatchSampling.of([one.sampling for one in settings], [one.choice for one in settings]),
+            tops,
+            None if len(tops) == len(rows) else mx.array(list(tops), dtype=mx.int32),
+        )
 
 
 def finite_and_varied(logits: Any) -> Any:

@@ -8,14 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.sampler import (
+from kvd.worker.sampler import finite_and_varied
+from kvd.worker.sampling.draws import (
     BatchSampling,
-    _keep_first,
-    _keep_likely,
-    finite_and_varied,
-    key_of,
+    keep_above,
+    keep_largest,
+    keep_likely,
     sample,
 )
+from kvd.worker.sampling.keys import key_of
+from kvd.worker.sampling.largest import largest
 from protocol.errors import LocalProtocolError
 from protocol.types import Sampling
 
@@ -33,6 +35,8 @@ KINDS = [
     Sampling(temperature=1.0, top_k=1, seed=8),
     Sampling(temperature=3.0, top_p=0.99, top_k=3, seed=9),
     Sampling(temperature=1.0, min_p=1.0, seed=10),
+    Sampling(temperature=1.0, top_k=70, seed=11),
+    Sampling(temperature=0.9, top_p=0.95, top_k=100, min_p=0.01, seed=12),
 ]
 
 
@@ -129,11 +133,40 @@ def test_filters_keep_what_mlx_lm_s_own_keep(sampling):
             kept = sample_utils.apply_top_k(kept, sampling.top_k)
         batch = BatchSampling.of([sampling])
         if batch.plain is not None:
-            mine = _keep_likely(batch.plain, mx.array(logits))
+            mine = keep_likely(batch.plain, mx.array(logits))
+        elif batch.ranked is not None:
+            mine = keep_above(batch.ranked, mx.array(logits))
         else:
-            order, ranked = _keep_first(batch.ranked, mx.array(logits))
-            mine = mx.put_along_axis(mx.zeros_like(ranked), order, ranked, axis=-1)
+            places, values = keep_largest(batch.narrow, mx.array(logits))
+            mine = mx.put_along_axis(mx.full(logits.shape, -mx.inf), places, values, axis=-1)
         assert mx.isfinite(mine).tolist() == mx.isfinite(kept).tolist()
+
+
+@pytest.mark.parametrize("width", [5, 64, 1000, 8192, 8193, 40_001])
+def test_the_largest_are_those_of_a_sort(width):
+    rows = make_logits(3, width, seed=width)
+    rows[1, 10:] = -np.inf
+    rows[2] = np.round(rows[2])
+    values, places = largest(mx.array(rows), 64)
+    expected = -np.sort(-rows, axis=-1)[:, :64]
+    assert np.array_equal(np.array(values), expected)
+    found = np.array(places)
+    for row in range(3):
+        assert len(set(found[row].tolist())) == min(64, width)
+        real = np.isfinite(expected[row])
+        assert np.array_equal(rows[row][found[row][real]], expected[row][real])
+
+
+@pytest.mark.parametrize("top_k", [1, 20, 64, 65, 100, 5000])
+def test_top_k_is_exact_among_equal_logits(top_k):
+    for vocab in (300, 20_000):
+        logits = np.round(make_logits(1, vocab, seed=3))
+        batch = BatchSampling.of([Sampling(temperature=1.0, top_k=top_k, seed=1)])
+        if batch.narrow is not None:
+            kept = keep_largest(batch.narrow, mx.array(logits))[1]
+        else:
+            kept = keep_above(batch.ranked, mx.array(logits))
+        assert np.isfinite(np.array(kept)).sum() == min(top_k, vocab)
 
 
 def test_ties_with_the_last_token_of_top_p_stay_and_top_k_is_exact():
@@ -182,6 +215,9 @@ def test_keys_are_distinct_words_of_32_bits():
     gamma = 0x9E3779B97F4A7C15
     assert key_of(5 + gamma, 0) != key_of(5, 1)
     assert key_of(2**63 - 1, 2**31) != key_of(0, 0)
+    choices = {key_of(3, position, choice) for position in range(200) for choice in range(16)}
+    assert len(choices) == 3200
+    assert key_of(3, 5, 0) == key_of(3, 5)
 
 
 def test_greedy_ignores_the_rest_and_tiny_temperatures_are_greedy():

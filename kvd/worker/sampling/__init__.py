@@ -1,0 +1,4 @@
+"""Drawing tokens: keys, edits of the logits, filters and draws, logprobs.
+
+`kvd.worker.sampler` is what the engine uses of it.
+"""
