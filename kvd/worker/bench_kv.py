@@ -1,9 +1,9 @@
 """What each KV scheme costs and loses for a model's geometry: ``python -m kvd.worker.bench_kv``.
 
 Measures one layer at a time on random keys and values, through the product's own pages, pools,
-attention and step-down, and prints one JSON object; progress goes to stderr. No model is loaded,
-and at no time more than one dense layer is alive: keys and values come in chunks that are made
-again from their seed where they are compared.
+attention and step-down, and prints one JSON object; progress goes to stderr. Of a model only the
+configuration is read, and of a Hub id only that is fetched. At no time is more than one dense layer
+alive: keys and values come in chunks that are made again from their seed where they are compared.
 
 Does not cover what a model makes of the error (`bench/fidelity`). Random keys have no outliers but
 channels of different size, and random queries attend to everything.
@@ -12,7 +12,9 @@ channels of different size, and random queries attend to everything.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import re
 import statistics
 import sys
 import time
@@ -36,8 +38,14 @@ from protocol.errors import InvalidModel, InvalidRequest, KvdError, UnsupportedM
 CHUNK = 1024
 """Tokens that are made, quantized or compared at once."""
 REPEATS = 7
+_KEYS = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "layers": "num_hidden_layers",
+}
+"""What the configuration calls an option; the others have the same name."""
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-_TALK = Callable[[str], None]
+_Talk = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -76,36 +84,63 @@ def shape_of(config: dict[str, Any], **given: Any) -> Shape:
 
     Raises `UnsupportedModel` where the configuration does not say enough.
     """
-    text = config | (config.get("text_config") or {})
-    if "kv_lora_rank" in text and not given.get("head_dim"):
+    text = config | _object(config, "text_config")
+    if text.get("kv_lora_rank") and "head_dim" not in given:
         raise UnsupportedModel(
             "this model caches latents instead of heads (MLA); give --heads, --kv-heads 1, "
-            "--head-dim and --layers"
+            "--head-dim and --layers",
+            field="kv_lora_rank",
         )
-    heads = given.get("heads") or text.get("num_attention_heads")
-    hidden = text.get("hidden_size")
-    head_dim = given.get("head_dim") or text.get("head_dim")
-    if not head_dim and heads and hidden:
+
+    def number(name: str) -> int | None:
+        return given[name] if name in given else _count(text, name)
+
+    heads = number("heads")
+    head_dim = number("head_dim")
+    if head_dim is None and heads and (hidden := _count(text, "hidden_size")):
         head_dim = hidden // heads
     # MLX emulates half precision on the CPU, where workers run float32.
     stored = text.get("torch_dtype") or text.get("dtype")
     dtype = "float32" if default_dtype() is not None else stored
     found: dict[str, Any] = {
         "heads": heads,
-        "kv_heads": given.get("kv_heads") or text.get("num_key_value_heads") or heads,
+        "kv_heads": heads if (kv_heads := number("kv_heads")) is None else kv_heads,
         "head_dim": head_dim,
-        "layers": given.get("layers") or text.get("num_hidden_layers"),
-        "dtype": given.get("dtype") or (dtype if dtype in _DTYPES else "bfloat16"),
+        "layers": number("layers"),
+        "dtype": given.get("dtype", dtype if dtype in list(_DTYPES) else "bfloat16"),
     }
-    missing = [f"--{name.replace('_', '-')}" for name, value in found.items() if not value]
+    missing = [f"--{name.replace('_', '-')}" for name, value in found.items() if value is None]
     if missing:
         raise UnsupportedModel(f"the configuration does not say all; give {', '.join(missing)}")
     return Shape(**found)
 
 
+def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise UnsupportedModel(f"{key} in config.json is no object", field=key)
+    return found
+
+
+def _count(text: dict[str, Any], name: str) -> int | None:
+    """Return a number that the configuration says, for an option or by its own name."""
+    key = _KEYS.get(name, name)
+    found = text.get(key)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        option = "head-dim" if name == "hidden_size" else name.replace("_", "-")
+        raise UnsupportedModel(
+            f"{key} in config.json is {str(found)[:60]!r}, not one number for all layers; "
+            f"give --{option}",
+            field=key,
+        )
+    return found
+
+
 def read_config(model: str) -> dict[str, Any]:
     """Return the configuration of an embedded model, a folder or a Hub id."""
-    file = Path(resolve(model)) / "config.json"
+    file = Path(resolve(model, files=("config.json",))) / "config.json"
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -282,7 +317,7 @@ def _dense(source: Source) -> float:
     )[1]
 
 
-def measure(shape: Shape, schemes: list[Scheme], lengths: list[int], talk: _TALK) -> dict[str, Any]:
+def measure(shape: Shape, schemes: list[Scheme], lengths: list[int], talk: _Talk) -> dict[str, Any]:
     """Measure all schemes at all context lengths; times are those of all layers together."""
     results = []
     for length in lengths:
@@ -295,18 +330,15 @@ def measure(shape: Shape, schemes: list[Scheme], lengths: list[int], talk: _TALK
         mx.clear_cache()
         for index, scheme in enumerate(schemes):
             talk(f"{scheme.name}, {length} tokens")
-            lower = next((one for one in schemes[index + 1 :] if _below(one, scheme)), None)
+            lower = next((one for one in schemes[index + 1 :] if one.is_below(scheme)), None)
             results.append(_measure_one(source, scheme, lower, true) | {"dense_s": dense_s})
+            gc.collect()  # a store and its allocators know each other
             mx.clear_cache()
     return {
         "shape": {name: getattr(shape, name) for name in Shape.__dataclass_fields__},
         "device": str(mx.default_device()),
         "results": [_said(one, shape) for one in results],
     }
-
-
-def _below(lower: Scheme, upper: Scheme) -> bool:
-    return lower.k_bits <= upper.k_bits and lower.v_bits <= upper.v_bits and lower != upper
 
 
 def _measure_one(
@@ -366,6 +398,24 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _tokens(text: str) -> int:
+    """Read a context length such as ``4096`` or ``4k``."""
+    found = re.fullmatch(r"([0-9]{1,9})(k?)", text.strip().lower())
+    if found is None:
+        raise InvalidRequest(
+            f"lengths: {text[:40]!r} is no context length; write tokens, such as 4096 or 4k (1k is "
+            "1024), with commas between them",
+            field="lengths",
+        )
+    tokens = int(found[1]) * (1024 if found[2] else 1)
+    if tokens < 2 * PAGE_TOKENS:
+        raise InvalidRequest(
+            f"lengths: {text.strip()} is too short, below {2 * PAGE_TOKENS} tokens no page is full",
+            field="lengths",
+        )
+    return tokens
+
+
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     names = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -373,11 +423,9 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = shape_of(config, **given)
     try:
         schemes = [Scheme.parse(name) for name in arguments.schemes.split(",")]
-        lengths = [int(length) for length in arguments.lengths.split(",")]
     except ValueError as error:
-        raise InvalidRequest(str(error)) from error
-    if min(lengths) < 2 * PAGE_TOKENS:
-        raise InvalidRequest(f"a length below {2 * PAGE_TOKENS} tokens has no page")
+        raise InvalidRequest(f"schemes: {error}", field="schemes") from error
+    lengths = [_tokens(text) for text in arguments.lengths.split(",")]
     total, done = len(lengths) * (1 + len(schemes)), 0
 
     def talk(text: str) -> None:

@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvd.worker.engine import ReportProgress
 
@@ -88,13 +88,19 @@ class LoadedModel:
     context_length: int
     vocab_size: int
     """Logits of one token; tokenizers often have less tokens."""
-    dtype: str
-    """Of the activations, such as ``float32``."""
     eos_ids: frozenset[int]
 
 
-def resolve(source: str, progress: ReportProgress = lambda _stage, _fraction: None) -> Path:
-    """Return the folder of an embedded model, an absolute path or a Hub id."""
+def resolve(
+    source: str,
+    progress: ReportProgress = lambda _stage, _fraction: None,
+    *,
+    files: Sequence[str] | None = None,
+) -> Path:
+    """Return the folder of an embedded model, an absolute path or a Hub id.
+
+    ``files``: patterns of what is fetched for a Hub id; None: all that `load` needs.
+    """
     if source in EMBEDDED:
         from kvd import demo  # noqa: PLC0415 - only the worker that serves it needs it
 
@@ -107,7 +113,7 @@ def resolve(source: str, progress: ReportProgress = lambda _stage, _fraction: No
             raise InvalidModel(f"{source} is a file; give the model's folder", source=source)
         return path
     if _HUB_ID.fullmatch(source):
-        return _download(source, progress)
+        return _download(source, progress, files)
     raise UnknownModel(
         f"there is no model {source!r}; give {' or '.join(EMBEDDED)}, the absolute path of a "
         "folder, or a Hub id such as mlx-community/Qwen3-0.6B-4bit",
@@ -115,15 +121,16 @@ def resolve(source: str, progress: ReportProgress = lambda _stage, _fraction: No
     )
 
 
-def _download(source: str, progress: ReportProgress) -> Path:
+def _download(source: str, progress: ReportProgress, files: Sequence[str] | None) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and seldom needed
     from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # noqa: PLC0415
 
     disable_progress_bars()
+    patterns = DEFAULT_ALLOW_PATTERNS if files is None else list(files)
     # The Hub's own client falls back to its cache without a network.
     download = _in_background(
-        lambda: snapshot_download(source, allow_patterns=DEFAULT_ALLOW_PATTERNS),
+        lambda: snapshot_download(source, allow_patterns=patterns),
         lambda: progress("download", 0.0),  # may raise: the daemon wants us to stop
     )
     try:
@@ -300,7 +307,6 @@ def load(
         weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         context_length=_context_length(config, tokenizer),
         vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
-        dtype=_activation_dtype(model),
         eos_ids=frozenset(tokenizer.eos_token_ids),
     )
 
@@ -322,15 +328,6 @@ def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
     except RuntimeError as error:
         raise _invalid(path, f"has weights that cannot be read: {_first_line(error)}") from error
     mx.clear_cache()  # of what was converted
-
-
-def _activation_dtype(model: Any) -> str:
-    floats = [
-        array.dtype
-        for _, array in tree_flatten(model.parameters())
-        if mx.issubdtype(array.dtype, mx.floating)
-    ]
-    return str(floats[0]).removeprefix("mlx.core.") if floats else "float32"
 
 
 def _context_length(config: dict[str, Any], tokenizer: Any) -> int:

@@ -56,6 +56,14 @@ def test_bytes_errors_and_times_by_scheme() -> None:
     ]  # fmt: skip
 
 
+def test_a_scheme_is_stepped_down_only_to_one_that_takes_fewer_bytes() -> None:
+    shape = Shape(heads=2, kv_heads=1, head_dim=64, layers=1, dtype="float32")
+    schemes = [Scheme.parse(name) for name in ("k8v8", "k8v8g32", "k8v8", "k4v8g32")]
+    rows = measure(shape, schemes, [192], silent)["results"]
+
+    assert [one["requantize_to"] for one in rows] == [None, "k8v8", None, None]
+
+
 def test_half_precision_has_half_the_scales() -> None:
     shape = Shape(heads=2, kv_heads=1, head_dim=64, layers=1, dtype="bfloat16")
     (one,) = measure(shape, [Scheme(8, 8)], [192], silent)["results"]
@@ -111,6 +119,66 @@ def test_what_the_configuration_does_not_say_is_asked_for() -> None:
         Shape(3, 2, 64, 1, "float32")
     with pytest.raises(InvalidRequest, match="dtype"):
         Shape(2, 2, 64, 1, "int8")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"num_attention_heads": [8, 8]}, "num_attention_heads"),
+        ({"hidden_size": "512"}, "hidden_size"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ({"num_key_value_heads": {"full": 2}}, "num_key_value_heads"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"head_dim": True}, "head_dim"),
+        ({"text_config": [1]}, "text_config"),
+    ],
+)
+def test_an_odd_configuration_is_refused_with_its_field(change, field) -> None:
+    config = {"num_attention_heads": 8, "hidden_size": 512, "num_hidden_layers": 2} | change
+    with pytest.raises(UnsupportedModel, match=f"^{field} in config.json is ") as caught:
+        shape_of(config)
+    assert caught.value.detail == {"field": field}
+
+
+def test_what_is_given_goes_before_what_is_odd() -> None:
+    config = {"num_attention_heads": [8, 4], "hidden_size": 512, "num_hidden_layers": 2}
+    config["torch_dtype"] = ["float32"]
+    shape = shape_of(config, heads=8, kv_heads=2, dtype="float32")
+    assert shape == Shape(8, 2, 64, 2, "float32")
+    assert shape_of(config, heads=8).dtype == "float32"
+    with pytest.raises(InvalidRequest, match="heads must be at least 1"):
+        shape_of(config, heads=0, kv_heads=2, head_dim=64)
+
+
+def test_of_a_hub_id_only_the_configuration_is_fetched(monkeypatch, tmp_path) -> None:
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
+    asked: list[list[str]] = []
+
+    def download(_source: str, *, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert bench_kv.read_config("some/model") == {"num_attention_heads": 8}
+    assert asked == [["config.json"]]
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("1024", 1024), (" 4k", 4096), ("16K", 16384)])
+def test_lengths_are_tokens_or_thousands_of_them(text, tokens) -> None:
+    assert bench_kv._tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("1m", "4096 or 4k"), ("", "no context length"), ("-512", "no context"), ("64", "below 128"),
+     ("1.5k", "no context"), ("0k", "too short"), ("\u0661k", "no context")],
+)  # fmt: skip
+def test_a_wrong_length_is_refused_by_name(text, says) -> None:
+    with pytest.raises(InvalidRequest, match=f"^lengths: .*{says}") as caught:
+        bench_kv._tokens(text)
+    assert caught.value.detail == {"field": "lengths"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from kvd.worker import model
+from kvd.worker import describe, model
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from tests.worker import tiny_model
 
@@ -78,6 +78,20 @@ def test_a_download_shows_life_and_ends_in_its_folder(monkeypatch, folder):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model.resolve("some/model", lambda stage, _: ticked.set()) == folder
+
+
+def test_only_what_is_asked_for_is_fetched(monkeypatch, folder):
+    import huggingface_hub
+
+    asked = []
+
+    def download(_source, *, allow_patterns):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model.resolve("some/model", files=("config.json",)) == folder
+    assert asked == [["config.json"]]
 
 
 # Inspecting
@@ -204,7 +218,7 @@ def test_a_model_is_loaded_as_float32_on_the_cpu(folder):
     seen = []
     loaded = model.load(folder, lambda stage, part: seen.append((stage, part)))
     assert model.default_dtype() == mx.float32
-    assert loaded.dtype == "float32"
+    assert describe.dtype_name(loaded.model) == "float32"
     assert loaded.architecture == "Qwen3ForCausalLM"
     assert loaded.context_length == 1024
     assert loaded.vocab_size == 512
@@ -222,7 +236,7 @@ def test_quantized_weights_stay_quantized_with_float32_scales(tmp_path):
     assert projection.weight.dtype == mx.uint32
     assert projection.scales.dtype == mx.float32
     assert loaded.model(mx.array([[1]])).dtype == mx.float32
-    assert loaded.dtype == "float32"
+    assert describe.dtype_name(loaded.model) == "float32"
     full = model.load(tiny_model.save(tmp_path / "full"))
     assert loaded.parameters == full.parameters
 
