@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from kvd.worker.runner import Row, Runner
-from kvd.worker.sampler import finite_and_varied
+from kvd.worker.sampler import Draw, RowSettings, Sampler
+from protocol.types import Sampling
 
 WARM_UP = 8
 
@@ -51,13 +52,14 @@ class Loop(Protocol):
 class Ours:
     """The engine's loop: step n+1 is launched before the tokens of step n are read."""
 
-    def __init__(self, runner: Runner, chunk: int) -> None:
+    def __init__(self, runner: Runner, vocabulary: int, chunk: int) -> None:
         self.name = f"kvd {runner.cache.scheme.name}"
+        self._sampler = Sampler(vocabulary)
         self._runner = runner
         self._chunk = chunk
         self._rows: list[Row] = []
         self._tokens = mx.array([], mx.int32)
-        self._flight: tuple[mx.array, mx.array] | None = None
+        self._flight: Draw | None = None
 
     def fill(self, prompts: Sequence[list[int]]) -> None:
         """Prefill chunk by chunk, row by row, as the engine does; then take each row's first."""
@@ -65,6 +67,7 @@ class Ours:
             row = self._runner.cache.new_row()
             for start in range(0, len(prompt) - 1, self._chunk):
                 self._runner.prefill(row, prompt[start : min(start + self._chunk, len(prompt) - 1)])
+            self._sampler.add(len(self._rows), RowSettings(Sampling(temperature=0.0)), prompt)
             self._rows.append(row)
         self._tokens = mx.array([prompt[-1] for prompt in prompts], mx.int32)
         self._launch(Steps())
@@ -78,7 +81,7 @@ class Ours:
             landed = self._flight
             self._launch(seen)
             if landed is not None:
-                mx.eval(landed)
+                landed.read()
             now = time.perf_counter()
             seen.wall.append(now - start)
             start = now
@@ -103,17 +106,17 @@ class Ours:
             seen.flushes += 1
         start = time.perf_counter()
         logits = self._runner.decode(self._rows, self._tokens)
-        drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
-        self._flight = drawn, finite_and_varied(logits)
+        places = [row.length for row in self._rows]
+        draw = self._sampler.draw(logits, range(len(self._rows)), places)
         built = time.perf_counter()
-        mx.async_eval(self._flight, cache.arrays())  # type: ignore[no-untyped-call]
+        mx.async_eval(draw.arrays(), cache.arrays())  # type: ignore[no-untyped-call]
         seen.build.append(built - start)
         seen.launch.append(time.perf_counter() - built)
-        self._tokens = drawn
+        self._flight, self._tokens = draw, draw.tokens
 
     def _read(self) -> None:
         if self._flight is not None:
-            mx.eval(self._flight, self._runner.cache.arrays())
+            mx.eval(self._flight.arrays(), self._runner.cache.arrays())
 
     @property
     def tokens(self) -> list[int]:
@@ -131,7 +134,8 @@ class Ours:
         """Free the rows and their pools."""
         self._read()
         self._flight = None
-        for row in self._rows:
+        for key, row in enumerate(self._rows):
+            self._sampler.remove(key)
             self._runner.cache.free(row)
         self._rows = []
         self._runner.cache.shrink()

@@ -32,6 +32,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "demo": _QWEN3
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+        "tie_word_embeddings": True,
+    },
     "tiny": _QWEN3
     | {
         "hidden_size": 64,
@@ -44,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""By name: what their config.json says (huggingface.co/Qwen)."""
+"""By name: what their config.json says (huggingface.co/Qwen); ``demo`` is the embedded model's."""
 
 
 def build(shape: str, dtype: mx.Dtype) -> Any:

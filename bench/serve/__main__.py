@@ -189,6 +189,7 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
                     timeout_s=options.timeout,
                     console=console,
                 )
+                paths = {one.side.name: one.driver.path for one in servers.values()}
                 await comparison.warm_up()
                 for trace in options.traces:
                     for number in range(options.runs):
@@ -208,6 +209,7 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "blas": str(library) if library else None,
         "sides": {side.name: side.about for side in sides},
+        "paths": {name: path for name, path in paths.items() if path},
         "memory": "resident high-water marks (VmHWM) of the processes, reset before every run",
     }
     found = report.as_json(about, comparison.results, verdicts)

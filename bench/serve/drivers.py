@@ -14,7 +14,7 @@ import msgspec
 from bench.serve.measure import Stream
 from kvd.client import AsyncClient
 from protocol.messages import Done, Tokens
-from protocol.types import KVSpec
+from protocol.types import KVSpec, ModelInfo
 
 _ALIAS = "bench"
 
@@ -22,8 +22,9 @@ _ALIAS = "bench"
 class KvdDriver:
     """A daemon; all requests share one connection."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, path: str) -> None:
         self._client = client
+        self.path = path
 
     @classmethod
     async def connect(cls, home: str, model: str, kv: KVSpec) -> KvdDriver:
@@ -31,11 +32,11 @@ class KvdDriver:
         client = AsyncClient(home=home)
         await client.connect()
         try:
-            await (await client.load(model, alias=_ALIAS, kv=kv)).result()
+            loaded = await (await client.load(model, alias=_ALIAS, kv=kv)).result()
         except BaseException:
             await client.close()
             raise
-        return cls(client)
+        return cls(client, _path(loaded.info))
 
     async def ask(self, prompt: str, output: int, stream: Stream) -> None:
         """Send a request (`player.Driver`)."""
@@ -53,8 +54,18 @@ class KvdDriver:
         await self._client.close()
 
 
+def _path(info: ModelInfo | None) -> str:
+    """Return how the model is served: a worse way than usual should not go unnoticed."""
+    if info is None:
+        return ""
+    shared = all(part.batched for part in info.kv)
+    return f"{info.attention_path}, {'rows share a pass' if shared else 'one row a pass'}"
+
+
 class OpenAIDriver:
     """Any server with ``/v1/completions``; a connection for each request."""
+
+    path = ""
 
     def __init__(self, url: str, model: str) -> None:
         self._url = f"{url.rstrip('/')}/v1/completions"

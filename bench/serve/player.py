@@ -15,6 +15,9 @@ from bench.serve.traces import Ask, Trace
 class Driver(Protocol):
     """Speaks to one server."""
 
+    path: str
+    """How that says that it computes attention; empty where it does not say."""
+
     async def ask(self, prompt: str, output: int, stream: Stream) -> None:
         """Send one greedy request and note in the stream what comes; return at its end."""
 

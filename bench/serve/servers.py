@@ -191,6 +191,8 @@ class Fleet:
             for server in self._servers:
                 self._say(f"starting {server.side.name}: {server.side.about}")
                 await server.start()
+                if server.driver.path:
+                    self._say(f"  {server.driver.path}")
         except BaseException:
             await self._stop()
             raise

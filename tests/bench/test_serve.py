@@ -258,6 +258,8 @@ def gone(pid: int) -> bool:
 class Scripted:
     """A driver whose requests end in their order, a token a turn of the loop."""
 
+    path = ""
+
     async def ask(self, prompt: str, output: int, stream: Stream) -> None:
         for _ in range(output):
             await asyncio.sleep(0)
@@ -290,6 +292,7 @@ async def test_the_harness_on_a_fake_engine(home: Home, tmp_path: Path) -> None:
     side = kvd_side("fake", "k8v8", "fake:tps=400", home.root, fake=True)
     async with Fleet([side], tmp_path) as servers:
         pids = servers["fake"].pids()
+        assert servers["fake"].driver.path == "fake, rows share a pass"
         streams = await play(trace, prompts.of(trace, 1, 0), servers["fake"].driver)
         readings = processes.read(pids)
     check_fair(trace, streams)
