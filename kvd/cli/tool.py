@@ -1,7 +1,8 @@
 """Worker tools that need no daemon: run in a process of their own, with a worker's environment.
 
-A tool prints one JSON object, which may be ``{"error": …}``, and its progress on stderr, in lines
-such as ``3/10 k8v8, 4096 tokens``: the third of ten steps has begun.
+A tool's last line on stdout is one JSON object, which may be ``{"error": …}``; what libraries print
+before it is passed over. Its progress is on stderr, in lines such as ``3/10 k8v8, 4096 tokens``:
+the third of ten steps has begun.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any
             process.kill()
             follower.join()
     try:
-        result: dict[str, Any] = msgspec.json.decode(out)
+        result = msgspec.json.decode(out.rstrip().rpartition("\n")[2], type=dict[str, Any])
     except msgspec.DecodeError:
         said = last[-1] if last else f"exit status {process.returncode}"
         raise InternalError(f"the measuring ended early: {said}") from None
@@ -55,7 +56,7 @@ def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any
 
 
 def _follow(process: subprocess.Popen[str], last: list[str], quiet: bool) -> None:
-    """Show how far it is, and keep the last line."""
+    """Show how far it is, and keep the last line that says something."""
     assert process.stderr is not None
     console = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"))
@@ -63,7 +64,7 @@ def _follow(process: subprocess.Popen[str], last: list[str], quiet: bool) -> Non
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("starting", total=None)
         for line in process.stderr:
-            last[:] = [line.strip()]
+            last[:] = [line.strip()] if line.strip() else last
             counted, _, text = line.strip().partition(" ")
             done, _, total = counted.partition("/")
             if done.isdigit() and total.isdigit():

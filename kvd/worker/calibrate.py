@@ -24,7 +24,7 @@ import kvd
 from kvd.home import Home
 from kvd.worker import fidelity, model, seam, verdicts
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.fidelity import Floor, LevelAgreement
+from kvd.worker.fidelity import Floor, LevelAgreement, TooShortError
 from kvd.worker.verdicts import DENSE, MeasuredLevel, Verdict
 from protocol.errors import ConfigError, InvalidRequest, KvdError
 
@@ -43,7 +43,8 @@ def calibrate(
     """Load a model and return its verdict on the ladder, its top first.
 
     ``count`` prompts of about ``tokens`` tokens each, cut to the model's context. Raises the
-    `KvdError` that the model asks for, and `InvalidRequest` for prompts that are too short.
+    `KvdError` that the model asks for, `UnsupportedModel` for one that has no quantized keys and
+    values, and `InvalidRequest` for prompts that are too short.
     """
     seam.install()
     talk("weights")
@@ -52,9 +53,12 @@ def calibrate(
     tokens = min(tokens, loaded.context_length)
     try:
         prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=tokens)
-        prompts = [prompt[: loaded.context_length] for prompt in prompts]
+    except ValueError as error:  # the facts do not fit
+        raise InvalidRequest(f"tokens: {error}", field="tokens") from error
+    prompts = [prompt[: loaded.context_length] for prompt in prompts]
+    try:
         measured = fidelity.measure(loaded.model, _counted(prompts, talk), ladder)
-    except ValueError as error:
+    except TooShortError as error:
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     lowest = fidelity.lowest_level(measured, floor)
     return Verdict(

@@ -22,8 +22,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvd.demo.recall import Tokenizer, make_recall_prompt
 from kvd.worker import probe
 from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
+from kvd.worker.probe import Served
 from kvd.worker.runner import Row
+from protocol.errors import UnsupportedModel
 
 CHUNK = 256
 """Tokens that are prefilled at once."""
@@ -74,6 +77,10 @@ class Floor:
         return agreement.kl <= self.max_kl and agreement.top1 >= self.min_top1
 
 
+class TooShortError(ValueError):
+    """The prompts have no position that attends to a quantized page."""
+
+
 class Tally:
     """Sums over positions, a chunk at a time."""
 
@@ -92,9 +99,9 @@ class Tally:
         ]
 
     def agreement(self) -> Agreement:
-        """Return the means so far. Raises ``ValueError`` if nothing was counted."""
+        """Return the means so far. Raises `TooShortError` if nothing was counted."""
         if not self.positions:
-            raise ValueError("no position attended to a quantized page: give longer prompts")
+            raise TooShortError("no position attended to a quantized page: give longer prompts")
         kl, top1, dense_nll, nll = (total / self.positions for total in self._sums)
         return Agreement(self.positions, kl, top1, dense_nll, nll)
 
@@ -146,8 +153,8 @@ def measure(
     """Run ``prompts`` over the product's pages on every level; return one measurement a level.
 
     Holds one prompt at a time: a dense cache and one of each level. The seam must be installed.
-    Raises `UnsupportedModel` for a model that has no pages, and ``ValueError`` if the prompts
-    (``2 * 64`` tokens and more) are too short to fill one.
+    Raises `UnsupportedModel` for a model that has no quantized keys and values, and `TooShortError`
+    if the prompts (``2 * 64`` tokens and more) are too short to fill a page.
     """
     vocab_size = model(mx.array([[0]])).shape[-1]
     levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in ladder]
@@ -176,7 +183,9 @@ class _Level:
         self.scheme = scheme
         self.tally = Tally()
         settings = CacheSettings(ladder=(scheme,), scratch=prefill_scratch)
-        self._runner = probe.serve(model, settings, vocab_size).runner
+        served = probe.serve(model, settings, vocab_size)
+        _check_quantized(served)
+        self._runner = served.runner
         self._row: Row | None = None
 
     def start(self) -> None:
@@ -204,6 +213,22 @@ class _Level:
             mx.eval(logits[-1], cache.arrays())
         cache.flush()
         return mx.stack(logits)
+
+
+def _check_quantized(served: Served) -> None:
+    """Refuse a model whose levels would all be the dense model compared with itself."""
+    cache = served.runner.cache
+    if isinstance(cache, OwnCache):
+        why = next(iter(served.reasons.values()), "")
+        raise UnsupportedModel(
+            f"this model is served over mlx-lm's own dense caches ({why}): nothing of it is "
+            "quantized, so there is nothing to calibrate"
+        )
+    if not cache.stores:
+        raise UnsupportedModel(
+            "this model keeps recurrent states and no keys and values: nothing of it is quantized, "
+            "so there is nothing to calibrate"
+        )
 
 
 def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, decoded: int) -> None:

@@ -17,6 +17,12 @@ sys.stderr.write("1/1 weights\\n")
 arguments = sys.argv[1:]
 if os.environ.get("STUB") == "dead":
     sys.exit("out of memory")
+if os.environ.get("STUB") == "says nothing":
+    sys.stderr.write("Killed\\n\\n  \\n")
+    print("7")
+    sys.exit(1)
+print("a library greets you")
+print("{}")
 if os.environ.get("STUB") == "refuses":
     print(json.dumps({"error": {"code": "unknown_model", "message": "no [such] model"}}))
     sys.exit(1)
@@ -95,6 +101,9 @@ def test_what_goes_wrong_is_said_with_its_exit_code(kvctl):
     code, _, err = kvctl("calibrate", "demo", stub="dead")
     assert code == 1
     assert "ended early: out of memory" in err
+    code, _, err = kvctl("calibrate", "demo", stub="says nothing")
+    assert code == 1
+    assert "ended early: Killed" in err
 
 
 @pytest.mark.parametrize(

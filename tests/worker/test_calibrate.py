@@ -197,9 +197,23 @@ def test_not_even_the_top_means_dense(monkeypatch):
     assert len(stages) == 2
 
 
-def test_texts_that_are_too_short_are_refused():
-    with pytest.raises(InvalidRequest, match="tokens"):
-        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=100)
+@pytest.mark.parametrize(("tokens", "why"), [(100, "facts take"), (430, "longer prompts")])
+def test_texts_that_are_too_short_are_refused(monkeypatch, tokens, why):
+    cut = [list(range(300, 400))]
+    if tokens > 400:
+        monkeypatch.setattr(calibrate.fidelity, "texts", lambda *_, **__: cut)
+    with pytest.raises(InvalidRequest, match=f"^tokens: .*{why}") as caught:
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=tokens)
+    assert caught.value.detail == {"field": "tokens"}
+
+
+def test_a_fault_of_the_measuring_is_not_blamed_on_the_texts(monkeypatch):
+    def broken(*_):
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(calibrate.fidelity, "measure", broken)
+    with pytest.raises(ValueError, match=r"^shapes do not match"):
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=400)
 
 
 @pytest.mark.parametrize(

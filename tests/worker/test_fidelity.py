@@ -10,7 +10,16 @@ from kvd import demo
 from kvd.worker import fidelity, seam
 from kvd.worker import model as models
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.fidelity import Agreement, Floor, LevelAgreement, Tally, lowest_level
+from kvd.worker.fidelity import (
+    Agreement,
+    Floor,
+    LevelAgreement,
+    Tally,
+    TooShortError,
+    lowest_level,
+)
+from protocol.errors import UnsupportedModel
+from tests.architectures.zoo import build
 
 pytestmark = pytest.mark.mlx
 
@@ -46,7 +55,7 @@ def test_perplexity_change_is_relative():
 
 
 def test_no_position_is_no_verdict():
-    with pytest.raises(ValueError, match="longer prompts"):
+    with pytest.raises(TooShortError, match="longer prompts"):
         Tally().agreement()
 
 
@@ -69,8 +78,17 @@ def test_each_level_is_worse_than_the_one_above():
     assert measured[0].agreement.positions == sum(len(p) - 1 - 256 for p in prompts)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("deepseek_v41", "dense caches .*LayerCache"), ("mamba", "recurrent states")]
+)
+def test_a_model_without_quantized_keys_gets_no_verdict(name, why):
+    model, _ = build(name)
+    with pytest.raises(UnsupportedModel, match=f"{why}.*nothing to calibrate"):
+        fidelity.measure(model, [list(range(300))], LADDER[:1])
+
+
 def test_short_prompts_are_refused():
     seam.install()
     loaded = models.load(demo.path())
-    with pytest.raises(ValueError, match="longer prompts"):
+    with pytest.raises(TooShortError, match="longer prompts"):
         fidelity.measure(loaded.model, [list(range(300, 400))], LADDER[:1])
