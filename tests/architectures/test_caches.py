@@ -173,8 +173,30 @@ def test_the_table_of_models_is_kept(case: Case) -> None:
     assert table.line(case.name, case.served) in table.PAGE.read_text().splitlines()
 
 
-def test_most_models_use_pages() -> None:
+NOT_QUANTIZED = {"deepseek_v41": "a cache of its own, LayerCache"}
+"""Models with attention that are served dense, and why: no store of ours stands for what they keep.
+
+LayerCache is a window, groups that the model compresses itself, their index keys and an open group.
+"""
+
+
+def test_most_models_use_pages_and_all_with_attention_are_quantized() -> None:
     text, _, _ = table.PAGE.read_text().partition("## Not run here")
-    lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(lines) == len(ZOO) >= 70
-    assert sum("| pages" in line for line in lines) >= 55
+    rows = {
+        name.strip("` "): (kinds.strip().split(", "), paths.strip().split(", "), why.strip())
+        for name, kinds, paths, _, why in (
+            line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")
+        )
+    }
+    assert rows.keys() == ZOO.keys()
+    assert len(rows) >= 70
+    assert sum("pages" in paths for _, paths, _ in rows.values()) >= 55
+    dense = {}
+    for name, (kinds, paths, why) in rows.items():
+        attends = set(kinds) - {"recurrent"}
+        assert attends or paths == ["state"], name
+        if "dense" in paths:
+            dense[name] = why
+        elif attends:
+            assert set(paths) & {"pages", "dequantize-on-read"}, name
+    assert dense == NOT_QUANTIZED

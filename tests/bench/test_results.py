@@ -1,0 +1,178 @@
+"""The committed results keep the limits that are promised, and the pages of docs say what they say.
+
+Nothing is measured here; `bench/results/README.md` names the commands that did. Whoever takes the
+numbers anew is held to the same limits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core")  # the benches import it
+
+from bench import kv
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+LENGTHS = (1024, 2048, 4096, 8192)
+PARTS = ("prefill", "decode")
+BLOCK = "<!-- {} -->\n{}\n<!-- end -->"
+
+pytestmark = pytest.mark.mlx
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
+
+
+def entry(run: dict[str, Any], recipe: str, length: int) -> dict[str, Any]:
+    (found,) = (one for one in run["results"] if (one["recipe"], one["length"]) == (recipe, length))
+    assert all(np.isfinite(list(found[part].values())).all() for part in PARTS)
+    return found
+
+
+def having(recipe: str) -> list[dict[str, Any]]:
+    """Return the files with 64 texts, of the model as it is shipped, that measured a recipe."""
+    runs = [result(file.stem) for file in sorted(RESULTS.glob("fidelity-h200-*.json"))]
+    return [
+        run
+        for run in runs
+        if not run["flat_keys"] and any(one["recipe"] == recipe for one in run["results"])
+    ]
+
+
+# Fidelity of the embedded model.
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    ("recipe", "kl", "top1"), [("k8v8", 1e-4, 0.997), ("k8v4", 2e-3, 0.0)], ids=["k8v8", "k8v4"]
+)
+def test_eight_bit_keys_cost_next_to_nothing(
+    recipe: str, kl: float, top1: float, length: int
+) -> None:
+    runs = having(recipe)
+    assert runs
+    for run in runs:
+        assert next(one for one in run["dense"] if one["length"] == length)["texts"] >= 64
+        found = entry(run, recipe, length)
+        for part in PARTS:
+            assert found[part]["positions"] >= 10_000
+            assert 0 <= found[part]["kl"] <= kl
+            assert top1 <= found[part]["top1"] <= 1
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_run_on_a_cpu_agrees(length: int) -> None:
+    # Two texts a length: too few for each part by itself.
+    run = result("fidelity-linux-cpu")
+    for recipe, kl, top1 in (("k8v8", 1e-4, 0.997), ("k8v4", 2e-3, 0.0)):
+        parts = [entry(run, recipe, length)[part] for part in PARTS]
+        weights = [part["positions"] for part in parts]
+        assert np.average([part["kl"] for part in parts], weights=weights) <= kl
+        assert np.average([part["top1"] for part in parts], weights=weights) >= top1
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_chosen_key_layout_wins(length: int) -> None:
+    (run,) = (one for one in having("k4v8:token") if one["text"] == "recall tasks")
+    chosen, per_token = (entry(run, name, length) for name in ("k4v8", "k4v8:token"))
+    assert chosen["bytes_to_dense"] == per_token["bytes_to_dense"]
+    for part in PARTS:
+        assert 0 < chosen[part]["kl"] <= 0.6 * per_token[part]["kl"]
+
+
+def test_the_page_says_how_far_that_holds_without_outliers() -> None:
+    flat = result("fidelity-h200-flat-keys")
+    assert flat["flat_keys"]
+    for part, said in (("prefill", "0.62 to 0.68"), ("decode", "0.51 to 0.66")):
+        shares = [
+            entry(flat, "k4v8", n)[part]["kl"] / entry(flat, "k4v8:token", n)[part]["kl"]
+            for n in LENGTHS
+        ]
+        assert f"{min(shares):.2f} to {max(shares):.2f}" == said
+        assert f"{said} ({part}" in " ".join(page("fidelity").split())
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_four_bits_recall_what_dense_recalls(length: int) -> None:
+    for run in having("k4v4"):
+        dense = next(one for one in run["dense"] if one["length"] == length)["recall"]
+        assert dense > 0.95
+        assert abs(entry(run, "k4v4", length)["recall"] - dense) <= 0.02
+
+
+def test_the_tables_of_the_fidelity_page_are_those_of_the_results() -> None:
+    pytest.importorskip("matplotlib")
+    from bench.fidelity import report
+
+    names = ("layouts", "flat-keys", "mixes", "variants", "even")
+    runs = {name: report.Run.read(name) for name in names}
+    blocks = {
+        "schemes": report.schemes(runs["layouts"]),
+        "layouts": report.layouts(runs["layouts"], runs["flat-keys"], runs["variants"]),
+        "mixes": report.mixes(runs["mixes"]),
+        "variants": report.variants(runs),
+        "layers": report.layers(runs["mixes"]),
+    }
+    text = page("fidelity")
+    for name, block in blocks.items():
+        assert BLOCK.format(name, block) in text, name
+
+
+# Memory and time.
+
+
+def test_bytes_per_token_stay_within_their_share() -> None:
+    memory = result("kv-linux-cpu")["memory"]
+    shares = {(one["scheme"], one["dtype"]): one["share_of_fp16"] for one in memory}
+    for scheme, limit in {"k8v8": 0.54, "k8v4": 0.41, "k4v4": 0.29}.items():
+        assert kv.LIMITS[scheme] == limit
+        for dtype in ("bfloat16", "float16"):
+            assert 0 < shares[scheme, dtype] <= limit
+
+
+def test_attention_time_is_linear_in_the_context() -> None:
+    found = result("kv-linux-cpu")["linearity"]
+    assert (found["lengths"][0], found["lengths"][-1]) == (1024, 32768)
+    assert len(found["attend_ms"]) == len(found["lengths"]) >= 6
+    r2 = np.corrcoef(found["lengths"], found["attend_ms"])[0, 1] ** 2
+    assert r2 == pytest.approx(found["r2"], abs=1e-6)
+    assert r2 > 0.99
+    assert found["ms_per_1k_tokens"] > 0
+    assert f"{r2:.4f}" in page("performance")
+
+
+def test_a_very_unequal_batch_takes_a_fraction_of_a_rectangle() -> None:
+    rows = result("kv-linux-cpu")["unequal"]
+    (theirs,) = (one for one in rows if one["cache"] == "mlx-lm BatchKVCache")
+    ours = [one for one in rows if one["cache"].startswith("kvd ")]
+    assert len(ours) == 2
+    for one in ours:
+        assert 0 < one["bytes"] <= 0.15 * theirs["bytes"]
+
+
+def test_the_performance_page_has_the_bytes_of_the_results() -> None:
+    found, text = result("kv-linux-cpu"), page("performance")
+    for one in found["equal"] + found["unequal"]:
+        assert f"{one['bytes'] / 1e6:.1f} MB" in text, one["cache"]
+
+
+def test_stepping_down_under_decode() -> None:
+    found = result("requantize-linux-cpu")
+    assert (found["rows"], found["tokens"]) == (8, 8192)
+    assert (found["ladder"][0], found["ladder"][-1]) == ("k8v8", "k4v4")
+    assert found["steps"] >= 20
+    assert 0 < found["median_step_s"] <= found["longest_step_s"] <= 3 * found["median_step_s"]
+    assert found["bytes_after"] == found["bytes_formula"] < found["bytes_before"]
+    assert found["peak_during"] - found["peak_before"] <= found["scratch_bytes"]
+    assert found["untouched_rows_same_to_the_bit"] is True
