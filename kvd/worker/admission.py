@@ -176,7 +176,7 @@ class Admission:
     @property
     def _can_rest(self) -> bool:
         budget = self.budget
-        above = budget.pages > self._idle_pages or budget.denied is not None
+        above = budget.pages > self._idle_pages or budget.remembered
         return self.idle and budget.open_bytes is None and above
 
     def rest(self, cached: int = 0) -> GrantWanted | None:

@@ -32,9 +32,11 @@ class PageBudget:
     open_bytes: int | None = None
     """The total of the wish that awaits its answer."""
     denied: Grant | None = None
-    """The newest answer, if it was no and nothing has changed since."""
+    """The newest answer, if it was no and nothing has become free here since."""
     denied_bytes: int = 0
     """The total that it was about."""
+    remembered: bool = False
+    """Whether the daemon has a denied wish in mind, and will grant it when there is room."""
 
     @property
     def pages(self) -> int:
@@ -64,7 +66,7 @@ class PageBudget:
 
     def withdraw(self) -> GrantWanted | None:
         """Take a denied wish back: the daemon remembers it, and would grant it to nobody."""
-        if self.open_bytes is not None or self.denied is None:
+        if self.open_bytes is not None or not self.remembered:
             return None
         self.denied = None
         return self._ask(self.granted_bytes, "the request is gone")
@@ -79,6 +81,7 @@ class PageBudget:
         if grant.seq != self.seq:
             return
         self.granted_bytes = grant.total_bytes
+        self.remembered = not grant.granted
         if grant.granted:
             self.denied = None
         else:

@@ -25,7 +25,7 @@ from protocol.worker import Grant, GrantWanted
 HOUR = 3600.0
 BASE, PAGE = 5000, 10
 ROW_PAGES, REST, SLAB = 2, 20, 16
-CHUNK, BUDGET, ROWS, AGE = 256, 512, 8, 6000
+CHUNK, BUDGET, ROWS, AGE = 256, 384, 8, 6000
 
 
 def own_pages(start: int, end: int) -> int:

@@ -96,6 +96,13 @@ def test_who_has_begun_is_refused_if_the_whole_budget_is_too_small() -> None:
     assert isinstance(refused[1], InsufficientMemory)
 
 
+def test_spare_tails_count_until_they_are_given_up() -> None:
+    admission = admission_of(pages=20)
+    admission.submit("a", 640, 64)
+    assert admission.turn(Held(0, 4)).plan.wanted_pages == 10 + 4 * ROW_PAGES - 20
+    assert admission.turn(Held(0, 3)).plan.admitted == ("a",)
+
+
 def test_what_rows_hold_is_not_given_back() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 640, 64)
@@ -120,6 +127,20 @@ def test_an_idle_engine_keeps_cached_prefixes() -> None:
     answer(admission, wish, granted=True)
     assert not admission.has_work
     assert admission.rest(cached=12) is None
+
+
+def test_who_leaves_takes_along_what_was_denied() -> None:
+    """The daemon remembers it, and would grant it to nobody."""
+    admission = admission_of()
+    admission.submit("a", 1920, 64)
+    wish = admission.turn(Held()).wish
+    assert wish is not None
+    answer(admission, wish, granted=False)
+    admission.finish("a")
+    assert admission.has_work
+    wish = admission.rest()
+    assert wish is not None
+    assert wish.total_bytes == BASE + REST * PAGE
 
 
 def test_paused_and_parked_rows_are_no_work() -> None:

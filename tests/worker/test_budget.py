@@ -100,6 +100,17 @@ def test_withdrawing_replaces_the_wish_that_the_daemon_remembers() -> None:
     assert mine.denied is None
 
 
+def test_a_denied_wish_is_withdrawn_also_when_it_might_be_asked_again() -> None:
+    """Something became free here, so the denial is forgotten; the daemon still has it in mind."""
+    mine = budget()
+    deny(mine, 7)
+    mine.denied = None
+    assert mine.withdraw() is not None
+    assert mine.withdraw() is None  # one is open
+    mine.answer(Grant(seq=mine.seq, total_bytes=1105, granted=True))
+    assert mine.withdraw() is None
+
+
 def test_answer_to_an_older_wish_changes_nothing() -> None:
     """The daemon answers in order: the open wish's total is decided after it."""
     mine = budget()
