@@ -344,9 +344,8 @@ class DenseModel:
         self.stores = [DenseStore(store) for store in cache.stores]
         self.sequences: dict[SequenceRow, DenseSequence] = {}
         self.frozen: dict[FrozenSequence, DenseSequence] = {}
-        self.batch: list[SequenceRow | None] = []
-        """Whose states are in one array, of ``padded`` entries."""
-        self.padded = 0
+        self.left = 0
+        """Sequences that left since the last pass."""
 
     def add(self, sequence: SequenceRow) -> None:
         for store, row in zip(self.stores, sequence.rows, strict=True):
@@ -359,7 +358,6 @@ class DenseModel:
         self._copy_rows(sequence, frozen)
         mine = self.sequences[sequence]
         self.frozen[frozen] = DenseSequence(mine.total, mine.last, mine.started)
-        self.batch = []
 
     def thaw(self, frozen: FrozenSequence, sequence: SequenceRow) -> None:
         self._copy_rows(frozen, sequence)
@@ -381,15 +379,11 @@ class DenseModel:
         for store, row in zip(self.stores, sequence.rows, strict=True):
             del store.rows[row]
         del self.sequences[sequence]
-        self.batch = [None if one is sequence else one for one in self.batch]
+        self.left += 1
 
-    def step(self, sequences: list[SequenceRow], batch: int, inputs: np.ndarray) -> None:
+    def step(self, sequences: list[SequenceRow], inputs: np.ndarray) -> None:
         """Give states their tokens, ``[sequences, tokens, 4]``."""
-        if batch == 1:
-            if sequences[0] in self.batch:
-                self.batch = []
-        elif (sequences, batch) != (self.batch, self.padded):
-            self.batch, self.padded = list(sequences), batch
+        self.left = 0
         for sequence, tokens in zip(sequences, inputs, strict=True):
             mine = self.sequences[sequence]
             mine.total = mine.total + tokens[:, :3].sum(axis=0)
@@ -434,20 +428,13 @@ class DenseModel:
         states = self.cache.states
         if not states.parts:
             return
-        members = [one for one in self.batch if one is not None]
-        alone = [one for one in self.sequences if one not in members]
-        count = sum(self.sequences[one].started for one in alone)
-        count += self.padded if self.batch else 0
-        assert states.nbytes == count * STATE_BYTES * len(states.parts)
-        for sequence in alone:
-            self._check_state(self.sequences[sequence], states._held[sequence])
-        for place, sequence in enumerate(self.batch):
-            if sequence is not None:
-                here = slice(place, place + 1)
-                self._check_state(
-                    self.sequences[sequence],
-                    [[array[here] for array in part] for part in states._batch],
-                )
+        count = sum(mine.started for mine in self.sequences.values())
+        held, odd = divmod(states.nbytes, STATE_BYTES * len(states.parts))
+        assert not odd, "padding, or a part of a state"
+        # Who left keeps a place in a block until the next pass.
+        assert count <= held <= count + self.left
+        for sequence, mine in self.sequences.items():
+            self._check_state(mine, states.snapshot(sequence))
 
     def _check_state(self, mine: DenseSequence, state: State) -> None:
         for total, last in state:
@@ -459,7 +446,5 @@ class DenseModel:
                 assert last is None
 
     def snapshot(self, sequence: SequenceRow) -> None:
-        """Compare what `StateStore.snapshot` says; this takes the batch apart."""
-        state = self.cache.states.snapshot(sequence)
-        self.batch = []
-        self._check_state(self.sequences[sequence], state)
+        """Compare what `StateStore.snapshot` says."""
+        self._check_state(self.sequences[sequence], self.cache.states.snapshot(sequence))

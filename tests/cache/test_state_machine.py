@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
                 self.twin.stores[store].append(sequence.rows[store], new)
         if not prefill:
             self._check_outputs(sequences, outputs, None)
-        self.twin.step(sequences, batch, inputs[: len(sequences)])
+        self.twin.step(sequences, inputs[: len(sequences)])
 
     def _normal(self, *shape: int) -> np.ndarray:
         return self.rng.normal(size=shape).astype(np.float32)
@@ -439,7 +439,7 @@ class Machine(RuleBasedStateMachine):
             self.cache.free(sequence)
             self.twin.free(sequence)
         self.cache.shrink(pages)
-        self.twin.batch = []
+        self.twin.left = 0
         wanted = self.cache.frozen_bytes
         for store in self.cache.stores:
             for allocator in store.allocators:

@@ -86,3 +86,89 @@ def test_twins_go_apart() -> None:
     step(states, ["twin", "other", "one"], [10.0, 20.0, 30.0], batch=5)
 
     assert [total(states, name) for name in ("one", "other", "twin")] == [31.0, 22.0, 12.0]
+
+
+def test_padding_is_not_kept() -> None:
+    states = states_of(*range(3))
+    step(states, [0, 1], [1.0, 2.0], batch=16)
+    step(states, [2], [4.0], batch=16)
+    step(states, [0, 1], [1.0, 2.0], batch=16)
+    mx.eval(states.arrays())
+
+    assert states.nbytes == 3 * states.row_bytes
+    assert [total(states, name) for name in range(3)] == [2.0, 4.0, 4.0]
+
+
+def test_any_groups_of_sequences_may_share_passes() -> None:
+    states = states_of(*range(6))
+    wanted = [0.0] * 6
+    for group in ([0, 1, 2], [3, 4], [5], [0, 1, 2], [3, 4], [4, 3], [2, 5, 0], [1], [0, 2]):
+        step(states, list(group), [1.0 + name for name in group], batch=len(group) + 1)
+        for name in group:
+            wanted[name] += 1.0 + name
+        assert states.places == 6
+
+    assert [total(states, name) for name in range(6)] == wanted
+
+
+def test_who_left_keeps_no_place_beyond_the_next_pass() -> None:
+    states = states_of(*range(8))
+    step(states, list(range(7)), [1.0] * 7)
+    for name in range(1, 7):
+        states.remove(name)
+    assert (states.places, states.nbytes) == (8, 7 * states.row_bytes)
+    step(states, [7], [1.0])
+
+    assert (states.places, states.nbytes) == (2, 2 * states.row_bytes)
+    assert total(states, 0) == 1.0
+
+
+@pytest.mark.parametrize("padding", [0, 3, 12])
+def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int) -> None:
+    """Through joins and leaves, padded or not; what is kept is the rows' own."""
+    part = StatePart(((1, 1 << 16), (1, 3, 1 << 14)), (mx.float32, mx.float32))
+    states = StateStore([part] * 12)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    start = mx.get_active_memory()
+
+    def run(names: list[int]) -> list[mx.array]:
+        batch = len(names) + padding
+        states.begin(names, batch)
+        outputs = []
+        for cache in states.caches:
+            total, last = cache.cache
+            x = outputs[-1] if outputs else mx.ones((batch, 1))
+            total = x if total is None else total * 0.5 + x
+            before = mx.zeros((batch, 3, 1 << 14)) if last is None else last
+            # As models do: the newest of a longer piece.
+            last = mx.concatenate([before, mx.ones((batch, 4, 1 << 14))], axis=1)[:, -3:]
+            cache.cache = [mx.broadcast_to(total, (batch, 1 << 16)) + 0, last]
+            outputs.append(cache.cache[0].mean(axis=1, keepdims=True))
+        states.end()
+        return outputs
+
+    flight: list[mx.array] = []
+    most = 0
+    changes = {0: range(6), 5: range(16), 9: range(2, 16), 12: [15, 2, 7], 15: range(3)}
+    names: list[int] = []
+    for number in range(20):
+        wanted = list(changes.get(number, names))
+        for name in set(names) - set(wanted):
+            states.remove(name)
+        for name in sorted(set(wanted) - set(names)):
+            states.add(name)
+        names, most = wanted, max(most, states.places)
+        outputs = run(names)
+        mx.async_eval(outputs, states.arrays())
+        mx.eval(flight)
+        flight = outputs
+    mx.eval(flight, states.arrays())
+    peak = mx.get_peak_memory() - start
+    mx.clear_cache()
+    # Inside a step, of two layers, padded arrays and the longer pieces that are cut.
+    inside = 2 * (most + padding) * 3 * part.nbytes
+
+    assert mx.get_active_memory() - start <= states.nbytes + (1 << 16)
+    assert most == 16
+    assert peak <= most * states.charged_row_bytes + inside

@@ -11,6 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.attention.decode import decode_attention
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.layout import AttentionPart, Entry, Layout
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.steps import TAIL_TOKENS
 from tests.cache.helpers import Bench, DenseRow
@@ -128,6 +131,70 @@ def test_page_limit_caps_growth() -> None:
     bench.new(64 * 11)
 
     assert bench.store.allocators[0].capacity == 10
+
+
+def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
+    """The pools of dense pages go when others need the room: on every level, at every flush."""
+    schemes = [Scheme(16, 16), Scheme(4, 4)]
+    bench = Bench(LayerGeometry(1, 64, 64), schemes, layers=2, quantized_start=512)
+    store, chunk = bench.store, 128
+    lengths = [3000, 600, 2500, 500]
+    limit = sum(store.most_bytes(length, chunk) for length in lengths)
+    store.spare = lambda: limit - store.charged_bytes
+    rows = [bench.new() for _ in lengths]
+    rng = np.random.default_rng(2)
+    while left := [
+        (row, length)
+        for row, length in zip(rows, lengths, strict=True)
+        if row.row.length <= length - chunk
+    ]:
+        row, _ = left[rng.integers(len(left))]
+        bench.prefill(row, chunk)
+        assert store.charged_bytes <= limit
+        store.check()
+
+    assert [{page.level for page in row.row.pages} for row in rows] == [{1}, {1}, {1}, {0}]
+
+
+def test_kinds_do_not_hold_ahead_what_others_reserved() -> None:
+    part = LayerGeometry(1, 64, 64)
+    kinds = (FULL, Kind(window=400), FULL, Kind(window=1000))
+    layout = Layout(tuple(Entry((AttentionPart(kind, part),)) for kind in kinds), mx.float32)
+    cache = ModelCache(layout, CacheSettings(ladder=(Scheme(8, 8),)))
+    lengths, chunk = [2000, 700], 128
+    cache.limit_bytes = sum(cache.pages_bytes_for(one, chunk) + cache.row_bytes for one in lengths)
+    tokens = mx.random.normal((1, 1, chunk, 64))
+    for length in lengths:
+        sequence = cache.new_row()
+        while sequence.length <= length - chunk:
+            cache.begin_prefill(sequence, chunk)
+            for view in cache.views([sequence]):
+                view.update_and_fetch(tokens, tokens)
+            cache.end_pass()
+            cache.finish_prefill()
+            held = cache.charged_bytes + cache.tail_slots * cache.row_bytes
+            assert held <= cache.limit_bytes
+            cache.check()
+
+
+def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> None:
+    bench = Bench(scheme=[Scheme(16, 16), Scheme(2, 2)], layers=1, quantized_start=512)
+    row = bench.new(400)
+    store = bench.store
+    before = [np.array(side) for side in store.read(row.row, 0)]
+    copies = [store.fork(row.row) for _ in range(3)]
+    frozen = store.freeze(copies.pop())
+    for copy in copies:  # two leave, at flushes of their own
+        store.begin_prefill(copy, 200)
+        tokens = mx.random.normal((1, 2, 200, 64))
+        bench.caches[0].update_and_fetch(tokens, tokens)
+        store.finish_prefill()
+
+    assert all({page.level for page in copy.pages} == {1} for copy in copies)
+    for holder in (row.row, store.thaw(frozen)):
+        after = [np.array(side) for side in store.read(holder, 0)]
+        assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+    store.check()
 
 
 def test_slots_of_a_gap_are_reused() -> None:

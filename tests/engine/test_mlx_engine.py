@@ -251,6 +251,21 @@ def test_nothing_runs_beyond_the_budget() -> None:
     assert error.detail["needed_bytes"] > error.detail["budget_bytes"]
 
 
+def test_rows_that_start_dense_stay_within_a_tight_grant() -> None:
+    driver = Driver("demo", kv=KVSpec(quantized_kv_start=256), prefill_chunk=128)
+    driver.budget = driver.total
+    for index in range(4):
+        driver.submit(f"r{index}", prompt_of(1800, index), max_tokens=70)
+    cache, budget = driver.engine._runner.cache, driver.engine._admission.budget
+    while driver.engine.has_work:
+        driver.step()
+        held = cache.charged_bytes + cache.tail_slots * cache.row_bytes
+        assert held <= driver.total - budget.base_bytes
+
+    assert {outcome.reason for outcome in driver.outcomes.values()} <= {"length", "stop"}
+    assert driver.engine.stats().max_rows_in_step == 4
+
+
 def test_load_that_does_not_fit_says_the_arithmetic() -> None:
     with pytest.raises(InsufficientMemory) as caught:
         Driver("demo", budget=1 << 20)

@@ -167,8 +167,8 @@ class ModelCache:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that every sequence takes: tails and states."""
-        return sum(store.row_bytes for store in self.stores) + self.states.row_bytes
+        """Bytes that every sequence takes: tails, and states, which each step leaves anew."""
+        return sum(store.row_bytes for store in self.stores) + self.states.charged_row_bytes
 
     def pages_bytes_for(self, length: int, chunk: int = 0) -> int:
         """Return the most bytes of pages that a sequence fills on its way to ``length`` tokens.
@@ -196,7 +196,8 @@ class ModelCache:
     @property
     def tail_slots(self) -> int:
         """Sequences that there are tails for, or states."""
-        return max([len(self.sequences), *(store.tail_slots for store in self.stores)])
+        places = max(len(self.sequences), self.states.places)
+        return max([places, *(store.tail_slots for store in self.stores)])
 
     @property
     def tails_bytes(self) -> int:
