@@ -266,7 +266,11 @@ def _verdict(what: str, value: float, limit: float) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, measure, print and write."""
-    parser = argparse.ArgumentParser(prog="bench.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shape", choices=list(shapes.SHAPES), required=True)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384])

@@ -140,6 +140,9 @@ class Comparison:
             raise RuntimeError(
                 f"{server.side.name} did not finish {trace.name} within {self._timeout_s:g} s"
             ) from None
+        except ExceptionGroup as group:
+            first = group.exceptions[0]
+            raise RuntimeError(f"{server.side.name} failed in {trace.name}: {first!r}") from group
         try:
             check_fair(trace, streams)
         except Unfair as unfair:
@@ -166,6 +169,8 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as name:
         folder = Path(name)
         source = demo.path() if options.model == "demo" else Path(options.model)
+        if not (source / "tokenizer.json").is_file():
+            raise RuntimeError(f"{source} is no model's folder with a tokenizer.json")
         model = folder / "model"
         twin.make(source, model, float32=not accelerated)
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -231,15 +236,25 @@ def _cancelled_by_signals() -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 1, not {text!r}")
+    return int(text)
+
+
 def main() -> None:
     """Parse, compare and write."""
-    parser = argparse.ArgumentParser(prog="bench.serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", default="demo", help="demo, or a model's folder")
     parser.add_argument(
         "--traces", nargs="+", choices=list(traces.TRACES), default=list(traces.DEFAULT)
     )
     parser.add_argument("--sides", nargs="+", help="only these")
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=_positive, default=3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--url", nargs="+", default=[], help="more servers: NAME=http://host:port")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for a run of a trace")
@@ -249,7 +264,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 180)
     try:
         result = asyncio.run(compare(options, console))
-    except (RuntimeError, Unfair) as error:
+    except (RuntimeError, ValueError, Unfair) as error:
         raise SystemExit(f"error: {error}") from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise SystemExit(130) from None
