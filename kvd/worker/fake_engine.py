@@ -2,13 +2,13 @@
 
 ``fake:tps=200,load=0.1,crash_after=50`` is a model that takes 0.1 s to load, makes 200 steps a
 second and ends its process in step 50; `FakeModel` has all the keys. Its tokens are a pure
-function of prompt, seed and position. It asks for grants, queues and prefills as the real one
-does, so that the daemon and everything above it can be tested without MLX.
+function of prompt, seed, choice and position; their logprobs are made up, but are those of one
+distribution. Bias, penalties and filters change nothing. It asks for grants, queues and prefills
+as the real one does, so that the daemon and everything above it can be tested without MLX.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from dataclasses import dataclass, field
@@ -19,6 +19,8 @@ import msgspec
 
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget, mebibytes
+from kvd.worker.choices import Choices, check_ids, late
+from kvd.worker.fake_story import VOCABULARY, Story, word
 from kvd.worker.scheduler import Scheduler
 from kvd.worker.stops import StopFilter
 from protocol.errors import (
@@ -28,18 +30,26 @@ from protocol.errors import (
     InsufficientMemory,
     InvalidModel,
     InvalidRequest,
+    KvdError,
     NumericalError,
     UnknownModel,
     from_info,
 )
-from protocol.types import KVPart, KVSpec, MemoryUse, ModelInfo, Sampling, Usage, WorkerStats
+from protocol.types import (
+    KVPart,
+    KVSpec,
+    MemoryUse,
+    ModelInfo,
+    Sampling,
+    WorkerStats,
+)
 from protocol.worker import (
     Grant,
     GrantWanted,
     LoadModel,
     Report,
     RowFailed,
-    RowFinished,
+    RowPrompt,
     RowTokens,
     Submit,
 )
@@ -50,13 +60,13 @@ if TYPE_CHECKING:
     from kvd.worker.engine import AskGrant, ReportProgress
     from protocol.messages import FinishReason
 
-VOCABULARY = 256
 DEFAULT_MAX_TOKENS = 512
 CRASH_STATUS = 70
 """EX_SOFTWARE; what the daemon sees of a crash."""
 
-_SYLLABLES = [consonant + vowel for consonant in "bdkl" for vowel in "aeio"]
 _LOAD_STAGES = 10
+_PROMPT_PIECE = 256
+"""Tokens of a prompt whose logprobs are told in one report."""
 
 
 class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,19 +116,32 @@ def parse(source: str) -> FakeModel:
 
 
 @dataclass
-class _Row:
-    rid: str
-    prompt: bytes
-    """One token each; cut to bytes also where tokens were given."""
-    seed: int
-    max_new: int
+class _Choice:
+    number: int
     stops: StopFilter
     sent: int = 0
 
-    def token(self) -> int:
-        """Return the next token."""
-        story = b"%d %d " % (self.seed, self.sent) + self.prompt
-        return hashlib.blake2b(story, digest_size=1).digest()[0]
+
+@dataclass
+class _Row:
+    submit: Submit
+    story: Story
+    max_new: int
+    ends: frozenset[int]
+    choices: list[_Choice]
+    """Those that still run."""
+    over: Choices
+    made: int = 0
+
+    @property
+    def rid(self) -> str:
+        return self.submit.rid
+
+    def token(self, choice: _Choice) -> int:
+        """Return the next token: none that would end the completion before ``min_tokens``."""
+        early = choice.sent < self.submit.min_tokens
+        barred = self.ends if early else frozenset[int]()
+        return self.story.token(choice.number, choice.sent, barred)
 
 
 @dataclass
@@ -197,11 +220,24 @@ class FakeEngine:
                 prompt_tokens=len(prompt),
                 context_length=self._model.context,
             )
+        check_ids(request, VOCABULARY)
         max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
         row = _Row(
-            request.rid, prompt, _seed_of(request.sampling), max_new, StopFilter(request.stop)
+            request,
+            Story(prompt, _seed_of(request.sampling)),
+            max_new,
+            frozenset(request.stop_tokens),
+            [_Choice(number, StopFilter(request.stop)) for number in range(request.n)],
+            Choices(request, len(prompt)),
         )
-        self._admission.submit(request.rid, len(prompt), max_new)
+        self._admission.submit(
+            request.rid,
+            len(prompt),
+            max_new,
+            priority=request.priority,
+            deadline=None if request.deadline_s is None else self.clock() + request.deadline_s,
+            choices=request.n,
+        )
         self._rows[request.rid] = row
         self._prompt_tokens += len(prompt)
         return len(prompt)
@@ -209,7 +245,9 @@ class FakeEngine:
     def cancel(self, rid: str) -> None:
         """End a row; the next step says so."""
         if (row := self._rows.get(rid)) is not None:
-            self._finish(row, "cancelled")
+            for choice in row.choices:
+                self._reports += row.over.finish(choice.number, "cancelled", choice.sent)
+            self._release(row)
 
     def granted(self, grant: Grant) -> None:
         """Take the answer to a `GrantWanted`."""
@@ -218,7 +256,8 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        return bool(self._reports or self._admission.has_work)
+        late = self._scheduler.expired(self.clock())
+        return bool(self._reports or late or self._admission.has_work)
 
     # The step.
 
@@ -230,13 +269,14 @@ class FakeEngine:
             _crash()
         if self._steps == self._model.hang_after:
             self._hang()
+        for rid in self._scheduler.expired(self.clock()):
+            self._fail(self._rows[rid], late(self._rows[rid].made))
         turn = self._admission.turn(Held())
         plan = turn.plan
         self._tell(turn.wish)
         if turn.refused is not None:
             rid, error = turn.refused
-            self._reports.append(RowFailed(rid=rid, error=error.info()))
-            self._release(self._rows[rid])
+            self._fail(self._rows[rid], error)
         for chunk in plan.group:
             self._scheduler.prefilled(chunk.rid, chunk.end)
         self._most_rows = max(self._most_rows, len(plan.decode))
@@ -264,28 +304,71 @@ class FakeEngine:
             _crash()
         if _is_in(model.hang_on, row):
             self._hang()
-        if _is_in(model.nan_on, row) or row.sent + 1 == model.nan_after:
-            error = NumericalError("the fake model was asked for bad logits")
-            self._reports.append(RowFailed(rid=row.rid, error=error.info()))
-            self._release(row)
+        sent = row.choices[0].sent
+        if _is_in(model.nan_on, row) or sent + 1 == model.nan_after:
+            self._fail(row, NumericalError("the fake model was asked for bad logits"))
             return
-        self._deliver(row, row.token())
-        if row.stops.stopped or row.sent == model.eos_after:
-            self._finish(row, "stop")
-        elif row.sent == row.max_new:
-            self._finish(row, "length")
+        if not row.made:
+            self._tell_prompt(row)
+        for choice in list(row.choices):
+            self._draw(row, choice)
 
-    def _deliver(self, row: _Row, token: int) -> None:
-        text = row.stops.push(" " + word(token))
-        if row.sent + 1 in (row.max_new, self._model.eos_after):
-            text += row.stops.finish()
-        self._reports.append(RowTokens(rid=row.rid, index=row.sent, tokens=[token], text=text))
-        row.sent += 1
+    def _draw(self, row: _Row, choice: _Choice) -> None:
+        token = row.token(choice)
+        choice.sent += 1
+        row.made += 1
         self._generated_tokens += 1
+        heeds_stops = choice.sent > row.submit.min_tokens
+        if token in row.ends and heeds_stops:
+            self._say(row, choice, [], choice.stops.finish())
+            self._finish(row, choice, "stop")
+            return
+        text = " " + word(token)
+        if heeds_stops:
+            text = choice.stops.push(text)
+        ends = choice.sent >= max(self._model.eos_after, row.submit.min_tokens)
+        own = bool(self._model.eos_after) and ends and not row.submit.ignore_eos
+        over = own or choice.sent == row.max_new
+        self._say(row, choice, [token], text + (choice.stops.finish() if over else ""))
+        if choice.stops.stopped or own:
+            self._finish(row, choice, "stop")
+        elif over:
+            self._finish(row, choice, "length")
 
-    def _finish(self, row: _Row, reason: FinishReason) -> None:
-        usage = Usage(prompt_tokens=len(row.prompt), completion_tokens=row.sent)
-        self._reports.append(RowFinished(rid=row.rid, reason=reason, usage=usage))
+    def _tell_prompt(self, row: _Row) -> None:
+        top = row.submit.prompt_logprobs
+        told = [] if top is None else row.story.told_prompt(top)
+        for at in range(0, len(told), _PROMPT_PIECE):
+            piece = told[at : at + _PROMPT_PIECE]
+            self._reports.append(RowPrompt(rid=row.rid, index=at, logprobs=piece))
+
+    def _say(self, row: _Row, choice: _Choice, tokens: list[int], text: str) -> None:
+        top = row.submit.logprobs
+        told = (
+            None if top is None else [row.story.told(token, choice.sent, top) for token in tokens]
+        )
+        if tokens or text:
+            self._reports.append(
+                RowTokens(
+                    rid=row.rid,
+                    index=choice.sent - 1,
+                    tokens=tokens,
+                    text=text,
+                    choice=choice.number,
+                    logprobs=told,
+                )
+            )
+
+    def _finish(self, row: _Row, choice: _Choice, reason: FinishReason) -> None:
+        self._reports += row.over.finish(choice.number, reason, choice.sent)
+        row.choices.remove(choice)
+        if row.choices:
+            self._admission.finish_choice(row.rid)
+        else:
+            self._release(row)
+
+    def _fail(self, row: _Row, error: KvdError) -> None:
+        self._reports.append(RowFailed(rid=row.rid, error=error.info()))
         self._release(row)
 
     def _release(self, row: _Row) -> None:
@@ -334,11 +417,6 @@ def _kv_part(kv: KVSpec, token_bytes: int) -> KVPart:
     )
 
 
-def word(token: int) -> str:
-    """Return the word that a token is shown as, after a space."""
-    return _SYLLABLES[token // 16] + _SYLLABLES[token % 16]
-
-
 def _prompt_of(request: Submit) -> bytes:
     match request:
         case Submit(prompt=str(prompt), messages=None, tokens=None):
@@ -363,7 +441,7 @@ def _seed_of(sampling: Sampling) -> int:
 
 
 def _is_in(text: str, row: _Row) -> bool:
-    return bool(text) and text.encode() in row.prompt
+    return bool(text) and text.encode() in row.story.prompt
 
 
 def _crash() -> NoReturn:

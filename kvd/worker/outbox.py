@@ -1,9 +1,10 @@
 """Reports on their way to the daemon: merged while they wait, never lost, never reordered.
 
 The worker does not wait for the daemon. What it could not send yet is merged: the tokens of a
-request into one report, newer counters and load progress in the place of older ones. So what
-waits is bounded by the requests themselves: for each at most an acceptance, its tokens and its
-end. The order of one request's reports is kept; that between requests means nothing.
+completion into one report, newer counters and load progress in the place of older ones. So what
+waits is bounded by the requests themselves: for each at most an acceptance, the logprobs of its
+prompt, the tokens of its completions and their ends. The order of one completion's reports is
+kept, and that of the request's own; that between completions means nothing.
 
 Pure: knows no socket and no clock. `put` reports, `take` bytes to write.
 """
@@ -19,9 +20,6 @@ from protocol.framing import encode_frame
 from protocol.worker import (
     Progress,
     Report,
-    RowAccepted,
-    RowFailed,
-    RowFinished,
     RowTokens,
     Stats,
 )
@@ -34,8 +32,8 @@ class Outbox:
         self._numbers = count()
         self._waiting: dict[int, Report] = {}
         """By number, oldest first; a merge keeps the place."""
-        self._last: dict[str | type, int] = {}
-        """Newest waiting entry of each request, and of each kind that is replaced."""
+        self._last: dict[_Key, int] = {}
+        """The waiting tokens of each completion, and what is replaced."""
 
     def __len__(self) -> int:
         """Return how many reports wait."""
@@ -48,8 +46,6 @@ class Outbox:
                 self._replace(report)
             case RowTokens():
                 self._join(report)
-            case RowAccepted() | RowFinished() | RowFailed():
-                self._last[report.rid] = self._append(report)
             case _:
                 self._append(report)
 
@@ -66,11 +62,13 @@ class Outbox:
             self._waiting[number] = report
 
     def _join(self, report: RowTokens) -> None:
-        number = self._last.get(report.rid)
+        key = (report.rid, report.choice)
+        number = self._last.get(key)
         earlier = None if number is None else self._waiting[number]
         if number is None or not isinstance(earlier, RowTokens):
-            ours = msgspec.structs.replace(report, tokens=list(report.tokens))
-            self._last[report.rid] = self._append(ours)
+            told = None if report.logprobs is None else list(report.logprobs)
+            ours = msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=told)
+            self._last[key] = self._append(ours)
             return
         if report.index != earlier.index + len(earlier.tokens):
             raise LocalProtocolError(
@@ -78,6 +76,8 @@ class Outbox:
                 f" to {earlier.index + len(earlier.tokens)}"
             )
         earlier.tokens.extend(report.tokens)  # a list of ours, so that a long wait costs no copies
+        if earlier.logprobs is not None:
+            earlier.logprobs.extend(report.logprobs or ())
         joined = msgspec.structs.replace(earlier, text=earlier.text + report.text)
         self._waiting[number] = joined
 
@@ -108,11 +108,15 @@ class Outbox:
             assert sum(isinstance(report, kind) for report in self._waiting.values()) <= 1
 
 
-def _key_of(report: Report) -> str | type | None:
+_Key = type | tuple[str, int]
+"""A kind that is replaced, or a completion."""
+
+
+def _key_of(report: Report) -> _Key | None:
     match report:
         case Stats() | Progress():
             return type(report)
-        case RowTokens() | RowAccepted() | RowFinished() | RowFailed():
-            return report.rid
+        case RowTokens():
+            return (report.rid, report.choice)
         case _:
             return None

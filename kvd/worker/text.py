@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvd.worker.choices import check_ids
 from kvd.worker.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
+from kvd.worker.names import Names
 from kvd.worker.stops import StopFilter
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
+from protocol.types import TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from protocol.types import ChatMessage
     from protocol.worker import Submit
+
+    Scores = Sequence[tuple[int, float]]
 
 _PROBE_CHARS = 8
 """Characters a token: a text with more of them than this for each token of the context is
@@ -31,7 +36,8 @@ class TextStream:
     """The text of one completion.
 
     `push` each token that was drawn; once `stopped`, the completion is over. If it ends for
-    another reason, `finish` returns the rest.
+    another reason, `finish` returns the rest. The first ``min_tokens`` tokens end nothing, and
+    their text is no part of a stop string (as in vLLM).
     """
 
     def __init__(
@@ -39,22 +45,29 @@ class TextStream:
         detokenizer: Detokenizer,
         *,
         stops: Iterable[str] = (),
-        eos_ids: frozenset[int] = frozenset(),
+        ends: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
     ) -> None:
+        self.ends = ends
+        """Tokens that end the completion."""
+        self.ended = False
+        """Whether one of them did; it is not sent."""
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops)
-        self._eos_ids = eos_ids
-        self._ended = False
+        self._free = min_tokens
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string or the model's own end came."""
-        return self._ended or self._filter.stopped
+        """Whether a stop string or a token that ends the completion came."""
+        return self.ended or self._filter.stopped
 
     def push(self, token: int) -> str:
         """Take a token and return the text that may be sent now."""
-        if token in self._eos_ids:
-            self._ended = True
+        if self._free:
+            self._free -= 1
+            return self._detokenizer.push(token)
+        if token in self.ends:
+            self.ended = True
             return self.finish()
         return self._filter.push(self._detokenizer.push(token))
 
@@ -76,6 +89,7 @@ class Text:
         self._table = BytesTable.of(self._tokenizer)
         self._special = special_ids(self._tokenizer)
         self._prefix = _prefix_of(self._tokenizer)
+        self._names = Names(self._tokenizer, self._table, self._special)
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
         """Tokens with which the model ends a completion."""
 
@@ -86,6 +100,7 @@ class Text:
 
     def encode(self, request: Submit) -> list[int]:
         """Return the prompt's tokens, at least one and less than the context has."""
+        check_ids(request, self._vocab_size)
         match request:
             case _ if _forms(request) != 1:
                 raise InvalidRequest(
@@ -111,7 +126,19 @@ class Text:
             if self._table is not None
             else ContextDecoder(self._tokenizer, self._special, after)
         )
-        return TextStream(detokenizer, stops=request.stop, eos_ids=self.eos_ids)
+        own = frozenset[int]() if request.ignore_eos else self.eos_ids
+        return TextStream(
+            detokenizer,
+            stops=request.stop,
+            ends=own | frozenset(request.stop_tokens),
+            min_tokens=request.min_tokens,
+        )
+
+    def told(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
+        """Return a token's logprob as it is sent, with the most likely tokens."""
+        others = [self._names.alternative(*pair) for pair in top]
+        text, raw = self._names.of(token)
+        return TokenLogprob(token, text, logprob, raw, others)
 
     def _encode_prompt(self, prompt: str) -> list[int]:
         tokens = self._tokens_of(prompt, "prompt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -18,11 +19,13 @@ from protocol.errors import (
 )
 from protocol.types import ChatMessage, KVSpec, Sampling
 from protocol.worker import (
+    ChoiceFinished,
     Grant,
     GrantWanted,
     LoadModel,
     RowFailed,
     RowFinished,
+    RowPrompt,
     RowTokens,
     Submit,
 )
@@ -202,6 +205,151 @@ def test_messages_are_a_prompt():
     assert count == len("user: hi\n")
 
 
+HOT = Sampling(temperature=1.0, seed=5)
+
+
+def test_choices_run_together_differ_and_the_first_is_that_of_a_single_one():
+    engine = loaded()
+    engine.submit(submit("a", max_tokens=6, sampling=HOT))
+    single = tokens_of(run(engine))
+    engine.submit(submit("b", max_tokens=6, sampling=HOT, n=3))
+    reports = run(engine)
+    found = [
+        [t for r in reports if isinstance(r, RowTokens) and r.choice == choice for t in r.tokens]
+        for choice in range(3)
+    ]
+    assert found[0] == single
+    assert len({tuple(tokens) for tokens in found}) == 3
+    ends = [r.choice for r in reports if isinstance(r, ChoiceFinished)]
+    assert sorted(ends) == [0, 1, 2]
+    (end,) = ends_of(reports)
+    assert reports[-1] is end
+    assert (end.reason, end.usage.completion_tokens) == ("length", 18)
+
+
+def test_a_cancel_ends_all_choices():
+    engine = loaded()
+    engine.submit(submit("a", max_tokens=50, sampling=HOT, n=3))
+    engine.step()
+    engine.cancel("a")
+    reports = run(engine)
+    assert [r.reason for r in reports if isinstance(r, ChoiceFinished)] == ["cancelled"] * 3
+    assert ends_of(reports)[0].reason == "cancelled"
+
+
+def test_stop_tokens_end_a_row_unsent_and_not_before_min_tokens():
+    engine = loaded()
+    engine.submit(submit("a", max_tokens=30))
+    words = tokens_of(run(engine))
+    stop = words[3]
+    at = words.index(stop)
+    engine.submit(submit("a", max_tokens=30, stop_tokens=[stop]))
+    reports = run(engine)
+    assert tokens_of(reports) == words[:at]
+    assert text_of(reports) == "".join(" " + word(token) for token in words[:at])
+    assert (ends_of(reports)[0].reason, ends_of(reports)[0].usage.completion_tokens) == (
+        "stop",
+        at + 1,
+    )
+    engine.submit(submit("a", max_tokens=30, stop_tokens=[stop], min_tokens=10))
+    reports = run(engine)
+    assert len(tokens_of(reports)) >= 10
+    assert stop not in tokens_of(reports)
+
+
+def test_min_tokens_and_ignore_eos_hold_back_the_end():
+    engine = loaded("tps=0,eos_after=4")
+    engine.submit(submit("a", max_tokens=9))
+    engine.submit(submit("b", max_tokens=9, ignore_eos=True))
+    engine.submit(submit("c", max_tokens=9, min_tokens=6))
+    first = word(tokens_of(run(loaded_with("c", max_tokens=1)), "c")[0])
+    engine.submit(submit("d", max_tokens=9, min_tokens=2, stop=[first]))
+    ends = {end.rid: (end.reason, end.usage.completion_tokens) for end in ends_of(run(engine))}
+    assert ends == {"a": ("stop", 4), "b": ("length", 9), "c": ("stop", 6), "d": ("stop", 4)}
+
+
+def loaded_with(rid, **fields):
+    engine = loaded()
+    engine.submit(submit(rid, **fields))
+    return engine
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "sampled"])
+def test_logprobs_are_those_of_one_distribution(sampling):
+    reports = run(loaded_with("a", max_tokens=40, sampling=sampling, logprobs=20))
+    told = [t for r in reports if isinstance(r, RowTokens) for t in r.logprobs]
+    assert [t.token for t in told] == tokens_of(reports)
+    for one in told:
+        values = [other.logprob for other in one.top]
+        assert values == sorted(values, reverse=True)
+        assert len({other.token for other in one.top}) == 20
+        assert sum(map(math.exp, values)) < 1
+        assert (one.token, one.logprob) in {(other.token, other.logprob) for other in one.top}
+    assert all(t.token == t.top[0].token for t in told) == (sampling.temperature == 0)
+
+
+def test_logprobs_without_alternatives_and_none_at_all():
+    told = [t for r in run(loaded_with("a", max_tokens=3, logprobs=0)) for t in logprobs_of(r)]
+    assert (len(told), [t.top for t in told]) == (3, [[]] * 3)
+    assert [logprobs_of(r) for r in run(loaded_with("a", max_tokens=3))] == [[]] * 4
+
+
+def logprobs_of(report):
+    return (report.logprobs or []) if isinstance(report, RowTokens) else []
+
+
+@pytest.mark.parametrize("length", [1, 5, 256, 257, 1000])
+def test_a_prompt_is_told_whole_before_the_first_token(length):
+    reports = run(loaded_with("a", prompt="x" * length, max_tokens=1, prompt_logprobs=2))
+    told = [r for r in reports if isinstance(r, RowPrompt)]
+    assert reports[: len(told)] == told
+    entries = [entry for r in told for entry in r.logprobs]
+    assert [r.index for r in told] == list(range(0, length, 256))
+    assert [entry.token for entry in entries] == [ord("x")] * length
+    assert (entries[0].logprob, entries[0].top) == (None, [])
+    assert all(entry.logprob < 0 and len(entry.top) == 2 for entry in entries[1:])
+
+
+def test_a_deadline_ends_rows_that_run_and_that_wait():
+    times = [0.0]
+    engine = FakeEngine(sleep=lambda _: None, clock=lambda: times[-1])
+    engine.load(
+        LoadModel(source="fake:tps=0", max_rows=1),
+        lambda _stage, _part: None,
+        lambda total, _reason: Grant(seq=1, total_bytes=total, granted=True),
+    )
+    engine.submit(submit("a", max_tokens=500, deadline_s=2.0))
+    engine.submit(submit("b", max_tokens=500, deadline_s=1.0))
+    engine.submit(submit("c", max_tokens=2, deadline_s=9.0))
+    reports = []
+    for now in (0.0, 0.5, 1.0, 2.0):
+        times.append(now)
+        reports += engine.step()
+    reports += run(engine)
+    failed = {r.rid: r.error for r in ends_of(reports) if isinstance(r, RowFailed)}
+    assert {rid: error.code for rid, error in failed.items()} == {
+        "a": "deadline_exceeded",
+        "b": "deadline_exceeded",
+    }
+    assert [failed[rid].detail["completion_tokens"] for rid in "ab"] == [2, 0]
+    assert [r.reason for r in ends_of(reports) if isinstance(r, RowFinished)] == ["length"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stop_tokens": [1, 256]}, "stop_tokens"),
+        ({"sampling": Sampling(logit_bias={999: 1.0})}, "sampling.logit_bias"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(fields, field):
+    engine = loaded()
+    with pytest.raises(InvalidRequest, match="outside the vocabulary of 256") as caught:
+        engine.submit(submit("a", **fields))
+    assert caught.value.detail == {"field": field}
+    assert not engine.has_work
+
+
 def test_load_faults():
     with pytest.raises(ModelFailed):
         loaded("load_error=model_failed")
@@ -241,7 +389,8 @@ def test_mixed_traffic_ends_every_request_exactly_once(seed):
         if step < 1500 and draw.random() < 0.1:
             rid = f"r{len(submitted)}"
             length, new = draw.choice([1, 30, 700, 2500]), draw.randint(1, 80)
-            engine.submit(submit(rid, "x" * length, max_tokens=new))
+            more = {"n": draw.choice([1, 1, 3]), "priority": draw.randint(-2, 2)}
+            engine.submit(submit(rid, "x" * length, max_tokens=new, **more))
             submitted.append(rid)
         if submitted and draw.random() < 0.02:
             rid = draw.choice(submitted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,13 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvd.worker.outbox import Outbox
 from protocol.errors import LocalProtocolError, WorkerDied
 from protocol.framing import FrameDecoder, decode_report
-from protocol.types import Usage, WorkerStats
+from protocol.types import TokenLogprob, Usage, WorkerStats
 from protocol.worker import (
+    ChoiceFinished,
     GrantWanted,
     Progress,
     RowAccepted,
     RowFailed,
     RowFinished,
+    RowPrompt,
     RowTokens,
     Started,
     Stats,
@@ -53,6 +56,37 @@ def test_tokens_of_a_request_are_joined_across_others(outbox):
         outbox.put(report)
     assert taken(outbox) == [tokens("a", 0, 65, 66, 67), tokens("b", 0, 97), stats(1)]
     assert len(outbox) == 0
+
+
+def test_choices_are_joined_each_on_its_own_and_their_ends_come_after_them(outbox):
+    def of(choice, index, number):
+        made = tokens("a", index, number)
+        told = [TokenLogprob(number, chr(number), -1.0)]
+        return msgspec.structs.replace(made, choice=choice, logprobs=told)
+
+    story = [of(0, 0, 65), of(1, 0, 97), of(0, 1, 66), of(1, 1, 98)]
+    first = msgspec.structs.replace(story[0], logprobs=list(story[0].logprobs))
+    for report in [*story, ChoiceFinished(rid="a", choice=1, reason="stop"), of(0, 2, 67)]:
+        outbox.put(report)
+    outbox.put(finished("a"))
+    assert story[0] == first, "what was put is not changed"
+    zero, one, choice, end = taken(outbox)
+    assert (zero.choice, zero.tokens, zero.text) == (0, [65, 66, 67], "ABC")
+    assert [told.token for told in zero.logprobs] == zero.tokens
+    assert (one.choice, one.tokens, len(one.logprobs)) == (1, [97, 98], 2)
+    assert (choice.choice, end) == (1, finished("a"))
+
+
+def test_a_prompt_s_logprobs_stand_between_acceptance_and_tokens(outbox):
+    story = [
+        RowAccepted(rid="a", prompt_tokens=3),
+        RowPrompt(rid="a", index=0, logprobs=[TokenLogprob(1, "x")]),
+        RowPrompt(rid="a", index=1, logprobs=[TokenLogprob(2, "y", -1.0)]),
+        tokens("a", 0, 65),
+    ]
+    for report in story:
+        outbox.put(report)
+    assert taken(outbox) == story
 
 
 def test_what_was_put_is_not_changed(outbox):

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.worker.text import Text
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
-from protocol.types import ChatMessage, Sampling
+from protocol.types import Alternative, ChatMessage, Sampling
 from protocol.worker import Submit
 from tests.worker.tokenizers_zoo import TEXTS, ZOO
 
@@ -170,3 +170,84 @@ def test_an_answer_to_messages_begins_without_a_stray_space():
     tokens = text._tokenizer.encode("The quick", add_special_tokens=False)
     request = submit(messages=[ChatMessage("user", "hi")])
     assert complete(text, request, [300, 301], tokens) == ("The quick", False)
+
+
+def pieces(text, request, tokens):
+    stream = text.stream(request, [5])
+    out = [stream.push(token) for token in tokens]
+    return out, stream
+
+
+def test_stop_tokens_end_unseen_and_ignore_eos_goes_on():
+    text = text_of("qwen")
+    tokens = text._tokenizer.encode("so never")
+    request = submit(prompt="a", stop_tokens=[tokens[1]])
+    out, stream = pieces(text, request, tokens[:2])
+    assert (stream.ends, stream.ended, stream.stopped) == ({2, tokens[1]}, True, True)
+    assert "".join(out) == text._tokenizer.decode(tokens[:1])
+    going = submit(prompt="a", ignore_eos=True)
+    out, stream = pieces(text, going, [tokens[0], 2, *tokens[1:]])
+    assert (stream.ends, stream.stopped) == (frozenset(), False)
+    assert "".join(out) + stream.finish() == "so never"
+
+
+def test_nothing_ends_before_min_tokens_and_a_stop_text_counts_from_then_on():
+    text = text_of("qwen")
+    tokens = text._tokenizer.encode("one two one two")
+    request = submit(prompt="a", stop=["o"], min_tokens=3)
+    stream = text.stream(request, [5])
+    left = list(tokens)
+    out = ""
+    while not stream.stopped:
+        out += stream.push(left.pop(0))
+    assert len(tokens) - len(left) > 3
+    assert out.startswith(text._tokenizer.decode(tokens[:3]))
+    assert "o" not in out[len(text._tokenizer.decode(tokens[:3])) :]
+    stream = text.stream(submit(prompt="a", min_tokens=2), [5])
+    stream.push(2)
+    stream.push(2)
+    assert not stream.stopped
+    stream.push(2)
+    assert stream.stopped
+    assert stream.ended
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_token_has_a_text_of_its_own(name):
+    text = text_of(name)
+    for token in range(VOCAB):
+        told = text.told(token, -1.0)
+        assert (told.token, told.logprob, told.top) == (token, -1.0, [])
+        if told.bytes is not None:
+            assert bytes(told.bytes).decode("utf-8", "replace") == told.text
+            assert "\ufffd" in told.text
+
+
+def test_tokens_show_their_space_their_bytes_and_their_names():
+    qwen, llama = text_of("qwen"), text_of("llama2")
+    the = qwen._tokenizer.encode(" the")[0]
+    assert qwen.told(the, -0.5, [(the, -0.5), (2, -1.0)]).top == [
+        Alternative(the, qwen.told(the, 0.0).text, -0.5),
+        Alternative(2, "<|im_end|>", -1.0),
+    ]
+    assert qwen.told(the, 0.0).text.startswith(" ")
+    broken = [token for token in range(VOCAB) if qwen.told(token, 0.0).bytes]
+    assert broken, "a vocabulary of bytes has some that are no characters"
+    byte = llama._tokenizer.convert_tokens_to_ids("<0xE4>")
+    assert (llama.told(byte, 0.0).text, llama.told(byte, 0.0).bytes) == ("\ufffd", [0xE4])
+    spaced = next(t for t in range(VOCAB) if llama.told(t, 0.0).text.startswith(" "))
+    assert "\u2581" not in llama.told(spaced, 0.0).text
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stop_tokens": [VOCAB]}, "stop_tokens"),
+        ({"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "sampling.logit_bias"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(fields, field):
+    request = Submit(rid="r", prompt="a", **{"sampling": Sampling(), **fields})
+    with pytest.raises(InvalidRequest, match="outside the vocabulary of 700") as caught:
+        text_of("qwen").encode(request)
+    assert caught.value.detail == {"field": field}
