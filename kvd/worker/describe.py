@@ -15,14 +15,22 @@ from kvd.worker.cache.store import KVStore
 from kvd.worker.probe import Served
 from protocol.types import KVPart
 
+PREFILL_CHUNK = 256
+"""What `LoadModel.prefill_chunk` is unless somebody sets it."""
+_ENDLESS = 1 << 40
+"""Tokens of a row that is as long as can be."""
 
-def parts(served: Served) -> list[KVPart]:
-    """Return how each kind of a model's layers keeps what it has seen."""
+
+def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:
+    """Return how each kind of a model's layers keeps what it has seen.
+
+    ``prefill_chunk``: tokens that are prefilled at once, whose pages a window holds for a moment.
+    """
     cache = served.runner.cache
     if isinstance(cache, OwnCache):
         return [_own(cache, next(iter(served.reasons.values()), ""))]
     found = [
-        _attention(cache, store, access, served.reasons.get(kind, ""))
+        _attention(cache, store, access, served.reasons.get(kind, ""), prefill_chunk)
         for (kind, access), store in zip(cache.access.items(), cache.stores, strict=True)
     ]
     states = list(cache.layout.states())
@@ -40,7 +48,9 @@ def parts(served: Served) -> list[KVPart]:
     return found
 
 
-def _attention(cache: ModelCache, store: KVStore, access: Access, reason: str) -> KVPart:
+def _attention(
+    cache: ModelCache, store: KVStore, access: Access, reason: str, chunk: int
+) -> KVPart:
     level = 1 if store.quantized_start else 0
     schemes = {layer.pools[level].scheme.name for layer in store.layers}
     bounded = store.kind.bounded
@@ -52,8 +62,22 @@ def _attention(cache: ModelCache, store: KVStore, access: Access, reason: str) -
         batched=cache.batched,
         reason=reason,
         bytes_per_token=0 if bounded else store.page_bytes(level) // PAGE_TOKENS,
-        bound_bytes=store.most_bytes(1 << 40) + store.row_bytes if bounded else 0,
+        bound_bytes=_most_held(store, chunk) if bounded else 0,
     )
+
+
+def _most_held(store: KVStore, chunk: int) -> int:
+    """Return the most bytes that one row of a bounded kind holds: its pages and its tail.
+
+    Not `KVStore.most_bytes`, which counts the copies as well that growing pools takes.
+    """
+    first = 1 if store.quantized_start else 0
+    pages = store.kind.most_pages(_ENDLESS, chunk) * store.page_bytes(first)
+    if first:
+        dense = store.kind.most_pages(store.quantized_start + chunk, chunk)
+        # For a moment both: dense pages, and what they become.
+        pages = max(pages, dense * (store.page_bytes(0) + store.page_bytes(1)))
+    return pages + store.row_bytes
 
 
 def _own(cache: OwnCache, reason: str) -> KVPart:

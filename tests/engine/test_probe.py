@@ -9,12 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from kvd.worker import probe, seam, selfcheck
+from kvd.worker import describe, probe, seam, selfcheck
 from kvd.worker.cache import packed
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.kinds import FULL
 from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.store import KVStore
 from kvd.worker.probe import Served
 from protocol.errors import UnsupportedModel
 
@@ -177,6 +178,35 @@ def test_without_any_right_product_pages_are_dequantized(monkeypatch: pytest.Mon
     assert paths(found) == {"full": "dequantize-on-read"}
     assert "not finite" in next(iter(found.reasons.values()))
     assert found.runner.cache.nbytes == 0
+
+
+@pytest.mark.parametrize(("chunk", "start"), [(describe.PREFILL_CHUNK, 0), (64, 200)])
+def test_status_says_the_most_that_a_bounded_row_holds(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, start: int
+) -> None:
+    settings = CacheSettings(max_size=256, keep=4, quantized_start=start)
+    found = probe.serve(model_of("llama"), settings, VOCAB)
+    (part,) = describe.parts(found, chunk)
+    cache = found.runner.cache
+    most = 0
+    take = KVStore.take_pages
+
+    def watched(self: KVStore, level: int, count: int) -> Any:
+        nonlocal most
+        pages = take(self, level, count)
+        most = max(most, self.used_bytes + self.row_bytes)
+        return pages
+
+    monkeypatch.setattr(KVStore, "take_pages", watched)
+    row = cache.new_row()
+    for _ in range(0, 768, chunk):
+        found.runner.prefill(row, [3] * chunk)
+    for _ in range(130):
+        if cache.needs_flush([row]):
+            cache.flush()
+        mx.eval(found.runner.decode([row], mx.array([5], mx.int32)), cache.arrays())
+
+    assert most <= part.bound_bytes <= 1.3 * most
 
 
 # What is checked beyond what new rows start with.
