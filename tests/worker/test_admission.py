@@ -173,6 +173,27 @@ def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
     assert admission.turn(Held()).wish is not None
 
 
+def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
+    admission = admission_of(pages=30)
+    admission.submit("runs", 1, 1)
+    admission.submit("a", 640, 64)
+    admission.turn(Held())
+    admission.park("a", kept=10)
+    admission.submit("b", 960, 64)  # 15 pages, and two tails
+    assert denied(admission).plan.wanted_pages == 1
+    assert not admission.turn(Held()).plan.admitted
+    admission.keep("a", 4)
+    assert admission.has_work
+    assert admission.turn(Held()).plan.admitted == ("b",)
+    admission.scheduler.pause("runs")
+    admission.scheduler.pause("b")
+    admission.submit("c", 6400, 64)
+    denied(admission)
+    admission.keep("a", 0)
+    assert admission.has_work
+    assert admission.turn(Held()).wish is not None
+
+
 class Traffic(RuleBasedStateMachine):
     """One worker's admission against the daemon's own ledger, with messages in flight.
 

@@ -239,6 +239,19 @@ def test_eight_short_prompts_are_prefilled_in_two_passes():
     assert scheduler.plan(within(PAGES)).decode == tuple("abcdefgh")
 
 
+def test_a_group_is_one_turn_however_many_run():
+    scheduler = grouping()
+    for rid, prompt_len in (("a", 60), ("b", 60), ("long", 1025), ("short", 257)):
+        scheduler.submit(rid, prompt_len, 10)
+    leads = []
+    for _ in range(3):
+        group = scheduler.plan(within(PAGES)).group
+        leads.append(group[0].rid)
+        for chunk in group:
+            scheduler.prefilled(chunk.rid, chunk.end)
+    assert leads == ["a", "short", "long"]
+
+
 def test_who_of_a_group_was_not_told_is_planned_again():
     scheduler = grouping()
     for rid in "abc":
