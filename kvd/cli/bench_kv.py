@@ -61,13 +61,15 @@ def bench_kv(
     schemes: Annotated[
         str, typer.Option(metavar="LIST", help="Schemes, each measured on its way to the next.")
     ] = SCHEMES,
-    lengths: Annotated[str, typer.Option(metavar="LIST", help="Context lengths.")] = LENGTHS,
+    lengths: Annotated[
+        str, typer.Option(metavar="LIST", help="Context lengths: 1024,4k.")
+    ] = LENGTHS,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a .png or .svg; needs matplotlib.")
+        Path | None, typer.Option(metavar="FILE", help="Draw a .png or .svg; needs 'kvd[plot]'.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure memory, error and times by KV scheme; needs no daemon, loads no model."""
+    """Measure memory, error and times by KV scheme; needs no daemon and no weights."""
     wanted = terms(context, None, None, json=json)
     with wanted.guarded():
         if plot is not None:
