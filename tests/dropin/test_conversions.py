@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
@@ -18,6 +26,10 @@ from mlx_lm.models.cache import (
 )
 
 from kvd.worker.cache.dropin import BatchQuantizedKVCache, BatchQuantizedRotatingKVCache
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.shared import LayerRows, SharedStore
 from kvd.worker.quantize_kv import install, quantize_kv
 from kvd.worker.seam import scaled_dot_product_attention
 from protocol.errors import UnsupportedModel
@@ -132,6 +144,108 @@ def test_states_of_others_are_refused() -> None:
             BatchQuantizedKVCache.from_state(state)
 
 
+def saved(rng) -> dict[str, Any]:
+    cache = BatchQuantizedKVCache("k8v4")
+    cache.update_and_fetch(random(rng, 300), random(rng, 300))
+    cache.extend(BatchQuantizedKVCache("k8v4"))
+    return {
+        name: list(part) if isinstance(part, list) else part for name, part in cache.state.items()
+    }
+
+
+def damages() -> Iterator[tuple[str, Callable[[dict[str, Any], dict[str, Any]], None]]]:
+    for name in ("kind", "ladder", "quantized_start", "batched", "rows", "geometry", "dtype"):
+        yield f"no {name}", lambda _, header, name=name: header.pop(name)
+    for name in ("tails", "keys0", "values0"):
+        yield f"no {name}", lambda state, _, name=name: state.pop(name)
+    for name, value in {
+        "kind": [1],
+        "ladder": [],
+        "geometry": [2, 64],
+        "dtype": "eval",
+        "quantized_start": "soon",
+        "rows": [None, {}],
+    }.items():
+        yield f"{name} {value}", lambda _, header, of=(name, value): header.update([of])
+    for name, value in {
+        "length": 1000,
+        "level": 1,
+        "pages": [[0, 7]],
+        "skipped": -3,
+        "more": 1,
+    }.items():
+        yield (
+            f"a row's {name} {value}",
+            lambda _, header, of=(name, value): header["rows"][0].update([of]),
+        )
+    for name in ("keys0", "values0", "tails"):
+        yield (
+            f"{name} of another shape",
+            lambda state, _, name=name: state.update({name: [part[:, :1] for part in state[name]]}),
+        )
+        yield f"{name} not all there", lambda state, _, name=name: state[name].pop()
+
+
+@pytest.mark.parametrize("damage", [pytest.param(do, id=name) for name, do in damages()])
+def test_damaged_states_are_refused(rng, damage) -> None:
+    state = saved(rng)
+    assert BatchQuantizedKVCache.from_state(state).lengths == [300, 0]
+    header = json.loads(state["header"])
+    damage(state, header)
+    state["header"] = json.dumps(header)
+
+    with pytest.raises(ValueError, match=r"is damaged; make the cache anew from its prompt"):
+        BatchQuantizedKVCache.from_state(state)
+
+
+@pytest.mark.parametrize("header", ["", "no JSON", "[1]", "null", 5])
+def test_headers_of_others_are_refused(header) -> None:
+    with pytest.raises(ValueError, match="no state of a quantized cache"):
+        BatchQuantizedKVCache.from_state({"header": header})
+
+
+def test_a_state_takes_the_place_of_what_a_cache_held(rng) -> None:
+    store = SharedStore([Scheme(8, 4)], home=True)
+    cache = BatchQuantizedKVCache.on(store)
+    cache.update_and_fetch(random(rng, 200), random(rng, 200))
+
+    cache.state = saved(rng)
+
+    assert cache.lengths == [300, 0]
+    assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("lengths", [(100,), (100, 50)])
+def test_batches_of_mlx_lm_do_not_convert_but_their_sequences_do(rng, lengths) -> None:
+    parts = [KVCache() for _ in lengths]
+    for part, length in zip(parts, lengths, strict=True):
+        part.update_and_fetch(random(rng, length), random(rng, length))
+    batch = KVCache.merge(parts)
+
+    with pytest.raises(TypeError, match=r"BatchKVCache does not convert.* extract\(\)"):
+        BatchQuantizedKVCache.from_kv_cache(batch, "k16v16")
+
+    ours = BatchQuantizedKVCache.merge(
+        [
+            BatchQuantizedKVCache.from_kv_cache(batch.extract(index), "k16v16")
+            for index in range(len(lengths))
+        ]
+    )
+    assert ours.lengths == list(lengths)
+    for index, part in enumerate(parts):
+        np.testing.assert_array_equal(
+            np.array(ours.dense(index)[0]), np.array(part.keys_and_values()[0][0])
+        )
+
+
+@pytest.mark.parametrize(
+    "other", [ArraysCache(2), CacheList(KVCache()), ChunkedKVCache(64), BatchQuantizedKVCache()]
+)
+def test_other_caches_do_not_convert(other) -> None:
+    with pytest.raises(TypeError, match=f"{type(other).__name__} does not convert"):
+        BatchQuantizedKVCache.from_kv_cache(other)
+
+
 def test_evaluating_a_state_copies_no_pages(rng) -> None:
     cache = BatchQuantizedKVCache("k8v8")
     found = cache.update_and_fetch(random(rng, 4096), random(rng, 4096))
@@ -160,6 +274,81 @@ def test_what_does_not_merge_says_so(rng) -> None:
         cache.update_and_fetch(random(rng, 3, batch=3), random(rng, 3, batch=3))
     with pytest.raises(ValueError, match="extract one"):
         cache.to_kv_cache()
+
+
+def held(store: SharedStore) -> tuple[Any, ...]:
+    rows = store.rows
+    return (
+        rows.used_bytes,
+        [row.slot for row in rows.rows],
+        [dict(one._references) for one in rows.allocators],
+    )
+
+
+@pytest.mark.parametrize("how", ["merge", "extend"])
+def test_what_does_not_merge_leaves_all_as_it_was(rng, how) -> None:
+    """The last of three caches does not fit; the one before it had been copied by then."""
+    store = SharedStore([Scheme(8, 8)], home=True)
+    home, good, bad = (
+        BatchQuantizedKVCache.on(store),
+        BatchQuantizedKVCache("k8v8"),
+        BatchQuantizedKVCache("k8v8"),
+    )
+    for cache, dim in ((home, 64), (good, 64), (bad, 32)):
+        cache.update_and_fetch(random(rng, 300, dim), random(rng, 300, dim))
+    good.extend(home)
+    home.nbytes  # noqa: B018 - writes what the pass left
+    before = held(store)
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="this layer holds"):
+            BatchQuantizedKVCache.merge([home, good, bad]) if how == "merge" else bad.extend(good)
+
+    assert held(store) == before
+    assert (home.lengths, good.lengths, bad.lengths) == ([300], [300, 300], [300])
+    store.check([home.rows, good.rows])
+    bad.shared.check([bad.rows])
+    assert isinstance(bad.offset, int)
+
+
+@pytest.mark.parametrize("fails_at", range(5))
+def test_memory_that_runs_short_in_a_merge_leaves_all_as_it_was(rng, monkeypatch, fails_at) -> None:
+    store = SharedStore([Scheme(8, 8)], home=True)
+    home, other = BatchQuantizedKVCache.on(store), BatchQuantizedKVCache("k4v4")
+    for cache in (home, other):
+        for batch in (1, 1):
+            cache.update_and_fetch(random(rng, 300, batch=batch), random(rng, 300, batch=batch))
+    twin = copy.copy(other)
+    other.extend(twin.extract(0))
+    twin.update_and_fetch(random(rng, 70), random(rng, 70))
+    other.extend(twin)
+    home.nbytes  # noqa: B018 - writes what the pass left
+    before = held(store)
+    calls = itertools.count()
+
+    def short(function):
+        def call(*arguments):
+            if next(calls) == fails_at:
+                raise MemoryError("injected")
+            return function(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for kind, name in (
+            (PagePool, "grow"),
+            (LayerStore, "write"),
+            (LayerRows, "new_row"),
+            (LayerStore, "fill_tail"),
+        ):
+            patch.setattr(kind, name, short(getattr(kind, name)))
+        with pytest.raises(MemoryError):
+            BatchQuantizedKVCache.merge([home, other])
+
+    assert held(store) == before
+    store.check([home.rows])
+    merged = BatchQuantizedKVCache.merge([home, other])
+    assert merged.lengths == [600, 600, 600, 670]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "llama4"])

@@ -7,7 +7,8 @@ sides store them alike; each function says what is lost elsewhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,15 @@ from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.shared import LayerRows, SharedRow, SharedStore
+from kvd.worker.cache.steps import TAIL_TOKENS
 
 FORMAT = 1
 """Of saved states; counted up when an older reader would misread a newer file."""
+
+CONVERTIBLE = (KVCache, RotatingKVCache, QuantizedKVCache)
+"""Those of mlx-lm's caches that hold tokens in order and without padding."""
 
 
 def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
@@ -65,9 +70,8 @@ class Image:
     """None is an empty sequence."""
     pages: dict[int, tuple[Packed, Packed]]
     """By level: packed keys and values."""
-    tail_keys: mx.array
-    """``[rows that are not None, heads, tokens of the longest tail, k_dim]``."""
-    tail_values: mx.array
+    tails: tuple[mx.array, mx.array]
+    """Keys and values, ``[rows that are not None, heads, tokens of the longest tail, dim]``."""
 
 
 def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
@@ -91,8 +95,7 @@ def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
         store.ladder,
         [None if one.row is None else _row_image(one.row, places) for one in rows],
         {level: layer.pools[level].copy(mx.array(slots)) for level, slots in by_level.items()},
-        layer.tail_keys[tails, :, :longest],
-        layer.tail_values[tails, :, :longest],
+        (layer.tail_keys[tails, :, :longest], layer.tail_values[tails, :, :longest]),
     )
 
 
@@ -102,26 +105,39 @@ def _row_image(row: Row, places: dict[PageId, int]) -> RowImage:
 
 
 def put(shared: SharedStore, image: Image) -> list[SharedRow]:
-    """Add an image's rows to a store; call it `SharedStore.at_work`.
+    """Add an image's rows to a store, all or none; call it `SharedStore.at_work`.
 
-    A scheme that the store does not have becomes its last one: that quantizes once more.
+    A scheme that the store does not have becomes its last one: that quantizes once more. Nobody
+    holds the rows yet.
     """
     store = shared.prepared(image.geometry, image.dtype)
     shared.flush()
     levels = [_level(store.ladder, scheme) for scheme in image.ladder]
-    taken = {level: _put_pages(store, levels[level], image, level) for level in sorted(image.pages)}
-    rows = []
+    taken: dict[int, list[PageId]] = {}
+    rows = [SharedRow() for _ in image.rows]
     tail = 0
-    for one in image.rows:
-        rows.append(SharedRow())
-        if one is not None:
-            row = rows[-1].row = store.new_row()
-            row.length, row.level, row.skipped = one.length, levels[one.level], one.skipped
-            row.trimmed = one.trimmed
-            row.pages = [taken[level][place] for level, place in one.pages]
-            store.hold_pages(row, image.tail_keys[tail], image.tail_values[tail])
-            tail += 1
-    store.let_go([page for pages in taken.values() for page in pages])
+    try:
+        for level in sorted(image.pages):
+            taken[level] = _put_pages(store, levels[level], image, level)
+        for new, one in zip(rows, image.rows, strict=True):
+            if one is not None:
+                row = new.row = store.new_row()
+                row.length, row.level, row.skipped = one.length, levels[one.level], one.skipped
+                row.trimmed = one.trimmed
+                pages = [taken[level][place] for level, place in one.pages]
+                store.take_hold(pages)
+                row.pages = pages
+                sides = (side[tail, :, : row.tail_length] for side in image.tails)
+                store.layers[0].fill_tail(row.slot, *sides)
+                tail += 1
+        store.changed()
+    except BaseException:
+        for new in rows:
+            if new.row is not None:
+                store.free(new.row, clean=False)
+        raise
+    finally:
+        store.let_go([page for pages in taken.values() for page in pages])
     return rows
 
 
@@ -139,7 +155,11 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
         keys = keys if old.key_packing == new.key_packing else packed_keys
         values = values if old.value_packing == new.value_packing else packed_values
     pages = store.take_pages(target, keys[0].shape[0])
-    store.layers[0].write(target, [page.slot for page in pages], keys, values)
+    try:
+        store.layers[0].write(target, [page.slot for page in pages], keys, values)
+    except BaseException:
+        store.let_go(pages)
+        raise
     return pages
 
 
@@ -158,16 +178,36 @@ def home_of(stores: Sequence[SharedStore]) -> SharedStore:
     return next((one for one in stores if one.home), stores[0])
 
 
-def rows_on(target: SharedStore, source: SharedStore, rows: Sequence[SharedRow]) -> list[SharedRow]:
-    """Return these rows on the target store: themselves, or copies where they live elsewhere."""
-    if target is source:
-        return list(rows)
-    if all(one.row is None for one in rows):
-        return [SharedRow() for _ in rows]
-    with source.at_work():
-        image = image_of(source, rows)
+@contextmanager
+def together(
+    *parts: tuple[SharedStore, Sequence[SharedRow]],
+) -> Iterator[tuple[SharedStore, list[SharedRow]]]:
+    """Bring rows of several stores to one, and hold them meanwhile; whoever wants them holds too.
+
+    Rows that live elsewhere are copied. If one of them cannot be, none of the copies stays.
+    """
+    shared = home_of([store for store, _ in parts])
+    rows: list[SharedRow] = []
+    try:
+        for store, own in parts:
+            rows += _rows_on(shared, store, own)
+        yield shared, rows
+    finally:
+        shared.drop(rows)
+
+
+def _rows_on(
+    target: SharedStore, source: SharedStore, rows: Sequence[SharedRow]
+) -> list[SharedRow]:
+    """Return these rows on the target store, held: themselves, or copies of them."""
+    image = None
+    if target is not source and any(one.row is not None for one in rows):
+        with source.at_work():
+            image = image_of(source, rows)
     with target.at_work():
-        return put(target, image)
+        if target is source:
+            return target.hold(rows)
+        return target.hold([SharedRow() for _ in rows] if image is None else put(target, image))
 
 
 # Files.
@@ -209,49 +249,102 @@ class State(dict[str, Any]):
                 for level, (keys, values) in image.pages.items():
                     arrays[f"keys{level}"] = list(keys)
                     arrays[f"values{level}"] = list(values)
-                arrays["tails"] = [image.tail_keys, image.tail_values]
+                arrays["tails"] = list(image.tails)
         return {"header": json.dumps(header), **arrays}.items()
 
 
 def restored(state: Any) -> tuple[SharedStore, list[SharedRow], bool]:
     """Make a store of its own from a state; return it with its rows, and whether they were a batch.
 
-    Raises ``ValueError`` if it is not the state of such a cache.
+    Raises ``ValueError`` if it is not the state of such a cache, or is damaged.
     """
     parts = dict(state.items()) if isinstance(state, Mapping) else {}
-    header = json.loads(parts.get("header", "{}"))
-    if header.get("format") != FORMAT:
+    found = _header(parts).get("format")
+    if found != FORMAT:
         raise ValueError(
             f"this is no state of a quantized cache in format {FORMAT}, but"
-            f" {header.get('format') or type(state).__name__}"
+            f" {found or type(state).__name__}"
         )
+    try:
+        shared, image, batched = _read(parts, _header(parts))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as wrong:
+        raise ValueError(
+            "this state of a quantized cache is damaged; make the cache anew from its prompt"
+            f" ({type(wrong).__name__}: {wrong})"
+        ) from wrong
+    if isinstance(image, int):
+        return shared, [SharedRow() for _ in range(image)], batched
+    with shared.at_work():
+        return shared, put(shared, image), batched
+
+
+def _header(parts: dict[str, Any]) -> dict[str, Any]:
+    try:
+        header = json.loads(parts.get("header", "{}"))
+    except (TypeError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
+def _read(parts: dict[str, Any], header: dict[str, Any]) -> tuple[SharedStore, Image | int, bool]:
+    """Return a state's store, still empty, and its rows, or how many empty ones it has."""
     window, keep, chunk = header["kind"]
-    ladder = [Scheme.parse(name) for name in header["ladder"]]
-    shared = SharedStore(
-        ladder, Kind(window, keep, chunk), quantized_start=header["quantized_start"]
-    )
+    ladder = tuple(Scheme.parse(name) for name in header["ladder"])
+    start, batched = int(header["quantized_start"]), bool(header["batched"])
+    if len(ladder) < (2 if start else 1):
+        raise ValueError("there is no scheme")
+    shared = SharedStore(ladder, Kind(window, keep, chunk), quantized_start=start)
     if "tails" not in parts:
-        return shared, [SharedRow() for _ in header["rows"]], header["batched"]
+        if any(row is not None for row in header["rows"]):
+            raise ValueError("tails are missing")
+        return shared, len(header["rows"]), batched
+    dtype = getattr(mx, header["dtype"])
+    if not isinstance(dtype, mx.Dtype):
+        raise TypeError(f"{dtype} is no dtype")
     image = Image(
         LayerGeometry(*header["geometry"]),
-        getattr(mx, header["dtype"]),
-        shared.ladder,
+        dtype,
+        ladder,
         [_read_row(row) for row in header["rows"]],
         {
             level: (tuple(parts[f"keys{level}"]), tuple(parts[f"values{level}"]))
             for level in range(len(ladder))
             if f"keys{level}" in parts
         },
-        *parts["tails"],
+        tuple(parts["tails"]),
     )
-    with shared.at_work():
-        return shared, put(shared, image), header["batched"]
+    _check_image(image)
+    return shared, image, batched
 
 
 def _read_row(row: dict[str, Any] | None) -> RowImage | None:
     if row is None:
         return None
-    return RowImage(**(row | {"pages": [tuple(page) for page in row["pages"]]}))
+    return RowImage(**(row | {"pages": [(int(level), int(at)) for level, at in row["pages"]]}))
+
+
+def _check_image(image: Image) -> None:
+    """Raise ``ValueError`` if its arrays are not what its integers say."""
+    counts = {}
+    for level, sides in image.pages.items():
+        pool = PagePool(image.geometry, image.ladder[level], image.dtype)
+        pages = counts[level] = sides[0][0].shape[0]
+        wanted = [(pages, *like.shape[1:], like.dtype) for like in pool.arrays()]
+        if [(*array.shape, array.dtype) for side in sides for array in side] != wanted:
+            raise ValueError(f"pages of {image.ladder[level].name} have other shapes than theirs")
+    own = [row for row in image.rows if row is not None]
+    g, tokens = image.geometry, image.tails[0].shape[2]
+    for tails, dim in zip(image.tails, (g.k_dim, g.v_dim), strict=True):
+        if tails.shape != (len(own), g.kv_heads, tokens, dim) or tails.dtype != image.dtype:
+            raise ValueError("tails have another shape than their rows")
+    for row in own:
+        tail = row.length - PAGE_TOKENS * (len(row.pages) + row.skipped)
+        if not (0 <= tail <= tokens <= TAIL_TOKENS and row.skipped >= 0):
+            raise ValueError("a row has other tokens than its length says")
+        if row.level not in range(len(image.ladder)):
+            raise ValueError(f"a row is on level {row.level}")
+        if not all(0 <= place < counts.get(level, 0) for level, place in row.pages):
+            raise ValueError("a row has pages that are not there")
 
 
 # mlx-lm's own caches.
@@ -261,8 +354,15 @@ def dense_parts(cache: Any) -> tuple[mx.array, mx.array] | None:
     """Return keys and values of mlx-lm's `KVCache`, `RotatingKVCache` or `QuantizedKVCache`.
 
     ``[batch, heads, tokens, dim]``, in the order of their positions; None if it is empty. Raises
-    ``ValueError`` if a rotating cache has overwritten tokens: what positions are left is gone too.
+    ``TypeError`` for other caches, ``ValueError`` if a rotating cache has overwritten tokens: what
+    positions are left is gone too.
     """
+    if type(cache) not in CONVERTIBLE:
+        names = ", ".join(one.__name__ for one in CONVERTIBLE)
+        raise TypeError(
+            f"a {type(cache).__name__} does not convert, but {names} do; extract() the sequences"
+            " of a batch, convert each and merge() them"
+        )
     if cache.empty():
         return None
     if isinstance(cache, RotatingKVCache) and cache.offset > cache.max_size:

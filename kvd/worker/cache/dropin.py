@@ -206,16 +206,15 @@ class BatchQuantizedKVCache:
     def merge(cls, caches: Sequence[Any]) -> Self:
         """Return a batch of all these caches' sequences; the caches stay as they are.
 
-        Sequences of another store are copied to the one of the model's caches (`convert.rows_on`).
-        Raises ``TypeError`` for caches of another class, ``ValueError`` for another window.
+        Sequences of another store are copied to the one of the model's caches (`convert.together`).
+        Raises ``TypeError`` for caches of another class, ``ValueError`` for another window or
+        other keys; then nothing was copied.
         """
         for cache in caches:
             cls._check(cache)
-        shared = convert.home_of([cache.shared for cache in caches])
-        rows = [
-            row for cache in caches for row in convert.rows_on(shared, cache.shared, cache.rows)
-        ]
-        return cls.on(shared, rows, batched=True)
+        parts = [(cache.shared, cache.rows) for cache in caches]
+        with convert.together(*parts) as (shared, rows):
+            return cls.on(shared, rows, batched=True)
 
     @classmethod
     def _check(cls, other: Any) -> None:
@@ -237,23 +236,24 @@ class BatchQuantizedKVCache:
         self.shared.drop(before)
 
     def extend(self, other: Any) -> None:
-        """Append another cache's sequences; it may be used on, or dropped."""
-        self._check(other)
-        shared = convert.home_of([self.shared, other.shared])
-        more = convert.rows_on(shared, other.shared, other.rows)
-        if shared is not self.shared:
-            self._move_to(shared)
-        with shared.at_work():
-            self.rows += shared.hold(more)
-        self.padding = self.padding.joined(other.padding)
-        self._batched = True
-        self._reading = None
+        """Append another cache's sequences; it may be used on, or dropped.
 
-    def _move_to(self, shared: SharedStore) -> None:
-        padding, rows = self.padding, convert.rows_on(shared, self.shared, self.rows)
-        self._finalizer()
-        self.attach(shared, rows, batched=self._batched)
+        Raises what `merge` raises; then this cache is as it was.
+        """
+        self._check(other)
+        padding = self.padding.joined(other.padding)
+        with convert.together((self.shared, self.rows), (other.shared, other.rows)) as (
+            shared,
+            rows,
+        ):
+            self._become(shared, rows, batched=True)
         self.padding = padding
+
+    def _become(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
+        """Be a cache of other rows, and let go of those it had."""
+        let_go = self._finalizer
+        self.attach(shared, rows, batched=batched)
+        let_go()
 
     def prepare(
         self,
@@ -294,8 +294,8 @@ class BatchQuantizedKVCache:
     ) -> Self:
         """Make a cache of mlx-lm's `KVCache` or `RotatingKVCache`, which stays as it is.
 
-        Full pages are quantized, which loses what the scheme loses. Raises ``ValueError`` if a
-        rotating cache has overwritten tokens already.
+        Full pages are quantized, which loses what the scheme loses. Raises ``TypeError`` for other
+        caches, ``ValueError`` if a rotating cache has overwritten tokens already.
         """
         dense = convert.dense_parts(cache)
         kind = Kind(cache.max_size, cache.keep) if hasattr(cache, "max_size") else FULL
@@ -346,14 +346,16 @@ class BatchQuantizedKVCache:
     @state.setter
     def state(self, value: Any) -> None:
         shared, rows, batched = convert.restored(value)
-        self.attach(shared, rows, batched=batched)
+        self._become(shared, rows, batched=batched)
 
     @classmethod
     def from_state(cls, state: Any) -> Self:
-        """Make the cache that `state` was of; it has a store of its own until it is merged."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
+        """Make the cache that `state` was of; it has a store of its own until it is merged.
+
+        Raises ``ValueError`` if it is of another kind of cache, or damaged.
+        """
+        shared, rows, batched = convert.restored(state)
+        return cls.on(shared, rows, batched=batched)
 
 
 class BatchQuantizedRotatingKVCache(BatchQuantizedKVCache):

@@ -11,7 +11,11 @@ Why rows may be dropped at any time, in any order, from any thread:
 * What is freed then is integers. The page's bytes stay until a flush writes others in their place,
   and a flush first waits for everything that was given to the device (`SharedStore.flush`).
 * Even a graph that was built and never evaluated reads what it should: MLX's arrays are values, and
-  what is still read is copied rather than overwritten. Late readers cost memory, never correctness.
+  what is still read is copied rather than overwritten.
+
+A `Reading` knows places and not bytes, and layers that share keys ask it again after the first one.
+So in a pass nothing moves: pools are cut before its tables are made, and the pages that it looks at
+are not given away while its own chunks are written. After the pass it refuses to be asked.
 
 Does not cover: the interface that mlx-lm sees (`dropin`).
 """
@@ -60,35 +64,40 @@ class LayerRows(KVStore):
         """Count the chunks of all these rows and write their pages, in one flush.
 
         One, because a flush frees what fell out of windows, and the next one would write there
-        while layers that share these keys may still ask for them.
+        while layers that share these keys may still ask for them. In this one nobody gets them.
         """
         self.step = None
+        seen = [page for step in steps if step.row.alive for page in step.row.pages]
         for step in steps:
             step.row.length += step.count
             step.row.pending += step.new_pages
             if step.new_pages:
                 self._pending.append((step.row.level, [step.row] * step.new_pages))
         mx.eval(self.arrays())
-        self.flush()
+        self.take_hold(seen)
+        try:
+            self.flush()
+        finally:
+            self.let_go(seen)
 
-    def hold_pages(self, row: Row, tail_keys: mx.array, tail_values: mx.array) -> None:
-        """Make a new row a holder of its pages and fill its tail, ``[heads, tokens, dim]``."""
-        for page in row.pages:
+    def take_hold(self, pages: list[PageId]) -> None:
+        """Add a holder to each of these pages."""
+        for page in pages:
             self.allocators[page.level].retain(page)
-        layer, count = self.layers[0], row.tail_length
-        layer.tail_keys[row.slot, :, :count] = tail_keys[:, :count]
-        layer.tail_values[row.slot, :, :count] = tail_values[:, :count]
-        mx.eval(layer.tail_keys, layer.tail_values)
-        self.changed()
 
     def let_go(self, pages: list[PageId]) -> None:
-        """Give up the hold that taking pages gave."""
+        """Give up a hold on each of these pages."""
         for page in pages:
             self.allocators[page.level].release(page)
 
+    @property
+    def wasteful(self) -> bool:
+        """Whether most of the pools is free."""
+        return self.pages_bytes > 2 * (self.used_bytes + SLAB_PAGES * self.page_bytes())
+
     def give_back(self) -> None:
-        """Cut the pools where most of them is free; right after a flush."""
-        if self.pages_bytes > 2 * (self.used_bytes + SLAB_PAGES * self.page_bytes()):
+        """Cut the pools where most of them is free; right after a flush, and between passes."""
+        if self.wasteful:
             self.compact(self.allocators[0].used + SLAB_PAGES)
 
 
@@ -98,9 +107,21 @@ class Reading:
     def __init__(self, shared: SharedStore) -> None:
         self.shared = shared
         self.store = shared.rows
+        self._passes = shared.passes
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend the new tokens' queries, ``[batch, q_heads, tokens, k_dim]``, causally."""
+        """Attend the new tokens' queries, ``[batch, q_heads, tokens, k_dim]``, causally.
+
+        Raises ``RuntimeError`` once the pass is over: its pages may be elsewhere by then.
+        """
+        if self._passes != self.shared.passes:
+            raise RuntimeError(
+                "these keys and values were there during one forward pass, which is over; call"
+                " update_and_fetch in each pass"
+            )
+        return self._attend(queries, scale, sinks)
+
+    def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         raise NotImplementedError
 
 
@@ -111,7 +132,7 @@ class DecodeReading(Reading):
         super().__init__(shared)
         self._handle = handle
 
-    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+    def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend one query a row; lazy."""
         output = decode_attention(queries, self._handle, scale, sinks)
         self.shared.latest = output
@@ -140,7 +161,7 @@ class ChunkReading(Reading):
         for one, span in zip(rows, spans, strict=True):
             one.coming = span.count
 
-    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+    def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend each row's own tokens; the padding gets zeros. Evaluated when it returns."""
         rows = [
             self._row(queries[index : index + 1], part, span, scale, sinks)
@@ -195,6 +216,8 @@ class SharedStore:
         """Whether caches keep a pass's `Reading` for layers that ask for it again."""
         self.asked_again = False
         """Whether a layer has."""
+        self.passes = 0
+        """Counts what ends a pass: the next one, and whatever else writes or moves pages."""
         self.latest: mx.array | None = None
         """What the newest decode step attended to: evaluated, nothing reads the pools any more."""
         self._rows: LayerRows | None = None
@@ -252,6 +275,8 @@ class SharedStore:
                     one.holders -= 1
                     if not one.holders:
                         self._free(one)
+        if self._rows is not None and not self._rows.rows:
+            self._rows = self._open = self.latest = None
 
     def _free(self, one: SharedRow) -> None:
         if one.row is None or self._rows is None:
@@ -259,8 +284,6 @@ class SharedStore:
         # Nobody has looked whether what it computed was finite.
         self._rows.free(one.row, clean=False)
         one.row = None
-        if not self._rows.rows:
-            self._rows = self._open = self.latest = None
 
     # New tokens.
 
@@ -274,6 +297,7 @@ class SharedStore:
         _, heads, _, k_dim = keys.shape
         geometry = LayerGeometry(heads, k_dim, values.shape[-1], keys.dtype.size)
         store = self.prepared(geometry, keys.dtype)
+        self.passes += 1
         own = self._own(rows)
         if keys.shape[2] == 1 and all(span.count for span in spans):
             if store.needs_flush(own):
@@ -282,6 +306,9 @@ class SharedStore:
             store.step = None
             store.layers[0].append(step, keys, values)
             return DecodeReading(self, DecodeHandle(store, store.layers[0], step))
+        # A row leaves the dense start here as it does before a single token: by its own length.
+        if store.wasteful or store.needs_flush(own):
+            self.flush()
         self._unpend(own)
         self._drain()
         parts = [
@@ -322,14 +349,14 @@ class SharedStore:
             for one in reading.rows:
                 one.coming = 0
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
-            self.rows.give_back()
 
     def flush(self) -> None:
-        """Write what awaits it, when the device reads the pools no more.
+        """Write what awaits it, when the device reads the pools no more; no pass is under way.
 
         mlx-lm's loop has given a step to the device and builds the next one meanwhile. The outputs
         of attention stand for its reading: of the newest step here, and so of all earlier ones.
         """
+        self.passes += 1
         self._drain()
         store = self.rows
         mx.eval(store.arrays())
@@ -401,6 +428,7 @@ class SharedStore:
                     f"{count} tokens cannot be taken back: what {self.kind.name} would show then"
                     " has left the window"
                 )
+        self.passes += 1
         own = self._own(rows)
         self._unpend(own)
         for row in own:
