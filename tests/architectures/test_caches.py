@@ -7,6 +7,7 @@ the same passes over dense copies of what the pages stand for.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,3 +201,11 @@ def test_most_models_use_pages_and_all_with_attention_are_quantized() -> None:
         elif attends:
             assert set(paths) & {"pages", "dequantize-on-read"}, name
     assert dense == NOT_QUANTIZED
+
+
+def test_reasons_are_sentences_and_no_python_errors() -> None:
+    text, _, _ = table.PAGE.read_text().partition("## Not run here")
+    whys = {line.split("|")[5].strip() for line in text.splitlines() if line.startswith("| `")}
+    assert len(whys) > 5
+    for why in whys:
+        assert not re.search(r"Handle|Error|::|incompatible|\[\w+\]", why), why
