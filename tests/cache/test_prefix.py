@@ -73,6 +73,7 @@ class Prompts(RuleBasedStateMachine):
         self.running: list[tuple[int, ...]] = []
         self.pages: dict[Key, int] = {}
         self.queries: list[tuple[int, int]] = []
+        self.cleared = 0
 
     def _pages(self, salt: str, tokens: tuple[int, ...]) -> list[int]:
         """A page a token: that of everybody who has read the same up to there."""
@@ -176,10 +177,22 @@ class Prompts(RuleBasedStateMachine):
             self._prune()
             assert all(kept.sound for kept in self.stored.values())
 
+    @rule(tokens=TOKENS, salt=SALTS)
+    def distrust(self, tokens: tuple[int, ...], salt: str) -> None:
+        """A request gave bad logits: nothing that it may have read or left stays."""
+        on_its_way = {
+            key for key in self.stored if key[0] == salt and tokens[: len(key[1])] == key[1]
+        }
+        before = set(self.stored)
+        self.tree.distrust(tokens, salt)
+        self._prune()
+        assert set(self.stored) == before - on_its_way
+
     @precondition(lambda self: self.stored)
     @rule()
     def clear(self) -> None:
         want = self.tree.nbytes
+        self.cleared += len(self.stored)
         assert self.tree.clear() == want
         self._prune()
         assert not self.stored
@@ -198,8 +211,8 @@ class Prompts(RuleBasedStateMachine):
         assert counts.queries == len(self.queries)
         assert counts.prompt_tokens == sum(tokens for tokens, _ in self.queries)
         assert counts.hit_tokens == sum(hit for _, hit in self.queries)
-        dropped = counts.stored - len(self.stored) - counts.evicted - counts.lowered
-        assert dropped >= 0  # by `clear`
+        dropped = counts.evicted + counts.lowered + counts.distrusted
+        assert counts.stored - len(self.stored) - dropped == self.cleared
 
 
 TestPrompts = Prompts.TestCase

@@ -69,6 +69,8 @@ class PrefixCounts:
     """Checkpoints dropped to make room."""
     lowered: int = 0
     """Checkpoints dropped because their pages were stepped down."""
+    distrusted: int = 0
+    """Checkpoints dropped because a request that had read them failed."""
 
 
 @dataclass(eq=False)
@@ -221,6 +223,17 @@ class PrefixTree:
             self._forget(node)
         return freed
 
+    def distrust(self, tokens: Sequence[int], salt: str = "") -> None:
+        """Drop what is stored of a prompt whose request gave bad logits: it may come from there.
+
+        Only what is on its way: who went on from there elsewhere has logits of its own to be
+        judged by.
+        """
+        for node in list(self._path(tokens, salt, proper=False)):
+            if node.frozen is not None:
+                self.counts.distrusted += 1
+                self._forget(node)
+
     def forget_below_top(self) -> int:
         """Drop what was stepped down: it is no hit any more; return how many checkpoints.
 
@@ -260,7 +273,8 @@ class PrefixTree:
     def _path(self, tokens: Sequence[int], salt: str, *, proper: bool = True) -> Iterator[_Node]:
         """Yield the known nodes on a prompt's way, its first chunk's before all."""
         node = self._root.children.get(salt)
-        for edge in self._edges(tokens, self._last(tokens) if proper else len(tokens)):
+        whole = len(tokens) // self.chunk * self.chunk
+        for edge in self._edges(tokens, self._last(tokens) if proper else whole):
             node = None if node is None else node.children.get(edge)
             if node is None:
                 return
