@@ -67,9 +67,12 @@ class OpenAIDriver:
 
     path = ""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, *, endless: bool = True) -> None:
+        """Take the server's address; ``endless``: its model has no end-of-text token (`twin`)."""
         self._url = f"{url.rstrip('/')}/v1/completions"
         self._model = model
+        # vLLM, llama.cpp and others know this word; those that we start need none.
+        self._extra = {} if endless else {"ignore_eos": True}
         # The player bounds what runs at once, and the harness every run's time.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -85,6 +88,7 @@ class OpenAIDriver:
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self._extra,
         }
         async with self._session.post(self._url, json=body) as response:
             if response.status != 200:

@@ -68,7 +68,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Measures:
-    """One run of a trace on one server. Times are in seconds."""
+    """One run of a trace on one server. Times are in seconds.
+
+    What /proc says is nan for a server that is not ours to look at, and where there is no /proc.
+    """
 
     tokens: int
     wall_s: float
@@ -90,9 +93,9 @@ class Measures:
     """Processor time of the server's processes, user and system, over the tokens generated."""
     decode_cpu_ms_per_token: float = math.nan
     """The same while all streams ran, so without prompts."""
-    peak_bytes: int = 0
+    peak_bytes: float = math.nan
     """Resident high-water marks of the server's processes, summed."""
-    largest_bytes: int = 0
+    largest_bytes: float = math.nan
     """The same of the largest one: kvd's worker, without its daemon."""
 
 

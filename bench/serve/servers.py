@@ -99,7 +99,7 @@ class Server:
     async def _connect(self) -> Driver:
         side = self.side
         if not side.home:
-            return OpenAIDriver(side.url, side.model)
+            return OpenAIDriver(side.url, side.model, endless=bool(side.command))
         try:
             return await KvdDriver.connect(side.home, side.model, parse_kv(side.kv))
         except KvdError as error:
