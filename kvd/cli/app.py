@@ -1,9 +1,8 @@
-"""The commands of `kvctl`, except for the conversation (`kvd.cli.chat`)."""
+"""The commands of `kvctl`; completions are in `kvd.cli.generate`, talk in `kvd.cli.chat`."""
 
 from __future__ import annotations
 
 import fcntl
-import sys
 import time
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli import chat as chats
 from kvd.cli import detail, render
+from kvd.cli import sampling as how
 from kvd.cli.bench_kv import bench_kv
 from kvd.cli.calibrate import calibrate
 from kvd.cli.common import (
@@ -25,14 +25,13 @@ from kvd.cli.common import (
     talk,
     terms,
 )
+from kvd.cli.generate import generate
 from kvd.cli.options import LEVELS, VersionOption, takes_kv
-from kvd.cli.stream import Stream
 from kvd.cli.usage import Command, Group
 from kvd.client import Load
 from kvd.exits import Exit
 from kvd.sources import absolute
 from kvd.units import format_bytes
-from protocol.errors import InvalidRequest
 from protocol.messages import Loading
 from protocol.types import KVSpec, ModelStatus
 
@@ -46,24 +45,6 @@ app = typer.Typer(
 )
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", help="Tokens at most (default: 512 or what fits)."),
-]
-Temperature = Annotated[float, typer.Option(metavar="T", help="0 is greedy.")]
-TopP = Annotated[
-    float, typer.Option("--top-p", metavar="P", help="Share of probability that is kept.")
-]
-TopK = Annotated[
-    int, typer.Option("--top-k", metavar="K", help="Tokens that are kept; 0 keeps all.")
-]
-MinP = Annotated[
-    float, typer.Option("--min-p", metavar="P", help="Floor, as a share of the likeliest.")
-]
-Seed = Annotated[
-    int | None, typer.Option(metavar="N", help="Same seed, same tokens (default: drawn).")
-]
-
 _GONE_S = 10.0
 """How long `shutdown` waits for the process to end after its goodbye."""
 
@@ -169,60 +150,7 @@ def unload(
             talk(f"{done.model} unloaded, {format_bytes(done.freed_bytes)} freed")
 
 
-@app.command(cls=Command)
-def generate(
-    context: typer.Context,
-    model: ModelArgument,
-    prompt: Annotated[
-        str, typer.Argument(metavar="PROMPT", help="Raw text, no chat template; - reads stdin.")
-    ],
-    *,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    seed: Seed = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; may be repeated."),
-    ] = None,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Complete a prompt; only the completion goes to stdout, as it comes."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
-        text = _stdin() if prompt == "-" else prompt
-        completion = client.generate(
-            model,
-            text,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or (),
-        )
-        stream = Stream(completion)
-        for event in stream:
-            if wanted.json:
-                wanted.print_json(event)
-            else:
-                stream.show(event)
-        if not wanted.json:
-            stream.end_line()
-        if completion.reason == "cancelled":
-            raise typer.Exit(Exit.INTERRUPTED)
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
+app.command(cls=Command)(generate)
 
 
 @app.command(cls=Command)
@@ -231,12 +159,15 @@ def chat(
     model: ModelArgument,
     *,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    seed: Seed = None,
+    max_tokens: how.MaxTokens = None,
+    temperature: how.Temperature = 0.7,
+    top_p: how.TopP = 1.0,
+    top_k: how.TopK = 0,
+    min_p: how.MinP = 0.0,
+    seed: how.Seed = None,
+    repetition_penalty: how.RepetitionPenalty = 1.0,
+    presence_penalty: how.PresencePenalty = 0.0,
+    frequency_penalty: how.FrequencyPenalty = 0.0,
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
@@ -250,6 +181,9 @@ def chat(
         top_k=top_k,
         min_p=min_p,
         seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
     )
     with wanted.connected() as client:
         chats.Chat(client, model, settings, wanted, system=system).run()

@@ -11,7 +11,7 @@ from typing import Any
 from kvd.cli.common import Terms, escape, model_in, talk
 from kvd.cli.stream import Stream
 from kvd.client import Client, Completion
-from kvd.client.exchange import check_number
+from kvd.client.options import check_number
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning
 from protocol.types import ChatMessage
 
@@ -26,6 +26,9 @@ class Settings:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 _INTEGERS = {"max_tokens", "top_k", "seed"}
@@ -182,7 +185,7 @@ class Chat:
         elif name:
             talk(f"[yellow]no setting {escape(name)}[/]")
         for name, number in asdict(self._settings).items():
-            talk(f"  {name:12} {'default' if number is None else number}")
+            talk(f"  {name:18} {'default' if number is None else number}")
 
     def _history(self, _: str) -> None:
         for turn in self._turns:

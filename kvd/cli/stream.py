@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from kvd.cli.common import talk
+from kvd.cli.common import stdout_console, talk
 from kvd.client import Completion
 from protocol.messages import Event, Tokens
 
@@ -41,9 +41,41 @@ class Stream:
 
     def end_line(self) -> None:
         """End the last line on a terminal; a pipe gets the completion and no more."""
-        if sys.stdout.isatty() and self._last != "\n":
+        if sys.stdout.isatty() and self._last not in {"", "\n"}:
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+class Several(Stream):
+    """Several completions: each is written when it and those before it are over."""
+
+    def __init__(self, completion: Completion) -> None:
+        super().__init__(completion)
+        self._written = 0
+
+    def show(self, event: Event) -> None:  # noqa: ARG002 - the completion has taken it
+        """Write the completions that are over, in order."""
+        choices = self._completion.choices
+        while self._written < len(choices) and choices[self._written].reason is not None:
+            self._write(self._written)
+
+    def end_line(self) -> None:
+        """Write what there is of the others: an error ended them."""
+        for number in range(self._written, len(self._completion.choices)):
+            if self._completion.choices[number].tokens:
+                self._write(number)
+
+    def _write(self, number: int) -> None:
+        choice = self._completion.choices[number]
+        plural = "" if len(choice.tokens) == 1 else "s"
+        console = stdout_console()
+        title = (
+            f"choice {number}  {choice.reason or 'broken off'}, {len(choice.tokens)} token{plural}"
+        )
+        console.print(("\n" if self._written else "") + title, style="bold")
+        sys.stdout.write(choice.text + "\n")
+        sys.stdout.flush()
+        self._written = number + 1
 
 
 def _say_silence() -> None:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Self
+from typing import Self, Unpack
 
 from kvd.client.exchange import (
     QUICK_S,
     CompletionRecord,
     Exchange,
     LoadRecord,
-    Messages,
     closed,
     expect,
-    generate_request,
     lost,
     silent,
     socket_path,
     unreachable,
 )
+from kvd.client.options import Messages, Options, generate_request
 from protocol import messages as m
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 
@@ -97,27 +96,16 @@ class AsyncClient:
         *,
         messages: Messages | None = None,
         tokens: list[int] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int | None = None,
+        **options: Unpack[Options],
     ) -> AsyncCompletion:
-        """Complete a prompt; iterate over the events, or await `.text()`."""
-        options = {
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-        }
+        """Complete a prompt; iterate over the events, or await `.text()`.
+
+        All that a request may say is in `kvd.client.options.Options`.
+        """
         number = self._exchange.next_id()
-        await self._send(generate_request(number, model, prompt, messages, tokens, options))
-        return AsyncCompletion(self, number)
+        request = generate_request(number, model, prompt, messages, tokens, options)
+        await self._send(request)
+        return AsyncCompletion(self, number, request.n)
 
     async def cancel(self, target: str) -> bool:
         """End another request of this connection; return whether it still ran."""
@@ -193,8 +181,8 @@ class AsyncClient:
 class AsyncCompletion(CompletionRecord):
     """A running completion: an async iterator of its events, and what they add up to."""
 
-    def __init__(self, client: AsyncClient, request_id: str) -> None:
-        super().__init__()
+    def __init__(self, client: AsyncClient, request_id: str, count: int) -> None:
+        super().__init__(count)
         self.id = request_id
         self._client = client
 
@@ -206,7 +194,7 @@ class AsyncCompletion(CompletionRecord):
             yield event
 
     async def text(self) -> str:
-        """Return the whole text; waits for what is missing."""
+        """Return the whole text, of the first choice; waits for what is missing."""
         async for _ in self:
             pass
         return self.text_so_far

@@ -9,23 +9,22 @@ import contextlib
 import os
 import select
 import socket as sockets
-from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator
+from typing import Self, Unpack
 
 from kvd.client.exchange import (
     QUICK_S,
     CompletionRecord,
     Exchange,
     LoadRecord,
-    Messages,
     closed,
     expect,
-    generate_request,
     lost,
     silent,
     socket_path,
     unreachable,
 )
+from kvd.client.options import Messages, Options, generate_request
 from protocol import messages as m
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 
@@ -88,27 +87,16 @@ class Client:
         *,
         messages: Messages | None = None,
         tokens: list[int] | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        seed: int | None = None,
+        **options: Unpack[Options],
     ) -> Completion:
-        """Complete a prompt; iterate over the events, or take `.text`."""
-        options = {
-            "max_tokens": max_tokens,
-            "stop": stop,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-        }
+        """Complete a prompt; iterate over the events, or take `.text`.
+
+        All that a request may say is in `kvd.client.options.Options`.
+        """
         number = self._exchange.next_id()
-        self._send(generate_request(number, model, prompt, messages, tokens, options))
-        return Completion(self, number)
+        request = generate_request(number, model, prompt, messages, tokens, options)
+        self._send(request)
+        return Completion(self, number, request.n)
 
     def cancel(self, target: str) -> bool:
         """End another request of this connection; return whether it still ran."""
@@ -173,8 +161,8 @@ class Client:
 class Completion(CompletionRecord):
     """A running completion: an iterator of its events, and what they add up to."""
 
-    def __init__(self, client: Client, request_id: str) -> None:
-        super().__init__()
+    def __init__(self, client: Client, request_id: str, count: int) -> None:
+        super().__init__(count)
         self.id = request_id
         self.on_silence: Callable[[], None] | None = None
         """Called once if no event comes for ten seconds; the wait goes on."""
@@ -194,7 +182,7 @@ class Completion(CompletionRecord):
 
     @property
     def text(self) -> str:
-        """The whole text; waits for what is missing."""
+        """The whole text, of the first choice; waits for what is missing."""
         for _ in self:
             pass
         return self.text_so_far

@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvd.home import check_socket_path, locate
 from protocol.errors import (
@@ -23,27 +23,26 @@ from protocol.errors import (
 )
 from protocol.messages import (
     Accepted,
+    ChoiceFinished,
     Done,
     Error,
     Event,
     FinishReason,
-    Generate,
     Loaded,
     Loading,
+    PromptLogprobs,
     Request,
     Tokens,
     is_last,
 )
 from protocol.session import ClientSession
-from protocol.types import ChatMessage, ModelStatus, Sampling, Usage
+from protocol.types import ModelStatus, TokenLogprob, Usage
 
 E = TypeVar("E")
 
 QUICK_S = 10.0
 """How long hello, status and cancel may take: the daemon answers them without waiting for
 anybody, so silence means that it is stopped."""
-
-Messages = Sequence[ChatMessage | tuple[str, str]]
 
 
 def socket_path(socket: str | os.PathLike[str] | None, home: str | os.PathLike[str] | None) -> Path:
@@ -147,25 +146,6 @@ class Exchange:
         return event
 
 
-_RANGES: dict[str, tuple[float, float]] = {
-    "max_tokens": (1, 2**31 - 1),
-    "temperature": (0, 10),
-    "top_p": (0, 1),
-    "top_k": (0, 2**31 - 1),
-    "min_p": (0, 1),
-    "seed": (0, 2**63 - 1),
-}
-
-
-def check_number(name: str, value: float | None) -> None:
-    """Refuse what `protocol.types` refuses, and what is no number in JSON: NaN and infinity."""
-    low, high = _RANGES[name]
-    if value is None or (low <= value <= high and not (name == "top_p" and value == 0)):
-        return
-    place = "above 0 and at most 1" if name == "top_p" else f"between {low} and {high}"
-    raise InvalidRequest(f"{name} must be {place}, not {value}", field=name)
-
-
 def expect(event: Event, kind: type[E]) -> E:
     """Return the event if it is of this kind; anything else is the daemon's mistake."""
     if isinstance(event, kind):
@@ -173,60 +153,65 @@ def expect(event: Event, kind: type[E]) -> E:
     raise LocalProtocolError(f"expected {kind.__name__}, got {event!r}")
 
 
-def generate_request(
-    request_id: str,
-    model: str,
-    prompt: str | None,
-    messages: Messages | None,
-    tokens: list[int] | None,
-    options: dict[str, Any],
-) -> Generate:
-    """Return the request for `generate` of either client; numbers out of range are refused here."""
-    for name, value in options.items():
-        if name in _RANGES:
-            check_number(name, value)
-    turns = None
-    if messages is not None:
-        turns = [m if isinstance(m, ChatMessage) else ChatMessage(*m) for m in messages]  # type: ignore[arg-type]
-    return Generate(
-        id=request_id,
-        model=model,
-        prompt=prompt,
-        messages=turns,
-        tokens=tokens,
-        max_tokens=options.pop("max_tokens"),
-        stop=list(options.pop("stop")),
-        sampling=Sampling(**options),
-    )
+@dataclass
+class ChoiceRecord:
+    """What has come of one completion."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each token, if asked for."""
+    reason: FinishReason | None = None
+    """Why it ended; None: it runs."""
 
 
 class CompletionRecord:
-    """What the events of one completion add up to so far."""
+    """What the events of one completion add up to so far; with n > 1 of several."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, count: int = 1) -> None:
+        self.choices = [ChoiceRecord() for _ in range(count)]
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """One for each token of the prompt, if asked for."""
         self.seed: int | None = None
         """The seed that it is sampled with, once accepted."""
         self.usage: Usage | None = None
         self.reason: FinishReason | None = None
-        self._pieces: list[str] = []
+        """Why it ended, with all its choices; None: it runs."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the first choice that have come."""
+        return self.choices[0].tokens
 
     @property
     def text_so_far(self) -> str:
-        """The text that has come."""
-        return "".join(self._pieces)
+        """The text of the first choice that has come."""
+        return self.choices[0].text
 
     def _apply(self, event: Event) -> None:
         match event:
             case Accepted(seed=seed):
                 self.seed = seed
-            case Tokens(tokens=tokens, text=text):
-                self.tokens += tokens
-                self._pieces.append(text)
+            case PromptLogprobs(logprobs=logprobs):
+                self.prompt_logprobs += logprobs
+            case Tokens():
+                choice = self._choice(event.choice)
+                choice.tokens += event.tokens
+                choice.text += event.text
+                choice.logprobs += event.logprobs or ()
+            case ChoiceFinished(choice=number, reason=reason):
+                self._choice(number).reason = reason
             case Done(reason=reason, usage=usage):
                 self.reason, self.usage = reason, usage
+                for choice in self.choices:
+                    choice.reason = choice.reason or reason
             case _:
                 raise LocalProtocolError(f"no event of a completion: {event!r}")
+
+    def _choice(self, number: int) -> ChoiceRecord:
+        if number >= len(self.choices):
+            raise LocalProtocolError(f"choice {number} of {len(self.choices)}")
+        return self.choices[number]
 
 
 class LoadRecord:

@@ -5,11 +5,11 @@ import asyncio
 import msgspec
 import pytest
 
-from kvd.client import AsyncClient, Client, exchange
+from kvd.client import AsyncClient, Client, options
 from kvd.home import Home
 from protocol import errors
 from protocol import messages as m
-from protocol.types import ChatMessage, KVSpec, Sampling, Usage
+from protocol.types import Alternative, ChatMessage, KVSpec, Sampling, TokenLogprob, Usage
 from tests.kvd.stub import MODEL, daemon_status, stub_daemon, well
 
 
@@ -252,19 +252,141 @@ def test_a_closed_client_says_so(home: Home):
         kvd.close()
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"])
+NUMBERS = {
+    "max_tokens": (1, 2**31 - 1),
+    "n": (1, 16),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "priority": (-100, 100),
+    "deadline_s": (0, 604_800),
+    "temperature": (0, 10),
+    "top_p": (0, 1),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0, 1),
+    "seed": (0, 2**63 - 1),
+    "repetition_penalty": (0, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+SAMPLED = set(Sampling.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
 def test_the_clients_ranges_are_those_of_the_protocol(name):
-    low, high = exchange._RANGES[name]
-    near = [low - 1, low, high, high + 1]
-    for value in near:
-        whole = {name: value} if name == "max_tokens" else {"sampling": {name: value}}
+    low, high = NUMBERS[name]
+    for value in (low - 1, low, high, high + 1):
+        whole = {"sampling": {name: value}} if name in SAMPLED else {name: value}
         raw = {"op": "generate", "id": "1", "model": "m", "prompt": "p", **whole}
         try:
             msgspec.convert(raw, m.Generate)
         except msgspec.ValidationError:
-            with pytest.raises(errors.InvalidRequest, match=f"{name} must be"):
-                exchange.check_number(name, value)
+            with pytest.raises(errors.InvalidRequest, match=f"{name} must be") as caught:
+                options.check_number(name, value)
+            assert caught.value.detail == {"field": name}
         else:
-            exchange.check_number(name, value)
+            options.check_number(name, value)
     with pytest.raises(errors.InvalidRequest):
-        exchange.check_number(name, float("nan"))
+        options.check_number(name, float("nan"))
+
+
+def test_every_number_has_a_range_and_every_field_is_an_option():
+    assert set(options.RANGES) == set(NUMBERS)
+    fields = {*m.Generate.__struct_fields__, *SAMPLED}
+    others = {"id", "v", "model", "prompt", "messages", "tokens", "sampling"}
+    assert set(options.Options.__annotations__) == fields - others
+
+
+def test_all_that_a_request_may_say_is_sent(home: Home):
+    said = {
+        "max_tokens": 9,
+        "n": 2,
+        "stop": ("x",),
+        "stop_tokens": (3, 4),
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "logprobs": 0,
+        "prompt_logprobs": 3,
+        "priority": -1,
+        "deadline_s": 60.0,
+        "prefix_salt": "mine",
+    }
+    drawn = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "min_p": 0.1,
+        "seed": 7,
+        "logit_bias": {4: -1.5},
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+    }
+    assert {*said, *drawn} == set(options.Options.__annotations__)
+    with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
+        _ = kvd.generate("demo", "Hi", **said, **drawn).text
+    lists = {"stop": ["x"], "stop_tokens": [3, 4]}
+    assert requests[0] == m.Generate(
+        id="1", model="demo", prompt="Hi", sampling=Sampling(**drawn), **{**said, **lists}
+    )
+
+
+def test_fields_that_do_not_fit_each_other_are_refused_before_they_are_sent(home: Home):
+    with stub_daemon(home.socket, well) as requests, Client(home=home.root) as kvd:
+        with pytest.raises(errors.InvalidRequest, match="at most max_tokens, 5") as caught:
+            kvd.generate("demo", "Hi", min_tokens=6, max_tokens=5)
+        assert caught.value.detail == {"field": "min_tokens"}
+    assert requests == []
+
+
+def told(token):
+    return TokenLogprob(token, chr(token), -0.5, top=[Alternative(token, chr(token), -0.5)])
+
+
+def several(request):
+    number = request.id
+    yield m.Accepted(id=number, prompt_tokens=3, seed=7)
+    yield m.PromptLogprobs(id=number, index=0, logprobs=[TokenLogprob(80, "P")])
+    yield m.PromptLogprobs(id=number, index=1, logprobs=[told(81)])
+    for choice, token in ((1, 66), (0, 65), (1, 67)):
+        yield m.Tokens(
+            id=number,
+            index=0,
+            tokens=[token],
+            text=chr(token),
+            choice=choice,
+            logprobs=[told(token)],
+        )
+        if token == 65:
+            yield m.ChoiceFinished(id=number, choice=0, reason="stop")
+    yield m.ChoiceFinished(id=number, choice=1, reason="length")
+    yield m.Done(id=number, reason="length", usage=Usage(3, 3))
+
+
+def test_several_choices_are_added_up_apart(home: Home):
+    with stub_daemon(home.socket, several), Client(home=home.root) as kvd:
+        completion = kvd.generate("demo", "Hi", n=2, logprobs=1, prompt_logprobs=1)
+        assert completion.text == "A"
+    first, second = completion.choices
+    assert (first.text, first.tokens, first.reason) == ("A", [65], "stop")
+    assert (second.text, second.tokens, second.reason) == ("BC", [66, 67], "length")
+    assert [one.token for one in second.logprobs] == [66, 67]
+    assert [one.token for one in completion.prompt_logprobs] == [80, 81]
+    assert (completion.reason, completion.usage) == ("length", Usage(3, 3))
+
+
+async def test_several_choices_in_asyncio(home: Home):
+    with stub_daemon(home.socket, several):
+        async with AsyncClient(home=home.root) as kvd:
+            completion = await kvd.generate("demo", "Hi", n=2)
+            assert await completion.text() == "A"
+            assert [one.text for one in completion.choices] == ["A", "BC"]
+
+
+def test_a_choice_that_was_not_asked_for_is_the_daemon_s_mistake(home: Home):
+    with (
+        stub_daemon(home.socket, several),
+        Client(home=home.root) as kvd,
+        pytest.raises(errors.LocalProtocolError, match="choice 1 of 1"),
+    ):
+        _ = kvd.generate("demo", "Hi").text

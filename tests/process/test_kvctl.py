@@ -42,6 +42,55 @@ def test_load_status_generate_unload(daemon: Daemon):
     assert daemon.kvctl("unload", "m").returncode == 6
 
 
+def test_choices_logprobs_and_ends_through_the_whole_daemon(shared: Daemon):
+    drawn = ("--temperature", "1", "--seed", "4", "--max-tokens", "6")
+    single = shared.kvctl("generate", "fast", "Hi", *drawn).stdout
+    done = shared.kvctl(
+        "generate", "fast", "Hi", *drawn, "--n", "3", "--logprobs", "2", "--prompt-logprobs", "0",
+        "--json",
+    )  # fmt: skip
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr
+    assert [event["event"] for event in events[:2]] == ["accepted", "prompt_logprobs"]
+    assert [entry["token"] for entry in events[1]["logprobs"]] == [ord("H"), ord("i")]
+    texts, tokens, told = ["", "", ""], [[], [], []], [[], [], []]
+    for event in events:
+        if event["event"] == "tokens":
+            choice = event.get("choice", 0)
+            texts[choice] += event["text"]
+            tokens[choice] += event["tokens"]
+            told[choice] += [entry["token"] for entry in event["logprobs"]]
+    assert texts[0] == single
+    assert len(set(texts)) == 3
+    assert told == tokens
+    ends = [event["choice"] for event in events if event["event"] == "choice_finished"]
+    assert sorted(ends) == [0, 1, 2]
+    assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 18}
+    people = shared.kvctl("generate", "fast", "Hi", *drawn, "--n", "3", "--logprobs", "2").stdout
+    assert [f"choice {n}  length, 6 tokens" in people for n in range(3)] == [True] * 3
+    assert "LIKELIEST" in people
+    stop = str(tokens[0][3])
+    cut = shared.kvctl("generate", "fast", "Hi", *drawn, "--stop-token", stop).stdout
+    assert single.startswith(cut)
+    assert len(cut.split()) == tokens[0].index(int(stop))
+    bad = shared.kvctl("generate", "fast", "Hi", "--logit-bias", "999=1")
+    assert (bad.returncode, "sampling.logit_bias names token 999" in bad.stderr) == (6, True)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(daemon: Daemon):
+    daemon.load(source(tps=20), "slow")
+    late = daemon.kvctl("generate", "slow", "Hi", "--max-tokens", "10000", "--deadline", "0.5")
+    assert (late.returncode, "deadline passed after" in late.stderr) == (7, True)
+    assert late.stdout
+    running = start(daemon, "load", source(tps=20, load=20), "--alias", "loading")
+    wait_for("it loads", lambda: len(daemon.kvctl("status").stdout.split("loading")) > 1)
+    waiting = daemon.kvctl("generate", "loading", "Hi", "--deadline", "0.5")
+    assert (waiting.returncode, "while it waited" in waiting.stderr) == (7, True)
+    running.kill()
+    running.communicate(timeout=10)
+    assert daemon.model("slow").requests == 0
+
+
 def test_kv_settings_reach_the_worker_and_status_says_them(daemon: Daemon):
     options = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-floor -1=k8v8"
     options += " --kv-ladder k4v4 --quantized-kv-start 512 --max-kv-size 1024 --kv-keep 8"
