@@ -13,6 +13,7 @@ counts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
@@ -68,8 +69,11 @@ class Bench:
 
     def decode(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:
         """Fill rows of so many tokens and decode."""
+        with contextlib.closing(make()) as loop:
+            return self._decode(loop, tokens)
+
+    def _decode(self, loop: Loop, tokens: int) -> dict[str, Any]:
         options = self._options
-        loop = make()
         prompts = [shapes.tokens(options.shape, tokens, row) for row in range(options.rows)]
         fill_s, fill_peak = _peak(lambda: loop.fill(prompts))
         loop.decode(WARM_UP)
@@ -100,15 +104,13 @@ class Bench:
             result["step_without_attention_ms"] = _median_ms(stubbed.wall)
             if isinstance(loop, Ours):
                 result |= _host("host_without_attention", loop.decode_idle(options.steps))
-        loop.close()
         return result
 
     def prefill(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:
         """Prefill one prompt, up to its first token."""
-        loop = make()
         prompt = shapes.tokens(self._options.shape, tokens, 0)
-        seconds, peak = _peak(lambda: loop.fill([prompt]))
-        loop.close()
+        with contextlib.closing(make()) as loop:
+            seconds, peak = _peak(lambda: loop.fill([prompt]))
         return {
             "loop": loop.name,
             "tokens": tokens,
@@ -157,16 +159,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     # The first pass over a shape compiles kernels: that is nobody's speed.
     for make in sides:
         bench.prefill(make, 2 * options.chunk)
-    decodes, prefills = [], []
-    for tokens in options.tokens:
-        for make in sides:
-            decodes.append(bench.decode(make, tokens))
-            _say(console, decodes[-1], ("tok_s", "step_ms", "step_without_attention_ms"))
-    for turn in range(options.runs if options.prefill else 0):
-        for make in sides if turn % 2 == 0 else sides[::-1]:
-            prefills.append(bench.prefill(make, options.prefill))
-            _say(console, prefills[-1], ("seconds", "peak_over_weights"))
-    return {
+    result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
         "versions": {name: _version(name) for name in _PACKAGES},
         "device": "cpu" if on_cpu() else str(mx.device_info().get("device_name", "gpu")),
@@ -175,11 +168,38 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "chunk": options.chunk,
         "attention_path": bench.path,
         "weights_bytes": bench.weights_bytes,
-        "decode": decodes,
-        "prefill": prefills,
+        "decode": [],
+        "prefill": [],
+        "failed": [],
     }
 
+    def note(part: str, work: Callable[..., dict[str, Any]], make: Any, tokens: int) -> None:
+        """Measure, say and save at once: a run that is cut off has said something."""
+        try:
+            row = work(make, tokens)
+            result[part].append(row)
+            values = ", ".join(f"{name} {row[name]:.6g}" for name in _SAID[part])
+        except (RuntimeError, MemoryError) as error:  # such as: the device is full
+            values = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            result["failed"].append(f"{part} {make.__name__} {tokens}: {values}")
+            mx.clear_cache()
+        console.print(f"  {part} {make.__name__}, {tokens} tokens: {values}", highlight=False)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
 
+    for tokens in options.tokens:
+        for make in sides:
+            note("decode", bench.decode, make, tokens)
+    for turn in range(options.runs if options.prefill else 0):
+        for make in sides if turn % 2 == 0 else sides[::-1]:
+            note("prefill", bench.prefill, make, options.prefill)
+    return result
+
+
+_SAID = {
+    "decode": ("tok_s", "step_ms", "step_without_attention_ms", "peak_over_weights"),
+    "prefill": ("seconds", "peak_over_weights"),
+}
 _PACKAGES = ("mlx", "mlx-cuda-13", "mlx-lm")
 
 
@@ -188,12 +208,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _say(console: Console, row: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Print a line at once: a run that is cut off has said something."""
-    values = ", ".join(f"{name} {row[name]:.6g}" for name in names)
-    console.print(f"  {row['loop']}, {row['tokens']} tokens: {values}", highlight=False)
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -283,10 +297,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
-    result = measure(options, console)
-    show(result, console)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    show(measure(options, console), console)
 
 
 if __name__ == "__main__":
