@@ -130,6 +130,7 @@ class MLXEngine:
         verdict = verdicts.find(headers)
         served = probe.serve(loaded.model, _settings(command, verdict), loaded.vocab_size)
         self._runner = served.runner
+        self._runner.compile()
         mx.clear_cache()
         cache = self._runner.cache
         self._scratch_bytes = command.attention_scratch
@@ -173,7 +174,7 @@ class MLXEngine:
             kv_layout=describe.layout(cache),
             page_bytes=64 * growing,
             kv_bytes_per_token=growing,
-            attention_path=served.path,
+            attention_path=served.path + (", compiled steps" if self._runner.compiled else ""),
             attention_error=served.error,
             kv=parts,
             kv_ladder=describe.ladder(cache),

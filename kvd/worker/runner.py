@@ -12,13 +12,12 @@ import mlx.core as mx
 from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.own import OwnCache
+from kvd.worker.compiled import CompiledDecode, can_compile
+from kvd.worker.rounding import batch_floor
 
-CPU_BATCH = 16
-"""On the CPU, batches are padded to a multiple of this.
-
-BLAS picks another kernel, with another rounding, for products of fewer than 16 rows (measured
-with OpenBLAS 0.3.21); padded, a row's logits are the same to the bit whoever shares its batch.
-"""
+_CHECKED = (3, 200)
+"""Tokens of the rows that compiled steps are checked on: one has a tail alone, one has pages."""
+_CHECKED_STEPS = 2
 
 Row = Any
 """A sequence of the runner's own cache: `SequenceRow` or `OwnRow`."""
@@ -35,12 +34,51 @@ class Runner:
     def __init__(self, model: Any, cache: ModelCache | OwnCache) -> None:
         self.model = model
         self.cache: Any = cache
+        self._compiled: CompiledDecode | None = None
         paged = isinstance(cache, ModelCache) and all(
             access is Access.PAGES for access in cache.access.values()
         )
         self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
         # Rectangles change their shape with the rows that share them anyway.
-        self._multiple = CPU_BATCH if on_cpu() and paged and cache.batched else 1
+        self._floor = batch_floor(model) if on_cpu() and paged and cache.batched else 1
+        """Smaller batches are padded to so many rows, so that all are rounded alike."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether decode steps run as compiled functions."""
+        return self._compiled is not None
+
+    def compile(self) -> bool:
+        """Run decode steps as compiled functions from now on, if they do the same; return whether.
+
+        The cache must be empty, and is again.
+        """
+        if not can_compile(self.cache):
+            return False
+        cache = self.cache
+        pairs = [[self._checked_row(length) for length in _CHECKED] for _ in range(2)]
+        tokens = mx.array([1] * len(_CHECKED), mx.int32)
+        plain = [self.decode(pairs[0], tokens) for _ in range(_CHECKED_STEPS)]
+        mx.eval(plain, cache.arrays())
+        self._compiled = CompiledDecode(self.model, cache)
+        try:
+            fused = [self.decode(pairs[1], tokens) for _ in range(_CHECKED_STEPS)]
+            mx.eval(fused, cache.arrays())
+            agree = all(map(_agree, plain, fused))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            agree = False  # the model does in Python what a trace cannot follow
+        if not agree:
+            self._compiled = None
+        for pair in pairs:
+            for row in pair:
+                cache.free(row)
+        cache.shrink()
+        return agree
+
+    def _checked_row(self, length: int) -> Row:
+        row = self.cache.new_row()
+        self.prefill(row, [1 + position % 64 for position in range(length)])
+        return row
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
         """Run a chunk of a prompt into the row; evaluated and flushed when it returns.
@@ -68,27 +106,50 @@ class Runner:
         Flush the cache before where its `needs_flush` says so. Evaluate the result together with
         the cache's `arrays`.
         """
-        together = [index for index, row in enumerate(rows) if self._shares(row)]
-        if len(together) == len(rows):
-            return self._decode(rows, tokens, self._multiple)
-        alone = [index for index in range(len(rows)) if index not in together]
-        found = [self._decode([rows[index]], tokens[index : index + 1], 1) for index in alone]
+        passes = self._passes(rows)
+        if len(passes) == 1:
+            return self._decode(rows, tokens, passes[0][1])
+        found, order = [], []
+        for places, floor in passes:
+            logits = self._decode(
+                [rows[place] for place in places], tokens[mx.array(places)], floor
+            )
+            # In this order: what a pass takes for a moment is gone when the next one takes it.
+            mx.async_eval(logits, self.cache.arrays())  # type: ignore[no-untyped-call]
+            found.append(logits)
+            order += places
+        return mx.concatenate(found)[mx.array([order.index(place) for place in range(len(rows))])]
+
+    def _passes(self, rows: list[Row]) -> list[tuple[list[int], int]]:
+        """Return who runs together, by place, and the fewest rows that such a batch has."""
+        together = [place for place, row in enumerate(rows) if self._shares(row)]
+        passes = [([place], 1) for place in range(len(rows)) if place not in together]
         if together:
-            shared = [rows[index] for index in together]
-            found.append(self._decode(shared, tokens[mx.array(together)], self._multiple))
-        order = [*alone, *together]
-        return mx.concatenate(found)[mx.array([order.index(index) for index in range(len(rows))])]
+            groups = self.cache.passes([rows[place] for place in together])
+            passes += [([together[one] for one in group], self._floor) for group in groups]
+        return passes
 
     def _shares(self, row: Row) -> bool:
         """Return whether a row can share a pass; its recurrent state may not be whole yet."""
         return bool(self.cache.batched and (not self._recurrent or self.cache.states.complete(row)))
 
-    def _decode(self, rows: list[Row], tokens: mx.array, multiple: int) -> mx.array:
+    def _decode(self, rows: list[Row], tokens: mx.array, floor: int) -> mx.array:
         count = len(rows)
-        batch = -(-count // multiple) * multiple
+        batch = max(count, floor)
         self.cache.begin_decode(rows, batch)
         if batch > count:
             tokens = mx.concatenate([tokens, mx.zeros((batch - count,), tokens.dtype)])
-        logits: mx.array = self.model(tokens[:, None], cache=self.cache.views(rows))
+        if self._compiled is not None:
+            logits = self._compiled(tokens)
+        else:
+            logits = self.model(tokens[:, None], cache=self.cache.views(rows))[:, -1]
         self.cache.end_pass()
-        return logits[:count, -1]
+        return logits[:count]
+
+
+def _agree(one: mx.array, other: mx.array) -> bool:
+    """Return whether logits are finite and the same but for rounding."""
+    if not bool((mx.isfinite(one) & mx.isfinite(other)).all().item()):
+        return False
+    bound = mx.abs(one).max() * (1e-4 if one.dtype == mx.float32 else 2e-2)
+    return bool((mx.abs(one - other).max() <= bound).item())

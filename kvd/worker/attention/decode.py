@@ -12,7 +12,6 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.cache.batch import DecodeHandle
-from kvd.worker.cache.steps import TAIL_TOKENS
 
 
 def decode_attention(
@@ -32,10 +31,7 @@ def decode_attention(
 
     tail_keys, tail_values = layer.tails(step)
     scores = q @ tail_keys.astype(mx.float32).swapaxes(-1, -2)
-    there = mx.arange(TAIL_TOKENS) < step.tail_lengths[:, None]
-    if step.sight is not None and (seen := step.sight.tails()) is not None:
-        there = there & seen
-    scores = mx.where(there[:, None, None], scores, -mx.inf)
+    scores = mx.where(step.tails_seen()[:, None, None], scores, -mx.inf)
     top = scores.max(axis=-1)
 
     paged = []
@@ -43,7 +39,7 @@ def decode_attention(
         pool = layer.pools[table.level]
         by_row, _ = table.indices(heads)
         page_scores = product(q, pool.keys, pool.key_packing, by_row, transpose=False)
-        if step.sight is not None and (seen := step.sight.pages(table)) is not None:
+        if (seen := step.pages_seen(table)) is not None:
             page_scores = mx.where(seen[:, None, None], page_scores, -mx.inf)
         paged.append((table, pool, page_scores))
         top = top.at[table.rows].maximum(page_scores.max(axis=-1))

@@ -7,6 +7,8 @@ that reads it does hold it; then "in place" silently copies the whole pool. So w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import mlx.core as mx
 
 from kvd.worker.cache import packed as pk
@@ -70,6 +72,11 @@ class PagePool:
     def arrays(self) -> list[mx.array]:
         """All arrays, for `mx.eval`."""
         return [*self.keys, *self.values]
+
+    def put(self, given: Iterator[mx.array]) -> None:
+        """Take other arrays in the place of `arrays`, in their order."""
+        self.keys = tuple(next(given) for _ in self.keys)
+        self.values = tuple(next(given) for _ in self.values)
 
     def pack(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
         """Quantize whole pages, dense ``[pages, heads, 64, dim]`` in; lazy."""

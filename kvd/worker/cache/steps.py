@@ -7,6 +7,7 @@ read it. Rows are never padded to a rectangle: the pages are a flat list, each w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -36,7 +37,40 @@ class LevelTable:
     """The same, on the host."""
     starts: tuple[int, ...]
     """Position of each page's first token."""
+    padding: int = 0
+    """How often the last page stands here again, so that steps have few shapes; nobody sees it."""
     _indices: dict[int, tuple[PageIndex, PageIndex]] = field(default_factory=dict)
+    _padded: dict[int, LevelTable] = field(default_factory=dict)
+
+    def padded(self, pages: int) -> LevelTable:
+        """Return the same table with room for so many pages.
+
+        The padding is the last page again, of the same row: what is in it can hurt nobody else.
+        """
+        more = pages - len(self.owners)
+        if not more:
+            return self
+        if pages not in self._padded:
+            owners, starts = (one + one[-1:] * more for one in (self.owners, self.starts))
+            slots = mx.concatenate([self.slots, mx.broadcast_to(self.slots[-1:], (more,))])
+            self._padded[pages] = LevelTable(
+                self.level, slots, mx.array(owners, mx.uint32), owners, starts, more
+            )
+        return self._padded[pages]
+
+    @cached_property
+    def there(self) -> mx.array | None:
+        """``[pages, 1]`` bool: which are no padding; None: all."""
+        if not self.padding:
+            return None
+        count = len(self.owners)
+        return mx.arange(count)[:, None] < count - self.padding
+
+    def with_arrays(
+        self, slots: mx.array, rows: mx.array, indices: dict[int, tuple[PageIndex, PageIndex]]
+    ) -> LevelTable:
+        """Return the same table over other arrays: those of a function that is being traced."""
+        return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
         """Return the index for an operand with one entry a row, and for one with one a page."""
@@ -138,6 +172,32 @@ class DecodeStep:
     """None where every row sees all that it has."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What one layer works out and the next ones use again."""
+
+    def tails_seen(self) -> mx.array:
+        """Return what the queries see of the tails, ``[rows, TAIL_TOKENS]`` bool."""
+        if "tails" not in self.shared:
+            seen = mx.arange(TAIL_TOKENS) < self.tail_lengths[:, None]
+            if self.sight is not None and (window := self.sight.tails()) is not None:
+                seen = seen & window
+            self.shared["tails"] = seen
+        found: mx.array = self.shared["tails"]
+        return found
+
+    @staticmethod
+    def pages_key(table: LevelTable) -> str:
+        """Return under which name `shared` has what is seen of a table's pages."""
+        return f"pages of level {table.level}"
+
+    def pages_seen(self, table: LevelTable) -> mx.array | None:
+        """Return what they see of a table's pages, ``[pages, 64 or 1]`` bool; None: all."""
+        key = self.pages_key(table)
+        if key not in self.shared:
+            seen = None if self.sight is None else self.sight.pages(table)
+            if table.there is not None:
+                seen = table.there if seen is None else seen & table.there
+            self.shared[key] = seen
+        found: mx.array | None = self.shared[key]
+        return found
 
     @property
     def offsets(self) -> mx.array:

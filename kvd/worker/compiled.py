@@ -1,0 +1,197 @@
+"""Decode steps as compiled functions: the host builds a step's graph once for each of few shapes.
+
+A decode step of a small model is a thousand small operations, and building them in Python takes as
+long as running them. Here the step is a function of arrays alone (tokens, the step's tables, tails
+and pools), which `mx.compile` traces once, fuses, and replays. What changes the trace is part of
+its key: the number of rows, of pages on each level (rounded up, the rest is padding that nobody
+sees) and of slots in tails and pools.
+
+Fused or not, an element is computed by the same operations in the same order, so a row gets the
+same numbers from a compiled step as from a plain one; a test holds this to the bit on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.layout import Access
+from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.steps import DecodeStep, LevelTable
+from kvd.worker.cache.store import KVStore
+
+MOST_TRACES = 64
+"""Compiled functions that are kept; the one that was not used for the longest time goes first."""
+STEPS_AN_OCTAVE = 4
+"""Sizes between a number of pages and its double: at most a quarter of the pages is padding."""
+
+Arrays = list[mx.array]
+
+
+def can_compile(cache: Any) -> bool:
+    """Return whether a step over this cache depends on arrays alone."""
+    return (
+        isinstance(cache, ModelCache)
+        and cache.batched
+        and not cache.states.parts
+        and all(access is Access.PAGES for access in cache.access.values())
+    )
+
+
+def rounded(pages: int) -> int:
+    """Return the number of pages that a step of so many is padded to."""
+    step = max(1, (1 << pages.bit_length() - 1) // STEPS_AN_OCTAVE) if pages else 1
+    return -(-pages // step) * step
+
+
+class CompiledDecode:
+    """One model's decode steps. Call it between the cache's `begin_decode` and `end_pass`."""
+
+    def __init__(self, model: Any, cache: ModelCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._traces: OrderedDict[tuple[Any, ...], tuple[_Traced, Any]] = OrderedDict()
+        self.traced = 0
+        """How many shapes were traced so far."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
+        parts = [_Part.of(store) for store in self._cache.stores]
+        inputs = [tokens, *(array for part in parts for array in part.arrays())]
+        key = (*(part.key for part in parts), *((one.shape, one.dtype) for one in inputs))
+        logits, tails = self._function(key, parts)(inputs)
+        left = iter(tails)
+        for part in parts:
+            part.take_tails(left)
+        found: mx.array = logits
+        return found
+
+    def _function(self, key: tuple[Any, ...], parts: list[_Part]) -> Callable[..., Any]:
+        if key not in self._traces:
+            traced = _Traced(self._model, self._cache)
+            self._traces[key] = traced, mx.compile(traced)
+            self.traced += 1
+            if len(self._traces) > MOST_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        traced, function = self._traces[key]
+        traced.parts = parts
+        compiled: Callable[..., Any] = function
+        return compiled
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one store brings to a step."""
+
+    store: KVStore
+    step: DecodeStep
+    """With tables that are padded."""
+
+    @staticmethod
+    def of(store: KVStore) -> _Part:
+        step = store.step
+        if not isinstance(step, DecodeStep):
+            raise TypeError("no decode step is under way")
+        tables = [table.padded(rounded(len(table.owners))) for table in step.tables]
+        return _Part(store, replace(step, tables=tables))
+
+    @property
+    def tables(self) -> list[LevelTable]:
+        """The pages, by level."""
+        return self.step.tables
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a trace depends on beside the shapes of its arrays."""
+        seen = tuple(self.step.pages_seen(table) is not None for table in self.tables)
+        return self.step.batch, self.step.whole, tuple(one.level for one in self.tables), seen
+
+    def arrays(self) -> Arrays:
+        """Return all that the step reads, in the order of `put`."""
+        step = self.step
+        found = [step.slots, step.positions, step.offsets, step.tails_seen()]
+        for table in self.tables:
+            found += [table.slots, table.rows]
+            for heads in self._heads:
+                for index in table.indices(heads):
+                    found += [index.left, index.right]
+            if (seen := step.pages_seen(table)) is not None:
+                found.append(seen)
+        for layer in self.store.layers:
+            found += [layer.tail_keys, layer.tail_values]
+            for table in self.tables:
+                found += layer.pools[table.level].arrays()
+        return found
+
+    def put(self, given: Iterator[mx.array]) -> None:
+        """Put other arrays in the place of all these."""
+        step = self.step
+        slots, positions, offsets, tails = (next(given) for _ in range(4))
+        shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
+        tables = []
+        for table in self.tables:
+            here, rows = next(given), next(given)
+            indices = {
+                heads: (
+                    PageIndex(next(given), next(given)),
+                    PageIndex(next(given), next(given)),
+                )
+                for heads in self._heads
+            }
+            tables.append(table.with_arrays(here, rows, indices))
+            there = None if step.pages_seen(table) is None else next(given)
+            shared[step.pages_key(table)] = there
+        self.store.step = replace(
+            step, slots=slots, positions=positions, tables=tables, shared=shared
+        )
+        for layer in self.store.layers:
+            _put_tails(layer, given)
+            for table in self.tables:
+                layer.pools[table.level].put(given)
+
+    def take_tails(self, given: Iterator[mx.array]) -> None:
+        """Take the tails that the step leaves."""
+        for layer in self.store.layers:
+            _put_tails(layer, given)
+
+    @property
+    def _heads(self) -> list[int]:
+        return sorted({layer.geometry.kv_heads for layer in self.store.layers})
+
+
+class _Traced:
+    """The function that is traced: puts the tracers where the model's layers look."""
+
+    def __init__(self, model: Any, cache: ModelCache) -> None:
+        self._model = model
+        self._cache = cache
+        self.parts: list[_Part] = []
+        """Of the step that is under way."""
+
+    def __call__(self, inputs: Arrays) -> tuple[mx.array, Arrays]:
+        before = [array for part in self.parts for array in part.arrays()]
+        given = iter(inputs)
+        tokens = next(given)
+        try:
+            for part in self.parts:
+                part.put(given)
+            logits = self._model(tokens[:, None], cache=self._cache.views([]))[:, -1]
+            layers = [layer for part in self.parts for layer in part.store.layers]
+            tails = [tail for one in layers for tail in (one.tail_keys, one.tail_values)]
+        finally:
+            real = iter(before)
+            for part in self.parts:
+                part.put(real)
+                part.store.step = part.step
+        return logits, tails
+
+
+def _put_tails(layer: LayerStore, given: Iterator[mx.array]) -> None:
+    layer.tail_keys, layer.tail_values = next(given), next(given)

@@ -1,0 +1,69 @@
+"""From how many rows on a product's rounding no longer depends on their number.
+
+BLAS has kernels of its own for small products, with another order of summing. A row of a batch
+gets the same logits to the bit whoever shares it only if all batches are computed by one kernel:
+small batches are padded up to where the large ones begin. Where that is depends on the library and
+on the model's own shapes, so it is measured (OpenBLAS 0.3.21: 10 rows for a weight of 128 x 256,
+none for 3072 x 1024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+USUAL_FLOOR = 16
+"""For what is not measured: products other than of dense linear layers."""
+MOST_ELEMENTS = 4 * 1024 * 1024
+"""Larger weights are beyond BLAS's small kernels; that is checked, but not where they begin."""
+_LARGE = (17, 24, 33, 64)
+_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+_PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
+
+
+def batch_floor(model: Any) -> int:
+    """Return the number of rows that smaller batches of this model are padded to.
+
+    On the CPU only: accelerators choose kernels in ways that no padding evens out.
+    """
+    leaves = [module for _, module in model.named_modules() if not module.children()]
+    products = {
+        (type(leaf), leaf.weight.shape, leaf.weight.dtype): leaf
+        for leaf in leaves
+        if isinstance(leaf, _PRODUCTS)
+    }
+    floor = max(map(_floor, products.values()), default=1)
+    return floor if all(map(_is_known, leaves)) else max(floor, USUAL_FLOOR)
+
+
+def _is_known(leaf: nn.Module) -> bool:
+    vectors = all(array.ndim < 2 for _, array in tree_flatten(leaf.parameters()))
+    return vectors or isinstance(leaf, _PRODUCTS)
+
+
+def _floor(layer: Any) -> int:
+    multiply = layer.as_linear if isinstance(layer, _EMBEDDINGS) else layer
+    _, inputs = layer.weight.shape
+    if hasattr(layer, "bits"):
+        inputs = inputs * 32 // layer.bits
+    dtype = layer.scales.dtype if hasattr(layer, "scales") else layer.weight.dtype
+    rows = mx.random.normal((_LARGE[-1], inputs), dtype, key=mx.random.key(0))
+
+    def first_row(count: int) -> mx.array:
+        found: mx.array = multiply(rows[:count])[0]
+        return found
+
+    right = first_row(_LARGE[-1])
+    if not all(_same(right, first_row(count)) for count in _LARGE):
+        return USUAL_FLOOR  # no number of rows is right; most shapes are content with this one
+    if layer.weight.size > MOST_ELEMENTS:
+        return 1 if _same(right, first_row(1)) else USUAL_FLOOR
+    wrong = (count for count in range(USUAL_FLOOR, 0, -1) if not _same(right, first_row(count)))
+    return next(wrong, 0) + 1
+
+
+def _same(one: mx.array, other: mx.array) -> bool:
+    return bool(mx.array_equal(one, other).item())
