@@ -15,6 +15,7 @@ from kvd.worker.attention.online import OnlineSoftmax
 from kvd.worker.attention.tiles import Plan, Work, plan
 from kvd.worker.cache.batch import PrefillHandle
 from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.packed import unpacking_bytes
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
@@ -58,10 +59,8 @@ class _Pages:
     @property
     def unpacking(self) -> int:
         """Bytes that `read` takes for one element, beside what it takes and returns."""
-        if mx.default_device().type != mx.DeviceType.cpu:
-            return 0
         packings = (self.pool.key_packing, self.pool.value_packing)
-        return max(_unpacking(one.bits, self.pool.dtype.size) for one in packings)
+        return max(unpacking_bytes(one.bits, self.pool.dtype.size) for one in packings)
 
     def some(self, which: list[int]) -> _Pages:
         """Return the pages at these places in the list."""
@@ -140,18 +139,6 @@ class _Ask:
     def of_queries(self, heads: slice) -> slice:
         """Return the query heads of some KV heads."""
         return slice(heads.start * self.work.repeats, heads.stop * self.work.repeats)
-
-
-def _unpacking(bits: int, itemsize: int) -> int:
-    """Return the bytes an element that `mx.dequantize` takes on the CPU; measured, mlx 0.32.4.
-
-    It is a graph of operations there, in 32 bits, and where elements cross the ends of words one
-    entry for each of their bits.
-    """
-    if bits == 16:
-        return 0
-    entries = 1 if 32 % bits == 0 else bits
-    return 4 * entries + (0 if itemsize == 4 else 4)
 
 
 def _seen(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:

@@ -16,8 +16,14 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache.layer import Chunk, LayerStore
-from kvd.worker.cache.rectangle import Rectangle, decode_rectangle, prefill_rectangle
-from kvd.worker.cache.steps import DecodeStep, PrefillStep
+from kvd.worker.cache.rectangle import (
+    Rectangle,
+    decode_rectangle,
+    gathering_bytes,
+    prefill_rectangle,
+)
+from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, PrefillStep
 from kvd.worker.cache.store import KVStore
 
 
@@ -125,14 +131,34 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
         super().__init__(store, layer, batched=batched)
-        self.keys: mx.array | None = None
-        """What the model works on in this pass; some models put something else here."""
-        self.values: mx.array | None = None
+        self._taken = False
+        self._chunk: Chunk | None = None
 
     def forget(self) -> None:
         """Drop the arrays of the pass that is over."""
         super().forget()
-        self.keys = self.values = None
+        self._taken = False
+        self._chunk = None
+
+    @property
+    def keys(self) -> mx.array | None:
+        """What the model works on in this pass, gathered anew if anybody needs it: lazy.
+
+        Kept, the arrays of all layers would be there until the pass is over. What a model puts
+        here, for its own caches' sake, is dropped.
+        """
+        return self._gathered()[0] if self._taken else None
+
+    @keys.setter
+    def keys(self, _: mx.array) -> None: ...
+
+    @property
+    def values(self) -> mx.array | None:
+        """The same of values."""
+        return self._gathered()[1] if self._taken else None
+
+    @values.setter
+    def values(self, _: mx.array) -> None: ...
 
     @property
     def start_position(self) -> int:
@@ -156,22 +182,46 @@ class RectangleKVCache(BatchQuantizedKVCache):
         step, geometry = self.step, self._layer.geometry
         if values.shape[-1] != geometry.v_dim:  # nobody reads them
             values = mx.zeros((*keys.shape[:-1], geometry.v_dim), keys.dtype)
-        rectangle = self._rectangle()
+        self._make_room(keys, values)
+        self._taken = True
         if isinstance(step, DecodeStep):
             self._layer.append(step, keys, values)
+        else:
+            self._chunk = self._layer.extend(step, keys, values)
+        return self._gathered()
+
+    def keys_and_values(self) -> Any:
+        """Return what the step's `update_and_fetch` returned; kept from now on in this pass."""
+        if self._fetched is None:
+            self._make_room()
+            self._fetched = self._gathered()
+        return self._fetched
+
+    def _make_room(self, *lazy: mx.array) -> None:
+        """Evaluate what comes before, if this layer's copies beside its pass the scratch."""
+        step = self.step
+        paged = PAGE_TOKENS * sum(len(table.starts) for table in step.tables)
+        loose = (
+            TAIL_TOKENS * len(step.rows)
+            if isinstance(step, DecodeStep)
+            else step.tail_length + step.count
+        )
+        cells = self._rectangle().positions.size
+        if self._store.claim_scratch(gathering_bytes([self._layer], paged, loose, cells)):
+            mx.eval(*lazy)
+
+    def _gathered(self) -> tuple[mx.array, mx.array]:
+        step, rectangle = self.step, self._rectangle()
+        if isinstance(step, DecodeStep):
             newest = self._layer.tails(step)
         else:
-            chunk = self._layer.extend(step, keys, values)
-            newest = chunk.keys[None], chunk.values[None]
+            assert self._chunk is not None, "a prefill step's chunk was not taken"
+            newest = self._chunk.keys[None], self._chunk.values[None]
         paged = [self._layer.pools[table.level].read(table.slots) for table in step.tables]
-        found = tuple(
+        keys, values = (
             rectangle.gather([*(part[side] for part in paged), newest[side]]) for side in (0, 1)
         )
-        # The pages as they come out of the pool, all tokens in one piece, and the rectangle.
-        if self._store.note_scratch(3 * sum(array.nbytes for array in found)):
-            mx.eval(found)
-        self._fetched = self.keys, self.values = found
-        return self._fetched
+        return keys, values
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any

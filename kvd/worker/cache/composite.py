@@ -15,13 +15,15 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
-from kvd.worker.cache.frozen import FrozenSequence, freed_bytes, held_bytes
+from kvd.worker.cache.frozen import FrozenSequence, charge_of, freed_bytes, held_bytes
 from kvd.worker.cache.growth import lacks_room, make_room
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
+from kvd.worker.cache.rectangle import gathering_bytes
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 from kvd.worker.cache.states import StateStore
+from kvd.worker.cache.steps import TAIL_TOKENS
 from kvd.worker.cache.store import KVStore
 
 
@@ -111,6 +113,10 @@ class ModelCache:
         self._attention_views: list[BatchQuantizedKVCache] = []
         self._views = self._make_views()
         self._prefilling: tuple[SequenceRow, int] | None = None
+        self._widest = TAIL_TOKENS
+        """Tokens that a row brings in one step or between two flushes, as far as was seen."""
+        for store in self.stores[1:]:
+            store.copies = self.stores[0].copies
 
     def _new_store(self, kind: Kind) -> KVStore:
         settings = self.settings
@@ -173,10 +179,28 @@ class ModelCache:
     def pages_bytes_for(self, length: int, chunk: int = 0) -> int:
         """Return the most bytes of pages that a sequence fills on its way to ``length`` tokens.
 
-        With it, its share of the copy that growing a layer's pool takes. ``chunk``: tokens that
-        are prefilled at once, whose pages a window holds for a moment.
+        With it, its share of the copy that growing a layer's pool takes, and what reading it as a
+        rectangle takes beyond the scratch. ``chunk``: tokens that are prefilled at once, whose
+        pages a window holds for a moment.
         """
-        return sum(store.most_bytes(length, chunk) for store in self.stores)
+        pages = sum(store.most_bytes(length, chunk) for store in self.stores)
+        return pages + self._beyond_scratch(length, chunk)
+
+    @property
+    def _rectangles(self) -> list[int]:
+        """The stores that are read as rectangles."""
+        accesses = self.access.values()
+        return [number for number, one in enumerate(accesses) if one is Access.RECTANGLES]
+
+    def _beyond_scratch(self, length: int, chunk: int = 0) -> int:
+        """Return what a sequence's rectangle of a layer takes beyond the scratch."""
+        most = 0
+        for store in (self.stores[number] for number in self._rectangles):
+            paged = PAGE_TOKENS * store.kind.most_pages(length, chunk)
+            loose = TAIL_TOKENS + chunk
+            bytes_ = gathering_bytes(store.layers, paged, loose, paged + loose)
+            most = max(most, bytes_ - store.prefill_scratch)
+        return most
 
     @property
     def pages_bytes(self) -> int:
@@ -238,7 +262,13 @@ class ModelCache:
         if self.limit_bytes is None:
             return 1 << 62
         tails = self.tail_slots * self.row_bytes + self.frozen_bytes
-        return self.limit_bytes - self.charged_bytes - tails
+        reading = 0
+        if self._rectangles:
+            reading = sum(
+                self._beyond_scratch(one.length + self._widest, self._widest)
+                for one in self.sequences
+            )
+        return self.limit_bytes - self.charged_bytes - tails - reading
 
     def _reclaim(self) -> None:
         for store in self.stores:
@@ -316,11 +346,48 @@ class ModelCache:
         """Return the bytes of all that these hold; pages that they share count once."""
         return held_bytes(self.stores, frozen)
 
+    def charge_of(self, frozen: FrozenSequence) -> int:
+        """Return the bytes that one holds, pages as `charged_bytes` counts them."""
+        return charge_of(self.stores, frozen)
+
     def freed_bytes(self, frozen: Collection[FrozenSequence]) -> int:
         """Return the bytes that would come free if all of these were dropped."""
         return freed_bytes(self.stores, frozen)
 
     # Steps.
+
+    def passes(self, sequences: Sequence[SequenceRow]) -> list[list[int]]:
+        """Return which sequences decode together, by their places in the list.
+
+        All, unless their rectangles would pass the scratch: then those of about one length, as few
+        groups as come of filling one after the other.
+        """
+        numbers = self._rectangles
+        everyone = list(range(len(sequences)))
+        if not numbers or self._fits(sequences, numbers):
+            return [everyone]
+        groups: list[list[int]] = [[]]
+        for place in sorted(everyone, key=lambda one: sequences[one].length):
+            group = [*groups[-1], place]
+            if groups[-1] and not self._fits([sequences[one] for one in group], numbers):
+                group = [place]
+                groups.append(group)
+            groups[-1] = group
+        return [sorted(group) for group in groups]
+
+    def _fits(self, sequences: Sequence[SequenceRow], numbers: list[int]) -> bool:
+        for store, rows in (
+            (self.stores[number], [one.rows[number] for one in sequences]) for number in numbers
+        ):
+            paged = [PAGE_TOKENS * len(row.pages) for row in rows]
+            most = max(
+                tokens + row.tail_length + 1 for tokens, row in zip(paged, rows, strict=True)
+            )
+            loose = TAIL_TOKENS * len(rows)
+            bytes_ = gathering_bytes(store.layers, sum(paged), loose, len(rows) * most)
+            if bytes_ > store.prefill_scratch:
+                return False
+        return True
 
     def begin_decode(self, sequences: list[SequenceRow], batch: int | None = None) -> None:
         """Start a forward pass of one token for each sequence, padded to ``batch``."""
@@ -332,6 +399,9 @@ class ModelCache:
 
     def begin_prefill(self, sequence: SequenceRow, count: int) -> None:
         """Start a forward pass of ``count`` tokens of one sequence; `finish_prefill` ends it."""
+        self._widest = max(self._widest, count)
+        if self._rectangles and self._spare() < 0:
+            self._reclaim()  # what pools grew ahead of need, the rectangle needs now
         for store, row in zip(self.stores, sequence.rows, strict=True):
             store.begin_prefill(row, count)
         self.states.begin([sequence], 1)

@@ -34,10 +34,11 @@ class FrozenRow(Row):
     tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """Keys and values of the tail's tokens in each layer, ``[heads, tail_length, dim]``."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tail in all layers; pages are counted where they are."""
-        return sum(array.nbytes for sides in self.tails for array in sides)
+    nbytes: int = field(init=False)
+    """Bytes of the tail in all layers; pages are counted where they are."""
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(array.nbytes for sides in self.tails for array in sides)
 
 
 @dataclass(eq=False)
@@ -49,12 +50,13 @@ class FrozenSequence:
     state: State
     length: int
     alive: bool = True
+    nbytes: int = field(init=False)
+    """Bytes of tails and states: what it holds beside its pages."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tails and states: what it holds beside its pages."""
+    def __post_init__(self) -> None:
         states = [array for part in self.state for array in part if array is not None]
-        return sum(row.nbytes for row in self.rows) + sum(array.nbytes for array in states)
+        self.nbytes = sum(row.nbytes for row in self.rows)
+        self.nbytes += sum(array.nbytes for array in states)
 
 
 def held_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int:
@@ -64,6 +66,16 @@ def held_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int
         for index, store in enumerate(stores)
     )
     return pages + sum(one.nbytes for one in frozen)
+
+
+def charge_of(stores: list[KVStore], frozen: FrozenSequence) -> int:
+    """Return the bytes of all that one holds, its pages as the stores charge them."""
+    pages = sum(
+        store.charge(page.level)
+        for store, row in zip(stores, frozen.rows, strict=True)
+        for page in row.pages
+    )
+    return pages + frozen.nbytes
 
 
 def freed_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int:

@@ -156,6 +156,10 @@ class OwnCache:
 
     freed_bytes = held_bytes
 
+    def charge_of(self, frozen: FrozenOwn) -> int:
+        """Return the bytes that one holds."""
+        return frozen.nbytes
+
     def begin_decode(self, sequences: list[OwnRow], batch: int | None = None) -> None:  # noqa: ARG002
         """Start a forward pass of one token of one sequence."""
         for sequence in sequences:

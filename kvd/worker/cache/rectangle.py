@@ -13,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.packed import unpacking_bytes
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, LevelTable, PrefillStep
 
@@ -31,6 +33,29 @@ class Rectangle:
         flat = [part.swapaxes(1, 2).flatten(0, 1) for part in parts]
         padding = mx.zeros((1, *flat[0].shape[1:]), flat[0].dtype)
         return mx.concatenate([*flat, padding])[self.index].swapaxes(1, 2)
+
+
+def gathering_bytes(layers: Sequence[LayerStore], paged: int, loose: int, cells: int) -> int:
+    """Return the most bytes that one of these layers takes while its rectangle is gathered.
+
+    The rectangle of ``cells`` tokens, padding included; and on the way to it the ``paged`` tokens
+    unpacked and, with the ``loose`` ones of tails or a chunk, twice more: laid out, and in one
+    piece (measured: nowhere more, and often a tenth less).
+    """
+    return max(
+        layer.geometry.dense_bytes(1) * (3 * (paged + loose) + cells) + paged * _unpacking(layer)
+        for layer in layers
+    )
+
+
+def _unpacking(layer: LayerStore) -> int:
+    g, itemsize = layer.geometry, layer.dtype.size
+    packings = [(pool.key_packing, pool.value_packing) for pool in layer.pools]
+    return g.kv_heads * max(
+        g.k_dim * unpacking_bytes(keys.bits, itemsize)
+        + g.v_dim * unpacking_bytes(values.bits, itemsize)
+        for keys, values in packings
+    )
 
 
 def decode_rectangle(step: DecodeStep, kind: Kind) -> Rectangle:

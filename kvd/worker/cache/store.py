@@ -13,6 +13,7 @@ Rows that share the batch never change what a row attends to (`rows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -39,6 +40,13 @@ SLAB_PAGES = 64
 
 SLICE_PAGES = 16
 """Pages that are converted at once; dense copies of them, of one layer, are the scratch."""
+
+
+@dataclass
+class Copies:
+    """Dense copies that steps have made, or will when they are evaluated."""
+
+    nbytes: int = 0
 
 
 class KVStore:
@@ -98,7 +106,7 @@ class KVStore:
         """Level, and a row for each pending page, in the order of the layers' own lists."""
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
         self._epoch = 0
-        self._scratch = 0
+        self.copies = Copies()
 
     # What it costs.
 
@@ -336,16 +344,26 @@ class KVStore:
     def begin_prefill(self, row: Row, count: int) -> PrefillStep:
         """Start a forward pass of ``count`` tokens of one row; `finish_prefill` ends it."""
         self.step = step = prefill_step(row, count)
-        self._scratch = 0
+        self.copies.nbytes = 0
         return step
 
     def note_scratch(self, nbytes: int) -> bool:
         """Count a dense copy of a prefill step; return whether it is time to evaluate."""
-        self._scratch += nbytes
-        if self._scratch < self.prefill_scratch:
+        self.copies.nbytes += nbytes
+        if self.copies.nbytes < self.prefill_scratch:
             return False
-        self._scratch = 0
+        self.copies.nbytes = 0
         return True
+
+    def claim_scratch(self, nbytes: int) -> bool:
+        """Count dense copies that are about to be made; return whether earlier ones must go before.
+
+        They go when what was computed from them is evaluated, that of steps in flight too.
+        """
+        before = self.copies.nbytes
+        beyond = before > 0 and before + nbytes > self.prefill_scratch
+        self.copies.nbytes = nbytes if beyond else before + nbytes
+        return beyond
 
     def finish_prefill(self) -> None:
         """Evaluate the chunk and write it: the device must otherwise be idle."""
@@ -384,6 +402,7 @@ class KVStore:
 
     def flush(self) -> None:
         """Write all pending pages into the pools; the device must be idle."""
+        self.copies.nbytes = 0
         pending, self._pending = self._pending, []
         arrivals = {
             level: [row for mine, rows in pending if mine == level for row in rows]
