@@ -118,6 +118,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     cache.check()
     assert cache.frozen_bytes == frozen.nbytes > 0
     assert cache.freed_bytes([frozen]) == cache.held_bytes([frozen])
+    assert cache.frozen_charge == cache.charge_of(frozen) >= cache.held_bytes([frozen])
     cache.drop(frozen)
     cache.shrink()
     assert cache.nbytes == cache.frozen_charge == 0

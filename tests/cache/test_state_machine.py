@@ -386,8 +386,10 @@ class Machine(RuleBasedStateMachine):
         freed = self.cache.freed_bytes([frozen])
         before = self.cache.used_bytes + self.cache.frozen_bytes
         charge = self.cache.frozen_charge
+        assert charge <= sum(map(self.cache.charge_of, self.cache.frozen))
         self.cache.drop(frozen)
         assert before - self.cache.used_bytes - self.cache.frozen_bytes == freed
+        assert charge - self.cache.charge_of(frozen) <= self.cache.frozen_charge
         assert self.cache.frozen_charge <= charge - frozen.nbytes
         self.twin.drop(frozen)
         self._checked("drop")
