@@ -1,4 +1,4 @@
-"""To mlx-lm's own caches and back, to files and back, and models that cannot have ours."""
+"""To mlx-lm's own caches and back, to files and back; what fails leaves all as it was."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.shared import LayerRows, SharedStore
 from kvd.worker.quantize_kv import install, quantize_kv
 from kvd.worker.seam import scaled_dot_product_attention
-from protocol.errors import UnsupportedModel
 from tests.architectures.zoo import build
 
 pytestmark = pytest.mark.mlx
@@ -349,14 +348,6 @@ def test_memory_that_runs_short_in_a_merge_leaves_all_as_it_was(rng, monkeypatch
     store.check([home.rows])
     merged = BatchQuantizedKVCache.merge([home, other])
     assert merged.lengths == [600, 600, 600, 670]
-
-
-@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "llama4"])
-def test_models_that_touch_their_keys_are_refused(name) -> None:
-    model, _ = build(name)
-    with pytest.raises(UnsupportedModel):
-        quantize_kv(model)
-    assert "make_cache" not in model.__dict__
 
 
 def test_installed_twice_the_newer_one_counts() -> None:
