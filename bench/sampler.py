@@ -1,0 +1,117 @@
+"""What a draw costs: the engine's sampler beside mlx-lm's, one sampler a row as its server has it.
+
+    python bench/sampler.py [--rows 8] [--vocab 4096 151936] [--json FILE]
+
+Random logits, all rows with the same settings, each draw evaluated at once. Medians of CPU time
+where MLX computes on the CPU (so that other load does not count), of wall time elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from kvd.worker.runner import on_cpu
+from kvd.worker.sampler import RowSettings, Sampler
+from protocol.types import Sampling
+
+PROMPT = list(range(20))
+"""As long as mlx-lm's penalties look back, so that both have the same to do."""
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+CASES: dict[str, RowSettings] = {
+    "greedy": RowSettings(Sampling()),
+    "temperature": RowSettings(Sampling(temperature=0.8, seed=1)),
+    "top-k 40": RowSettings(Sampling(temperature=0.8, top_k=40, seed=1)),
+    "top-p 0.95": RowSettings(Sampling(temperature=0.8, top_p=0.95, seed=1)),
+    "all filters": RowSettings(Sampling(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05, seed=1)),
+    "greedy, penalties": RowSettings(Sampling(**PENALTIES)),
+    "temperature, penalties": RowSettings(Sampling(temperature=0.8, seed=1, **PENALTIES)),
+    "greedy, 20 logprobs": RowSettings(Sampling(), logprobs=20),
+}
+
+
+def ours(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
+    """Return a step of our sampler."""
+    rows, vocabulary = logits.shape
+    sampler = Sampler(vocabulary)
+    keys = list(range(rows))
+    for key in keys:
+        sampler.add(key, row, PROMPT)
+
+    def step(at: int) -> None:
+        mx.eval(sampler.draw(logits, keys, [at] * rows).arrays())
+
+    return step
+
+
+def theirs(logits: mx.array, row: RowSettings) -> Callable[[int], object]:
+    """Return a step of mlx-lm's: log-probabilities, processors and a sampler for each row."""
+    one = row.sampling
+    top_p = one.top_p if one.top_p < 1.0 else 0.0
+    draw = make_sampler(one.temperature, top_p=top_p, min_p=one.min_p, top_k=one.top_k)
+    processors: list[Any] = []
+    if one.repetition_penalty != 1.0:
+        processors = make_logits_processors(**PENALTIES)
+    tokens = mx.array(PROMPT)
+
+    def step(_at: int) -> None:
+        drawn = []
+        for at in range(logits.shape[0]):
+            mine = mx.array(logits[at : at + 1])
+            for process in processors:
+                mine = process(tokens, mine)
+            drawn.append(draw(mine - mx.logsumexp(mine, axis=-1, keepdims=True)))
+        mx.eval(drawn)
+
+    return step
+
+
+def measured(step: Callable[[int], object], draws: int) -> float:
+    """Return the median of a step, in milliseconds."""
+    clock = time.process_time if on_cpu() else time.perf_counter
+    step(0)
+    times = []
+    for at in range(1, draws + 1):
+        began = clock()
+        step(at)
+        times.append(clock() - began)
+    return 1000 * statistics.median(times)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 151_936])
+    parser.add_argument("--draws", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for vocabulary in arguments.vocab:
+        logits = mx.random.normal((arguments.rows, vocabulary), key=mx.random.key(0)) * 3
+        mx.eval(logits)
+        for name, row in CASES.items():
+            pair = {
+                "ours_ms": measured(ours(logits, row), arguments.draws),
+                "mlx_lm_ms": measured(theirs(logits, row), arguments.draws),
+            }
+            results.append({"vocabulary": vocabulary, "case": name, **pair})
+            print(
+                f"{vocabulary:7d}  {name:24}{pair['ours_ms']:9.2f} ms"
+                f"{pair['mlx_lm_ms']:9.2f} ms in mlx-lm",
+                flush=True,
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
