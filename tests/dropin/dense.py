@@ -141,7 +141,7 @@ class Twin:
     ) -> None:
         """Append ``counts`` tokens to the rows, padded to a rectangle, and attend to all.
 
-        ``meanwhile`` runs within the pass; a layer that shares the keys attends after it.
+        ``meanwhile`` runs within the pass, to which a layer that shares the keys attends as well.
         """
         tokens = max(counts)
         padding = [tokens - count for count in counts]
@@ -171,9 +171,10 @@ class Twin:
             chunk = [np.concatenate(sides, axis=1) for sides in zip(before, new, strict=True)]
             truths.append((row.keys, row.values) if tokens == 1 and all(counts) else tuple(chunk))
         reading = self.cache.update_and_fetch(mx.array(keys), mx.array(values))
-        self._attend(reading, truths, spans, tokens, rng)
         if meanwhile is not None:
             meanwhile()
+        self._attend(reading, truths, spans, tokens, rng)
+        if meanwhile is not None:
             self._attend(self.cache.keys_and_values(), truths, spans, tokens, rng)
         if left or any(padding):
             self.cache.finalize()
