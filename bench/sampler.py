@@ -25,7 +25,11 @@ from protocol.types import Sampling
 
 PROMPT = list(range(20))
 """As long as mlx-lm's penalties look back, so that both have the same to do."""
-PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+}
 CASES: dict[str, RowSettings] = {
     "greedy": RowSettings(Sampling()),
     "temperature": RowSettings(Sampling(temperature=0.8, seed=1)),

@@ -13,6 +13,8 @@ from msgspec import Meta
 from protocol.errors import ErrorInfo
 from protocol.schemes import Scheme
 
+MAX_BYTES = 2**63 - 1
+"""Of sizes in bytes."""
 MAX_INT = 2**31 - 1
 """Of counts and token ids: JSON has no bound of its own, msgpack and arrays do."""
 
@@ -131,6 +133,10 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     max_kv_size: Annotated[int, Meta(ge=MIN_KV_SIZE, le=MAX_INT)] | None = None
     """The most tokens that a row attends to: the first ``keep`` and the newest; absent: all."""
     keep: Annotated[int, Meta(ge=0, le=MAX_INT)] = 4
+    prefix_cache: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 256 * 1024 * 1024
+    """Bytes of the budget that prompts which were read once may hold for later ones; 0: none."""
+    prefix_every: Annotated[int, Meta(ge=0, le=MAX_INT)] = 1024
+    """Tokens between the places in a prompt that later ones may go on from; 0: only its end."""
 
     def __post_init__(self) -> None:
         if self.max_kv_size is not None and self.keep > self.max_kv_size - NEWEST_TOKENS:

@@ -64,6 +64,8 @@ def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
     if kv.max_kv_size is not None:
         first = f", the first {kv.keep} among them" if kv.keep else ""
         said.append(f"at most {kv.max_kv_size} tokens{first}")
+    if kv.prefix_cache:
+        said.append(f"up to {format_bytes(kv.prefix_cache)} of prompts for later ones")
     return "; ".join(said)
 
 

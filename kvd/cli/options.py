@@ -16,6 +16,7 @@ import typer
 
 import kvd
 from kvd.kv import KVText
+from kvd.units import parse_bytes
 from protocol.explain import explain
 from protocol.types import LADDER, MIN_KV_SIZE, KVSpec
 
@@ -31,6 +32,8 @@ OPTIONS = {
     "quantized_kv_start": "--quantized-kv-start",
     "max_kv_size": "--max-kv-size",
     "keep": "--kv-keep",
+    "prefix_cache": "--prefix-cache",
+    "prefix_every": "--prefix-every",
 }
 """By field."""
 LEVELS = ("scheme", "group_size", "value_group_size", "ladder")
@@ -125,6 +128,24 @@ def _kv(
             help="The first ones, which --max-kv-size lets stay (default: 4).",
         ),
     ] = None,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(
+            OPTIONS["prefix_cache"],
+            metavar="SIZE",
+            rich_help_panel=_PANEL,
+            help="For prompts that begin alike; 0 keeps nothing (default: 256MiB).",
+        ),
+    ] = None,
+    prefix_every: Annotated[
+        int | None,
+        typer.Option(
+            OPTIONS["prefix_every"],
+            metavar="TOKENS",
+            rich_help_panel=_PANEL,
+            help="Between places to go on from inside a prompt (default: 1024).",
+        ),
+    ] = None,
 ) -> KVSpec | None:
     """Return the settings that the options say, None if there are none of them."""
     said: dict[str, object] = {
@@ -136,6 +157,8 @@ def _kv(
         "quantized_kv_start": quantized_kv_start,
         "max_kv_size": max_kv_size,
         "keep": kv_keep,
+        "prefix_cache": None if prefix_cache is None else _size(prefix_cache),
+        "prefix_every": prefix_every,
     }
     said = {field: value for field, value in said.items() if value is not None}
     if not said:
@@ -150,6 +173,13 @@ def _kv(
 
 def _ladder(text: str) -> list[str]:
     return [] if text.strip().lower() == _NO_LADDER else [part.strip() for part in text.split(",")]
+
+
+def _size(text: str) -> int:
+    try:
+        return 0 if text.strip() == "0" else parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{OPTIONS['prefix_cache']}: {error}") from error
 
 
 def _floors(texts: list[str]) -> dict[int, str]:

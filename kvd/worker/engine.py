@@ -64,6 +64,11 @@ class Engine(Protocol):
         """
         ...
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When there will be work even if no command comes, in monotonic seconds; None: never."""
+        ...
+
     def stats(self) -> WorkerStats:
         """Return the counters; the loop adds the rate and the process footprint."""
         ...

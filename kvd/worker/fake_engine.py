@@ -259,6 +259,11 @@ class FakeEngine:
         late = self._scheduler.expired(self.clock())
         return bool(self._reports or late or self._admission.has_work)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When a request's deadline comes."""
+        return self._scheduler.next_deadline
+
     # The step.
 
     def step(self) -> list[Report]:

@@ -171,9 +171,10 @@ class Loop:
         self._tell_stats()
 
     def _rest(self) -> None:
-        """Sleep until a command comes."""
-        while not self._link.commands:
-            self._link.wait(max(0.0, self._stats_due - self._clock()))
+        """Sleep until a command comes or a request's deadline does."""
+        while not (self._link.commands or self._engine.has_work):
+            due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
+            self._link.wait(max(0.0, due - self._clock()))
             self._tell_stats()
 
     def _obey(self, command: Command) -> None:

@@ -6,48 +6,43 @@ One step, in order::
     launch    the decode step n+1, from the tokens of step n        lazy, nothing waits
     collect   the tokens of step n                                  the only wait for the device
     prefill   one chunk of one prompt, then a flush                 drained
+    pools     pages that go down the ladder, pools that grow        drained, a time slice
 
 So the host's work on step n's tokens overlaps with the device's on step n+1. A row that ends in
 step n already runs in n+1; its place is freed only when that one has been collected.
 
-Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memory decisions.
+Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memory decisions
+(`admission`), what is remembered of prompts (`cache.prefix`).
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvd.worker import describe, memory, model, probe, sampler, verdicts
-from kvd.worker.admission import Admission, Held
-from kvd.worker.budget import PageBudget, mebibytes
-from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker import loading, memory, model, probe, verdicts
+from kvd.worker.admission import Admission, Held, Turn
+from kvd.worker.budget import PageBudget
+from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.lowering import Lowering
-from kvd.worker.cache.scheme import floors_of, ladder_of
+from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.cache.store import SLAB_PAGES
+from kvd.worker.choices import Choices, late
+from kvd.worker.completion import Completion, Key, Request
 from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.prompts import Prompts
 from kvd.worker.runner import Row, Runner
-from kvd.worker.sampler import BatchSampling
-from kvd.worker.scheduler import Chunk, Plan, Scheduler
-from kvd.worker.text import Text, TextStream
-from protocol.errors import ContextTooLong, InsufficientMemory, KvdError, NumericalError
+from kvd.worker.sampler import Draw, Drawn, Sampler
+from kvd.worker.scheduler import Plan, Scheduler
+from kvd.worker.text import Text
+from protocol.errors import ContextTooLong, KvdError, NumericalError
 from protocol.messages import FinishReason
-from protocol.types import MemoryUse, ModelInfo, Usage, WorkerStats
-from protocol.worker import (
-    Grant,
-    LoadModel,
-    Report,
-    RowFailed,
-    RowFinished,
-    RowTokens,
-    Submit,
-)
+from protocol.types import MemoryUse, ModelInfo, WorkerStats
+from protocol.worker import Grant, LoadModel, Report, RowFailed, RowTokens, Submit
 
 DEFAULT_MAX_TOKENS = 512
 ALLOCATOR_CACHE = 128 * 1024 * 1024
@@ -58,36 +53,13 @@ FIRST_ROWS = 4
 """Rows whose tails the first grant covers."""
 
 
-@dataclass(eq=False)
-class _Request:
-    rid: str
-    submit: Submit
-    prompt: list[int]
-    max_new: int
-    stream: TextStream
-    row: Row | None = None
-    launched: int = 0
-    """Tokens whose steps have been launched."""
-    sent: int = 0
-    trusted: bool = False
-    """Whether the newest logits were sound, and so all that they attended to."""
-    ended: bool = False
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Flight:
-    """A decode step that has been launched: what to read, and whose it is."""
+    """A decode step that has been launched: whose it is, and what to read."""
 
-    requests: list[_Request]
-    tokens: mx.array
-    """``[rows]`` int32."""
-    trusted: mx.array
-    """``[rows]`` bool."""
-    sampling: BatchSampling
-    where: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.where = {request.rid: index for index, request in enumerate(self.requests)}
+    completions: list[Completion]
+    draw: Draw
+    where: dict[Key, int]
 
 
 class MLXEngine:
@@ -95,11 +67,14 @@ class MLXEngine:
 
     _runner: Runner
     _text: Text
+    _sampler: Sampler
     _scheduler: Scheduler
     _admission: Admission
+    _prompts: Prompts
 
-    def __init__(self) -> None:
-        self._requests: dict[str, _Request] = {}
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
         self._reports: list[Report] = []
         self._flight: _Flight | None = None
         self._steps = 0
@@ -122,23 +97,34 @@ class MLXEngine:
         headers = model.inspect(path)
         base = memory.footprint() + headers.weights_bytes + ALLOCATOR_CACHE
         progress("waiting for memory", 0.05)
-        grant = _demand(ask_grant, base, "weights and scratch")
+        loading.demand(ask_grant, base, "weights and scratch")
         progress("weights", 0.1)
         loaded = model.load(path, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
         verdict = verdicts.find(headers)
-        served = probe.serve(loaded.model, _settings(command, verdict), loaded.vocab_size)
+        settings = loading.settings_of(command, verdict)
+        served = probe.serve(loaded.model, settings, loaded.vocab_size)
         self._runner = served.runner
         self._runner.compile()
         mx.clear_cache()
-        cache = self._runner.cache
         self._scratch_bytes = command.attention_scratch
         base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
+        self._text = Text(
+            loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
+        )
+        self._sampler = Sampler(loaded.vocab_size)
+        self._begin(command, base, ask_grant)
+        return loading.info_of(
+            command, loaded, served, verdict, has_chat_template=self._text.has_chat_template
+        )
+
+    def _begin(self, command: LoadModel, base: int, ask_grant: AskGrant) -> None:
+        cache = self._runner.cache
         unit = cache.unit_bytes
         row_pages = -(-cache.row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
-        grant = _demand(ask_grant, base + first * unit, "first pages")
+        grant = loading.demand(ask_grant, base + first * unit, "first pages")
         self._scheduler = Scheduler(
             max_rows=command.max_rows,
             chunk=command.prefill_chunk,
@@ -152,37 +138,9 @@ class MLXEngine:
             row_pages=row_pages,
             rest_pages=first,
         )
-        self._text = Text(
-            loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
-        )
-        return self._info(loaded, served, verdict)
-
-    def _info(
-        self, loaded: model.LoadedModel, served: probe.Served, verdict: verdicts.Verdict | None
-    ) -> ModelInfo:
-        cache = self._runner.cache
-        parts = describe.parts(served)
-        growing = sum(part.bytes_per_token for part in parts)
-        return ModelInfo(
-            architecture=str(loaded.config["model_type"]),
-            parameters=loaded.parameters,
-            context_length=loaded.context_length,
-            vocab_size=loaded.vocab_size,
-            layers=len(loaded.model.layers),
-            dtype=describe.dtype_name(loaded.model),
-            kv_scheme=cache.scheme.name,
-            kv_layout=describe.layout(cache),
-            page_bytes=64 * growing,
-            kv_bytes_per_token=growing,
-            attention_path=served.path + (", compiled steps" if self._runner.compiled else ""),
-            attention_error=served.error,
-            kv=parts,
-            kv_ladder=describe.ladder(cache),
-            kv_calibrated=None if verdict is None else verdict.lowest,
-            has_chat_template=self._text.has_chat_template,
-            device=_device(),
-            blas=os.environ.get("KVD_BLAS_PRELOADED"),
-        )
+        kv = command.kv
+        tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+        self._prompts = Prompts(self._runner, tree, self._text)
 
     # Requests.
 
@@ -199,17 +157,48 @@ class MLXEngine:
                 context_length=self._text.context_length,
             )
         max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
-        stream = self._text.stream(request, prompt)
-        self._admission.submit(request.rid, len(prompt), max_new)
-        self._requests[request.rid] = _Request(request.rid, request, prompt, max_new, stream)
+        completions = [
+            Completion((request.rid, choice), self._text.stream(request, prompt))
+            for choice in range(request.n)
+        ]
+        self._admission.submit(
+            request.rid,
+            len(prompt),
+            max_new,
+            priority=request.priority,
+            deadline=None if request.deadline_s is None else self._clock() + request.deadline_s,
+            choices=request.n,
+        )
+        over = Choices(request, len(prompt))
+        self._requests[request.rid] = Request(request, prompt, max_new, completions, over)
         self._prompt_tokens += len(prompt)
         return len(prompt)
 
     def cancel(self, rid: str) -> None:
         """End a row now; its place is free when no step in flight reads it."""
         request = self._requests.get(rid)
-        if request is not None and not request.ended:
-            self._finish(request, "cancelled")
+        if request is not None:
+            for completion in request.live:
+                self._finish(request, completion, "cancelled")
+
+    def granted(self, grant: Grant) -> None:
+        """Take the answer to a `GrantWanted`."""
+        self._admission.granted(grant)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something now."""
+        if self._reports or self._flight or self._admission.has_work:
+            return True
+        due = self._scheduler.next_deadline
+        return due is not None and due <= self._clock()
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a step has something to do even if nothing happens, on the engine's clock."""
+        return self._scheduler.next_deadline
+
+    # What the governor asks of running requests.
 
     def step_down(self, level: int, rids: Collection[str] | None = None) -> None:
         """Lower these requests, or all, to a level of the ladder (0 is its top) while they run.
@@ -219,32 +208,74 @@ class MLXEngine:
         """
         cache = self._runner.cache
         if isinstance(cache, ModelCache):
-            rows = [
-                request.row
-                for request in self._requests.values()
-                if request.row is not None and (rids is None or request.rid in rids)
-            ]
+            chosen = [one for one in self._requests.values() if rids is None or one.rid in rids]
+            rows = [request.row for request in chosen if request.row is not None]
+            rows += [one.row for request in chosen for one in request.completions if one.row]
             self._lowerings.append(Lowering(cache, rows, level))
 
-    def granted(self, grant: Grant) -> None:
-        """Take the answer to a `GrantWanted`."""
-        self._admission.granted(grant)
+    def pause(self, rid: str) -> None:
+        """Give a running request no tokens until `resume`; it keeps its place and memory."""
+        self._scheduler.pause(rid)
 
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do something now."""
-        return bool(self._reports or self._flight or self._admission.has_work)
+    def resume(self, rid: str) -> None:
+        """Let a paused request go on."""
+        self._scheduler.resume(rid)
+
+    def park(self, rid: str) -> None:
+        """Take a running request out of the batch until `unpark`; its pages stay.
+
+        What it had launched is read first, and may end it.
+        """
+        self._settle()
+        request = self._requests.get(rid)
+        if request is None:
+            return
+        cache = self._runner.cache
+        cache.flush()
+        for completion in request.completions:
+            if completion.row is not None:
+                completion.frozen = cache.freeze(completion.row)
+                self._leave(completion)
+        if request.row is not None:
+            request.frozen = cache.freeze(request.row)
+            cache.free(request.row)
+            request.row = None
+        frozen = [request.frozen, *(completion.frozen for completion in request.completions)]
+        held = sum(cache.charge_of(one) for one in frozen if one is not None)
+        request.kept_pages = -(-held // self._admission.budget.page_bytes)
+        self._admission.park(rid, request.kept_pages)
+
+    def unpark(self, rid: str) -> None:
+        """Let a parked request go on as soon as there is room."""
+        self._admission.unpark(rid)
+
+    def _restore(self, request: Request) -> None:
+        request.kept_pages = 0
+        if request.frozen is not None:
+            request.row, request.frozen = self._thawed(request.frozen), None
+        for completion in request.completions:
+            if completion.frozen is not None:
+                self._join(request, completion, self._thawed(completion.frozen))
+                completion.frozen = None
+
+    def _thawed(self, frozen: object) -> Row:
+        cache = self._runner.cache
+        row = cache.thaw(frozen)
+        cache.drop(frozen)
+        return row
 
     # The step.
 
     def step(self) -> list[Report]:
         """Launch step n+1, read step n, prefill one chunk."""
+        for rid in self._scheduler.expired(self._clock()):
+            self._fail(self._requests[rid], late(self._requests[rid].made))
         plan = self._plan()
         landed, self._flight = self._flight, self._launch(plan.decode)
         if landed is not None:
             self._collect(landed)
-        if plan.prefill is not None:
-            self._prefill(plan.prefill)
+        if plan.group:
+            self._prefill()
         if self._lowerings:
             self._lower()
         elif self._runner.cache.lacks_room:
@@ -257,115 +288,187 @@ class MLXEngine:
         return reports
 
     def _plan(self) -> Plan:
-        plan = self._take_turn()
-        if plan.wanted_pages and self._give_up_spare():
-            plan = self._take_turn()
-        return plan
+        turn = self._take_turn()
+        if turn.evict_pages and self._evict(turn.evict_pages):
+            turn = self._take_turn()
+        if turn.plan.wanted_pages and self._give_up_spare():
+            turn = self._take_turn()
+        return turn.plan
 
-    def _take_turn(self) -> Plan:
+    def _evict(self, pages: int) -> bool:
+        """Drop checkpoints for so many pages; return whether that freed anything."""
+        if not self._prompts.tree.evict(pages * self._admission.budget.page_bytes):
+            return False
+        self._flush()
+        self._runner.cache.compact(self._scheduler.reserved + self._cached_pages)
+        return True
+
+    def _take_turn(self) -> Turn:
         turn = self._admission.turn(self._held())
-        for rid in turn.plan.admitted:
-            self._requests[rid].row = self._runner.cache.new_row()
+        for rid in turn.plan.restored:
+            self._restore(self._requests[rid])
         if turn.wish is not None:
             self._reports.append(turn.wish)
         if turn.refused is not None:
             rid, error = turn.refused
             self._fail(self._requests[rid], error)
-        return turn.plan
+        return turn
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
-        requests = [self._requests[rid] for rid in rids]
-        requests = [one for one in requests if not one.ended and one.launched < one.max_new]
-        if not requests:
+        live = []
+        for rid in rids:
+            request = self._requests[rid]
+            if not request.begun:
+                self._branch(request)
+            live += [one for one in request.live if one.launched < request.max_new]
+        if not live:
             return None
         cache = self._runner.cache
-        rows = [_row(request) for request in requests]
+        rows = [_row(completion) for completion in live]
         if cache.needs_flush(rows):
             self._flush()
-        logits = self._runner.decode(rows, self._inputs(requests))
-        sampling = self._sampling(requests)
-        tokens = sampler.sample(logits, sampling, [row.length for row in rows])
-        flight = _Flight(requests, tokens, sampler.finite_and_varied(logits), sampling)
-        mx.async_eval(flight.tokens, flight.trusted, cache.arrays())  # type: ignore[no-untyped-call]
-        for request in requests:
-            request.launched += 1
+        logits = self._runner.decode(rows, self._inputs(live))
+        draw = self._sampler.draw(
+            logits, [completion.key for completion in live], [row.length for row in rows]
+        )
+        mx.async_eval(draw.arrays(), cache.arrays())  # type: ignore[no-untyped-call]
+        for completion in live:
+            completion.launched += 1
         self._most_rows = max(self._most_rows, len(rows))
-        return flight
+        return _Flight(live, draw, {one.key: at for at, one in enumerate(live)})
 
-    def _inputs(self, requests: list[_Request]) -> mx.array:
-        """Return the rows' input tokens: those of the step in flight, or a prompt's last."""
+    def _branch(self, request: Request) -> None:
+        """Turn the row that a prompt was read into into one for each completion."""
+        cache = self._runner.cache
+        request.begun = True
+        if request.row is None:  # a prompt of one token
+            self._reports += self._prompts.begin_alone(request)
+        row, request.row = request.row, None
+        others = request.completions[1:]
+        if others:
+            self._flush()
+            frozen = cache.freeze(row)
+            for completion in others:
+                self._join(request, completion, cache.thaw(frozen))
+            cache.drop(frozen)
+        self._join(request, request.completions[0], row)
+
+    def _join(self, request: Request, completion: Completion, row: Row) -> None:
+        completion.row = row
+        self._sampler.add(
+            completion.key, request.settings(completion), request.prompt, completion.tokens
+        )
+
+    def _leave(self, completion: Completion) -> None:
+        self._sampler.remove(completion.key)
+        self._runner.cache.free(completion.row, clean=completion.trusted)
+        completion.row = None
+
+    def _inputs(self, live: list[Completion]) -> mx.array:
+        """Return the rows' input tokens: of the step in flight, or the last that is known."""
         flight = self._flight
-        last = mx.array([request.prompt[-1] for request in requests], mx.int32)
-        if flight is None:
-            return last
-        if requests == flight.requests:
-            return flight.tokens
-        size = len(flight.requests)
-        index = [
-            flight.where.get(request.rid, size + position)
-            for position, request in enumerate(requests)
+        last = [
+            one.tokens[-1] if one.tokens else self._requests[one.key[0]].prompt[-1] for one in live
         ]
-        return mx.concatenate([flight.tokens, last])[mx.array(index)]
-
-    def _sampling(self, requests: list[_Request]) -> BatchSampling:
-        if self._flight is not None and requests == self._flight.requests:
-            return self._flight.sampling
-        return BatchSampling.of([request.submit.sampling for request in requests])
+        if flight is None:
+            return mx.array(last, mx.int32)
+        tokens: mx.array = flight.draw.tokens
+        if live == flight.completions:
+            return tokens
+        size = len(flight.completions)
+        index = [flight.where.get(one.key, size + at) for at, one in enumerate(live)]
+        return mx.concatenate([tokens, mx.array(last, mx.int32)])[mx.array(index)]
 
     def _collect(self, landed: _Flight) -> None:
-        tokens: Any = landed.tokens.tolist()
-        trusted: Any = landed.trusted.tolist()
-        for request, token, good in zip(landed.requests, tokens, trusted, strict=True):
-            request.trusted = good
-            if request.ended:
-                self._release(request)
-            elif good:
-                self._deliver(request, token)
+        for completion, drawn in zip(landed.completions, landed.draw.read(), strict=True):
+            if completion.released:  # with its request, by a completion before it here
+                continue
+            completion.trusted = drawn.trusted
+            request = self._requests[completion.key[0]]
+            if completion.ended:
+                self._release(request, completion)
+            elif drawn.trusted:
+                self._deliver(request, completion, drawn)
             else:
+                self._prompts.distrust(request)
                 self._fail(
                     request,
                     NumericalError("the model's output for this request is not finite or constant"),
                 )
 
-    def _deliver(self, request: _Request, token: int) -> None:
-        text = request.stream.push(token)
-        shown = [] if token in self._text.eos_ids else [token]
-        index = request.sent
-        request.sent += 1
+    def _deliver(self, request: Request, completion: Completion, drawn: Drawn) -> None:
+        stream = completion.stream
+        text = stream.push(drawn.token)
+        shown = [] if stream.ended else [drawn.token]
+        index = len(completion.tokens)
+        completion.tokens.append(drawn.token)
         self._generated_tokens += 1
-        over = request.stream.stopped or request.sent == request.max_new
-        if over and not request.stream.stopped:
-            text += request.stream.finish()
+        over = stream.stopped or len(completion.tokens) == request.max_new
+        if over and not stream.stopped:
+            text += stream.finish()
         if shown or text:
-            self._reports.append(RowTokens(rid=request.rid, index=index, tokens=shown, text=text))
+            told = None
+            if drawn.scored is not None:
+                scored = drawn.scored
+                told = [self._text.told(token, scored.logprob, scored.top) for token in shown]
+            rid, choice = completion.key
+            self._reports.append(
+                RowTokens(
+                    rid=rid, index=index, tokens=shown, text=text, choice=choice, logprobs=told
+                )
+            )
         if over:
-            self._finish(request, "stop" if request.stream.stopped else "length")
+            self._finish(request, completion, "stop" if stream.stopped else "length")
 
-    def _finish(self, request: _Request, reason: FinishReason) -> None:
-        usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=request.sent)
-        self._reports.append(RowFinished(rid=request.rid, reason=reason, usage=usage))
-        self._end(request)
+    def _finish(self, request: Request, completion: Completion, reason: FinishReason) -> None:
+        self._reports += request.over.finish(completion.key[1], reason, len(completion.tokens))
+        self._end(request, completion)
 
-    def _fail(self, request: _Request, error: KvdError) -> None:
+    def _fail(self, request: Request, error: KvdError) -> None:
         self._reports.append(RowFailed(rid=request.rid, error=error.info()))
-        self._end(request)
+        for completion in request.live:
+            self._end(request, completion)
 
-    def _end(self, request: _Request) -> None:
-        request.ended = True
-        if self._flight is None or request.rid not in self._flight.where:
-            self._release(request)
+    def _end(self, request: Request, completion: Completion) -> None:
+        completion.ended = True
+        if self._flight is None or completion.key not in self._flight.where:
+            self._release(request, completion)
 
-    def _release(self, request: _Request) -> None:
+    def _release(self, request: Request, completion: Completion) -> None:
+        cache, decodes = self._runner.cache, completion.row is not None
+        if decodes:
+            self._leave(completion)
+        if completion.frozen is not None:
+            cache.drop(completion.frozen)
+        completion.released = True
+        request.completions.remove(completion)
+        if request.completions:
+            if decodes:
+                self._admission.finish_choice(request.rid)
+            return
+        if request.row is not None:
+            cache.free(request.row)
+        if request.frozen is not None:
+            cache.drop(request.frozen)
         self._admission.finish(request.rid)
         del self._requests[request.rid]
-        if request.row is not None:
-            self._runner.cache.free(request.row, clean=request.trusted)
 
-    def _prefill(self, chunk: Chunk) -> None:
-        request = self._requests[chunk.rid]
+    def _prefill(self) -> None:
         self._drain()
-        self._runner.prefill(_row(request), request.prompt[chunk.start : chunk.end])
-        self._scheduler.prefilled(chunk.rid, chunk.end)
+        scheduler = self._scheduler
+        looked: set[str] = set()
+        # A prompt that is about to begin may have been read before, as far as its beginning goes.
+        while fresh := [one for one in scheduler.next_group() if self._is_new(one.rid, looked)]:
+            for chunk in fresh:
+                looked.add(chunk.rid)
+                scheduler.skip_to(chunk.rid, self._prompts.begin(self._requests[chunk.rid]))
+        for chunk in scheduler.next_group():
+            request = self._requests[chunk.rid]
+            self._reports += self._prompts.read(request, chunk.start, chunk.end)
+            scheduler.prefilled(chunk.rid, chunk.end)
+
+    def _is_new(self, rid: str, looked: set[str]) -> bool:
+        return rid not in looked and self._requests[rid].row is None
 
     def _lower(self) -> None:
         self._drain()
@@ -373,6 +476,7 @@ class MLXEngine:
         lowering.advance(POOL_SECONDS, time.monotonic)
         if lowering.over:
             self._lowerings.popleft()
+            self._prompts.forget_lowered()
 
     def _flush(self) -> None:
         self._drain()
@@ -380,37 +484,53 @@ class MLXEngine:
 
     def _drain(self) -> None:
         if self._flight is not None:
-            mx.eval(self._flight.tokens, self._flight.trusted, self._runner.cache.arrays())
+            mx.eval(self._flight.draw.arrays(), self._runner.cache.arrays())
+
+    def _settle(self) -> None:
+        """Read what is in flight, so that nothing is."""
+        landed, self._flight = self._flight, None
+        if landed is not None:
+            mx.eval(landed.draw.arrays(), self._runner.cache.arrays())
+            self._collect(landed)
 
     # Memory.
 
     def _held(self) -> Held:
         cache, budget = self._runner.cache, self._admission.budget
         cache.limit_bytes = budget.pages * budget.page_bytes
-        return Held(self._charged_pages, cache.tail_slots)
+        return Held(self._charged_pages, cache.tail_slots, self._cached_pages)
 
     @property
     def _charged_pages(self) -> int:
-        """What the pools take, in the budget's pages."""
-        charged: int = self._runner.cache.charged_bytes
+        """What pools and frozen rows take, in the budget's pages."""
+        cache = self._runner.cache
+        charged: int = cache.charged_bytes + cache.frozen_bytes
         return -(-charged // self._admission.budget.page_bytes)
+
+    @property
+    def _cached_pages(self) -> int:
+        """Of these, what only checkpoints of prompts take; parked rows have reserved theirs."""
+        frozen: int = -(-self._runner.cache.frozen_charge // self._admission.budget.page_bytes)
+        return max(0, frozen - sum(one.kept_pages for one in self._requests.values()))
 
     def _give_up_spare(self) -> bool:
         """Cut pools down to what rows have reserved; return whether that freed anything."""
-        if self._lowerings or self._charged_pages <= self._scheduler.reserved:
+        needed = self._scheduler.reserved + self._cached_pages
+        if self._lowerings or self._charged_pages <= needed:
             return False  # a step-down cuts the pools itself, when it is over
         self._flush()
-        freed: int = self._runner.cache.compact(self._scheduler.reserved)
+        freed: int = self._runner.cache.compact(needed)
         return freed > 0
 
     def _rest(self) -> None:
         """Give memory back when nobody is there: one slab stays for the next request."""
         self._lowerings.clear()
         cache = self._runner.cache
-        if self._charged_pages > SLAB_PAGES or cache.tail_slots > FIRST_ROWS:
+        cached = self._cached_pages
+        if self._charged_pages > SLAB_PAGES + cached or cache.tail_slots > FIRST_ROWS:
             cache.shrink(SLAB_PAGES)
             mx.clear_cache()
-        wish = self._admission.rest()
+        wish = self._admission.rest(cached)
         if wish is not None:
             self._reports.append(wish)
 
@@ -432,7 +552,7 @@ class MLXEngine:
                 weights=self._weights_bytes,
                 kv_pages=cache.pages_bytes,
                 kv_pages_used=cache.used_bytes,
-                kv_tails=cache.tails_bytes,
+                kv_tails=cache.tails_bytes + cache.frozen_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
                 cache=mx.get_cache_memory(),
@@ -445,38 +565,6 @@ class MLXEngine:
         mx.synchronize()
 
 
-def _settings(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
-    kv = command.kv
-    return CacheSettings(
-        ladder=tuple(verdicts.lift(ladder_of(kv), verdict)),
-        floors=lambda layers: floors_of(kv, layers),
-        quantized_start=kv.quantized_kv_start,
-        max_size=kv.max_kv_size,
-        keep=kv.keep if kv.max_kv_size else 0,
-        scratch=command.attention_scratch,
-    )
-
-
-def _row(request: _Request) -> Row:
-    assert request.row is not None, "the scheduler decodes and prefills admitted rows only"
-    return request.row
-
-
-def _demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
-    grant = ask_grant(total_bytes, reason)
-    if not grant.granted:
-        raise InsufficientMemory(
-            f"the model needs {mebibytes(total_bytes)} ({reason}); of the budget of"
-            f" {mebibytes(grant.budget_bytes)} only {mebibytes(grant.available_bytes)} are free:"
-            " unload a model or raise the budget",
-            needed_bytes=total_bytes,
-            budget_bytes=grant.budget_bytes,
-            available_bytes=grant.available_bytes,
-        )
-    return grant
-
-
-def _device() -> str:
-    if mx.default_device().type == mx.DeviceType.cpu:
-        return "cpu"
-    return str(mx.device_info().get("device_name", "gpu"))
+def _row(completion: Completion) -> Row:
+    assert completion.row is not None, "only admitted rows decode"
+    return completion.row

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from kvd.worker.mlx_engine import MLXEngine
 from protocol.errors import ErrorInfo
-from protocol.types import KVSpec, Sampling, Usage
+from protocol.types import KVSpec, Sampling, TokenLogprob, Usage
 from protocol.worker import (
+    ChoiceFinished,
     Grant,
     GrantWanted,
     LoadModel,
     RowFailed,
     RowFinished,
+    RowPrompt,
     RowTokens,
     Submit,
 )
@@ -28,6 +30,10 @@ class Outcome:
     reason: str | None = None
     usage: Usage | None = None
     error: ErrorInfo | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    others: dict[int, Outcome] = field(default_factory=dict)
+    """Completions beside the first, by choice."""
 
     @property
     def over(self) -> bool:
@@ -81,9 +87,20 @@ class Driver:
                 case RowTokens():
                     outcome = self.outcomes[report.rid]
                     assert not outcome.over
+                    if report.choice:
+                        outcome = outcome.others.setdefault(report.choice, Outcome())
                     assert report.index == len(outcome.tokens)
                     outcome.tokens += report.tokens
                     outcome.text += report.text
+                    outcome.logprobs += report.logprobs or []
+                case RowPrompt():
+                    outcome = self.outcomes[report.rid]
+                    assert report.index == len(outcome.prompt_logprobs)
+                    outcome.prompt_logprobs += report.logprobs
+                case ChoiceFinished():
+                    outcome = self.outcomes[report.rid]
+                    if report.choice:
+                        outcome.others.setdefault(report.choice, Outcome()).reason = report.reason
                 case RowFinished():
                     assert not self.outcomes[report.rid].over
                     self.outcomes[report.rid].reason = report.reason

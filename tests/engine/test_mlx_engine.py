@@ -201,7 +201,7 @@ def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo
     demo.submit("bad", prompt_of(100, 1), max_tokens=50)
     demo.run(until=lambda: len(demo.outcomes["bad"].tokens) > 3)
     request = demo.engine._requests["bad"]
-    slot = request.row.rows[0].slot
+    slot = request.completions[0].row.rows[0].slot
     demo.engine._drain()
     for layer in demo.engine._runner.cache.stores[0].layers:
         layer.tail_values[slot, :, 70:90] = mx.nan
@@ -209,18 +209,19 @@ def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo
     assert demo.outcomes["bad"].error is not None
     assert demo.outcomes["bad"].error.code == "numerical_error"
     demo.submit("next", prompt_of(30, 2), max_tokens=10)
-    demo.step()
-    assert demo.engine._requests["next"].row.rows[0].slot == slot
+    demo.run(until=lambda: demo.engine._requests["next"].completions[0].row is not None)
+    assert demo.engine._requests["next"].completions[0].row.rows[0].slot == slot
     demo.run()
 
     assert demo.outcomes["next"] == wanted
 
 
-def test_memory_is_asked_for_and_given_back(demo: Driver) -> None:
+def test_memory_is_asked_for_and_given_back() -> None:
+    demo = Driver("demo", kv=KVSpec(prefix_cache=0))
     resting = demo.total
     rids = [f"r{i}" for i in range(6)]
     for rid in rids:
-        demo.submit(rid, prompt_of(3000), max_tokens=3)
+        demo.submit(rid, prompt_of(3000), max_tokens=100)
     demo.run(until=lambda: demo.engine.stats().pages_used > 100)
     stats = demo.engine.stats()
 

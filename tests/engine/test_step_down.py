@@ -29,9 +29,9 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     if lower:
         driver.engine.step_down(2, {"lowered"})
         driver.run(until=lambda: not driver.engine._lowerings)
-        held = driver.engine._requests["lowered"].row.rows[0]
+        held = driver.engine._requests["lowered"].completions[0].row.rows[0]
         assert {page.level for page in held.pages} == {2}
-        other = driver.engine._requests["kept"].row.rows[0]
+        other = driver.engine._requests["kept"].completions[0].row.rows[0]
         assert {page.level for page in other.pages} == {0}
         assert store.pages_bytes < before
         assert store.used_bytes == len(other.pages) * store.page_bytes(0) + len(
@@ -77,7 +77,7 @@ def test_a_request_that_waits_for_memory_does_not_undo_the_work(
         laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
         laddered.engine.step_down(2, {"a", "b"})
         laddered.run(until=lambda: not laddered.engine._lowerings)
-        held = [laddered.engine._requests[rid].row.rows[0] for rid in ("a", "b")]
+        held = [laddered.engine._requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
         assert {page.level for row in held for page in row.pages} == {2}
         assert laddered.engine._requests["waits"].row is None
     finally:

@@ -115,10 +115,14 @@ class States:
         self.paused -= 1
 
     def park(self, rid: str, kept: int) -> int:
-        """Take an admitted row's places and pages but ``kept``; return those that it gives back."""
+        """Take an admitted row's places and pages but ``kept``; return those that it gives back.
+
+        What it keeps may be more than its pages: its tail goes with it, and tails are counted by
+        place while rows run.
+        """
         row = self.admitted(rid)
-        if not 0 <= kept <= row.pages:
-            raise LocalProtocolError(f"row {rid} cannot keep {kept} of {row.pages} pages")
+        if kept < 0:
+            raise LocalProtocolError(f"row {rid} cannot keep {kept} pages")
         given = self._dismiss(row) - kept
         row.kept = kept
         self.reserved += kept

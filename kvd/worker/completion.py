@@ -1,0 +1,81 @@
+"""A request while it is in the engine: its prompt, its completions, and where each of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.worker.choices import Choices
+from kvd.worker.runner import Row
+from kvd.worker.sampler import RowSettings
+from kvd.worker.text import TextStream
+from protocol.worker import Submit
+
+Key = tuple[str, int]
+"""A completion: request and choice."""
+
+
+@dataclass(eq=False)
+class Completion:
+    """One of a request's answers."""
+
+    key: Key
+    stream: TextStream
+    row: Row | None = None
+    """Its place in the cache, from when its prompt is through."""
+    frozen: Any = None
+    """What was there when the request was parked."""
+    launched: int = 0
+    """Tokens whose steps have been launched."""
+    tokens: list[int] = field(default_factory=list)
+    """Drawn and read, a token that ended it too."""
+    trusted: bool = False
+    """Whether the newest logits were sound, and so all that they attended to."""
+    ended: bool = False
+    released: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that was accepted."""
+
+    submit: Submit
+    prompt: list[int]
+    max_new: int
+    completions: list[Completion]
+    """Those that hold something here; they go one by one."""
+    over: Choices
+    row: Row | None = None
+    """Where its prompt is read; empty again once its completions have rows of their own."""
+    frozen: Any = None
+    """What was there when the request was parked."""
+    kept_pages: int = 0
+    """How much that is, in the budget's pages."""
+    begun: bool = False
+    """Whether its completions have had rows."""
+    boundaries: set[int] | None = None
+    """Where its prefill leaves checkpoints; None before it has begun."""
+
+    @property
+    def rid(self) -> str:
+        """The daemon's name for it."""
+        return self.submit.rid
+
+    @property
+    def salt(self) -> str:
+        """What keeps its prompt apart from others' prompts."""
+        return self.submit.prefix_salt or ""
+
+    @property
+    def live(self) -> list[Completion]:
+        """Completions that are not over."""
+        return [one for one in self.completions if not one.ended]
+
+    @property
+    def made(self) -> int:
+        """Tokens so far, of all completions that are still here."""
+        return sum(len(one.tokens) for one in self.completions)
+
+    def settings(self, completion: Completion) -> RowSettings:
+        """Return how a completion is drawn."""
+        return RowSettings.of(self.submit, completion.stream.ends, completion.key[1])
