@@ -56,7 +56,8 @@ class Bench:
         served = probe.serve(self._model, CacheSettings(ladder=ladder), self._vocabulary)
         self._runner = served.runner
         shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
-        self.path = f"{served.path}, {shared}"
+        how = "compiled steps" if served.runner.compile() else "plain steps"
+        self.path = f"{served.path}, {shared}, {how}"
         mx.clear_cache()
 
     def ours(self) -> Ours:
@@ -99,11 +100,13 @@ class Bench:
         if isinstance(loop, Ours):
             result |= _host("host", loop.decode_idle(options.steps))
         with no_attention():
+            self._runner.retrace()
             loop.decode(WARM_UP)
             stubbed = loop.decode(options.steps)
             result["step_without_attention_ms"] = _median_ms(stubbed.wall)
             if isinstance(loop, Ours):
                 result |= _host("host_without_attention", loop.decode_idle(options.steps))
+        self._runner.retrace()
         return result
 
     def prefill(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:

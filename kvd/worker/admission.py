@@ -135,6 +135,11 @@ class Admission:
         """Return the pages that the grant lacks for rows that reserve so much."""
         return self._needed(pages, rows, held) - self.budget.pages
 
+    def spare(self, held: Held) -> int:
+        """Return the pages of the grant that nothing holds and no row may come to need."""
+        scheduler = self.scheduler
+        return self.budget.pages - self._needed(scheduler.reserved, scheduler.places, held)
+
     def _needed(self, pages: int, rows: int, held: Held) -> int:
         return max(held.pages, pages + held.cached) + max(held.rows, rows) * self._row_pages
 

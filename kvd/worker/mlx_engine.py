@@ -122,7 +122,11 @@ class MLXEngine:
     def _begin(self, command: LoadModel, base: int, ask_grant: AskGrant) -> None:
         cache = self._runner.cache
         unit = cache.unit_bytes
-        row_pages = -(-cache.row_bytes // unit)
+        kv, tree, row_bytes = command.kv, None, cache.row_bytes
+        if isinstance(cache, ModelCache) and kv.prefix_cache:
+            tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+            row_bytes += cache.checkpoint_bytes  # of its prompt's end, which it leaves
+        row_pages = -(-row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = loading.demand(ask_grant, base + first * unit, "first pages")
         self._scheduler = Scheduler(
@@ -138,9 +142,12 @@ class MLXEngine:
             row_pages=row_pages,
             rest_pages=first,
         )
-        kv = command.kv
-        tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
-        self._prompts = Prompts(self._runner, tree, self._text)
+        self._prompts = Prompts(
+            self._runner,
+            tree,
+            self._text,
+            lambda: self._admission.spare(self._held()) * unit,
+        )
 
     # Requests.
 
@@ -297,7 +304,7 @@ class MLXEngine:
 
     def _evict(self, pages: int) -> bool:
         """Drop checkpoints for so many pages; return whether that freed anything."""
-        if not self._prompts.tree.evict(pages * self._admission.budget.page_bytes):
+        if not self._prompts.evict(pages * self._admission.budget.page_bytes):
             return False
         self._flush()
         self._runner.cache.compact(self._scheduler.reserved + self._cached_pages)
@@ -543,7 +550,7 @@ class MLXEngine:
             rows_prefilling=self._scheduler.prefilling,
             rows_waiting=self._scheduler.waiting,
             max_rows_in_step=self._most_rows,
-            pages_used=cache.pages_used,
+            pages_used=cache.pages_used - cache.pages_idle,
             pages_total=cache.pages_total,
             flushes=cache.flushes,
             prompt_tokens=self._prompt_tokens,

@@ -6,6 +6,8 @@ checkpoint has no logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from kvd.worker.cache.prefix import PrefixTree
@@ -18,22 +20,22 @@ from protocol.worker import Report, RowPrompt
 
 
 class Prompts:
-    """The prompts of one engine, and the tree of those that it remembers."""
+    """The prompts of one engine, and the tree of those that it remembers, if it does."""
 
-    def __init__(self, runner: Runner, tree: PrefixTree, text: Text) -> None:
+    def __init__(
+        self, runner: Runner, tree: PrefixTree | None, text: Text, room: Callable[[], int]
+    ) -> None:
         self._runner = runner
         self._text = text
+        self._room = room
+        """How many bytes of the grant nobody needs."""
         self.tree = tree
-
-    @property
-    def _remembers(self) -> bool:
-        return self.tree.cap_bytes > 0 and self._runner.cache.can_freeze
 
     def begin(self, request: Request) -> int:
         """Give a request its row; return how many of its tokens are in it already."""
         cache = self._runner.cache
         request.boundaries = set()
-        if not self._remembers:
+        if self.tree is None:
             request.row = cache.new_row()
             return 0
         request.boundaries = self.tree.boundaries(request.prompt, request.salt)
@@ -58,8 +60,17 @@ class Prompts:
         else:
             reports.append(self._scored(request, start, end, top))
         if request.boundaries and end in request.boundaries:
-            self.tree.insert(request.prompt[:end], request.salt, row)
+            self._remember(request, end)
         return reports
+
+    def _remember(self, request: Request, end: int) -> None:
+        """Leave a checkpoint; where the grant has no room for it, others go or it is not made."""
+        assert self.tree is not None, "boundaries are the tree's"
+        needed = self._runner.cache.checkpoint_bytes
+        if self._room() < needed:
+            self.tree.evict(needed)
+        if self._room() >= needed:
+            self.tree.insert(request.prompt[:end], request.salt, request.row)
 
     def _scored(self, request: Request, start: int, end: int, top: int) -> Report:
         logits = self._runner.score(request.row, request.prompt[start:end])
@@ -85,8 +96,14 @@ class Prompts:
 
     def distrust(self, request: Request) -> None:
         """Drop what a request with bad logits has read or left."""
-        self.tree.distrust(request.prompt, request.salt)
+        if self.tree is not None:
+            self.tree.distrust(request.prompt, request.salt)
 
     def forget_lowered(self) -> None:
         """Drop checkpoints that a step-down has changed."""
-        self.tree.forget_below_top()
+        if self.tree is not None:
+            self.tree.forget_below_top()
+
+    def evict(self, wanted: int) -> int:
+        """Drop checkpoints until so many bytes came free; return how many did."""
+        return 0 if self.tree is None else self.tree.evict(wanted)

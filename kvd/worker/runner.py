@@ -75,6 +75,11 @@ class Runner:
         cache.shrink()
         return agree
 
+    def retrace(self) -> None:
+        """Forget compiled steps, where the model's code was changed in place."""
+        if self._compiled is not None:
+            self._compiled = CompiledDecode(self.model, self.cache)
+
     def _checked_row(self, length: int) -> Row:
         row = self.cache.new_row()
         self.prefill(row, [1 + position % 64 for position in range(length)])

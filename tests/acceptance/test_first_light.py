@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 
 LENGTHS = (10, 4000, 25, 1500, 64, 70, 900, 120, 200, 600, 300, 400, 128, 800, 63, 500)
 """Prompt tokens of the concurrent requests, exactly."""
-MAX_TOKENS = 160
+MAX_TOKENS = 100
 
 
 TOKENIZER = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
@@ -183,7 +183,7 @@ def test_recall_through_the_daemon_agrees_with_dense(daemon: Daemon) -> None:
     daemon.kvctl("load", "demo", "--alias", "dense", "--kv", "k16v16")
     same = 0
     with daemon.client() as kvd:
-        for seed, length in enumerate((2048, 2048, 4096, 8192)):
+        for seed, length in enumerate((2048, 4096, 8192)):
             task = demo.make_recall_prompt(seed, length, Encoder())
             digits, dense = (
                 kvd.generate(name, task.prompt, max_tokens=6).text.strip()[:4]
@@ -192,7 +192,7 @@ def test_recall_through_the_daemon_agrees_with_dense(daemon: Daemon) -> None:
             assert len(dense) == 4, dense
             same += sum(a == b for a, b in zip(digits, dense, strict=True))
 
-    assert same >= 15
+    assert same >= 11
     assert daemon.kvctl("unload", "dense").returncode == 0
 
 

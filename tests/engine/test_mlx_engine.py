@@ -221,8 +221,8 @@ def test_memory_is_asked_for_and_given_back() -> None:
     resting = demo.total
     rids = [f"r{i}" for i in range(6)]
     for rid in rids:
-        demo.submit(rid, prompt_of(3000), max_tokens=100)
-    demo.run(until=lambda: demo.engine.stats().pages_used > 100)
+        demo.submit(rid, prompt_of(1500), max_tokens=100)
+    demo.run(until=lambda: demo.engine.stats().pages_used > 80)
     stats = demo.engine.stats()
 
     assert demo.total > resting

@@ -66,9 +66,12 @@ def test_all_settings_are_said():
     text = " ".join(shown(MIXED, 80).split())
     assert (
         "k8v8, may step down to k8v4, k4v4; layer 0 not below k16v16; layer -1 not below k8v8; "
-        "dense until 512 tokens; at most 8192 tokens, the first 4 among them"
+        "dense until 512 tokens; at most 8192 tokens, the first 4 among them; "
+        "up to 256 MiB of prompts for later ones"
     ) in text
-    lowest = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4, max_kv_size=512, keep=0))
+    lowest = msgspec.structs.replace(
+        MODEL, kv=KVSpec(4, 4, max_kv_size=512, keep=0, prefix_cache=0)
+    )
     lines = [line.strip() for line in shown(lowest, 80).splitlines()]
     assert "KV cache   k4v4, never steps down; at most 512 tokens" in lines
 

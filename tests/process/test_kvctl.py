@@ -94,6 +94,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(daemon: Daemon):
 def test_kv_settings_reach_the_worker_and_status_says_them(daemon: Daemon):
     options = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-floor -1=k8v8"
     options += " --kv-ladder k4v4 --quantized-kv-start 512 --max-kv-size 1024 --kv-keep 8"
+    options += " --prefix-cache 64MiB --prefix-every 512"
     loaded = daemon.kvctl("load", source(tps=500), "--alias", "m", *options.split())
     assert (loaded.returncode, "k8g32v4g128" in loaded.stdout) == (0, True), loaded.stderr
     model = json.loads(daemon.kvctl("status", "m", "--json").stdout)
@@ -107,6 +108,8 @@ def test_kv_settings_reach_the_worker_and_status_says_them(daemon: Daemon):
         "quantized_kv_start": 512,
         "max_kv_size": 1024,
         "keep": 8,
+        "prefix_cache": 64 * 2**20,
+        "prefix_every": 512,
     }
     (part,) = model["info"]["kv"]
     assert (part["kind"], part["scheme"]) == ("window 1024 keep 8", "k8g32v4g128")

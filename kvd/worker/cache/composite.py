@@ -244,6 +244,16 @@ class ModelCache:
         return self.pages_bytes + self.tails_bytes + self.frozen_bytes
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a sequence's tails and states, frozen where prefill has come to a page's end."""
+        return -(-self.row_bytes // 3)  # a page of the three in a tail, one of the three copies
+
+    @property
+    def pages_idle(self) -> int:
+        """Pages that only frozen sequences hold, of all kinds."""
+        return sum(one.idle for store in self.stores for one in store.allocators)
+
+    @property
     def pages_used(self) -> int:
         """Pages that sequences hold, frozen ones too, of all kinds."""
         return sum(one.used for store in self.stores for one in store.allocators)

@@ -191,6 +191,7 @@ class OwnCache:
     def flush(self) -> None:
         """Do nothing."""
 
+    pages_idle = 0
     lacks_room = False
     """There are no pools."""
 
