@@ -15,6 +15,7 @@ Shared by the real engine and the fake one.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from kvd.worker.budget import PageBudget
@@ -87,10 +88,17 @@ class Admission:
         priority: int = 0,
         deadline: float | None = None,
         choices: int = 1,
+        path: tuple[Hashable, ...] = (),
     ) -> None:
         """Put a request into the queue."""
         self.scheduler.submit(
-            rid, prompt_len, max_new, priority=priority, deadline=deadline, choices=choices
+            rid,
+            prompt_len,
+            max_new,
+            priority=priority,
+            deadline=deadline,
+            choices=choices,
+            path=path,
         )
         if self.scheduler.head == rid:  # behind another it has to wait anyway
             self._news = True

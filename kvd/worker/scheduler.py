@@ -17,6 +17,7 @@ A step, and the rule of each of its parts::
               The first is never overtaken by one that needs less.
     decode    one token for each decoding row
     prefill   one chunk of one prompt, or the last chunks of several            `scheduling.turns`
+              What another prompt is reading just now is not read beside it.    `scheduling.sharing`
 
 **What a request waits for** at most, if its priority is p and nobody parks it, in tokens of others'
 work (a request's work is its prompt and all that it may generate):
@@ -40,12 +41,13 @@ row is parked (the engine says so).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.line import Line
 from kvd.worker.scheduling.plan import Plan
 from kvd.worker.scheduling.row import Chunk, Row
+from kvd.worker.scheduling.sharing import not_waiting
 from kvd.worker.scheduling.states import States
 from kvd.worker.scheduling.turns import Turns
 from protocol.errors import InvalidRequest, LocalProtocolError
@@ -147,9 +149,11 @@ class Scheduler:
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Rows whose prompt has not begun: a cached prefix may still be taken (`skip_to`)."""
-        rows = self._states.prefilling.values()
-        return tuple(row.rid for row in rows if row.prefilled == 0)
+        """Rows whose prompt may begin: a cached prefix may still be taken (`skip_to`).
+
+        In the line's order; not who is paused or waits for what another one reads.
+        """
+        return tuple(row.rid for row in self._readers() if not row.reads)
 
     def has_begun(self, rid: str) -> bool:
         """Return whether a request was ever admitted, and so has something to lose."""
@@ -175,8 +179,11 @@ class Scheduler:
         priority: int = 0,
         deadline: float | None = None,
         choices: int = 1,
+        path: tuple[Hashable, ...] = (),
     ) -> None:
         """Put a request into the queue; ``deadline`` is absolute, in seconds (`expired`).
+
+        ``path``: a name for each beginning of whole chunks that the prompt can share with others.
 
         Raises `InvalidRequest` for more choices than there are places.
         """
@@ -202,6 +209,7 @@ class Scheduler:
             first_pages=self._pages_for(prompt_len + max_new),
             more_pages=self._own_pages(prompt_len - 1, prompt_len + max_new),
             choices=choices,
+            path=path,
         )
         self._states.add(row)
 
@@ -229,11 +237,14 @@ class Scheduler:
 
     def next_group(self) -> tuple[Chunk, ...]:
         """Choose anew what is prefilled, as after `skip_to`; the same until something changes."""
-        rows = [row for row in self._states.prefilling.values() if not row.paused]
-        group = self._turns.choose(rows)
+        group = self._turns.choose(self._readers())
         self._planned = {chunk.rid: chunk for chunk in group}
         self._turn_over = False
         return group
+
+    def _readers(self) -> list[Row]:
+        rows = [row for row in self._states.prefilling.values() if not row.paused]
+        return not_waiting(rows, self._chunk)
 
     def _has_place(self, row: Row) -> bool:
         return self.places + row.choices <= self._max_rows
@@ -253,13 +264,14 @@ class Scheduler:
         Before the row's first chunk, and to a position on the grid; ask `next_group` afterwards.
         """
         row = self._states.prefilling.get(rid)
-        if row is None or row.prefilled:
+        if row is None or row.reads:
             raise LocalProtocolError(f"row {rid} is not about to begin its prompt")
         if position < 0 or position % self._chunk or position > row.prefill_end:
             raise LocalProtocolError(
                 f"row {rid}: {position} is not a chunk's end within {row.prefill_end} tokens"
             )
         self._planned.pop(rid, None)
+        row.reads = True
         self._states.advance(row, position)
 
     def prefilled(self, rid: str, end: int) -> None:
@@ -271,7 +283,9 @@ class Scheduler:
         if not self._turn_over:
             self._turns.ran()
             self._turn_over = True
-        self._states.advance(self._states.prefilling[rid], end)
+        row = self._states.prefilling[rid]
+        row.reads = True
+        self._states.advance(row, end)
 
     def finish_choice(self, rid: str) -> int:
         """Note that one of a request's choices ended; return the pages that it gives back.

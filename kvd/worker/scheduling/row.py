@@ -5,6 +5,7 @@ Does not cover: who is next (`line`, `turns`), moves from state to state (`kvd.w
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,10 @@ class Row:
     paused: bool = False
     kept: int = 0
     """Pages that it holds while it is not admitted."""
+    path: tuple[Hashable, ...] = ()
+    """Names of its prompt's beginnings, by chunks (`scheduling.sharing`); empty: it shares none."""
+    reads: bool = False
+    """Whether its prompt has begun: it was looked up in the cache, or a chunk ran."""
 
     @property
     def prefill_end(self) -> int:
