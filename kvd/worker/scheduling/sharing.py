@@ -1,0 +1,43 @@
+"""Who waits for whom: prompts that begin alike are not read side by side.
+
+A prompt's *path* names its beginnings: its first chunk, its first two, and so on, one name each, so
+that two prompts have the same name where they are the same up to there. A row whose prompt has not
+begun waits behind one that stands in front of it and is reading a chunk of both at the moment: it
+will find that in the cache when it begins. ::
+
+    in front   |--chunk---|--chunk---|=chunk now|-chunk-|
+    waits      |--chunk---|--chunk---|--chunk---|-own-|
+    does not   |--chunk---|--own--|                          its part is through, and in the cache
+
+**Nobody waits for ever.** The first of a line waits for nobody, so somebody always reads; and a row
+waits only for rows in front of it, whose chunks are in the bound of `kvd.worker.scheduling.turns`
+anyway. Who is paused, is parked or ends is waited for no longer.
+
+Does not cover: what is in the cache (`kvd.worker.prompts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvd.worker.scheduling.row import Row
+
+
+def not_waiting(rows: Iterable[Row], chunk: int) -> list[Row]:
+    """Return the rows whose prompt may go on, or begin; in the line's order."""
+    line = sorted(rows, key=lambda row: row.place)
+    reading: list[Row] = []
+    free = []
+    for row in line:
+        if row.reads:
+            reading.append(row)
+        elif row.path and any(_is_shared(other, row, chunk) for other in reading):
+            continue
+        free.append(row)
+    return free
+
+
+def _is_shared(reading: Row, row: Row, chunk: int) -> bool:
+    """Return whether the chunk that is read next is one of both."""
+    at = reading.prefilled // chunk
+    return at < min(len(reading.path), len(row.path)) and reading.path[at] == row.path[at]
