@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from actors.client import Client, Services, Socket
 from actors.governor import Governor, Ledger
 from actors.machines.admission import Desk
 from actors.machines.governor import Governor as GovernorMachine
-from actors.machines.lifecycle import Lifecycle
+from actors.machines.lifecycle import Lifecycle, Patience
 from actors.ports import Notice
 from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
@@ -63,6 +63,8 @@ class Settings:
     """Memory that those may take in the daemon; the prompts are most of it."""
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread events that a connection may have before it is closed with `slow_reader`."""
+    patience: Patience = field(default_factory=Patience)
+    """How long a worker may be silent in each phase before it is ended."""
 
 
 SETTLE_S = 1.0
@@ -246,7 +248,7 @@ class System:
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,
         )
-        berth = Berth(name, load, self._around, Lifecycle(name))
+        berth = Berth(name, load, self._around, Lifecycle(name, self._settings.patience))
         # Each failure costs the process and counts in its own restart budget; ten in a minute
         # are more than that budget lets through.
         child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)

@@ -201,7 +201,7 @@ class Worker(Actor["WorkerMail"]):
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
         self._do(lifecycle.Exited(end.returncode))
 
-    def _reported(self, report: wire.Report) -> None:
+    def _reported(self, report: wire.Report) -> None:  # noqa: C901 - one match over one union
         berth, around = self._berth, self._around
         match report:
             case wire.Started():
@@ -218,6 +218,8 @@ class Worker(Actor["WorkerMail"]):
             case wire.GrantWanted(seq=seq, total_bytes=total):
                 self._do(lifecycle.Alive())
                 around.governor.tell(mail.GrantAsked(berth.name, self.ref, berth.life, seq, total))
+            case wire.Entered(phase=phase):
+                self._do(lifecycle.Entered(phase))
             case wire.Stats(stats=stats):
                 berth.stats = stats
                 self._do(lifecycle.Alive())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from actors.machines.lifecycle import Patience
 from kvd.kv import KVText, parse_kv
 from kvd.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
@@ -51,6 +52,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a stop waits for what runs before it ends it."""
     blas: str = "auto"
     """Linux without an accelerator: ``auto``, ``off``, or the library to preload into workers."""
+    watchdog: Patience = Patience()
+    """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property

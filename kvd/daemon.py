@@ -105,7 +105,11 @@ class Daemon:
             identity=Identity(
                 version=kvd.__version__, home=str(options.home.root), pid=os.getpid()
             ),
-            settings=Settings(max_rows=settings.max_rows, prefill_chunk=settings.prefill_chunk),
+            settings=Settings(
+                max_rows=settings.max_rows,
+                prefill_chunk=settings.prefill_chunk,
+                patience=settings.watchdog,
+            ),
             notify=_notify,
         )
         self._stops: set[asyncio.Task[None]] = set()

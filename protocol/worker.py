@@ -7,6 +7,8 @@ daemon, it merges what it has not sent yet (`kvd.worker.outbox`).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from protocol.errors import ErrorInfo
@@ -182,6 +184,27 @@ class RowFailed(_Report, tag="failed", frozen=True, kw_only=True):
     error: ErrorInfo
 
 
+Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
+"""What a worker that has loaded its model does between two signs of life:
+
+* ``idle``: it waits, for a command, a grant or a deadline;
+* ``tokenize``: it takes a request;
+* ``prefill``: it reads a chunk of a prompt, or of several;
+* ``decode``: it launches a step, or waits for its tokens;
+* ``flush``: it writes full pages into the pools;
+* ``pools``: it makes room: pools that grow or shrink, pages that go down the ladder or come back.
+"""
+
+
+class Entered(_Report, tag="entered", frozen=True, kw_only=True):
+    """The worker is in this phase from now on; told when it changes, and before it begins.
+
+    Each phase has its own deadline (`actors.machines.lifecycle.Patience`).
+    """
+
+    phase: Phase
+
+
 class Stats(_Report, tag="stats", frozen=True, kw_only=True):
     """Counters; the heartbeat."""
 
@@ -200,5 +223,6 @@ Report = (
     | ChoiceFinished
     | RowFinished
     | RowFailed
+    | Entered
     | Stats
 )

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
 from actors.machines.machine import InvalidTransition
 from actors.machines.restart import RestartBudget
 from protocol.errors import Draining as DrainingError
 from protocol.errors import ErrorInfo, InsufficientMemory, ModelFailed, WorkerDied
+from protocol.worker import Phase
 
 
 class _Tagged(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +133,12 @@ class Alive(_Tagged, frozen=True):
     """A report of any other kind: a sign of life."""
 
 
+class Entered(_Tagged, frozen=True):
+    """The process does something else from now on: a sign of life, with patience of its own."""
+
+    phase: Phase
+
+
 class Loaded(_Tagged, frozen=True):
     """The model is loaded."""
 
@@ -181,6 +189,7 @@ Event = (
     | SpawnFailed
     | Up
     | Alive
+    | Entered
     | Loaded
     | CannotLoad
     | Admit
@@ -191,7 +200,7 @@ Event = (
     | Tick
 )
 
-SIGNS = (Alive, Gained)
+SIGNS = (Alive, Entered, Gained)
 """Of several in a row only the last one matters; see `actors.runtime.journal`."""
 
 # -- commands ---------------------------------------------------------------------------------
@@ -243,19 +252,42 @@ class Release(_Tagged, frozen=True):
 Command = Spawn | SendLoad | SendRow | Bounce | SendStop | Terminate | Kill | LoseRows | Release
 
 
-class Patience(msgspec.Struct, frozen=True):
-    """How long each phase may be silent, in seconds."""
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
-    spawning_s: float = 60.0
+
+class Patience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How long each phase may be silent, in seconds: ample for a slow machine.
+
+    The phases of a model that is loaded count only while it has requests: an idle worker may be
+    silent.
+    """
+
+    spawning_s: Seconds = 60.0
     """A cold start of Python and MLX from a slow disk."""
-    loading_s: float = 600.0
+    loading_s: Seconds = 600.0
     """Since the last progress; one shard of a large model from a slow disk."""
-    silent_s: float = 120.0
-    """With requests; the longest step is one prefill chunk."""
-    asked_s: float = 10.0
-    halted_s: float = 2.0
-    terminated_s: float = 5.0
-    """Also between one SIGKILL and the next: a process in a driver call dies late."""
+    idle_s: Seconds = 120.0
+    """It waits for a grant or for us; it tells its counters every few seconds."""
+    tokenize_s: Seconds = 300.0
+    """A prompt of the largest size that a frame can have."""
+    prefill_s: Seconds = 600.0
+    """One chunk: 80 s for 8B parameters without an accelerator, and kernels are compiled first."""
+    decode_s: Seconds = 300.0
+    """One step; some are traced or compiled first."""
+    flush_s: Seconds = 300.0
+    pools_s: Seconds = 300.0
+    """One slice of pages, or one copy of pools."""
+    asked_s: Seconds = 10.0
+    """Until a worker that is asked to exit does."""
+    halted_s: Seconds = 2.0
+    """The same where it must not finish anything."""
+    terminated_s: Seconds = 5.0
+    """Between SIGTERM and SIGKILL, and between one SIGKILL and the next: a process in a driver's
+    call dies late."""
+
+    def of(self, phase: Phase) -> float:
+        """Return how long a worker may be silent in this phase."""
+        return getattr(self, f"{phase}_s")  # type: ignore[no-any-return]
 
 
 class Lifecycle(msgspec.Struct):
@@ -272,6 +304,8 @@ class Lifecycle(msgspec.Struct):
     """The process of now, or the last one, has loaded its model."""
     served: bool = False
     """One of its processes has, since the last order to start."""
+    phase: Phase = "idle"
+    """What the process says that it does, once it has loaded its model."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take an event and return what is to be done; `InvalidTransition` changes nothing."""
@@ -374,6 +408,7 @@ def _alive_loading(m: Lifecycle, _e: Event, now: float) -> list[Command]:
 def _loaded(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
     assert isinstance(m.state, Loading)
     m.worked = m.served = True
+    m.phase = "idle"
     m.state = Ready(m.state.pid)
     return []
 
@@ -395,7 +430,7 @@ def _admit(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Ready)
     assert isinstance(e, Admit)
     m.rows.add(e.rid)
-    m.state = replace(m.state, deadline=m.state.deadline or now + m.patience.silent_s)
+    m.state = replace(m.state, deadline=m.state.deadline or now + m.patience.of(m.phase))
     return [SendRow(e.rid)]
 
 
@@ -407,8 +442,14 @@ def _bounce(_m: Lifecycle, e: Event, _now: float) -> list[Command]:
 def _alive(m: Lifecycle, _e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Ready | Draining)
     if m.rows:
-        m.state = replace(m.state, deadline=now + m.patience.silent_s)
+        m.state = replace(m.state, deadline=now + m.patience.of(m.phase))
     return []
+
+
+def _entered(m: Lifecycle, e: Event, now: float) -> list[Command]:
+    assert isinstance(e, Entered)
+    m.phase = e.phase
+    return _alive(m, e, now)
 
 
 def _gained(m: Lifecycle, e: Event, now: float) -> list[Command]:
@@ -435,7 +476,7 @@ def _drain(m: Lifecycle, _e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Ready)
     if not m.rows:
         return _ask(m, m.state.pid, now + m.patience.asked_s)
-    m.state = Draining(m.state.pid, m.state.deadline or now + m.patience.silent_s)
+    m.state = Draining(m.state.pid, m.state.deadline or now + m.patience.of(m.phase))
     return []
 
 
@@ -537,14 +578,28 @@ def _hung(m: Lifecycle, _e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Spawning | Loading | Ready | Draining)
     if m.state.deadline is None or now < m.state.deadline:
         return []
+    phase, patience = _doing(m)
     error = WorkerDied(
-        f"the worker of {m.name} was {type(m.state).__name__.lower()} and gave no sign of life"
+        f"the worker of {m.name} was ended: it gave no sign of life for {patience:g} s ({phase})",
+        phase=phase,
+        patience_s=patience,
     ).info()
     then: Literal["stopped", "restart"]
     then = "stopped" if isinstance(m.state, Draining) else "restart"
     deadline = now + m.patience.terminated_s
     m.state = Stopping(m.state.pid, "terminated", deadline, then, error)
     return [Terminate()] if m.state.pid is not None else []
+
+
+def _doing(m: Lifecycle) -> tuple[str, float]:
+    """Return what the process does, and how long it may be silent in that."""
+    match m.state:
+        case Spawning():
+            return "spawning", m.patience.spawning_s
+        case Loading():
+            return "loading", m.patience.loading_s
+        case _:
+            return m.phase, m.patience.of(m.phase)
 
 
 def _press(m: Lifecycle, _e: Event, now: float) -> list[Command]:
@@ -607,6 +662,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Drain: _drain,
         Halt: _halt,
         Alive: _alive,
+        Entered: _entered,
         Admit: _admit,
         Gained: _gained,
         RowOver: _row_over,
@@ -618,6 +674,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Drain: _stay,
         Halt: _halt,
         Alive: _alive,
+        Entered: _entered,
         Admit: _bounce,
         Gained: _gained,
         RowOver: _row_over,
@@ -633,6 +690,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         SpawnFailed: _spawn_failed,
         Up: _stay,
         Alive: _stay,
+        Entered: _stay,
         Loaded: _stay,
         CannotLoad: _stay,
         Admit: _bounce,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.worker import Grant, LoadModel, Report, Submit
+from protocol.worker import Grant, LoadModel, Phase, Report, Submit
 
 if TYPE_CHECKING:
     from protocol.types import ModelInfo, WorkerStats
@@ -25,6 +25,14 @@ AskGrant = Callable[[int, str], Grant]
 Later requests for memory are `GrantWanted` reports of `Engine.step`; their ``seq`` goes on
 after that of the last `Grant` that this returned.
 """
+
+
+OnPhase = Callable[[Phase], None]
+"""Called before each phase of a step begins, so that who watches knows what takes long; cheap."""
+
+
+def unwatched(_: Phase) -> None:
+    """Tell nobody."""
 
 
 class Engine(Protocol):
@@ -54,6 +62,10 @@ class Engine(Protocol):
 
         Each submitted row ends with exactly one `RowFinished` or `RowFailed`.
         """
+        ...
+
+    def watch(self, on_phase: OnPhase) -> None:
+        """Call this before each phase of a step from now on."""
         ...
 
     @property

@@ -10,6 +10,7 @@ as the real one does, so that the daemon and everything above it can be tested w
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ import msgspec
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget, mebibytes
 from kvd.worker.choices import Choices, check_ids, late
+from kvd.worker.engine import unwatched
 from kvd.worker.fake_story import VOCABULARY, Story, word
 from kvd.worker.scheduler import Scheduler
 from kvd.worker.stops import StopFilter
@@ -57,7 +59,7 @@ from protocol.worker import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvd.worker.engine import AskGrant, ReportProgress
+    from kvd.worker.engine import AskGrant, OnPhase, ReportProgress
     from protocol.messages import FinishReason
 
 DEFAULT_MAX_TOKENS = 512
@@ -87,6 +89,8 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hang_after: int = 0
     """Step that never returns; 0 is never."""
     hang_on: str = ""
+    deaf: bool = False
+    """What hangs does not heed SIGTERM, as a process in a driver's call does not."""
     nan_after: int = 0
     """Token of each row at which its logits turn bad; 0 is never."""
     nan_on: str = ""
@@ -155,6 +159,7 @@ class FakeEngine:
     _reports: list[Report] = field(default_factory=list)
     _steps: int = 0
     _next_step_at: float = 0.0
+    _on_phase: OnPhase = unwatched
     _most_rows: int = 0
     _prompt_tokens: int = 0
     _generated_tokens: int = 0
@@ -266,8 +271,13 @@ class FakeEngine:
 
     # The step.
 
+    def watch(self, on_phase: OnPhase) -> None:
+        """Say before each step that it decodes."""
+        self._on_phase = on_phase
+
     def step(self) -> list[Report]:
         """Give each decoding row a token and prefill a chunk, at the model's pace."""
+        self._on_phase("decode")
         self._steps += 1
         self._wait_for_turn()
         if self._steps == self._model.crash_after:
@@ -381,6 +391,8 @@ class FakeEngine:
         del self._rows[row.rid]
 
     def _hang(self) -> NoReturn:
+        if self._model.deaf:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while True:
             self.sleep(3600.0)
 

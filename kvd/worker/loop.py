@@ -27,10 +27,12 @@ from protocol.framing import FrameDecoder, decode_command
 from protocol.worker import (
     CancelRow,
     Command,
+    Entered,
     Grant,
     GrantWanted,
     LoadFailed,
     LoadModel,
+    Phase,
     Progress,
     Ready,
     Report,
@@ -95,6 +97,9 @@ class Loop:
         self._stats_at = -float("inf")
         self._worked = False
         """Whether there was a step since the last counters."""
+        self._phase: Phase = "idle"
+        """As the daemon knows it."""
+        engine.watch(self._enter)
 
     def run(self) -> None:
         """Load, serve and return when the daemon asked for the end and has all reports.
@@ -162,6 +167,13 @@ class Loop:
             else:
                 self._rest()
 
+    def _enter(self, phase: Phase) -> None:
+        """Tell the daemon before a phase begins: nothing can be told from within."""
+        if phase != self._phase:
+            self._phase = phase
+            self._link.put(Entered(phase=phase))
+            self._link.send()
+
     def _step(self) -> None:
         for report in self._engine.step():
             if isinstance(report, (RowFinished, RowFailed)):
@@ -172,6 +184,7 @@ class Loop:
 
     def _rest(self) -> None:
         """Sleep until a command comes or a request's deadline does."""
+        self._enter("idle")
         while not (self._link.commands or self._engine.has_work):
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
             self._link.wait(max(0.0, due - self._clock()))
@@ -196,6 +209,7 @@ class Loop:
         if self._stopping:
             self._refuse(request, Draining("the model takes no new work; it is being unloaded"))
             return
+        self._enter("tokenize")
         try:
             prompt_tokens = self._engine.submit(request)
         except KvdError as error:
@@ -252,6 +266,10 @@ class _Link:
     def pump(self) -> None:
         """Read what is there and write what goes."""
         self._read()
+        self._write()
+
+    def send(self) -> None:
+        """Write what goes."""
         self._write()
 
     def next_command(self) -> Command:

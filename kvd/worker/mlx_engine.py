@@ -33,7 +33,7 @@ from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.choices import Choices, late
 from kvd.worker.completion import Completion, Key, Request
-from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
 from kvd.worker.prompts import Prompts
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
@@ -73,6 +73,7 @@ class MLXEngine:
     _prompts: Prompts
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._on_phase: OnPhase = unwatched
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._reports: list[Report] = []
@@ -205,6 +206,10 @@ class MLXEngine:
         """When a step has something to do even if nothing happens, on the engine's clock."""
         return self._scheduler.next_deadline
 
+    def watch(self, on_phase: OnPhase) -> None:
+        """Call this before each phase of a step from now on."""
+        self._on_phase = on_phase
+
     # What the governor asks of running requests.
 
     def step_down(self, level: int, rids: Collection[str] | None = None) -> None:
@@ -280,12 +285,14 @@ class MLXEngine:
         plan = self._plan()
         landed, self._flight = self._flight, self._launch(plan.decode)
         if landed is not None:
+            self._on_phase("decode")
             self._collect(landed)
         if plan.group:
             self._prefill()
         if self._lowerings:
             self._lower()
         elif self._runner.cache.lacks_room:
+            self._on_phase("pools")
             self._drain()
             self._runner.cache.make_room(POOL_SECONDS, time.monotonic)
         if not self._requests:
@@ -307,12 +314,14 @@ class MLXEngine:
         if not self._prompts.evict(pages * self._admission.budget.page_bytes):
             return False
         self._flush()
+        self._on_phase("pools")
         self._runner.cache.compact(self._scheduler.reserved + self._cached_pages)
         return True
 
     def _take_turn(self) -> Turn:
         turn = self._admission.turn(self._held())
         for rid in turn.plan.restored:
+            self._on_phase("pools")
             self._restore(self._requests[rid])
         if turn.wish is not None:
             self._reports.append(turn.wish)
@@ -334,6 +343,7 @@ class MLXEngine:
         rows = [_row(completion) for completion in live]
         if cache.needs_flush(rows):
             self._flush()
+        self._on_phase("decode")
         logits = self._runner.decode(rows, self._inputs(live))
         draw = self._sampler.draw(
             logits, [completion.key for completion in live], [row.length for row in rows]
@@ -461,6 +471,7 @@ class MLXEngine:
         del self._requests[request.rid]
 
     def _prefill(self) -> None:
+        self._on_phase("prefill")
         self._drain()
         scheduler = self._scheduler
         looked: set[str] = set()
@@ -478,6 +489,7 @@ class MLXEngine:
         return rid not in looked and self._requests[rid].row is None
 
     def _lower(self) -> None:
+        self._on_phase("pools")
         self._drain()
         lowering = self._lowerings[0]
         lowering.advance(POOL_SECONDS, time.monotonic)
@@ -486,6 +498,7 @@ class MLXEngine:
             self._prompts.forget_lowered()
 
     def _flush(self) -> None:
+        self._on_phase("flush")
         self._drain()
         self._runner.cache.flush()
 
@@ -526,6 +539,7 @@ class MLXEngine:
         if self._lowerings or self._charged_pages <= needed:
             return False  # a step-down cuts the pools itself, when it is over
         self._flush()
+        self._on_phase("pools")
         freed: int = self._runner.cache.compact(needed)
         return freed > 0
 
@@ -535,6 +549,7 @@ class MLXEngine:
         cache = self._runner.cache
         cached = self._cached_pages
         if self._charged_pages > SLAB_PAGES + cached or cache.tail_slots > FIRST_ROWS:
+            self._on_phase("pools")
             cache.shrink(SLAB_PAGES)
             mx.clear_cache()
         wish = self._admission.rest(cached)

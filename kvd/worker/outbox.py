@@ -1,9 +1,9 @@
 """Reports on their way to the daemon: merged while they wait, never lost, never reordered.
 
 The worker does not wait for the daemon. What it could not send yet is merged: the tokens of a
-completion into one report, newer counters and load progress in the place of older ones. So what
-waits is bounded by the requests themselves: for each at most an acceptance, the logprobs of its
-prompt, the tokens of its completions and their ends. The order of one completion's reports is
+completion into one report, newer counters, phases and load progress in the place of older ones. So
+what waits is bounded by the requests themselves: for each at most an acceptance, the logprobs of
+its prompt, the tokens of its completions and their ends. The order of one completion's reports is
 kept, and that of the request's own; that between completions means nothing.
 
 Pure: knows no socket and no clock. `put` reports, `take` bytes to write.
@@ -18,6 +18,7 @@ import msgspec
 from protocol.errors import LocalProtocolError
 from protocol.framing import encode_frame
 from protocol.worker import (
+    Entered,
     Progress,
     Report,
     RowTokens,
@@ -42,7 +43,7 @@ class Outbox:
     def put(self, report: Report) -> None:
         """Queue a report, or merge it into one that waits."""
         match report:
-            case Stats() | Progress():
+            case Stats() | Progress() | Entered():
                 self._replace(report)
             case RowTokens():
                 self._join(report)
@@ -54,7 +55,7 @@ class Outbox:
         self._waiting[number] = report
         return number
 
-    def _replace(self, report: Stats | Progress) -> None:
+    def _replace(self, report: Stats | Progress | Entered) -> None:
         number = self._last.get(type(report))
         if number is None:
             self._last[type(report)] = self._append(report)
@@ -104,7 +105,7 @@ class Outbox:
             if (key := _key_of(report)) is not None
         }
         assert newest == self._last
-        for kind in (Stats, Progress):
+        for kind in (Stats, Progress, Entered):
             assert sum(isinstance(report, kind) for report in self._waiting.values()) <= 1
 
 
@@ -114,7 +115,7 @@ _Key = type | tuple[str, int]
 
 def _key_of(report: Report) -> _Key | None:
     match report:
-        case Stats() | Progress():
+        case Stats() | Progress() | Entered():
             return type(report)
         case RowTokens():
             return (report.rid, report.choice)

@@ -42,6 +42,7 @@ EVENTS: dict[str, lc.Event] = {
     "spawn failed": lc.SpawnFailed("no"),
     "up": lc.Up(),
     "alive": lc.Alive(),
+    "entered": lc.Entered("prefill"),
     "loaded": lc.Loaded(),
     "cannot load": lc.CannotLoad(WHY),
     "admit": lc.Admit("r"),
@@ -107,6 +108,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopping SendStop",
         "halt": "Stopping SendStop",
         "alive": "Ready",
+        "entered": "Ready",
         "admit": "Ready SendRow",
         "gained": "Ready",
         "row over": "Ready",
@@ -120,6 +122,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Draining",
         "halt": "Stopping SendStop",
         "alive": "Ready",
+        "entered": "Ready",
         "admit": "Ready SendRow",
         "gained": "Ready",
         "row over": "Ready",
@@ -132,6 +135,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Draining",
         "halt": "Stopping SendStop",
         "alive": "Draining",
+        "entered": "Draining",
         "admit": "Draining Bounce",
         "gained": "Draining",
         "row over": "Stopping SendStop",
@@ -147,6 +151,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "spawn failed": "Stopped Release",
         "up": "Stopping",
         "alive": "Stopping",
+        "entered": "Stopping",
         "loaded": "Stopping",
         "cannot load": "Stopping",
         "admit": "Stopping Bounce",
@@ -283,8 +288,31 @@ def test_deadlines_of_the_phases(m):
     assert m.deadline == NOW + 420
     feed(m, lc.Gained(), now=NOW + 400)
     assert m.deadline == NOW + 520
-    feed(m, lc.RowOver("a"), lc.RowOver("b"), now=NOW + 410)
+    feed(m, lc.Entered("prefill"), now=NOW + 405)
+    assert m.deadline == NOW + 1005
+    feed(m, lc.Alive(), now=NOW + 406)
+    assert m.deadline == NOW + 1006
+    feed(m, lc.Entered("decode"), now=NOW + 407)
+    assert m.deadline == NOW + 707
+    feed(m, lc.RowOver("a"), lc.RowOver("b"), lc.Entered("pools"), now=NOW + 410)
     assert m.deadline is None
+
+
+def test_the_error_of_a_stuck_process_names_its_phase_and_the_next_one_starts_idle(m):
+    ready(m)
+    feed(m, lc.Admit("a"), lc.Entered("flush"))
+    assert feed(m, lc.Tick(), now=NOW + 299) == []
+    assert feed(m, lc.Tick(), now=NOW + 300) == [lc.Terminate()]
+    assert feed(m, lc.Tick(), now=NOW + 305) == [lc.Kill()]
+    lost, release = feed(m, lc.Exited(-9), now=NOW + 306)
+
+    assert (lost.rids, release) == (["a"], lc.Release())
+    assert lost.error.code == "worker_died"
+    assert lost.error.retryable
+    assert lost.error.detail == {"phase": "flush", "patience_s": 300.0}
+    feed(m, lc.Tick(), now=m.deadline)
+    ready(m, now=NOW + 400)
+    assert m.phase == "idle"
 
 
 @pytest.mark.parametrize("events", [[], [lc.Spawned(7)], [lc.Spawned(7), lc.Up()]])
@@ -524,7 +552,9 @@ class Walk(RuleBasedStateMachine):
         }
         rows = [lc.RowOver(rid) for rid in sorted(self.inside)]
         event = data.draw(
-            st.sampled_from(words.get(type(self.machine.state), [lc.Alive(), *rows] * 2))
+            st.sampled_from(
+                words.get(type(self.machine.state), [lc.Alive(), lc.Entered("flush"), *rows] * 2)
+            )
         )
         if isinstance(event, lc.RowOver):
             self.inside.discard(event.rid)

@@ -670,7 +670,7 @@ async def test_a_hung_worker_is_terminated_then_killed_and_its_streams_end():
         assert (error.code, error.retryable) == ("worker_died", True)
         assert "no sign of life" in error.message
         assert w.spawn.processes["demo"][0].signals == ["term", "kill"]
-        assert PATIENCE.silent_s < waited < PATIENCE.silent_s + PATIENCE.terminated_s + 2
+        assert PATIENCE.idle_s < waited < PATIENCE.idle_s + PATIENCE.terminated_s + 2
         assert (await client.end(client.generate())).reason == "length"
 
 

@@ -103,6 +103,8 @@ def kv(settings: str) -> str:
         ("max_rows = 0", "max_rows", "must be at least 1"),
         ("models = [{source = 'a', alias = 'a b'}]", "models[0].alias", "letters, digits"),
         ("log_level = 'loud'", "log_level", "one of debug, error, info, warning, not 'loud'"),
+        ("watchdog = {decode = 9}", "watchdog.decode", "did you mean decode_s?"),
+        ("watchdog = {decode_s = 0}", "watchdog.decode_s", "must be more than 0"),
         ("drain_timeout_s = 'long'", "drain_timeout_s", "must be a number, not a text"),
     ],
 )

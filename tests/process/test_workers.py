@@ -7,7 +7,7 @@ import time
 import pytest
 
 from protocol.errors import InvalidModel, KvdError, ModelFailed, WorkerDied
-from tests.process.helpers import Daemon, Reader, alive, source, wait_for
+from tests.process.helpers import Daemon, Reader, alive, source, wait_for, written
 
 
 def test_kill_9_of_a_worker_costs_its_streams_and_nothing_else(daemon: Daemon):
@@ -30,6 +30,27 @@ def test_kill_9_of_a_worker_costs_its_streams_and_nothing_else(daemon: Daemon):
         assert len(completion.tokens) == 5
     assert other.finished().error is None
     assert len(other.completion.tokens) == 100
+
+
+def test_a_step_that_never_ends_costs_the_worker_and_its_streams_know_why(home, make_daemon):
+    written(home, "[watchdog]\ndecode_s = 0.5\nterminated_s = 0.2")
+    daemon = make_daemon().start()
+    daemon.load(source(tps=100, hang_on="poison", deaf=1), "m")
+    first = daemon.worker_pid("m")
+    beside = Reader(daemon, "m", max_tokens=10_000).begun()
+    poisoned = Reader(daemon, "m", "poison", max_tokens=5)
+    for reader in (beside, poisoned):
+        error = reader.finished().error
+        assert isinstance(error, WorkerDied)
+        assert error.retryable
+        assert "no sign of life for 0.5 s (decode)" in error.message
+        assert error.detail["phase"] == "decode"
+    wait_for("the process is gone", lambda: not alive(first))
+    wait_for("another one serves", lambda: daemon.model("m").state == "ready")
+    with daemon.client() as kvd:
+        assert kvd.generate("m", "Again", max_tokens=5).text
+    ends = [line["event"] for line in daemon.log() if line.get("model") == "m"]
+    assert ends.index("worker_terminated") < ends.index("worker_killed")
 
 
 def test_kills_from_outside_are_bad_luck_and_never_give_a_model_up(daemon: Daemon):

@@ -9,6 +9,7 @@ from kvd.worker.loop import RATE_WINDOW_S, _Rate
 from protocol.types import Usage
 from protocol.worker import (
     CancelRow,
+    Entered,
     GrantWanted,
     LoadFailed,
     LoadModel,
@@ -44,10 +45,14 @@ def test_a_life_from_start_to_stop(start):
     assert info.architecture == "Fake"
     peer.send(submit("a", max_tokens=3))
     peer.wait_for_end("a")
+    peer.wait_for(lambda: [one.phase for one in peer.of(Entered)][-1:] == ["idle"])
     peer.send(Stop())
     peer.read_all()
     assert peer.join() == "done"
-    kinds = [type(report) for report in peer.reports if not isinstance(report, (Stats, Progress))]
+    phases = [report.phase for report in peer.of(Entered)]
+    assert phases[:3] == ["tokenize", "decode", "idle"]
+    signs = (Entered, Progress, Stats)
+    kinds = [type(report) for report in peer.reports if not isinstance(report, signs)]
     assert kinds[:4] == [Started, GrantWanted, Ready, RowAccepted]
     assert kinds[-1] is RowFinished
     assert set(kinds[4:-1]) == {RowTokens}
