@@ -19,7 +19,10 @@ USUAL_FLOOR = 16
 """For what is not measured: products other than of dense linear layers."""
 MOST_ELEMENTS = 4 * 1024 * 1024
 """Larger weights are beyond BLAS's small kernels; that is checked, but not where they begin."""
+MOST_TOKENS = 32
+"""Short chunks of prompts are padded up to so many tokens at most."""
 _LARGE = (17, 24, 33, 64)
+_LARGE_CHUNKS = (40, 64, 100, 151, 300)
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
 
@@ -39,6 +42,46 @@ def batch_floor(model: Any) -> int:
     return floor if all(map(_is_known, leaves)) else max(floor, USUAL_FLOOR)
 
 
+def token_floor(model: Any) -> int | None:
+    """Return the tokens that shorter prefills are padded to, so that all are rounded alike.
+
+    None if `MOST_TOKENS` are too few, as for a router of few experts. Logits are left out, and so
+    are weights beyond `MOST_ELEMENTS` and products other than of dense linear layers: the whole
+    model is tried with groups (`kvd.worker.runner`). On the CPU only.
+    """
+    layers = {
+        (module.weight.shape, module.weight.dtype): module
+        for _, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear)
+        and module.weight.size <= MOST_ELEMENTS
+    }
+    floor = max(map(_token_floor, layers.values()), default=1)
+    return floor if floor <= MOST_TOKENS else None
+
+
+def _token_floor(layer: Any) -> int:
+    """Return from how many tokens on a layer's products are the same, wherever a token stands."""
+    tokens = _inputs(layer, _LARGE_CHUNKS[-1])
+    right = layer(tokens)
+    last = right[MOST_TOKENS:]
+    alike = _same(layer(tokens[MOST_TOKENS:]), last) and all(
+        _same(layer(tokens[:count]), right[:count]) for count in _LARGE_CHUNKS
+    )
+    if not alike:
+        return MOST_TOKENS + 1
+    counts = range(MOST_TOKENS, 0, -1)
+    wrong = (count for count in counts if not _same(layer(tokens[:count]), right[:count]))
+    return next(wrong, 0) + 1
+
+
+def _inputs(layer: Any, rows: int) -> mx.array:
+    _, inputs = layer.weight.shape
+    if hasattr(layer, "bits"):
+        inputs = inputs * 32 // layer.bits
+    dtype = layer.scales.dtype if hasattr(layer, "scales") else layer.weight.dtype
+    return mx.random.normal((rows, inputs), dtype, key=mx.random.key(0))
+
+
 def _is_known(leaf: nn.Module) -> bool:
     vectors = all(array.ndim < 2 for _, array in tree_flatten(leaf.parameters()))
     return vectors or isinstance(leaf, _PRODUCTS)
@@ -46,11 +89,7 @@ def _is_known(leaf: nn.Module) -> bool:
 
 def _floor(layer: Any) -> int:
     multiply = layer.as_linear if isinstance(layer, _EMBEDDINGS) else layer
-    _, inputs = layer.weight.shape
-    if hasattr(layer, "bits"):
-        inputs = inputs * 32 // layer.bits
-    dtype = layer.scales.dtype if hasattr(layer, "scales") else layer.weight.dtype
-    rows = mx.random.normal((_LARGE[-1], inputs), dtype, key=mx.random.key(0))
+    rows = _inputs(layer, _LARGE[-1])
 
     def first_row(count: int) -> mx.array:
         found: mx.array = multiply(rows[:count])[0]

@@ -13,11 +13,13 @@ from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.own import OwnCache
 from kvd.worker.compiled import CompiledDecode, can_compile
-from kvd.worker.rounding import batch_floor
+from kvd.worker.rounding import batch_floor, token_floor
 
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has a tail alone, one has pages."""
 _CHECKED_STEPS = 2
+_GROUPED = ((3, 200), (70, 9), (20, 17))
+"""Tokens that two rows are given together, to check groups: at first, and then behind those."""
 
 Row = Any
 """A sequence of the runner's own cache: `SequenceRow` or `OwnRow`."""
@@ -42,6 +44,10 @@ class Runner:
         # Rectangles change their shape with the rows that share them anyway.
         self._floor = batch_floor(model) if on_cpu() and paged and cache.batched else 1
         """Smaller batches are padded to so many rows, so that all are rounded alike."""
+        self.groups = False
+        """Whether several rows can be prefilled in a pass."""
+        self._least = 1
+        """Then smaller passes are padded to so many tokens, for the same reason."""
 
     @property
     def compiled(self) -> bool:
@@ -75,6 +81,38 @@ class Runner:
         cache.shrink()
         return agree
 
+    def group(self) -> bool:
+        """Let `prefill_group` take several rows, if that does the same; return whether.
+
+        On the CPU the same to the bit, elsewhere but for rounding. The cache must be empty, and is
+        again.
+        """
+        cache = self.cache
+        least = token_floor(self.model) if on_cpu() else 1
+        if not isinstance(cache, ModelCache) or not cache.can_group or least is None:
+            return False
+        self._least = least
+        pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
+        tokens = mx.array([1] * len(pairs[0]), mx.int32)
+        try:
+            for lengths in _GROUPED:
+                chunks = [_some_tokens(length) for length in lengths]
+                for row, chunk in zip(pairs[0], chunks, strict=True):
+                    self.prefill(row, chunk)
+                self.prefill_group(pairs[1], chunks)
+            alone, together = (self.decode(pair, tokens) for pair in pairs)
+            mx.eval(alone, together, cache.arrays())
+            self.groups = _agree(alone, together, exactly=on_cpu())
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            self.groups = False  # the model takes several rows of one token each, and no more
+        cache.end_pass()
+        for row in (row for pair in pairs for row in pair):
+            cache.free(row)
+        cache.shrink()
+        if not self.groups:
+            self._least = 1
+        return self.groups
+
     def retrace(self) -> None:
         """Forget compiled steps, where the model's code was changed in place."""
         if self._compiled is not None:
@@ -82,7 +120,7 @@ class Runner:
 
     def _checked_row(self, length: int) -> Row:
         row = self.cache.new_row()
-        self.prefill(row, [1 + position % 64 for position in range(length)])
+        self.prefill(row, _some_tokens(length))
         return row
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
@@ -90,20 +128,37 @@ class Runner:
 
         The device must be idle. Logits are neither needed nor computed.
         """
-        self.cache.begin_prefill(row, len(tokens))
-        self.model(mx.array([tokens]), cache=self.cache.views([row]))
+        self.prefill_group([row], [tokens])
+
+    def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:
+        """Do the same for a chunk of each row, in one forward pass; several only if `groups`.
+
+        Chunks should be of about one length: all are padded to the longest. On the CPU a row gets
+        the same to the bit whoever shares its pass.
+        """
+        self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
         self.cache.end_pass()
         self.cache.finish_prefill()
 
     def score(self, row: Row, tokens: list[int]) -> mx.array:
-        """Do the same, and return the chunk's logits, ``[tokens, vocab]``."""
-        self.cache.begin_prefill(row, len(tokens))
-        logits: mx.array = self.model(mx.array([tokens]), cache=self.cache.views([row]))[0]
+        """Prefill one row, and return the chunk's logits, ``[tokens, vocab]``."""
+        padded = self._begin_prefill([row], [tokens])
+        logits: mx.array = self.model(padded, cache=self.cache.views([row]))[0, : len(tokens)]
         self.cache.end_pass()
         # Before the flush: what is lazy holds the pools, and a held pool is copied when written.
         mx.eval(logits)
         self.cache.finish_prefill()
         return logits
+
+    def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
+        """Start a pass over chunks; return its tokens, ``[rows, width]``, padded on the right."""
+        counts = [len(chunk) for chunk in chunks]
+        width = max(*counts, -(-self._least // len(rows)))
+        if counts == [width]:
+            self.cache.begin_prefill(rows[0], width)
+        else:
+            self.cache.begin_group(rows, counts, width)
+        return mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks])
 
     def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.
@@ -152,9 +207,15 @@ class Runner:
         return logits[:count]
 
 
-def _agree(one: mx.array, other: mx.array) -> bool:
-    """Return whether logits are finite and the same but for rounding."""
+def _some_tokens(count: int) -> list[int]:
+    return [1 + position % 64 for position in range(count)]
+
+
+def _agree(one: mx.array, other: mx.array, *, exactly: bool = False) -> bool:
+    """Return whether logits are finite and the same, but for rounding unless ``exactly``."""
     if not bool((mx.isfinite(one) & mx.isfinite(other)).all().item()):
         return False
+    if exactly:
+        return bool(mx.array_equal(one, other).item())
     bound = mx.abs(one).max() * (1e-4 if one.dtype == mx.float32 else 2e-2)
     return bool((mx.abs(one - other).max() <= bound).item())

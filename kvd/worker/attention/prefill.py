@@ -6,7 +6,7 @@ is alive at once stays within the store's ``prefill_scratch``, however long the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -24,16 +24,22 @@ Tile = tuple[mx.array, mx.array, mx.array | None]
 
 
 def prefill_attention(
-    queries: mx.array, handle: PrefillHandle, scale: float, sinks: mx.array | None = None
+    queries: mx.array,
+    handle: PrefillHandle,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    beside: Sequence[mx.array] = (),
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
-    ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
+    ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks; ``beside``: what other rows of the
+    pass have left lazy, to be evaluated where the scratch is full. Returns
     ``[1, q_heads, count, v_dim]``: lazy where all of it fits the scratch at once, else evaluated
     part by part.
     """
     scratch = handle.store.prefill_scratch
-    ask = _Ask.of(queries, handle, scale, sinks)
+    ask = _Ask.of(queries, handle, scale, sinks, beside)
     cut = plan(ask.work, scratch)
     if not ask.whole(cut) and ask.fuses():
         ask = replace(ask, work=replace(ask.work, fused=True))
@@ -80,10 +86,16 @@ class _Ask:
     handle: PrefillHandle
     pages: list[_Pages]
     work: Work
+    beside: Sequence[mx.array]
 
     @classmethod
     def of(
-        cls, queries: mx.array, handle: PrefillHandle, scale: float, sinks: mx.array | None
+        cls,
+        queries: mx.array,
+        handle: PrefillHandle,
+        scale: float,
+        sinks: mx.array | None,
+        beside: Sequence[mx.array] = (),
     ) -> _Ask:
         """Leave out the pages that no query sees."""
         step, layer = handle.step, handle.layer
@@ -104,7 +116,7 @@ class _Ask:
             masked=handle.store.kind.bounded,
             sinks=sinks is not None,
         )
-        return cls(queries, scale, sinks, handle, pages, work)
+        return cls(queries, scale, sinks, handle, pages, work, beside)
 
     def fuses(self) -> bool:
         """Ask MLX whether its dense kernel does without a matrix of scores here."""
@@ -133,7 +145,7 @@ class _Ask:
     def make_room(self, cut: Plan, *lazy: mx.array) -> None:
         """Evaluate what is lazy if another part beside it would pass the scratch."""
         if self.handle.store.note_scratch(cut.nbytes):
-            mx.eval(*lazy)
+            mx.eval(*lazy, *self.beside)
             self.handle.store.note_scratch(cut.nbytes)
 
     def of_queries(self, heads: slice) -> slice:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvd.worker.cache.group import PrefillGroup
 from kvd.worker.cache.layer import Chunk, LayerStore
 from kvd.worker.cache.rectangle import (
     Rectangle,
@@ -46,7 +47,20 @@ class PrefillHandle:
     chunk: Chunk
 
 
-KVHandle = DecodeHandle | PrefillHandle
+@dataclass(frozen=True, eq=False)
+class GroupHandle:
+    """Stands for the keys and values of several rows' prefill in one layer."""
+
+    store: KVStore
+    step: PrefillGroup
+    parts: tuple[PrefillHandle, ...]
+    """One a row."""
+    keys: mx.array
+    """``[rows, heads, width, dim]``: the chunks' own, with the padding."""
+    values: mx.array
+
+
+KVHandle = DecodeHandle | PrefillHandle | GroupHandle
 
 
 class BatchQuantizedKVCache:
@@ -62,7 +76,7 @@ class BatchQuantizedKVCache:
         self._fetched: Any = None
 
     @property
-    def step(self) -> DecodeStep | PrefillStep:
+    def step(self) -> DecodeStep | PrefillStep | PrefillGroup:
         """The forward pass that is under way."""
         if self._store.step is None:
             raise RuntimeError("begin a step before the forward pass")
@@ -70,8 +84,10 @@ class BatchQuantizedKVCache:
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the first new token: ``[batch]`` int32 in a batched decode, else an int."""
+        """Position of the first new token: ``[batch]`` int32 where rows share a pass, else int."""
         step = self.step
+        if isinstance(step, PrefillGroup):
+            return step.offsets if len(step.steps) > 1 else step.steps[0].offset
         if isinstance(step, PrefillStep):
             return step.offset
         return step.offsets if self._batched else step.lengths[0] - 1
@@ -80,6 +96,8 @@ class BatchQuantizedKVCache:
     def start_position(self) -> int:
         """Position from which a chunked model looks at tokens; for one row a pass."""
         step = self.step
+        if isinstance(step, PrefillGroup):
+            step = step.steps[0]
         position = step.offset if isinstance(step, PrefillStep) else step.lengths[0] - 1
         return max(0, self._store.kind.low(position))
 
@@ -96,12 +114,25 @@ class BatchQuantizedKVCache:
         if isinstance(step, DecodeStep):
             rows = len(step.rows)
             self._layer.append(step, keys[:rows], values[:rows])
+        elif isinstance(step, PrefillGroup):
+            handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)
             handle = DecodeHandle(self._store, self._layer, step)
         else:
             chunk = self._layer.extend(step, keys, values)
             handle = PrefillHandle(self._store, self._layer, step, chunk)
         self._fetched = handle, handle
         return self._fetched
+    def _parts(
+        self, group: PrefillGroup, keys: mx.array, values: mx.array
+    ) -> tuple[PrefillHandle, ...]:
+        """Give each row the tokens that are its own."""
+        parts = []
+        for row, step in enumerate(group.steps):
+            own = (slice(row, row + 1), slice(None), slice(step.count))
+            chunk = self._layer.extend(step, keys[own], values[own])
+            parts.append(PrefillHandle(self._store, self._layer, step, chunk))
+        return tuple(parts)
+
 
     def forget(self) -> None:
         """Drop what the pass that is over has fetched: it holds pools that are to be written."""
@@ -133,6 +164,13 @@ class RectangleKVCache(BatchQuantizedKVCache):
         super().__init__(store, layer, batched=batched)
         self._taken = False
         self._chunk: Chunk | None = None
+    @property
+    def step(self) -> DecodeStep | PrefillStep:
+        """The forward pass that is under way: rectangles take one row's prefill at a time."""
+        step = super().step
+        assert not isinstance(step, PrefillGroup), "`ModelCache.can_group` says no"
+        return step
+
 
     def forget(self) -> None:
         """Drop the arrays of the pass that is over."""

@@ -112,7 +112,7 @@ class ModelCache:
         """
         self._attention_views: list[BatchQuantizedKVCache] = []
         self._views = self._make_views()
-        self._prefilling: tuple[SequenceRow, int] | None = None
+        self._prefilling: list[tuple[SequenceRow, int]] = []
         self._widest = TAIL_TOKENS
         """Tokens that a row brings in one step or between two flushes, as far as was seen."""
         for store in self.stores[1:]:
@@ -415,7 +415,25 @@ class ModelCache:
         for store, row in zip(self.stores, sequence.rows, strict=True):
             store.begin_prefill(row, count)
         self.states.begin([sequence], 1)
-        self._prefilling = sequence, count
+        self._prefilling = [(sequence, count)]
+
+    @property
+    def can_group(self) -> bool:
+        """Whether several sequences can be prefilled in a pass: padding leaves nothing behind.
+
+        Rectangles are gathered for one row a pass, and recurrent states would take the padding in.
+        """
+        paged = all(access is Access.PAGES for access in self.access.values())
+        return self.batched and paged and not self.states.parts
+
+    def begin_group(self, sequences: list[SequenceRow], counts: list[int], width: int) -> None:
+        """Start a forward pass of chunks of several sequences, each padded to ``width`` tokens.
+
+        Only where `can_group` says so; `finish_prefill` ends it.
+        """
+        for index, store in enumerate(self.stores):
+            store.begin_group([one.rows[index] for one in sequences], counts, width)
+        self._prefilling = list(zip(sequences, counts, strict=True))
 
     def end_pass(self) -> None:
         """Take the states that the forward pass left; call it behind every one."""
@@ -424,14 +442,15 @@ class ModelCache:
             view.forget()
 
     def finish_prefill(self) -> None:
-        """Evaluate the chunk and write it: the device must otherwise be idle."""
-        if self._prefilling is None:
+        """Evaluate the chunks and write them: the device must otherwise be idle."""
+        if not self._prefilling:
             raise RuntimeError("no prefill step is under way")
-        (sequence, count), self._prefilling = self._prefilling, None
+        prefilled, self._prefilling = self._prefilling, []
         mx.eval(self.arrays())
         for store in self.stores:
             store.finish_prefill()
-        sequence.length += count
+        for sequence, count in prefilled:
+            sequence.length += count
 
     def needs_flush(self, sequences: list[SequenceRow]) -> bool:
         """Return whether a flush must come before these sequences' next step."""
@@ -485,6 +504,7 @@ class ModelCache:
 
         What frozen sequences hold stays.
         """
+            store.native = library
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()

@@ -2,7 +2,8 @@
 
 The life of a step::
 
-    begin_decode(rows) or begin_prefill(row, count)     host integers change, the step is set
+    begin_decode(rows), begin_prefill(row, count)       host integers change, the step is set
+    or begin_group(rows, counts, width)
         the model runs; each layer appends and attends  lazy
     ...                                                 any number of decode steps
     flush()                                             drained: pools are written
@@ -19,6 +20,7 @@ import mlx.core as mx
 
 from kvd.worker.cache.frozen import FrozenRow
 from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.group import PrefillGroup, prefill_group
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.pages import PageAllocator, PageId
@@ -95,7 +97,7 @@ class KVStore:
         """What to do where pools must grow and others hold the room for it ahead of need."""
         self.rows: list[Row] = []
         self.frozen: list[FrozenRow] = []
-        self.step: DecodeStep | PrefillStep | None = None
+        self.step: DecodeStep | PrefillStep | PrefillGroup | None = None
         self.flushes = 0
         self.goals: dict[int, int] = {}
         """By level, the capacity that its pools are growing to (`kvd.worker.cache.growth`)."""
@@ -363,18 +365,27 @@ class KVStore:
         before = self.copies.nbytes
         beyond = before > 0 and before + nbytes > self.prefill_scratch
         self.copies.nbytes = nbytes if beyond else before + nbytes
+    def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
+        """Start a forward pass of several rows' chunks, each padded to ``width`` tokens.
+
+        `finish_prefill` ends it.
+        """
+        self.step = step = prefill_group(rows, counts, width)
+        self.copies.nbytes = 0
+        return step
+
         return beyond
 
     def finish_prefill(self) -> None:
-        """Evaluate the chunk and write it: the device must otherwise be idle."""
-        step = self.step
-        if not isinstance(step, PrefillStep):
+        """Evaluate the chunks and write them: the device must otherwise be idle."""
+        step, self.step = self.step, None
+        if not isinstance(step, PrefillStep | PrefillGroup):
             raise TypeError("no prefill step is under way")
-        self.step = None
-        step.row.length += step.count
-        step.row.pending += step.new_pages
-        if step.new_pages:
-            self._pending.append((step.row.level, [step.row] * step.new_pages))
+        for one in step.steps if isinstance(step, PrefillGroup) else (step,):
+            one.row.length += one.count
+            one.row.pending += one.new_pages
+            if one.new_pages:
+                self._pending.append((one.row.level, [one.row] * one.new_pages))
         mx.eval(self.arrays())
         self.flush()
 

@@ -1,0 +1,73 @@
+"""Prefill attention of several rows that share a forward pass.
+
+Each row attends by itself, as if it were alone: to its pages, its tail and its own chunk. Rows with
+nothing before them can do so in one call of the dense kernel, since a right-padded rectangle hides
+its padding behind the causal edge.
+
+On the CPU that call is made only where there is no padding: over longer rows sums are rounded in
+another order, and a row's result would depend on who shares the pass.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.attention.tiles import Work
+from kvd.worker.cache.batch import GroupHandle
+
+
+def group_attention(
+    queries: mx.array, handle: GroupHandle, scale: float, sinks: mx.array | None = None
+) -> mx.array:
+    """Attend the rows' queries, ``[rows, q_heads, width, k_dim]``, causally.
+
+    ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
+    ``[rows, q_heads, width, v_dim]``, lazy as far as the scratch goes; what it has for the padding
+    is finite and means nothing.
+    """
+    if _at_once(queries, handle, sinks):
+        output: mx.array = mx.fast.scaled_dot_product_attention(
+            queries, handle.keys, handle.values, scale=scale, mask="causal", sinks=sinks
+        )
+        return output
+    outputs: list[mx.array] = []
+    for row, part in enumerate(handle.parts):
+        count = part.step.count
+        mine = queries[row : row + 1, :, :count]
+        attended = prefill_attention(mine, part, scale, sinks, beside=outputs)
+        padding = handle.step.width - count
+        outputs.append(mx.pad(attended, [(0, 0), (0, 0), (0, padding), (0, 0)]))
+    return mx.concatenate(outputs)
+
+
+def _on_cpu() -> bool:
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+def _at_once(queries: mx.array, handle: GroupHandle, sinks: mx.array | None) -> bool:
+    """Return whether one call does it; what that takes is then counted."""
+    store, group = handle.store, handle.step
+    fresh = all(step.offset == 0 for step in group.steps)
+    if not fresh or store.kind.low(group.width - 1) > 0:  # a window hides something
+        return False
+    if not group.even and _on_cpu():
+        return False
+    rows, kv_heads, width, k_dim = handle.keys.shape
+    work = Work(
+        rows * kv_heads,
+        queries.shape[1] // kv_heads,
+        width,
+        width,
+        k_dim,
+        handle.values.shape[-1],
+        queries.dtype.size,
+        sinks=sinks is not None,
+    )
+    needed = work.dense_bytes(work.kv_heads)
+    if needed > store.prefill_scratch:
+        return False
+    if store.note_scratch(needed):
+        mx.eval(queries, handle.keys, handle.values)
+        store.note_scratch(needed)
+    return True
