@@ -206,6 +206,8 @@ class Usage(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt, those that an earlier one had left in the cache: they were not read again."""
 
 
 class KVPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,6 +282,23 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Of the process: phys_footprint on macOS, PSS on Linux."""
 
 
+class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of prompts that were read once, since the load; hits are counted in tokens."""
+
+    queries: int = 0
+    """Prompts that were looked up."""
+    query_tokens: int = 0
+    """Their tokens."""
+    hit_tokens: int = 0
+    """Of these, those that were found and not read again."""
+    checkpoints: int = 0
+    """Places that prompts can go on from now."""
+    held: int = 0
+    """Bytes that these hold, in pages, tails and states."""
+    evicted: int = 0
+    """Checkpoints that were dropped to make room."""
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's counters; the newest one replaces those before it."""
 
@@ -293,10 +312,14 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int = 0
     flushes: int = 0
     prompt_tokens: int = 0
+    """Of all requests, read or found in the cache."""
+    computed_tokens: int = 0
+    """Prompt tokens that were read."""
     generated_tokens: int = 0
     tokens_per_s: float = 0.0
     """Generated, over the last seconds."""
     memory: MemoryUse = MemoryUse()
+    prefix: PrefixUse = PrefixUse()
 
 
 ModelState = Literal[

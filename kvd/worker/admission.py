@@ -148,6 +148,10 @@ class Admission:
         scheduler = self.scheduler
         return self.budget.pages - self._needed(scheduler.reserved, scheduler.places, held)
 
+    def want_spare(self, pages: int, held: Held) -> GrantWanted | None:
+        """Ask for what lacks to so many spare pages, for checkpoints; None: nothing, or denied."""
+        return self.budget.want(pages - self.spare(held))
+
     def _needed(self, pages: int, rows: int, held: Held) -> int:
         return max(held.pages, pages + held.cached) + max(held.rows, rows) * self._row_pages
 

@@ -26,6 +26,8 @@ class Choices:
         self._rid = request.rid
         self._several = request.n > 1
         self._prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        """Of the prompt, those that were in the cache already."""
         self._completion_tokens = 0
         self._reasons: set[FinishReason] = set()
         self._open = list(range(request.n))
@@ -45,7 +47,7 @@ class Choices:
             reports.append(ChoiceFinished(rid=self._rid, choice=choice, reason=reason))
         if not self._open:
             gravest = next(reason for reason in _GRAVEST if reason in self._reasons)
-            usage = Usage(self._prompt_tokens, self._completion_tokens)
+            usage = Usage(self._prompt_tokens, self._completion_tokens, self.cached_tokens)
             reports.append(RowFinished(rid=self._rid, reason=gravest, usage=usage))
         return reports
 

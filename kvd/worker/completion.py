@@ -9,6 +9,7 @@ from kvd.worker.choices import Choices
 from kvd.worker.runner import Row
 from kvd.worker.sampler import RowSettings
 from kvd.worker.text import TextStream
+from kvd.worker.waiting import Path
 from protocol.worker import Submit
 
 Key = tuple[str, int]
@@ -53,8 +54,16 @@ class Request:
     """How much that is, in the budget's pages."""
     begun: bool = False
     """Whether its completions have had rows."""
-    boundaries: set[int] | None = None
-    """Where its prefill leaves checkpoints; None before it has begun."""
+    path: Path = ()
+    """Names of its prompt's beginnings (`kvd.worker.waiting`)."""
+    waits: bool = False
+    """Whether its prompt is still to be read, and can go on from a checkpoint."""
+    looked_at: int = -1
+    """How many checkpoints had been made when it was last looked for one."""
+    boundaries: set[int] = field(default_factory=set)
+    """Where its prefill is to leave checkpoints, from when it has begun."""
+    has_left: bool = False
+    """Whether the checkpoint that its place has room for is made."""
 
     @property
     def rid(self) -> str:

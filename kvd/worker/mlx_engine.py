@@ -34,10 +34,11 @@ from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.choices import Choices, late
 from kvd.worker.completion import Completion, Key, Request
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
+from kvd.worker.native import choice
 from kvd.worker.prompts import Prompts
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
-from kvd.worker.scheduler import Plan, Scheduler
+from kvd.worker.scheduler import Chunk, Plan, Scheduler
 from kvd.worker.text import Text
 from protocol.errors import ContextTooLong, KvdError, NumericalError
 from protocol.messages import FinishReason
@@ -93,6 +94,7 @@ class MLXEngine:
         from kvd.worker import seam  # noqa: PLC0415 - before any model module is imported
 
         seam.install()
+        native = choice.choose(progress)
         mx.set_cache_limit(ALLOCATOR_CACHE)
         path = model.resolve(command.source, progress)
         headers = model.inspect(path)
@@ -100,12 +102,14 @@ class MLXEngine:
         progress("waiting for memory", 0.05)
         loading.demand(ask_grant, base, "weights and scratch")
         progress("weights", 0.1)
-        loaded = model.load(path, lambda stage, part: progress(stage, 0.1 + 0.7 * part))
+        loaded = model.load(
+            path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
+        )
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
         verdict = verdicts.find(headers)
         settings = loading.settings_of(command, verdict)
-        served = probe.serve(loaded.model, settings, loaded.vocab_size)
+        served = probe.serve(loaded.model, settings, loaded.vocab_size, native.library)
         self._runner = served.runner
         self._runner.compile()
         mx.clear_cache()
@@ -169,6 +173,10 @@ class MLXEngine:
             Completion((request.rid, choice), self._text.stream(request, prompt))
             for choice in range(request.n)
         ]
+        path = self._prompts.path(request, prompt)
+        accepted = Request(
+            request, prompt, max_new, completions, Choices(request, len(prompt)), path=path
+        )
         self._admission.submit(
             request.rid,
             len(prompt),
@@ -176,9 +184,10 @@ class MLXEngine:
             priority=request.priority,
             deadline=None if request.deadline_s is None else self._clock() + request.deadline_s,
             choices=request.n,
+            path=path if request.prompt_logprobs is None else (),
         )
-        over = Choices(request, len(prompt))
-        self._requests[request.rid] = Request(request, prompt, max_new, completions, over)
+        self._requests[request.rid] = accepted
+        self._prompts.expect(accepted)
         self._prompt_tokens += len(prompt)
         return len(prompt)
 
@@ -307,7 +316,15 @@ class MLXEngine:
             turn = self._take_turn()
         if turn.plan.wanted_pages and self._give_up_spare():
             turn = self._take_turn()
+        self._ask_for_checkpoints()
         return turn.plan
+
+    def _ask_for_checkpoints(self) -> None:
+        if claimed := self._prompts.claimed:
+            pages = -(-claimed // self._admission.budget.page_bytes)
+            wish = self._admission.want_spare(pages, self._held())
+            if wish is not None:
+                self._reports.append(wish)
 
     def _evict(self, pages: int) -> bool:
         """Drop checkpoints for so many pages; return whether that freed anything."""
@@ -467,26 +484,34 @@ class MLXEngine:
             cache.free(request.row)
         if request.frozen is not None:
             cache.drop(request.frozen)
+        self._prompts.forget(request)
         self._admission.finish(request.rid)
         del self._requests[request.rid]
 
     def _prefill(self) -> None:
         self._on_phase("prefill")
         self._drain()
-        scheduler = self._scheduler
-        looked: set[str] = set()
-        # A prompt that is about to begin may have been read before, as far as its beginning goes.
-        while fresh := [one for one in scheduler.next_group() if self._is_new(one.rid, looked)]:
-            for chunk in fresh:
-                looked.add(chunk.rid)
-                scheduler.skip_to(chunk.rid, self._prompts.begin(self._requests[chunk.rid]))
-        for chunk in scheduler.next_group():
+        for chunk in self._look_up():
             request = self._requests[chunk.rid]
             self._reports += self._prompts.read(request, chunk.start, chunk.end)
-            scheduler.prefilled(chunk.rid, chunk.end)
+            self._scheduler.prefilled(chunk.rid, chunk.end)
 
-    def _is_new(self, rid: str, looked: set[str]) -> bool:
-        return rid not in looked and self._requests[rid].row is None
+    def _look_up(self) -> tuple[Chunk, ...]:
+        """Begin prompts where they have been read already; return the chunks that come next."""
+        scheduler = self._scheduler
+        for rid in scheduler.fresh:
+            if self._prompts.is_known(self._requests[rid]) and rid in scheduler.fresh:
+                self._begin_prompt(rid)
+        while True:
+            group = scheduler.next_group()
+            # One at a time: the next one may have to wait for what this one reads.
+            fresh = next((one.rid for one in group if self._requests[one.rid].row is None), None)
+            if fresh is None:
+                return group
+            self._begin_prompt(fresh)
+
+    def _begin_prompt(self, rid: str) -> None:
+        self._scheduler.skip_to(rid, self._prompts.begin(self._requests[rid]))
 
     def _lower(self) -> None:
         self._on_phase("pools")
@@ -517,8 +542,18 @@ class MLXEngine:
 
     def _held(self) -> Held:
         cache, budget = self._runner.cache, self._admission.budget
-        cache.limit_bytes = budget.pages * budget.page_bytes
+        cache.limit_bytes = budget.pages * budget.page_bytes - self._kept_free()
         return Held(self._charged_pages, cache.tail_slots, self._cached_pages)
+
+    def _kept_free(self) -> int:
+        """Bytes of the grant that are for tails and checkpoints to come: pools do not take them."""
+        if self._prompts.tree is None:
+            return 0
+        cache, places = self._runner.cache, self._scheduler.places
+        tails = max(0, places - cache.tail_slots) * cache.row_bytes
+        to_come = max(0, places - self._prompts.left_early)
+        kept: int = tails + to_come * cache.checkpoint_bytes + self._prompts.claimed
+        return kept
 
     @property
     def _charged_pages(self) -> int:
@@ -569,7 +604,9 @@ class MLXEngine:
             pages_total=cache.pages_total,
             flushes=cache.flushes,
             prompt_tokens=self._prompt_tokens,
+            computed_tokens=self._prompts.computed,
             generated_tokens=self._generated_tokens,
+            prefix=self._prompts.use,
             memory=MemoryUse(
                 weights=self._weights_bytes,
                 kv_pages=cache.pages_bytes,

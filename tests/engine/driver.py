@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvd.worker.mlx_engine import MLXEngine
 from protocol.errors import ErrorInfo
 from protocol.types import KVSpec, Sampling, TokenLogprob, Usage
@@ -29,6 +31,8 @@ class Outcome:
     text: str = ""
     reason: str | None = None
     usage: Usage | None = None
+    """But for what was found in the cache: that is `cached`, and may be anything."""
+    cached: int = field(default=0, compare=False)
     error: ErrorInfo | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -104,7 +108,11 @@ class Driver:
                 case RowFinished():
                     assert not self.outcomes[report.rid].over
                     self.outcomes[report.rid].reason = report.reason
-                    self.outcomes[report.rid].usage = report.usage
+                    usage = report.usage
+                    self.outcomes[report.rid].cached = usage.cached_tokens
+                    self.outcomes[report.rid].usage = msgspec.structs.replace(
+                        usage, cached_tokens=0
+                    )
                 case RowFailed():
                     assert not self.outcomes[report.rid].over
                     self.outcomes[report.rid].error = report.error

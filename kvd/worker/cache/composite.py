@@ -248,6 +248,19 @@ class ModelCache:
         """Bytes of a sequence's tails and states, frozen where prefill has come to a page's end."""
         return -(-self.row_bytes // 3)  # a page of the three in a tail, one of the three copies
 
+    def checkpoint_charge(self, length: int) -> int:
+        """Return the bytes that a checkpoint at a length comes to hold beside who left it.
+
+        Its tails and states; the pages that the windows of who left it will pass, and those that a
+        dense start will leave.
+        """
+        leaving = sum(
+            store.kind.most_pages(length) * store.charge()
+            for store in self.stores
+            if store.kind.bounded or length <= store.quantized_start
+        )
+        return self.checkpoint_bytes + leaving
+
     @property
     def pages_idle(self) -> int:
         """Pages that only frozen sequences hold, of all kinds."""

@@ -18,8 +18,9 @@ Does not cover: who thaws, and when memory is short (`kvd.worker.mlx_engine`).
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -138,23 +139,37 @@ class PrefixTree:
         self._clock += 1
         self.counts.queries += 1
         self.counts.prompt_tokens += len(tokens)
+        node = self._deepest(tokens, salt)
+        if node is None:
+            return Hit(0)
+        node.used = self._clock
+        self.counts.hit_tokens += node.depth
+        return Hit(node.depth, node.frozen)
+
+    def known(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Return how many tokens `match` would find now; nothing is counted."""
+        node = self._deepest(tokens, salt)
+        return 0 if node is None else node.depth
+
+    def _deepest(self, tokens: Sequence[int], salt: str) -> _Node | None:
         for node in reversed(list(self._path(tokens, salt))):
             if node.frozen is not None and self._sound(node):
-                node.used = self._clock
-                self.counts.hit_tokens += node.depth
-                return Hit(node.depth, node.frozen)
-        return Hit(0)
+                return node
+        return None
 
-    def boundaries(self, tokens: Sequence[int], salt: str = "") -> set[int]:
+    def boundaries(
+        self, tokens: Sequence[int], salt: str = "", parting: Collection[int] = ()
+    ) -> set[int]:
         """Return where this prompt's prefill should stop to leave a checkpoint, in tokens.
 
         At its last boundary, at every ``every`` tokens, and where it leaves the known paths: who
-        comes third with the same beginning hits there. Ask before the first chunk.
+        comes third with the same beginning hits there. And at ``parting``, where prompts that are
+        still to come leave its path. Ask before the first chunk.
         """
         last = self._last(tokens)
         known = list(self._path(tokens, salt))
         wanted = set(range(self.every, last, self.every)) if self.every else set()
-        wanted |= {last} | {node.depth for node in known[-1:]}
+        wanted |= {last, *parting} | {node.depth for node in known[-1:]}
         return wanted - {node.depth for node in known if node.frozen is not None} - {0}
 
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
@@ -179,15 +194,16 @@ class PrefixTree:
         self._stored[node] = None
         self.counts.stored += 1
         while self.held_bytes > self.cap_bytes:
-            self._evict_one(spared=node)
+            self._evict_one(self._least_of(one for one in self._stored if one is not node)[0])
         return True
 
     # Checkpoints go.
 
-    def evict(self, wanted: int) -> int:
+    def evict(self, wanted: int, below: float = math.inf) -> int:
         """Drop the least valuable checkpoints until ``wanted`` bytes came free, or none is left.
 
-        Returns the bytes that did. The worth of a checkpoint is::
+        None that is worth ``below`` or more goes. Returns the bytes that came free. The worth of a
+        checkpoint is::
 
             tokens saved / (bytes that come free * how long nobody asked for it)
 
@@ -198,16 +214,32 @@ class PrefixTree:
         """
         freed = 0
         while freed < wanted and self._stored:
-            freed += self._evict_one()
+            least, bytes_, worth = self._least_of(self._stored)
+            if worth >= below:
+                break
+            freed += bytes_
+            self._evict_one(least)
         return freed
 
-    def _evict_one(self, spared: _Node | None = None) -> int:
-        candidates = [node for node in self._stored if node is not spared]
-        freed = {node: self._cache.freed_bytes([node.frozen]) for node in candidates}
-        least = min(candidates, key=lambda node: self._worth(node, freed[node]))
+    def worth_of(self, tokens: Sequence[int], salt: str, nbytes: int) -> float:
+        """Return what a new checkpoint at the end of these tokens would be worth, of this size."""
+        above = 0
+        for node in self._path(tokens, salt, proper=False):
+            if node.frozen is not None:
+                above = node.depth
+        return (len(tokens) - above) / max(1, nbytes)
+
+    def _least_of(self, nodes: Iterable[_Node]) -> tuple[_Node, int, float]:
+        """Return the least valuable one, the bytes that would come free, and its worth."""
+        found = []
+        for node in nodes:
+            freed = self._cache.freed_bytes([node.frozen])
+            found.append((node, freed, self._worth(node, freed)))
+        return min(found, key=lambda one: one[2])
+
+    def _evict_one(self, node: _Node) -> None:
         self.counts.evicted += 1
-        self._forget(least)
-        return freed[least]
+        self._forget(node)
 
     def _worth(self, node: _Node, freed: int) -> float:
         above = node.parent
