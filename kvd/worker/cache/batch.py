@@ -116,12 +116,12 @@ class BatchQuantizedKVCache:
             self._layer.append(step, keys[:rows], values[:rows])
         elif isinstance(step, PrefillGroup):
             handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)
-            handle = DecodeHandle(self._store, self._layer, step)
         else:
             chunk = self._layer.extend(step, keys, values)
             handle = PrefillHandle(self._store, self._layer, step, chunk)
         self._fetched = handle, handle
         return self._fetched
+
     def _parts(
         self, group: PrefillGroup, keys: mx.array, values: mx.array
     ) -> tuple[PrefillHandle, ...]:
@@ -132,7 +132,6 @@ class BatchQuantizedKVCache:
             chunk = self._layer.extend(step, keys[own], values[own])
             parts.append(PrefillHandle(self._store, self._layer, step, chunk))
         return tuple(parts)
-
 
     def forget(self) -> None:
         """Drop what the pass that is over has fetched: it holds pools that are to be written."""
@@ -164,13 +163,13 @@ class RectangleKVCache(BatchQuantizedKVCache):
         super().__init__(store, layer, batched=batched)
         self._taken = False
         self._chunk: Chunk | None = None
+
     @property
     def step(self) -> DecodeStep | PrefillStep:
         """The forward pass that is under way: rectangles take one row's prefill at a time."""
         step = super().step
         assert not isinstance(step, PrefillGroup), "`ModelCache.can_group` says no"
         return step
-
 
     def forget(self) -> None:
         """Drop the arrays of the pass that is over."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvd.worker.cache.frozen import FrozenRow
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.group import PrefillGroup, prefill_group
+from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.pages import PageAllocator, PageId
@@ -349,6 +349,15 @@ class KVStore:
         self.copies.nbytes = 0
         return step
 
+    def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
+        """Start a forward pass of several rows' chunks, each padded to ``width`` tokens.
+
+        `finish_prefill` ends it.
+        """
+        self.step = step = prefill_group(rows, counts, width)
+        self.copies.nbytes = 0
+        return step
+
     def note_scratch(self, nbytes: int) -> bool:
         """Count a dense copy of a prefill step; return whether it is time to evaluate."""
         self.copies.nbytes += nbytes
@@ -365,15 +374,6 @@ class KVStore:
         before = self.copies.nbytes
         beyond = before > 0 and before + nbytes > self.prefill_scratch
         self.copies.nbytes = nbytes if beyond else before + nbytes
-    def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-        """Start a forward pass of several rows' chunks, each padded to ``width`` tokens.
-
-        `finish_prefill` ends it.
-        """
-        self.step = step = prefill_group(rows, counts, width)
-        self.copies.nbytes = 0
-        return step
-
         return beyond
 
     def finish_prefill(self) -> None:
