@@ -114,6 +114,7 @@ class BatchQuantizedKVCache:
         if isinstance(step, DecodeStep):
             rows = len(step.rows)
             self._layer.append(step, keys[:rows], values[:rows])
+            handle = DecodeHandle(self._store, self._layer, step)
         elif isinstance(step, PrefillGroup):
             handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)
         else:

@@ -517,7 +517,6 @@ class ModelCache:
 
         What frozen sequences hold stays.
         """
-            store.native = library
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()
