@@ -482,13 +482,21 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         choices=st.sampled_from([1, 1, 1, 2, 5]),
         patience=st.one_of(st.none(), st.floats(0, 50)),
+        family=st.sampled_from(["", "a", "b"]),
     )
-    def submit(self, prompt_len, max_new, priority, choices, patience):
+    def submit(self, prompt_len, max_new, priority, choices, patience, family):
         rid = f"r{self.names}"
         self.names += 1
         deadline = None if patience is None else self.now + patience
+        beginnings = range((prompt_len - 1) // CHUNK) if family else ()
         self.scheduler.submit(
-            rid, prompt_len, max_new, priority=priority, deadline=deadline, choices=choices
+            rid,
+            prompt_len,
+            max_new,
+            priority=priority,
+            deadline=deadline,
+            choices=choices,
+            path=tuple(f"{family}{number}" for number in beginnings),
         )
         self.requests[rid] = {
             "state": "waiting",
