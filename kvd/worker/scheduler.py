@@ -15,9 +15,13 @@ A step, and the rule of each of its parts::
 
     admit     the line: first come, first served, with priorities that age     `scheduling.line`
               The first is never overtaken by one that needs less.
-    decode    one token for each decoding row
+    decode    one token for each choice of the decoding rows
     prefill   one chunk of one prompt, or the last chunks of several            `scheduling.turns`
               What another prompt is reading just now is not read beside it.    `scheduling.sharing`
+
+Decode and prefill share the step's **budget** of tokens: what is decoded and what is prefilled,
+padding included, is never more. It has room for a chunk beside all places, so neither waits for the
+other; groups take what decoding leaves.
 
 **What a request waits for** at most, if its priority is p and nobody parks it, in tokens of others'
 work (a request's work is its prompt and all that it may generate):
@@ -25,8 +29,8 @@ work (a request's work is its prompt and all that it may generate):
 * until it is admitted: what had arrived before it and was not over, and of what came later less
   than ``(q - p) * age + w``, q being the highest priority among these and w the work of the last
   that went before it; none if q = p;
-* then until its prompt is through: 2 S groups of ``budget`` tokens, S being the chunks of its own
-  prompt and of those that stand in front of it.
+* then until its prompt is through: 2 S steps of ``budget`` tokens, what others decode in them
+  included, S being the chunks of its own prompt and of those that stand in front of it.
 
 Prompt of 300 tokens, C = 128; the last prompt token is the row's first decode input::
 
@@ -64,9 +68,9 @@ class Scheduler:
     ``max_rows``: places, one for each choice that runs. ``chunk``: tokens of a prefill chunk, the
     grid. ``pages_for(length)``: the pages that a row fills at most on its way to that length.
     ``own_pages(start, end)``: those that each further choice of a request adds when it goes its own
-    way from ``start``; by default all, as if nothing were shared. ``budget``: prefill tokens of a
-    step, padding included; a chunk unless told. ``group``: whether the engine can prefill
-    several rows in a pass. ``age``: see `scheduling.line`.
+    way from ``start``; by default all, as if nothing were shared. ``budget``: tokens of a step,
+    decoded and prefilled ones; a chunk and one for each place unless told. ``group``: whether the
+    engine can prefill several rows in a pass. ``age``: see `scheduling.line`.
     """
 
     def __init__(
@@ -80,13 +84,16 @@ class Scheduler:
         group: bool = False,
         age: int = AGE,
     ) -> None:
-        budget = chunk if budget is None else budget
+        budget = chunk + max_rows if budget is None else budget
         if max_rows < 1 or chunk < 1 or age < 1:
             raise LocalProtocolError(
                 f"max_rows {max_rows}, chunk {chunk} and age {age} must be positive"
             )
-        if budget < chunk:
-            raise LocalProtocolError(f"a step's budget of {budget} is less than a chunk of {chunk}")
+        if budget < chunk + max_rows:
+            raise LocalProtocolError(
+                f"a step's budget of {budget} tokens has no room for a chunk of {chunk} beside"
+                f" {max_rows} rows that decode: it must be at least {chunk + max_rows}"
+            )
         self._max_rows = max_rows
         self._chunk = chunk
         self._pages_for = pages_for
@@ -94,6 +101,8 @@ class Scheduler:
         self._line = Line(age)
         self._states = States(self._line)
         self._turns = Turns(chunk=chunk, budget=budget, group=group)
+        self._decoding = 0
+        """Tokens that the planned step decodes."""
         self._planned: dict[str, Chunk] = {}
         """What `prefilled` may be told."""
         self._turn_over = True
@@ -232,12 +241,14 @@ class Scheduler:
                 restored.append(row.rid)
             self._states.admit(row)
             admitted.append(row.rid)
-        decode = tuple(rid for rid, row in self._states.decoding.items() if not row.paused)
-        return Plan(tuple(admitted), self.next_group(), decode, wanted, hoped, tuple(restored))
+        decode = {rid: row for rid, row in self._states.decoding.items() if not row.paused}
+        self._decoding = sum(row.choices for row in decode.values())
+        group = self.next_group()
+        return Plan(tuple(admitted), group, tuple(decode), wanted, hoped, tuple(restored))
 
     def next_group(self) -> tuple[Chunk, ...]:
         """Choose anew what is prefilled, as after `skip_to`; the same until something changes."""
-        group = self._turns.choose(self._readers())
+        group = self._turns.choose(self._readers(), self._decoding)
         self._planned = {chunk.rid: chunk for chunk in group}
         self._turn_over = False
         return group

@@ -281,9 +281,10 @@ class Day:
             turn = self._turn()
         plan = turn.plan
         self._check_decode(plan.decode)
+        decoded = sum(max(1, self.asked[rid].alive) for rid in plan.decode)
         for rid in plan.decode:
             self._decode(self.asked[rid])
-        self._prefill(self._skip(plan.group))
+        self._prefill(self._skip(plan.group), decoded)
         if turn.refused is not None:
             self._end(self.asked[turn.refused[0]], "refused")
         elif turn.plan.wanted_pages and not (self.scheduler.places or turn.evict_pages):
@@ -352,10 +353,10 @@ class Day:
             group = self.scheduler.next_group()
         return group
 
-    def _prefill(self, group: tuple[Chunk, ...]) -> None:
+    def _prefill(self, group: tuple[Chunk, ...], decoded: int) -> None:
         if not group:
             return
-        self._check_group(group)
+        self._check_group(group, decoded)
         for chunk in group:
             self.scheduler.prefilled(chunk.rid, chunk.end)
             one = self.asked[chunk.rid]
@@ -443,11 +444,11 @@ class Day:
         ]
         assert sorted(decode) == sorted(through), "each gets a token in each step"
 
-    def _check_group(self, group: tuple[Chunk, ...]) -> None:
+    def _check_group(self, group: tuple[Chunk, ...], decoded: int) -> None:
         """The budget of a step, and the bound of `scheduling.turns`."""
         longest = max(chunk.length for chunk in group)
         assert longest <= CHUNK
-        assert longest * len(group) <= BUDGET
+        assert decoded + longest * len(group) <= BUDGET
         lead = self.scheduler._states.find(group[0].rid).place
         for one in self.running:
             row = self.scheduler._states.find(one.rid)

@@ -181,7 +181,7 @@ def test_a_chunk_is_told_once(scheduler):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_rows": 0}, {"chunk": 0}, {"age": 0}, {"chunk": 256, "budget": 255}]
+    "wrong", [{"max_rows": 0}, {"chunk": 0}, {"age": 0}, {"chunk": 256, "budget": 256}]
 )
 def test_wrong_limits_are_refused(wrong):
     with pytest.raises(LocalProtocolError):
@@ -237,6 +237,35 @@ def test_eight_short_prompts_are_prefilled_in_two_passes():
             scheduler.prefilled(chunk.rid, chunk.end)
             scheduler.check()
     assert scheduler.plan(within(PAGES)).decode == tuple("abcdefgh")
+
+
+def test_a_group_takes_what_decoding_leaves_of_the_steps_budget():
+    """170 tokens: five prompts of 32 beside 10 choices that decode, four beside 11."""
+    for choices, together in ((10, 5), (11, 4), (30, 4)):
+        scheduler = grouping(max_rows=42)
+        scheduler.submit("decodes", 1, 10, choices=choices)
+        for rid in "abcdefgh":
+            scheduler.submit(rid, 33, 10)
+        plan = scheduler.plan(within(PAGES))
+        assert plan.decode == ("decodes",)
+        assert len(plan.group) == together
+
+
+def test_however_many_decode_there_is_room_for_a_chunk():
+    scheduler = grouping(max_rows=3)
+    scheduler.submit("decodes", 1, 10, choices=2)
+    scheduler.submit("long", 1000, 10)
+    assert scheduler.plan(within(PAGES)).group == (Chunk("long", 0, 128),)
+
+
+def test_paused_rows_take_nothing_from_the_budget():
+    scheduler = grouping(max_rows=42)
+    scheduler.submit("decodes", 1, 10, choices=11)
+    for rid in "abcdefgh":
+        scheduler.submit(rid, 33, 10)
+    assert len(scheduler.plan(within(PAGES)).group) == 4
+    scheduler.pause("decodes")
+    assert len(scheduler.plan(within(PAGES)).group) == 5
 
 
 def test_a_group_is_one_turn_however_many_run():
@@ -465,7 +494,7 @@ class Traffic(RuleBasedStateMachine):
     Beside the scheduler runs a naive model of it: what each request has, in a dictionary.
     """
 
-    @initialize(group=st.booleans(), budget=st.sampled_from([CHUNK, 3 * CHUNK]))
+    @initialize(group=st.booleans(), budget=st.sampled_from([CHUNK + 5, 3 * CHUNK]))
     def start(self, group, budget):
         self.scheduler = grouping(max_rows=5, group=group, budget=budget, own_pages=own, age=500)
         self.group, self.budget = group, budget
@@ -550,10 +579,10 @@ class Traffic(RuleBasedStateMachine):
         ]
         assert bool(plan.group) == bool(able)
         assert {chunk.rid for chunk in plan.group} <= set(able)
-        if len(plan.group) > 1:
-            longest = max(chunk.length for chunk in plan.group)
-            assert self.group
-            assert longest * len(plan.group) <= self.budget
+        longest = max((chunk.length for chunk in plan.group), default=0)
+        decoded = sum(self.requests[rid]["choices"] for rid in plan.decode)
+        assert decoded + longest * len(plan.group) <= self.budget
+        assert self.group or len(plan.group) <= 1
         for chunk in plan.group:
             one = self.requests[chunk.rid]
             assert chunk.start == one["at"] < chunk.end <= one["end"]

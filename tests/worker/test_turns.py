@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.row import Chunk, Place, Row
 from kvd.worker.scheduling.turns import Turns
 
@@ -122,6 +123,20 @@ def test_a_row_joins_with_what_is_left_of_it():
     assert run(turns_of(group=True), rows, 1) == [[("a", 60), ("b", 56)]]
 
 
+def test_rows_with_a_past_bring_their_tails():
+    """64 dense tokens each stand in front of 8 new ones: five are as dense as one whole chunk."""
+    rows = [row(chr(97 + number), 1032, number, start=1024) for number in range(8)]
+    assert [len(group) for group in run(turns_of(group=True), rows)] == [5, 3]
+
+
+def test_what_decodes_takes_its_tokens_first():
+    rows = rows_of(*[64] * 5)
+    assert [len(turns_of(group=True).choose(rows, decoding)) for decoding in (0, 1, 64, 65)] == [
+        *(4, 3, 3, 2)
+    ]
+    assert turns_of(group=True).choose(rows_of(600), 200) == (Chunk("a", 0, 256),)
+
+
 def test_a_larger_budget_makes_larger_groups_but_no_larger_chunks():
     turns = turns_of(budget=4 * C, group=True)
     assert run(turns, rows_of(2000, 10), 1) == [[("a", 256)]]
@@ -133,12 +148,17 @@ def test_a_larger_budget_makes_larger_groups_but_no_larger_chunks():
 sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 
 
-@given(sizes=sizes, group=st.booleans(), budget=st.integers(C, 4 * C))
-def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, budget):
+@given(
+    sizes=sizes,
+    group=st.booleans(),
+    budget=st.integers(C, 4 * C),
+    decoding=st.integers(0, 100),
+)
+def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, budget, decoding):
     rows = rows_of(*sizes)
-    turns = turns_of(budget=budget, group=group)
+    turns = turns_of(budget=budget + decoding, group=group)
     for _ in range(sum(-(-size // C) for size in sizes)):
-        chunks = turns.choose([one for one in rows if one.left])
+        chunks = turns.choose([one for one in rows if one.left], decoding)
         if not chunks:
             break
         longest = max(chunk.length for chunk in chunks)
@@ -146,6 +166,8 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
         assert len({chunk.rid for chunk in chunks}) == len(chunks)
         assert len(chunks) == 1 or (group and longest * len(chunks) <= budget)
         assert 4 * (longest * len(chunks) - real) <= longest * len(chunks)
+        tails = sum(chunk.start - 64 * full_pages(chunk.start) for chunk in chunks)
+        assert tails + real <= budget + 127
         for chunk in chunks:
             one = next(one for one in rows if one.rid == chunk.rid)
             assert chunk.end == min((chunk.start // C + 1) * C, one.prefill_end)
@@ -163,10 +185,11 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
     ),
     express=st.booleans(),
     group=st.booleans(),
+    decoding=st.integers(0, 40),
 )
-def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, express, group):
+def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, express, group, decoding):
     """Rows come at any time, in any place and of any size; the bound is that of the docstring."""
-    turns = turns_of(group=group)
+    turns = turns_of(group=group, budget=C + 40)
     if express:
         turns.ran()
     coming = [
@@ -187,7 +210,7 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
             continue
         for one in rows:
             groups_of[one.rid] = groups_of.get(one.rid, 0) + 1
-        for chunk in turns.choose(rows):
+        for chunk in turns.choose(rows, decoding):
             next(one for one in rows if one.rid == chunk.rid).prefilled = chunk.end
         turns.ran()
     assert set(groups_of) == {one.rid for _, one in coming}

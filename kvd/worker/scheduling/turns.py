@@ -19,8 +19,12 @@ its own while they share the turns, and if they do not, the long one has less th
 left.
 
 **Groups.** Where the engine can, rows whose chunk is their last run in one forward pass with the
-one whose turn it is, if padding all to the longest fills the budget at most, and a quarter of it
-at most is padding.
+one whose turn it is, as far as three things go:
+
+* padding all to the longest fills at most what decoding leaves of the step's budget;
+* a quarter of that at most is padding;
+* what is dense for a moment, their chunks and the tails in front of them, is no more than a single
+  chunk of that size may have. So what is reserved for one prefill holds a group as well.
 
 **Cuts** lie on the absolute grid of C tokens, or at the prompt's end: a chunk attends exactly to
 its own keys and to quantized ones before it, so a cut that moved with the load would change the
@@ -31,16 +35,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.scheduling.row import Chunk, Row
 
 SHORT = 2
 """An express row has at most one part in so many of what the first in line has left."""
 PADDING = 4
 """At most one token in so many of a group is padding."""
+LONGEST_TAIL = 2 * PAGE_TOKENS - 1
+"""Tokens in front of a chunk that are not in a page."""
 
 
 class Turns:
-    """Chooses chunks of ``chunk`` tokens, or groups of at most ``budget`` tokens."""
+    """Chooses chunks of ``chunk`` tokens, or groups; ``budget``: tokens of a step."""
 
     def __init__(self, *, chunk: int, budget: int, group: bool) -> None:
         self._chunk = chunk
@@ -49,13 +56,17 @@ class Turns:
         self._express = False
         """Whether the next turn is an express one."""
 
-    def choose(self, rows: Iterable[Row]) -> tuple[Chunk, ...]:
-        """Return what runs next, of rows that all have something left; the lead comes first."""
+    def choose(self, rows: Iterable[Row], decoding: int = 0) -> tuple[Chunk, ...]:
+        """Return what runs next, of rows that all have something left; the lead comes first.
+
+        ``decoding``: tokens of the step's budget that are taken already.
+        """
         line = sorted(rows, key=lambda row: row.place)
         if not line:
             return ()
         lead = self._lead(line)
-        members = self._group_of(lead, line) if self._group else [lead]
+        room = self._budget - decoding
+        members = self._group_of(lead, line, room) if self._group else [lead]
         return tuple(Chunk(row.rid, row.prefilled, self.cut(row)) for row in members)
 
     def ran(self) -> None:
@@ -75,18 +86,23 @@ class Turns:
         ]
         return min(short, key=lambda row: (-row.priority, row.left, row.place), default=first)
 
-    def _group_of(self, lead: Row, line: list[Row]) -> list[Row]:
+    def _group_of(self, lead: Row, line: list[Row], room: int) -> list[Row]:
+        members = [lead]
         if not self._is_last(lead):
-            return [lead]
-        members, longest, real = [lead], lead.left, lead.left
+            return members
         for row in line:
-            if row is lead or not self._is_last(row):
-                continue
-            padded = (len(members) + 1) * max(longest, row.left)
-            if padded <= self._budget and (padded - real - row.left) * PADDING <= padded:
+            if row is not lead and self._is_last(row) and _go_together([*members, row], room):
                 members.append(row)
-                longest, real = max(longest, row.left), real + row.left
         return members
 
     def _is_last(self, row: Row) -> bool:
         return self.cut(row) == row.prefill_end
+
+
+def _go_together(rows: list[Row], room: int) -> bool:
+    """Return whether the last chunks of these rows make a group."""
+    real = sum(row.left for row in rows)
+    padded = len(rows) * max(row.left for row in rows)
+    tails = sum(row.prefilled - PAGE_TOKENS * full_pages(row.prefilled) for row in rows)
+    fits = padded <= room and tails + real <= room + LONGEST_TAIL
+    return fits and (padded - real) * PADDING <= padded
