@@ -36,10 +36,16 @@ class _Reading:
     def newest(self) -> int:
         """Return the value, read again if that is due."""
         start = self._clock()
-        if start >= self._due:
-            self._value = self._read()
-            took = self._clock() - start
-            self._due = start + max(MIN_INTERVAL_S, took / MAX_SHARE)
+        return self._value if start < self._due else self._take(start)
+
+    def anew(self) -> int:
+        """Return the value, read again."""
+        return self._take(self._clock())
+
+    def _take(self, start: float) -> int:
+        self._value = self._read()
+        took = self._clock() - start
+        self._due = start + max(MIN_INTERVAL_S, took / MAX_SHARE)
         return self._value
 
 
@@ -89,3 +95,15 @@ _reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, ti
 def footprint() -> int:
     """Return this process's footprint in bytes, as new as is cheap."""
     return _reading.newest()
+
+
+def measured() -> int:
+    """Return this process's footprint in bytes, read now."""
+    return _reading.anew()
+
+
+def give_back() -> None:
+    """Return to the system what malloc keeps of freed memory, where malloc can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -46,8 +46,6 @@ from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import Grant, LoadModel, Report, RowFailed, RowTokens, Submit
 
 DEFAULT_MAX_TOKENS = 512
-ALLOCATOR_CACHE = 128 * 1024 * 1024
-"""Bytes that MLX may keep for reuse; counted in the worker's base."""
 POOL_SECONDS = 0.010
 """How long a step works on pages that go down the ladder, or on pools that grow."""
 FIRST_ROWS = 4
@@ -95,12 +93,12 @@ class MLXEngine:
 
         seam.install()
         native = choice.choose(progress)
-        mx.set_cache_limit(ALLOCATOR_CACHE)
+        mx.set_cache_limit(loading.freed_bytes())
         path = model.resolve(command.source, progress)
         headers = model.inspect(path)
-        base = memory.footprint() + headers.weights_bytes + ALLOCATOR_CACHE
+        needed = memory.footprint() + headers.weights_bytes + loading.freed_bytes()
         progress("waiting for memory", 0.05)
-        loading.demand(ask_grant, base, "weights and scratch")
+        loading.demand(ask_grant, needed, "weights and scratch")
         progress("weights", 0.1)
         loaded = model.load(
             path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
@@ -112,13 +110,12 @@ class MLXEngine:
         served = probe.serve(loaded.model, settings, loaded.vocab_size, native.library)
         self._runner = served.runner
         self._runner.compile()
-        mx.clear_cache()
         self._scratch_bytes = command.attention_scratch
-        base += self._weights_bytes - headers.weights_bytes + self._scratch_bytes
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
         self._sampler = Sampler(loaded.vocab_size)
+        base = loading.base_bytes(loaded, command, steps_compiled=self._runner.compiled)
         self._begin(command, base, ask_grant)
         return loading.info_of(
             command, loaded, served, verdict, has_chat_template=self._text.has_chat_template
