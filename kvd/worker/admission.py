@@ -59,7 +59,7 @@ class Admission:
     ) -> None:
         self.scheduler = scheduler
         self.budget = budget
-        self._row_pages = row_pages
+        self.row_pages = row_pages
         self._rest_pages = rest_pages
         self._news = False
         """Whether a plan may say something else than the last one."""
@@ -153,7 +153,7 @@ class Admission:
         return self.budget.want(pages - self.spare(held))
 
     def _needed(self, pages: int, rows: int, held: Held) -> int:
-        return max(held.pages, pages + held.cached) + max(held.rows, rows) * self._row_pages
+        return max(held.pages, pages + held.cached) + max(held.rows, rows) * self.row_pages
 
     def turn(self, held: Held) -> Turn:
         """Admit what fits; for what does not, seek memory in the order of the module's page."""

@@ -543,14 +543,15 @@ class MLXEngine:
         return Held(self._charged_pages, cache.tail_slots, self._cached_pages)
 
     def _kept_free(self) -> int:
-        """Bytes of the grant that are for tails and checkpoints to come: pools do not take them."""
-        if self._prompts.tree is None:
+        """Bytes of the grant that places have for tails and checkpoints to come, not for pools."""
+        prompts, cache, unit = self._prompts, self._runner.cache, self._admission.budget.page_bytes
+        if prompts.tree is None:
             return 0
-        cache, places = self._runner.cache, self._scheduler.places
-        tails = max(0, places - cache.tail_slots) * cache.row_bytes
-        to_come = max(0, places - self._prompts.left_early)
-        kept: int = tails + to_come * cache.checkpoint_bytes + self._prompts.claimed
-        return kept
+        slots = cache.tail_slots
+        places = max(slots, self._scheduler.places)
+        made = min(places, prompts.left_early) * cache.checkpoint_bytes
+        kept: int = places * self._admission.row_pages * unit - slots * cache.row_bytes - made
+        return kept + prompts.claimed + unit  # all is counted in whole pages elsewhere
 
     @property
     def _charged_pages(self) -> int:

@@ -130,7 +130,8 @@ class Prompts:
         tokens = request.prompt[:end]
         needed = self._needed(request, end)
         if (short := needed - self._free()) > 0:
-            tree.evict(short, tree.worth_of(tokens, request.salt, needed))
+            charge: int = self._runner.cache.checkpoint_charge(end)
+            tree.evict(short, tree.worth_of(tokens, request.salt, charge))
         if self._free() < needed or not tree.insert(tokens, request.salt, request.row):
             return
         if not request.has_left:

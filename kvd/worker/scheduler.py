@@ -51,7 +51,7 @@ from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.line import Line
 from kvd.worker.scheduling.plan import Plan
 from kvd.worker.scheduling.row import Chunk, Row
-from kvd.worker.scheduling.sharing import not_waiting
+from kvd.worker.scheduling.sharing import is_being_read, not_waiting
 from kvd.worker.scheduling.states import States
 from kvd.worker.scheduling.turns import Turns
 from protocol.errors import InvalidRequest, LocalProtocolError
@@ -158,11 +158,17 @@ class Scheduler:
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Rows whose prompt may begin: a cached prefix may still be taken (`skip_to`).
+        """Rows whose prompt may begin before its turn, if a part of it is cached (`skip_to`).
 
-        In the line's order; not who is paused or waits for what another one reads.
+        In the line's order; not who is paused, nor who finds more when another one has read on.
         """
-        return tuple(row.rid for row in self._readers() if not row.reads)
+        rows = self._readers()
+        reading = [row for row in rows if row.reads]
+        return tuple(
+            row.rid
+            for row in rows
+            if not row.reads and not is_being_read(row, reading, self._chunk)
+        )
 
     def has_begun(self, rid: str) -> bool:
         """Return whether a request was ever admitted, and so has something to lose."""

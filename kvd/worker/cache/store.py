@@ -505,7 +505,7 @@ class KVStore:
             max(0, one.used + wanted.get(one.level, 0) - self._coming(one)) * self.charge(one.level)
             for one in self.allocators
         )
-        tight = self.spare is not None and missing > self.spare()
+        tight = self.spare is not None and missing > max(0, self.spare())
         if tight:
             self.reclaim()
         for level, count in wanted.items():

@@ -31,13 +31,16 @@ def not_waiting(rows: Iterable[Row], chunk: int) -> list[Row]:
     for row in line:
         if row.reads:
             reading.append(row)
-        elif row.path and any(_is_shared(other, row, chunk) for other in reading):
+        elif is_being_read(row, reading, chunk):
             continue
         free.append(row)
     return free
 
 
-def _is_shared(reading: Row, row: Row, chunk: int) -> bool:
-    """Return whether the chunk that is read next is one of both."""
-    at = reading.prefilled // chunk
-    return at < min(len(reading.path), len(row.path)) and reading.path[at] == row.path[at]
+def is_being_read(row: Row, reading: Iterable[Row], chunk: int) -> bool:
+    """Return whether one of these is about to read a chunk that is the row's too."""
+    for other in reading:
+        at = other.prefilled // chunk
+        if at < min(len(other.path), len(row.path)) and other.path[at] == row.path[at]:
+            return True
+    return False
