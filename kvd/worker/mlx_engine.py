@@ -5,7 +5,7 @@ One step, in order::
     plan      who joins, whose chunk is next, who decodes           integers (`scheduler`)
     launch    the decode step n+1, from the tokens of step n        lazy, nothing waits
     collect   the tokens of step n                                  the only wait for the device
-    prefill   one chunk of one prompt, then a flush                 drained
+    prefill   one chunk of a prompt, or of several; then a flush    drained
     pools     pages that go down the ladder, pools that grow        drained, a time slice
 
 So the host's work on step n's tokens overlaps with the device's on step n+1. A row that ends in
@@ -110,6 +110,7 @@ class MLXEngine:
         served = probe.serve(loaded.model, settings, loaded.vocab_size, native.library)
         self._runner = served.runner
         self._runner.compile()
+        self._runner.group()
         self._scratch_bytes = command.attention_scratch
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
@@ -134,6 +135,7 @@ class MLXEngine:
         self._scheduler = Scheduler(
             max_rows=command.max_rows,
             chunk=command.prefill_chunk,
+            group=self._runner.groups,
             pages_for=lambda length: (
                 -(-cache.pages_bytes_for(length, command.prefill_chunk) // unit)
             ),
@@ -488,9 +490,11 @@ class MLXEngine:
     def _prefill(self) -> None:
         self._on_phase("prefill")
         self._drain()
-        for chunk in self._look_up():
-            request = self._requests[chunk.rid]
-            self._reports += self._prompts.read(request, chunk.start, chunk.end)
+        group = self._look_up()
+        self._reports += self._prompts.read(
+            [(self._requests[chunk.rid], chunk.start, chunk.end) for chunk in group]
+        )
+        for chunk in group:
             self._scheduler.prefilled(chunk.rid, chunk.end)
 
     def _look_up(self) -> tuple[Chunk, ...]:

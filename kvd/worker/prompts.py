@@ -6,7 +6,7 @@ checkpoint has no logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -95,17 +95,21 @@ class Prompts:
         self._claim(request, found)
         return found
 
-    def read(self, request: Request, start: int, end: int) -> list[Report]:
-        """Run a chunk of a prompt, and leave a checkpoint where one is wanted.
+    def read(self, chunks: Sequence[tuple[Request, int, int]]) -> list[Report]:
+        """Run a chunk of each prompt, and leave checkpoints where they are wanted.
 
-        Returns the chunk's logprobs, if the request wants them.
+        In one forward pass, but for prompts that are to be scored: returns the logprobs of these.
         """
+        plain = [one for one in chunks if one[0].submit.prompt_logprobs is None]
+        if plain:
+            rows = [request.row for request, _, _ in plain]
+            tokens = [request.prompt[start:end] for request, start, end in plain]
+            self._runner.prefill_group(rows, tokens)
         reports: list[Report] = []
-        if (top := request.submit.prompt_logprobs) is None:
-            self._runner.prefill(request.row, request.prompt[start:end])
-        else:
-            reports.append(self._scored(request, start, end, top))
-        self.was_read(request, start, end)
+        for request, start, end in chunks:
+            if (top := request.submit.prompt_logprobs) is not None:
+                reports.append(self._scored(request, start, end, top))
+            self.was_read(request, start, end)
         return reports
 
     def was_read(self, request: Request, start: int, end: int) -> None:
