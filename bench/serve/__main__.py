@@ -117,11 +117,13 @@ class Comparison:
         })  # fmt: skip
         if not after:
             return measures
+        shared = processes.counted_again(pids)
+        self.details[-1]["shared_bytes"] = shared
         return replace(
             measures,
             cpu_ms_per_token=1e3 * sum(spent.values()) / measures.tokens,
             decode_cpu_ms_per_token=_between(marks),
-            peak_bytes=sum(one.peak_bytes for one in after),
+            peak_bytes=sum(one.peak_bytes for one in after) - shared,
             largest_bytes=max(one.peak_bytes for one in after),
         )
 
@@ -215,7 +217,8 @@ async def compare(options: argparse.Namespace, console: Console) -> dict[str, An
         "blas": str(library) if library else None,
         "sides": {side.name: side.about for side in sides},
         "paths": {name: path for name, path in paths.items() if path},
-        "memory": "resident high-water marks (VmHWM) of the processes, reset before every run",
+        "memory": "resident high-water marks (VmHWM) of the processes, reset before every run,"
+        " without the pages of files that another process of the same server has as well",
     }
     found = report.as_json(about, comparison.results, verdicts)
     return {**found, "details": report.rounded(comparison.details)}

@@ -94,7 +94,7 @@ class Measures:
     decode_cpu_ms_per_token: float = math.nan
     """The same while all streams ran, so without prompts."""
     peak_bytes: float = math.nan
-    """Resident high-water marks of the server's processes, summed."""
+    """Resident high-water marks of the server's processes, summed; pages they share count once."""
     largest_bytes: float = math.nan
     """The same of the largest one: kvd's worker, without its daemon."""
 

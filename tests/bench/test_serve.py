@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
 import random
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
@@ -245,6 +248,36 @@ def test_processes_are_read_from_proc(tmp_path: Path) -> None:
     assert second.peak_bytes == 200 * 1024
     processes.reset_peaks([11, 12], tmp_path)
     assert (tmp_path / "11/clear_refs").read_text() == "5"
+
+
+_READS = """
+import mmap, sys
+with open(sys.argv[1], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+    sum(view[::4096])
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="Linux only")
+def test_pages_that_two_processes_share_are_counted_once(tmp_path: Path) -> None:
+    for name in ("same", "other"):
+        (tmp_path / name).write_bytes(b"x" * (1 << 20))
+    with contextlib.ExitStack() as running:
+        readers = []
+        for name in ("same", "same", "other"):
+            command = [sys.executable, "-S", "-c", _READS, str(tmp_path / name)]
+            readers.append(running.enter_context(Popen(command, stdin=PIPE, stdout=PIPE)))
+            assert readers[-1].stdout.readline() == b"\n"  # type: ignore[union-attr]
+        first, second, third = (reader.pid for reader in readers)
+        libraries = processes.counted_again([first, third])
+        both = processes.counted_again([first, second])
+        resident = sum(one.peak_bytes for one in processes.read([first, second, third]))
+
+        assert processes.counted_again([first]) == 0
+        assert libraries > 1 << 20
+        assert both - libraries == pytest.approx(1 << 20, abs=256 << 10)
+        assert both + libraries <= processes.counted_again([first, second, third]) < resident
 
 
 def gone(pid: int) -> bool:
