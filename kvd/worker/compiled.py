@@ -99,6 +99,10 @@ class _Part:
         step = store.step
         if not isinstance(step, DecodeStep):
             raise TypeError("no decode step is under way")
+        if step.native is not None:
+            pages = step.native.pages
+            native = replace(step.native, pages=pages.padded(rounded(pages.count)))
+            return _Part(store, replace(step, native=native))
         tables = [table.padded(rounded(len(table.owners))) for table in step.tables]
         return _Part(store, replace(step, tables=tables))
 
@@ -110,12 +114,32 @@ class _Part:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a trace depends on beside the shapes of its arrays."""
+        if self.step.native is not None:
+            return self.step.batch, self.levels
         seen = tuple(self.step.pages_seen(table) is not None for table in self.tables)
         return self.step.batch, self.step.whole, tuple(one.level for one in self.tables), seen
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of the pages."""
+        if self.step.native is not None:
+            return self.step.native.pages.levels
+        return tuple(table.level for table in self.tables)
+
     def arrays(self) -> Arrays:
         """Return all that the step reads, in the order of `put`."""
+        found = self._described()
+        for layer in self.store.layers:
+            found += [layer.tail_keys, layer.tail_values]
+            for level in self.levels:
+                found += layer.pools[level].arrays()
+        return found
+
+    def _described(self) -> Arrays:
+        """Return the arrays that say what the step reads of tails and pools."""
         step = self.step
+        if step.native is not None:
+            return [step.offsets, *step.native.arrays()]
         found = [step.slots, step.positions, step.offsets, step.tails_seen()]
         for table in self.tables:
             found += [table.slots, table.rows]
@@ -124,15 +148,22 @@ class _Part:
                     found += [index.left, index.right]
             if (seen := step.pages_seen(table)) is not None:
                 found.append(seen)
-        for layer in self.store.layers:
-            found += [layer.tail_keys, layer.tail_values]
-            for table in self.tables:
-                found += layer.pools[table.level].arrays()
         return found
 
     def put(self, given: Iterator[mx.array]) -> None:
         """Put other arrays in the place of all these."""
+        self.store.step = self._redescribed(given)
+        for layer in self.store.layers:
+            _put_tails(layer, given)
+            for level in self.levels:
+                layer.pools[level].put(given)
+
+    def _redescribed(self, given: Iterator[mx.array]) -> DecodeStep:
         step = self.step
+        if step.native is not None:
+            offsets = next(given)
+            native = step.native.with_arrays(next(given), next(given))
+            return replace(step, native=native, shared={"offsets": offsets})
         slots, positions, offsets, tails = (next(given) for _ in range(4))
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
         tables = []
@@ -148,13 +179,7 @@ class _Part:
             tables.append(table.with_arrays(here, rows, indices))
             there = None if step.pages_seen(table) is None else next(given)
             shared[step.pages_key(table)] = there
-        self.store.step = replace(
-            step, slots=slots, positions=positions, tables=tables, shared=shared
-        )
-        for layer in self.store.layers:
-            _put_tails(layer, given)
-            for table in self.tables:
-                layer.pools[table.level].put(given)
+        return replace(step, slots=slots, positions=positions, tables=tables, shared=shared)
 
     def take_tails(self, given: Iterator[mx.array]) -> None:
         """Take the tails that the step leaves."""

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from kvd.worker.native.layers import adopt, packed_arrays
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import ModuleType
 
     from kvd.worker.engine import ReportProgress
 
@@ -276,10 +278,12 @@ def default_dtype() -> Any:
 def load(
     path: Path,
     progress: ReportProgress = lambda _stage, _fraction: None,
+    library: ModuleType | None = None,
 ) -> LoadedModel:
     """Load the model of an inspected folder, its floats in this machine's `default_dtype`.
 
-    Quantized weights stay quantized; their scales are converted.
+    Quantized weights stay quantized; their scales are converted. With the library
+    (`kvd.worker.native`) dense weights stay as they are stored, in its own order.
     """
     from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
@@ -295,6 +299,9 @@ def load(
         raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
             error
         )
+    parameters = int(get_total_parameters(model))
+    if library is not None:
+        adopt(model, library)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
@@ -303,17 +310,21 @@ def load(
         tokenizer=tokenizer,
         config=config,
         architecture=str((config.get("architectures") or [config["model_type"]])[0]),
-        parameters=int(get_total_parameters(model)),
-        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        parameters=parameters,
+        weights_bytes=sum(array.nbytes for array in _weights(model)),
         context_length=_context_length(config, tokenizer),
         vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
         eos_ids=frozenset(tokenizer.eos_token_ids),
     )
 
 
+def _weights(model: Any) -> list[mx.array]:
+    return [*(array for _, array in tree_flatten(model.parameters())), *packed_arrays(model)]
+
+
 def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
     """Read the weights from disk, some at a time."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
+    arrays = _weights(model)
     total = sum(array.nbytes for array in arrays) or 1
     done = pending = 0
     batch = []

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -153,8 +154,12 @@ def _kind(cache: Any) -> Kind:
     raise UnknownCacheError(f"a cache of its own, {type(cache).__name__}")
 
 
-def serve(model: Any, settings: CacheSettings, vocab_size: int) -> Served:
+def serve(
+    model: Any, settings: CacheSettings, vocab_size: int, library: ModuleType | None = None
+) -> Served:
     """Choose the best way to serve the model that is right here, and return a runner for it.
+
+    ``library``: kvd's own operations (`kvd.worker.native`), where they are to be tried.
 
     Raises `UnsupportedModel` if mlx-lm itself cannot run it, its logits are not finite, or not even
     mlx-lm's own caches give the same logits twice.
@@ -167,7 +172,7 @@ def serve(model: Any, settings: CacheSettings, vocab_size: int) -> Served:
     alone = ""
     for way in _ways(layout):
         try:
-            served = _tried(model, layout, settings, way, vocab_size, reasons)
+            served = _tried(model, layout, settings, way, vocab_size, reasons, library)
         except Refused as refused:
             for kind, why in way.explain(str(refused)).items():
                 reasons.setdefault(kind, why)
@@ -215,6 +220,7 @@ def _tried(
     way: _Way,
     vocab_size: int,
     reasons: dict[Kind, str],
+    library: ModuleType | None,
 ) -> Served:
     """Check one way, first without quantization against mlx-lm's own caches, then with it."""
 
@@ -231,20 +237,19 @@ def _tried(
     checks = [(_as_checked(settings), lengths)]
     checks += [(lower, selfcheck.FEW) for lower in _lower_levels(served.cache)]
     paged = any(access is Access.PAGES for access in way.access.values())
-    products = {"gathered": page_product, "copied": page_product_by_copy}
+    native = library if layout.dtype == mx.float32 else None
     failed = []
-    for name, product in products.items() if paged else [("plain", page_product)]:
-        served.cache.use(product)
+    for path, product, own in _attentions(native) if paged else _PLAIN:
+        served.cache.use(product, own)
         try:
             error = max(
-                _error(runner(limits), product, vocab_size, rows) for limits, rows in checks
+                _error(runner(limits), product, own, vocab_size, rows) for limits, rows in checks
             )
         except Refused as refused:
-            failed.append(f"{name} pages: {refused}" if paged else str(refused))
+            failed.append(f"{path}: {refused}" if paged else str(refused))
             continue
-        path = f"reference, {name} pages" if paged else "dequantize on read"
         if not layout.kinds:
-            path = "recurrent states"
+            path = "recurrent states"  # noqa: PLW2901 - there is no attention to name
         kept = {
             kind: why
             for kind, why in reasons.items()
@@ -254,10 +259,28 @@ def _tried(
     raise Refused("; ".join(failed))
 
 
+_Attention = tuple[str, Callable[..., mx.array], ModuleType | None]
+"""A name, how pages are multiplied, and the library that attends instead."""
+_PLAIN: list[_Attention] = [("dequantize on read", page_product, None)]
+
+
+def _attentions(native: ModuleType | None) -> list[_Attention]:
+    """Return the ways to attend to pages, the fastest first."""
+    plain: list[_Attention] = [
+        ("reference, gathered pages", page_product, None),
+        ("reference, copied pages", page_product_by_copy, None),
+    ]
+    return plain if native is None else [("native", page_product, native), *plain]
+
+
 def _error(
-    runner: Runner, product: Callable[..., mx.array], vocab_size: int, lengths: Sequence[int]
+    runner: Runner,
+    product: Callable[..., mx.array],
+    library: ModuleType | None,
+    vocab_size: int,
+    lengths: Sequence[int],
 ) -> float:
-    runner.cache.use(product)
+    runner.cache.use(product, library)
     return selfcheck.against_dequantized(runner, vocab_size, lengths)
 
 

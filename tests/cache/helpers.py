@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -68,6 +70,9 @@ class DenseRow:
 class Bench:
     """A store with its dense twin, driven by random keys and values."""
 
+    native: ClassVar[ModuleType | None] = None
+    """The library that decode steps attend with; None: MLX alone."""
+
     def __init__(
         self,
         geometry: LayerGeometry | None = None,
@@ -88,6 +93,7 @@ class Bench:
             kind=kind,
             quantized_start=quantized_start,
         )
+        self.store.native = self.native
         self.caches: list[BatchQuantizedKVCache] = make_caches(self.store)
         self.rng = np.random.default_rng(seed)
         self.rows: list[DenseRow] = []

@@ -38,6 +38,8 @@ def prefill_attention(
     ``[1, q_heads, count, v_dim]``: lazy where all of it fits the scratch at once, else evaluated
     part by part.
     """
+    if handle.step.native is not None:  # takes no scratch that depends on lengths
+        return handle.step.native.attend(queries, handle.layer, handle.chunk, scale, sinks)
     scratch = handle.store.prefill_scratch
     ask = _Ask.of(queries, handle, scale, sinks, beside)
     cut = plan(ask.work, scratch)

@@ -112,8 +112,7 @@ class BatchQuantizedKVCache:
         step = self.step
         handle: KVHandle
         if isinstance(step, DecodeStep):
-            rows = len(step.rows)
-            self._layer.append(step, keys[:rows], values[:rows])
+            self._layer.append(step, keys, values)
             handle = DecodeHandle(self._store, self._layer, step)
         elif isinstance(step, PrefillGroup):
             handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)

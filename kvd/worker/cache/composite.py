@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -497,10 +498,11 @@ class ModelCache:
         """Whether `make_room` would do something."""
         return any(lacks_room(store) for store in self.stores)
 
-    def use(self, page_product: Callable[..., mx.array]) -> None:
-        """Multiply pages in this way from now on."""
+    def use(self, page_product: Callable[..., mx.array], library: ModuleType | None = None) -> None:
+        """Multiply pages in this way from now on, or attend with the library in decode steps."""
         for store in self.stores:
             store.page_product = page_product
+            store.native = library
 
     # Giving memory back.
 

@@ -79,7 +79,11 @@ class LayerStore:
     # A decode step: lazy. The tails are small enough to be copied where MLX has to.
 
     def append(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token for each row, ``[rows, heads, 1, dim]``."""
+        """Write one token for each row, ``[rows or more, heads, 1, dim]``."""
+        if step.native is not None:
+            step.native.append(self, keys, values)
+            return
+        keys, values = keys[: len(step.rows)], values[: len(step.rows)]
         _put(self.tail_keys, (step.slots, slice(None), step.positions), keys[:, :, 0])
         _put(self.tail_values, (step.slots, slice(None), step.positions), values[:, :, 0])
 

@@ -16,6 +16,7 @@ from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from kvd.worker.native.step import NativePrefill, NativeStep
 
 TAIL_TOKENS = 3 * PAGE_TOKENS
 """Room in a tail: up to 127 exact tokens, and quantized ones that await a flush.
@@ -170,6 +171,8 @@ class DecodeStep:
     """One for each level that a row seals to in this step."""
     sight: Sight | None
     """None where every row sees all that it has."""
+    native: NativeStep | None = None
+    """The same for the library's attention, where that is used."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What one layer works out and the next ones use again."""
 
@@ -221,6 +224,8 @@ class PrefillStep:
     tail_length: int
     tables: list[LevelTable]
     new_pages: int
+    native: NativePrefill | None = None
+    """The same for the library's attention, where that is used."""
     shared: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -14,7 +14,8 @@ Rows that share the batch never change what a row attends to (`rows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -35,6 +36,7 @@ from kvd.worker.cache.steps import (
     level_tables,
     prefill_step,
 )
+from kvd.worker.native.step import NativePrefill, NativeStep, PageList
 
 SLAB_PAGES = 64
 """Pools grow by at least this many pages, so that growing (a copy) stays rare."""
@@ -79,6 +81,8 @@ class KVStore:
         self.prefill_scratch = prefill_scratch
         self.page_product = page_product
         """How pages are multiplied; the self-check replaces it where the device lacks it."""
+        self.native: ModuleType | None = None
+        """The library whose attention decode steps use (`kvd.worker.native`); None: MLX alone."""
         self.layers = [
             LayerStore(
                 geometry,
@@ -107,6 +111,7 @@ class KVStore:
         self._pending: list[tuple[int, list[Row]]] = []
         """Level, and a row for each pending page, in the order of the layers' own lists."""
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
+        self._page_list: tuple[tuple[int, list[Row]], PageList] | None = None
         self._epoch = 0
         self.copies = Copies()
 
@@ -328,9 +333,11 @@ class KVStore:
 
         ``batch`` is the number of sequences that the model will see: rows, then padding.
         """
-        self.step = step = decode_step(
-            rows, self._tables_of(rows), batch or len(rows), self._tail_slots, self.kind
-        )
+        tables, pages = self._tables_of(rows), self._pages_of(rows)
+        step = decode_step(rows, tables, batch or len(rows), self._tail_slots, self.kind)
+        if self.native is not None and pages is not None:
+            step = replace(step, native=NativeStep.of(self.native, self.kind, rows, pages))
+        self.step = step
         for seal in step.seals:
             self._pending.append((seal.level, seal.rows))
             for layer in self.layers:
@@ -343,18 +350,34 @@ class KVStore:
             self._tables = (key, level_tables(rows))
         return self._tables[1]
 
+    def _pages_of(self, rows: list[Row]) -> PageList | None:
+        """Return the same for the library's attention."""
+        if self.native is None:
+            return None
+        key = (self._epoch, list(rows))
+        if self._page_list is None or self._page_list[0] != key:
+            self._page_list = (key, PageList.of(rows))
+        return self._page_list[1]
+
     def begin_prefill(self, row: Row, count: int) -> PrefillStep:
         """Start a forward pass of ``count`` tokens of one row; `finish_prefill` ends it."""
-        self.step = step = prefill_step(row, count)
+        self.step = step = self._for_native(prefill_step(row, count))
         self.copies.nbytes = 0
         return step
+
+    def _for_native(self, step: PrefillStep) -> PrefillStep:
+        if self.native is None:
+            return step
+        native = NativePrefill.of(self.native, self.kind, step.row, step.count)
+        return replace(step, native=native)
 
     def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
         """Start a forward pass of several rows' chunks, each padded to ``width`` tokens.
 
         `finish_prefill` ends it.
         """
-        self.step = step = prefill_group(rows, counts, width)
+        step = prefill_group(rows, counts, width)
+        self.step = step = replace(step, steps=tuple(map(self._for_native, step.steps)))
         self.copies.nbytes = 0
         return step
 
@@ -629,6 +652,7 @@ class KVStore:
         self._dirty_slots = set()
         self._tail_slots = 0
         self._tables = None
+        self._page_list = None
         for layer in self.layers:
             layer.drop_tails()
         self.compact(pages)

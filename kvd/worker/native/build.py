@@ -1,0 +1,134 @@
+"""Building the library: once a machine, in seconds, with the compiler that MLX's own JIT uses too.
+
+Distributions of MLX bring headers and a library, but their binary interface goes with the version,
+and the code is best compiled for the very processor. So nothing is shipped compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import mlx.core as mx
+import platformdirs
+
+NAME = "kvd_native"
+SOURCES = Path(__file__).parent / "src"
+_TIMEOUT_S = 300
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    # A row's numbers must not depend on where a compiler sees a product and a sum to fuse.
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",  # nanobind's part asks for it
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-DNDEBUG",
+    "-DNB_COMPACT_ASSERTIONS",
+    "-DNB_DOMAIN=mlx",  # MLX's own types, as its Python module knows them
+)
+
+
+class NotBuiltError(Exception):
+    """The library cannot be had here; the text says why and what to do."""
+
+
+@cache
+def load() -> ModuleType:
+    """Return the library, built if it was not yet; raises `NotBuiltError`."""
+    path = library()
+    try:
+        spec = importlib.util.spec_from_file_location(NAME, path)
+        if spec is None or spec.loader is None:
+            raise NotBuiltError(f"{path} is no Python extension")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _try(module)
+    except (ImportError, TypeError, RuntimeError) as error:
+        raise NotBuiltError(f"the native library does not work with this MLX: {error}") from error
+    return module
+
+
+def is_built() -> bool:
+    """Return whether `load` has nothing to compile."""
+    return _path().exists()
+
+
+def library() -> Path:
+    """Return the library's path, built if it was not yet; raises `NotBuiltError`."""
+    path = _path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = _compiled(Path(folder))
+            built.replace(path)  # whole or not at all, also where two build at once
+    return path
+
+
+def _path() -> Path:
+    return platformdirs.user_cache_path("kvd") / "native" / f"{NAME}-{_key()}.so"
+
+
+def _key() -> str:
+    """Return a name for all that the binary depends on."""
+    parts = [sys.version, version("mlx"), version("nanobind"), " ".join(_FLAGS), _processor()]
+    parts += [file.read_text("utf-8") for file in sorted(SOURCES.iterdir())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Return what the compiler may use: home folders are shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compiled(folder: Path) -> Path:
+    import nanobind  # type: ignore[import-untyped]  # noqa: PLC0415 - only to compile
+
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise NotBuiltError("no C++ compiler is installed (Debian: g++)")
+    binding = Path(nanobind.include_dir()).parent
+    # A namespace package: it has no file.
+    mlx = Path(str(mx.__file__)).parent
+    includes = [
+        binding / "include",
+        binding / "ext" / "robin_map" / "include",
+        mlx / "include",
+        Path(sysconfig.get_path("include")),
+    ]
+    target = folder / f"{NAME}.so"
+    command = [compiler, *_FLAGS, *(f"-I{path}" for path in includes)]
+    command += [str(SOURCES / "module.cpp"), str(binding / "src" / "nb_combined.cpp")]
+    command += ["-shared", "-o", str(target), f"-L{mlx / 'lib'}", "-lmlx"]
+    try:
+        done = subprocess.run(  # noqa: S603 - the compiler, over our own sources
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotBuiltError(f"{compiler} failed: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+        raise NotBuiltError(f"{compiler} failed: {lines[0][:300]}")
+    return target
+
+
+def _try(module: ModuleType) -> None:
+    """Raise if arrays do not pass from MLX to the library and back."""
+    found = module.rms_norm(mx.ones((2, 8)), None, 0.0)
+    if not bool(mx.array_equal(found, mx.ones((2, 8))).item()):
+        raise RuntimeError("a row of ones has no norm of 1")

@@ -1,0 +1,45 @@
+"""Whether this process computes with the library, and why not."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import mlx.core as mx
+
+from kvd.worker.engine import ReportProgress
+from kvd.worker.native import build, operations
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The library, or why there is none."""
+
+    library: ModuleType | None
+    reason: str | None = None
+
+
+def choose(progress: ReportProgress) -> Choice:
+    """Build and install the library, if MLX computes on the CPU; call before models are imported.
+
+    The environment's ``KVD_NATIVE=off`` goes without.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return Choice(None)
+    if os.environ.get("KVD_NATIVE") == "off":
+        return Choice(None, "switched off")
+    if not build.is_built():
+        progress("building native operations, once", 0.02)
+    try:
+        library = build.load()
+    except build.NotBuiltError as error:
+        return Choice(None, str(error))
+    library.use_threads(threads())
+    operations.install(library)
+    return Choice(library)
+
+
+def threads() -> int:
+    """Return how many threads share a product: as many as there are processors for us."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

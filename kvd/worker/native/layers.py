@@ -1,0 +1,116 @@
+"""Linear layers and embeddings over weights as the library multiplies them.
+
+A weight ``[outputs, inputs]`` is stored in panels of 16 outputs, ``[panels, inputs, 16]``, in the
+dtype that the checkpoint has: half floats take half the memory and half its bandwidth, and are
+widened exactly while they are multiplied. Outputs are summed over the inputs one after the other,
+so a row's numbers are the same to the bit in any batch.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+PANEL = 16
+_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+class _Packed(nn.Module):  # type: ignore[misc]
+    """A weight in panels. Its name begins with an underscore: MLX converts parameters' dtypes."""
+
+    def __init__(self, library: ModuleType, weight: mx.array) -> None:
+        super().__init__()
+        self._library = library
+        self._outputs, inputs = weight.shape
+        panels = -(-self._outputs // PANEL)
+        padded = mx.pad(weight, [(0, panels * PANEL - self._outputs), (0, 0)])
+        self._panels = mx.contiguous(padded.reshape(panels, PANEL, inputs).swapaxes(1, 2))
+
+    @property
+    def packed(self) -> mx.array:
+        """``[panels, inputs, 16]``."""
+        panels: mx.array = self._panels
+        return panels
+
+    @property
+    def weight(self) -> mx.array:
+        """``[outputs, inputs]`` float32, made anew; for models that look at it."""
+        panels, inputs, _ = self.packed.shape
+        whole = self.packed.swapaxes(1, 2).reshape(panels * PANEL, inputs)
+        return whole[: self._outputs].astype(mx.float32)
+
+    def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
+        if x.dtype != mx.float32:
+            x = x.astype(mx.float32)
+        found: mx.array = self._library.multiply(x, self.packed, self._outputs, bias)
+        return found
+
+
+class PackedLinear(_Packed):
+    """`nn.Linear` over a packed weight."""
+
+    def __init__(self, library: ModuleType, layer: nn.Linear) -> None:
+        super().__init__(library, layer.weight)
+        if "bias" in layer:
+            self.bias = layer.bias
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Multiply ``[..., inputs]`` to ``[..., outputs]``, float32."""
+        return self._product(x, self.bias if "bias" in self else None)
+
+
+class PackedEmbedding(_Packed):
+    """`nn.Embedding` over a packed weight."""
+
+    def __init__(self, library: ModuleType, layer: nn.Embedding) -> None:
+        super().__init__(library, layer.weight)
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """Return the ids' rows, ``[..., inputs]`` float32."""
+        if ids.dtype != mx.int32:
+            ids = ids.astype(mx.int32)
+        found: mx.array = self._library.look_up(ids, self.packed)
+        return found
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply as the output layer of a model with tied embeddings."""
+        return self._product(x, None)
+
+
+def adopt(model: Any, library: ModuleType) -> None:
+    """Give a model's dense linear layers and embeddings packed weights; lazy.
+
+    Only layers that are exactly MLX's own; what a model made of them stays as it is.
+    """
+    replaced: dict[int, _Packed] = {}
+    for module in list(model.modules()):
+        for name, child in list(module.items()):
+            if isinstance(child, nn.Module):
+                module[name] = _taken(child, library, replaced)
+            elif isinstance(child, list):
+                module[name] = [_taken(one, library, replaced) for one in child]
+            elif isinstance(child, dict):
+                module[name] = {key: _taken(one, library, replaced) for key, one in child.items()}
+
+
+def _taken(child: Any, library: ModuleType, replaced: dict[int, _Packed]) -> Any:
+    if id(child) in replaced:  # a layer in two places stays one
+        return replaced[id(child)]
+    if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
+        return child
+    kind: Any = PackedLinear if type(child) is nn.Linear else PackedEmbedding
+    replaced[id(child)] = kind(library, child)
+    return replaced[id(child)]
+
+
+def packed_arrays(model: Any) -> list[mx.array]:
+    """Return the packed weights: they are no parameters in MLX's sense."""
+    found = {
+        id(module): module.packed
+        for _, module in model.named_modules()
+        if isinstance(module, _Packed)
+    }
+    return list(found.values())

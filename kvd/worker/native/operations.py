@@ -1,0 +1,105 @@
+"""The library's operations in the place of MLX's functions, where they say the same.
+
+`mx.fast.rms_norm`, `mx.fast.rope` and mlx-lm's `swiglu` are chains of operations on the CPU.
+`install` puts one operation in the place of each, for float32 on the CPU; all else goes to MLX as
+before. Norms differ from MLX's by rounding alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import activations
+
+_rms_norm = mx.fast.rms_norm
+_rope = mx.fast.rope
+_swiglu = activations.swiglu
+
+
+class _Functions:
+    """What stands in the place of MLX's functions."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self._library = library
+
+    def rms_norm(
+        self, x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
+    ) -> mx.array:
+        """Do what `mx.fast.rms_norm` does."""
+        mine = x.dtype == mx.float32 and (weight is None or weight.dtype == mx.float32)
+        if not mine or stream is not None or not x.size:
+            return _rms_norm(x, weight, eps, stream=stream)
+        found: mx.array = self._library.rms_norm(x, weight, eps)
+        return found
+
+    def rope(
+        self,
+        a: mx.array,
+        dims: int,
+        *,
+        traditional: bool,
+        base: float | None,
+        scale: float,
+        offset: int | mx.array,
+        freqs: mx.array | None = None,
+        stream: Any = None,
+    ) -> mx.array:
+        """Do what `mx.fast.rope` does."""
+        if a.dtype != mx.float32 or a.ndim != 4 or stream is not None or not a.size:
+            return _rope(
+                a,
+                dims,
+                traditional=traditional,
+                base=base,
+                scale=scale,
+                offset=offset,
+                freqs=freqs,
+                stream=stream,
+            )
+        if freqs is not None:
+            turns = mx.reciprocal(freqs.astype(mx.float32))
+        else:
+            assert base is not None, "MLX asks for a base or frequencies"
+            turns = _frequencies(dims, base)
+        where = mx.array(offset, mx.int32) if isinstance(offset, int) else offset
+        if where.dtype != mx.int32:
+            where = where.astype(mx.int32)
+        found: mx.array = self._library.rope(a, where.reshape(-1), turns, traditional, scale)
+        return found
+
+    def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
+        """Do what mlx-lm's `swiglu` does."""
+        mine = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
+        if not mine or not x.size or not x.ndim:
+            other: mx.array = _swiglu(gate, x)
+            return other
+        found: mx.array = self._library.swiglu(gate, x)
+        return found
+
+
+@cache
+def _frequencies(dims: int, base: float) -> mx.array:
+    """Return what MLX turns pairs by, to the bit: an angle is this times the position."""
+    half = dims // 2
+    found = mx.exp(mx.arange(0, -half, -1, mx.float32) * (math.log(base) / half))
+    mx.eval(found)
+    return found
+
+
+def install(library: ModuleType) -> None:
+    """Replace MLX's functions; before model modules are imported, once a process."""
+    functions = _Functions(library)
+    mx.fast.rms_norm = functions.rms_norm
+    mx.fast.rope = functions.rope
+    activations.swiglu = functions.swiglu
+
+
+def uninstall() -> None:
+    """Put MLX's own functions back."""
+    mx.fast.rms_norm = _rms_norm
+    mx.fast.rope = _rope
+    activations.swiglu = _swiglu

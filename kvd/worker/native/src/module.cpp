@@ -1,0 +1,589 @@
+// MLX operations of kvd's own for the CPU, and their Python functions.
+//
+// Every one is a node of MLX's graph like any other: lazy, in the stream's order, and part of
+// compiled functions. Inputs are float32 where nothing else is said; Python checks what it passes.
+
+#include <memory>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/mlx.h"
+#include "mlx/primitives.h"
+
+#include "attention.h"
+#include "elementwise.h"
+#include "products.h"
+
+namespace nb = nanobind;
+namespace mx = mlx::core;
+using namespace nb::literals;
+
+namespace {
+
+using Arrays = std::vector<mx::array>;
+
+const mx::Stream& cpu() {
+  static const mx::Stream stream = mx::default_stream(mx::Device(mx::Device::cpu));
+  return stream;
+}
+
+// An operation that runs on the CPU's stream and has no derivatives.
+class Operation : public mx::Primitive {
+ public:
+  explicit Operation(mx::Stream stream) : Primitive(stream) {}
+
+  void eval_gpu(const Arrays&, Arrays&) override {
+    throw std::runtime_error("kvd's native operations run on the CPU only");
+  }
+
+ protected:
+  static void make(mx::array& out) {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+  }
+
+  template <typename Work>
+  void run(Work&& work) {
+    mx::cpu::get_command_encoder(stream()).dispatch(std::forward<Work>(work));
+  }
+};
+
+// Where the rows of an array, [..., size], begin; whether their elements lie side by side.
+class Rows {
+ public:
+  explicit Rows(const mx::array& from) : data_(from.data<float>()), size_(from.shape(-1)) {
+    stride_ = size_ == 1 ? 1 : from.strides(-1);
+    count_ = size_ ? from.size() / size_ : 0;
+    for (int axis = 0; axis + 1 < from.ndim(); ++axis) {
+      shape_.push_back(from.shape(axis));
+      strides_.push_back(from.strides(axis));
+    }
+    whole_ = from.flags().row_contiguous;
+  }
+
+  int64_t count() const {
+    return count_;
+  }
+
+  const float* begin(int64_t row) const {
+    if (whole_) {
+      return data_ + row * size_;
+    }
+    int64_t at = 0;
+    for (int axis = static_cast<int>(shape_.size()) - 1; axis >= 0; --axis) {
+      at += row % shape_[axis] * strides_[axis];
+      row /= shape_[axis];
+    }
+    return data_ + at;
+  }
+
+  // A row's elements side by side: where they are, or copied to `room`.
+  const float* row(int64_t row, std::vector<float>& room) const {
+    const float* from = begin(row);
+    if (stride_ == 1) {
+      return from;
+    }
+    room.resize(size_);
+    for (int64_t i = 0; i < size_; ++i) {
+      room[i] = from[i * stride_];
+    }
+    return room.data();
+  }
+
+  // All rows behind each other, where they are or copied to `room`.
+  const float* all(std::vector<float>& room) const {
+    if (whole_) {
+      return data_;
+    }
+    room.resize(count_ * size_);
+    for (int64_t r = 0; r < count_; ++r) {
+      const float* from = begin(r);
+      for (int64_t i = 0; i < size_; ++i) {
+        room[r * size_ + i] = from[i * stride_];
+      }
+    }
+    return room.data();
+  }
+
+ private:
+  const float* data_;
+  int64_t size_, stride_, count_;
+  bool whole_;
+  std::vector<int64_t> shape_, strides_;
+};
+
+class Multiply : public Operation {
+ public:
+  using Operation::Operation;
+  DEFINE_NAME(KvdMultiply)
+  DEFINE_DEFAULT_IS_EQUIVALENT()
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const mx::array& packed = inputs[1];
+    const float* bias = inputs.size() > 2 ? inputs[2].data<float>() : nullptr;
+    const int64_t width = inputs[0].shape(-1), outs = out.shape(-1);
+    run([x = Rows(inputs[0]), weights = packed.data<void>(), dtype = packed.dtype(), bias, width,
+         outs, y = out.data<float>()] {
+      static thread_local std::vector<float> room;
+      const float* from = x.all(room);
+      if (dtype == mx::float16) {
+        kvd::multiply(
+            from, x.count(), width, static_cast<const kvd::Half*>(weights), bias, y, outs);
+      } else if (dtype == mx::bfloat16) {
+        kvd::multiply(
+            from, x.count(), width, static_cast<const kvd::BFloat*>(weights), bias, y, outs);
+      } else {
+        kvd::multiply(from, x.count(), width, static_cast<const float*>(weights), bias, y, outs);
+      }
+    });
+  }
+};
+
+class Norm : public Operation {
+ public:
+  Norm(mx::Stream stream, float eps) : Operation(stream), eps_(eps) {}
+  DEFINE_NAME(KvdRMSNorm)
+
+  bool is_equivalent(const Primitive& other) const override {
+    return eps_ == static_cast<const Norm&>(other).eps_;
+  }
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const float* weight = inputs.size() > 1 ? inputs[1].data<float>() : nullptr;
+    run([x = Rows(inputs[0]), weight, eps = eps_, size = int64_t{out.shape(-1)},
+         y = out.data<float>()] {
+      thread_local std::vector<float> room;
+      for (int64_t row = 0; row < x.count(); ++row) {
+        kvd::rms_norm(x.row(row, room), weight, eps, size, y + row * size);
+      }
+    });
+  }
+
+ private:
+  float eps_;
+};
+
+class Gate : public Operation {
+ public:
+  using Operation::Operation;
+  DEFINE_NAME(KvdSwiGLU)
+  DEFINE_DEFAULT_IS_EQUIVALENT()
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    run([gate = Rows(inputs[0]), x = Rows(inputs[1]), size = int64_t{out.shape(-1)},
+         y = out.data<float>()] {
+      thread_local std::vector<float> one, other;
+      for (int64_t row = 0; row < x.count(); ++row) {
+        kvd::swiglu(gate.row(row, one), x.row(row, other), size, y + row * size);
+      }
+    });
+  }
+};
+
+class Rotate : public Operation {
+ public:
+  Rotate(mx::Stream stream, bool interleaved, float scale)
+      : Operation(stream), interleaved_(interleaved), scale_(scale) {}
+  DEFINE_NAME(KvdRoPE)
+
+  bool is_equivalent(const Primitive& other) const override {
+    const auto& rotate = static_cast<const Rotate&>(other);
+    return interleaved_ == rotate.interleaved_ && scale_ == rotate.scale_;
+  }
+
+  // x: [batch, heads, tokens, dim]; offsets: [batch] or [1] int32; frequencies: [pairs].
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const mx::array& offsets = inputs[1];
+    run([x = Rows(inputs[0]), offset = offsets.data<int32_t>(),
+         each = offsets.size() > 1 ? int64_t{1} : int64_t{0}, frequencies = inputs[2].data<float>(),
+         pairs = int64_t{inputs[2].shape(0)}, heads = int64_t{out.shape(1)},
+         tokens = int64_t{out.shape(2)}, dim = int64_t{out.shape(3)}, scale = scale_,
+         interleaved = interleaved_, y = out.data<float>()] {
+      thread_local kvd::Angles angles;
+      thread_local std::vector<float> room;
+      const int64_t batch = x.count() / (heads * tokens);
+      std::vector<float> positions(batch * tokens);
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t t = 0; t < tokens; ++t) {
+          positions[b * tokens + t] = static_cast<float>(offset[b * each] + t) * scale;
+        }
+      }
+      angles.turn(positions, frequencies, pairs);
+      for (int64_t row = 0; row < x.count(); ++row) {
+        const int64_t token = row / (heads * tokens) * tokens + row % tokens;
+        kvd::rotate(
+            x.row(row, room), angles.cosines.data() + token * pairs,
+            angles.sines.data() + token * pairs, pairs, dim, interleaved, y + row * dim);
+      }
+    });
+  }
+
+ private:
+  bool interleaved_;
+  float scale_;
+};
+
+// Tails with one more token a row: the same buffers, written in place. Nobody sees the new places
+// before, since the lengths of a row say how much of its tail there is.
+class Append : public Operation {
+ public:
+  using Operation::Operation;
+  DEFINE_NAME(KvdAppend)
+  DEFINE_DEFAULT_IS_EQUIVALENT()
+
+  // tails of keys and of values, [slots, heads, tokens, dim]; what is new, [rows or more, heads, 1,
+  // dim]; rows, [rows, 6] int32.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    const mx::array& about = inputs[4];
+    for (int side = 0; side < 2; ++side) {
+      outputs[side].copy_shared_buffer(inputs[side]);
+      const mx::array& tails = inputs[side];
+      run([x = Rows(inputs[2 + side]), about = about.data<int32_t>(), rows = about.shape(0),
+           heads = int64_t{tails.shape(1)}, tokens = int64_t{tails.shape(2)},
+           dim = int64_t{tails.shape(3)}, to = outputs[side].data<float>()] {
+        thread_local std::vector<float> room;
+        for (int64_t row = 0; row < rows; ++row) {
+          const int32_t* one = about + row * 6;
+          for (int64_t head = 0; head < heads; ++head) {
+            const float* from = x.row(row * heads + head, room);
+            float* at = to + ((one[0] * heads + head) * tokens + one[1] - 1) * dim;
+            std::copy(from, from + dim, at);
+          }
+        }
+      });
+    }
+  }
+};
+
+struct Packing {
+  int bits, group;
+  bool turned;  // values that are stored [dim, 64]
+};
+
+// What decode and prefill attention have in common: pages of some levels, and their packings.
+class Attention : public Operation {
+ public:
+  Attention(
+      mx::Stream stream, float scale, int keep, bool sinks, std::vector<Packing> keys,
+      std::vector<Packing> values)
+      : Operation(stream), scale_(scale), keep_(keep), sinks_(sinks), keys_(std::move(keys)),
+        values_(std::move(values)) {}
+
+  bool is_equivalent(const Primitive&) const override {
+    return false;
+  }
+
+ protected:
+  // inputs: queries, [pages, 3], dense keys and values, [.., heads, tokens, dim], then sinks if there
+  // are any, then the pools' arrays level by level.
+  kvd::Held held(const Arrays& inputs, int64_t v_dim) const {
+    const mx::array& queries = inputs[0];
+    kvd::Held found;
+    found.q_heads = queries.shape(1);
+    found.k_dim = queries.shape(3);
+    found.v_dim = v_dim;
+    found.kv_heads = inputs[2].shape(-3);
+    found.room = inputs[2].shape(-2);
+    found.scale = scale_;
+    found.keep = keep_;
+    found.pages = inputs[1].data<int32_t>();
+    found.dense_keys = inputs[2].data<float>();
+    found.dense_values = inputs[3].data<float>();
+    size_t next = 5;
+    found.sinks = sinks_ ? inputs[next++].data<float>() : nullptr;
+    for (size_t level = 0; level < keys_.size(); ++level) {
+      found.keys.push_back(side(inputs, next, keys_[level], found.k_dim, kvd::BLOCK));
+      found.values.push_back(
+          values_[level].turned ? side(inputs, next, values_[level], v_dim, kvd::BLOCK)
+                                : side(inputs, next, values_[level], kvd::BLOCK, v_dim));
+    }
+    return found;
+  }
+
+ private:
+  static kvd::Packed side(
+      const Arrays& inputs, size_t& next, Packing packing, int64_t a, int64_t b) {
+    kvd::Packed found;
+    found.bits = packing.bits;
+    found.group = packing.group;
+    found.a = a;
+    found.b = b;
+    found.turned = packing.turned;
+    found.words = static_cast<const uint8_t*>(inputs[next++].data<void>());
+    if (packing.bits != 16) {
+      found.scales = inputs[next++].data<float>();
+      found.biases = inputs[next++].data<float>();
+    }
+    return found;
+  }
+
+  float scale_;
+  int keep_;
+  bool sinks_;
+  std::vector<Packing> keys_, values_;
+};
+
+// One query a row.
+class Decode : public Attention {
+ public:
+  using Attention::Attention;
+  DEFINE_NAME(KvdDecodeAttention)
+
+  // The fifth input: [rows, 6] int32, a row's tail (slot, tokens in it, position of the first one),
+  // its pages (first, last + 1), and the first position that its query sees beyond `keep`.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const mx::array& queries = inputs[0];
+    run([held = held(inputs, out.shape(3)), x = queries.data<float>(),
+         batch = int64_t{queries.strides(0)}, heads = int64_t{queries.strides(1)},
+         each = int64_t{queries.strides(3)}, rows = inputs[4].data<int32_t>(),
+         count = int64_t{inputs[4].shape(0)}, all = int64_t{queries.shape(0)},
+         y = out.data<float>()] {
+      const int64_t repeats = held.q_heads / held.kv_heads, size = held.v_dim;
+      auto some = [&](int first, int last) {
+        kvd::HeadAttention attention(held);
+        for (int one = first; one < last; ++one) {
+          const int64_t row = one / held.kv_heads, head = one % held.kv_heads;
+          const int32_t* about = rows + row * 6;
+          attention.clear();
+          for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
+            attention.add(
+                x + row * batch + q * heads, each, {about[5], std::numeric_limits<int32_t>::max()},
+                held.sinks ? held.sinks + q : nullptr);
+          }
+          attention.pages(about[3], about[4], head);
+          attention.tokens(about[0], about[1], about[2], head);
+          for (int64_t r = 0; r < repeats; ++r) {
+            attention.result(r, y + (one * repeats + r) * size);
+          }
+        }
+      };
+      kvd::Pool::shared().share(static_cast<int>(count * held.kv_heads), 1, some);
+      std::fill(y + count * held.q_heads * size, y + all * held.q_heads * size, 0.0f);
+    });
+  }
+};
+
+// A chunk of one row's queries, [1, heads, tokens, dim], causally.
+class Prefill : public Attention {
+ public:
+  Prefill(
+      mx::Stream stream, float scale, int keep, bool sinks, std::vector<Packing> keys,
+      std::vector<Packing> values, int pages, int offset, int start)
+      : Attention(stream, scale, keep, sinks, std::move(keys), std::move(values)), pages_(pages),
+        offset_(offset), start_(start) {}
+  DEFINE_NAME(KvdPrefillAttention)
+
+  // The fifth input: [tokens] int32, the first position that each query sees beyond `keep`.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const mx::array& queries = inputs[0];
+    run([held = held(inputs, out.shape(3)), x = queries.data<float>(),
+         heads = int64_t{queries.strides(1)}, tokens = int64_t{queries.strides(2)},
+         each = int64_t{queries.strides(3)}, lows = inputs[4].data<int32_t>(),
+         count = int64_t{queries.shape(2)}, pages = pages_, offset = offset_, start = start_,
+         y = out.data<float>()] {
+      const int64_t repeats = held.q_heads / held.kv_heads;
+      const int64_t at_once = std::max<int64_t>(1, MOST_LINES / repeats);
+      const int64_t parts = (count + at_once - 1) / at_once;
+      auto some = [&](int first, int last) {
+        kvd::HeadAttention attention(held);
+        for (int one = first; one < last; ++one) {
+          // The last tokens see most: whoever is free takes the long pieces first.
+          const int64_t part = parts - 1 - one / held.kv_heads, head = one % held.kv_heads;
+          const int64_t from = part * at_once, to = std::min(count, from + at_once);
+          attention.clear();
+          for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
+            for (int64_t t = from; t < to; ++t) {
+              attention.add(
+                  x + q * heads + t * tokens, each, {lows[t], offset + t},
+                  held.sinks ? held.sinks + q : nullptr);
+            }
+          }
+          attention.pages(0, pages, head);
+          attention.tokens(0, offset + to - start, start, head);
+          int64_t line = 0;
+          for (int64_t q = head * repeats; q < (head + 1) * repeats; ++q) {
+            for (int64_t t = from; t < to; ++t) {
+              attention.result(line++, y + (q * count + t) * held.v_dim);
+            }
+          }
+        }
+      };
+      kvd::Pool::shared().share(static_cast<int>(parts * held.kv_heads), 1, some);
+    });
+  }
+
+ private:
+  static constexpr int64_t MOST_LINES = 64;  // queries that share a block while it is in the cache
+
+  int pages_, offset_, start_;
+};
+
+// Rows of a packed weight, [panels, inputs, 16], by their numbers.
+class LookUp : public Operation {
+ public:
+  using Operation::Operation;
+  DEFINE_NAME(KvdLookUp)
+  DEFINE_DEFAULT_IS_EQUIVALENT()
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    make(out);
+    const mx::array& packed = inputs[1];
+    if (packed.dtype() == mx::float16) {
+      look_up<kvd::Half>(inputs[0], packed, out);
+    } else if (packed.dtype() == mx::bfloat16) {
+      look_up<kvd::BFloat>(inputs[0], packed, out);
+    } else {
+      look_up<float>(inputs[0], packed, out);
+    }
+  }
+
+ private:
+  template <typename W>
+  void look_up(const mx::array& ids, const mx::array& packed, mx::array& out) {
+    run([ids = ids.data<int32_t>(), count = int64_t{static_cast<int64_t>(ids.size())},
+         weights = static_cast<const W*>(packed.data<void>()), inputs = int64_t{packed.shape(1)},
+         rows = int64_t{packed.shape(0)} * kvd::PANEL, y = out.data<float>()] {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t id = ids[i] < 0 ? ids[i] + rows : ids[i];
+        const W* from = weights + id / kvd::PANEL * inputs * kvd::PANEL + id % kvd::PANEL;
+        for (int64_t k = 0; k < inputs; ++k) {
+          y[i * inputs + k] = kvd::widen(from[k * kvd::PANEL]);
+        }
+      }
+    });
+  }
+};
+
+mx::array multiply(
+    const mx::array& x, const mx::array& packed, int outputs, const std::optional<mx::array>& bias) {
+  mx::Shape shape = x.shape();
+  shape.back() = outputs;
+  Arrays inputs{x, packed};
+  if (bias) {
+    inputs.push_back(*bias);
+  }
+  return mx::array(shape, mx::float32, std::make_shared<Multiply>(cpu()), std::move(inputs));
+}
+
+mx::array look_up(const mx::array& ids, const mx::array& packed) {
+  mx::Shape shape = ids.shape();
+  shape.push_back(packed.shape(1));
+  return mx::array(shape, mx::float32, std::make_shared<LookUp>(cpu()), {mx::contiguous(ids), packed});
+}
+
+mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps) {
+  Arrays inputs{x};
+  if (weight) {
+    inputs.push_back(*weight);
+  }
+  return mx::array(x.shape(), mx::float32, std::make_shared<Norm>(cpu(), eps), std::move(inputs));
+}
+
+mx::array swiglu(const mx::array& gate, const mx::array& x) {
+  return mx::array(x.shape(), mx::float32, std::make_shared<Gate>(cpu()), {gate, x});
+}
+
+mx::array rope(
+    const mx::array& x, const mx::array& offsets, const mx::array& frequencies, bool interleaved,
+    float scale) {
+  return mx::array(
+      x.shape(), mx::float32, std::make_shared<Rotate>(cpu(), interleaved, scale),
+      {x, offsets, frequencies});
+}
+
+std::pair<mx::array, mx::array> append(
+    const mx::array& tail_keys, const mx::array& tail_values, const mx::array& keys,
+    const mx::array& values, const mx::array& rows) {
+  Arrays both = mx::array::make_arrays(
+      {tail_keys.shape(), tail_values.shape()}, {mx::float32, mx::float32},
+      std::make_shared<Append>(cpu()), {tail_keys, tail_values, keys, values, rows});
+  return {both[0], both[1]};
+}
+
+using Told = std::vector<std::tuple<int, int, bool>>;
+
+std::vector<Packing> packings(const Told& told) {
+  std::vector<Packing> found;
+  for (const auto& [bits, group, turned] : told) {
+    found.push_back({bits, group, turned});
+  }
+  return found;
+}
+
+template <typename Kind, typename... Rest>
+mx::array attend(
+    const mx::array& queries, const mx::array& pages, const mx::array& keys,
+    const mx::array& values, const mx::array& about, const Arrays& pools, const Told& key_packings,
+    const Told& value_packings, float scale, int keep, const std::optional<mx::array>& sinks,
+    Rest... rest) {
+  Arrays inputs{queries, pages, keys, values, about};
+  if (sinks) {
+    inputs.push_back(*sinks);
+  }
+  inputs.insert(inputs.end(), pools.begin(), pools.end());
+  mx::Shape shape = queries.shape();
+  shape.back() = values.shape(-1);
+  return mx::array(
+      shape, mx::float32,
+      std::make_shared<Kind>(
+          cpu(), scale, keep, sinks.has_value(), packings(key_packings), packings(value_packings),
+          rest...),
+      std::move(inputs));
+}
+
+mx::array decode_attention(
+    const mx::array& queries, const mx::array& pages, const mx::array& tail_keys,
+    const mx::array& tail_values, const mx::array& rows, const Arrays& pools, const Told& keys,
+    const Told& values, float scale, int keep, const std::optional<mx::array>& sinks) {
+  return attend<Decode>(
+      queries, pages, tail_keys, tail_values, rows, pools, keys, values, scale, keep, sinks);
+}
+
+mx::array prefill_attention(
+    const mx::array& queries, const mx::array& pages, const mx::array& keys,
+    const mx::array& values, const mx::array& lows, const Arrays& pools, const Told& key_packings,
+    const Told& value_packings, float scale, int keep, const std::optional<mx::array>& sinks,
+    int count, int offset, int start) {
+  return attend<Prefill>(
+      queries, pages, mx::contiguous(keys), mx::contiguous(values), lows, pools, key_packings,
+      value_packings, scale, keep, sinks, count, offset, start);
+}
+
+}  // namespace
+
+NB_MODULE(kvd_native, m) {
+  m.def("multiply", &multiply, "x"_a, "packed"_a, "outputs"_a, "bias"_a.none() = nb::none());
+  m.def("look_up", &look_up, "ids"_a, "packed"_a);
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
+  m.def("swiglu", &swiglu, "gate"_a, "x"_a);
+  m.def("rope", &rope, "x"_a, "offsets"_a, "frequencies"_a, "interleaved"_a, "scale"_a);
+  m.def("append", &append, "tail_keys"_a, "tail_values"_a, "keys"_a, "values"_a, "rows"_a);
+  m.def(
+      "decode_attention", &decode_attention, "queries"_a, "pages"_a, "tail_keys"_a,
+      "tail_values"_a, "rows"_a, "pools"_a, "keys"_a, "values"_a, "scale"_a, "keep"_a,
+      "sinks"_a.none());
+  m.def(
+      "prefill_attention", &prefill_attention, "queries"_a, "pages"_a, "keys"_a, "values"_a,
+      "lows"_a, "pools"_a, "key_packings"_a, "value_packings"_a, "scale"_a, "keep"_a,
+      "sinks"_a.none(), "count"_a, "offset"_a, "start"_a);
+  m.def("threads", [] { return kvd::Pool::shared().threads(); });
+  m.def("use_threads", [](int count) { kvd::Pool::shared().resize(count); }, "count"_a);
+}
