@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.worker.choices import Choices
+from kvd.worker.remembered import Reader
 from kvd.worker.runner import Row
 from kvd.worker.sampler import RowSettings
 from kvd.worker.text import TextStream
-from kvd.worker.waiting import Path
 from protocol.worker import Submit
 
 Key = tuple[str, int]
@@ -46,6 +46,8 @@ class Request:
     completions: list[Completion]
     """Those that hold something here; they go one by one."""
     over: Choices
+    reader: Reader
+    """Its prompt, as far as it may be shared."""
     row: Row | None = None
     """Where its prompt is read; empty again once its completions have rows of their own."""
     frozen: Any = None
@@ -54,16 +56,6 @@ class Request:
     """How much that is, in the budget's pages."""
     begun: bool = False
     """Whether its completions have had rows."""
-    path: Path = ()
-    """Names of its prompt's beginnings (`kvd.worker.waiting`)."""
-    waits: bool = False
-    """Whether its prompt is still to be read, and can go on from a checkpoint."""
-    looked_at: int = -1
-    """How many checkpoints had been made when it was last looked for one."""
-    boundaries: set[int] = field(default_factory=set)
-    """Where its prefill is to leave checkpoints, from when it has begun."""
-    has_left: bool = False
-    """Whether the checkpoint that its place has room for is made."""
 
     @property
     def rid(self) -> str:
@@ -73,7 +65,7 @@ class Request:
     @property
     def salt(self) -> str:
         """What keeps its prompt apart from others' prompts."""
-        return self.submit.prefix_salt or ""
+        return self.reader.salt
 
     @property
     def live(self) -> list[Completion]:

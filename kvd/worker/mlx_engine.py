@@ -36,6 +36,7 @@ from kvd.worker.completion import Completion, Key, Request
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
 from kvd.worker.native import choice
 from kvd.worker.prompts import Prompts
+from kvd.worker.remembered import Remembered, Room
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
 from kvd.worker.scheduler import Chunk, Plan, Scheduler
@@ -125,10 +126,12 @@ class MLXEngine:
     def _begin(self, command: LoadModel, base: int, ask_grant: AskGrant) -> None:
         cache = self._runner.cache
         unit = cache.unit_bytes
-        kv, tree, row_bytes = command.kv, None, cache.row_bytes
+        kv, remembered, row_bytes = command.kv, None, cache.row_bytes
         if isinstance(cache, ModelCache) and kv.prefix_cache:
             tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
-            row_bytes += cache.checkpoint_bytes  # of its prompt's end, which it leaves
+            room = Room(self._spare_bytes, cache.checkpoint_bytes, cache.checkpoint_charge)
+            remembered = Remembered(tree, room)
+            row_bytes += room.own  # for the first checkpoint that it leaves
         row_pages = -(-row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = loading.demand(ask_grant, base + first * unit, "first pages")
@@ -146,12 +149,7 @@ class MLXEngine:
             row_pages=row_pages,
             rest_pages=first,
         )
-        self._prompts = Prompts(
-            self._runner,
-            tree,
-            self._text,
-            lambda: self._admission.spare(self._held()) * unit,
-        )
+        self._prompts = Prompts(self._runner, remembered, self._text)
 
     # Requests.
 
@@ -172,10 +170,9 @@ class MLXEngine:
             Completion((request.rid, choice), self._text.stream(request, prompt))
             for choice in range(request.n)
         ]
-        path = self._prompts.path(request, prompt)
-        accepted = Request(
-            request, prompt, max_new, completions, Choices(request, len(prompt)), path=path
-        )
+        reader = self._prompts.reader(request, prompt)
+        over = Choices(request, len(prompt))
+        accepted = Request(request, prompt, max_new, completions, over, reader)
         self._admission.submit(
             request.rid,
             len(prompt),
@@ -183,7 +180,7 @@ class MLXEngine:
             priority=request.priority,
             deadline=None if request.deadline_s is None else self._clock() + request.deadline_s,
             choices=request.n,
-            path=path if request.prompt_logprobs is None else (),
+            path=() if reader.whole else reader.path,
         )
         self._requests[request.rid] = accepted
         self._prompts.expect(accepted)
@@ -319,8 +316,9 @@ class MLXEngine:
         return turn.plan
 
     def _ask_for_checkpoints(self) -> None:
-        if claimed := self._prompts.claimed:
-            pages = -(-claimed // self._admission.budget.page_bytes)
+        remembered = self._prompts.remembered
+        if remembered is not None and remembered.claimed:
+            pages = -(-remembered.claimed // self._admission.budget.page_bytes)
             wish = self._admission.want_spare(pages, self._held())
             if wish is not None:
                 self._reports.append(wish)
@@ -548,14 +546,18 @@ class MLXEngine:
 
     def _kept_free(self) -> int:
         """Bytes of the grant that places have for tails and checkpoints to come, not for pools."""
-        prompts, cache, unit = self._prompts, self._runner.cache, self._admission.budget.page_bytes
-        if prompts.tree is None:
+        remembered, cache = self._prompts.remembered, self._runner.cache
+        if remembered is None:
             return 0
-        slots = cache.tail_slots
+        slots, unit = cache.tail_slots, self._admission.budget.page_bytes
         places = max(slots, self._scheduler.places)
-        made = min(places, prompts.left_early) * cache.checkpoint_bytes
+        made = min(places, remembered.left_early) * cache.checkpoint_bytes
         kept: int = places * self._admission.row_pages * unit - slots * cache.row_bytes - made
-        return kept + prompts.claimed + unit  # all is counted in whole pages elsewhere
+        return kept + remembered.claimed + unit  # all is counted in whole pages elsewhere
+
+    def _spare_bytes(self) -> int:
+        """Bytes of the grant that nobody holds and no place may come to need."""
+        return self._admission.spare(self._held()) * self._admission.budget.page_bytes
 
     @property
     def _charged_pages(self) -> int:

@@ -234,8 +234,7 @@ class Company(RuleBasedStateMachine):
                 assert outcome == right
         engine = self.driver.engine
         assert not engine._runner.cache.sequences
-        assert not len(engine._prompts._waiting)
-        assert engine._prompts.claimed == engine._prompts.left_early == 0
+        assert engine._prompts.remembered.idle
 
 
 TestCompany = Company.TestCase

@@ -151,6 +151,11 @@ class PrefixTree:
         node = self._deepest(tokens, salt)
         return 0 if node is None else node.depth
 
+    def found(self, tokens: Sequence[int], salt: str = "") -> Hit:
+        """Return what `match` would; nothing is counted."""
+        node = self._deepest(tokens, salt)
+        return Hit(0) if node is None else Hit(node.depth, node.frozen)
+
     def _deepest(self, tokens: Sequence[int], salt: str) -> _Node | None:
         for node in reversed(list(self._path(tokens, salt))):
             if node.frozen is not None and self._sound(node):
