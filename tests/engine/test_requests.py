@@ -243,7 +243,7 @@ def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
         if running:
             rid = rng.choice(running)
             moves.append(functools.partial(_park, demo, rid, parked))
-            if rng.random() < 0.1:
+            if rng.random() < 0.06:
                 cancelled.add(rid)
                 demo.engine.cancel(rid)
         if parked:
