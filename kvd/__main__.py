@@ -1,4 +1,4 @@
-"""`kvd`: the daemon's command line. Parses and hands over; `kvd.daemon` does the work."""
+"""`kvd`: the daemon's command line. Parses and hands over; `kvd.serve` does the work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvd import exits
 from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.usage import Command, Group
 from kvd.home import locate
+from kvd.options import Options
+from kvd.serve import become
 from kvd.units import parse_bytes
 from protocol.errors import KvdError
 from protocol.types import KVSpec
@@ -64,21 +66,19 @@ def serve(
     kv: KVSpec | None,
 ) -> None:
     """Serve in the foreground. Ctrl-C or SIGTERM drains and exits 0, a second one forces."""
-    from kvd import daemon  # noqa: PLC0415 - `kvd version` and errors in options need none of it
-
     if kv and not model:
         raise typer.BadParameter(
             "options of the KV cache are for the models of --model; those of config.toml have "
             "their own there (kv)"
         )
-    options = daemon.Options(
+    options = Options(
         home=locate(home),
         budget_bytes=budget,
         models=tuple(model or ()),
         kv=kv or KVSpec(),
         fake=fake,
     )
-    raise typer.Exit(daemon.run(options))
+    become(options)
 
 
 @app.command(cls=Command)

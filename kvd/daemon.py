@@ -23,6 +23,7 @@ from actors.system import Identity, Settings, System, SystemFault
 from kvd import blas, config, listen, logs, memory
 from kvd.exits import Exit
 from kvd.home import check_socket_path
+from kvd.options import Options
 from kvd.sources import absolute
 from kvd.spawn import Spawner
 from kvd.units import format_bytes
@@ -50,20 +51,6 @@ class Start:
     source: str
     alias: str | None = None
     kv: KVSpec = field(default_factory=KVSpec)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line lays over the configuration."""
-
-    home: Home
-    budget_bytes: int | None = None
-    models: tuple[str, ...] = ()
-    """Loaded at start, in place of those of the configuration."""
-    kv: KVSpec = field(default_factory=KVSpec)
-    """Of those models."""
-    fake: bool = False
-    """Workers run the fake engine: no model, no MLX."""
 
 
 def run(options: Options) -> Exit:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from kvd.config import Config, parse
-from kvd.daemon import Daemon, Options, Start, welcome
+from kvd.daemon import Daemon, Start, welcome
 from kvd.home import Home
+from kvd.options import Options
 from protocol.types import KVSpec
 from tests.kvd.stub import MODEL
 
@@ -59,3 +62,9 @@ def test_the_welcome_names_what_failed_and_suggests_nothing_of_it(home: Home):
     text = welcome(home, [MODEL], [("big", "it does not fit")])
     assert "failed  big: it does not fit" in text
     assert "generate demo" in text
+
+
+def test_what_the_command_line_said_reaches_the_daemon(tmp_path):
+    root = tmp_path / os.fsdecode(b"caf\xe9 \xff")  # file names need not be UTF-8
+    said = Options(Home(root), 5, ("demo", "/ä"), KVSpec(8, 4, floors={-1: "k8v8"}), fake=True)
+    assert Options.unpacked(said.packed()) == said

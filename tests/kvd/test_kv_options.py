@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
-from kvd import daemon
 from kvd.__main__ import app as kvd_app
 from kvd.cli.app import app as kvctl_app
 from kvd.exits import Exit
 from kvd.home import Home
+from kvd.options import Options
 from protocol.types import KVSpec
 from tests.kvd.stub import stub_daemon, well
 
@@ -29,8 +31,10 @@ def asked(request, home: Home, monkeypatch):
         return done.exit_code, done.output, [it.kv for it in requests if hasattr(it, "kv")]
 
     def serve(options: str):
-        ran: list[daemon.Options] = []
-        monkeypatch.setattr(daemon, "run", lambda it: ran.append(it) or Exit.OK)
+        ran: list[Options] = []
+        monkeypatch.setattr(
+            os, "execve", lambda _, words, __: ran.append(Options.unpacked(words[-1]))
+        )
         arguments = ["serve", "--home", str(home.root), "--model", "demo", *options.split()]
         done = CliRunner().invoke(kvd_app, arguments, env={"COLUMNS": "400"})
         return done.exit_code, done.output, [it.kv for it in ran]
