@@ -18,6 +18,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache
 
 from kvd.worker.attention.decode import decode_attention
+from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import RectangleKVCache
 from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
@@ -28,6 +29,9 @@ from kvd.worker.cache.lowering import Lowering
 from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.runner import Runner
+from kvd.worker.scheduling.row import Place
+from kvd.worker.scheduling.row import Row as Waiting
+from kvd.worker.scheduling.turns import Turns
 
 pytestmark = pytest.mark.mlx
 
@@ -283,6 +287,34 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
     # Of four layers, the chunk behind its tail, and its pages that await the flush.
     tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.layer_page_bytes()[0])
     assert max(peaks) <= SCRATCH + tails + NOISE
+
+
+def test_a_group_takes_what_a_single_chunk_may_take() -> None:
+    """Each of its rows brings a tail, and its pages dense for a moment: no more than 5 fit."""
+    loop = Loop()
+    chunk, width = 256, 8
+    rows = [loop.fill(15) for _ in range(33)]
+    waiting = [
+        Waiting(str(number), 1024 + width + 1, Place(number, number), 0, None, 0, 0, 1, 1024)
+        for number in range(len(rows))
+    ]
+    group = Turns(chunk=chunk, budget=chunk, group=True).choose(waiting)
+    chosen = [rows[int(one.rid)] for one in group]
+    own = mx.random.normal((len(chosen), GEOMETRY.kv_heads, width, GEOMETRY.k_dim))
+    mx.eval(own)
+    with watched(loop) as watch:
+        loop.cache.begin_group(chosen, [width] * len(chosen), width)
+        outputs = []
+        for view in loop.cache.views(chosen):
+            handle, _ = view.update_and_fetch(own, own)
+            outputs.append(group_attention(own, handle, 0.1).sum())
+        loop.cache.end_pass()
+        mx.eval(outputs)
+        loop.cache.finish_prefill()
+
+    assert {row.length for row in rows} == {1024, 1024 + width}
+    assert len(chosen) == 5
+    assert watch.peak <= SCRATCH * 3 // 4 + 4 * GEOMETRY.dense_bytes(chunk + 127) + NOISE
 
 
 def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
