@@ -72,7 +72,7 @@ def info_of(
         kv_layout=describe.layout(cache),
         page_bytes=64 * growing,
         kv_bytes_per_token=growing,
-        attention_path=served.path + (", compiled steps" if served.runner.compiled else ""),
+        attention_path=_path(served),
         attention_error=served.error,
         kv=parts,
         kv_ladder=describe.ladder(cache),
@@ -140,6 +140,16 @@ def demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
             available_bytes=grant.available_bytes,
         )
     return grant
+
+
+def _path(served: probe.Served) -> str:
+    runner = served.runner
+    how = [served.path]
+    if runner.compiled:
+        how.append("compiled steps")
+    if runner.groups:
+        how.append("grouped prefill")
+    return ", ".join(how)
 
 
 def _device() -> str:
