@@ -16,6 +16,7 @@ from kvd.worker.budget import mebibytes
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.engine import AskGrant
+from kvd.worker.runner import Runner
 from protocol.errors import InsufficientMemory
 from protocol.types import ModelInfo
 from protocol.worker import Grant, LoadModel
@@ -29,7 +30,9 @@ MiB a worker held 90 MB more, and took no less processor time.
 FREED_BYTES = 128 * 1024 * 1024
 """The same where the device has its own memory calls, which are slow."""
 TRACE_BYTES = 160 * 1024
-"""What a compiled step holds for one layer: its graph, on the host (measured: 0.14 MB)."""
+"""What a compiled step holds for one layer: its graph, on the host (measured: 140 KB)."""
+NATIVE_TRACE_BYTES = 24 * 1024
+"""The same where a layer's attention is one operation of `kvd.worker.native` (19 KB)."""
 CHUNK_COPIES = 8
 """Of the widest activations of a prefill chunk, alive at once (measured: 6)."""
 LOOSE_BYTES = 32 * 1024 * 1024
@@ -88,7 +91,7 @@ def freed_bytes() -> int:
     return FREED_BYTES_ON_CPU if _on_cpu() else FREED_BYTES
 
 
-def base_bytes(loaded: model.LoadedModel, command: LoadModel, *, steps_compiled: bool) -> int:
+def base_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) -> int:
     """Return what this worker is charged for beside its pages, measured when all is loaded.
 
     The cache must have no pages. Gives what loading has freed back to the system.
@@ -98,15 +101,22 @@ def base_bytes(loaded: model.LoadedModel, command: LoadModel, *, steps_compiled:
     held = memory.measured()
     if not _on_cpu() and not mx.metal.is_available():  # a device with memory of its own
         held += mx.get_active_memory()
-    traces = compiled.MOST_TRACES * TRACE_BYTES * len(loaded.model.layers) * steps_compiled
     return (
         held
         + freed_bytes()
-        + traces
         + LOOSE_BYTES
+        + _traces_bytes(runner)
         + _chunk_bytes(loaded.config, command.prefill_chunk)
         + command.attention_scratch
     )
+
+
+def _traces_bytes(runner: Runner) -> int:
+    if not runner.compiled:
+        return 0
+    layers = [layer for store in runner.cache.stores for layer in store.layers]
+    native = all(store.native is not None for store in runner.cache.stores)
+    return compiled.MOST_TRACES * len(layers) * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
 
 
 def _chunk_bytes(config: dict[str, Any], tokens: int) -> int:

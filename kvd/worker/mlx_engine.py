@@ -117,7 +117,7 @@ class MLXEngine:
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
         self._sampler = Sampler(loaded.vocab_size)
-        base = loading.base_bytes(loaded, command, steps_compiled=self._runner.compiled)
+        base = loading.base_bytes(loaded, command, self._runner)
         self._begin(command, base, ask_grant)
         return loading.info_of(
             command, loaded, served, verdict, has_chat_template=self._text.has_chat_template
