@@ -3,8 +3,9 @@
 ``fake:tps=200,load=0.1,crash_after=50`` is a model that takes 0.1 s to load, makes 200 steps a
 second and ends its process in step 50; `FakeModel` has all the keys. Its tokens are a pure
 function of prompt, seed, choice and position; their logprobs are made up, but are those of one
-distribution. Bias, penalties and filters change nothing. It asks for grants, queues and prefills
-as the real one does, so that the daemon and everything above it can be tested without MLX.
+distribution. Bias, penalties and filters change nothing. It asks for grants, queues, prefills and
+remembers prompts as the real one does, so that the daemon and everything above it can be tested
+without MLX.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import msgspec
 
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget, mebibytes
+from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.choices import Choices, check_ids, late
 from kvd.worker.engine import unwatched
+from kvd.worker.fake_pages import FakePages, Pages
 from kvd.worker.fake_story import VOCABULARY, Story, word
+from kvd.worker.remembered import Reader, Remembered, Room, next_chunks
 from kvd.worker.scheduler import Scheduler
 from kvd.worker.stops import StopFilter
 from protocol.errors import (
@@ -135,6 +139,11 @@ class _Row:
     choices: list[_Choice]
     """Those that still run."""
     over: Choices
+    reader: Reader
+    pages: Pages
+    """Of its prompt."""
+    holds: bool = False
+    """Whether it has begun, and so has them."""
     made: int = 0
 
     @property
@@ -162,6 +171,7 @@ class FakeEngine:
     _on_phase: OnPhase = unwatched
     _most_rows: int = 0
     _prompt_tokens: int = 0
+    _computed_tokens: int = 0
     _generated_tokens: int = 0
 
     # Loading.
@@ -194,6 +204,10 @@ class FakeEngine:
             max_rows=command.max_rows, chunk=command.prefill_chunk, group=True
         )
         self._admission = Admission(self._scheduler, budget, row_pages=0, rest_pages=model.pages)
+        self._pages = FakePages(model.page_bytes)
+        kv = command.kv
+        tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+        self._remembered = Remembered(tree, Room(free=lambda: 0, own=0, charge=lambda _end: 0))
         return ModelInfo(
             architecture="Fake",
             parameters=0,
@@ -227,6 +241,7 @@ class FakeEngine:
             )
         check_ids(request, VOCABULARY)
         max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
+        salt, scored = request.prefix_salt or "", request.prompt_logprobs is not None
         row = _Row(
             request,
             Story(prompt, _seed_of(request.sampling)),
@@ -234,6 +249,8 @@ class FakeEngine:
             frozenset(request.stop_tokens),
             [_Choice(number, StopFilter(request.stop)) for number in range(request.n)],
             Choices(request, len(prompt)),
+            self._remembered.reader(request.rid, prompt, salt, whole=scored),
+            self._pages.of(prompt, salt),
         )
         self._admission.submit(
             request.rid,
@@ -242,8 +259,10 @@ class FakeEngine:
             priority=request.priority,
             deadline=None if request.deadline_s is None else self.clock() + request.deadline_s,
             choices=request.n,
+            path=() if scored else row.reader.path,
         )
         self._rows[request.rid] = row
+        self._remembered.expect(row.reader)
         self._prompt_tokens += len(prompt)
         return len(prompt)
 
@@ -286,18 +305,22 @@ class FakeEngine:
             self._hang()
         for rid in self._scheduler.expired(self.clock()):
             self._fail(self._rows[rid], late(self._rows[rid].made))
-        turn = self._admission.turn(Held())
+        turn = self._admission.turn(self._held)
+        if turn.evict_pages and self._remembered.tree.evict(
+            turn.evict_pages * self._model.page_bytes
+        ):
+            turn = self._admission.turn(self._held)
         plan = turn.plan
         self._tell(turn.wish)
         if turn.refused is not None:
             rid, error = turn.refused
             self._fail(self._rows[rid], error)
-        for chunk in plan.group:
-            self._scheduler.prefilled(chunk.rid, chunk.end)
+        if plan.group:
+            self._prefill()
         self._most_rows = max(self._most_rows, len(plan.decode))
         for rid in plan.decode:
             self._advance(self._rows[rid])
-        self._tell(self._admission.rest())
+        self._tell(self._admission.rest(self._held.cached))
         reports, self._reports = self._reports, []
         return reports
 
@@ -308,6 +331,27 @@ class FakeEngine:
         if self._next_step_at > now:
             self.sleep(self._next_step_at - now)
         self._next_step_at = max(now, self._next_step_at) + 1.0 / self._model.tps
+
+    def _prefill(self) -> None:
+        for chunk in next_chunks(self._scheduler, self._is_known, self._begin):
+            row = self._rows[chunk.rid]
+            self._computed_tokens += chunk.length
+            self._scheduler.prefilled(chunk.rid, chunk.end)
+            self._remembered.was_read(row.reader, chunk.end, (row.pages, chunk.end))
+
+    def _is_known(self, rid: str) -> bool:
+        return self._remembered.is_known(self._rows[rid].reader)
+
+    def _begin(self, rid: str) -> int:
+        row = self._rows[rid]
+        hit = self._remembered.begin(row.reader)
+        self._pages.hold(row.pages)
+        row.holds, row.over.cached_tokens = True, hit.tokens
+        return hit.tokens
+
+    @property
+    def _held(self) -> Held:
+        return Held(cached=self._remembered.tree.nbytes // self._model.page_bytes)
 
     def _tell(self, wish: GrantWanted | None) -> None:
         if wish is not None:
@@ -387,6 +431,9 @@ class FakeEngine:
         self._release(row)
 
     def _release(self, row: _Row) -> None:
+        if row.holds:
+            self._pages.drop(row.pages)
+        self._remembered.forget(row.reader)
         self._admission.finish(row.rid)
         del self._rows[row.rid]
 
@@ -408,6 +455,8 @@ class FakeEngine:
             pages_used=used,
             pages_total=self._admission.budget.pages,
             prompt_tokens=self._prompt_tokens,
+            computed_tokens=self._computed_tokens,
+            prefix=self._remembered.use,
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._model.weights,

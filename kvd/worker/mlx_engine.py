@@ -36,10 +36,10 @@ from kvd.worker.completion import Completion, Key, Request
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
 from kvd.worker.native import choice
 from kvd.worker.prompts import Prompts
-from kvd.worker.remembered import Remembered, Room
+from kvd.worker.remembered import Remembered, Room, next_chunks
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
-from kvd.worker.scheduler import Chunk, Plan, Scheduler
+from kvd.worker.scheduler import Plan, Scheduler
 from kvd.worker.text import Text
 from protocol.errors import ContextTooLong, KvdError, NumericalError
 from protocol.messages import FinishReason
@@ -488,29 +488,18 @@ class MLXEngine:
     def _prefill(self) -> None:
         self._on_phase("prefill")
         self._drain()
-        group = self._look_up()
+        group = next_chunks(self._scheduler, self._is_known, self._begin_prompt)
         self._reports += self._prompts.read(
             [(self._requests[chunk.rid], chunk.start, chunk.end) for chunk in group]
         )
         for chunk in group:
             self._scheduler.prefilled(chunk.rid, chunk.end)
 
-    def _look_up(self) -> tuple[Chunk, ...]:
-        """Begin prompts where they have been read already; return the chunks that come next."""
-        scheduler = self._scheduler
-        for rid in scheduler.fresh:
-            if self._prompts.is_known(self._requests[rid]) and rid in scheduler.fresh:
-                self._begin_prompt(rid)
-        while True:
-            group = scheduler.next_group()
-            # One at a time: the next one may have to wait for what this one reads.
-            fresh = next((one.rid for one in group if self._requests[one.rid].row is None), None)
-            if fresh is None:
-                return group
-            self._begin_prompt(fresh)
+    def _is_known(self, rid: str) -> bool:
+        return self._prompts.is_known(self._requests[rid])
 
-    def _begin_prompt(self, rid: str) -> None:
-        self._scheduler.skip_to(rid, self._prompts.begin(self._requests[rid]))
+    def _begin_prompt(self, rid: str) -> int:
+        return self._prompts.begin(self._requests[rid])
 
     def _lower(self) -> None:
         self._on_phase("pools")

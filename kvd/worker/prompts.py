@@ -74,6 +74,9 @@ class Prompts:
 
         In one forward pass, but for prompts that are to be scored: returns the logprobs of these.
         """
+        for request, _, _ in chunks:
+            if request.row is None:  # it was begun, and lost its row before anything was in it
+                request.row = self._runner.cache.new_row()
         plain = [one for one in chunks if one[0].submit.prompt_logprobs is None]
         if plain:
             rows = [request.row for request, _, _ in plain]

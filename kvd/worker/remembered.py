@@ -24,8 +24,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.worker.cache.prefix import Hit, PrefixTree
+from kvd.worker.scheduler import Chunk, Scheduler
 from kvd.worker.waiting import Path, Waiting, path_of
 from protocol.types import PrefixUse
+
+
+def next_chunks(
+    scheduler: Scheduler, is_known: Callable[[str], bool], begin: Callable[[str], int]
+) -> tuple[Chunk, ...]:
+    """Begin prompts where they have been read already; return the chunks that come next.
+
+    ``is_known(rid)``: whether a beginning has come into the cache; such a prompt need not wait for
+    its turn to take it. ``begin(rid)`` gives a request its row and returns the tokens in it.
+    """
+    for rid in scheduler.fresh:
+        if is_known(rid) and rid in scheduler.fresh:
+            scheduler.skip_to(rid, begin(rid))
+    while True:
+        group = scheduler.next_group()
+        # One at a time: the next one may have to wait for what this one reads.
+        fresh = next((chunk.rid for chunk in group if not scheduler.is_read(chunk.rid)), None)
+        if fresh is None:
+            return group
+        scheduler.skip_to(fresh, begin(fresh))
 
 
 @dataclass(eq=False)
@@ -82,7 +103,8 @@ class Remembered:
 
     def reader(self, rid: str, tokens: Sequence[int], salt: str, *, whole: bool) -> Reader:
         """Return a prompt that comes; cutting it is all that it costs here."""
-        return Reader(rid, tokens, salt, path_of(tokens, salt, self.tree.chunk), whole)
+        path = path_of(tokens, salt, self.tree.chunk) if self.tree.cap_bytes else ()
+        return Reader(rid, tokens, salt, path, whole)
 
     def expect(self, reader: Reader) -> None:
         """Let a prompt wait: who is read meanwhile leaves a checkpoint where it parts from it."""

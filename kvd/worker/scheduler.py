@@ -170,6 +170,10 @@ class Scheduler:
             if not row.reads and not is_being_read(row, reading, self._chunk)
         )
 
+    def is_read(self, rid: str) -> bool:
+        """Return whether a request's prompt has begun: it was looked up, or a chunk of it ran."""
+        return self._states.find(rid).reads
+
     def has_begun(self, rid: str) -> bool:
         """Return whether a request was ever admitted, and so has something to lose."""
         return self._states.find(rid).started
