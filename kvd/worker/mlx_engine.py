@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvd.worker import loading, memory, model, probe, verdicts
+from kvd.worker import loading, model, probe, verdicts
 from kvd.worker.admission import Admission, Held, Turn
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.composite import ModelCache
@@ -97,8 +97,8 @@ class MLXEngine:
         mx.set_cache_limit(loading.freed_bytes())
         path = model.resolve(command.source, progress)
         headers = model.inspect(path)
-        needed = memory.footprint() + headers.weights_bytes + loading.freed_bytes()
         progress("waiting for memory", 0.05)
+        needed = loading.first_bytes(headers, command)
         loading.demand(ask_grant, needed, "weights and scratch")
         progress("weights", 0.1)
         loaded = model.load(
