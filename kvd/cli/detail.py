@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvd.cli import render
 from kvd.units import format_bytes
-from protocol.types import KVPart, KVSpec, MemoryUse, ModelInfo, ModelStatus
+from protocol.types import KVPart, KVSpec, MemoryUse, ModelInfo, ModelStatus, PrefixUse
 
 _GAP = 2
 
@@ -27,6 +27,8 @@ def page(value: ModelStatus) -> RenderableType:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
         lines.append(("", info.kv_layout + size))
     lines += _memory(value.stats.memory, value.granted_bytes)
+    if value.kv.prefix_cache and info:
+        lines.append(("prompts", _prompts(value.stats.prefix)))
     parts: list[RenderableType] = [_head(value), _pairs(lines)]
     if info and info.kv:
         parts += [Text(), _parts(info.kv), *_reasons(info.kv)]
@@ -79,6 +81,19 @@ def _memory(use: MemoryUse, granted: int) -> list[tuple[str, str]]:
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in kinds if count)
     whole = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
     return [("memory", f"{whole}: {text}" if text else whole)]
+
+
+def _prompts(use: PrefixUse) -> str:
+    """Return what came of remembering prompts; hits are counted in tokens."""
+    share = render.share_of_hits(use)
+    found = f"{use.hit_tokens} of {use.query_tokens} tokens found in the cache"
+    held = f"{_count(use.checkpoints, 'checkpoint')} in {format_bytes(use.held)}"
+    gone = f", {use.evicted} made room for others" if use.evicted else ""
+    return f"{found}{f' ({share})' if share else ''}; {held}{gone}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _parts(parts: list[KVPart]) -> Table:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.units import format_bytes, format_duration
-from protocol.types import DaemonStatus, ModelInfo, ModelStatus
+from protocol.types import DaemonStatus, ModelInfo, ModelStatus, PrefixUse
 
 _COLOURS = {
     "ready": "green",
@@ -21,10 +21,10 @@ _COLOURS = {
 _PRESSURE = {"warning": "yellow", "critical": "bold red"}
 _COLUMNS = (
     *("MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"),
-    *("GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID", "SOURCE"),
+    *("GRANTED", "KV USED", "HITS", "CONTEXT", "ATTENTION", "PID", "SOURCE"),
 )
 _DROPPED = (
-    *("SOURCE", "PID", "ATTENTION", "CONTEXT", "KV USED", "GRANTED"),
+    *("SOURCE", "PID", "ATTENTION", "CONTEXT", "HITS", "KV USED", "GRANTED"),
     *("PAGES", "KV", "TOK/S", "ROWS", "MEMORY"),
 )
 """What is left out where it does not fit, in this order."""
@@ -149,11 +149,17 @@ def _cells(value: ModelStatus) -> dict[str, str | Text]:
         "MEMORY": format_bytes(memory.footprint),
         "GRANTED": format_bytes(value.granted_bytes),
         "KV USED": format_bytes(memory.kv_pages_used + memory.kv_tails),
+        "HITS": share_of_hits(stats.prefix),
         "CONTEXT": str(info.context_length) if info else "",
         "ATTENTION": info.attention_path if info else "",
         "PID": str(value.worker_pid or ""),
         "SOURCE": value.source,
     }
+
+
+def share_of_hits(use: PrefixUse) -> str:
+    """Return how much of the prompts was found in the cache; nothing if there were none."""
+    return f"{use.hit_tokens / use.query_tokens:.0%}" if use.query_tokens else ""
 
 
 def state(value: ModelStatus) -> Text:

@@ -16,6 +16,7 @@ from protocol.types import (
     MemoryUse,
     ModelInfo,
     ModelStatus,
+    PrefixUse,
     Usage,
     WorkerStats,
 )
@@ -92,6 +93,9 @@ MODEL = ModelStatus(
         pages_total=64,
         tokens_per_s=312.4,
         memory=MemoryUse(weights=23_200_000, kv_pages_used=1_775_616, footprint=180 * 2**20),
+        prefix=PrefixUse(
+            queries=9, query_tokens=4000, hit_tokens=3320, checkpoints=3, held=3 << 20, evicted=1
+        ),
     ),
 )
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvd.cli import detail, render
 from protocol.errors import ErrorInfo
-from protocol.types import KVPart, KVSpec, ModelStatus
+from protocol.types import KVPart, KVSpec, ModelStatus, PrefixUse
 from tests.kvd.stub import INFO, MODEL, daemon_status
 
 FULL = KVPart(
@@ -74,6 +74,31 @@ def test_all_settings_are_said():
     )
     lines = [line.strip() for line in shown(lowest, 80).splitlines()]
     assert "KV cache   k4v4, never steps down; at most 512 tokens" in lines
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (
+            MODEL.stats.prefix,
+            (
+                "3320 of 4000 tokens found in the cache (83%); 3 checkpoints in 3.0 MiB,"
+                " 1 made room for others"
+            ),
+        ),
+        (
+            PrefixUse(queries=1, query_tokens=300, checkpoints=1, held=1 << 20),
+            "0 of 300 tokens found in the cache (0%); 1 checkpoint in 1.0 MiB",
+        ),
+        (PrefixUse(), "0 of 0 tokens found in the cache; 0 checkpoints in 0 B"),
+    ],
+)
+def test_what_came_of_remembering_prompts(use: PrefixUse, said: str):
+    stats = msgspec.structs.replace(MODEL.stats, prefix=use)
+    value = msgspec.structs.replace(MODEL, stats=stats)
+    assert f"prompts {said} " in " ".join(shown(value, 80).split()) + " "
+    without = msgspec.structs.replace(value, kv=KVSpec(prefix_cache=0))
+    assert "found in the cache" not in shown(without, 80)
 
 
 def test_a_calibrated_ladder_is_the_one_that_is_left():

@@ -41,7 +41,7 @@ def table(text):
 
 
 ALL = ["MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"]
-ALL += ["GRANTED", "KV USED", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
+ALL += ["GRANTED", "KV USED", "HITS", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
 
 
 def test_eighty_columns_have_what_matters():
@@ -53,7 +53,7 @@ def test_eighty_columns_have_what_matters():
 def test_a_wide_terminal_has_the_rest():
     text = shown(daemon_status(MODEL), 160)
     assert table(text)[0] == ALL
-    for word in ("90.0 MiB", "16384", "reference", "4242"):
+    for word in ("90.0 MiB", "83%", "16384", "reference", "4242"):
         assert word in text
 
 
