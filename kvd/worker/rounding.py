@@ -45,17 +45,20 @@ def batch_floor(model: Any) -> int:
 def token_floor(model: Any) -> int | None:
     """Return the tokens that shorter prefills are padded to, so that all are rounded alike.
 
-    None if `MOST_TOKENS` are too few, as for a router of few experts. Logits are left out, and so
-    are weights beyond `MOST_ELEMENTS` and products other than of dense linear layers: the whole
-    model is tried with groups (`kvd.worker.runner`). On the CPU only.
+    None if `MOST_TOKENS` are too few, as for a router of few experts. Not measured are logits (they
+    leave nothing in the cache), weights beyond `MOST_ELEMENTS`, and what is no dense linear layer:
+    experts sort 64 choices or more, which 32 tokens have if each takes two. The whole model is
+    tried with groups behind this (`kvd.worker.runner`). On the CPU only.
     """
+    leaves = [module for _, module in model.named_modules() if not module.children()]
     layers = {
-        (module.weight.shape, module.weight.dtype): module
-        for _, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear)
-        and module.weight.size <= MOST_ELEMENTS
+        (leaf.weight.shape, leaf.weight.dtype): leaf
+        for leaf in leaves
+        if isinstance(leaf, nn.Linear | nn.QuantizedLinear) and leaf.weight.size <= MOST_ELEMENTS
     }
     floor = max(map(_token_floor, layers.values()), default=1)
+    if not all(map(_is_known, leaves)):
+        floor = max(floor, MOST_TOKENS)
     return floor if floor <= MOST_TOKENS else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,10 @@ import pytest
 
 from kvd.worker import runner as runners
 from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.native import build as build_native
+from kvd.worker.native.layers import adopt
 from kvd.worker.probe import find_layout, serve
 from kvd.worker.runner import Row, Runner
 from protocol.types import Sampling
@@ -22,6 +26,13 @@ from tests.engine.test_mlx_engine import prompt_of
 pytestmark = pytest.mark.mlx
 LADDER = (Scheme(8, 8), Scheme(4, 4))
 LENGTHS = (1, 2, 3, 4, 9, 15, 16, 17, 31, 63, 64, 65, 127, 200, 299)
+
+
+def library() -> ModuleType:
+    try:
+        return build_native.load()
+    except build_native.NotBuiltError:
+        pytest.skip("no C++ compiler")
 
 
 class Counted:
@@ -39,11 +50,16 @@ class Counted:
         return getattr(self._model, name)
 
 
-def two_runners(name: str) -> tuple[Runner, Runner]:
+def two_runners(name: str, library: ModuleType | None = None) -> tuple[Runner, Runner]:
     """Over caches of their own, of one model."""
     model = build(name)[0]
+    if library is not None:
+        adopt(model, library)
     layout = find_layout(model)
-    alone, together = (Runner(model, ModelCache(layout, CacheSettings(LADDER))) for _ in range(2))
+    caches = [ModelCache(layout, CacheSettings(LADDER)) for _ in range(2)]
+    for cache in caches:
+        cache.use(page_product, library)
+    alone, together = (Runner(model, cache) for cache in caches)
     assert alone.group()
     assert together.group()
     return alone, together
@@ -66,10 +82,13 @@ def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
         assert mx.array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text"])
-def test_rows_of_any_lengths_are_what_they_are_alone_to_the_bit(name: str) -> None:
-    """Chunk after chunk, while some rows decode in between; gemma's layers have windows."""
-    alone, together = two_runners(name)
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [("llama", False), ("qwen3", False), ("gemma3_text", False), ("qwen3_moe", True)],
+)
+def test_rows_of_any_lengths_are_what_they_are_alone_to_the_bit(name: str, *, native: bool) -> None:
+    """Chunk after chunk, and a token in between; windows, and experts that sort many tokens."""
+    alone, together = two_runners(name, library() if native else None)
     draw = random.Random(3)
     for count in (1, 2, 5, 8):
         pairs = [(alone.cache.new_row(), together.cache.new_row()) for _ in range(count)]
