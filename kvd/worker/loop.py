@@ -56,6 +56,8 @@ STATS_INTERVAL_S = 0.25
 """Between reports of counters while there is work."""
 IDLE_INTERVAL_S = 5.0
 """The same without work: a wake-up now and then, so that rates and memory do not go stale."""
+SIGN_INTERVAL_S = 5.0
+"""After which a phase is told again when it begins anew: a step may be long in all."""
 RATE_WINDOW_S = 2.0
 """Over which tokens a second are counted."""
 _READ_BYTES = 64 * 1024
@@ -99,6 +101,7 @@ class Loop:
         """Whether there was a step since the last counters."""
         self._phase: Phase = "idle"
         """As the daemon knows it."""
+        self._sign_due = clock() + SIGN_INTERVAL_S
         engine.watch(self._enter)
 
     def run(self) -> None:
@@ -169,8 +172,10 @@ class Loop:
 
     def _enter(self, phase: Phase) -> None:
         """Tell the daemon before a phase begins: nothing can be told from within."""
-        if phase != self._phase:
+        now = self._clock()
+        if phase != self._phase or now >= self._sign_due:
             self._phase = phase
+            self._sign_due = now + SIGN_INTERVAL_S
             self._link.put(Entered(phase=phase))
             self._link.send()
 

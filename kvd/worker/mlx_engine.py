@@ -17,6 +17,7 @@ Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memo
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvd.worker import loading, model, probe, verdicts
+from kvd.worker import loading, model, probe, shortage, verdicts
 from kvd.worker.admission import Admission, Held, Turn
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.composite import ModelCache
@@ -36,12 +37,20 @@ from kvd.worker.completion import Completion, Key, Request
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
 from kvd.worker.native import choice
 from kvd.worker.prompts import Prompts
+from kvd.worker.recovery import Recovery
 from kvd.worker.remembered import Remembered, Room, next_chunks
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
 from kvd.worker.scheduler import Plan, Scheduler
+from kvd.worker.shortage import Shortage
 from kvd.worker.text import Text
-from protocol.errors import ContextTooLong, KvdError, NumericalError
+from protocol.errors import (
+    ContextTooLong,
+    InsufficientMemory,
+    KvdError,
+    NumericalError,
+    Overloaded,
+)
 from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import Grant, LoadModel, Report, RowFailed, RowTokens, Submit
@@ -51,6 +60,12 @@ POOL_SECONDS = 0.010
 """How long a step works on pages that go down the ladder, or on pools that grow."""
 FIRST_ROWS = 4
 """Rows whose tails the first grant covers."""
+CALM_STEPS = 256
+"""Steps after which a shortage of memory counts as the first: some pages of every row's way."""
+COME_BACK_S = 5.0
+"""For who failed for want of memory: others end, or other models give some back."""
+
+_log = logging.getLogger("kvd.worker")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +86,8 @@ class MLXEngine:
     _scheduler: Scheduler
     _admission: Admission
     _prompts: Prompts
+    _recovery: Recovery
+    _vocabulary: int
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._on_phase: OnPhase = unwatched
@@ -79,6 +96,9 @@ class MLXEngine:
         self._reports: list[Report] = []
         self._flight: _Flight | None = None
         self._steps = 0
+        self._shortages = 0
+        """Steps in a row that lacked memory, but for calm ones between."""
+        self._calm = 0
         self._most_rows = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -90,9 +110,21 @@ class MLXEngine:
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         """Find, check, load and prove the model; weights and pages are granted before."""
+        try:
+            return self._load(command, progress, ask_grant)
+        except (RuntimeError, MemoryError) as error:
+            if (short := shortage.shortage_of(error)) is None:
+                raise
+            raise InsufficientMemory(
+                f"the device ran out of memory while the model was loaded ({short.reason}); end"
+                " what else uses it, or lower the budget to what it has",
+            ) from error
+
+    def _load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         from kvd.worker import seam  # noqa: PLC0415 - before any model module is imported
 
         seam.install()
+        shortage.install()
         native = choice.choose(progress)
         mx.set_cache_limit(loading.freed_bytes())
         path = model.resolve(command.source, progress)
@@ -116,6 +148,7 @@ class MLXEngine:
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
+        self._vocabulary = loaded.vocab_size
         self._sampler = Sampler(loaded.vocab_size)
         base = loading.base_bytes(loaded, command, self._runner)
         self._begin(command, base, ask_grant)
@@ -150,6 +183,13 @@ class MLXEngine:
             rest_pages=first,
         )
         self._prompts = Prompts(self._runner, remembered, self._text)
+        self._recovery = Recovery(
+            self._runner,
+            self._scheduler,
+            self._prompts,
+            command.prefill_chunk,
+            lambda phase: self._on_phase(phase),  # noqa: PLW0108 - `watch` may change it
+        )
 
     # Requests.
 
@@ -267,24 +307,38 @@ class MLXEngine:
         self._admission.unpark(rid)
 
     def _restore(self, request: Request) -> None:
-        request.kept_pages = 0
-        if request.frozen is not None:
-            request.row, request.frozen = self._thawed(request.frozen), None
-        for completion in request.completions:
-            if completion.frozen is not None:
-                self._join(request, completion, self._thawed(completion.frozen))
-                completion.frozen = None
-
-    def _thawed(self, frozen: object) -> Row:
+        """Give a parked request its rows back; all or, where memory is short, none."""
         cache = self._runner.cache
-        row = cache.thaw(frozen)
-        cache.drop(frozen)
-        return row
+        everyone: list[Request | Completion] = [request, *request.completions]
+        holders = [one for one in everyone if one.frozen is not None]
+        rows = [cache.thaw(one.frozen) for one in holders]
+        request.kept_pages = 0
+        for holder, row in zip(holders, rows, strict=True):
+            cache.drop(holder.frozen)
+            holder.frozen = None
+            if isinstance(holder, Request):
+                holder.row = row
+            else:
+                self._join(request, holder, row)
 
     # The step.
 
     def step(self) -> list[Report]:
-        """Launch step n+1, read step n, prefill one chunk."""
+        """Launch step n+1, read step n, prefill one chunk.
+
+        If memory is short in it, nobody notices but by the time that it takes to come back to
+        where everybody was; only if that happens again and again, requests fail, one at a time.
+        """
+        short = shortage.attempt(self._work)
+        if short is None:
+            self._calm += 1
+        else:
+            self._recover(short)
+        self._steps += 1
+        reports, self._reports = self._reports, []
+        return reports
+
+    def _work(self) -> None:
         for rid in self._scheduler.expired(self._clock()):
             self._fail(self._requests[rid], late(self._requests[rid].made))
         plan = self._plan()
@@ -302,9 +356,6 @@ class MLXEngine:
             self._runner.cache.make_room(POOL_SECONDS, time.monotonic)
         if not self._requests:
             self._rest()
-        self._steps += 1
-        reports, self._reports = self._reports, []
-        return reports
 
     def _plan(self) -> Plan:
         turn = self._take_turn()
@@ -334,14 +385,14 @@ class MLXEngine:
 
     def _take_turn(self) -> Turn:
         turn = self._admission.turn(self._held())
-        for rid in turn.plan.restored:
-            self._on_phase("pools")
-            self._restore(self._requests[rid])
         if turn.wish is not None:
             self._reports.append(turn.wish)
         if turn.refused is not None:
             rid, error = turn.refused
             self._fail(self._requests[rid], error)
+        for rid in turn.plan.restored:
+            self._on_phase("pools")
+            self._restore(self._requests[rid])
         return turn
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
@@ -371,9 +422,9 @@ class MLXEngine:
     def _branch(self, request: Request) -> None:
         """Turn the row that a prompt was read into into one for each completion."""
         cache = self._runner.cache
-        request.begun = True
         if request.row is None:  # a prompt of one token
             self._reports += self._prompts.begin_alone(request)
+        request.begun = True
         row, request.row = request.row, None
         others = request.completions[1:]
         if others:
@@ -525,6 +576,54 @@ class MLXEngine:
         if landed is not None:
             mx.eval(landed.draw.arrays(), self._runner.cache.arrays())
             self._collect(landed)
+
+    # A step that lacked memory.
+
+    def _recover(self, short: Shortage | None) -> None:
+        """Give up what is in flight, make room, and bring the rows back.
+
+        The first time nobody fails for it; each time after that, the request that is worth least.
+        """
+        self._on_phase("pools")
+        if self._calm >= CALM_STEPS:
+            self._shortages = 0
+        self._calm = 0
+        self._flight = None
+        self._lowerings.clear()
+        while short is not None:
+            self._shortages += 1
+            _log.warning("out of memory in a step: %s", short.reason)
+            self._release_ended()
+            if self._shortages > 1:
+                self._fail_one(short)
+            short = shortage.attempt(self._start_over, short.late)
+
+    def _start_over(self, late: bool) -> None:
+        self._recovery.clear(self._requests.values(), late=late)
+        self._sampler = Sampler(self._vocabulary)
+        self._recovery.bring_back(self._requests.values(), self._join)
+        for request in self._requests.values():
+            if self._scheduler.is_admitted(request.rid):
+                self._restore(request)
+
+    def _release_ended(self) -> None:
+        for request in list(self._requests.values()):
+            for completion in [one for one in request.completions if one.ended]:
+                self._release(request, completion)
+
+    def _fail_one(self, short: Shortage) -> None:
+        victims = self._scheduler.victims()
+        if not victims:
+            raise short
+        self._fail(
+            self._requests[victims[0]],
+            Overloaded(
+                "the device ran out of memory again and again, and of the requests that ran this"
+                " was the newest: send it again later; if that keeps happening, lower the budget"
+                " or max_rows",
+                retry_after_s=COME_BACK_S,
+            ),
+        )
 
     # Memory.
 

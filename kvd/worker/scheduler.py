@@ -178,6 +178,14 @@ class Scheduler:
         """Return whether a request was ever admitted, and so has something to lose."""
         return self._states.find(rid).started
 
+    def is_admitted(self, rid: str) -> bool:
+        """Return whether a request has its places: it prefills or decodes."""
+        return self._states.is_admitted(self._states.find(rid))
+
+    def position(self, rid: str) -> int:
+        """Return how many tokens of a request's prompt are prefilled."""
+        return self._states.find(rid).prefilled
+
     def is_paused(self, rid: str) -> bool:
         """Return whether a row waits for `resume`."""
         return self._states.find(rid).paused

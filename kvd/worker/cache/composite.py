@@ -315,6 +315,21 @@ class ModelCache:
         self.states.remove(sequence)
         self.sequences.remove(sequence)
 
+    def discard(self) -> None:
+        """Free all sequences but the frozen ones, whatever a step that failed has left in them.
+
+        Nothing of it is used again, and what nobody holds any more is given back.
+        """
+        for view in self._attention_views:
+            view.forget()
+        for sequence in self.sequences:
+            sequence.alive = False
+        self.sequences = []
+        self._prefilling = []
+        for store in self.stores:
+            store.discard()
+        self.shrink()
+
     # Sequences that stand still.
 
     can_freeze = True

@@ -122,6 +122,13 @@ class OwnCache:
         row.alive = False
         self.sequences.remove(row)
 
+    def discard(self) -> None:
+        """Drop all sequences but the frozen ones, after a step that failed."""
+        for row in self.sequences:
+            row.alive = False
+        self.sequences = []
+        self._prefilling = None
+
     # Sequences that stand still: whole copies, of which no two share anything for long.
 
     can_freeze = True

@@ -103,6 +103,15 @@ class PageAllocator:
             del self._references[page.slot]
             heapq.heappush(self._free, page.slot)
 
+    def release_running(self) -> None:
+        """Take away every holder that is not frozen, also those that no row knows of.
+
+        A flush that failed has taken pages that no row got.
+        """
+        for slot in list(self._references):
+            for _ in range(self._references[slot] - self._frozen.get(slot, 0)):
+                self.release(PageId(self.level, slot))
+
     def _count(self, slot: int, change: int, *, frozen: bool) -> None:
         before, cold = self._references[slot], self._frozen.get(slot, 0)
         after, still = before + change, cold + change * frozen

@@ -190,6 +190,8 @@ class StateStore:
 
     def clear(self) -> None:
         """Forget everything."""
+        for cache in self.caches:
+            cache.cache = [None] * len(cache.cache)
         self._block_of = {}
         self._now = _Block([], [])
 

@@ -326,6 +326,17 @@ class KVStore:
         self._free_slots.sort()
         self._epoch += 1
 
+    def discard(self) -> None:
+        """Free all rows but the frozen ones, whatever state a step that failed left them in.
+
+        `shrink` gives their memory back.
+        """
+        for row in self.rows:
+            row.alive = False
+        self.rows = []
+        for allocator in self.allocators:
+            allocator.release_running()
+
     # Steps.
 
     def begin_decode(self, rows: list[Row], batch: int | None = None) -> DecodeStep:

@@ -1,0 +1,57 @@
+"""Memory that runs out when a test says so, in MLX's own words and at MLX's own seam."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+UNABLE = "[malloc] Unable to allocate 1073741824 bytes."
+LATE = (
+    "[METAL] Command buffer execution failed: Insufficient Memory"
+    " (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"
+)
+
+
+class Evaluations:
+    """Counts what is evaluated; ``fails(number)`` says whether there is no memory for this one.
+
+    What fails has been evaluated in part, as where an allocation in its middle does. A second try
+    counts as another evaluation.
+    """
+
+    def __init__(self, fails: Callable[[int], bool], text: str = UNABLE) -> None:
+        self.count = 0
+        self.failed = 0
+        self._fails = fails
+        self._text = text
+
+    def over(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def evaluate(*arrays: object) -> None:
+            self.count += 1
+            if not self._fails(self.count):
+                plain(*arrays)
+                return
+            self.failed += 1
+            flat = [one for _, one in tree_flatten(arrays) if isinstance(one, mx.array)]
+            plain(flat[: len(flat) // 2])
+            raise RuntimeError(self._text)
+
+        return evaluate
+
+
+@contextlib.contextmanager
+def memory_runs_out(fails: Callable[[int], bool], text: str = UNABLE) -> Iterator[Evaluations]:
+    """Let evaluations fail, those of `mx.eval` and `mx.async_eval` counted together."""
+    counted = Evaluations(fails, text)
+    functions = (mx.eval, mx.async_eval)
+    plain = [function.plain for function in functions]
+    for function in functions:
+        function.plain = counted.over(function.plain)
+    try:
+        yield counted
+    finally:
+        for function, before in zip(functions, plain, strict=True):
+            function.plain = before
