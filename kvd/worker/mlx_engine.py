@@ -175,6 +175,9 @@ class MLXEngine:
             pages_for=lambda length: (
                 -(-cache.pages_bytes_for(length, command.prefill_chunk) // unit)
             ),
+            own_pages=lambda start, length: (
+                -(-cache.own_bytes_for(start, length, command.prefill_chunk) // unit)
+            ),
         )
         self._admission = Admission(
             self._scheduler,

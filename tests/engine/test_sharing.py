@@ -146,6 +146,18 @@ def test_hits_are_counted(driver: Driver) -> None:
     assert driver.engine.stats().prefix.evicted > after.evicted
 
 
+def test_answers_to_one_prompt_reserve_it_once(driver: Driver) -> None:
+    """And stay within the grant: the driver looks after every step."""
+    scheduler = driver.engine._scheduler
+    one, many = (scheduler.reservation(1500, 40, n) for n in (1, 8))
+    assert many - one < one
+    found = driver.alone(prompt_of(1500, 9), WARM, max_tokens=40, n=8, ignore_eos=True)
+    alone = forgetful().alone(prompt_of(1500, 9), WARM, max_tokens=40, ignore_eos=True)
+
+    assert found.tokens == alone.tokens
+    assert len(found.others) == 7
+
+
 # Whatever happens, the output is that of an engine that remembers nothing.
 
 TRUNK = prompt_of(300, 20)

@@ -187,6 +187,19 @@ class ModelCache:
         pages = sum(store.most_bytes(length, chunk) for store in self.stores)
         return pages + self._beyond_scratch(length, chunk)
 
+    def own_bytes_for(self, start: int, length: int, chunk: int = 0) -> int:
+        """Return the most bytes of pages that one more sequence fills that goes on from another.
+
+        From ``start`` tokens to ``length``, as `pages_bytes_for` counts. What was quantized before
+        stays shared, where nothing falls out of a window or is converted on the way.
+        """
+        shared = sum(
+            store.kind.most_pages(start) * store.charge()
+            for store in self.stores
+            if not (store.kind.bounded or store.quantized_start)
+        )
+        return self.pages_bytes_for(length, chunk) - shared
+
     @property
     def _rectangles(self) -> list[int]:
         """The stores that are read as rectangles."""

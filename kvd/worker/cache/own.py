@@ -89,6 +89,10 @@ class OwnCache:
         """
         return 2 * self.token_bytes * (length + max(256, chunk))
 
+    def own_bytes_for(self, _start: int, length: int, chunk: int = 0) -> int:
+        """Return the most bytes of one more sequence that goes on from another: a whole copy."""
+        return self.pages_bytes_for(length, chunk)
+
     @property
     def tail_slots(self) -> int:
         """Sequences that are there."""
