@@ -23,6 +23,9 @@ MOST_TOKENS = 32
 """Short chunks of prompts are padded up to so many tokens at most."""
 _LARGE = (17, 24, 33, 64)
 _LARGE_CHUNKS = (40, 64, 100, 151, 300)
+_MOST_CHUNK = 4096
+_BEYOND = 2 * 1024 * 1024
+"""Multiplications of a product that is beyond BLAS's small kernels, whatever its shape."""
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
 
@@ -46,15 +49,15 @@ def token_floor(model: Any) -> int | None:
     """Return the tokens that shorter prefills are padded to, so that all are rounded alike.
 
     None if `MOST_TOKENS` are too few, as for a router of few experts. Not measured are logits (they
-    leave nothing in the cache), weights beyond `MOST_ELEMENTS`, and what is no dense linear layer:
-    experts sort 64 choices or more, which 32 tokens have if each takes two. The whole model is
-    tried with groups behind this (`kvd.worker.runner`). On the CPU only.
+    leave nothing in the cache), quantized layers (a row at a time), weights beyond `MOST_ELEMENTS`,
+    and what is no linear layer: experts sort 64 choices or more, which 32 tokens have if each takes
+    two. The whole model is tried with groups behind this (`kvd.worker.runner`). On the CPU only.
     """
     leaves = [module for _, module in model.named_modules() if not module.children()]
     layers = {
         (leaf.weight.shape, leaf.weight.dtype): leaf
         for leaf in leaves
-        if isinstance(leaf, nn.Linear | nn.QuantizedLinear) and leaf.weight.size <= MOST_ELEMENTS
+        if isinstance(leaf, nn.Linear) and leaf.weight.size <= MOST_ELEMENTS
     }
     floor = max(map(_token_floor, layers.values()), default=1)
     if not all(map(_is_known, leaves)):
@@ -64,7 +67,8 @@ def token_floor(model: Any) -> int | None:
 
 def _token_floor(layer: Any) -> int:
     """Return from how many tokens on a layer's products are the same, wherever a token stands."""
-    tokens = _inputs(layer, _LARGE_CHUNKS[-1])
+    large = -(-_BEYOND // layer.weight.size)  # narrow weights: a router's few experts
+    tokens = _inputs(layer, max(_LARGE_CHUNKS[-1], min(large, _MOST_CHUNK)))
     right = layer(tokens)
     last = right[MOST_TOKENS:]
     alike = _same(layer(tokens[MOST_TOKENS:]), last) and all(

@@ -18,7 +18,7 @@ from kvd.worker.rounding import batch_floor, token_floor
 _CHECKED = (3, 200)
 """Tokens of the rows that compiled steps are checked on: one has a tail alone, one has pages."""
 _CHECKED_STEPS = 2
-_GROUPED = ((3, 200), (70, 9), (20, 17))
+_GROUPED = ((3, 70), (20, 9))
 """Tokens that two rows are given together, to check groups: at first, and then behind those."""
 
 Row = Any
