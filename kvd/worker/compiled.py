@@ -140,7 +140,9 @@ class _Part:
         step = self.step
         if step.native is not None:
             return [step.offsets, *step.native.arrays()]
-        found = [step.slots, step.positions, step.offsets, step.tails_seen()]
+        found = [step.slots, step.places, step.offsets, step.tails_seen()]
+        if step.givers is not None:
+            found.append(step.givers)
         for table in self.tables:
             found += [table.slots, table.rows]
             for heads in self._heads:
@@ -164,7 +166,8 @@ class _Part:
             offsets = next(given)
             native = step.native.with_arrays(next(given), next(given))
             return replace(step, native=native, shared={"offsets": offsets})
-        slots, positions, offsets, tails = (next(given) for _ in range(4))
+        slots, places, offsets, tails = (next(given) for _ in range(4))
+        givers = None if step.givers is None else next(given)
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
         tables = []
         for table in self.tables:
@@ -179,7 +182,9 @@ class _Part:
             tables.append(table.with_arrays(here, rows, indices))
             there = None if step.pages_seen(table) is None else next(given)
             shared[step.pages_key(table)] = there
-        return replace(step, slots=slots, positions=positions, tables=tables, shared=shared)
+        return replace(
+            step, slots=slots, places=places, givers=givers, tables=tables, shared=shared
+        )
 
     def take_tails(self, given: Iterator[mx.array]) -> None:
         """Take the tails that the step leaves."""

@@ -83,9 +83,10 @@ class LayerStore:
         if step.native is not None:
             step.native.append(self, keys, values)
             return
-        keys, values = keys[: len(step.rows)], values[: len(step.rows)]
-        _put(self.tail_keys, (step.slots, slice(None), step.positions), keys[:, :, 0])
-        _put(self.tail_values, (step.slots, slice(None), step.positions), values[:, :, 0])
+        which = slice(len(step.rows)) if step.givers is None else step.givers
+        # One fused operation; a scatter is a copy, the indices, and the scatter.
+        self.tail_keys = mx.where(step.taken(), keys[which], self.tail_keys)
+        self.tail_values = mx.where(step.taken(), values[which], self.tail_values)
 
     def seal(self, seal: Seal) -> None:
         """Quantize the rows' oldest 64 exact tokens; the tails show what their pages stand for.

@@ -162,8 +162,10 @@ class DecodeStep:
     slots: mx.array
     """``[rows]``: tails; ``whole`` if they are 0, 1, 2 ... up to the pool's end."""
     whole: bool
-    positions: mx.array
-    """``[rows]``: where the new token goes in its tail."""
+    places: mx.array
+    """``[tails]`` int32: where each tail takes a new token; -1: it takes none."""
+    givers: mx.array | None
+    """``[tails]``: whose token that is; None if the rows are the tails, in their order."""
     tail_lengths: mx.array
     """``[rows]``: tokens in the tails, the new one included."""
     tables: list[LevelTable]
@@ -175,6 +177,14 @@ class DecodeStep:
     """The same for the library's attention, where that is used."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What one layer works out and the next ones use again."""
+
+    def taken(self) -> mx.array:
+        """Return which places of the tails take a new token, ``[tails, 1, TAIL_TOKENS, 1]``."""
+        if "taken" not in self.shared:
+            taken = mx.arange(TAIL_TOKENS) == self.places[:, None]
+            self.shared["taken"] = taken[:, None, :, None]
+        found: mx.array = self.shared["taken"]
+        return found
 
     def tails_seen(self) -> mx.array:
         """Return what the queries see of the tails, ``[rows, TAIL_TOKENS]`` bool."""
@@ -238,7 +248,10 @@ def decode_step(
     rows: list[Row], tables: list[LevelTable], batch: int, tail_slots: int, kind: Kind
 ) -> DecodeStep:
     """Append one token to each row, and say what that means for the tails."""
-    positions = [row.tail_length for row in rows]
+    slots = [row.slot for row in rows]
+    places, givers = [-1] * tail_slots, [0] * tail_slots
+    for giver, row in enumerate(rows):
+        places[row.slot], givers[row.slot] = row.tail_length, giver
     sealed: dict[int, list[Row]] = {}
     for row in rows:
         if row.tail_length >= TAIL_TOKENS:
@@ -247,15 +260,16 @@ def decode_step(
         if row.sealed < full_pages(row.length):
             sealed.setdefault(row.level, []).append(row)
     seals = [_seal(level, due) for level, due in sorted(sealed.items())]
-    slots = [row.slot for row in rows]
+    whole = slots == list(range(tail_slots))
     return DecodeStep(
         rows,
         batch,
         tuple(row.length for row in rows),
         slots=mx.array(slots),
-        whole=slots == list(range(tail_slots)),
-        positions=mx.array(positions),
-        tail_lengths=mx.array([p + 1 for p in positions]),
+        whole=whole,
+        places=mx.array(places, mx.int32),
+        givers=None if whole else mx.array(givers),
+        tail_lengths=mx.array([row.tail_length for row in rows]),
         tables=tables,
         seals=seals,
         sight=Sight(kind, rows) if kind.bounded else None,
