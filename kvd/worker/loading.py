@@ -102,13 +102,18 @@ def first_bytes(headers: model.Headers, command: LoadModel) -> int:
     return memory.footprint() + estimate
 
 
+def give_back() -> None:
+    """Return what is free to the system: MLX's freed buffers, and what malloc keeps of them."""
+    mx.clear_cache()
+    memory.give_back()
+
+
 def base_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) -> int:
     """Return what this worker is charged for beside its pages, measured when all is loaded.
 
     The cache must have no pages. Gives what loading has freed back to the system.
     """
-    mx.clear_cache()
-    memory.give_back()
+    give_back()
     held = memory.measured()
     if not _on_cpu() and not mx.metal.is_available():  # a device with memory of its own
         held += mx.get_active_memory()

@@ -681,7 +681,7 @@ class MLXEngine:
         if self._charged_pages > SLAB_PAGES + cached or cache.tail_slots > FIRST_ROWS:
             self._on_phase("pools")
             cache.shrink(SLAB_PAGES)
-            mx.clear_cache()
+            loading.give_back()
         wish = self._admission.rest(cached)
         if wish is not None:
             self._reports.append(wish)
