@@ -35,7 +35,7 @@ TRACE_BYTES = 160 * 1024
 NATIVE_TRACE_BYTES = 24 * 1024
 """The same where a layer's attention is one operation of `kvd.worker.native` (19 KB)."""
 CHUNK_COPIES = 8
-"""Of the widest activations of a prefill chunk, alive at once (measured: 6)."""
+"""Of the widest activations of prefilled tokens, alive at once (measured: 6)."""
 LOOSE_BYTES = 32 * 1024 * 1024
 """Holes in malloc's heap, requests, and what libraries load when they are first used."""
 
@@ -122,7 +122,7 @@ def base_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) ->
         + freed_bytes()
         + LOOSE_BYTES
         + _traces_bytes(runner)
-        + _chunk_bytes(loaded.config, command.prefill_chunk)
+        + _step_bytes(loaded.config, command.prefill_chunk + command.max_rows)
         + command.attention_scratch
     )
 
@@ -135,8 +135,8 @@ def _traces_bytes(runner: Runner) -> int:
     return compiled.MOST_TRACES * len(layers) * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
 
 
-def _chunk_bytes(config: dict[str, Any], tokens: int) -> int:
-    """Bound what a prefill chunk takes outside attention."""
+def _step_bytes(config: dict[str, Any], tokens: int) -> int:
+    """Bound what a step's prefill takes outside attention; ``tokens``: the scheduler's budget."""
     text = config.get("text_config") or config
     experts = text.get("num_experts_per_tok") or 1
     widths = [
