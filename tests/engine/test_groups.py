@@ -50,13 +50,15 @@ class Counted:
         return getattr(self._model, name)
 
 
-def two_runners(name: str, library: ModuleType | None = None) -> tuple[Runner, Runner]:
+def two_runners(
+    name: str, library: ModuleType | None = None, settings: CacheSettings | None = None
+) -> tuple[Runner, Runner]:
     """Over caches of their own, of one model."""
     model = build(name)[0]
     if library is not None:
         adopt(model, library)
     layout = find_layout(model)
-    caches = [ModelCache(layout, CacheSettings(LADDER)) for _ in range(2)]
+    caches = [ModelCache(layout, settings or CacheSettings(LADDER)) for _ in range(2)]
     for cache in caches:
         cache.use(page_product, library)
     alone, together = (Runner(model, cache) for cache in caches)
@@ -83,12 +85,20 @@ def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "native"),
-    [("llama", False), ("qwen3", False), ("gemma3_text", False), ("qwen3_moe", True)],
+    ("name", "native", "settings"),
+    [
+        ("llama", False, CacheSettings(LADDER, max_size=200, keep=4)),
+        ("qwen3", False, CacheSettings(LADDER, quantized_start=150)),
+        ("gemma3_text", False, CacheSettings(LADDER)),
+        ("qwen3_moe", True, CacheSettings(LADDER)),
+    ],
+    ids=["bounded", "dense start", "windows", "experts"],
 )
-def test_rows_of_any_lengths_are_what_they_are_alone_to_the_bit(name: str, *, native: bool) -> None:
-    """Chunk after chunk, and a token in between; windows, and experts that sort many tokens."""
-    alone, together = two_runners(name, library() if native else None)
+def test_rows_of_any_lengths_are_what_they_are_alone_to_the_bit(
+    name: str, settings: CacheSettings, *, native: bool
+) -> None:
+    """Chunk after chunk, and a token in between."""
+    alone, together = two_runners(name, library() if native else None, settings)
     draw = random.Random(3)
     for count in (1, 2, 5, 8):
         pairs = [(alone.cache.new_row(), together.cache.new_row()) for _ in range(count)]
