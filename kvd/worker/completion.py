@@ -54,6 +54,8 @@ class Request:
     """What was there when the request was parked."""
     kept_pages: int = 0
     """How much that is, in the budget's pages."""
+    distrusted: bool = False
+    """Whether its prompt has given bad logits."""
     begun: bool = False
     """Whether its completions have had rows."""
 

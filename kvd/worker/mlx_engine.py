@@ -153,7 +153,12 @@ class MLXEngine:
         base = loading.base_bytes(loaded, command, self._runner)
         self._begin(command, base, ask_grant)
         return loading.info_of(
-            command, loaded, served, verdict, has_chat_template=self._text.has_chat_template
+            command,
+            loaded,
+            served,
+            verdict,
+            native=native.told,
+            has_chat_template=self._text.has_chat_template,
         )
 
     def _begin(self, command: LoadModel, base: int, ask_grant: AskGrant) -> None:
@@ -298,7 +303,7 @@ class MLXEngine:
                 self._leave(completion)
         if request.row is not None:
             request.frozen = cache.freeze(request.row)
-            cache.free(request.row)
+            cache.free(request.row, clean=False)
             request.row = None
         frozen = [request.frozen, *(completion.frozen for completion in request.completions)]
         held = sum(cache.charge_of(one) for one in frozen if one is not None)
@@ -475,11 +480,7 @@ class MLXEngine:
             elif drawn.trusted:
                 self._deliver(request, completion, drawn)
             else:
-                self._prompts.distrust(request)
-                self._fail(
-                    request,
-                    NumericalError("the model's output for this request is not finite or constant"),
-                )
+                self._fail_bad(request)
 
     def _deliver(self, request: Request, completion: Completion, drawn: Drawn) -> None:
         stream = completion.stream
@@ -514,6 +515,14 @@ class MLXEngine:
         for completion in request.live:
             self._end(request, completion)
 
+    def _fail_bad(self, request: Request) -> None:
+        """End a request with bad logits; nothing that it has read or left is used again."""
+        self._prompts.distrust(request)
+        self._fail(
+            request,
+            NumericalError("the model's output for this request is not finite or constant"),
+        )
+
     def _end(self, request: Request, completion: Completion) -> None:
         completion.ended = True
         if self._flight is None or completion.key not in self._flight.where:
@@ -532,7 +541,7 @@ class MLXEngine:
                 self._admission.finish_choice(request.rid)
             return
         if request.row is not None:
-            cache.free(request.row)
+            cache.free(request.row, clean=False)  # nobody has seen logits of it
         if request.frozen is not None:
             cache.drop(request.frozen)
         self._prompts.forget(request)
@@ -547,7 +556,10 @@ class MLXEngine:
             [(self._requests[chunk.rid], chunk.start, chunk.end) for chunk in group]
         )
         for chunk in group:
-            self._scheduler.prefilled(chunk.rid, chunk.end)
+            if (request := self._requests[chunk.rid]).distrusted:
+                self._fail_bad(request)
+            else:
+                self._scheduler.prefilled(chunk.rid, chunk.end)
 
     def _is_known(self, rid: str) -> bool:
         return self._prompts.is_known(self._requests[rid])

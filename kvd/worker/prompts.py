@@ -14,6 +14,7 @@ from kvd.worker.cache.prefix import Hit, PrefixTree
 from kvd.worker.completion import Request
 from kvd.worker.remembered import Reader, Remembered
 from kvd.worker.runner import Runner
+from kvd.worker.sampler import finite_and_varied
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.text import Text
 from protocol.types import PrefixUse, TokenLogprob
@@ -72,7 +73,8 @@ class Prompts:
     def read(self, chunks: Sequence[tuple[Request, int, int]]) -> list[Report]:
         """Run a chunk of each prompt, and leave checkpoints where they are wanted.
 
-        In one forward pass, but for prompts that are to be scored: returns the logprobs of these.
+        In one forward pass, but for prompts that are to be scored: returns the logprobs of these;
+        of one whose logits are bad nothing, and it is `Request.distrusted`.
         """
         for request, _, _ in chunks:
             if request.row is None:  # it was begun, and lost its row before anything was in it
@@ -85,8 +87,9 @@ class Prompts:
         reports: list[Report] = []
         for request, start, end in chunks:
             if (top := request.submit.prompt_logprobs) is not None:
-                reports.append(self._scored(request, start, end, top))
-            self.was_read(request, start, end)
+                reports += self._scored(request, start, end, top)
+            if not request.distrusted:
+                self.was_read(request, start, end)
         return reports
 
     def was_read(self, request: Request, start: int, end: int) -> None:
@@ -95,8 +98,11 @@ class Prompts:
         if self.remembered is not None:
             self.remembered.was_read(request.reader, end, request.row)
 
-    def _scored(self, request: Request, start: int, end: int, top: int) -> Report:
+    def _scored(self, request: Request, start: int, end: int, top: int) -> list[Report]:
         logits = self._runner.score(request.row, request.prompt[start:end])
+        if not finite_and_varied(logits).all().item():
+            request.distrusted = True
+            return []
         following = request.prompt[start + 1 : end + 1]
         scores = score(logits, mx.array(following, mx.int32), top=top > 0)
         told = [
@@ -104,7 +110,8 @@ class Prompts:
             for one in scores.read([top] * len(following))
         ]
         first = self._unscored(request) if start == 0 else []
-        return RowPrompt(rid=request.rid, index=start + 1 - len(first), logprobs=first + told)
+        index = start + 1 - len(first)
+        return [RowPrompt(rid=request.rid, index=index, logprobs=first + told)]
 
     def begin_alone(self, request: Request) -> list[Report]:
         """Give a request whose prompt is one token its row; it has nothing to read."""

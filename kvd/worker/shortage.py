@@ -34,7 +34,7 @@ _MARKS = (
 _LATE = "command buffer execution failed"
 
 
-class Shortage(RuntimeError):
+class Shortage(MemoryError):
     """There is no memory for what is to be computed, and making room did not help.
 
     ``late``: it has failed already, and everything that was in flight is lost with it.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
-from kvd.worker import mlx_engine, shortage
+from kvd.worker import mlx_engine, sampler, shortage
+from kvd.worker.engine import unwatched
+from protocol.errors import InsufficientMemory
 from protocol.types import Sampling
 from tests.engine.driver import Driver, Outcome
-from tests.engine.faults import LATE, memory_runs_out
+from tests.engine.faults import LATE, UNABLE, memory_runs_out
 from tests.engine.test_mlx_engine import prompt_of
 
 pytestmark = pytest.mark.mlx
@@ -91,3 +94,132 @@ def test_what_the_device_lost_is_computed_again(
     assert seen.failed == 1
     assert cold.engine._shortages == 1
     assert outcomes == wanted
+
+
+def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> None:
+    rids = ["first", "second", "third", "fourth"]
+    expected = {rid: cold.alone(prompt_of(150, at), max_tokens=40) for at, rid in enumerate(rids)}
+    for at, rid in enumerate(rids):
+        cold.submit(rid, prompt_of(150, at), max_tokens=40)
+    cold.run(until=lambda: all(len(cold.outcomes[rid].tokens) > at for at, rid in enumerate(rids)))
+    decoding = cold.engine._scheduler
+    with memory_runs_out(lambda _: decoding.decoding > 2):
+        cold.run()
+
+    for rid in ("third", "fourth"):
+        error = cold.outcomes[rid].error
+        assert error is not None
+        assert (error.code, error.retryable) == ("overloaded", True)
+        assert error.detail["retry_after_s"] > 0
+        assert cold.outcomes[rid].tokens == expected[rid].tokens[: len(cold.outcomes[rid].tokens)]
+    assert cold.engine._shortages == 3
+    assert {rid: cold.outcomes[rid] for rid in rids[:2]} == {rid: expected[rid] for rid in rids[:2]}
+
+
+def test_a_request_that_never_fits_fails_and_the_next_one_runs(cold: Driver) -> None:
+    expected = cold.alone(prompt_of(100), max_tokens=5)
+    cold.submit("large", prompt_of(600), max_tokens=5)
+    with memory_runs_out(lambda _: "large" in cold.engine._requests):
+        cold.run()
+    error = cold.outcomes["large"].error
+    assert error is not None
+    assert error.code == "overloaded"
+    assert cold.alone(prompt_of(100), max_tokens=5) == expected
+
+
+@pytest.mark.parametrize("text", [UNABLE, LATE])
+def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text: str) -> None:
+    requests = {
+        "stays": prompt_of(100, 1),
+        "parked": prompt_of(300, 2),
+        "reads": prompt_of(2500, 3),
+    }
+    expected = {rid: cold.alone(prompt, max_tokens=40, n=2) for rid, prompt in requests.items()}
+    cold.engine._prompts.tree.clear()
+    for rid, prompt in requests.items():
+        cold.submit(rid, prompt, max_tokens=40, n=2)
+    cold.run(until=lambda: len(cold.outcomes["parked"].tokens) > 1)
+    assert not cold.outcomes["reads"].tokens
+    for rid in ("parked", "reads"):
+        cold.engine.park(rid)
+    tries = 1 if text == LATE else shortage.TRIES + 1
+    with memory_runs_out(range(3, 3 + tries).__contains__, text):
+        cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)
+    assert cold.engine._shortages == 1
+    cold.engine.unpark("parked")
+    cold.engine.unpark("reads")
+    cold.run()
+
+    assert cold.outcomes == expected
+
+
+def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -> None:
+    cold.submit("a", prompt_of(30), max_tokens=5)
+    hung = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002)"
+    with memory_runs_out((2).__eq__, hung), pytest.raises(RuntimeError, match="Timeout"):
+        cold.run()
+    cold.engine._recovery.clear(cold.engine._requests.values(), late=True)
+
+
+def test_a_load_that_lacks_memory_says_so() -> None:
+    with memory_runs_out((5).__le__), pytest.raises(InsufficientMemory, match="while the model"):
+        Driver("demo")
+
+
+@pytest.mark.parametrize("poison", [mx.nan, 0.0])
+def test_bad_logits_of_a_scored_prompt_never_leave(
+    cold: Driver, monkeypatch: pytest.MonkeyPatch, poison: float
+) -> None:
+    expected = cold.alone(prompt_of(700, 1), max_tokens=10)
+    runner = cold.engine._runner
+    plain = runner.score
+
+    def poisoned(row: object, tokens: list[int]) -> mx.array:
+        logits = plain(row, tokens)
+        return logits if len(tokens) == 256 else mx.full(logits.shape, poison)
+
+    monkeypatch.setattr(runner, "score", poisoned)
+    cold.submit("beside", prompt_of(700, 1), max_tokens=10)
+    cold.submit("bad", prompt_of(300, 2), max_tokens=10, prompt_logprobs=1)
+    cold.run()
+
+    bad = cold.outcomes["bad"]
+    assert bad.error is not None
+    assert bad.error.code == "numerical_error"
+    assert (bad.tokens, len(bad.prompt_logprobs)) == ([], 257)
+    assert cold.outcomes["beside"].tokens == expected.tokens
+    assert cold.engine._prompts.tree.known(prompt_of(300, 2)) == 0
+
+
+def test_one_bad_choice_of_several_ends_its_request_alone(
+    cold: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold.alone(prompt_of(300, 1), max_tokens=20)
+    trusted = sampler.finite_and_varied
+    cold.submit("bad", prompt_of(300, 2), Sampling(temperature=1.0, seed=1), max_tokens=20, n=3)
+    cold.submit("beside", prompt_of(300, 1), max_tokens=20)
+    cold.run(until=lambda: len(cold.outcomes["beside"].tokens) > 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sampler,
+            "finite_and_varied",
+            lambda logits: trusted(logits + mx.array([0, mx.nan, 0, 0])[:, None]),
+        )
+        cold.step()
+    cold.run()
+
+    assert cold.outcomes["bad"].error is not None
+    assert cold.outcomes["bad"].error.code == "numerical_error"
+    assert cold.outcomes["beside"] == expected
+    assert cold.engine._prompts.tree.known(prompt_of(300, 2)) == 0
+
+
+def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
+    phases: list[str] = []
+    cold.engine.watch(phases.append)
+    cold.submit("a", prompt_of(600), max_tokens=5)
+    cold.step()
+    assert phases[0] == "prefill"
+    cold.run()
+    assert "decode" in phases
+    cold.engine.watch(unwatched)
