@@ -198,7 +198,7 @@ class Machine(RuleBasedStateMachine):
 
     def _pass(self, sequences: list[SequenceRow], count: int, batch: int, *, look: bool) -> None:
         """Run the model over ``count`` new tokens of each sequence; tell the twin."""
-        prefill = self.cache._prefilling is not None
+        prefill = bool(self.cache._prefilling)
         inputs = self.rng.integers(-8, 9, (batch, count, 4)).astype(np.float32)
         outputs: list[Output] = []
         news: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
