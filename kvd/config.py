@@ -52,6 +52,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a stop waits for what runs before it ends it."""
     blas: str = "auto"
     """Linux without an accelerator: ``auto``, ``off``, or the library to preload into workers."""
+    native: Literal["auto", "off"] = "auto"
+    """The same machines: whether workers build and use operations of kvd's own."""
     watchdog: Patience = Patience()
     """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -86,7 +86,12 @@ class Daemon:
         self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
         self._system = System(
-            Spawner(fake=options.fake, blas=library, calibration=options.home.calibration),
+            Spawner(
+                fake=options.fake,
+                blas=library,
+                native=settings.native,
+                calibration=options.home.calibration,
+            ),
             readings,
             budget_bytes=self._budget,
             identity=Identity(

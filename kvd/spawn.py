@@ -40,10 +40,15 @@ class Spawner:
     """Starts workers; one for the daemon's life."""
 
     def __init__(
-        self, *, fake: bool = False, blas: Path | None = None, calibration: Path | None = None
+        self,
+        *,
+        fake: bool = False,
+        blas: Path | None = None,
+        native: str = "auto",
+        calibration: Path | None = None,
     ) -> None:
         self._fake = fake
-        self._environment = environment(blas)
+        self._environment = environment(blas) | {"KVD_NATIVE": native}
         if calibration is not None:
             self._environment["KVD_CALIBRATION"] = str(calibration)
         self._watchers: set[asyncio.Task[None]] = set()

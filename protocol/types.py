@@ -262,6 +262,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Such as ``cpu``, ``Apple M4 Max`` or ``NVIDIA H200``."""
     blas: str | None = None
     """The BLAS library that was preloaded, on Linux without an accelerator."""
+    native: str | None = None
+    """There, ``on`` where kvd's own operations compute, else why they do not."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):

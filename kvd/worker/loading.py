@@ -59,6 +59,7 @@ def info_of(
     served: probe.Served,
     verdict: verdicts.Verdict | None,
     *,
+    native: str | None,
     has_chat_template: bool,
 ) -> ModelInfo:
     """Return what is told of a loaded model."""
@@ -84,6 +85,7 @@ def info_of(
         has_chat_template=has_chat_template,
         device=_device(),
         blas=os.environ.get("KVD_BLAS_PRELOADED"),
+        native=native,
     )
 
 

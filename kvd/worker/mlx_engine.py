@@ -153,7 +153,12 @@ class MLXEngine:
         base = loading.base_bytes(loaded, command, self._runner)
         self._begin(command, base, ask_grant)
         return loading.info_of(
-            command, loaded, served, verdict, has_chat_template=self._text.has_chat_template
+            command,
+            loaded,
+            served,
+            verdict,
+            native=native.told,
+            has_chat_template=self._text.has_chat_template,
         )
 
     def _begin(self, command: LoadModel, base: int, ask_grant: AskGrant) -> None:

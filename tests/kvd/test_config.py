@@ -21,6 +21,7 @@ def test_a_file_with_everything(tmp_path):
         prefill_chunk = 512
         drain_timeout_s = 5
         blas = "off"
+        native = "off"
         log_level = "debug"
         """
     )

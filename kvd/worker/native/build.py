@@ -76,6 +76,11 @@ def library() -> Path:
     return path
 
 
+def compiler() -> str | None:
+    """Return the C++ compiler, if there is one."""
+    return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
 def _path() -> Path:
     return platformdirs.user_cache_path("kvd") / "native" / f"{NAME}-{_key()}.so"
 
@@ -99,8 +104,7 @@ def _processor() -> str:
 def _compiled(folder: Path) -> Path:
     import nanobind  # type: ignore[import-untyped]  # noqa: PLC0415 - only to compile
 
-    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
+    if (command := compiler()) is None:
         raise NotBuiltError("no C++ compiler is installed (Debian: g++)")
     binding = Path(nanobind.include_dir()).parent
     # A namespace package: it has no file.
@@ -112,18 +116,18 @@ def _compiled(folder: Path) -> Path:
         Path(sysconfig.get_path("include")),
     ]
     target = folder / f"{NAME}.so"
-    command = [compiler, *_FLAGS, *(f"-I{path}" for path in includes)]
-    command += [str(SOURCES / "module.cpp"), str(binding / "src" / "nb_combined.cpp")]
-    command += ["-shared", "-o", str(target), f"-L{mlx / 'lib'}", "-lmlx"]
+    arguments = [*_FLAGS, *(f"-I{path}" for path in includes)]
+    arguments += [str(SOURCES / "module.cpp"), str(binding / "src" / "nb_combined.cpp")]
+    arguments += ["-shared", "-o", str(target), f"-L{mlx / 'lib'}", "-lmlx"]
     try:
         done = subprocess.run(  # noqa: S603 - the compiler, over our own sources
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [command, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotBuiltError(f"{compiler} failed: {error}") from error
+        raise NotBuiltError(f"{command} failed: {error}") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-        raise NotBuiltError(f"{compiler} failed: {lines[0][:300]}")
+        raise NotBuiltError(f"{command} failed: {lines[0][:300]}")
     return target
 
 

@@ -19,6 +19,11 @@ class Choice:
     library: ModuleType | None
     reason: str | None = None
 
+    @property
+    def told(self) -> str | None:
+        """What is told of it: ``on``, or the reason; None on accelerators."""
+        return "on" if self.library is not None else self.reason
+
 
 def choose(progress: ReportProgress) -> Choice:
     """Build and install the library, if MLX computes on the CPU; call before models are imported.

@@ -1,0 +1,16 @@
+"""The library, built here: a machine without a compiler skips, a failing build fails."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from kvd.worker.native import build
+
+
+@pytest.fixture(scope="session")
+def library() -> ModuleType:
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    return build.load()

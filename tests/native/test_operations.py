@@ -1,0 +1,127 @@
+"""Norms, rotary positions and gates against MLX's own, on shapes that hurt."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import activations
+
+from kvd.worker.native import operations
+
+pytestmark = pytest.mark.mlx
+
+SIZES = [1, 7, 8, 9, 64, 80, 100, 256]
+
+
+@pytest.fixture
+def functions(library: ModuleType) -> operations._Functions:
+    return operations._Functions(library)
+
+
+def normal(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def assert_close(got: mx.array, want: mx.array, bound: float = 2e-6) -> None:
+    a, b = np.array(got), np.array(want)
+    assert a.shape == b.shape
+    assert np.isfinite(a).all()
+    assert np.abs(a - b).max() <= bound * max(1.0, np.abs(b).max())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_norms(functions: operations._Functions, size: int) -> None:
+    x, weight = normal(3, 5, size), normal(size, seed=1)
+
+    assert_close(functions.rms_norm(x, weight, 1e-6), operations._rms_norm(x, weight, 1e-6))
+    assert_close(functions.rms_norm(x, None, 1e-5), operations._rms_norm(x, None, 1e-5))
+    turned = x.swapaxes(0, 1)
+    assert_close(functions.rms_norm(turned, weight, 0.1), operations._rms_norm(turned, weight, 0.1))
+    strided = normal(size, 4).T  # elements that do not lie side by side
+    assert_close(
+        functions.rms_norm(strided, weight, 0.1), operations._rms_norm(strided, weight, 0.1)
+    )
+
+
+@pytest.mark.parametrize("traditional", [True, False])
+@pytest.mark.parametrize(("dim", "dims"), [(64, 64), (64, 32), (80, 80), (96, 24)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rotary_positions(
+    functions: operations._Functions, dim: int, dims: int, tokens: int, *, traditional: bool
+) -> None:
+    x = normal(3, tokens, 4, dim).swapaxes(1, 2)
+    frequencies = mx.array(np.linspace(1, 1e4, dims // 2), mx.float32)
+    for offset in (7, mx.array([0, 5, 12000], mx.int32), mx.array(3)):
+        for how in ({"base": 1e6, "scale": 1.0}, {"base": 1e4, "scale": 0.25}):
+            same = {"traditional": traditional, "offset": offset, **how}
+            assert_close(functions.rope(x, dims, **same), operations._rope(x, dims, **same), 1e-5)
+        same = {"traditional": traditional, "base": None, "scale": 1.0, "offset": offset}
+        assert_close(
+            functions.rope(x, dims, freqs=frequencies, **same),
+            operations._rope(x, dims, freqs=frequencies, **same),
+            1e-5,
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gates(functions: operations._Functions, size: int) -> None:
+    gate, x = 30 * normal(2, 3, size), normal(2, 3, size, seed=2)
+
+    assert_close(functions.swiglu(gate, x), operations._swiglu(gate, x))
+    both = normal(2, 3, 2 * size)
+    halves = mx.split(both, 2, axis=-1)  # views
+    assert_close(functions.swiglu(*halves), operations._swiglu(*halves))
+
+
+def test_gates_at_the_ends(functions: operations._Functions) -> None:
+    gate = mx.array([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4]])
+
+    assert_close(functions.swiglu(gate, mx.ones_like(gate)), mx.maximum(gate, 0.0), 1e-30)
+
+
+def test_what_is_not_finite_stays_so(functions: operations._Functions) -> None:
+    for bad in (float("nan"), float("inf")):
+        x = mx.array([[bad] + [1.0] * 15])
+        assert not mx.isfinite(functions.rms_norm(x, None, 0.0)).all().item()
+        assert not mx.isfinite(functions.swiglu(x, x)).all().item()
+        rope = functions.rope(x[None, None], 16, traditional=False, base=1e4, scale=1.0, offset=1)
+        assert not mx.isfinite(rope).all().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_goes_to_mlx(functions: operations._Functions, dtype: mx.Dtype) -> None:
+    x = normal(2, 2, 3, 64, dtype=dtype)
+    weight = mx.ones((64,), dtype)
+
+    assert mx.array_equal(
+        functions.rms_norm(x, weight, 1e-6), operations._rms_norm(x, weight, 1e-6)
+    )
+    assert mx.array_equal(functions.swiglu(x, x), operations._swiglu(x, x))
+    assert functions.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=3).dtype == dtype
+
+
+def test_compiled_functions_have_them_too(library: ModuleType) -> None:
+    functions = operations._Functions(library)
+    weight = normal(64, seed=1)
+
+    def work(x: mx.array) -> mx.array:
+        return functions.swiglu(functions.rms_norm(x * 2, weight, 1e-6), x)
+
+    compiled = mx.compile(work)
+    for seed in range(3):
+        some = normal(4, 64, seed=seed)
+        assert mx.array_equal(compiled(some), work(some))
+
+
+def test_installed_and_taken_back(library: ModuleType) -> None:
+    try:
+        operations.install(library)
+        assert mx.fast.rms_norm is not operations._rms_norm
+        assert activations.swiglu is not operations._swiglu
+    finally:
+        operations.uninstall()
+    assert mx.fast.rms_norm is operations._rms_norm
+    assert mx.fast.rope is operations._rope
