@@ -381,8 +381,8 @@ class DenseModel:
         del self.sequences[sequence]
         self.left += 1
 
-    def step(self, sequences: list[SequenceRow], inputs: np.ndarray) -> None:
-        """Give states their tokens, ``[sequences, tokens, 4]``."""
+    def step(self, sequences: list[SequenceRow], inputs: list[np.ndarray]) -> None:
+        """Give each state its tokens, ``[tokens, 4]``."""
         self.left = 0
         for sequence, tokens in zip(sequences, inputs, strict=True):
             mine = self.sequences[sequence]

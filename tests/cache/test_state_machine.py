@@ -32,8 +32,9 @@ from hypothesis.stateful import (
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.dense import dense_attention
+from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
-from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
+from kvd.worker.cache.batch import DecodeHandle, GroupHandle, PrefillHandle
 from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
 from kvd.worker.cache.frozen import FrozenSequence
 from kvd.worker.cache.kinds import FULL, Kind
@@ -124,11 +125,11 @@ WORLDS = {
         batched=False,
     ),
     "max_kv_size with keep": World(
-        ((attention(FULL, 1, 8, 32),), (attention(FULL, 2, 8, 8),), (STATE,)),
+        ((attention(FULL, 1, 8, 32),), (attention(FULL, 2, 8, 8),)),
         CacheSettings(ladder=(Scheme(8, 4, 64, 32), Scheme(4, 4)), max_size=200, keep=70),
     ),
     "dense at first": World(
-        ((attention(FULL, 1, 8, 8),), (attention(WINDOW, 1, 12, 8),), (STATE,)),
+        ((attention(FULL, 1, 8, 8),), (attention(WINDOW, 1, 12, 8),)),
         CacheSettings(
             ladder=(Scheme(8, 4), Scheme(2, 2)), quantized_start=300, max_size=400, keep=3
         ),
@@ -196,8 +197,20 @@ class Machine(RuleBasedStateMachine):
             flat += list(view.caches) if len(parts) > 1 else [view]
         return flat
 
-    def _pass(self, sequences: list[SequenceRow], count: int, batch: int, *, look: bool) -> None:
-        """Run the model over ``count`` new tokens of each sequence; tell the twin."""
+    def _pass(
+        self,
+        sequences: list[SequenceRow],
+        count: int,
+        batch: int,
+        *,
+        look: bool,
+        counts: list[int] | None = None,
+    ) -> None:
+        """Run the model over ``count`` new tokens of each sequence; tell the twin.
+
+        ``counts``: how many of them are a sequence's own, in front of padding; all unless told.
+        """
+        counts = counts or [count] * len(sequences)
         prefill = bool(self.cache._prefilling)
         inputs = self.rng.integers(-8, 9, (batch, count, 4)).astype(np.float32)
         outputs: list[Output] = []
@@ -219,14 +232,17 @@ class Machine(RuleBasedStateMachine):
         mx.eval([one.output for one in outputs])
         if prefill:
             # A chunk sees its own tokens as they are, before any of them is quantized.
-            self._check_outputs(sequences, outputs, news)
+            self._check_outputs(sequences, outputs, news, counts)
         for store, layers in news.items():
             for index, sequence in enumerate(sequences):
-                new = [(k[index], v[index]) for k, v in layers]
+                new = [
+                    (k[index, :, : counts[index]], v[index, :, : counts[index]]) for k, v in layers
+                ]
                 self.twin.stores[store].append(sequence.rows[store], new)
         if not prefill:
-            self._check_outputs(sequences, outputs, None)
-        self.twin.step(sequences, inputs[: len(sequences)])
+            self._check_outputs(sequences, outputs, None, counts)
+        own = [tokens[:mine] for tokens, mine in zip(inputs, counts, strict=False)]
+        self.twin.step(sequences, own)
 
     def _normal(self, *shape: int) -> np.ndarray:
         return self.rng.normal(size=shape).astype(np.float32)
@@ -236,6 +252,7 @@ class Machine(RuleBasedStateMachine):
         sequences: list[SequenceRow],
         outputs: list[Output],
         news: dict[int, list[tuple[np.ndarray, np.ndarray]]] | None,
+        counts: list[int],
     ) -> None:
         """Compare with dense attention, over the twin's tokens and those of ``news`` behind."""
         for one in outputs:
@@ -245,12 +262,13 @@ class Machine(RuleBasedStateMachine):
                 if news is not None:
                     new = news[one.store][one.layer]
                     sides = tuple(
-                        mx.concatenate([side, mx.array(more[index])], axis=1)
+                        mx.concatenate([side, mx.array(more[index, :, : counts[index]])], axis=1)
                         for side, more in zip(sides, new, strict=True)
                     )
                 keys, values = sides if sides[1].shape[2] else (sides[0], sides[0])
-                want = dense_attention(one.queries[index], keys, values, SCALE, kind=store.kind)
-                agree(one.output[index], np.array(want), 1e-4)
+                mine = one.queries[index, :, : counts[index]]
+                want = dense_attention(mine, keys, values, SCALE, kind=store.kind)
+                agree(one.output[index, :, : counts[index]], np.array(want), 1e-4)
                 self.seen["attention"] += 1
 
     def _drain(self) -> None:
@@ -292,6 +310,29 @@ class Machine(RuleBasedStateMachine):
         if sequence.length + count <= MOST_TOKENS:
             self._prefill(sequence, count, look=look)
         self._checked("prefill")
+
+    @precondition(lambda self: self.cache.can_group and len(self.sequences) > 1)
+    @rule(
+        choice=st.integers(0, 99),
+        count=st.sampled_from([1, 40, 64, 100]),
+        less=st.sampled_from([0, 0, 1, 30]),
+        padding=st.integers(0, 2),
+    )
+    def prefill_together(self, choice: int, count: int, less: int, padding: int) -> None:
+        """Some rows in one pass, every second of them with fewer tokens."""
+        fitting = [one for one in self._some(choice) if one.length + count <= MOST_TOKENS]
+        if not fitting:
+            return
+        counts = [max(1, count - less * (index % 2)) for index in range(len(fitting))]
+        if any(row.pending for one in fitting for row in one.rows):
+            self._flush()
+        self._drain()
+        width = count + padding
+        self.cache.begin_group(fitting, counts, width)
+        self._pass(fitting, width, len(fitting), look=True, counts=counts)
+        self.cache.finish_prefill()
+        self.twin.flush()
+        self._checked("prefill_together")
 
     @precondition(lambda self: self.sequences)
     @rule(
@@ -576,6 +617,8 @@ def _attend(view: Any, queries: mx.array, found: tuple[Any, Any]) -> mx.array:
         return decode_attention(queries, keys, SCALE)
     if isinstance(keys, PrefillHandle):
         return prefill_attention(queries, keys, SCALE)
+    if isinstance(keys, GroupHandle):
+        return group_attention(queries, keys, SCALE)
     if values.shape[-1] == 0:
         values = keys
     mask = view.make_mask(count, return_array=False)
@@ -619,7 +662,8 @@ def test_the_cache_agrees_with_a_list_of_dense_rows(name: str) -> None:
         run_state_machine_as_test(seed(number)(machine), settings=plan)
         if seen["steps"] >= wanted:
             break
-    for what in (*RULES, "attention", "trimmed", "interrupted", "lowered pages"):
+    grouped = ("prefill_together",) if WORLDS[name].cache().can_group else ()
+    for what in (*RULES, *grouped, "attention", "trimmed", "interrupted", "lowered pages"):
         assert seen[what] or STEPS < CI_STEPS, what
 
 
