@@ -6,6 +6,8 @@ import mlx.core as mx
 import pytest
 
 from kvd.worker import mlx_engine, sampler, shortage
+from kvd.worker.cache.group import PrefillGroup
+from kvd.worker.cache.steps import PrefillStep
 from kvd.worker.engine import unwatched
 from protocol.errors import InsufficientMemory
 from protocol.types import Sampling
@@ -223,3 +225,32 @@ def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
     cold.run()
     assert "decode" in phases
     cold.engine.watch(unwatched)
+
+
+def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
+    cold: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = {"runs": prompt_of(200, 1), "reads": prompt_of(700, 2), "with": prompt_of(100, 3)}
+    expected = {rid: cold.alone(prompt, max_tokens=30) for rid, prompt in requests.items()}
+    cold.engine._prompts.tree.clear()
+    cold.submit("runs", requests["runs"], max_tokens=30)
+    cold.run(until=lambda: len(cold.outcomes["runs"].tokens) > 2)
+    for rid in ("reads", "with"):
+        cold.submit(rid, requests[rid], max_tokens=30)
+    store = cold.engine._runner.cache.stores[0]
+    forwards = 0
+
+    def in_a_chunk(_: int) -> bool:
+        nonlocal forwards
+        if not isinstance(store.step, PrefillStep | PrefillGroup):
+            return False
+        forwards += 1
+        return 2 <= forwards <= shortage.TRIES + 2
+
+    monkeypatch.setattr(cold.engine._recovery, "clear", None)
+    with memory_runs_out(in_a_chunk) as seen:
+        cold.run()
+
+    assert seen.failed == shortage.TRIES + 1
+    assert cold.engine._shortages == 1
+    assert cold.outcomes == expected

@@ -494,6 +494,17 @@ class ModelCache:
         for sequence, count in prefilled:
             sequence.length += count
 
+    def undo_prefill(self) -> bool:
+        """Forget a pass over chunks that failed before anything of it was written.
+
+        Returns whether its sequences are as they were; recurrent states are not.
+        """
+        for view in self._attention_views:
+            view.forget()
+        self._prefilling = []
+        undone = [store.undo_prefill() for store in self.stores]
+        return all(undone) and not self.states.parts
+
     def needs_flush(self, sequences: list[SequenceRow]) -> bool:
         """Return whether a flush must come before these sequences' next step."""
         return any(

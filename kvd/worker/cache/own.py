@@ -191,6 +191,10 @@ class OwnCache:
         mx.eval(list(_arrays(sequence.caches)))
         sequence.length += count
 
+    def undo_prefill(self) -> bool:
+        """Return False: what the caches have taken they do not give back."""
+        return False
+
     def needs_flush(self, _sequences: list[OwnRow]) -> bool:
         """Return False: there is nothing to flush."""
         return False

@@ -423,6 +423,19 @@ class KVStore:
         mx.eval(self.arrays())
         self.flush()
 
+    def undo_prefill(self) -> bool:
+        """Forget a prefill step that failed before `finish_prefill`; return whether there was one.
+
+        The rows are as they were: a chunk changes nothing before it is written.
+        """
+        if not isinstance(self.step, PrefillStep | PrefillGroup):
+            return False
+        self.step = None
+        for layer in self.layers:
+            del layer.pending[len(self._pending) :]
+            layer.new_tails.clear()
+        return True
+
     # The flush.
 
     def needs_flush(self, rows: list[Row]) -> bool:
