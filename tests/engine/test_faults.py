@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from kvd.worker import mlx_engine, sampler, shortage
@@ -10,7 +13,7 @@ from kvd.worker.cache.group import PrefillGroup
 from kvd.worker.cache.steps import PrefillStep
 from kvd.worker.engine import unwatched
 from protocol.errors import InsufficientMemory
-from protocol.types import Sampling
+from protocol.types import Sampling, TokenLogprob
 from tests.engine.driver import Driver, Outcome
 from tests.engine.faults import LATE, UNABLE, memory_runs_out
 from tests.engine.test_mlx_engine import prompt_of
@@ -40,6 +43,37 @@ def serve(driver: Driver, requests: dict[str, tuple] = REQUESTS) -> dict[str, Ou
     return outcomes
 
 
+def assert_same(got: dict[str, Outcome], wanted: dict[str, Outcome]) -> None:
+    """All that a client sees, and logprobs but for the order of summing."""
+    assert got.keys() == wanted.keys()
+    for rid, outcome in got.items():
+        expected = wanted[rid]
+        for mine, its in ((outcome, expected), *zip_values(outcome.others, expected.others)):
+            assert [one.token for one in mine.logprobs] == [one.token for one in its.logprobs]
+            for told, others in (
+                (mine.logprobs, its.logprobs),
+                (mine.prompt_logprobs, its.prompt_logprobs),
+            ):
+                numbers, others_numbers = logprobs_of(told), logprobs_of(others)
+                assert np.isfinite(numbers).all()
+                np.testing.assert_allclose(numbers, others_numbers, atol=1e-4)
+        assert without_logprobs(outcome) == without_logprobs(expected)
+
+
+def zip_values(got: dict[int, Outcome], wanted: dict[int, Outcome]) -> list[tuple]:
+    assert got.keys() == wanted.keys()
+    return [(outcome, wanted[choice]) for choice, outcome in got.items()]
+
+
+def logprobs_of(told: list[TokenLogprob]) -> list[float]:
+    return [one.logprob for one in told if one.logprob is not None]
+
+
+def without_logprobs(outcome: Outcome) -> Outcome:
+    others = {choice: without_logprobs(one) for choice, one in outcome.others.items()}
+    return replace(outcome, logprobs=[], prompt_logprobs=[], others=others)
+
+
 @pytest.fixture(scope="module")
 def wanted(_demo: Driver) -> dict[str, Outcome]:
     outcomes = serve(_demo)
@@ -52,7 +86,7 @@ def evaluations(_demo: Driver, wanted: dict) -> int:
     """So many are at least made for all that."""
     _demo.engine._prompts.tree.clear()
     with memory_runs_out(lambda _: False) as seen:
-        assert serve(_demo) == wanted
+        assert_same(serve(_demo), wanted)
     return seen.count
 
 
@@ -70,10 +104,10 @@ def test_memory_that_comes_back_at_once_costs_nothing(cold: Driver, wanted: dict
 
     assert seen.failed > 10
     assert cold.engine._shortages == 0, seen.failed
-    assert outcomes == wanted
+    assert_same(outcomes, wanted)
 
 
-@pytest.mark.parametrize("part", [0.02, 0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.9])
 def test_a_step_that_lacks_memory_drops_nothing(
     cold: Driver, wanted: dict, evaluations: int, part: float
 ) -> None:
@@ -83,19 +117,18 @@ def test_a_step_that_lacks_memory_drops_nothing(
 
     assert seen.failed == shortage.TRIES + 1
     assert cold.engine._shortages == 1
-    assert outcomes == wanted
+    assert_same(outcomes, wanted)
 
 
-@pytest.mark.parametrize("part", [0.25, 0.6])
 def test_what_the_device_lost_is_computed_again(
-    cold: Driver, wanted: dict, evaluations: int, part: float
+    cold: Driver, wanted: dict, evaluations: int
 ) -> None:
-    with memory_runs_out(int(part * evaluations).__eq__, LATE) as seen:
+    with memory_runs_out((evaluations // 2).__eq__, LATE) as seen:
         outcomes = serve(cold)
 
     assert seen.failed == 1
     assert cold.engine._shortages == 1
-    assert outcomes == wanted
+    assert_same(outcomes, wanted)
 
 
 def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> None:
