@@ -77,12 +77,25 @@ def test_32_requests_read_what_they_share_once(driver: Driver, at_once: int, oth
     assert_read_once(driver, asked, before, common + own)
 
 
+def test_each_request_has_room_for_one_checkpoint_in_any_case(driver: Driver) -> None:
+    """If no more is granted than rows need: the first leaves 256, and the second 320 at worst."""
+    asked = {f"{number}": SHARED + prompt_of(5, 100 + number) for number in range(8)}
+    before = computed(driver)
+    for rid, prompt in asked.items():
+        driver.submit(rid, prompt, max_tokens=2, ignore_eos=True)
+    driver.run(until=lambda: driver.engine._scheduler.places == 8)
+    driver.budget, budget = driver.total, driver.budget
+    driver.run()
+    driver.budget = budget
+
+    assert computed(driver) - before <= 320 + 64 + 8 * 59
+
+
 def test_an_express_row_waits_for_the_long_one_that_reads_its_beginning(driver: Driver) -> None:
     asked = {"long": prompt_of(1500, 1), "short": prompt_of(1500, 1)[:250] + prompt_of(50, 2)}
     before = computed(driver)
     driver.submit("long", asked["long"], max_tokens=2)
-    driver.step()
-    driver.step()
+    driver.run(until=lambda: computed(driver) - before == CHUNK)  # an express turn comes next
     driver.submit("short", asked["short"], max_tokens=2)
     driver.run(until=lambda: driver.outcomes["short"].over)
     assert not driver.outcomes["long"].over
