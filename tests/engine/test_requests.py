@@ -231,7 +231,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(demo: Driver) -> None:
 @pytest.mark.slow
 def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
     rng = random.Random(11)
-    requests = [_mixed(rng, index) for index in range(40)]
+    requests = [_mixed(rng, index) for index in range(200)]
     alone = {rid: demo.alone(prompt, **more) for rid, prompt, more in requests}
     demo.engine._prompts.tree.clear()
     waiting, parked, cancelled = list(requests), [], set()
@@ -251,13 +251,13 @@ def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
         rng.choice(moves)()
     demo.run()
 
-    assert len(demo.outcomes) == 40
+    assert len(demo.outcomes) == 200
     for rid, outcome in demo.outcomes.items():
         if rid in cancelled:
             assert outcome.tokens == alone[rid].tokens[: len(outcome.tokens)]
         else:
             assert_same(outcome, alone[rid])
-    assert len(cancelled) < 20
+    assert 5 < len(cancelled) < 100
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
