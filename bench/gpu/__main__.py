@@ -32,7 +32,7 @@ from bench.gpu import shapes
 from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from kvd.kv import parse_kv
-from kvd.worker import probe, seam
+from kvd.worker import probe, seam, siblings
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import ladder_of
 from kvd.worker.model import default_dtype
@@ -50,10 +50,14 @@ class Bench:
         self._options = options
         self._dtype = default_dtype() or mx.bfloat16
         self._model = shapes.build(options.shape, self._dtype)
+        ours = shapes.build(options.shape, self._dtype)
+        if not on_cpu():  # as the engine loads it
+            siblings.join(ours)
+            mx.eval(siblings.joined_arrays(ours))
         self.weights_bytes = mx.get_active_memory()
         ladder = tuple(ladder_of(parse_kv(options.kv)))
         self._vocabulary: int = shapes.SHAPES[options.shape]["vocab_size"]
-        served = probe.serve(self._model, CacheSettings(ladder=ladder), self._vocabulary)
+        served = probe.serve(ours, CacheSettings(ladder=ladder), self._vocabulary)
         self._runner = served.runner
         shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
         how = "compiled steps" if served.runner.compile() else "plain steps"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from kvd.worker import siblings
 from kvd.worker.native.layers import adopt, packed_arrays
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 
@@ -302,6 +303,8 @@ def load(
     parameters = int(get_total_parameters(model))
     if library is not None:
         adopt(model, library)
+    elif mx.default_device().type != mx.DeviceType.cpu:
+        siblings.join(model)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
@@ -319,7 +322,8 @@ def load(
 
 
 def _weights(model: Any) -> list[mx.array]:
-    return [*(array for _, array in tree_flatten(model.parameters())), *packed_arrays(model)]
+    parameters = [array for _, array in tree_flatten(model.parameters())]
+    return [*parameters, *packed_arrays(model), *siblings.joined_arrays(model)]
 
 
 def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:

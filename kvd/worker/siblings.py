@@ -1,0 +1,122 @@
+"""Linear layers that read the same input multiply as one.
+
+A decode step of few rows is launched product by product, and on a GPU launching one takes longer
+than computing it (9.6 µs with MLX on CUDA; 1.7 to 2.6 for a norm). Queries, keys and values are
+products of one input, and so are the two halves of a gated MLP: their weights are joined, the first
+of them to be called multiplies for all, and the others take their part of the result. A weight is
+kept as ``[1, inputs, outputs]``, which spares MLX three operations on shapes for each product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+
+FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that read the same input, in mlx-lm's models."""
+
+
+class _Joined:
+    """The weights of some layers, and what the last product has left for those not yet called."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.sizes = [layer.weight.shape[0] for layer in layers]
+        whole = mx.concatenate([layer.weight for layer in layers])
+        self.weight = whole[None].swapaxes(1, 2)
+        """``[1, inputs, outputs of all]``, a view of how they are stored."""
+        biases = [layer.bias for layer in layers if "bias" in layer]
+        self.bias = mx.concatenate(biases) if biases else None
+        self._input: mx.array | None = None
+        self._left: dict[int, mx.array] = {}
+
+    def arrays(self) -> list[mx.array]:
+        """Return all weights."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def part(self, x: mx.array, member: int) -> mx.array:
+        """Return one layer's product, ``[..., outputs]``."""
+        if x is not self._input or member not in self._left:
+            self._input, self._left = x, dict(enumerate(self._all(x)))
+        found = self._left.pop(member)
+        if not self._left:  # nothing of a pass outlives it
+            self._input = None
+        return found
+
+    def _all(self, x: mx.array) -> list[mx.array]:
+        product = x @ self.weight if x.ndim == 3 else x @ self.weight[0]
+        if self.bias is not None:
+            product = product + self.bias
+        if len(self.sizes) == 1:
+            return [product]
+        ends = [sum(self.sizes[: count + 1]) for count in range(len(self.sizes) - 1)]
+        return list(mx.split(product, ends, axis=-1))
+
+
+class Sibling(nn.Module):  # type: ignore[misc]
+    """`nn.Linear` over a part of joined weights."""
+
+    def __init__(self, joined: _Joined, member: int) -> None:
+        super().__init__()
+        self._joined = joined
+        self._member = member
+
+    @property
+    def joined(self) -> _Joined:
+        """The weights, of its siblings too."""
+        joined: _Joined = self._joined
+        return joined
+
+    @property
+    def weight(self) -> mx.array:
+        """``[outputs, inputs]``: a view, for models that look at it."""
+        end = sum(self.joined.sizes[: self._member + 1])
+        return self.joined.weight[0, :, end - self.joined.sizes[self._member] : end].T
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Multiply ``[..., inputs]`` to ``[..., outputs]``."""
+        return self.joined.part(x, self._member)
+
+
+def join(model: Any) -> None:
+    """Join the layers of a model that read the same input; lazy.
+
+    Only layers that are exactly MLX's own. All that are left multiply alone, with weights as above.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, Sibling):
+            continue
+        for names in FAMILIES:
+            layers = [module[name] for name in names if _is_plain(module.get(name))]
+            if len(layers) == len(names) and _alike(layers):
+                _replace(module, names, layers)
+        for name, child in list(module.items()):
+            if _is_plain(child):
+                _replace(module, (name,), [child])
+
+
+def joined_arrays(model: Any) -> list[mx.array]:
+    """Return the joined weights: they are no parameters in MLX's sense."""
+    found = {
+        id(module.joined): module.joined
+        for _, module in model.named_modules()
+        if isinstance(module, Sibling)
+    }
+    return [array for joined in found.values() for array in joined.arrays()]
+
+
+def _is_plain(child: Any) -> bool:
+    return type(child) is nn.Linear
+
+
+def _alike(layers: Sequence[nn.Linear]) -> bool:
+    looks = {(layer.weight.shape[1], layer.weight.dtype, "bias" in layer) for layer in layers}
+    return len(looks) == 1
+
+
+def _replace(module: Any, names: Sequence[str], layers: Sequence[nn.Linear]) -> None:
+    joined = _Joined(layers)
+    for member, name in enumerate(names):
+        module[name] = Sibling(joined, member)
