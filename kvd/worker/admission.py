@@ -34,6 +34,8 @@ class Held:
     """Tails."""
     cached: int = 0
     """Of the pages, those that only cached prefixes need; they can be dropped at any time."""
+    left: int = 0
+    """Of these, what places keep room for: their rows have left the checkpoints that it is for."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class Admission:
         return self.budget.want(pages - self.spare(held))
 
     def _needed(self, pages: int, rows: int, held: Held) -> int:
-        return max(held.pages, pages + held.cached) + max(held.rows, rows) * self.row_pages
+        places = max(held.rows, rows) * self.row_pages - held.left
+        return max(held.pages, pages + held.cached) + places
 
     def turn(self, held: Held) -> Turn:
         """Admit what fits; for what does not, seek memory in the order of the module's page."""

@@ -309,6 +309,7 @@ class MLXEngine:
         frozen = [request.frozen, *(completion.frozen for completion in request.completions)]
         held = sum(cache.charge_of(one) for one in frozen if one is not None)
         request.kept_pages = -(-held // self._admission.budget.page_bytes)
+        self._prompts.leave_place(request)
         self._admission.park(rid, request.kept_pages)
 
     def unpark(self, rid: str) -> None:
@@ -378,7 +379,7 @@ class MLXEngine:
     def _ask_for_checkpoints(self) -> None:
         remembered = self._prompts.remembered
         if remembered is not None and remembered.claimed:
-            pages = -(-remembered.claimed // self._admission.budget.page_bytes)
+            pages = 2 + remembered.claimed // self._admission.budget.page_bytes  # one for rounding
             wish = self._admission.want_spare(pages, self._held())
             if wish is not None:
                 self._reports.append(wish)
@@ -666,7 +667,8 @@ class MLXEngine:
     def _held(self) -> Held:
         cache, budget = self._runner.cache, self._admission.budget
         cache.limit_bytes = budget.pages * budget.page_bytes - self._kept_free()
-        return Held(self._charged_pages, cache.tail_slots, self._cached_pages)
+        left = self._prompts.left_bytes // budget.page_bytes
+        return Held(self._charged_pages, cache.tail_slots, self._cached_pages, left)
 
     def _kept_free(self) -> int:
         """Bytes of the grant that places have for tails and checkpoints to come, not for pools."""
@@ -675,9 +677,9 @@ class MLXEngine:
             return 0
         slots, unit = cache.tail_slots, self._admission.budget.page_bytes
         places = max(slots, self._scheduler.places)
-        made = min(places, remembered.left_early) * cache.checkpoint_bytes
-        kept: int = places * self._admission.row_pages * unit - slots * cache.row_bytes - made
-        return kept + remembered.claimed + unit  # all is counted in whole pages elsewhere
+        kept: int = places * self._admission.row_pages * unit - slots * cache.row_bytes
+        kept += remembered.claimed - remembered.left_bytes
+        return kept + unit  # all is counted in whole pages elsewhere
 
     def _spare_bytes(self) -> int:
         """Bytes of the grant that nobody holds and no place may come to need."""

@@ -36,6 +36,11 @@ class Prompts:
         """The checkpoints."""
         return None if self.remembered is None else self.remembered.tree
 
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that places keep free for checkpoints, and that these hold already."""
+        return 0 if self.remembered is None else self.remembered.left_bytes
+
     def reader(self, request: Submit, prompt: list[int]) -> Reader:
         """Return a new request's prompt, as far as it may be shared."""
         salt, whole = request.prefix_salt or "", request.prompt_logprobs is not None
@@ -52,6 +57,11 @@ class Prompts:
         """Note that a request is over, wherever it was."""
         if self.remembered is not None:
             self.remembered.forget(request.reader)
+
+    def leave_place(self, request: Request) -> None:
+        """Note that a request has no place for now: it was parked."""
+        if self.remembered is not None:
+            self.remembered.leave_place(request.reader)
 
     def forget_all(self, requests: Iterable[Request]) -> None:
         """Drop all checkpoints; the places of these requests keep room for theirs again."""

@@ -93,13 +93,18 @@ class Remembered:
         """By request, bytes that it may still need for checkpoints beyond what its place has."""
         self.claimed = 0
         """Bytes of all these, as far as the tree may hold so much."""
-        self.left_early = 0
-        """Running requests whose places' own checkpoints are made: they hold what was kept free."""
+        self._left = 0
+        """Requests that have left the checkpoint that their places keep room for."""
 
     @property
     def idle(self) -> bool:
         """Whether no request is there."""
-        return not (len(self._waiting) or self._claims or self.left_early)
+        return not (len(self._waiting) or self._claims or self._left)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that places keep free for checkpoints, and that these hold already."""
+        return self._left * self._room.own
 
     def reader(self, rid: str, tokens: Sequence[int], salt: str, *, whole: bool) -> Reader:
         """Return a prompt that comes; cutting it is all that it costs here."""
@@ -121,18 +126,22 @@ class Remembered:
         """Note that a request is over, wherever it was."""
         self._expect_no_more(reader)
         self._claim(reader, None)
-        self._return_own(reader)
+        self.leave_place(reader)
 
     def forget_all(self, readers: Iterable[Reader]) -> None:
         """Drop all checkpoints; the places of these requests keep room for theirs again."""
         self.tree.clear()
         for reader in readers:
-            self._return_own(reader)
+            self.leave_place(reader)
 
-    def _return_own(self, reader: Reader) -> None:
+    def leave_place(self, reader: Reader) -> None:
+        """Note that a request has no place for now; with the next one it has room for another.
+
+        Also where its checkpoint has gone with all others.
+        """
         if reader.has_left:
             reader.has_left = False
-            self.left_early -= 1
+            self._left -= 1
 
     def is_known(self, reader: Reader) -> bool:
         """Return whether a beginning of a prompt that waits has come into the cache.
@@ -172,17 +181,13 @@ class Remembered:
     def _leave(self, reader: Reader, end: int, sequence: Any) -> None:
         tokens, charge = reader.tokens[:end], self._room.charge(end)
         needed = charge if reader.has_left else charge - self._room.own
-        if (short := needed - self._free()) > 0:
+        if (short := needed - self._room.free()) > 0:
             self.tree.evict(short, self.tree.worth_of(tokens, reader.salt, charge))
-        if self._free() < needed or not self.tree.insert(tokens, reader.salt, sequence):
+        if self._room.free() < needed or not self.tree.insert(tokens, reader.salt, sequence):
             return
         if not reader.has_left:
             reader.has_left = True
-            self.left_early += 1
-
-    def _free(self) -> int:
-        """Return the bytes that nobody needs; a place's own checkpoint, once made, is held too."""
-        return self._room.free() + self.left_early * self._room.own
+            self._left += 1
 
     def _claim(self, reader: Reader, position: int | None) -> None:
         """Count anew what a prompt needs for checkpoints behind a position; None: nothing."""

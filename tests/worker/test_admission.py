@@ -96,6 +96,20 @@ def test_who_has_begun_is_refused_if_the_whole_budget_is_too_small() -> None:
     assert isinstance(refused[1], InsufficientMemory)
 
 
+def test_what_a_row_has_left_in_the_room_of_its_place_counts_once() -> None:
+    admission = admission_of(pages=20)
+    admission.submit("a", 1, 1)
+    admission.turn(Held())
+    spare = admission.spare(Held(0, 1))
+    assert spare > 0
+    assert admission.spare(Held(3, 1, cached=3)) == spare - 3
+    assert admission.spare(Held(3, 1, cached=3, left=2)) == spare - 1
+    wish = admission.want_spare(spare + 2, Held(3, 1, cached=3, left=2))
+    assert wish is not None
+    assert wish.reason == "3 more pages"
+    assert admission.want_spare(spare + 2, Held()) is None  # one is open
+
+
 def test_spare_tails_count_until_they_are_given_up() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 640, 64)
