@@ -14,6 +14,7 @@ from protocol.framing import FrameDecoder, decode_report
 from protocol.types import TokenLogprob, Usage, WorkerStats
 from protocol.worker import (
     ChoiceFinished,
+    Entered,
     GrantWanted,
     Progress,
     RowAccepted,
@@ -110,15 +111,18 @@ def test_the_order_of_one_request_is_kept(outbox):
     assert taken(outbox) == story
 
 
-def test_newer_counters_and_progress_replace_older_ones_in_their_place(outbox):
+def test_newer_counters_progress_and_phases_replace_older_ones_in_their_place(outbox):
     outbox.put(stats(1))
     outbox.put(Progress(stage="weights", fraction=0.1))
+    outbox.put(Entered(phase="prefill"))
     outbox.put(tokens("a", 0, 65))
     outbox.put(Progress(stage="weights", fraction=0.9))
+    outbox.put(Entered(phase="decode"))
     outbox.put(stats(2))
     assert taken(outbox) == [
         stats(2),
         Progress(stage="weights", fraction=0.9),
+        Entered(phase="decode"),
         tokens("a", 0, 65),
     ]
 
