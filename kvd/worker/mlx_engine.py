@@ -17,7 +17,6 @@ Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memo
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections import deque
@@ -596,7 +595,7 @@ class MLXEngine:
 
     # A step that lacked memory.
 
-    def _recover(self, short: Shortage | None) -> None:
+    def _recover(self, short: Shortage) -> None:
         """Make room, and bring back what the step has spoiled: at most, all rows.
 
         The first time nobody fails for it; each time after that, the request that is worth least.
@@ -605,35 +604,21 @@ class MLXEngine:
         if self._calm >= CALM_STEPS:
             self._shortages = 0
         self._calm = 0
-        if short is not None and not (self._shortages or short.late) and self._undo_chunks():
+        recovery, requests = self._recovery, self._requests.values()
+        if not (self._shortages or short.late) and recovery.take_back(requests, self._flush):
             self._shortages = 1
             _log.warning("out of memory in a prompt's chunk: %s", short.reason)
             return
         self._flight = None
         self._lowerings.clear()
-        while short is not None:
+        lacking: Shortage | None = short
+        while lacking is not None:
             self._shortages += 1
-            _log.warning("out of memory in a step: %s", short.reason)
+            _log.warning("out of memory in a step: %s", lacking.reason)
             self._release_ended()
             if self._shortages > 1:
-                self._fail_one(short)
-            short = shortage.attempt(self._start_over, short.late)
-
-    def _undo_chunks(self) -> bool:
-        """Take a pass over prompts back and make room for it; return whether that was all."""
-        if not self._runner.cache.undo_prefill():
-            return False
-        for request in self._requests.values():
-            if request.row and request.row.length != self._scheduler.position(request.rid):
-                return False  # another pass of the same step had gone through
-        return shortage.attempt(self._give_up_all_spare) is None
-
-    def _give_up_all_spare(self) -> None:
-        self._prompts.forget_all(self._requests.values())
-        self._flush()
-        gc.collect()  # as in `Recovery.clear`
-        self._runner.cache.compact()
-        mx.clear_cache()
+                self._fail_one(lacking)
+            lacking = shortage.attempt(self._start_over, lacking.late)
 
     def _start_over(self, late: bool) -> None:
         self._recovery.clear(self._requests.values(), late=late)

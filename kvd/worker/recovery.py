@@ -1,8 +1,9 @@
 """Bringing rows back to where they were, after a step that could not be finished.
 
-What a step that failed has left of tails and states is not known, and what it holds may be what is
-missing. So all of it is thrown away, and each row gets again what it was given: its prompt in the
-same cuts, then its tokens, one a step, with the other rows. The same passes give the same keys and
+A pass over prompts that failed is taken back: a chunk changes nothing before it is written. What
+any other step has left of tails and states is not known, and what it holds may be what is missing.
+So all of it is thrown away, and each row gets again what it was given: its prompt in the same
+cuts, then its tokens, one a step, with the other rows. The same passes give the same keys and
 values, so nobody notices but by the time that it takes. Checkpoints of prompts save most of the
 reading; they go as soon as the rows have taken their pages.
 
@@ -23,6 +24,7 @@ from kvd.worker.engine import OnPhase
 from kvd.worker.prompts import Prompts
 from kvd.worker.runner import Row, Runner
 from kvd.worker.scheduler import Scheduler
+from kvd.worker.shortage import attempt
 
 Join = Callable[[Request, Completion, Row], None]
 
@@ -68,6 +70,25 @@ class Recovery:
         self._chunk = chunk
         self._on_phase = on_phase
 
+    def take_back(self, requests: Collection[Request], flush: Callable[[], None]) -> bool:
+        """Forget the pass over prompts that failed, and make room; return whether that is all.
+
+        All rows are as they were then, and what is in flight goes on.
+        """
+        if not self._runner.cache.undo_prefill():
+            return False
+        for request in requests:
+            if request.row and request.row.length != self._scheduler.position(request.rid):
+                return False  # another pass of the same step had gone through
+        return attempt(self._give_up_spare, requests, flush) is None
+
+    def _give_up_spare(self, requests: Collection[Request], flush: Callable[[], None]) -> None:
+        self._prompts.forget_all(requests)
+        flush()
+        gc.collect()  # a traceback's frames hold what the step has built, until somebody looks
+        self._runner.cache.compact()
+        mx.clear_cache()
+
     def clear(self, requests: Collection[Request], *, late: bool) -> None:
         """Free all rows, and what is in flight with them; frozen ones stay, and checkpoints.
 
@@ -86,7 +107,7 @@ class Recovery:
             for holder in [one for one in holders if one.frozen is not None]:
                 cache.drop(holder.frozen)
                 holder.frozen = None
-        gc.collect()  # a traceback's frames hold what the step has built, until somebody looks
+        gc.collect()
         cache.discard()
         mx.clear_cache()
 
