@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import shlex
 import statistics
@@ -63,6 +64,8 @@ class Bench:
         how = "compiled steps" if served.runner.compile() else "plain steps"
         self.path = f"{served.path}, {shared}, {how}"
         mx.clear_cache()
+        gc.collect()  # as the engine does after a load
+        gc.freeze()
 
     def ours(self) -> Ours:
         """Return our loop without rows."""

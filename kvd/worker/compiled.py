@@ -64,7 +64,7 @@ class CompiledDecode:
         """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
         parts = [_Part.of(store) for store in self._cache.stores]
         inputs = [tokens, *(array for part in parts for array in part.arrays())]
-        key = (*(part.key for part in parts), *((one.shape, one.dtype) for one in inputs))
+        key = tuple(part.key for part in parts)
         logits, tails = self._function(key, parts)(inputs)
         left = iter(tails)
         for part in parts:
@@ -113,11 +113,19 @@ class _Part:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a trace depends on beside the shapes of its arrays."""
-        if self.step.native is not None:
-            return self.step.batch, self.levels
-        seen = tuple(self.step.pages_seen(table) is not None for table in self.tables)
-        return self.step.batch, self.step.whole, tuple(one.level for one in self.tables), seen
+        """What a trace depends on: all that gives its arrays their shapes."""
+        step = self.step
+        capacities = tuple(
+            layer.pools[level].capacities for layer in self.store.layers for level in self.levels
+        )
+        tails = self.store.layers[0].tail_keys.shape[0]
+        sizes = (step.batch, len(step.rows), tails, self.levels, capacities)
+        if step.native is not None:
+            return *sizes, step.native.pages.array.shape[0]
+        pages = tuple(len(table.owners) for table in self.tables)
+        seen = [step.pages_seen(table) for table in self.tables]
+        sight = tuple(None if one is None else one.shape for one in seen)
+        return *sizes, step.whole, pages, sight
 
     @property
     def levels(self) -> tuple[int, ...]:

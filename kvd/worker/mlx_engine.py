@@ -394,6 +394,7 @@ class MLXEngine:
 
     def _take_turn(self) -> Turn:
         turn = self._admission.turn(self._held())
+        self._held()  # who was admitted has places now, which pools must leave room for
         if turn.wish is not None:
             self._reports.append(turn.wish)
         if turn.refused is not None:

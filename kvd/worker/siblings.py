@@ -29,12 +29,20 @@ class _Joined:
         """``[1, inputs, outputs of all]``, a view of how they are stored."""
         biases = [layer.bias for layer in layers if "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
+        self._views: dict[int, mx.array] = {}
         self._input: mx.array | None = None
         self._left: dict[int, mx.array] = {}
 
     def arrays(self) -> list[mx.array]:
         """Return all weights."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    def _wide(self, batch: int) -> mx.array:
+        """Return the weight for so many sequences: a view that is made once."""
+        if batch not in self._views:
+            self._views[batch] = mx.broadcast_to(self.weight, (batch, *self.weight.shape[1:]))
+            mx.eval(self._views[batch])
+        return self._views[batch]
 
     def part(self, x: mx.array, member: int) -> mx.array:
         """Return one layer's product, ``[..., outputs]``."""
@@ -46,7 +54,7 @@ class _Joined:
         return found
 
     def _all(self, x: mx.array) -> list[mx.array]:
-        product = x @ self.weight if x.ndim == 3 else x @ self.weight[0]
+        product = x @ self._wide(x.shape[0]) if x.ndim == 3 else x @ self.weight[0]
         if self.bias is not None:
             product = product + self.bias
         if len(self.sizes) == 1:

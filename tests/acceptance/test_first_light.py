@@ -102,7 +102,7 @@ def test_status_shows_the_model(daemon: Daemon) -> None:
     assert model["state"] == "ready"
     assert model["worker_pid"] > 0
     assert model["info"]["kv_scheme"] == "k8v8"
-    assert model["info"]["attention_path"].startswith("reference")
+    assert model["info"]["attention_path"].startswith(("native", "reference, gathered pages"))
     stats = model["stats"]
     assert stats["pages_total"] >= stats.get("pages_used", 0)
     assert stats["memory"]["kv_pages"] == stats["pages_total"] * model["info"]["page_bytes"]

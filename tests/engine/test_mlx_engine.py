@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvd import demo as embedded
 from kvd.worker import sampler
+from kvd.worker.native import build
 from protocol.errors import ContextTooLong, EmptyPrompt, InsufficientMemory, InvalidRequest
 from protocol.types import ChatMessage, KVSpec, Sampling
 from protocol.worker import Submit
@@ -280,7 +281,9 @@ def test_info_describes_what_was_loaded(demo: Driver) -> None:
     assert info.architecture == "qwen3"
     assert info.kv_scheme == "k8v8"
     assert info.context_length == 16384
-    assert info.attention_path.startswith("reference")
+    native = build.compiler() is not None
+    assert info.attention_path.startswith("native" if native else "reference, gathered pages")
+    assert (info.native == "on") == native
     assert 0 <= info.attention_error < 1e-3
     assert info.page_bytes == info.kv_bytes_per_token * 64
     assert demo.total < 2 * GIB
