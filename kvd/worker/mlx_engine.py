@@ -394,6 +394,10 @@ class MLXEngine:
 
     def _take_turn(self) -> Turn:
         turn = self._admission.turn(self._held())
+        if turn.refused is not None and self._give_up_spare():
+            if turn.wish is not None:
+                self._reports.append(turn.wish)
+            turn = self._admission.turn(self._held())
         self._held()  # who was admitted has places now, which pools must leave room for
         if turn.wish is not None:
             self._reports.append(turn.wish)
@@ -685,13 +689,21 @@ class MLXEngine:
         return max(0, frozen - sum(one.kept_pages for one in self._requests.values()))
 
     def _give_up_spare(self) -> bool:
-        """Cut pools down to what rows have reserved; return whether that freed anything."""
+        """Cut pools down to what rows have reserved; return whether that freed anything.
+
+        Where no row is left, tails go too: who waits may need more pages and fewer of them.
+        """
+        cache = self._runner.cache
+        if not cache.sequences and cache.tail_slots and not self._lowerings:
+            self._on_phase("pools")
+            cache.shrink()
+            return True
         needed = self._scheduler.reserved + self._cached_pages
         if self._lowerings or self._charged_pages <= needed:
             return False  # a step-down cuts the pools itself, when it is over
         self._flush()
         self._on_phase("pools")
-        freed: int = self._runner.cache.compact(needed)
+        freed: int = cache.compact(needed)
         return freed > 0
 
     def _rest(self) -> None:

@@ -159,6 +159,18 @@ def test_cached_prompts_give_way_to_requests_under_a_tight_budget() -> None:
     assert tree.counts.evicted > 0
 
 
+def test_tails_of_rows_that_ended_stand_in_nobodys_way() -> None:
+    driver = Driver("demo")
+    for index in range(12):
+        driver.submit(f"{index}", prompt_of(10, index), max_tokens=4, ignore_eos=True)
+    driver.run(until=lambda: driver.engine._scheduler.places == 12)
+    driver.budget = driver.total
+    driver.submit("long", prompt_of(1500), max_tokens=4)
+    driver.run()
+
+    assert driver.outcomes["long"].error is None
+
+
 @pytest.mark.parametrize("after", [1, 3, 6, 30])
 def test_parked_paused_and_resumed_the_same_tokens(demo: Driver, after: int) -> None:
     prompt = prompt_of(700, 8)
