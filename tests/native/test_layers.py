@@ -72,6 +72,32 @@ def test_threads_do_not_change_a_bit(library: ModuleType) -> None:
     assert all(mx.array_equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("half", DTYPES[1:])
+def test_float32_weights_that_were_half_floats_are_stored_as_such(
+    library: ModuleType, half: mx.Dtype
+) -> None:
+    plain = linear(48, 64, half, bias=False)
+    plain.weight[0, 0] = 1e-30 if half == mx.bfloat16 else 1 + 2**-10  # not in the other one
+    wide = nn.Linear(64, 48, bias=False)
+    wide.weight = plain.weight.astype(mx.float32)
+    x = mx.random.normal((3, 64))
+
+    packed = layers.PackedLinear(library, wide)
+    assert packed.packed.dtype == half
+    assert mx.array_equal(packed.weight, wide.weight)
+    assert mx.array_equal(packed(x), layers.PackedLinear(library, plain)(x))
+
+
+@pytest.mark.parametrize("bad", [1e-30, 1e30, 1.0 + 2**-20, float("nan")])
+def test_weights_that_would_lose_something_stay_float32(library: ModuleType, bad: float) -> None:
+    layer = linear(16, 32, mx.bfloat16, bias=False)
+    layer.weight = layer.weight.astype(mx.float32)
+    layer.weight[3, 4] = 1.0000001 if bad in {1e-30, 1e30} else 0.5
+    layer.weight[5, 6] = bad
+
+    assert layers.PackedLinear(library, layer).packed.dtype == mx.float32
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embeddings(library: ModuleType, dtype: mx.Dtype) -> None:
     layer = nn.Embedding(100, 48)

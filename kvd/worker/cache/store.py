@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import ModuleType
 
 import mlx.core as mx
@@ -131,9 +132,17 @@ class KVStore:
         """Bytes of one page in all layers."""
         return sum(self.layer_page_bytes(level))
 
-    def layer_page_bytes(self, level: int = 0) -> list[int]:
+    def layer_page_bytes(self, level: int = 0) -> tuple[int, ...]:
         """Bytes of one page in each layer."""
-        return [layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self.layers]
+        return self._layer_page_bytes[level]
+
+    @cached_property
+    def _layer_page_bytes(self) -> list[tuple[int, ...]]:
+        # Asked for in every step, by all that count memory.
+        return [
+            tuple(layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self.layers)
+            for level in self.levels
+        ]
 
     def most_bytes(self, length: int, chunk: int = 0) -> int:
         """Return the most bytes of pages that one row fills on its way to ``length`` tokens.

@@ -2,8 +2,9 @@
 
 A weight ``[outputs, inputs]`` is stored in panels of 16 outputs, ``[panels, inputs, 16]``, in the
 dtype that the checkpoint has: half floats take half the memory and half its bandwidth, and are
-widened exactly while they are multiplied. Outputs are summed over the inputs one after the other,
-so a row's numbers are the same to the bit in any batch.
+widened exactly while they are multiplied. Many a float32 checkpoint was made of half floats; where
+all of a weight's elements are, it is stored as what it was. Outputs are summed over the inputs one
+after the other, so a row's numbers are the same to the bit in any batch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
     def __init__(self, library: ModuleType, weight: mx.array) -> None:
         super().__init__()
         self._library = library
+        weight = _narrowed(weight)
         self._outputs, inputs = weight.shape
         panels = -(-self._outputs // PANEL)
         padded = mx.pad(weight, [(0, panels * PANEL - self._outputs), (0, 0)])
@@ -47,6 +49,16 @@ class _Packed(nn.Module):  # type: ignore[misc]
             x = x.astype(mx.float32)
         found: mx.array = self._library.multiply(x, self.packed, self._outputs, bias)
         return found
+
+
+def _narrowed(weight: mx.array) -> mx.array:
+    """Return a float32 weight as half floats if that loses nothing; evaluates."""
+    if weight.dtype == mx.float32:
+        for half in _DTYPES[1:]:
+            narrow = weight.astype(half)
+            if bool(mx.array_equal(narrow.astype(mx.float32), weight).item()):
+                return narrow
+    return weight
 
 
 class PackedLinear(_Packed):
@@ -81,9 +93,10 @@ class PackedEmbedding(_Packed):
 
 
 def adopt(model: Any, library: ModuleType) -> None:
-    """Give a model's dense linear layers and embeddings packed weights; lazy.
+    """Give a model's dense linear layers and embeddings packed weights.
 
-    Only layers that are exactly MLX's own; what a model made of them stays as it is.
+    Lazy but for float32 weights, which are looked at. Only layers that are exactly MLX's own; what
+    a model made of them stays as it is.
     """
     replaced: dict[int, _Packed] = {}
     for module in list(model.modules()):

@@ -372,7 +372,16 @@ class Decode : public Attention {
           }
         }
       };
-      kvd::Pool::shared().share(static_cast<int>(count * held.kv_heads), 1, some);
+      int64_t tokens = 0;
+      for (int64_t row = 0; row < count; ++row) {
+        tokens += rows[row * 6 + 1] + (rows[row * 6 + 4] - rows[row * 6 + 3]) * kvd::BLOCK;
+      }
+      const int heads_of_rows = static_cast<int>(count * held.kv_heads);
+      if (tokens * held.q_heads * (held.k_dim + held.v_dim) < kvd::SHARED_WORK) {
+        some(0, heads_of_rows);
+      } else {
+        kvd::Pool::shared().share(heads_of_rows, 1, some);
+      }
       std::fill(y + count * held.q_heads * size, y + all * held.q_heads * size, 0.0f);
     });
   }

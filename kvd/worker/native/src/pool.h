@@ -21,6 +21,10 @@
 
 namespace kvd {
 
+// Multiplications below which threads are no help: to wake one takes as long, and on a small machine
+// the processor that it would run on has the host's own work to do.
+constexpr int64_t SHARED_WORK = 4'000'000;
+
 inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();

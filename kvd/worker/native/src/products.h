@@ -12,9 +12,12 @@
 namespace kvd {
 
 constexpr int PANEL = 16;
-constexpr int MOST_ROWS = 6;  // 12 sums, 2 weights and an input: the 16 registers of AVX2
-constexpr int WIDENED_ROWS = 13;  // from here on a panel is widened once
-constexpr int64_t SHARED_WORK = 400'000;  // multiplications below which a second thread is no help
+#if defined(__AVX512VL__) || defined(__aarch64__)
+constexpr int MOST_ROWS = 12;  // 24 sums, 2 weights and an input: 32 registers
+#else
+constexpr int MOST_ROWS = 6;  // 12 sums, 2 weights and an input: 16 registers
+#endif
+constexpr int WIDENED_ROWS = 2 * MOST_ROWS + 1;  // from here on a panel is widened once
 
 template <int ROWS, typename W>
 inline void multiply_rows(
@@ -27,7 +30,7 @@ inline void multiply_rows(
   for (int64_t k = 0; k < inputs; ++k) {
     const F8 left = load(panel + k * PANEL);
     const F8 right = load(panel + k * PANEL + LANES);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {
       const F8 input = splat(x[r * inputs + k]);
       sums[r][0] = fma(input, left, sums[r][0]);
@@ -44,6 +47,19 @@ inline void multiply_rows(
   }
 }
 
+// `count` rows, at most ROWS.
+template <int ROWS, typename W>
+inline void multiply_some(
+    int64_t count, const float* x, int64_t inputs, const W* panel, float* y, int64_t outputs,
+    int columns, const float* bias) {
+  if constexpr (ROWS > 1) {
+    if (count < ROWS) {
+      return multiply_some<ROWS - 1>(count, x, inputs, panel, y, outputs, columns, bias);
+    }
+  }
+  multiply_rows<ROWS>(x, inputs, panel, y, outputs, columns, bias);
+}
+
 template <typename W>
 inline void multiply_panel(
     const float* x, int64_t rows, int64_t inputs, const W* panel, float* y, int64_t outputs,
@@ -54,14 +70,7 @@ inline void multiply_panel(
     const int64_t count = (rows - first) / (blocks - block);
     const float* from = x + first * inputs;
     float* to = y + first * outputs;
-    switch (count) {
-      case 1: multiply_rows<1>(from, inputs, panel, to, outputs, columns, bias); break;
-      case 2: multiply_rows<2>(from, inputs, panel, to, outputs, columns, bias); break;
-      case 3: multiply_rows<3>(from, inputs, panel, to, outputs, columns, bias); break;
-      case 4: multiply_rows<4>(from, inputs, panel, to, outputs, columns, bias); break;
-      case 5: multiply_rows<5>(from, inputs, panel, to, outputs, columns, bias); break;
-      default: multiply_rows<6>(from, inputs, panel, to, outputs, columns, bias); break;
-    }
+    multiply_some<MOST_ROWS>(count, from, inputs, panel, to, outputs, columns, bias);
     first += count;
   }
 }
@@ -87,7 +96,7 @@ void multiply(
   const int panels = static_cast<int>((outputs + PANEL - 1) / PANEL);
   const int64_t work = rows * inputs * PANEL;  // of a panel
   const int grain = static_cast<int>(
-      std::max<int64_t>(1, std::min<int64_t>(panels, SHARED_WORK / 4 / std::max<int64_t>(1, work))));
+      std::max<int64_t>(1, std::min<int64_t>(panels, SHARED_WORK / 16 / std::max<int64_t>(1, work))));
   auto some = [=](int first, int last) {
     thread_local std::vector<float> room;
     for (int panel = first; panel < last; ++panel) {
