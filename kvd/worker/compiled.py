@@ -50,6 +50,14 @@ def rounded(pages: int) -> int:
     return -(-pages // step) * step
 
 
+def _listed(pages: int) -> int:
+    """Return the length of a list of pages: nobody looks at the rest, so few lengths are best."""
+    length = 64
+    while length < pages:
+        length *= 4
+    return length
+
+
 class CompiledDecode:
     """One model's decode steps. Call it between the cache's `begin_decode` and `end_pass`."""
 
@@ -101,7 +109,7 @@ class _Part:
             raise TypeError("no decode step is under way")
         if step.native is not None:
             pages = step.native.pages
-            native = replace(step.native, pages=pages.padded(rounded(pages.count)))
+            native = replace(step.native, pages=pages.padded(_listed(pages.count)))
             return _Part(store, replace(step, native=native))
         tables = [table.padded(rounded(len(table.owners))) for table in step.tables]
         return _Part(store, replace(step, tables=tables))

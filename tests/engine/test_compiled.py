@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from kvd.worker import compiled
 from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.native import build as build_native
 from kvd.worker.probe import find_layout
 from kvd.worker.runner import Runner
 from tests.architectures.zoo import build
@@ -21,10 +25,14 @@ LADDER = (Scheme(8, 8), Scheme(4, 4))
 class Pair:
     """The same rows over two caches: steps of one are compiled."""
 
-    def __init__(self, name: str, settings: CacheSettings) -> None:
+    def __init__(
+        self, name: str, settings: CacheSettings, library: ModuleType | None = None
+    ) -> None:
         model = build(name)[0]
         layout = find_layout(model)
         self.plain, self.compiled = (Runner(model, ModelCache(layout, settings)) for _ in range(2))
+        for runner in self.runners:
+            runner.cache.use(page_product, library)
         assert self.compiled.compile()
         self.rows: list[tuple[object, object]] = []
 
@@ -56,9 +64,18 @@ class Pair:
         np.testing.assert_array_equal(found[0], found[1])
 
 
+@pytest.fixture(params=["plain", "native"])
+def library(request: pytest.FixtureRequest) -> ModuleType | None:
+    if request.param == "native" and build_native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    return build_native.load() if request.param == "native" else None
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
-def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(name: str) -> None:
-    pair = Pair(name, CacheSettings(LADDER))
+def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
+    name: str, library: ModuleType | None
+) -> None:
+    pair = Pair(name, CacheSettings(LADDER), library)
     for length in (3, 70, 150):
         pair.join(length)
     for step in range(90):
@@ -73,8 +90,8 @@ def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(name: str) -
     assert 1 < pair.compiled._compiled.traced < 40
 
 
-def test_rows_on_several_levels() -> None:
-    pair = Pair("llama", CacheSettings(LADDER))
+def test_rows_on_several_levels(library: ModuleType | None) -> None:
+    pair = Pair("llama", CacheSettings(LADDER), library)
     for length in (200, 300):
         pair.join(length)
     pair.step(1)
