@@ -26,9 +26,9 @@ class _Packed(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._library = library
         weight = _narrowed(weight)
-        self._outputs, inputs = weight.shape
-        panels = -(-self._outputs // PANEL)
-        padded = mx.pad(weight, [(0, panels * PANEL - self._outputs), (0, 0)])
+        self.outputs, inputs = weight.shape
+        panels = -(-self.outputs // PANEL)
+        padded = mx.pad(weight, [(0, panels * PANEL - self.outputs), (0, 0)])
         self._panels = mx.contiguous(padded.reshape(panels, PANEL, inputs).swapaxes(1, 2))
 
     @property
@@ -42,12 +42,12 @@ class _Packed(nn.Module):  # type: ignore[misc]
         """``[outputs, inputs]`` float32, made anew; for models that look at it."""
         panels, inputs, _ = self.packed.shape
         whole = self.packed.swapaxes(1, 2).reshape(panels * PANEL, inputs)
-        return whole[: self._outputs].astype(mx.float32)
+        return whole[: self.outputs].astype(mx.float32)
 
     def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
         if x.dtype != mx.float32:
             x = x.astype(mx.float32)
-        found: mx.array = self._library.multiply(x, self.packed, self._outputs, bias)
+        found: mx.array = self._library.multiply(x, self.packed, self.outputs, bias)
         return found
 
 

@@ -32,20 +32,40 @@ struct Packed {
   }
 };
 
+template <typename Word>
+inline uint64_t word(const uint8_t* from) {
+  Word found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+}
+
+// The bits of eight codes, which are BITS bytes.
 template <int BITS>
-inline I8 codes(const uint8_t* from) {
-  if constexpr (BITS == 8) {
-    B8 bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(bytes, I8);
+inline uint64_t eight(const uint8_t* from) {
+  static_assert(BITS >= 2 && BITS <= 6);
+  if constexpr (BITS == 2) {
+    return word<uint16_t>(from);
+  } else if constexpr (BITS == 3) {
+    return word<uint16_t>(from) | word<uint8_t>(from + 2) << 16;
+  } else if constexpr (BITS == 4) {
+    return word<uint32_t>(from);
+  } else if constexpr (BITS == 5) {
+    return word<uint32_t>(from) | word<uint8_t>(from + 4) << 32;
   } else {
-    uint64_t all = 0;
-    std::memcpy(&all, from, BITS);
-    const auto low = static_cast<uint32_t>(all);
-    const auto high = static_cast<uint32_t>(all >> (4 * BITS));
+    return word<uint32_t>(from) | word<uint16_t>(from + 4) << 32;
+  }
+}
+
+template <int BITS>
+inline F8 codes(const uint8_t* from) {
+  if constexpr (BITS == 8) {
+    return widen(from);
+  } else {
+    const uint64_t all = eight<BITS>(from);
+    const auto low = static_cast<uint32_t>(all), high = static_cast<uint32_t>(all >> (4 * BITS));
     const U8 both = {low, low, low, low, high, high, high, high};
     const U8 shifts = {0, BITS, 2 * BITS, 3 * BITS, 0, BITS, 2 * BITS, 3 * BITS};
-    return (I8)((both >> shifts) & ((1u << BITS) - 1));
+    return __builtin_convertvector((I8)((both >> shifts) & ((1u << BITS) - 1)), F8);
   }
 }
 
@@ -58,8 +78,7 @@ inline void unpack(const Packed& side, int64_t page, float* to) {
   for (int64_t g = 0; g < count / side.group; ++g) {
     const F8 scale = splat(side.scales[groups + g]), bias = splat(side.biases[groups + g]);
     for (int64_t i = g * side.group; i < (g + 1) * side.group; i += LANES) {
-      const I8 some = codes<BITS>(words + i / 8 * BITS);
-      store(to + i, __builtin_convertvector(some, F8) * scale + bias);
+      store(to + i, codes<BITS>(words + i / 8 * BITS) * scale + bias);
     }
   }
 }

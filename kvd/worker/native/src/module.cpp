@@ -377,7 +377,8 @@ class Decode : public Attention {
         tokens += rows[row * 6 + 1] + (rows[row * 6 + 4] - rows[row * 6 + 3]) * kvd::BLOCK;
       }
       const int heads_of_rows = static_cast<int>(count * held.kv_heads);
-      if (tokens * held.q_heads * (held.k_dim + held.v_dim) < kvd::SHARED_WORK) {
+      // Each is as long as three of a product: pages are unpacked, and softened on the way.
+      if (3 * tokens * held.q_heads * (held.k_dim + held.v_dim) < kvd::SHARED_WORK) {
         some(0, heads_of_rows);
       } else {
         kvd::Pool::shared().share(heads_of_rows, 1, some);

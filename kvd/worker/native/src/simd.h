@@ -19,7 +19,6 @@ constexpr int LANES = 8;
 typedef float F8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
-typedef uint8_t B8 __attribute__((vector_size(8)));
 
 inline F8 splat(float x) {
   return F8{x, x, x, x, x, x, x, x};
@@ -63,6 +62,20 @@ inline float greatest(F8 x) {
     found = x[i] > found ? x[i] : found;
   }
   return found;
+}
+
+// Eight bytes. GCC takes a conversion of vectors of different sizes apart.
+inline F8 widen(const uint8_t* from) {
+#if defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (F8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+#else
+  F8 found;
+  for (int i = 0; i < LANES; ++i) {
+    found[i] = from[i];
+  }
+  return found;
+#endif
 }
 
 inline bool any(I8 mask) {

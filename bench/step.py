@@ -1,0 +1,233 @@
+r"""Where a decode step's time goes on the CPU: what it takes less when a part costs nothing.
+
+    LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
+    python -m bench.step [--rows 8] [--tokens 300] [--kv k8v8] [--json FILE] [--plot FILE]
+
+The embedded model, compiled steps, once with kvd's own operations and once with MLX's. Parts are
+replaced by operations that cost nothing, one after the other, and what a step takes less is theirs,
+with what MLX takes to launch them. Building a step on the host and drawing tokens are timed as they
+are. What is left is *the rest*: the residual sums, the embedding, and MLX's walk over the graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import activations
+
+from kvd import demo
+from kvd.kv import parse_kv
+from kvd.worker import model, probe, seam
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.scheme import ladder_of
+from kvd.worker.native import build, choice, operations
+from kvd.worker.native.layers import PackedLinear
+from kvd.worker.runner import Row, Runner
+from kvd.worker.sampler import RowSettings, Sampler
+from protocol.types import Sampling
+
+WARM_UP = 5
+PARTS = ("products", "attention", "new tokens", "norms, rope, gate")
+
+
+@dataclass
+class Times:
+    """Of steps, in seconds each."""
+
+    build: list[float] = field(default_factory=list)
+    draw: list[float] = field(default_factory=list)
+    compute: list[float] = field(default_factory=list)
+
+    def median_ms(self, name: str) -> float:
+        """Return a median in milliseconds."""
+        found: list[float] = getattr(self, name)
+        return 1e3 * statistics.median(found)
+
+
+class Steps:
+    """Rows of the embedded model that decode greedily."""
+
+    def __init__(self, options: argparse.Namespace, library: ModuleType | None) -> None:
+        self._options = options
+        loaded = model.load(Path(demo.__file__).parent, library=library)
+        settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(options.kv))))
+        served = probe.serve(loaded.model, settings, loaded.vocab_size, library)
+        self.runner: Runner = served.runner
+        self.runner.compile()
+        self.path = served.path
+        self._vocabulary = loaded.vocab_size
+
+    def measure(self) -> Times:
+        """Decode rows of the same lengths every time; what is to cost nothing must do so before."""
+        self.runner.retrace()
+        cache, options, seen = self.runner.cache, self._options, Times()
+        sampler, rows = Sampler(self._vocabulary), []
+        for index in range(options.rows):
+            prompt = [1 + (7 * at + index) % 4000 for at in range(options.tokens)]
+            rows.append(cache.new_row())
+            for start in range(0, options.tokens, 256):
+                self.runner.prefill(rows[-1], prompt[start : start + 256])
+            sampler.add(index, RowSettings(Sampling(temperature=0.0)), prompt)
+        self._tokens = mx.array([5] * options.rows, mx.int32)
+        for step in range(options.steps + WARM_UP):
+            self._step(rows, sampler, seen if step >= WARM_UP else Times())
+        for row in rows:
+            cache.free(row)
+        return seen
+
+    def _step(self, rows: list[Row], sampler: Sampler, seen: Times) -> None:
+        cache = self.runner.cache
+        if cache.needs_flush(rows):
+            cache.flush()
+        start = time.perf_counter()
+        logits = self.runner.decode(rows, self._tokens)
+        built = time.perf_counter()
+        draw = sampler.draw(logits, list(range(len(rows))), [row.length for row in rows])
+        drawn = time.perf_counter()
+        mx.eval(draw.arrays(), cache.arrays())
+        seen.build.append(built - start)
+        seen.draw.append(drawn - built)
+        seen.compute.append(time.perf_counter() - drawn)
+        self._tokens = draw.tokens
+
+
+def _nothing(layer: Any, x: mx.array) -> mx.array:
+    outputs = layer.weight.shape[0] if isinstance(layer, nn.Linear) else layer.outputs
+    return mx.broadcast_to(x[..., :1], (*x.shape[:-1], outputs))
+
+
+@contextlib.contextmanager
+def free(part: str) -> Iterator[None]:
+    """Let a part cost nothing."""
+    from mlx_lm.models import qwen3
+
+    replaced: dict[str, list[Any]] = {
+        "products": [
+            mock.patch.object(kind, "__call__", _nothing) for kind in (nn.Linear, PackedLinear)
+        ],
+        "attention": [mock.patch.object(seam, "decode_attention", lambda queries, *_: queries)],
+        "new tokens": [mock.patch.object(LayerStore, "append", return_value=None)],
+        "norms, rope, gate": [
+            mock.patch.object(mx.fast, "rms_norm", lambda x, *_: x),
+            mock.patch.object(mx.fast, "rope", lambda x, *_, **__: x),
+            mock.patch.object(qwen3, "swiglu", lambda _, x: x),
+        ],
+    }
+    with contextlib.ExitStack() as stack:
+        for patch in replaced[part]:
+            stack.enter_context(patch)
+        yield
+
+
+def profile(steps: Steps, rounds: int) -> dict[str, float]:
+    """Return what each part of a step takes, in milliseconds: medians over rounds."""
+    whole = Times()
+    less: dict[str, list[float]] = {part: [] for part in PARTS}
+    for _ in range(rounds):  # in turn: machines get faster and slower
+        found = steps.measure()
+        base = found.median_ms("compute")
+        for times in ("build", "draw", "compute"):
+            getattr(whole, times).extend(getattr(found, times))
+        for part in PARTS:
+            with free(part):
+                less[part].append(base - steps.measure().median_ms("compute"))
+    parts = {part: max(0.0, statistics.median(some)) for part, some in less.items()}
+    parts["the rest"] = max(0.0, whole.median_ms("compute") - sum(parts.values()))
+    parts["building it on the host"] = whole.median_ms("build")
+    parts["drawing, on the host"] = whole.median_ms("draw")
+    return parts
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Profile steps with both sets of operations."""
+    seam.install()
+    library = build.load()
+    sides: dict[str, Callable[[], ModuleType | None]] = {
+        "MLX's operations": lambda: None,
+        "kvd's own": lambda: library,
+    }
+    found: dict[str, Any] = {}
+    for name, choose in sides.items():
+        own = choose()
+        if own is not None:
+            own.use_threads(choice.threads())
+            operations.install(own)
+        from mlx_lm.models import qwen3
+
+        with mock.patch.object(qwen3, "swiglu", activations.swiglu):
+            steps = Steps(options, own)
+            found[name] = {"path": steps.path, "ms": profile(steps, options.rounds)}
+    operations.uninstall()
+    return {
+        "command": shlex.join(["python", "-m", "bench.step", *sys.argv[1:]]),
+        "rows": options.rows,
+        "tokens": options.tokens,
+        "kv": options.kv,
+        "steps": found,
+    }
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draw a bar for each set of operations, a piece for each part."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    mpl.rcParams["svg.hashsalt"] = "kvd"
+    figure, axes = plt.subplots(figsize=(8, 2.6))
+    names = list(result["steps"])
+    lefts = [0.0] * len(names)
+    for part in result["steps"][names[0]]["ms"]:
+        widths = [result["steps"][name]["ms"][part] for name in names]
+        axes.barh(names, widths, left=lefts, label=part, height=0.6)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    axes.set_xlabel("ms a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.3), ncol=4, fontsize=8, frameon=False)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, measure, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--kv", default="k8v8")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    result = measure(options)
+    for name, one in result["steps"].items():
+        print(f"{name} ({one['path']}): {sum(one['ms'].values()):.2f} ms a step")
+        for part, milliseconds in one["ms"].items():
+            print(f"  {part:26s} {milliseconds:6.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.plot:
+        plot(result, options.plot)
+
+
+if __name__ == "__main__":
+    main()
