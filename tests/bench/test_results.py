@@ -7,6 +7,7 @@ numbers anew is held to the same limits.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,33 @@ def test_stepping_down_under_decode() -> None:
     assert found["bytes_after"] == found["bytes_formula"] < found["bytes_before"]
     assert found["peak_during"] - found["peak_before"] <= found["scratch_bytes"]
     assert found["untouched_rows_same_to_the_bit"] is True
+
+
+def test_serving_keeps_its_bars() -> None:
+    bars = result("serve-linux-cpu")["bars"]
+    ours = {(bar["what"], bar["ours"]) for bar in bars}
+
+    assert all(math.isfinite(bar["ratio"]) for bar in bars)
+    assert all(bar["passed"] for bar in bars)
+    for bar in bars:
+        met = bar["ratio"] >= bar["limit"] if bar["at_least"] else bar["ratio"] <= bar["limit"]
+        assert met, bar
+    assert {"dense pages, throughput", "K8V8, throughput", "K8V8 against 8 bits"} < {
+        what for what, _ in ours
+    }
+
+
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b"])
+def test_prompts_on_a_gpu_take_no_longer_and_no_more_than_mlx_lms(shape: str) -> None:
+    found = result(f"gpu-h200-{shape}")
+    sides = {
+        name: [row for row in found["prefill"] if row["loop"].startswith(name)]
+        for name in ("kvd", "mlx-lm")
+    }
+    assert not found["failed"]
+    seconds, peak = (
+        {name: float(np.median([row[what] for row in rows])) for name, rows in sides.items()}
+        for what in ("seconds", "peak_bytes")
+    )
+    assert seconds["kvd"] <= 1.15 * seconds["mlx-lm"]
+    assert peak["kvd"] <= peak["mlx-lm"]

@@ -1,0 +1,51 @@
+"""`bench/step` runs, and leaves the model's functions as they were."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from bench import step
+from kvd.worker import seam
+from kvd.worker.native import build, operations
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_it_runs_and_puts_everything_back(tmp_path: Path) -> None:
+    before = seam.decode_attention, nn.Linear.__call__
+    file, picture = tmp_path / "step.json", tmp_path / "step.svg"
+    step.main([
+        "--rows", "2", "--tokens", "70", "--steps", "3", "--rounds", "1", "--json", str(file),
+        "--plot", str(picture),
+    ])  # fmt: skip
+
+    result = json.loads(file.read_text())
+    assert [one["path"] for one in result["steps"].values()] == [
+        "reference, gathered pages",
+        "native",
+    ]
+    for one in result["steps"].values():
+        assert set(step.PARTS) < set(one["ms"])
+        assert all(math.isfinite(part) and part >= 0 for part in one["ms"].values())
+        assert sum(one["ms"].values()) > 0
+    assert picture.stat().st_size > 1000
+    assert (seam.decode_attention, nn.Linear.__call__) == before
+    assert mx.fast.rms_norm is operations._rms_norm
+
+
+@pytest.mark.parametrize("part", step.PARTS)
+def test_what_is_free_is_replaced_and_put_back(part: str) -> None:
+    seam.install()
+    before = seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.LayerStore.append
+    with step.free(part):
+        inside = (
+            seam.decode_attention, nn.Linear.__call__, mx.fast.rms_norm, step.LayerStore.append,
+        )  # fmt: skip
+        assert sum(one is not other for one, other in zip(before, inside, strict=True)) == 1
