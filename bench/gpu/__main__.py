@@ -3,6 +3,10 @@
     python -m bench.gpu --shape qwen3-0.6b|qwen3-8b|demo|tiny [--rows 8] [--tokens 4096 16384]
                         [--prefill 50000] [--kv k8v8] [--chunk 2048] [--steps 64] [--json FILE]
 
+    python -m bench.gpu --shape qwen3-0.6b --folder DIR && python -m bench.serve --model DIR
+
+The second form is for servers: kvd beside `mlx_lm.server` on the same random weights.
+
 For each length both loops fill their rows by real prefill of random tokens and decode, in turn.
 Then both decode with attention replaced by a single op (`stub`): what a step then takes on the
 host, building the graph and launching it, is the *host time per step outside attention*. It is
@@ -305,7 +309,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="one of the two loops")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="write the model there and measure nothing")
     options = parser.parse_args(arguments)
+    if options.folder is not None:
+        shapes.write(options.shape, default_dtype() or mx.bfloat16, options.folder)
+        return
     console = Console(width=None if sys.stdout.isatty() else 200)
     show(measure(options, console), console)
 

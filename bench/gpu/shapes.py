@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvd import demo
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -77,3 +83,23 @@ def tokens(shape: str, count: int, seed: int) -> list[int]:
     drawn = mx.random.randint(0, SHAPES[shape]["vocab_size"], (count,), key=mx.random.key(seed))
     found: list[int] = drawn.tolist()  # type: ignore[assignment]
     return found
+
+
+def write(shape: str, dtype: mx.Dtype, folder: Path) -> None:
+    """Fill a new folder with the model, for servers: with the embedded model's tokenizer.
+
+    Tokens that the tokenizer does not know have zeros for embeddings, so none is ever drawn.
+    """
+    folder.mkdir(parents=True)
+    model = build(shape, dtype)
+    weights = dict(tree_flatten(model.parameters()))
+    known = json.loads((demo.path() / "config.json").read_text())["vocab_size"]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in weights:
+            rows = mx.arange(weights[name].shape[0])[:, None]
+            weights[name] = mx.where(rows < known, weights[name], 0).astype(dtype)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    config = {**SHAPES[shape], "architectures": ["Qwen3ForCausalLM"], "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.path() / name, folder / name)

@@ -107,7 +107,8 @@ def test_status_shows_the_model(daemon: Daemon) -> None:
     assert stats["pages_total"] >= stats.get("pages_used", 0)
     assert stats["memory"]["kv_pages"] == stats["pages_total"] * model["info"]["page_bytes"]
     assert stats["memory"]["footprint"] > 50_000_000
-    assert stats["memory"]["weights"] > 20_000_000
+    # 5.8 M parameters: as they are stored, or in float32 where there is no compiler.
+    assert 11_000_000 < stats["memory"]["weights"] < 24_000_000
 
 
 def test_tokens_stream_as_they_come(daemon: Daemon) -> None:

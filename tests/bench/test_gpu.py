@@ -13,7 +13,7 @@ from bench.gpu import __main__ as gpu
 from bench.gpu import shapes
 from bench.gpu.loops import Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
-from kvd.worker import probe, seam
+from kvd.worker import model, probe, seam
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 
@@ -68,3 +68,27 @@ def test_the_stub_takes_attention_away_and_puts_it_back() -> None:
             1, 2, 1, 4,
         )  # fmt: skip
     assert qwen3.scaled_dot_product_attention is before
+
+
+def test_a_folder_for_servers_never_says_what_its_tokenizer_does_not_know(tmp_path: Path) -> None:
+    seam.install()
+    gpu.main(["--shape", "tiny", "--folder", str(tmp_path / "m")])
+    loaded = model.load(tmp_path / "m")
+
+    assert loaded.vocab_size == shapes.SHAPES["tiny"]["vocab_size"]
+    logits = loaded.model(mx.array([[3, 5, 400, 2]]))[0]
+    assert mx.isfinite(logits).all()
+    assert loaded.tokenizer.decode([3, 5]) != ""
+
+
+def test_what_a_tokenizer_does_not_know_is_never_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seam.install()
+    wide = shapes.SHAPES["tiny"] | {"vocab_size": 6000}
+    monkeypatch.setitem(shapes.SHAPES, "wide", wide)
+    shapes.write("wide", mx.float32, tmp_path / "m")
+    loaded = model.load(tmp_path / "m")
+    ids = mx.array([[7 * at % 4096 for at in range(64)]])
+
+    assert loaded.model(ids).argmax(axis=-1).max().item() < 4096

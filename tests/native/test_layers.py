@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx import nn
-from mlx_lm.models import qwen3
 
+from kvd.worker import seam
 from kvd.worker.native import layers
 
 pytestmark = pytest.mark.mlx
@@ -120,6 +120,9 @@ def test_what_is_not_finite_is_seen(library: ModuleType) -> None:
 
 
 def test_a_model_with_tied_embeddings(library: ModuleType) -> None:
+    seam.install()
+    from mlx_lm.models import qwen3
+
     arguments = qwen3.ModelArgs(
         model_type="qwen3",
         hidden_size=64,
