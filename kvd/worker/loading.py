@@ -94,13 +94,14 @@ def freed_bytes() -> int:
     return FREED_BYTES_ON_CPU if _on_cpu() else FREED_BYTES
 
 
-def first_bytes(headers: model.Headers, command: LoadModel) -> int:
+def first_bytes(headers: model.Headers, command: LoadModel, *, packed: bool = False) -> int:
     """Return what loading takes at most, from what the process holds before; an estimate.
 
     Weights as they are stored lie beside some that are converted, and checks beside all of them:
     both fit in the scratch, which nothing else uses yet.
     """
-    estimate = headers.weights_bytes + command.attention_scratch + freed_bytes() + LOOSE_BYTES
+    weights = headers.packed_bytes if packed else headers.weights_bytes
+    estimate = weights + command.attention_scratch + freed_bytes() + LOOSE_BYTES
     return memory.footprint() + estimate
 
 

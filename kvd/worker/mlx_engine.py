@@ -130,7 +130,7 @@ class MLXEngine:
         path = model.resolve(command.source, progress)
         headers = model.inspect(path)
         progress("waiting for memory", 0.05)
-        needed = loading.first_bytes(headers, command)
+        needed = loading.first_bytes(headers, command, packed=native.library is not None)
         loading.demand(ask_grant, needed, "weights and scratch")
         progress("weights", 0.1)
         loaded = model.load(

@@ -46,6 +46,7 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_HALVES = {"F16", "BF16"}
 """What a change of dtype resizes; packed weights and their 8-bit scales stay."""
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
@@ -67,6 +68,8 @@ class Headers:
     """Of the tensors in a floating type, as stored: a change of dtype resizes them."""
     float_elements: int
     """Of the same."""
+    half_elements: int
+    """Of those, in matrices of half floats: the native library keeps them as they are stored."""
 
     @property
     def weights_bytes(self) -> int:
@@ -75,6 +78,11 @@ class Headers:
         if dtype is None:
             return self.stored_bytes
         return self.stored_bytes - self.float_bytes + self.float_elements * int(dtype.size)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The same with the native library, where all matrices are of linear layers."""
+        return self.weights_bytes - self.half_elements * (4 - 2)
 
 
 @dataclass(frozen=True)
@@ -187,6 +195,11 @@ def inspect(path: Path) -> Headers:
         stored_bytes=sum(_size(one) for one in tensors.values()),
         float_bytes=sum(_size(one) for one in floats),
         float_elements=sum(math.prod(one["shape"]) for one in floats),
+        half_elements=sum(
+            math.prod(one["shape"])
+            for one in floats
+            if one["dtype"] in _HALVES and len(one["shape"]) == 2
+        ),
     )
 
 
@@ -302,7 +315,10 @@ def load(
         )
     parameters = int(get_total_parameters(model))
     if library is not None:
-        adopt(model, library)
+        try:
+            adopt(model, library)
+        except RuntimeError as error:
+            raise _unreadable(path, error) from error
     elif mx.default_device().type != mx.DeviceType.cpu:
         siblings.join(model)
     if (dtype := default_dtype()) is not None:
@@ -341,7 +357,7 @@ def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
                 done, pending, batch = done + pending, 0, []
                 progress("weights", done / total)
     except RuntimeError as error:
-        raise _invalid(path, f"has weights that cannot be read: {_first_line(error)}") from error
+        raise _unreadable(path, error) from error
     mx.clear_cache()  # of what was converted
 
 
@@ -361,6 +377,10 @@ def _setting(config: dict[str, Any], key: str) -> Any:
 
 def _invalid(path: Path, what: str) -> InvalidModel:
     return InvalidModel(f"{path} {what}", path=str(path))
+
+
+def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:
+    return _invalid(path, f"has weights that cannot be read: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -30,6 +30,8 @@ class _Joined:
         biases = [layer.bias for layer in layers if "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}
+        self._apart = False
+        """Whether each multiplies alone after all."""
         self._input: mx.array | None = None
         self._left: dict[int, mx.array] = {}
 
@@ -46,7 +48,12 @@ class _Joined:
 
     def part(self, x: mx.array, member: int) -> mx.array:
         """Return one layer's product, ``[..., outputs]``."""
+        if self._apart:
+            return self._one(x, member)
         if x is not self._input or member not in self._left:
+            if self._left:  # a model that does not ask all of them for the same product
+                self._apart, self._input, self._left = True, None, {}
+                return self._one(x, member)
             self._input, self._left = x, dict(enumerate(self._all(x)))
         found = self._left.pop(member)
         if not self._left:  # nothing of a pass outlives it
@@ -61,6 +68,12 @@ class _Joined:
             return [product]
         ends = [sum(self.sizes[: count + 1]) for count in range(len(self.sizes) - 1)]
         return list(mx.split(product, ends, axis=-1))
+
+    def _one(self, x: mx.array, member: int) -> mx.array:
+        end = sum(self.sizes[: member + 1])
+        mine = slice(end - self.sizes[member], end)
+        product = x @ self.weight[0, :, mine]
+        return product if self.bias is None else product + self.bias[mine]
 
 
 class Sibling(nn.Module):  # type: ignore[misc]

@@ -194,3 +194,16 @@ def test_prefill_evaluates_when_dense_copies_pass_their_scratch() -> None:
     bench.store.begin_prefill(row.row, 64)
 
     assert [bench.store.note_scratch(one) for _ in range(4)] == [False, True, False, True]
+
+
+def test_keys_that_overflow_show_nothing_of_the_others() -> None:
+    bench = Bench(LayerGeometry(1, 64, 64), Scheme(16, 16), layers=1)
+    rows = [bench.new(200), bench.new(200)]
+    (handle,) = bench.decode(rows)
+    queries = queries_for(bench, 2, 2)
+    want = np.array(decode_attention(queries, handle, 0.125))[1]
+    huge = mx.concatenate([mx.full(queries[:1].shape, float("inf")), queries[1:]])
+
+    got = np.array(decode_attention(huge, handle, 0.125))
+    assert not np.isfinite(got[0]).all()
+    assert np.array_equal(got[1], want)

@@ -27,6 +27,7 @@ KINDS = [
     Kind(window=200),
     Kind(window=200, keep=4),
     Kind(window=300, keep=70),
+    Kind(window=150, keep=70),
     Kind(window=130, keep=129),
     Kind(chunk=96),
     Kind(chunk=256),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from types import ModuleType
 
@@ -15,9 +16,8 @@ pytestmark = pytest.mark.mlx
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.load.cache_clear()
-    yield tmp_path
-    build.load.cache_clear()
+    monkeypatch.setattr(build, "load", build.load.__wrapped__)  # what is loaded stays so
+    return tmp_path
 
 
 def test_without_a_compiler_it_says_what_to_install(
@@ -48,14 +48,66 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
     assert not list((empty_cache / "kvd").rglob("*kvd_native*"))
 
 
-def test_a_damaged_library_is_a_reason_and_no_crash(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+def _keep(content: bytes, *, digest: str | None = None) -> Path:
+    path = build._path()
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_bytes(content)
+    path.chmod(0o755)
+    path.with_suffix(".sha256").write_text(digest or hashlib.sha256(content).hexdigest())
+    return path
+
+
+def test_a_library_that_was_cut_off_is_built_anew(
+    empty_cache: Path, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build._path().parent.mkdir(parents=True)
-    build._path().write_bytes(b"not a library")
+    whole = Path(str(library.__file__)).read_bytes()
+    path = _keep(whole[:300_000], digest=hashlib.sha256(whole).hexdigest())
+
+    def compiled(folder: Path) -> Path:
+        (folder / path.name).write_bytes(whole)
+        return folder / path.name
+
+    monkeypatch.setattr(build, "_compiled", compiled)
+    assert not build.is_built()
+    assert build.library() == path
+    assert path.read_bytes() == whole
+    assert build.is_built()
+
+
+def test_a_file_that_is_no_library_is_a_reason_and_no_crash(empty_cache: Path) -> None:
+    _keep(b"not a library")
 
     with pytest.raises(build.NotBuiltError, match="does not work"):
         build.load()
+
+
+def test_code_that_others_could_have_written_is_not_loaded(empty_cache: Path) -> None:
+    _keep(b"whatever").chmod(0o777)
+
+    with pytest.raises(build.NotBuiltError, match="others can write"):
+        build.load()
+
+
+@pytest.mark.parametrize("home", ["/proc/nothere", "/dev/null/cache"])
+def test_a_cache_that_cannot_be_written_is_a_reason_and_no_crash(
+    home: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+
+    found = choice.choose(lambda *_: None)
+    assert found.library is None
+    assert "XDG_CACHE_HOME" in str(found.reason)
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("max 100000", 1 << 16), ("200000 100000", 2), ("150000 100000", 2)]
+)
+def test_a_containers_quota_bounds_the_threads(tmp_path: Path, text: str, threads: int) -> None:
+    file = tmp_path / "cpu.max"
+    file.write_text(text + "\n")
+
+    assert choice._quota(file) == threads
+    assert choice._quota(tmp_path / "none") == 1 << 16
 
 
 def test_what_is_built_is_not_built_again(library: ModuleType) -> None:

@@ -155,3 +155,31 @@ def test_a_model_with_tied_embeddings(library: ModuleType) -> None:
     arrays = layers.packed_arrays(model)
     assert len(arrays) == 1 + 2 * 7
     assert all(array.dtype == mx.float16 for array in arrays)
+
+
+def test_inputs_of_another_size_are_refused(library: ModuleType) -> None:
+    packed = layers.PackedLinear(library, linear(16, 32, mx.float16))
+    with pytest.raises(ValueError, match="inputs"):
+        packed(mx.ones((2, 33)))
+    packed.bias = mx.ones((17,))
+    with pytest.raises(ValueError, match="bias"):
+        packed(mx.ones((2, 32)))
+
+
+def test_biases_of_any_layout(library: ModuleType) -> None:
+    layer = linear(40, 32, mx.float16)
+    layer.bias = mx.random.normal((40, 3)).astype(mx.float16)[:, 1]
+    x = mx.random.normal((3, 32))
+
+    got = np.array(layers.PackedLinear(library, layer)(x))
+    assert np.abs(got - exact(layer, x)).max() < 1e-4
+
+
+def test_packing_leaves_no_second_copy(library: ModuleType) -> None:
+    layer = nn.Sequential(linear(64, 64, mx.float32), linear(64, 32, mx.float16))
+    first, second = layer.layers
+    layers.adopt(layer, library)
+
+    assert "weight" not in first
+    assert "weight" not in second
+    assert len(layers.packed_arrays(layer)) == 2

@@ -125,3 +125,35 @@ def test_installed_and_taken_back(library: ModuleType) -> None:
         operations.uninstall()
     assert mx.fast.rms_norm is operations._rms_norm
     assert mx.fast.rope is operations._rope
+
+
+def test_what_mlx_refuses_is_refused_and_what_it_takes_is_taken(
+    functions: operations._Functions,
+) -> None:
+    x = normal(3, 2, 1, 64)
+    same = {"traditional": False, "base": 1e4, "scale": 1.0}
+    for dims, more in (
+        (80, {"offset": 0}),
+        (63, {"offset": 0}),
+        (64, {"offset": mx.array([1, 2])}),
+        (64, {"offset": 0, "freqs": mx.ones((32,))}),
+    ):
+        with pytest.raises(ValueError, match=r"\[rope\]"):
+            functions.rope(x, dims, **(same | more))
+    with pytest.raises(ValueError, match="rms_norm"):
+        functions.rms_norm(x, mx.ones((32,)), 1e-6)
+    every_other = mx.arange(6)[::2]
+    for offset in (np.int64(5), every_other, mx.broadcast_to(mx.array(7), (3,))):
+        got = functions.rope(x, 64, offset=offset, **same)
+        assert_close(got, operations._rope(x, 64, offset=mx.array(offset), **same), 1e-5)
+    strided = normal(64, 2, seed=4)[:, 0]
+    assert_close(functions.rms_norm(x, strided, 0.1), operations._rms_norm(x, strided, 0.1))
+    frequencies = mx.broadcast_to(mx.array(3.0), (32,))
+    same = {"traditional": True, "base": None, "scale": 1.0, "offset": 3, "freqs": frequencies}
+    assert_close(functions.rope(x, 64, **same), operations._rope(x, 64, **same), 1e-5)
+
+
+def test_very_large_gates(functions: operations._Functions) -> None:
+    gate = mx.array([[-1e38, -1e36, 1e38]])
+
+    assert functions.swiglu(gate, mx.ones_like(gate)).tolist() == [[0, 0, gate[0, 2].item()]]

@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from kvd.worker import describe, model
+from kvd.worker.native import build
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from tests.worker import tiny_model
 
@@ -105,6 +106,16 @@ def test_headers_tell_what_the_weights_take(tmp_path, shards):
     assert len(headers.weight_files) == shards
     assert headers.tensors == len(tree_flatten(loaded.model.parameters()))
     assert headers.stored_bytes * 2 == headers.weights_bytes == loaded.weights_bytes
+
+
+def test_headers_tell_what_packed_weights_take(tmp_path):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    folder = tiny_model.save(tmp_path / "tiny")
+    headers = model.inspect(folder)
+    loaded = model.load(folder, library=build.load())
+    assert headers.packed_bytes < 0.55 * headers.weights_bytes
+    assert headers.packed_bytes <= loaded.weights_bytes <= 1.1 * headers.packed_bytes
 
 
 def test_headers_of_quantized_weights(tmp_path):

@@ -76,6 +76,18 @@ def test_an_input_of_its_own_gets_its_own_product() -> None:
 
     assert_same(joined.layers[0](x, other), plain.layers[0](x, other))
     assert_same(joined.layers[0](x), plain.layers[0](x))
+    group = joined.layers[0].q_proj.joined
+    assert (group._input, group._left) == (None, {})
+
+
+def test_a_model_that_does_not_ask_all_leaves_nothing_behind() -> None:
+    plain, joined = two(bias=True)
+    for seed in range(3):
+        x = mx.random.normal((3, 1, 32), key=mx.random.key(seed))
+        assert_same([joined.layers[0].q_proj(x)], [plain.layers[0].q_proj(x)])
+    group = joined.layers[0].q_proj.joined
+    assert (group._input, group._left) == (None, {})
+    assert_same(joined.layers[0](x), plain.layers[0](x))
 
 
 def test_compiled_steps_join_too() -> None:

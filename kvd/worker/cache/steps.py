@@ -126,8 +126,8 @@ class Sight:
         self._pages: dict[int, mx.array | None] = {}
         self._tails: mx.array | None = None
 
-    def _hides(self, low: int, start: int) -> bool:
-        return start < low and start + PAGE_TOKENS > self._kind.keep
+    def _hides(self, low: int, start: int, count: int = PAGE_TOKENS) -> bool:
+        return start < low and start + count > self._kind.keep
 
     def pages(self, table: LevelTable) -> mx.array | None:
         """Return ``[pages, 64]`` bool: what is seen of each page; None if all of it."""
@@ -141,7 +141,8 @@ class Sight:
 
     def tails(self) -> mx.array | None:
         """Return ``[rows, TAIL_TOKENS]`` bool: what a window leaves of the tails; None: all."""
-        if self._tails is None and any(map(self._hides, self._lows, self._tail_starts)):
+        places = zip(self._lows, self._tail_starts, strict=True)
+        if self._tails is None and any(self._hides(*place, TAIL_TOKENS) for place in places):
             self._tails = self._seen(self._lows, self._tail_starts, TAIL_TOKENS)
         return self._tails
 

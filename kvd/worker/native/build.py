@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
@@ -47,33 +48,76 @@ class NotBuiltError(Exception):
 @cache
 def load() -> ModuleType:
     """Return the library, built if it was not yet; raises `NotBuiltError`."""
-    path = library()
     try:
-        spec = importlib.util.spec_from_file_location(NAME, path)
-        if spec is None or spec.loader is None:
-            raise NotBuiltError(f"{path} is no Python extension")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        _try(module)
-    except (ImportError, TypeError, RuntimeError) as error:
+        path = library()
+        return _loaded(path)
+    except OSError as error:
+        raise NotBuiltError(
+            f"the native library cannot be kept ({error}); make XDG_CACHE_HOME a folder that this"
+            " user can write to"
+        ) from error
+    except (ImportError, PackageNotFoundError, TypeError, RuntimeError) as error:
         raise NotBuiltError(f"the native library does not work with this MLX: {error}") from error
+
+
+def _loaded(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    if spec is None or spec.loader is None:
+        raise NotBuiltError(f"{path} is no Python extension")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    _try(module)
     return module
 
 
 def is_built() -> bool:
     """Return whether `load` has nothing to compile."""
-    return _path().exists()
+    try:
+        return _is_sound(_path())
+    except (OSError, PackageNotFoundError):
+        return False
 
 
 def library() -> Path:
-    """Return the library's path, built if it was not yet; raises `NotBuiltError`."""
+    """Return the library's path, built if it was not yet; raises `NotBuiltError` and ``OSError``.
+
+    One that is not as it was written (a full disk, a lost rename) is built anew: to load it could
+    end the process.
+    """
     path = _path()
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if not _is_sound(path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = _compiled(Path(folder))
-            built.replace(path)  # whole or not at all, also where two build at once
+            with built.open("rb") as file:
+                os.fsync(file.fileno())
+            built.chmod(0o700)  # whatever the umask
+            digest = built.with_suffix(".sha256")
+            digest.write_text(_digest(built))
+            # Whole or not at all, also where two build at once.
+            digest.replace(path.with_suffix(".sha256"))
+            built.replace(path)
+    _check_ours(path)
     return path
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        return path.with_suffix(".sha256").read_text() == _digest(path)
+    except FileNotFoundError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _check_ours(path: Path) -> None:
+    """Refuse code that others could have written."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise NotBuiltError(f"{path} belongs to somebody else, or others can write to it")
 
 
 def compiler() -> str | None:

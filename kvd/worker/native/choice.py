@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
@@ -47,4 +48,16 @@ def choose(progress: ReportProgress) -> Choice:
 
 def threads() -> int:
     """Return how many threads share a product: as many as there are processors for us."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return max(1, min(allowed, _quota()))
+
+
+def _quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return how many processors a container may keep busy (cgroup v2): ``max 100000``."""
+    try:
+        quota, period = file.read_text("utf-8").split()
+        return -(-int(quota) // int(period))
+    except (OSError, ValueError):  # no container, or no limit
+        return 1 << 16

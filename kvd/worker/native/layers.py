@@ -45,8 +45,6 @@ class _Packed(nn.Module):  # type: ignore[misc]
         return whole[: self.outputs].astype(mx.float32)
 
     def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
-        if x.dtype != mx.float32:
-            x = x.astype(mx.float32)
         found: mx.array = self._library.multiply(x, self.packed, self.outputs, bias)
         return found
 
@@ -84,7 +82,7 @@ class PackedEmbedding(_Packed):
         """Return the ids' rows, ``[..., inputs]`` float32."""
         if ids.dtype != mx.int32:
             ids = ids.astype(mx.int32)
-        found: mx.array = self._library.look_up(ids, self.packed)
+        found: mx.array = self._library.look_up(ids, self.packed, self.outputs)
         return found
 
     def as_linear(self, x: mx.array) -> mx.array:
@@ -99,23 +97,30 @@ def adopt(model: Any, library: ModuleType) -> None:
     a model made of them stays as it is.
     """
     replaced: dict[int, _Packed] = {}
+    originals: list[Any] = []  # kept, so that no other module gets one's id
     for module in list(model.modules()):
         for name, child in list(module.items()):
             if isinstance(child, nn.Module):
-                module[name] = _taken(child, library, replaced)
+                module[name] = _taken(child, library, replaced, originals)
             elif isinstance(child, list):
-                module[name] = [_taken(one, library, replaced) for one in child]
+                module[name] = [_taken(one, library, replaced, originals) for one in child]
             elif isinstance(child, dict):
-                module[name] = {key: _taken(one, library, replaced) for key, one in child.items()}
+                module[name] = {
+                    key: _taken(one, library, replaced, originals) for key, one in child.items()
+                }
 
 
-def _taken(child: Any, library: ModuleType, replaced: dict[int, _Packed]) -> Any:
+def _taken(
+    child: Any, library: ModuleType, replaced: dict[int, _Packed], originals: list[Any]
+) -> Any:
     if id(child) in replaced:  # a layer in two places stays one
         return replaced[id(child)]
     if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
         return child
     kind: Any = PackedLinear if type(child) is nn.Linear else PackedEmbedding
     replaced[id(child)] = kind(library, child)
+    originals.append(child)
+    child.pop("weight")  # or all of them would lie beside the packed ones
     return replaced[id(child)]
 
 

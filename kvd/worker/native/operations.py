@@ -30,7 +30,7 @@ class _Functions:
         self, x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
     ) -> mx.array:
         """Do what `mx.fast.rms_norm` does."""
-        mine = x.dtype == mx.float32 and (weight is None or weight.dtype == mx.float32)
+        mine = x.dtype == mx.float32 and (weight is None or _fits(weight, x.shape[-1:]))
         if not mine or stream is not None or not x.size:
             return _rms_norm(x, weight, eps, stream=stream)
         found: mx.array = self._library.rms_norm(x, weight, eps)
@@ -49,7 +49,11 @@ class _Functions:
         stream: Any = None,
     ) -> mx.array:
         """Do what `mx.fast.rope` does."""
-        if a.dtype != mx.float32 or a.ndim != 4 or stream is not None or not a.size:
+        turns = None
+        if a.dtype == mx.float32 and a.ndim == 4 and a.size and stream is None:
+            turns = _turns(dims, base, freqs, a.shape[-1])
+        where = None if turns is None else _where(offset, a.shape[0])
+        if turns is None or where is None:  # MLX knows what to do, or what to say
             return _rope(
                 a,
                 dims,
@@ -60,15 +64,7 @@ class _Functions:
                 freqs=freqs,
                 stream=stream,
             )
-        if freqs is not None:
-            turns = mx.reciprocal(freqs.astype(mx.float32))
-        else:
-            assert base is not None, "MLX asks for a base or frequencies"
-            turns = _frequencies(dims, base)
-        where = mx.array(offset, mx.int32) if isinstance(offset, int) else offset
-        if where.dtype != mx.int32:
-            where = where.astype(mx.int32)
-        found: mx.array = self._library.rope(a, where.reshape(-1), turns, traditional, scale)
+        found: mx.array = self._library.rope(a, where, turns, traditional, scale)
         return found
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
@@ -79,6 +75,30 @@ class _Functions:
             return other
         found: mx.array = self._library.swiglu(gate, x)
         return found
+
+
+def _fits(weight: mx.array, shape: tuple[int, ...]) -> bool:
+    return weight.dtype == mx.float32 and weight.shape == shape
+
+
+def _turns(dims: int, base: float | None, freqs: mx.array | None, size: int) -> mx.array | None:
+    """Return what pairs turn by, ``[dims / 2]``; None for what MLX would refuse."""
+    if not 0 < dims <= size or dims % 2 or (base is None) == (freqs is None):
+        return None
+    if freqs is None:
+        return _frequencies(dims, float(base or 0))
+    if freqs.shape != (dims // 2,):
+        return None
+    return mx.reciprocal(freqs.astype(mx.float32))
+
+
+def _where(offset: Any, batch: int) -> mx.array | None:
+    """Return positions as one int32 or one a sequence; None for anything else."""
+    if not isinstance(offset, mx.array):
+        return mx.array([int(offset)], mx.int32)
+    if not mx.issubdtype(offset.dtype, mx.integer) or offset.shape not in {(), (1,), (batch,)}:
+        return None
+    return offset.astype(mx.int32).reshape(-1)
 
 
 @cache

@@ -15,6 +15,7 @@
 namespace kvd {
 
 constexpr int BLOCK = 64;
+constexpr float UNSEEN = -1.0f;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // One side (keys or values) of a pool's pages: [pages, heads, a, b], groups along b.
@@ -263,13 +264,17 @@ class HeadAttention {
       fades_[one] = soften(one, weights);
     }
     for (int64_t one = 0; one < lines; ++one) {
+      if (fades_[one] == UNSEEN) {
+        continue;
+      }
       const bool all = whole(lines_[one], count, position);
-      if (all && one + 1 < lines && whole(lines_[one + 1], count, position)) {
+      if (all && one + 1 < lines && fades_[one + 1] != UNSEEN &&
+          whole(lines_[one + 1], count, position)) {
         gather<2>(one, values);
         ++one;
       } else if (all) {
         gather<1>(one, values);
-      } else if (fades_[one] >= 0.0f || fades_[one] != fades_[one]) {
+      } else {
         gather_some(one, values, count, position);
       }
     }
@@ -307,7 +312,7 @@ class HeadAttention {
   }
 
   // Turn scores into weights against the largest score so far; return by how much what came before
-  // fades, or -1 where nothing of the block is seen.
+  // fades, or UNSEEN where nothing of the block is.
   float soften(int64_t line, float* weights) {
     F8 most = load(weights);
     I8 some = most != splat(NEVER);
@@ -317,7 +322,7 @@ class HeadAttention {
       some |= next != splat(NEVER);
     }
     if (!any(some)) {
-      return -1.0f;
+      return UNSEEN;
     }
     const float top = std::max(top_[line], greatest(most));
     F8 sums = splat(0.0f);

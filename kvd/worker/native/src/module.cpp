@@ -3,7 +3,9 @@
 // Every one is a node of MLX's graph like any other: lazy, in the stream's order, and part of
 // compiled functions. Inputs are float32 where nothing else is said; Python checks what it passes.
 
+#include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -28,9 +30,20 @@ namespace {
 
 using Arrays = std::vector<mx::array>;
 
-const mx::Stream& cpu() {
-  static const mx::Stream stream = mx::default_stream(mx::Device(mx::Device::cpu));
-  return stream;
+// Of the calling thread: MLX has default streams for each.
+mx::Stream cpu() {
+  return mx::default_stream(mx::Device(mx::Device::cpu));
+}
+
+void check(bool holds, const char* what) {
+  if (!holds) {
+    throw std::invalid_argument(what);
+  }
+}
+
+// As float32, and where its elements lie side by side: no operation where it is so already.
+mx::array plain(const mx::array& x) {
+  return mx::contiguous(mx::astype(x, mx::float32));
 }
 
 // An operation that runs on the CPU's stream and has no derivatives.
@@ -151,6 +164,10 @@ class Norm : public Operation {
   Norm(mx::Stream stream, float eps) : Operation(stream), eps_(eps) {}
   DEFINE_NAME(KvdRMSNorm)
 
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {inputs[0].shape()};
+  }
+
   bool is_equivalent(const Primitive& other) const override {
     return eps_ == static_cast<const Norm&>(other).eps_;
   }
@@ -176,6 +193,10 @@ class Gate : public Operation {
  public:
   using Operation::Operation;
   DEFINE_NAME(KvdSwiGLU)
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {inputs[0].shape()};
+  }
   DEFINE_DEFAULT_IS_EQUIVALENT()
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
@@ -196,6 +217,10 @@ class Rotate : public Operation {
   Rotate(mx::Stream stream, bool interleaved, float scale)
       : Operation(stream), interleaved_(interleaved), scale_(scale) {}
   DEFINE_NAME(KvdRoPE)
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {inputs[0].shape()};
+  }
 
   bool is_equivalent(const Primitive& other) const override {
     const auto& rotate = static_cast<const Rotate&>(other);
@@ -448,9 +473,12 @@ class Prefill : public Attention {
 // Rows of a packed weight, [panels, inputs, 16], by their numbers.
 class LookUp : public Operation {
  public:
-  using Operation::Operation;
+  LookUp(mx::Stream stream, int rows) : Operation(stream), rows_(rows) {}
   DEFINE_NAME(KvdLookUp)
-  DEFINE_DEFAULT_IS_EQUIVALENT()
+
+  bool is_equivalent(const Primitive& other) const override {
+    return rows_ == static_cast<const LookUp&>(other).rows_;
+  }
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     mx::array& out = outputs[0];
@@ -466,13 +494,16 @@ class LookUp : public Operation {
   }
 
  private:
+  int rows_;
+
   template <typename W>
   void look_up(const mx::array& ids, const mx::array& packed, mx::array& out) {
     run([ids = ids.data<int32_t>(), count = int64_t{static_cast<int64_t>(ids.size())},
          weights = static_cast<const W*>(packed.data<void>()), inputs = int64_t{packed.shape(1)},
-         rows = int64_t{packed.shape(0)} * kvd::PANEL, y = out.data<float>()] {
+         rows = int64_t{rows_}, y = out.data<float>()] {
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t id = ids[i] < 0 ? ids[i] + rows : ids[i];
+        // MLX does not check either; here nothing is read that is not the weight's.
+        const int64_t id = std::clamp<int64_t>(ids[i] < 0 ? ids[i] + rows : ids[i], 0, rows - 1);
         const W* from = weights + id / kvd::PANEL * inputs * kvd::PANEL + id % kvd::PANEL;
         for (int64_t k = 0; k < inputs; ++k) {
           y[i * inputs + k] = kvd::widen(from[k * kvd::PANEL]);
@@ -484,39 +515,61 @@ class LookUp : public Operation {
 
 mx::array multiply(
     const mx::array& x, const mx::array& packed, int outputs, const std::optional<mx::array>& bias) {
+  check(x.ndim() > 0 && packed.ndim() == 3 && packed.shape(2) == kvd::PANEL, "no packed weight");
+  check(x.shape(-1) == packed.shape(1), "the inputs are not as many as the weight's");
+  check(
+      outputs > 0 && outputs <= packed.shape(0) * kvd::PANEL, "the weight has not so many outputs");
   mx::Shape shape = x.shape();
   shape.back() = outputs;
-  Arrays inputs{x, packed};
+  Arrays inputs{mx::astype(x, mx::float32), packed};
   if (bias) {
-    inputs.push_back(*bias);
+    check(bias->ndim() == 1 && bias->shape(0) == outputs, "the bias is not as long as the outputs");
+    inputs.push_back(plain(*bias));
   }
   return mx::array(shape, mx::float32, std::make_shared<Multiply>(cpu()), std::move(inputs));
 }
 
-mx::array look_up(const mx::array& ids, const mx::array& packed) {
+mx::array look_up(const mx::array& ids, const mx::array& packed, int rows) {
+  check(ids.dtype() == mx::int32, "ids are int32");
+  check(rows > 0 && rows <= packed.shape(0) * kvd::PANEL, "the weight has not so many rows");
   mx::Shape shape = ids.shape();
   shape.push_back(packed.shape(1));
-  return mx::array(shape, mx::float32, std::make_shared<LookUp>(cpu()), {mx::contiguous(ids), packed});
+  return mx::array(shape, mx::float32, std::make_shared<LookUp>(cpu(), rows), {mx::contiguous(ids), packed});
 }
 
 mx::array rms_norm(const mx::array& x, const std::optional<mx::array>& weight, float eps) {
+  check(x.ndim() > 0 && x.dtype() == mx::float32, "norms are of float32");
   Arrays inputs{x};
   if (weight) {
-    inputs.push_back(*weight);
+    check(
+        weight->ndim() == 1 && weight->shape(0) == x.shape(-1),
+        "the weight is not as long as a row");
+    inputs.push_back(plain(*weight));
   }
   return mx::array(x.shape(), mx::float32, std::make_shared<Norm>(cpu(), eps), std::move(inputs));
 }
 
 mx::array swiglu(const mx::array& gate, const mx::array& x) {
+  check(gate.shape() == x.shape() && x.ndim() > 0, "gate and input differ in shape");
+  check(gate.dtype() == mx::float32 && x.dtype() == mx::float32, "gates are of float32");
   return mx::array(x.shape(), mx::float32, std::make_shared<Gate>(cpu()), {gate, x});
 }
 
 mx::array rope(
     const mx::array& x, const mx::array& offsets, const mx::array& frequencies, bool interleaved,
     float scale) {
+  check(x.ndim() == 4 && x.dtype() == mx::float32, "rope takes [batch, heads, tokens, dim] float32");
+  check(
+      offsets.dtype() == mx::int32 && offsets.ndim() == 1 &&
+          (offsets.shape(0) == 1 || offsets.shape(0) == x.shape(0)),
+      "offsets are one int32, or one for each sequence");
+  check(
+      frequencies.ndim() == 1 && frequencies.shape(0) > 0 &&
+          2 * frequencies.shape(0) <= x.shape(3),
+      "more frequencies than pairs");
   return mx::array(
       x.shape(), mx::float32, std::make_shared<Rotate>(cpu(), interleaved, scale),
-      {x, offsets, frequencies});
+      {x, mx::contiguous(offsets), plain(frequencies)});
 }
 
 std::pair<mx::array, mx::array> append(
@@ -524,7 +577,8 @@ std::pair<mx::array, mx::array> append(
     const mx::array& values, const mx::array& rows) {
   Arrays both = mx::array::make_arrays(
       {tail_keys.shape(), tail_values.shape()}, {mx::float32, mx::float32},
-      std::make_shared<Append>(cpu()), {tail_keys, tail_values, keys, values, rows});
+      std::make_shared<Append>(cpu()), {tail_keys, tail_values, mx::astype(keys, mx::float32), mx::astype(values, mx::float32),
+       rows});
   return {both[0], both[1]};
 }
 
@@ -544,9 +598,15 @@ mx::array attend(
     const mx::array& values, const mx::array& about, const Arrays& pools, const Told& key_packings,
     const Told& value_packings, float scale, int keep, const std::optional<mx::array>& sinks,
     Rest... rest) {
-  Arrays inputs{queries, pages, keys, values, about};
+  check(queries.ndim() == 4 && queries.shape(1) % keys.shape(-3) == 0, "heads do not divide");
+  check(queries.shape(3) == keys.shape(-1), "queries and keys differ in size");
+  check(
+      keys.dtype() == mx::float32 && values.dtype() == mx::float32,
+      "keys and values are float32");
+  Arrays inputs{mx::astype(queries, mx::float32), pages, keys, values, about};
   if (sinks) {
-    inputs.push_back(*sinks);
+    check(sinks->ndim() == 1 && sinks->shape(0) == queries.shape(1), "a sink for each head");
+    inputs.push_back(plain(*sinks));
   }
   inputs.insert(inputs.end(), pools.begin(), pools.end());
   mx::Shape shape = queries.shape();
@@ -573,7 +633,7 @@ mx::array prefill_attention(
     const Told& value_packings, float scale, int keep, const std::optional<mx::array>& sinks,
     int count, int offset, int start) {
   return attend<Prefill>(
-      queries, pages, mx::contiguous(keys), mx::contiguous(values), lows, pools, key_packings,
+      queries, pages, plain(keys), plain(values), lows, pools, key_packings,
       value_packings, scale, keep, sinks, count, offset, start);
 }
 
@@ -581,7 +641,7 @@ mx::array prefill_attention(
 
 NB_MODULE(kvd_native, m) {
   m.def("multiply", &multiply, "x"_a, "packed"_a, "outputs"_a, "bias"_a.none() = nb::none());
-  m.def("look_up", &look_up, "ids"_a, "packed"_a);
+  m.def("look_up", &look_up, "ids"_a, "packed"_a, "rows"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a);
   m.def("swiglu", &swiglu, "gate"_a, "x"_a);
   m.def("rope", &rope, "x"_a, "offsets"_a, "frequencies"_a, "interleaved"_a, "scale"_a);

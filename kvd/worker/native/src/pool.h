@@ -56,18 +56,18 @@ class Pool {
   // Call work(first, last) over pieces of [0, count) of `grain` each.
   template <typename Work>
   void share(int count, int grain, Work&& work) {
+    std::lock_guard<std::mutex> alone(callers_);
     if (helpers_.empty() || count <= grain) {
       work(0, count);
       return;
     }
-    std::lock_guard<std::mutex> alone(callers_);
     const int pieces = (count + grain - 1) / grain;
     auto piece = [&](int i) { work(i * grain, std::min(count, (i + 1) * grain)); };
     job_ = {[](void* f, int i) { (*static_cast<decltype(piece)*>(f))(i); }, &piece};
     done_.store(0, std::memory_order_relaxed);
     const uint64_t round = (next_.load(std::memory_order_relaxed) >> 32) + 1;
     pieces_.store(pieces, std::memory_order_relaxed);
-    next_.store(round << 32, std::memory_order_seq_cst);
+    next_.store(round << 32 | static_cast<uint32_t>(pieces), std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst) > 0) {
       std::lock_guard<std::mutex> lock(bed_);
       wake_.notify_all();
@@ -94,16 +94,18 @@ class Pool {
     void* what = nullptr;
   };
 
-  // The number of a piece of this round, or -1 if all are taken.
+  // The number of a piece of this round, or -1 if all are taken. How many are left stands beside the
+  // round, in one word: a helper that comes late must not judge one round by another one's pieces.
   int take(uint64_t round) {
     uint64_t seen = next_.load(std::memory_order_acquire);
     while (seen >> 32 == round) {
-      const auto piece = static_cast<uint32_t>(seen);
-      if (static_cast<int>(piece) >= pieces_.load(std::memory_order_relaxed)) {
+      const auto left = static_cast<uint32_t>(seen);
+      if (left == 0) {
         return -1;
       }
-      if (next_.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel)) {
-        return static_cast<int>(piece);
+      if (next_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
+        // The round cannot end before this piece has, so the number of pieces is its own.
+        return pieces_.load(std::memory_order_relaxed) - static_cast<int>(left);
       }
     }
     return -1;
@@ -145,8 +147,7 @@ class Pool {
   void stop() {
     std::lock_guard<std::mutex> alone(callers_);
     ending_.store(true);
-    next_.fetch_add(uint64_t{1} << 32);
-    pieces_.store(0);
+    next_.store(((next_.load() >> 32) + 1) << 32);
     {
       std::lock_guard<std::mutex> lock(bed_);
       wake_.notify_all();
@@ -165,7 +166,7 @@ class Pool {
   std::mutex bed_;
   std::condition_variable wake_;
   Job job_;
-  // The round in the upper half, the next piece in the lower one.
+  // The round in the upper half, the pieces that are left in the lower one.
   std::atomic<uint64_t> next_{0};
   std::atomic<int> pieces_{0};
   std::atomic<int> done_{0};

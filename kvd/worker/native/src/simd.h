@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -137,11 +138,11 @@ inline float widen(Half x) {
   return static_cast<float>(found);
 }
 
-// e to the x: 0 below -87, and no more than at 88; NaN stays. Relative error below 2e-7 (Cody and
+// e to the x: 0 below -87, infinite above 88; NaN stays. Relative error below 2e-7 (Cody and
 // Waite's reduction, then the polynomial of degree 6 that Cephes uses for floats).
 inline F8 exp(F8 x) {
   const F8 least = splat(-87.0f), most = splat(88.0f);
-  const I8 low = x < least;
+  const I8 low = x < least, high = x > most;
   x = least > x ? least : x;
   x = x > most ? most : x;
   const F8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the next integer
@@ -158,7 +159,8 @@ inline F8 exp(F8 x) {
   p = fma(p, r * r, r) + splat(1.0f);
   const I8 power = ((I8)shifted - (I8)magic + 127) << 23;
   const F8 found = p * (F8)power;
-  return (F8)(~low & (I8)found);
+  const F8 infinite = splat(std::numeric_limits<float>::infinity());
+  return (F8)((~(low | high) & (I8)found) | (high & (I8)infinite));
 }
 
 }  // namespace kvd
