@@ -27,3 +27,4 @@ def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.engine._prompts.tree.clear()
     assert _demo.engine._runner.cache.pages_used == 0
     assert _demo.engine._scheduler.reserved == 0
+    _demo.outcomes.clear()

@@ -38,6 +38,7 @@ REQUESTS = {
 
 def serve(driver: Driver, requests: dict[str, tuple] = REQUESTS) -> dict[str, Outcome]:
     """Run all of them, one joining after the other."""
+    driver.outcomes = {}
     for rid, (prompt, sampling, more) in requests.items():
         driver.submit(rid, prompt, sampling, **more)
         driver.step()
