@@ -224,7 +224,15 @@ class Worker(Actor["WorkerMail"]):
                 berth.stats = stats
                 self._do(lifecycle.Alive())
                 self._publish()
-            case wire.RowAccepted() | wire.RowPrompt():
+            case wire.Reclaimed():
+                self._do(lifecycle.Alive())
+            case (
+                wire.RowAccepted()
+                | wire.RowPrompt()
+                | wire.RowQueued()
+                | wire.RowParked()
+                | wire.RowResumed()
+            ):
                 self._do(lifecycle.Alive())
                 around.router.tell(mail.RowReported(report))
             case wire.RowTokens() | wire.ChoiceFinished():

@@ -301,6 +301,30 @@ class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints that were dropped to make room."""
 
 
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker could give back of its grant, in bytes; each on top of those before it."""
+
+    spare: int = 0
+    """Granted, and neither held nor reserved; pools that can be cut are in it."""
+    prefixes: int = 0
+    """Checkpoints of prompts that no row uses."""
+    levels: tuple[int, ...] = ()
+    """One entry for each lower level of its ladder: what stepping all rows down to it frees.
+
+    Each on top of the level above; the last is the model's quality floor.
+    """
+    park: int = 0
+    """What parking all rows frees that may be parked now."""
+    rows: int = 0
+    """Requests that have memory."""
+    waiting: int = 0
+    """Requests in its queue, parked ones too."""
+    level: int = 0
+    """Where new rows start now; 0 is the top."""
+    base: int = 0
+    """What stays: weights, scratch, the interpreter and what an idle worker keeps."""
+
+
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's counters; the newest one replaces those before it."""
 
@@ -322,6 +346,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Generated, over the last seconds."""
     memory: MemoryUse = MemoryUse()
     prefix: PrefixUse = PrefixUse()
+    offer: Offer = Offer()
 
 
 ModelState = Literal[

@@ -17,6 +17,7 @@ from protocol.types import (
     ChatMessage,
     KVSpec,
     ModelInfo,
+    Offer,
     Sampling,
     TokenLogprob,
     Usage,
@@ -43,6 +44,10 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """C of the cut grid, in tokens, a multiple of 64: part of what decides the output."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
+    parked_folder: str | None = None
+    """Where rows are parked, this worker's own: what is in it is deleted. Absent: not on disk."""
+    parked_bytes: int = 0
+    """The most that all files there may hold."""
 
 
 class Submit(_Command, tag="submit", frozen=True, kw_only=True):
@@ -86,13 +91,37 @@ class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     budget_bytes: int = 0
 
 
+Rung = Literal["spare", "prefixes", "level", "park"]
+"""By what means memory is given back, the cheapest first (`protocol.types.Offer`)."""
+
+
+class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
+    """Give back at least so much by this means, in slices beside decoding.
+
+    A smaller `GrantWanted` says what it gave; `Reclaimed` that it is over. At most one runs.
+    """
+
+    seq: int
+    """The daemon's own, to know the answer by."""
+    rung: Rung
+    wanted_bytes: int
+    level: int = 0
+    """For ``level``: where all rows go, and where new ones start until `StartLevel`."""
+
+
+class StartLevel(_Command, tag="start_level", frozen=True, kw_only=True):
+    """New rows start at this level of the ladder; 0, the top: pressure is over."""
+
+    level: int
+
+
 class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     """Exit 0; ``drain`` finishes the rows first."""
 
     drain: bool = True
 
 
-Command = LoadModel | Submit | CancelRow | Grant | Stop
+Command = LoadModel | Submit | CancelRow | Grant | Reclaim | StartLevel | Stop
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
@@ -132,6 +161,46 @@ class GrantWanted(_Report, tag="grant_wanted", frozen=True, kw_only=True):
     seq: int
     total_bytes: int
     reason: str
+    offer: Offer = Offer()
+    """What it could give back when it asked."""
+    resuming: bool = False
+    """It is for a row that was parked: nobody else shall be parked for it."""
+
+
+class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
+    """A `Reclaim` is over; what it freed went back by the `GrantWanted` before this."""
+
+    seq: int
+    freed_bytes: int
+    exhausted: bool
+    """This means has no more to give now."""
+
+
+class RowQueued(_Report, tag="queued", frozen=True, kw_only=True):
+    """The request waits for a place or for memory; the newest position counts."""
+
+    rid: str
+    position: int
+    """1: it is next."""
+
+
+Where = Literal["memory", "disk", "recompute"]
+"""Where a parked row's keys and values are until it goes on."""
+
+
+class RowParked(_Report, tag="parked", frozen=True, kw_only=True):
+    """The request gave its memory back and waits to go on; nothing of it is lost."""
+
+    rid: str
+    nbytes: int
+    """What it gave back."""
+    where: Where
+
+
+class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
+    """The request goes on."""
+
+    rid: str
 
 
 class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
@@ -217,7 +286,11 @@ Report = (
     | Ready
     | LoadFailed
     | GrantWanted
+    | Reclaimed
     | RowAccepted
+    | RowQueued
+    | RowParked
+    | RowResumed
     | RowPrompt
     | RowTokens
     | ChoiceFinished

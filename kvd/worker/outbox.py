@@ -1,10 +1,12 @@
 """Reports on their way to the daemon: merged while they wait, never lost, never reordered.
 
 The worker does not wait for the daemon. What it could not send yet is merged: the tokens of a
-completion into one report, newer counters, phases and load progress in the place of older ones. So
-what waits is bounded by the requests themselves: for each at most an acceptance, the logprobs of
-its prompt, the tokens of its completions and their ends. The order of one completion's reports is
-kept, and that of the request's own; that between completions means nothing.
+completion into one report, newer counters, phases, load progress and places in the queue in the
+place of older ones; of parking and going on only the last of each is told. So what waits is bounded
+by the requests themselves: for each at most an acceptance, a place in the queue, the logprobs of
+its prompt, the tokens of its completions and their ends, and that it was parked and went on. The
+order of one completion's reports is kept, and that of the request's own; that between completions,
+or between their tokens and parking, means nothing.
 
 Pure: knows no socket and no clock. `put` reports, `take` bytes to write.
 """
@@ -21,6 +23,9 @@ from protocol.worker import (
     Entered,
     Progress,
     Report,
+    RowParked,
+    RowQueued,
+    RowResumed,
     RowTokens,
     Stats,
 )
@@ -34,7 +39,7 @@ class Outbox:
         self._waiting: dict[int, Report] = {}
         """By number, oldest first; a merge keeps the place."""
         self._last: dict[_Key, int] = {}
-        """The waiting tokens of each completion, and what is replaced."""
+        """The waiting tokens of each completion, and what may be replaced."""
 
     def __len__(self) -> int:
         """Return how many reports wait."""
@@ -43,8 +48,10 @@ class Outbox:
     def put(self, report: Report) -> None:
         """Queue a report, or merge it into one that waits."""
         match report:
-            case Stats() | Progress() | Entered():
+            case Stats() | Progress() | Entered() | RowQueued():
                 self._replace(report)
+            case RowParked() | RowResumed():
+                self._turn(report)
             case RowTokens():
                 self._join(report)
             case _:
@@ -55,12 +62,27 @@ class Outbox:
         self._waiting[number] = report
         return number
 
-    def _replace(self, report: Stats | Progress | Entered) -> None:
-        number = self._last.get(type(report))
+    def _replace(self, report: Stats | Progress | Entered | RowQueued) -> None:
+        key = _key_of(report)
+        assert key is not None, "only what has a key is replaced"
+        number = self._last.get(key)
         if number is None:
-            self._last[type(report)] = self._append(report)
+            self._last[key] = self._append(report)
         else:
             self._waiting[number] = report
+
+    def _turn(self, report: RowParked | RowResumed) -> None:
+        """Queue that a request was parked or goes on; what waits of it stays in turns."""
+        key = (report.rid, type(report))
+        other = (report.rid, RowResumed if isinstance(report, RowParked) else RowParked)
+        number, after = self._last.get(key), self._last.get(other)
+        if number is None:
+            self._last[key] = self._append(report)
+            return
+        self._waiting[number] = report
+        if after is not None and after > number:  # it was undone since: that is over
+            del self._waiting[after]
+            del self._last[other]
 
     def _join(self, report: RowTokens) -> None:
         key = (report.rid, report.choice)
@@ -105,18 +127,20 @@ class Outbox:
             if (key := _key_of(report)) is not None
         }
         assert newest == self._last
-        for kind in (Stats, Progress, Entered):
-            assert sum(isinstance(report, kind) for report in self._waiting.values()) <= 1
+        keyed = [key for report in self._waiting.values() if (key := _key_of(report)) is not None]
+        assert len(keyed) == len(set(keyed)), "two wait that should be one"
 
 
-_Key = type | tuple[str, int]
-"""A kind that is replaced, or a completion."""
+_Key = type | tuple[str, int] | tuple[str, type]
+"""A kind that is replaced, a completion, or such a kind of one request."""
 
 
 def _key_of(report: Report) -> _Key | None:
     match report:
         case Stats() | Progress() | Entered():
             return type(report)
+        case RowQueued() | RowParked() | RowResumed():
+            return (report.rid, type(report))
         case RowTokens():
             return (report.rid, report.choice)
         case _:

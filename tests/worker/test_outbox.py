@@ -20,7 +20,10 @@ from protocol.worker import (
     RowAccepted,
     RowFailed,
     RowFinished,
+    RowParked,
     RowPrompt,
+    RowQueued,
+    RowResumed,
     RowTokens,
     Started,
     Stats,
@@ -88,6 +91,29 @@ def test_a_prompt_s_logprobs_stand_between_acceptance_and_tokens(outbox):
     for report in story:
         outbox.put(report)
     assert taken(outbox) == story
+
+
+def parked(rid, nbytes=1):
+    return RowParked(rid=rid, nbytes=nbytes, where="disk")
+
+
+def test_only_the_newest_place_in_the_queue_waits(outbox):
+    for rid, position in [("a", 7), ("b", 8), ("a", 6), ("b", 7)]:
+        outbox.put(RowQueued(rid=rid, position=position))
+    assert taken(outbox) == [RowQueued(rid="a", position=6), RowQueued(rid="b", position=7)]
+
+
+def test_of_parking_and_going_on_the_last_of_each_waits_in_turns(outbox):
+    resumed = RowResumed(rid="a")
+    for report in (parked("a"), resumed, parked("b"), parked("a", 2)):
+        outbox.put(report)
+    assert taken(outbox) == [parked("a", 2), parked("b")]
+    for report in (resumed, parked("a", 3), resumed):
+        outbox.put(report)
+    assert taken(outbox) == [resumed]
+    for report in (parked("a", 4), tokens("a", 0, 65), resumed):
+        outbox.put(report)
+    assert taken(outbox) == [parked("a", 4), tokens("a", 0, 65), resumed]
 
 
 def test_what_was_put_is_not_changed(outbox):
