@@ -50,6 +50,17 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """The most that all files there may hold."""
 
 
+class Resumed(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a completion was when its worker died; none of it is reported again."""
+
+    tokens: list[int] = []
+    """Sent, and fed to the model again in the steps that they came from."""
+    text_bytes: int = 0
+    """Of the text that was sent, in UTF-8: it may run behind the tokens."""
+    reason: FinishReason | None = None
+    """Told already; absent: it goes on."""
+
+
 class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Run a request. ``rid`` is the daemon's own, unique for the worker's life."""
 
@@ -71,6 +82,10 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     deadline_s: float | None = None
     """What is left of it when this is sent."""
     prefix_salt: str | None = None
+    resume: list[Resumed] = []
+    """One for each choice, after a worker's death; empty: nothing was sent yet."""
+    prompt_told: int = 0
+    """Tokens of the prompt whose logprobs were sent already."""
 
 
 class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):

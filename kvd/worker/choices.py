@@ -23,7 +23,7 @@ class Choices:
     """The n completions of a request with so many prompt tokens: `finish` each of them once."""
 
     def __init__(self, request: Submit, prompt_tokens: int) -> None:
-        self._rid = request.rid
+        self.rid = request.rid
         self._several = request.n > 1
         self._prompt_tokens = prompt_tokens
         self.cached_tokens = 0
@@ -39,17 +39,21 @@ class Choices:
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
         """End one that made so many tokens; return what to report."""
+        end = self.told(choice, reason, tokens)
+        if self._several:
+            return [ChoiceFinished(rid=self.rid, choice=choice, reason=reason), *end]
+        return end
+
+    def told(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
+        """Do the same for one whose end was reported before; return what is left to report."""
         self._open.remove(choice)
         self._reasons.add(reason)
         self._completion_tokens += tokens
-        reports: list[Report] = []
-        if self._several:
-            reports.append(ChoiceFinished(rid=self._rid, choice=choice, reason=reason))
-        if not self._open:
-            gravest = next(reason for reason in _GRAVEST if reason in self._reasons)
-            usage = Usage(self._prompt_tokens, self._completion_tokens, self.cached_tokens)
-            reports.append(RowFinished(rid=self._rid, reason=gravest, usage=usage))
-        return reports
+        if self._open:
+            return []
+        gravest = next(reason for reason in _GRAVEST if reason in self._reasons)
+        usage = Usage(self._prompt_tokens, self._completion_tokens, self.cached_tokens)
+        return [RowFinished(rid=self.rid, reason=gravest, usage=usage)]
 
 
 def check_ids(request: Submit, vocabulary: int) -> None:

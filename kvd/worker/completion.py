@@ -7,6 +7,7 @@ from typing import Any
 
 from kvd.worker.choices import Choices
 from kvd.worker.remembered import Reader
+from kvd.worker.replay import unsaid
 from kvd.worker.runner import Row
 from kvd.worker.sampler import RowSettings
 from kvd.worker.text import TextStream
@@ -28,12 +29,30 @@ class Completion:
     """What was there when the request was parked."""
     launched: int = 0
     """Tokens whose steps have been launched."""
+    known: int = 0
+    """Tokens that were sent before: their steps are run again, and nothing is drawn in them."""
+    said_bytes: int = 0
+    """Of the text to come, what was sent before."""
     tokens: list[int] = field(default_factory=list)
     """Drawn and read, a token that ended it too."""
     trusted: bool = False
     """Whether the newest logits were sound, and so all that they attended to."""
     ended: bool = False
     released: bool = False
+
+    def unsaid(self, text: str) -> str:
+        """Return what of the next text was not sent before."""
+        if not self.said_bytes:
+            return text
+        new = unsaid(text, self.said_bytes)
+        self.said_bytes = max(0, self.said_bytes - len(text.encode()))
+        return new
+
+    def input(self, before: int) -> int:
+        """Return what the next step is given, if it has been read; ``before`` it all."""
+        if not self.launched:
+            return before
+        return self.tokens[self.launched - 1] if self.launched <= len(self.tokens) else 0
 
 
 @dataclass(eq=False)

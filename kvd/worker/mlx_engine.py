@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvd.worker import loading, model, probe, shortage, verdicts
+from kvd.worker import loading, model, probe, replay, shortage, verdicts
 from kvd.worker.admission import Admission, Held, Turn
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.composite import ModelCache
@@ -73,8 +73,16 @@ class _Flight:
     """A decode step that has been launched: whose it is, and what to read."""
 
     completions: list[Completion]
-    draw: Draw
+    """Those that draw."""
+    replayed: list[Completion]
+    """Those whose next token is known."""
+    draw: Draw | None
     where: dict[Key, int]
+    arrays: list[mx.array]
+    """What is to be evaluated, beside the cache."""
+
+    def has(self, completion: Completion) -> bool:
+        return completion.key in self.where or completion in self.replayed
 
 
 class MLXEngine:
@@ -203,6 +211,7 @@ class MLXEngine:
 
     def submit(self, request: Submit) -> int:
         """Queue a request; raises the `KvdError` that its prompt or limits ask for."""
+        replay.check_resume(request, self._vocabulary)
         prompt = self._text.encode(request)
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
@@ -221,15 +230,20 @@ class MLXEngine:
         reader = self._prompts.reader(request, prompt)
         over = Choices(request, len(prompt))
         accepted = Request(request, prompt, max_new, completions, over, reader)
+        news = replay.take_up(accepted) if request.resume else []
+        if not accepted.completions:
+            self._reports += news
+            return len(prompt)
         self._admission.submit(
             request.rid,
             len(prompt),
             max_new,
             priority=request.priority,
             deadline=None if request.deadline_s is None else self._clock() + request.deadline_s,
-            choices=request.n,
+            choices=len(accepted.completions),
             path=() if reader.whole else reader.path,
         )
+        self._reports += news
         self._requests[request.rid] = accepted
         self._prompts.expect(accepted)
         self._prompt_tokens += len(prompt)
@@ -424,14 +438,28 @@ class MLXEngine:
             self._flush()
         self._on_phase("decode")
         logits = self._runner.decode(rows, self._inputs(live))
-        draw = self._sampler.draw(
-            logits, [completion.key for completion in live], [row.length for row in rows]
-        )
-        mx.async_eval(draw.arrays(), cache.arrays())  # type: ignore[no-untyped-call]
+        flight = self._draw(logits, live, rows)
+        mx.async_eval(flight.arrays, cache.arrays())  # type: ignore[no-untyped-call]
         for completion in live:
             completion.launched += 1
         self._most_rows = max(self._most_rows, len(rows))
-        return _Flight(live, draw, {one.key: at for at, one in enumerate(live)})
+        return flight
+
+    def _draw(self, logits: mx.array, live: list[Completion], rows: list[Row]) -> _Flight:
+        """Draw the next token of each row, but for those whose next one was sent before."""
+        drawing = [at for at, one in enumerate(live) if one.launched >= one.known]
+        replayed: list[Completion] = []
+        if len(drawing) < len(live):
+            replayed = [one for one in live if one.launched < one.known]
+            if not drawing:
+                return _Flight([], replayed, None, {}, [logits])
+            logits = logits[mx.array(drawing)]
+            live, rows = [live[at] for at in drawing], [rows[at] for at in drawing]
+        draw = self._sampler.draw(
+            logits, [completion.key for completion in live], [row.length for row in rows]
+        )
+        where = {one.key: at for at, one in enumerate(live)}
+        return _Flight(live, replayed, draw, where, draw.arrays())
 
     def _branch(self, request: Request) -> None:
         """Turn the row that a prompt was read into into one for each completion."""
@@ -463,10 +491,8 @@ class MLXEngine:
     def _inputs(self, live: list[Completion]) -> mx.array:
         """Return the rows' input tokens: of the step in flight, or the last that is known."""
         flight = self._flight
-        last = [
-            one.tokens[-1] if one.tokens else self._requests[one.key[0]].prompt[-1] for one in live
-        ]
-        if flight is None:
+        last = [one.input(self._requests[one.key[0]].prompt[-1]) for one in live]
+        if flight is None or flight.draw is None:
             return mx.array(last, mx.int32)
         tokens: mx.array = flight.draw.tokens
         if live == flight.completions:
@@ -476,7 +502,11 @@ class MLXEngine:
         return mx.concatenate([tokens, mx.array(last, mx.int32)])[mx.array(index)]
 
     def _collect(self, landed: _Flight) -> None:
-        for completion, drawn in zip(landed.completions, landed.draw.read(), strict=True):
+        for completion in landed.replayed:
+            if completion.ended and not completion.released:
+                self._release(self._requests[completion.key[0]], completion)
+        read = [] if landed.draw is None else landed.draw.read()
+        for completion, drawn in zip(landed.completions, read, strict=True):
             if completion.released:  # with its request, by a completion before it here
                 continue
             completion.trusted = drawn.trusted
@@ -498,6 +528,8 @@ class MLXEngine:
         over = stream.stopped or len(completion.tokens) == request.max_new
         if over and not stream.stopped:
             text += stream.finish()
+        if completion.said_bytes:
+            text = completion.unsaid(text)
         if shown or text:
             told = None
             if drawn.scored is not None:
@@ -531,7 +563,7 @@ class MLXEngine:
 
     def _end(self, request: Request, completion: Completion) -> None:
         completion.ended = True
-        if self._flight is None or completion.key not in self._flight.where:
+        if self._flight is None or not self._flight.has(completion):
             self._release(request, completion)
 
     def _release(self, request: Request, completion: Completion) -> None:
@@ -589,13 +621,13 @@ class MLXEngine:
 
     def _drain(self) -> None:
         if self._flight is not None:
-            mx.eval(self._flight.draw.arrays(), self._runner.cache.arrays())
+            mx.eval(self._flight.arrays, self._runner.cache.arrays())
 
     def _settle(self) -> None:
         """Read what is in flight, so that nothing is."""
         landed, self._flight = self._flight, None
         if landed is not None:
-            mx.eval(landed.draw.arrays(), self._runner.cache.arrays())
+            mx.eval(landed.arrays, self._runner.cache.arrays())
             self._collect(landed)
 
     # A step that lacked memory.

@@ -120,15 +120,14 @@ class Prompts:
             for one in scores.read([top] * len(following))
         ]
         first = self._unscored(request) if start == 0 else []
-        index = start + 1 - len(first)
-        return [RowPrompt(rid=request.rid, index=index, logprobs=first + told)]
+        return _untold(request, start + 1 - len(first), first + told)
 
     def begin_alone(self, request: Request) -> list[Report]:
         """Give a request whose prompt is one token its row; it has nothing to read."""
         request.row = self._runner.cache.new_row()
         if request.submit.prompt_logprobs is None:
             return []
-        return [RowPrompt(rid=request.rid, index=0, logprobs=self._unscored(request))]
+        return _untold(request, 0, self._unscored(request))
 
     def _unscored(self, request: Request) -> list[TokenLogprob]:
         """Return a prompt's first token, which nothing comes before."""
@@ -158,3 +157,11 @@ class Prompts:
     def use(self) -> PrefixUse:
         """What came of remembering."""
         return PrefixUse() if self.remembered is None else self.remembered.use
+
+
+def _untold(request: Request, index: int, logprobs: list[TokenLogprob]) -> list[Report]:
+    """Return the report of these logprobs, without those that were sent by a worker that died."""
+    skipped = max(0, request.submit.prompt_told - index)
+    if skipped >= len(logprobs):
+        return []
+    return [RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])]

@@ -98,8 +98,9 @@ class Recovery:
         for request in requests:
             request.row = None
             for completion in request.completions:
+                if completion.row is not None:
+                    completion.launched = len(completion.tokens)
                 completion.row = None
-                completion.launched = len(completion.tokens)
         if late:
             self._prompts.forget_all(requests)
             holders: list[Request | Completion] = [*requests]
@@ -107,6 +108,8 @@ class Recovery:
             for holder in [one for one in holders if one.frozen is not None]:
                 cache.drop(holder.frozen)
                 holder.frozen = None
+                if isinstance(holder, Completion):
+                    holder.launched = len(holder.tokens)
         gc.collect()
         cache.discard()
         mx.clear_cache()
