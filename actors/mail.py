@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from protocol.errors import ErrorInfo
     from protocol.messages import Event, Generate
     from protocol.types import KVSpec, ModelState
-    from protocol.worker import Grant, Report, Submit
+    from protocol.worker import Grant, Report, Submit, Turn, TurnOver
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -154,6 +154,13 @@ class Granted(_Message, frozen=True):
     life: int
 
 
+class TurnGiven(_Message, frozen=True):
+    """When the process's `life`-th incarnation may compute."""
+
+    turn: Turn
+    life: int
+
+
 class HasProcess(_Message, frozen=True):
     """The spawn has succeeded."""
 
@@ -185,7 +192,16 @@ class Rang(_Message, frozen=True):
 
 
 WorkerMail = (
-    Order | RunRow | CancelRow | Granted | HasProcess | HasNoProcess | Reported | HasExited | Rang
+    Order
+    | RunRow
+    | CancelRow
+    | Granted
+    | TurnGiven
+    | HasProcess
+    | HasNoProcess
+    | Reported
+    | HasExited
+    | Rang
 )
 
 # -- to the governor ------------------------------------------------------------------------------
@@ -208,6 +224,37 @@ class MemoryFree(_Message, frozen=True):
 
 
 GovernorMail = GrantAsked | MemoryFree
+
+# -- to the turns ---------------------------------------------------------------------------------
+
+
+class TurnAsked(_Message, frozen=True):
+    """A worker's process has work from now on."""
+
+    model: str
+    worker: Ref[WorkerMail]
+    life: int
+    weight: float = 1.0
+
+
+class TurnEnded(_Message, frozen=True):
+    """A worker's process passes its turn on."""
+
+    model: str
+    over: TurnOver
+
+
+class TurnsLost(_Message, frozen=True):
+    """A worker's process is gone."""
+
+    model: str
+
+
+class TurnsRang(_Message, frozen=True):
+    """A turn may have lapsed."""
+
+
+TurnsMail = TurnAsked | TurnEnded | TurnsLost | TurnsRang
 
 # -- to the supervisor ----------------------------------------------------------------------------
 

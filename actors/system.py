@@ -24,6 +24,7 @@ from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, Tree
 from actors.supervisor import House, Supervisor
+from actors.turns import Ring, Turns
 from actors.worker import Berth, Surroundings, Worker
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 from protocol.worker import LoadModel
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from actors.mail import ClientMail, SupervisorMail, WorkerMail
     from actors.ports import Notify, ReadMemory, SpawnWorker
     from actors.runtime.actor import Actor, Ref
+    from protocol.types import TurnsMode
 
 
 class SystemFault(Exception):
@@ -57,6 +59,8 @@ class Settings:
     """The most rows in one decode step of a model."""
     prefill_chunk: int = 256
     attention_scratch: int = 256 * 1024 * 1024
+    turns: TurnsMode = "auto"
+    """Whether models that compute at once take turns."""
     max_queue: int = 1024
     """Requests that one model may hold, queued or running; beyond it they are `overloaded`."""
     max_queue_bytes: int = 64 * 1024 * 1024
@@ -129,6 +133,7 @@ class System:
         self._ledger = Ledger(GovernorMachine(budget_bytes))
         desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
         self._office = Office(desk, draw_seed, self._board, notify)
+        self._ring = Ring()
         self._tree = Tree(self._on_fault, notify)
         self._numbers = count(1)
         self._ending: asyncio.Task[None] | None = None
@@ -155,6 +160,7 @@ class System:
         self._around = Surroundings(
             spawn=self._spawn,
             router=router,
+            turns=tree.start(Child("turns", lambda: Turns(self._ring))),
             governor=governor,
             supervisor=self._supervisor,
             board=self._board,
@@ -247,6 +253,7 @@ class System:
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,
+            turns=self._settings.turns,
         )
         berth = Berth(name, load, self._around, Lifecycle(name, self._settings.patience))
         # Each failure costs the process and counts in its own restart budget; ten in a minute

@@ -23,7 +23,7 @@ from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerSta
 if TYPE_CHECKING:
     from actors.board import Board
     from actors.machines.admission import Standing
-    from actors.mail import GovernorMail, RouterMail, SupervisorMail, WorkerMail
+    from actors.mail import GovernorMail, RouterMail, SupervisorMail, TurnsMail, WorkerMail
     from actors.ports import Exit, Level, Notify, SpawnWorker, WorkerProcess
     from actors.runtime.actor import Ref
 
@@ -34,6 +34,7 @@ class Surroundings:
 
     spawn: SpawnWorker
     router: Ref[RouterMail]
+    turns: Ref[TurnsMail]
     governor: Ref[GovernorMail]
     supervisor: Ref[SupervisorMail]
     board: Board
@@ -113,7 +114,7 @@ class Worker(Actor["WorkerMail"]):
         running = self._berth.machine.pid is not None
         assert running == (self._berth.process is not None), "a process, or none?"
 
-    def receive(self, message: WorkerMail) -> None:
+    def receive(self, message: WorkerMail) -> None:  # noqa: C901 - one match over one union
         """Handle a message."""
         berth = self._berth
         match message:
@@ -126,6 +127,9 @@ class Worker(Actor["WorkerMail"]):
                 self._cancel(rid)
             case mail.Granted(grant=grant, life=life):
                 self._granted(grant, life)
+            case mail.TurnGiven(turn=turn, life=life):
+                if life == berth.life:
+                    self._send(turn)
             case mail.HasProcess(process=process):
                 self._has_process(process)
             case mail.HasNoProcess(error=error):
@@ -201,7 +205,7 @@ class Worker(Actor["WorkerMail"]):
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
         self._do(lifecycle.Exited(end.returncode))
 
-    def _reported(self, report: wire.Report) -> None:  # noqa: C901 - one match over one union
+    def _reported(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match over one union
         berth, around = self._berth, self._around
         match report:
             case wire.Started():
@@ -224,6 +228,11 @@ class Worker(Actor["WorkerMail"]):
                 berth.stats = stats
                 self._do(lifecycle.Alive())
                 self._publish()
+            case wire.TurnWanted():
+                around.turns.tell(mail.TurnAsked(berth.name, self.ref, berth.life))
+            case wire.TurnOver():
+                self._do(lifecycle.Alive())
+                around.turns.tell(mail.TurnEnded(berth.name, report))
             case wire.Reclaimed():
                 self._do(lifecycle.Alive())
             case (
@@ -282,6 +291,7 @@ class Worker(Actor["WorkerMail"]):
                 around.router.tell(mail.RowsDied(rids, error))
             case lifecycle.Release():
                 around.governor.tell(mail.MemoryFree(berth.name))
+                around.turns.tell(mail.TurnsLost(berth.name))
                 berth.freed_bytes, berth.granted_bytes = berth.granted_bytes, 0
             case _:
                 assert_never(command)

@@ -17,7 +17,7 @@ from kvd.kv import KVText, parse_kv
 from kvd.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.explain import explain
-from protocol.types import Alias, KVSpec, Name
+from protocol.types import Alias, KVSpec, Name, TurnsMode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The most rows in one decode step of a model."""
     prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] = 256
     """Prompt tokens in one step. Part of what decides the output."""
+    turns: TurnsMode = "auto"
+    """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long a stop waits for what runs before it ends it."""
     blas: str = "auto"

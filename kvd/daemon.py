@@ -100,6 +100,7 @@ class Daemon:
             settings=Settings(
                 max_rows=settings.max_rows,
                 prefill_chunk=settings.prefill_chunk,
+                turns=settings.turns,
                 patience=settings.watchdog,
             ),
             notify=_notify,

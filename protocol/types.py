@@ -24,6 +24,8 @@ ALIAS_PATTERN = r"^(?!-)[A-Za-z0-9._:/@+-]+\Z"
 ALIAS_RULE = "may hold letters, digits and ._:/@+- only, and must not start with -"
 Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)]
 Bits = Literal[2, 3, 4, 5, 6, 8, 16]
+TurnsMode = Literal["auto", "on", "off"]
+"""Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
 
 
 MOST_CHOICES = 16

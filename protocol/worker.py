@@ -20,6 +20,7 @@ from protocol.types import (
     Offer,
     Sampling,
     TokenLogprob,
+    TurnsMode,
     Usage,
     WorkerStats,
 )
@@ -48,6 +49,8 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """Where rows are parked, this worker's own: what is in it is deleted. Absent: not on disk."""
     parked_bytes: int = 0
     """The most that all files there may hold."""
+    turns: TurnsMode = "auto"
+    """Whether it takes turns with other workers; ``auto``: where there is an accelerator."""
 
 
 class Resumed(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -130,13 +133,21 @@ class StartLevel(_Command, tag="start_level", frozen=True, kw_only=True):
     level: int
 
 
+class Turn(_Command, tag="turn", frozen=True, kw_only=True):
+    """When the worker may compute; the newest word holds."""
+
+    seq: int
+    slice_s: float | None
+    """So long from now on, then `TurnOver`; absent: as it likes; 0: not before a turn."""
+
+
 class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     """Exit 0; ``drain`` finishes the rows first."""
 
     drain: bool = True
 
 
-Command = LoadModel | Submit | CancelRow | Grant | Reclaim | StartLevel | Stop
+Command = LoadModel | Submit | CancelRow | Grant | Reclaim | StartLevel | Turn | Stop
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
@@ -218,6 +229,20 @@ class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
     rid: str
 
 
+class TurnWanted(_Report, tag="turn_wanted", frozen=True, kw_only=True):
+    """There is work from now on; begun already, unless the last `Turn` forbids it."""
+
+
+class TurnOver(_Report, tag="turn_over", frozen=True, kw_only=True):
+    """The turn ``seq`` is over."""
+
+    seq: int
+    used_s: float
+    """Of it, up to the end of its last step."""
+    more: bool
+    """There is work left; without, the next word about turns is `TurnWanted`."""
+
+
 class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
     """The request is tokenized and fits; it runs or waits for a place."""
 
@@ -271,7 +296,7 @@ class RowFailed(_Report, tag="failed", frozen=True, kw_only=True):
 Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
 """What a worker that has loaded its model does between two signs of life:
 
-* ``idle``: it waits, for a command, a grant or a deadline;
+* ``idle``: it waits, for a command, a grant, a turn or a deadline;
 * ``tokenize``: it takes a request;
 * ``prefill``: it reads a chunk of a prompt, or of several;
 * ``decode``: it launches a step, or waits for its tokens;
@@ -302,6 +327,8 @@ Report = (
     | LoadFailed
     | GrantWanted
     | Reclaimed
+    | TurnWanted
+    | TurnOver
     | RowAccepted
     | RowQueued
     | RowParked

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.worker import memory
+from kvd.worker import gate, memory
 from kvd.worker.outbox import Outbox
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
 from protocol.framing import FrameDecoder, decode_command
@@ -44,6 +44,9 @@ from protocol.worker import (
     Stats,
     Stop,
     Submit,
+    Turn,
+    TurnOver,
+    TurnWanted,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ IDLE_INTERVAL_S = 5.0
 """The same without work: a wake-up now and then, so that rates and memory do not go stale."""
 SIGN_INTERVAL_S = 5.0
 """After which a phase is told again when it begins anew: a step may be long in all."""
+LONG_WAIT_S = 0.25
+"""After which waiting for a turn is told as a phase: most waits are a slice of somebody else's."""
 RATE_WINDOW_S = 2.0
 """Over which tokens a second are counted."""
 _READ_BYTES = 64 * 1024
@@ -102,6 +107,7 @@ class Loop:
         """Whether there was a step since the last counters."""
         self._phase: Phase = "idle"
         """As the daemon knows it."""
+        self._gate = gate.Gate(on=False)
         self._sign_due = clock() + SIGN_INTERVAL_S
         engine.watch(self._enter)
 
@@ -135,6 +141,7 @@ class Loop:
         # What was imported and loaded stays: looking through it again and again takes 30 ms a time.
         gc.collect()
         gc.freeze()
+        self._gate = gate.Gate(on=gate.wanted(command.turns, info.device))
         self._link.put(Ready(info=info))
         return True
 
@@ -169,10 +176,12 @@ class Loop:
                 self._obey(self._link.commands.popleft())
             if self._stopping and not self._rows:
                 return
-            if self._engine.has_work:
+            if not self._engine.has_work:
+                self._rest()
+            elif self._has_turn():
                 self._step()
             else:
-                self._rest()
+                self._await_turn()
 
     def _enter(self, phase: Phase) -> None:
         """Tell the daemon before a phase begins: nothing can be told from within."""
@@ -190,9 +199,29 @@ class Loop:
             self._link.put(report)
         self._worked = True
         self._tell_stats()
+        if not self._gate.is_free:
+            self._say(self._gate.stepped(self._clock()))
+
+    def _has_turn(self) -> bool:
+        self._say(self._gate.begin())
+        return self._gate.is_open
+
+    def _await_turn(self) -> None:
+        """Sleep until a command comes; only a long wait is worth telling."""
+        self._link.wait(LONG_WAIT_S)
+        if not self._link.commands:
+            self._enter("idle")
+        self._tell_stats()
+
+    def _say(self, report: TurnWanted | TurnOver | None) -> None:
+        """Tell about turns at once: others wait for it."""
+        if report is not None:
+            self._link.put(report)
+            self._link.send()
 
     def _rest(self) -> None:
         """Sleep until a command comes or a request's deadline does."""
+        self._say(self._gate.rest(self._clock()))
         self._enter("idle")
         while not (self._link.commands or self._engine.has_work):
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
@@ -207,6 +236,8 @@ class Loop:
                 self._engine.cancel(command.rid)
             case Grant():
                 self._engine.granted(command)
+            case Turn():
+                self._say(self._gate.take(command, self._clock()))
             case Stop():
                 self._stopping = True
                 if not command.drain:

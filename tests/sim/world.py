@@ -13,11 +13,12 @@ from itertools import count
 from typing import Any
 
 from actors.governor import Governor
-from actors.machines import admission, governor, lifecycle
+from actors.machines import admission, governor, lifecycle, turns
 from actors.ports import Notice
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
 from actors.system import Connection, Identity, Settings, System
+from actors.turns import Turns
 from actors.worker import Worker
 from protocol import messages
 from protocol.errors import from_info
@@ -133,6 +134,8 @@ class World:
                     same(berth.journal, berth.machine, lifecycle.Event)
                 case Governor():
                     same(actor._ledger.journal, actor._ledger.machine, governor.Event)
+                case Turns():
+                    same(actor._ring.journal, actor._ring.machine, turns.Event)
                 case Router():
                     same(actor._office.journal, actor._office.machine, admission.Event)
 

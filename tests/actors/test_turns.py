@@ -1,0 +1,325 @@
+"""Turns: shares by weight, nobody starves, nobody waits for who is idle, silent or dead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.machines.turns import (
+    GRACE_S,
+    SLICE_S,
+    Event,
+    Give,
+    Gone,
+    Over,
+    Tick,
+    Turns,
+    Wanted,
+)
+from actors.runtime.journal import Journal, replay
+from kvd.worker.gate import Gate
+from protocol.worker import Turn, TurnOver, TurnWanted
+from tests.sim.loop import simulated, until
+from tests.sim.world import world
+
+
+def feed(ring: Turns, now: float, *events: Event) -> list[Give]:
+    gives = [give for event in events for give in ring.handle(event, now)]
+    ring.check()
+    return gives
+
+
+def test_who_is_alone_computes_without_end():
+    ring = Turns()
+
+    assert feed(ring, 0.0, Wanted("a")) == [Give("a", 1, None)]
+    assert ring.deadline is None
+    assert feed(ring, 9.0, Over("a", 1, 0.0, more=False)) == []
+
+
+def test_the_second_waits_until_the_first_has_had_a_slice():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"))
+
+    assert feed(ring, 5.0, Wanted("b")) == [Give("b", 2, 0.0), Give("a", 3, SLICE_S)]
+    assert ring.deadline == 5.0 + SLICE_S + GRACE_S
+    assert feed(ring, 5.1, Over("a", 3, SLICE_S, more=True)) == [Give("b", 4, SLICE_S)]
+
+
+def test_the_last_one_left_is_alone_again():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+
+    assert feed(ring, 1.0, Over("b", 2, 0.0, more=False)) == [Give("a", 4, None)]
+    assert feed(ring, 1.0, Wanted("b"), Gone("a"))[-1] == Give("b", 7, None)
+
+
+def test_who_overran_waits_for_as_long_as_that_takes_the_other():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+    turns = feed(ring, 0.5, Over("a", 3, SLICE_S + 0.2, more=True))
+    while turns[-1].model == "b":
+        turns += feed(ring, 1.0, Over("b", turns[-1].seq, SLICE_S, more=True))
+
+    assert len(turns) - 1 == 1 + 0.2 / SLICE_S
+
+
+def test_a_debt_is_paid_by_time_without_work_and_never_grows_beyond_its_bound():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("a", 3, 3600.0, more=False))
+
+    assert ring.debts["a"].seconds < 6
+    feed(ring, 3.0, Wanted("a"))
+    assert -2.1 < ring.members["a"].credit_s < -1.9
+
+
+def test_a_silent_holder_loses_its_turn_and_gets_another_when_it_speaks():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+
+    assert feed(ring, SLICE_S + GRACE_S - 0.01, Tick()) == []
+    assert feed(ring, SLICE_S + GRACE_S, Tick()) == [Give("b", 4, None)]
+    assert feed(ring, 9.0, Over("a", 3, 0.5, more=True)) == [Give("b", 5, SLICE_S)]
+    assert feed(ring, 9.1, Gone("b")) == [Give("a", 6, None)]
+
+
+def test_an_old_word_does_not_end_a_newer_turn():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("b", 2, 0.0, more=False))  # a: 3, then free: 4
+
+    assert feed(ring, 1.0, Over("a", 3, SLICE_S, more=True)) == []
+    assert ring.holder is not None
+    assert ring.holder.seq == 4
+
+
+names = st.sampled_from(["a", "b", "c"])
+spoken = st.one_of(
+    st.builds(Wanted, names, st.sampled_from([0.25, 1.0, 4.0])),
+    st.builds(Over, names, st.integers(0, 30), st.floats(0, 20), st.booleans()),
+    st.builds(Gone, names),
+    st.builds(Tick),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 2), spoken), max_size=80))
+def test_whatever_workers_say_somebody_computes_and_the_story_replays(history):
+    ring = Turns()
+    journal: Journal[Event, Give] = Journal(ring, segment=16)
+    now, told = 0.0, 0
+    for passed, event in history:
+        now += passed
+        for give in journal.handle(event, now):
+            assert give.seq > told
+            told = give.seq
+        ring.check()
+
+    assert replay(journal.dump(), Turns, Event) == ring
+
+
+class Machine:
+    """The daemon's side between simulated workers."""
+
+    def __init__(self) -> None:
+        self.ring = Turns()
+        self.workers: dict[str, Computer] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def hear(self, event: Event) -> None:
+        loop = asyncio.get_running_loop()
+        for give in self.ring.handle(event, loop.time()):
+            turn = Turn(seq=give.seq, slice_s=give.slice_s)
+            loop.call_later(HOP_S, self.workers[give.model].take, turn)
+        self.ring.check()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self.ring.deadline is not None:
+            self._alarm = loop.call_at(self.ring.deadline, self.hear, Tick())
+
+
+HOP_S = 0.0003
+"""From a worker to the daemon, or back."""
+
+
+class Computer:
+    """A worker with the real gate, whose steps take `step_s`."""
+
+    def __init__(self, machine: Machine, name: str, step_s: float, weight: float = 1.0) -> None:
+        self.steps: list[tuple[float, float]] = []
+        self.work = 10**9
+        """Steps to do."""
+        self.alive = True
+        self._machine, self._name, self._step_s, self._weight = machine, name, step_s, weight
+        self._gate = Gate(on=True)
+        self._woken = asyncio.Event()
+        machine.workers[name] = self
+
+    def take(self, turn: Turn) -> None:
+        if self.alive:
+            self._say(self._gate.take(turn, asyncio.get_running_loop().time()))
+            self._woken.set()
+
+    def give(self, steps: int) -> None:
+        self.work = steps
+        self._woken.set()
+
+    async def run(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while self.alive:
+            self._woken.clear()
+            if not self.work:
+                self._say(self._gate.rest(clock()))
+                await self._woken.wait()
+                continue
+            self._say(self._gate.begin())
+            if not self._gate.is_open:
+                await self._woken.wait()
+                continue
+            start = clock()
+            await asyncio.sleep(self._step_s)
+            self.steps.append((start, clock()))
+            self.work -= 1
+            self._say(self._gate.stepped(clock()))
+
+    def seconds(self, start: float, end: float) -> float:
+        return sum(b - a for a, b in self.steps if a >= start and b <= end)
+
+    def _say(self, report: TurnOver | TurnWanted | None) -> None:
+        event: Event
+        match report:
+            case None:
+                return
+            case TurnWanted():
+                event = Wanted(self._name, self._weight)
+            case TurnOver():
+                event = Over(self._name, report.seq, report.used_s, report.more)
+        if self.alive:
+            asyncio.get_running_loop().call_later(HOP_S, self._machine.hear, event)
+
+
+async def simulate(
+    seconds: float, *steps: tuple[float, float]
+) -> tuple[list[Computer], float, float]:
+    """Let workers with these step times and weights compute side by side."""
+    machine = Machine()
+    workers = [Computer(machine, f"m{i}", *one) for i, one in enumerate(steps)]
+    tasks = [asyncio.create_task(worker.run()) for worker in workers]
+    start = asyncio.get_running_loop().time()
+    await asyncio.sleep(seconds)
+    for task in tasks:
+        task.cancel()
+    return workers, start, start + seconds
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ((0.003, 1.0), (0.3, 1.0)),
+        ((0.003, 1.0), (0.3, 1.0), (0.02, 1.0)),
+        ((0.005, 4.0), (0.12, 1.0), (0.05, 0.5)),
+    ],
+)
+@simulated
+async def test_time_is_shared_by_weight_to_within_a_step_and_a_slice(steps):
+    workers, start, end = await simulate(60.0, *steps)
+    weights = sum(weight for _, weight in steps)
+    used = [worker.seconds(start, end) for worker in workers]
+
+    assert sum(used) > 0.97 * 60, "the accelerator stood still"
+    for mine, (_, weight) in zip(used, steps, strict=True):
+        bound = 2 * max(step for step, _ in steps) + 2 * SLICE_S * max(w for _, w in steps)
+        assert abs(mine - sum(used) * weight / weights) < bound
+
+
+@simulated
+async def test_a_decode_gets_its_turn_between_the_chunks_of_anothers_prompt():
+    (decoder, reader), start, _ = await simulate(30.0, (0.005, 1.0), (0.3, 1.0))
+    gaps = [b[0] - a[1] for a, b in pairwise(decoder.steps) if a[0] > start + 1]
+    _, *chunks = reader.steps  # the first one began before anybody could say no
+    overlaps = [(a, b) for a in decoder.steps for b in chunks if a[0] < b[1] - 1e-9 and b[0] < a[1]]
+
+    assert max(gaps) < 0.3 + 3 * HOP_S + 0.001, "two chunks in a row"
+    assert not overlaps, "both compute"
+
+
+@simulated
+async def test_passing_turns_on_costs_less_than_a_hundredth_part():
+    workers, start, end = await simulate(20.0, (0.004, 1.0), (0.004, 1.0))
+
+    assert sum(worker.seconds(start, end) for worker in workers) > 0.985 * 20
+
+
+@simulated
+async def test_who_is_stopped_holds_the_others_up_once_and_comes_back():
+    machine = Machine()
+    one, two = Computer(machine, "a", 0.005), Computer(machine, "b", 0.005)
+    tasks = [asyncio.create_task(worker.run()) for worker in (one, two)]
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(1.0)
+    stopped, end = loop.time(), loop.time() + 20.0
+    one._step_s = 20.0  # a step in which the process stands still
+    await asyncio.sleep(20.0)
+    gaps = [b[0] - a[1] for a, b in pairwise(two.steps) if a[1] > stopped - 1]
+
+    assert sorted(gaps)[-2] < 2 * SLICE_S
+    assert max(gaps) < GRACE_S + 2 * SLICE_S
+    one._step_s = 0.005
+    await asyncio.sleep(20.0)
+    assert one.seconds(end, end + 20.0) > 5.0
+    for task in tasks:
+        task.cancel()
+
+
+@simulated
+async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
+    machine = Machine()
+    steady, guest = Computer(machine, "a", 0.1), Computer(machine, "b", 0.004)
+    guest.work = 0
+    tasks = [asyncio.create_task(worker.run()) for worker in (steady, guest)]
+    waits = []
+    loop = asyncio.get_running_loop()
+    for _ in range(40):
+        await asyncio.sleep(0.37)
+        start = loop.time()
+        guest.give(3)
+        await until(lambda: not guest.work)
+        waits.append(loop.time() - start)
+
+    assert max(waits) < 0.1 + SLICE_S + 3 * 0.004 + 0.02
+    assert len(steady.steps) > 0.5 * 40 * 0.37 / 0.1
+    for task in tasks:
+        task.cancel()
+
+
+@simulated
+async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
+    async with world(load=("a", "b")) as it:
+        first, second = it.spawn.last("a"), it.spawn.last("b")
+        first.say(TurnWanted())
+        second.say(TurnWanted())
+        await asyncio.sleep(0.1)
+        turns = defaultdict(list)
+        for process in (first, second):
+            turns[process] = [c for c in process.commands if isinstance(c, Turn)]
+
+        assert [turn.slice_s for turn in turns[first]] == [None, SLICE_S]
+        assert [turn.slice_s for turn in turns[second]] == [0.0]
+        first.die(-9)
+        await asyncio.sleep(0.1)
+        assert second.commands[-1].slice_s is None
+        assert it.model("b").state == "ready"
+
+
+@simulated
+async def test_a_process_that_never_ends_its_turn_loses_it():
+    async with world(load=("a", "b")) as it:
+        for name in "ab":
+            it.spawn.last(name).say(TurnWanted())
+        await asyncio.sleep(GRACE_S + SLICE_S + 0.1)
+
+        assert it.spawn.last("b").commands[-1].slice_s is None
