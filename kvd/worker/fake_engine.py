@@ -27,6 +27,7 @@ from kvd.worker.engine import unwatched
 from kvd.worker.fake_pages import FakePages, Pages
 from kvd.worker.fake_story import VOCABULARY, Story, word
 from kvd.worker.remembered import Reader, Remembered, Room, next_chunks
+from kvd.worker.replay import check_resume, ended, unsaid
 from kvd.worker.scheduler import Scheduler
 from kvd.worker.stops import StopFilter
 from protocol.errors import (
@@ -128,6 +129,14 @@ class _Choice:
     number: int
     stops: StopFilter
     sent: int = 0
+    said_bytes: int = 0
+    """Of the text to come, what was sent before the row's last worker died."""
+
+    def unsaid(self, text: str) -> str:
+        """Return what of the next text was not sent before."""
+        new = unsaid(text, self.said_bytes)
+        self.said_bytes = max(0, self.said_bytes - len(text.encode()))
+        return new
 
 
 @dataclass
@@ -252,19 +261,46 @@ class FakeEngine:
             self._remembered.reader(request.rid, prompt, salt, whole=scored),
             self._pages.of(prompt, salt),
         )
+        check_resume(request, VOCABULARY)
+        news = self._take_up(row)
+        if not row.choices:
+            self._reports += news
+            return len(prompt)
         self._admission.submit(
             request.rid,
             len(prompt),
             max_new,
             priority=request.priority,
             deadline=None if request.deadline_s is None else self.clock() + request.deadline_s,
-            choices=request.n,
+            choices=len(row.choices),
             path=() if scored else row.reader.path,
         )
+        self._reports += news
         self._rows[request.rid] = row
         self._remembered.expect(row.reader)
         self._prompt_tokens += len(prompt)
         return len(prompt)
+
+    def _take_up(self, row: _Row) -> list[Report]:
+        """Bring a row to where it was when its last worker died; needs no steps here."""
+        reports: list[Report] = []
+        for choice, resumed in zip(list(row.choices), row.submit.resume, strict=False):
+            text = ""
+            for token in resumed.tokens:
+                choice.sent += 1
+                said = " " + word(token)
+                text += choice.stops.push(said) if choice.sent > row.submit.min_tokens else said
+            row.made += choice.sent
+            choice.said_bytes = resumed.text_bytes - len(text.encode())
+            stopped = choice.stops.stopped or (choice.sent > 0 and self._has_own_end(row, choice))
+            found: FinishReason | None = "length" if choice.sent == row.max_new else None
+            if reason := resumed.reason or ("stop" if stopped else found):
+                row.choices.remove(choice)
+                rest = "" if choice.stops.stopped else choice.unsaid(choice.stops.finish())
+                reports += ended(
+                    row.over, choice.number, resumed, reason, stopped=stopped, rest=rest
+                )
+        return reports
 
     def cancel(self, rid: str) -> None:
         """End a row; the next step says so."""
@@ -385,8 +421,7 @@ class FakeEngine:
         text = " " + word(token)
         if heeds_stops:
             text = choice.stops.push(text)
-        ends = choice.sent >= max(self._model.eos_after, row.submit.min_tokens)
-        own = bool(self._model.eos_after) and ends and not row.submit.ignore_eos
+        own = self._has_own_end(row, choice)
         over = own or choice.sent == row.max_new
         self._say(row, choice, [token], text + (choice.stops.finish() if over else ""))
         if choice.stops.stopped or own:
@@ -394,10 +429,14 @@ class FakeEngine:
         elif over:
             self._finish(row, choice, "length")
 
+    def _has_own_end(self, row: _Row, choice: _Choice) -> bool:
+        ends = choice.sent >= max(self._model.eos_after, row.submit.min_tokens)
+        return bool(self._model.eos_after) and ends and not row.submit.ignore_eos
+
     def _tell_prompt(self, row: _Row) -> None:
         top = row.submit.prompt_logprobs
         told = [] if top is None else row.story.told_prompt(top)
-        for at in range(0, len(told), _PROMPT_PIECE):
+        for at in range(row.submit.prompt_told, len(told), _PROMPT_PIECE):
             piece = told[at : at + _PROMPT_PIECE]
             self._reports.append(RowPrompt(rid=row.rid, index=at, logprobs=piece))
 
@@ -406,6 +445,7 @@ class FakeEngine:
         told = (
             None if top is None else [row.story.told(token, choice.sent, top) for token in tokens]
         )
+        text = choice.unsaid(text)
         if tokens or text:
             self._reports.append(
                 RowTokens(

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.worker.replay import unsaid
 from protocol.errors import InvalidRequest
-from protocol.types import Sampling, Usage
+from protocol.types import Sampling
 from protocol.worker import (
     ChoiceFinished,
     Report,
@@ -22,6 +22,7 @@ from protocol.worker import (
     Submit,
 )
 from tests.engine.driver import Driver
+from tests.worker.heard import Heard
 
 pytestmark = pytest.mark.mlx
 
@@ -54,49 +55,6 @@ def asked() -> list[Submit]:
         ),
         Submit(rid="one", tokens=[400], sampling=warm, max_tokens=9, prompt_logprobs=0),
     ]
-
-
-class Heard:
-    """What a daemon has heard of one request."""
-
-    def __init__(self, submit: Submit) -> None:
-        self.submit = submit
-        self.tokens: list[list[int]] = [[] for _ in range(submit.n)]
-        self.texts = [""] * submit.n
-        self.told: list[list[object]] = [[] for _ in range(submit.n)]
-        self.reasons: list[str | None] = [None] * submit.n
-        self.prompt: list[object] = []
-        self.end: tuple[str, Usage] | None = None
-
-    def hear(self, report: Report) -> None:
-        assert self.end is None, "a word after the end"
-        match report:
-            case RowTokens(choice=choice):
-                assert self.reasons[choice] is None
-                assert report.index == len(self.tokens[choice])
-                self.tokens[choice] += report.tokens
-                self.texts[choice] += report.text
-                self.told[choice] += report.logprobs or []
-            case RowPrompt():
-                assert report.index == len(self.prompt)
-                self.prompt += report.logprobs
-            case ChoiceFinished(choice=choice, reason=reason):
-                assert self.reasons[choice] is None
-                self.reasons[choice] = reason
-            case RowFinished(reason=reason, usage=usage):
-                self.end = (reason, msgspec.structs.replace(usage, cached_tokens=0))
-            case RowFailed():
-                raise AssertionError(report.error)
-
-    def again(self) -> Submit:
-        resume = [
-            Resumed(list(tokens), len(text.encode()), reason)
-            for tokens, text, reason in zip(self.tokens, self.texts, self.reasons, strict=True)
-        ]
-        return msgspec.structs.replace(self.submit, resume=resume, prompt_told=len(self.prompt))
-
-    def all(self) -> tuple[object, ...]:
-        return (self.tokens, self.texts, self.told, self.reasons, self.prompt, self.end)
 
 
 def hear(reports: Iterable[Report]) -> dict[str, Heard]:

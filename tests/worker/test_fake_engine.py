@@ -29,6 +29,7 @@ from protocol.worker import (
     RowTokens,
     Submit,
 )
+from tests.worker.heard import Heard
 from tests.worker.peer import submit
 
 
@@ -470,3 +471,37 @@ def test_remembered_prompts_give_way_to_requests():
             ends.append(report)
     assert [type(one) for one in ends_of(ends)] == [RowFinished]
     assert engine.stats().prefix.evicted
+
+
+ASKED = [
+    submit("plain", max_tokens=9, logprobs=2),
+    submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
+    submit("stops", max_tokens=40, n=2, stop=["a b", "lo"], min_tokens=3),
+    submit("ends", max_tokens=300, stop_tokens=list(range(0, 256, 7)), min_tokens=2),
+    submit("scored", prompt="x" * 600, max_tokens=2, prompt_logprobs=1),
+]
+
+
+@pytest.mark.parametrize("settings", ["tps=0", "tps=0,eos_after=6"])
+def test_streams_go_on_from_any_word(settings):
+    def said(requests):
+        engine = loaded(settings)
+        for request in requests:
+            engine.submit(request)
+        kinds = (RowTokens, RowPrompt, ChoiceFinished, RowFinished, RowFailed)
+        return [one for one in run(engine) if isinstance(one, kinds)]
+
+    def heard_of(reports):
+        heard = {one.rid: Heard(one) for one in ASKED}
+        for report in reports:
+            heard[report.rid].hear(report)
+        return heard
+
+    undisturbed = said(ASKED)
+    right = {rid: one.all() for rid, one in heard_of(undisturbed).items()}
+    assert all(one.end for one in heard_of(undisturbed).values())
+    for cut in range(len(undisturbed)):
+        heard = heard_of(undisturbed[:cut])
+        for report in said([one.again() for one in heard.values() if one.end is None]):
+            heard[report.rid].hear(report)
+        assert {rid: one.all() for rid, one in heard.items()} == right, f"cut at {cut}"
