@@ -27,6 +27,8 @@ from tests.worker.heard import Heard
 pytestmark = pytest.mark.mlx
 
 WORDS = "To open a file, call open() and read it. To close it,"
+HOLDS = [f"{letter}#" for letter in "aeiou tnsrlh.,"]
+"""Whatever the text ends with is held back, so that an end has text of its own."""
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
@@ -53,6 +55,7 @@ def asked() -> list[Submit]:
             prompt_logprobs=1,
             ignore_eos=True,
         ),
+        Submit(rid="held", prompt=WORDS, sampling=warm, max_tokens=20, stop=HOLDS),
         Submit(rid="one", tokens=[400], sampling=warm, max_tokens=9, prompt_logprobs=0),
     ]
 

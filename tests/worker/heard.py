@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.messages import FinishReason
 from protocol.types import Usage
 from protocol.worker import (
     ChoiceFinished,
@@ -25,7 +26,7 @@ class Heard:
         self.tokens: list[list[int]] = [[] for _ in range(submit.n)]
         self.texts = [""] * submit.n
         self.told: list[list[object]] = [[] for _ in range(submit.n)]
-        self.reasons: list[str | None] = [None] * submit.n
+        self.reasons: list[FinishReason | None] = [None] * submit.n
         self.prompt: list[object] = []
         self.end: tuple[str, Usage] | None = None
 

@@ -473,11 +473,15 @@ def test_remembered_prompts_give_way_to_requests():
     assert engine.stats().prefix.evicted
 
 
+HOLDS = ["a#", "e#", "i#", "o#"]
+"""The last letter is always held back, so that an end has text of its own."""
 ASKED = [
     submit("plain", max_tokens=9, logprobs=2),
     submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
     submit("stops", max_tokens=40, n=2, stop=["a b", "lo"], min_tokens=3),
     submit("ends", max_tokens=300, stop_tokens=list(range(0, 256, 7)), min_tokens=2),
+    submit("held", max_tokens=300, stop=HOLDS, stop_tokens=list(range(0, 256, 9))),
+    submit("held to the end", max_tokens=5, n=2, stop=HOLDS),
     submit("scored", prompt="x" * 600, max_tokens=2, prompt_logprobs=1),
 ]
 
