@@ -1,0 +1,228 @@
+r"""Two models at once: what one's prompts leave of the other's decoding, with turns and without.
+
+    python -m bench.turns [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] [--rounds 3] \
+        [--json FILE]
+
+A daemon of its own for each setting, with the model loaded twice. One of them decodes all the time;
+beside it the other does nothing, reads prompts that nobody has seen before, or decodes too. Steps
+a second and gaps are those of one row's stream as a client sees it, after the first second. The
+settings take turns, so that what else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+from kvd.client import AsyncClient, AsyncCompletion
+from protocol.errors import NotRunning
+from protocol.messages import Tokens
+
+SETTINGS = ("off", "on")
+BESIDE = ("nothing", "prompts", "decoding")
+SETTLE_S = 1.0
+_READY_S = 60.0
+_seeds = count(1)
+
+
+@contextlib.asynccontextmanager
+async def daemon(turns: str, model: str) -> AsyncIterator[AsyncClient]:
+    """Run a daemon with two copies of the model, ``a`` and ``b``."""
+    with tempfile.TemporaryDirectory(prefix="kvd-turns-") as folder:
+        home = Path(folder)
+        (home / "config.toml").write_text(f'turns = "{turns}"\n')
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvd", "serve", "--home", folder),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            client = await _connect(home)
+            for name in ("a", "b"):
+                await (await client.load(model, alias=name)).result()
+            yield client
+            await client.close()
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def _connect(home: Path) -> AsyncClient:
+    end = time.monotonic() + _READY_S
+    while True:
+        client = AsyncClient(home=home)
+        try:
+            await client.connect()
+        except NotRunning:
+            if time.monotonic() > end:
+                raise
+            await asyncio.sleep(0.05)
+        else:
+            return client
+
+
+def _draw(tokens: int) -> list[int]:
+    return random.Random(next(_seeds)).choices(range(300, 4000), k=tokens)
+
+
+async def _decode(client: AsyncClient, model: str, rows: int) -> list[AsyncCompletion]:
+    """Start rows that have no end."""
+    return [
+        await client.generate(model, tokens=_draw(64), max_tokens=12_000, ignore_eos=True)
+        for _ in range(rows)
+    ]
+
+
+async def _watch(completion: AsyncCompletion, seen: list[tuple[float, int]]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        async for event in completion:
+            if isinstance(event, Tokens):  # at once: who looks at `seen` does not wait for the end
+                seen += [(time.perf_counter(), len(event.tokens))]
+
+
+async def _read(client: AsyncClient, prompt: int, read: list[float]) -> None:
+    """Read one prompt after the other."""
+    while True:
+        done = await client.generate("b", tokens=_draw(prompt), max_tokens=1, ignore_eos=True)
+        await done.text()
+        read.append(time.perf_counter())
+
+
+async def measure(client: AsyncClient, beside: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what the decoder, and who computes beside it, made of some seconds."""
+    rows = await _decode(client, "a", options.rows)
+    seen: list[list[tuple[float, int]]] = [[] for _ in rows]
+    watchers = [asyncio.create_task(_watch(*one)) for one in zip(rows, seen, strict=True)]
+    read: list[float] = []
+    others: list[AsyncCompletion] = []
+    other_seen: list[tuple[float, int]] = []
+    if beside == "prompts":
+        watchers.append(asyncio.create_task(_read(client, options.prompt, read)))
+    elif beside == "decoding":
+        others = await _decode(client, "b", options.rows)
+        watchers.append(asyncio.create_task(_watch(others[0], other_seen)))
+    await asyncio.sleep(SETTLE_S)
+    before = await _computed(client)
+    start = time.perf_counter()
+    await asyncio.sleep(options.seconds)
+    end = time.perf_counter()
+    after = await _computed(client)
+    for task in watchers:
+        task.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    for completion in [*rows, *others]:
+        await completion.cancel()
+    while any(model.requests for model in (await client.status()).models):  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return _summary(seen[0], other_seen, start, end) | {
+        "beside": beside,
+        "prompt_tokens_per_s": round((after - before) / (end - start), 1),
+    }
+
+
+async def _computed(client: AsyncClient) -> int:
+    found = next(one for one in (await client.status()).models if one.name == "b")
+    return found.stats.computed_tokens
+
+
+def _summary(
+    seen: list[tuple[float, int]], other: list[tuple[float, int]], start: float, end: float
+) -> dict[str, Any]:
+    times = [at for at, _ in seen if start <= at <= end]
+    gaps = sorted(1e3 * (b - a) for a, b in pairwise(times)) or [1e3 * (end - start)]
+
+    def rate(one: list[tuple[float, int]]) -> float:
+        return round(sum(n for at, n in one if start <= at <= end) / (end - start), 2)
+
+    return {
+        "steps_per_s": rate(seen),
+        "other_steps_per_s": rate(other),
+        "gap_ms": {
+            "median": round(statistics.median(gaps), 2),
+            "p99": round(gaps[int(0.99 * (len(gaps) - 1))], 1),
+            "max": round(gaps[-1], 1),
+        },
+    }
+
+
+async def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all, several times, the settings in turn."""
+    runs: list[dict[str, Any]] = []
+    device = ""
+    for number in range(options.rounds):
+        for turns in SETTINGS:
+            async with daemon(turns, options.model) as client:
+                info = (await client.status()).models[0].info
+                device = info.device if info is not None else ""
+                for beside in BESIDE:
+                    run = await measure(client, beside, options)
+                    runs.append({"turns": turns, "round": number, **run})
+                    print(json.dumps(runs[-1]), flush=True)
+    medians = {
+        turns: {beside: _median(runs, turns, beside) for beside in BESIDE} for turns in SETTINGS
+    }
+    return {
+        "command": shlex.join(["python", "-m", "bench.turns", *sys.argv[1:]]),
+        "device": device,
+        "medians": medians,
+        "runs": runs,
+    }
+
+
+def _median(runs: list[dict[str, Any]], turns: str, beside: str) -> dict[str, float]:
+    mine = [run for run in runs if (run["turns"], run["beside"]) == (turns, beside)]
+
+    def of(*keys: str) -> float:
+        found = []
+        for run in mine:
+            value = run
+            for key in keys:
+                value = value[key]
+            found.append(float(value))  # type: ignore[arg-type]
+        return round(statistics.median(found), 2)
+
+    return {
+        "steps_per_s": of("steps_per_s"),
+        "other_steps_per_s": of("other_steps_per_s"),
+        "prompt_tokens_per_s": of("prompt_tokens_per_s"),
+        "gap_ms_p99": of("gap_ms", "p99"),
+        "gap_ms_max": of("gap_ms", "max"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse, measure, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.turns",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=8000)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    result = asyncio.run(compare(options))
+    for beside in BESIDE:
+        for turns in SETTINGS:
+            print(f"{beside:9s} turns {turns:3s} {result['medians'][turns][beside]}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
