@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from actors.machines.lifecycle import Patience
 from kvd.kv import KVText, parse_kv
+from kvd.memory import nvidia
 from kvd.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.explain import explain
@@ -21,6 +22,11 @@ from protocol.types import Alias, KVSpec, Name, TurnsMode
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+CHUNK = 256
+CUDA_CHUNK = 1024
+"""Of Qwen3-0.6B on an H200: 37 ms for 256 tokens, 41 for 1024; 1024 pass while 7 rows wait once."""
 
 
 class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,8 +52,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Loaded at start: names, folders and Hub ids, or tables with ``source``."""
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
     """The most rows in one decode step of a model."""
-    prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] = 256
-    """Prompt tokens in one step. Part of what decides the output."""
+    prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] | None = None
+    """Prompt tokens in one step. Part of what decides the output. Absent: what suits the device."""
     turns: TurnsMode = "auto"
     """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
@@ -59,6 +65,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     watchdog: Patience = Patience()
     """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens in one step: on CUDA a chunk takes about as long with 256 as with 1024."""
+        return self.prefill_chunk or (CUDA_CHUNK if nvidia.total_memory() else CHUNK)
 
     @property
     def budget_bytes(self) -> int | None:

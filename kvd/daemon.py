@@ -99,7 +99,7 @@ class Daemon:
             ),
             settings=Settings(
                 max_rows=settings.max_rows,
-                prefill_chunk=settings.prefill_chunk,
+                prefill_chunk=settings.chunk,
                 turns=settings.turns,
                 patience=settings.watchdog,
             ),

@@ -37,7 +37,7 @@ from bench.gpu import shapes
 from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from kvd.kv import parse_kv
-from kvd.worker import probe, seam, siblings
+from kvd.worker import probe, products, seam, siblings
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import ladder_of
 from kvd.worker.model import default_dtype
@@ -57,7 +57,7 @@ class Bench:
         self._model = shapes.build(options.shape, self._dtype)
         ours = shapes.build(options.shape, self._dtype)
         if not on_cpu():  # as the engine loads it
-            siblings.join(ours)
+            siblings.join(ours, products.find(self._dtype))
             mx.eval(siblings.joined_arrays(ours))
         self.weights_bytes = mx.get_active_memory()
         ladder = tuple(ladder_of(parse_kv(options.kv)))
@@ -151,6 +151,7 @@ def _host(name: str, steps: Steps) -> dict[str, float]:
         f"{name}_ms": _median_ms(both),
         f"{name}_build_ms": _median_ms(steps.build),
         f"{name}_launch_ms": _median_ms(steps.launch),
+        f"{name}_cpu_ms": _median_ms(steps.cpu),
     }
 
 

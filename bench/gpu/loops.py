@@ -27,6 +27,8 @@ class Steps:
     """On the host, for the graph: until the logits and tokens exist as lazy arrays."""
     launch: list[float] = field(default_factory=list)
     """On the host, until `async_eval` of them returns."""
+    cpu: list[float] = field(default_factory=list)
+    """Of our thread, for both: what another process on the machine cannot lengthen by waiting."""
     flushes: int = 0
 
 
@@ -104,7 +106,7 @@ class Ours:
             self._read()
             cache.flush()
             seen.flushes += 1
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         logits = self._runner.decode(self._rows, self._tokens)
         places = [row.length for row in self._rows]
         draw = self._sampler.draw(logits, range(len(self._rows)), places)
@@ -112,6 +114,7 @@ class Ours:
         mx.async_eval(draw.arrays(), cache.arrays())  # type: ignore[no-untyped-call]
         seen.build.append(built - start)
         seen.launch.append(time.perf_counter() - built)
+        seen.cpu.append(time.thread_time() - cpu)
         self._flight, self._tokens = draw, draw.tokens
 
     def _read(self) -> None:

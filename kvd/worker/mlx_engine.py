@@ -6,42 +6,45 @@ One step, in order::
     launch    the decode step n+1, from the tokens of step n        lazy, nothing waits
     collect   the tokens of step n                                  the only wait for the device
     prefill   one chunk of a prompt, or of several; then a flush    drained
-    pools     pages that go down the ladder, pools that grow        drained, a time slice
+    pools     memory that goes back to the daemon, pools that grow  drained, a time slice
 
 So the host's work on step n's tokens overlaps with the device's on step n+1. A row that ends in
 step n already runs in n+1; its place is freed only when that one has been collected.
 
 Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memory decisions
-(`admission`), what is remembered of prompts (`cache.prefix`).
+(`admission`), what the governor asks for (`reclaiming`), what is remembered of prompts
+(`cache.prefix`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from kvd.worker import loading, model, probe, replay, shortage, verdicts
-from kvd.worker.admission import Admission, Held, Turn
+from kvd.worker.admission import Admission, Turn
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.composite import ModelCache
-from kvd.worker.cache.lowering import Lowering
 from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.choices import Choices, late
 from kvd.worker.completion import Completion, Key, Request
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
+from kvd.worker.hands import Hands
+from kvd.worker.holdings import Holdings
 from kvd.worker.native import choice
 from kvd.worker.prompts import Prompts
+from kvd.worker.reclaiming import Reclaiming
 from kvd.worker.recovery import Recovery
 from kvd.worker.remembered import Remembered, Room, next_chunks
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
-from kvd.worker.scheduler import Plan, Scheduler
+from kvd.worker.scheduler import Plan, Scheduler, Sizes
 from kvd.worker.shortage import Shortage
 from kvd.worker.text import Text
 from protocol.errors import (
@@ -53,11 +56,21 @@ from protocol.errors import (
 )
 from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
-from protocol.worker import Grant, LoadModel, Report, RowFailed, RowTokens, Submit
+from protocol.worker import (
+    Grant,
+    GrantWanted,
+    LoadModel,
+    Reclaim,
+    Report,
+    RowFailed,
+    RowTokens,
+    StartLevel,
+    Submit,
+)
 
 DEFAULT_MAX_TOKENS = 512
 POOL_SECONDS = 0.010
-"""How long a step works on pages that go down the ladder, or on pools that grow."""
+"""How long a step works on pools that grow."""
 FIRST_ROWS = 4
 """Rows whose tails the first grant covers."""
 CALM_STEPS = 256
@@ -94,6 +107,8 @@ class MLXEngine:
     _scheduler: Scheduler
     _admission: Admission
     _prompts: Prompts
+    _holdings: Holdings
+    _reclaiming: Reclaiming
     _recovery: Recovery
     _vocabulary: int
 
@@ -112,7 +127,6 @@ class MLXEngine:
         self._generated_tokens = 0
         self._weights_bytes = 0
         self._scratch_bytes = 0
-        self._lowerings: deque[Lowering] = deque()
 
     # Loading.
 
@@ -165,7 +179,7 @@ class MLXEngine:
             loaded,
             served,
             verdict,
-            native=native.told,
+            native=native.told or ("on" if loaded.multiplies else None),
             has_chat_template=self._text.has_chat_template,
         )
 
@@ -175,30 +189,45 @@ class MLXEngine:
         kv, remembered, row_bytes = command.kv, None, cache.row_bytes
         if isinstance(cache, ModelCache) and kv.prefix_cache:
             tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
-            room = Room(self._spare_bytes, cache.checkpoint_bytes, cache.checkpoint_charge)
+            room = Room(
+                lambda: self._holdings.spare_bytes(), cache.checkpoint_bytes, cache.checkpoint_charge  # noqa: PLW0108 - made below
+            )
             remembered = Remembered(tree, room)
             row_bytes += room.own  # for the first checkpoint that it leaves
         row_pages = -(-row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = loading.demand(ask_grant, base + first * unit, "first pages")
+        chunk = command.prefill_chunk
+        sizes = Sizes(
+            lambda end, level: -(-cache.pages_bytes_for(end, chunk, level) // unit),
+            lambda start, end, level: -(-cache.own_bytes_for(start, end, chunk, level) // unit),
+            cache.levels,
+        )
         self._scheduler = Scheduler(
-            max_rows=command.max_rows,
-            chunk=command.prefill_chunk,
-            group=self._runner.groups,
-            pages_for=lambda length: (
-                -(-cache.pages_bytes_for(length, command.prefill_chunk) // unit)
-            ),
-            own_pages=lambda start, length: (
-                -(-cache.own_bytes_for(start, length, command.prefill_chunk) // unit)
-            ),
+            max_rows=command.max_rows, chunk=chunk, group=self._runner.groups, sizes=sizes
         )
         self._admission = Admission(
             self._scheduler,
-            PageBudget(base, unit, grant.total_bytes, grant.seq),
+            PageBudget(
+                base, unit, grant.total_bytes, grant.seq, budget_bytes=grant.budget_bytes
+            ),
             row_pages=row_pages,
             rest_pages=first,
         )
         self._prompts = Prompts(self._runner, remembered, self._text)
+        self._holdings = Holdings(cache, self._admission, self._prompts, self._requests)
+        hands = Hands(
+            cache,
+            self._admission,
+            self._prompts,
+            self._holdings,
+            self._requests,
+            settle=self._settle,
+            flush=self._flush,
+            leave=self._leave,
+            join=self._join,
+        )
+        self._reclaiming = Reclaiming(hands, time.monotonic)
         self._recovery = Recovery(
             self._runner,
             self._scheduler,
@@ -263,7 +292,8 @@ class MLXEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        if self._reports or self._flight or self._admission.has_work:
+        waiting = self._reports or self._flight or self._reclaiming.active
+        if waiting or self._admission.has_work:
             return True
         due = self._scheduler.next_deadline
         return due is not None and due <= self._clock()
@@ -279,18 +309,13 @@ class MLXEngine:
 
     # What the governor asks of running requests.
 
-    def step_down(self, level: int, rids: Collection[str] | None = None) -> None:
-        """Lower these requests, or all, to a level of the ladder (0 is its top) while they run.
+    def reclaim(self, command: Reclaim) -> None:
+        """Give memory back by one means, a slice in each step."""
+        self._reclaiming.ask(command)
 
-        Every step works on it for `POOL_SECONDS`; what they seal from now on is of that level.
-        Models that are served dense stay as they are.
-        """
-        cache = self._runner.cache
-        if isinstance(cache, ModelCache):
-            chosen = [one for one in self._requests.values() if rids is None or one.rid in rids]
-            rows = [request.row for request in chosen if request.row is not None]
-            rows += [one.row for request in chosen for one in request.completions if one.row]
-            self._lowerings.append(Lowering(cache, rows, level))
+    def start_level(self, command: StartLevel) -> None:
+        """Let new rows start at a level of the ladder."""
+        self._admission.start(command.level)
 
     def pause(self, rid: str) -> None:
         """Give a running request no tokens until `resume`; it keeps its place and memory."""
@@ -371,13 +396,15 @@ class MLXEngine:
             self._collect(landed)
         if plan.group:
             self._prefill()
-        if self._lowerings:
-            self._lower()
+        if self._reclaiming.active:
+            self._on_phase("pools")
+            self._drain()
+            self._reports += self._reclaiming.advance()
         elif self._runner.cache.lacks_room:
             self._on_phase("pools")
             self._drain()
             self._runner.cache.make_room(POOL_SECONDS, time.monotonic)
-        if not self._requests:
+        if not (self._requests or self._reclaiming.active):
             self._rest()
 
     def _plan(self) -> Plan:
@@ -393,9 +420,11 @@ class MLXEngine:
         remembered = self._prompts.remembered
         if remembered is not None and remembered.claimed:
             pages = 2 + remembered.claimed // self._admission.budget.page_bytes  # one for rounding
-            wish = self._admission.want_spare(pages, self._held())
-            if wish is not None:
-                self._reports.append(wish)
+            self._wish(self._admission.want_spare(pages, self._holdings.held()))
+
+    def _wish(self, wish: GrantWanted | None) -> None:
+        if wish is not None:
+            self._reports.append(replace(wish, offer=self._holdings.offer()))
 
     def _evict(self, pages: int) -> bool:
         """Drop checkpoints for so many pages; return whether that freed anything."""
@@ -403,21 +432,21 @@ class MLXEngine:
             return False
         self._flush()
         self._on_phase("pools")
-        self._runner.cache.compact(self._scheduler.reserved + self._cached_pages)
+        self._runner.cache.compact(self._holdings.needed_pages)
         return True
 
     def _take_turn(self) -> Turn:
-        turn = self._admission.turn(self._held())
-        if turn.refused is not None and self._give_up_spare():
-            if turn.wish is not None:
-                self._reports.append(turn.wish)
-            turn = self._admission.turn(self._held())
-        self._held()  # who was admitted has places now, which pools must leave room for
-        if turn.wish is not None:
-            self._reports.append(turn.wish)
+        turn = self._admission.turn(self._holdings.held())
+        self._holdings.held()  # who was admitted has places now, which pools must leave room for
+        self._wish(turn.wish)
+        self._reports += turn.queued
         if turn.refused is not None:
             rid, error = turn.refused
             self._fail(self._requests[rid], error)
+        for rid in turn.plan.admitted:
+            request = self._requests[rid]
+            request.level = self._scheduler.level(rid)
+            request.reader.lowered = request.level > 0
         for rid in turn.plan.restored:
             self._on_phase("pools")
             self._restore(self._requests[rid])
@@ -605,15 +634,6 @@ class MLXEngine:
     def _begin_prompt(self, rid: str) -> int:
         return self._prompts.begin(self._requests[rid])
 
-    def _lower(self) -> None:
-        self._on_phase("pools")
-        self._drain()
-        lowering = self._lowerings[0]
-        lowering.advance(POOL_SECONDS, time.monotonic)
-        if lowering.over:
-            self._lowerings.popleft()
-            self._prompts.forget_lowered()
-
     def _flush(self) -> None:
         self._on_phase("flush")
         self._drain()
@@ -647,7 +667,7 @@ class MLXEngine:
             _log.warning("out of memory in a prompt's chunk: %s", short.reason)
             return
         self._flight = None
-        self._lowerings.clear()
+        self._reports += self._reclaiming.abandon()
         lacking: Shortage | None = short
         while lacking is not None:
             self._shortages += 1
@@ -686,53 +706,19 @@ class MLXEngine:
 
     # Memory.
 
-    def _held(self) -> Held:
-        cache, budget = self._runner.cache, self._admission.budget
-        cache.limit_bytes = budget.pages * budget.page_bytes - self._kept_free()
-        left = self._prompts.left_bytes // budget.page_bytes
-        return Held(self._charged_pages, cache.tail_slots, self._cached_pages, left)
-
-    def _kept_free(self) -> int:
-        """Bytes of the grant that places have for tails and checkpoints to come, not for pools."""
-        remembered, cache = self._prompts.remembered, self._runner.cache
-        if remembered is None:
-            return 0
-        slots, unit = cache.tail_slots, self._admission.budget.page_bytes
-        places = max(slots, self._scheduler.places)
-        kept: int = places * self._admission.row_pages * unit - slots * cache.row_bytes
-        kept += remembered.claimed - remembered.left_bytes
-        return kept + unit  # all is counted in whole pages elsewhere
-
-    def _spare_bytes(self) -> int:
-        """Bytes of the grant that nobody holds and no place may come to need."""
-        return self._admission.spare(self._held()) * self._admission.budget.page_bytes
-
-    @property
-    def _charged_pages(self) -> int:
-        """What pools and frozen rows take, in the budget's pages."""
-        cache = self._runner.cache
-        charged: int = cache.charged_bytes + cache.frozen_bytes
-        return -(-charged // self._admission.budget.page_bytes)
-
-    @property
-    def _cached_pages(self) -> int:
-        """Of these, what only checkpoints of prompts take; parked rows have reserved theirs."""
-        frozen: int = -(-self._runner.cache.frozen_charge // self._admission.budget.page_bytes)
-        return max(0, frozen - sum(one.kept_pages for one in self._requests.values()))
-
     def _give_up_spare(self) -> bool:
         """Cut pools down to what rows have reserved; return whether that freed anything.
 
         Where no row is left, tails go too: who waits may need more pages and fewer of them.
         """
         cache = self._runner.cache
-        if not cache.sequences and cache.tail_slots and not self._lowerings:
+        if not cache.sequences and cache.tail_slots and not self._reclaiming.active:
             self._on_phase("pools")
             cache.shrink()
             return True
-        needed = self._scheduler.reserved + self._cached_pages
-        if self._lowerings or self._charged_pages <= needed:
-            return False  # a step-down cuts the pools itself, when it is over
+        needed = self._holdings.needed_pages
+        if self._reclaiming.active or self._holdings.charged_pages <= needed:
+            return False  # it cuts the pools itself
         self._flush()
         self._on_phase("pools")
         freed: int = cache.compact(needed)
@@ -740,16 +726,13 @@ class MLXEngine:
 
     def _rest(self) -> None:
         """Give memory back when nobody is there: one slab stays for the next request."""
-        self._lowerings.clear()
         cache = self._runner.cache
-        cached = self._cached_pages
-        if self._charged_pages > SLAB_PAGES + cached or cache.tail_slots > FIRST_ROWS:
+        cached = self._holdings.cached_pages
+        if self._holdings.charged_pages > SLAB_PAGES + cached or cache.tail_slots > FIRST_ROWS:
             self._on_phase("pools")
             cache.shrink(SLAB_PAGES)
             loading.give_back()
-        wish = self._admission.rest(cached)
-        if wish is not None:
-            self._reports.append(wish)
+        self._wish(self._admission.rest(cached))
 
     def stats(self) -> WorkerStats:
         """Return the counters."""
@@ -767,6 +750,7 @@ class MLXEngine:
             computed_tokens=self._prompts.computed,
             generated_tokens=self._generated_tokens,
             prefix=self._prompts.use,
+            offer=self._holdings.offer(),
             memory=MemoryUse(
                 weights=self._weights_bytes,
                 kv_pages=cache.pages_bytes,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from kvd.worker import siblings
+from kvd.worker import products, siblings
 from kvd.worker.native.layers import adopt, packed_arrays
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 
@@ -100,6 +100,8 @@ class LoadedModel:
     vocab_size: int
     """Logits of one token; tokenizers often have less tokens."""
     eos_ids: frozenset[int]
+    multiplies: bool = False
+    """Whether products of few rows are our own (`kvd.worker.products`)."""
 
 
 def resolve(
@@ -313,6 +315,7 @@ def load(
         raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
             error
         )
+    product: products.Product | None = None
     parameters = int(get_total_parameters(model))
     if library is not None:
         try:
@@ -320,7 +323,8 @@ def load(
         except RuntimeError as error:
             raise _unreadable(path, error) from error
     elif mx.default_device().type != mx.DeviceType.cpu:
-        siblings.join(model)
+        product = products.find(siblings.dtype_of(model))
+        siblings.join(model, product)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
@@ -334,6 +338,7 @@ def load(
         context_length=_context_length(config, tokenizer),
         vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
         eos_ids=frozenset(tokenizer.eos_token_ids),
+        multiplies=product is not None,
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from kvd.worker.products import Product, fits
+
 FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same input, in mlx-lm's models."""
 
@@ -22,11 +24,14 @@ FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class _Joined:
     """The weights of some layers, and what the last product has left for those not yet called."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], product: Product | None) -> None:
+        self._product = product
         self.sizes = [layer.weight.shape[0] for layer in layers]
         whole = mx.concatenate([layer.weight for layer in layers])
+        self.whole = whole
+        """``[outputs of all, inputs]``, as they are stored."""
         self.weight = whole[None].swapaxes(1, 2)
-        """``[1, inputs, outputs of all]``, a view of how they are stored."""
+        """``[1, inputs, outputs of all]``, a view."""
         biases = [layer.bias for layer in layers if "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}
@@ -61,13 +66,24 @@ class _Joined:
         return found
 
     def _all(self, x: mx.array) -> list[mx.array]:
+        if self._product is not None and fits(x, self.sizes) and x.dtype == self.whole.dtype:
+            return self._with_bias(self._product(x, self.whole, self.sizes))
         product = x @ self._wide(x.shape[0]) if x.ndim == 3 else x @ self.weight[0]
         if self.bias is not None:
             product = product + self.bias
         if len(self.sizes) == 1:
             return [product]
-        ends = [sum(self.sizes[: count + 1]) for count in range(len(self.sizes) - 1)]
-        return list(mx.split(product, ends, axis=-1))
+        return list(mx.split(product, self._ends, axis=-1))
+
+    @property
+    def _ends(self) -> list[int]:
+        return [sum(self.sizes[: count + 1]) for count in range(len(self.sizes) - 1)]
+
+    def _with_bias(self, products: list[mx.array]) -> list[mx.array]:
+        if self.bias is None:
+            return products
+        biases = mx.split(self.bias, self._ends)
+        return [product + bias for product, bias in zip(products, biases, strict=True)]
 
     def _one(self, x: mx.array, member: int) -> mx.array:
         end = sum(self.sizes[: member + 1])
@@ -101,8 +117,10 @@ class Sibling(nn.Module):  # type: ignore[misc]
         return self.joined.part(x, self._member)
 
 
-def join(model: Any) -> None:
+def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
+
+    ``product``: what multiplies few rows in MLX's place (`kvd.worker.products`).
 
     Only layers that are exactly MLX's own. All that are left multiply alone, with weights as above.
     """
@@ -112,10 +130,16 @@ def join(model: Any) -> None:
         for names in FAMILIES:
             layers = [module[name] for name in names if _is_plain(module.get(name))]
             if len(layers) == len(names) and _alike(layers):
-                _replace(module, names, layers)
+                _replace(module, names, layers, product)
         for name, child in list(module.items()):
             if _is_plain(child):
-                _replace(module, (name,), [child])
+                _replace(module, (name,), [child], product)
+
+
+def dtype_of(model: Any) -> mx.Dtype | None:
+    """Return the dtype of a model's plain linear layers, of the first one; None: it has none."""
+    layers = (module for module in model.modules() if _is_plain(module))
+    return next((layer.weight.dtype for layer in layers), None)
 
 
 def joined_arrays(model: Any) -> list[mx.array]:
@@ -137,7 +161,9 @@ def _alike(layers: Sequence[nn.Linear]) -> bool:
     return len(looks) == 1
 
 
-def _replace(module: Any, names: Sequence[str], layers: Sequence[nn.Linear]) -> None:
-    joined = _Joined(layers)
+def _replace(
+    module: Any, names: Sequence[str], layers: Sequence[nn.Linear], product: Product | None
+) -> None:
+    joined = _Joined(layers, product)
     for member, name in enumerate(names):
         module[name] = Sibling(joined, member)

@@ -35,6 +35,13 @@ def test_a_file_with_everything(tmp_path):
     assert (config.max_rows, config.prefill_chunk, config.drain_timeout_s) == (16, 512, 5.0)
 
 
+@pytest.mark.parametrize(("memory", "chunk"), [(None, 256), (80 * 2**30, 1024)])
+def test_chunks_are_what_suits_the_device(monkeypatch, memory, chunk):
+    monkeypatch.setattr("kvd.memory.nvidia.total_memory", lambda: memory)
+    assert Config().chunk == chunk
+    assert parse("prefill_chunk = 320").chunk == 320
+
+
 def test_kv_settings_of_a_model_are_a_table_of_its_own():
     config = parse(
         """

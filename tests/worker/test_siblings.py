@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,18 @@ class Attention(nn.Module):
     def __call__(self, x: mx.array, other: mx.array | None = None) -> list[mx.array]:
         q = self.q_proj(x)
         return [q, self.k_proj(x if other is None else other), self.v_proj(x), self.o_proj(q)]
+
+
+class Wide(nn.Module):
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(32, 48, bias=bias)
+        self.up_proj = nn.Linear(32, 48, bias=bias)
+        self.down_proj = nn.Linear(48, 40, bias=bias)
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return [gate, up, self.down_proj(up)]
 
 
 class Model(nn.Module):
@@ -88,6 +101,25 @@ def test_a_model_that_does_not_ask_all_leaves_nothing_behind() -> None:
     group = joined.layers[0].q_proj.joined
     assert (group._input, group._left) == (None, {})
     assert_same(joined.layers[0](x), plain.layers[0](x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_few_rows_go_to_the_product_that_is_given(*, bias: bool) -> None:
+    plain, joined = Wide(bias=bias), Wide(bias=bias)
+    joined.update(plain.parameters())
+    taken: list[tuple[int, ...]] = []
+
+    def product(x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+        taken.append(x.shape)
+        ends = [sum(sizes[: count + 1]) for count in range(len(sizes) - 1)]
+        return list(mx.split(x @ weight.T, ends, axis=-1))
+
+    siblings.join(joined, product)
+    for shape in [(8, 1, 32), (8, 3, 32)]:  # a step, and chunks of prompts
+        x = mx.random.normal(shape)
+        assert_same(joined(x), plain(x))
+
+    assert taken == [(8, 1, 32)]  # down_proj has 48 inputs: not for the kernel
 
 
 def test_compiled_steps_join_too() -> None:
