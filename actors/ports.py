@@ -74,6 +74,15 @@ class ReadMemory(Protocol):
         """Read what a process really takes, in bytes; 0 if it is gone."""
         ...
 
+    async def footprints(self, pids: list[int]) -> dict[int, int]:
+        """Read the same of several that may be large, beside the event loop."""
+        ...
+
+    @property
+    def separate(self) -> bool:
+        """Whether the accelerator has memory of its own: the budget is of that."""
+        ...
+
 
 Level = Literal["debug", "info", "warning", "error"]
 

@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 from typing import Literal
 
+from kvd.memory import beside
 from protocol.types import HostMemory
 
 _RUSAGE_INFO_V4 = 4
@@ -51,6 +52,15 @@ class DarwinMemory:
         words = (ctypes.c_uint64 * _RUSAGE_WORDS)()
         failed = self._lib.proc_pid_rusage(pid, _RUSAGE_INFO_V4, ctypes.byref(words))
         return 0 if failed else int(words[_PHYS_FOOTPRINT])
+
+    async def footprints(self, pids: list[int]) -> dict[int, int]:
+        """Return the same of several."""
+        return await beside.footprints(self.footprint, pids)
+
+    @property
+    def separate(self) -> bool:
+        """Whether the accelerator has memory of its own: never on Apple Silicon."""
+        return False
 
     def _sysctl(self, name: str, size: int) -> int:
         """Return an integer setting, 0 if this system does not have it."""

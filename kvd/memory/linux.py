@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from kvd.memory import nvidia
+from kvd.memory import beside, nvidia
 from protocol.types import HostMemory
 
 _WARNING, _CRITICAL = 10.0, 40.0
@@ -36,6 +36,15 @@ class LinuxMemory:
     def footprint(self, pid: int) -> int:
         """Return the proportional set size: shared pages count by their share."""
         return _table(self._proc / str(pid) / "smaps_rollup").get("Pss", 0)
+
+    async def footprints(self, pids: list[int]) -> dict[int, int]:
+        """Return the same of several, read in a thread: the kernel walks all their page tables."""
+        return await beside.footprints(self.footprint, pids)
+
+    @property
+    def separate(self) -> bool:
+        """Whether MLX computes on a card with memory of its own."""
+        return self._accelerator is not None
 
     def _cgroup_levels(self) -> list[tuple[int, int]]:
         """Return limit and use of our cgroup and of each one above it (cgroup v2, then v1)."""

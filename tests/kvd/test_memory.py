@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import sys
@@ -151,3 +152,12 @@ def test_small_macs_have_two_thirds():
 def test_a_footprint_on_a_mac():
     assert mac().footprint(42) == 123456
     assert mac().footprint(43) == 0
+
+
+def test_footprints_of_several_leave_out_who_is_gone():
+    reader = memory.reader()
+
+    found = asyncio.run(reader.footprints([os.getpid(), 2**22 + 1]))
+
+    assert list(found) == [os.getpid()]
+    assert found[os.getpid()] > 2**20

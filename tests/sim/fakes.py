@@ -294,10 +294,22 @@ class FakeSpawn:
 
 
 class FakeMemory:
-    """Memory readings that never change."""
+    """Memory readings that change only where a test says so."""
+
+    separate = False
+
+    def __init__(self) -> None:
+        self.pressure = "normal"
+        self.sizes: dict[int, int] = {}
+        self.reads = 0
 
     def host(self) -> HostMemory:
-        return HostMemory(total=10**9, available=10**8)
+        return HostMemory(total=10**9, available=10**8, pressure=self.pressure)
 
     def footprint(self, pid: int) -> int:
         return 1000
+
+    async def footprints(self, pids: list[int]) -> dict[int, int]:
+        self.reads += 1
+        await asyncio.sleep(0.01)
+        return {pid: self.sizes[pid] for pid in pids if pid in self.sizes}
