@@ -7,8 +7,11 @@ granted. The order in which memory is sought for the head of the queue:
 1. more of the daemon's, for all that wait and have a place, else for the head alone;
 2. where that is denied, what cached prefixes hold (`Turn.evict_pages`);
 3. what rows give back that end or are parked;
-4. where there are none, the request is refused. One that has run before waits on, unless the whole
-   budget is too small for it: what is in flight is not given up for want of room.
+4. where there are none, what parked ones keep that stand behind the head (`Turn.spill`);
+5. and else it waits: the daemon has the wish in mind, and grants it when others give back.
+
+A request is refused only if the whole budget is too small for it at the lowest level of the ladder,
+and then at once: when it comes, or when the budget has become smaller.
 
 Shared by the real engine and the fake one.
 """
@@ -17,11 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
+
+from msgspec.structs import replace
 
 from kvd.worker.budget import PageBudget
 from kvd.worker.scheduler import Plan, Scheduler
-from protocol.errors import KvdError, Overloaded
-from protocol.worker import Grant, GrantWanted
+from kvd.worker.scheduling.positions import Positions
+from protocol.errors import InsufficientMemory
+from protocol.worker import Grant, GrantWanted, RowQueued
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,14 @@ class Turn:
 
     plan: Plan
     wish: GrantWanted | None = None
-    refused: tuple[str, KvdError] | None = None
-    """A request that cannot run here; it is still scheduled until `Admission.finish`."""
+    refused: tuple[str, InsufficientMemory] | None = None
+    """A request that can never run; it is still scheduled until `Admission.finish`."""
     evict_pages: int = 0
     """So many pages of cached prefixes must go; drop them, and take another turn."""
+    spill: bool = False
+    """What parked rows keep in memory must go elsewhere: the head waits for it."""
+    queued: tuple[RowQueued, ...] = ()
+    """Whose place in the queue has changed."""
 
 
 class Admission:
@@ -62,17 +73,42 @@ class Admission:
         self.scheduler = scheduler
         self.budget = budget
         self.row_pages = row_pages
-        self._rest_pages = rest_pages
+        self.rest_pages = rest_pages
+        """What is not given back while the engine is there."""
         self._news = False
         """Whether a plan may say something else than the last one."""
         self._idle_pages = rest_pages
         """What the engine keeps when nobody is there."""
+        self.closed = False
+        """Whether nobody is admitted: memory is being given back."""
+        self._positions = Positions()
+        self.start(0)
+
+    def start(self, level: int) -> None:
+        """Let new rows start at this level, or the first below it at which they ever fit."""
+        lowest = self.scheduler.sizes.lowest
+        self.scheduler.start(max(0, min(level, lowest)), self._too_large)
+        self._news = True
+
+    def _too_large(self, pages: int, places: int) -> bool:
+        return self.budget.too_large(pages + places * self.row_pages)
 
     @property
     def has_work(self) -> bool:
         """Whether another `turn` or `rest` would do something now."""
         scheduler = self.scheduler
-        return bool(scheduler.active or (scheduler.waiting and self._news) or self._can_rest)
+        news = self._news and not self.closed
+        return bool(
+            scheduler.active
+            or (scheduler.waiting and news)
+            or self._has_positions
+            or self._can_rest
+        )
+
+    @property
+    def _has_positions(self) -> bool:
+        """Whether there are places to tell; while the daemon's answer is on its way, none is."""
+        return self._positions.stale and self.budget.open_bytes is None
 
     @property
     def idle(self) -> bool:
@@ -92,7 +128,15 @@ class Admission:
         choices: int = 1,
         path: tuple[Hashable, ...] = (),
     ) -> None:
-        """Put a request into the queue."""
+        """Put a request into the queue.
+
+        Raises `InsufficientMemory` if the whole budget is too small for it at the lowest level.
+        """
+        sizes = self.scheduler.sizes
+        first, more = sizes.of(prompt_len, max_new, sizes.lowest)
+        pages = first + (choices - 1) * more
+        if self._too_large(pages, choices):
+            raise self.budget.refusal(pages + choices * self.row_pages)
         self.scheduler.submit(
             rid,
             prompt_len,
@@ -102,12 +146,14 @@ class Admission:
             choices=choices,
             path=path,
         )
+        self._positions.changed()
         if self.scheduler.head == rid:  # behind another it has to wait anyway
             self._news = True
 
     def finish(self, rid: str) -> None:
         """Forget a request in whatever state; nothing may read its pages any more."""
         self.scheduler.finish(rid)
+        self._positions.forget(rid)
         self._freed()
 
     def finish_choice(self, rid: str) -> None:
@@ -128,7 +174,13 @@ class Admission:
     def unpark(self, rid: str) -> None:
         """Put a parked row back into the queue."""
         self.scheduler.unpark(rid)
+        self._positions.changed()
         self._news = True
+
+    def lowered(self, rid: str, level: int) -> None:
+        """Note that all that a request has is on this level now: its worst case is smaller."""
+        self.scheduler.lowered(rid, level)
+        self._freed()
 
     def _freed(self) -> None:
         self.budget.denied = None  # memory became free here: what was denied may be asked again
@@ -138,7 +190,10 @@ class Admission:
 
     def granted(self, grant: Grant) -> None:
         """Take the daemon's answer."""
+        before = self.budget.budget_bytes
         self.budget.answer(grant)
+        if self.budget.budget_bytes != before:
+            self.start(self.scheduler.start_level)
         self._news = True
 
     def lacking(self, pages: int, rows: int, held: Held) -> int:
@@ -160,28 +215,34 @@ class Admission:
 
     def turn(self, held: Held) -> Turn:
         """Admit what fits; for what does not, seek memory in the order of the module's page."""
+        turn = self._turn(held)
+        if not self._has_positions:
+            return turn
+        return replace_fields(turn, queued=tuple(self._positions.news(self.scheduler.line)))
+
+    def _turn(self, held: Held) -> Turn:
+        if self.closed:
+            return Turn(self.scheduler.plan(None))
         self._news = False
         plan = self.scheduler.plan(lambda pages, rows: self.lacking(pages, rows, held))
+        if plan.admitted:
+            self._positions.changed()
         if not plan.wanted_pages:
             return Turn(plan)
-        budget = self.budget
+        budget, head = self.budget, self.scheduler.head
+        assert head is not None, "pages are wanted for the head of the queue"
+        pages, places = self.scheduler.footing(head)
+        if self._too_large(pages, places):
+            refusal = budget.refusal(pages + places * self.row_pages)
+            return Turn(plan, budget.withdraw(), (head, refusal))
+        resuming = self.scheduler.has_begun(head)
         wish = budget.want(plan.hoped_pages) or budget.want(plan.wanted_pages)  # 1
         if wish is not None or not budget.is_denied(plan.wanted_pages):
-            return Turn(plan, wish)
+            return Turn(plan, replace(wish, resuming=resuming) if wish else None)
         if held.cached:  # 2
             self._news = True
             return Turn(plan, evict_pages=min(held.cached, plan.wanted_pages))
-        if self.scheduler.places:  # 3
-            return Turn(plan)
-        return self._refuse(plan)
-
-    def _refuse(self, plan: Plan) -> Turn:  # 4
-        head = self.scheduler.head
-        assert head is not None, "pages are wanted for the head of the queue"
-        refusal = self.budget.refusal(plan.wanted_pages)
-        if self.scheduler.has_begun(head) and isinstance(refusal, Overloaded):
-            return Turn(plan)
-        return Turn(plan, self.budget.withdraw(), (head, refusal))
+        return Turn(plan, spill=not self.scheduler.places and self.scheduler.kept_behind > 0)  # 3-5
 
     def give_back(self, pages: int, held: Held) -> GrantWanted | None:
         """Return what is granted above ``pages``, as far as nothing holds or has reserved it.
@@ -192,6 +253,19 @@ class Admission:
         scheduler = self.scheduler
         needed = self._needed(scheduler.reserved, scheduler.places, held)
         return self.budget.give_back(max(pages, needed))
+
+    def hand_over(self, pages: int, held: Held) -> tuple[GrantWanted | None, int]:
+        """Do the same for the daemon, who asked for it; return the bytes that it gets with it.
+
+        A wish that is open is forgotten.
+        """
+        scheduler, before = self.scheduler, self.budget.granted_bytes
+        needed = self._needed(scheduler.reserved, scheduler.places, held)
+        wish = self.budget.hand_over(max(pages, needed))
+        if wish is not None:
+            self.budget.denied = None
+            self._news = True
+        return wish, before - self.budget.granted_bytes
 
     @property
     def _can_rest(self) -> bool:
@@ -206,5 +280,5 @@ class Admission:
         """
         if not self.idle:
             return None
-        self._idle_pages = self._rest_pages + cached
+        self._idle_pages = self.rest_pages + cached
         return self.budget.give_back(self._idle_pages) or self.budget.withdraw()

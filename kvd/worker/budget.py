@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.errors import InsufficientMemory, KvdError, Overloaded
+from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, GrantWanted
-
-RETRY_AFTER_S = 1.0
 
 
 def mebibytes(count: int) -> str:
@@ -29,6 +27,8 @@ class PageBudget:
     granted_bytes: int
     seq: int = 0
     """Of the newest wish."""
+    budget_bytes: int = 0
+    """Of all models, as the daemon said last; 0: it has not."""
     open_bytes: int | None = None
     """The total of the wish that awaits its answer."""
     denied: Grant | None = None
@@ -42,6 +42,10 @@ class PageBudget:
     def pages(self) -> int:
         """Pages that the grant covers."""
         return max(0, self.granted_bytes - self.base_bytes) // self.page_bytes
+
+    def too_large(self, pages: int) -> bool:
+        """Return whether so many pages could not be had if nobody else held any memory."""
+        return 0 < self.budget_bytes < self.base_bytes + pages * self.page_bytes
 
     def total_with(self, missing_pages: int) -> int:
         """Return the grant that covers so many pages more."""
@@ -59,7 +63,13 @@ class PageBudget:
 
     def give_back(self, pages: int) -> GrantWanted | None:
         """Return what is above ``pages``; the daemon cannot say no, so it is gone at once."""
-        if self.open_bytes is not None or pages >= self.pages:
+        if self.open_bytes is not None:
+            return None
+        return self.hand_over(pages)
+
+    def hand_over(self, pages: int) -> GrantWanted | None:
+        """Do the same even if a wish is open: it is forgotten, and so is its answer."""
+        if pages >= self.pages:
             return None
         self.granted_bytes = self.base_bytes + pages * self.page_bytes
         return self._ask(self.granted_bytes, "not needed any more")
@@ -78,6 +88,7 @@ class PageBudget:
 
     def answer(self, grant: Grant) -> None:
         """Take the daemon's answer; one to an older wish came before the open one was read."""
+        self.budget_bytes = grant.budget_bytes or self.budget_bytes
         if grant.seq != self.seq:
             return
         self.granted_bytes = grant.total_bytes
@@ -88,28 +99,16 @@ class PageBudget:
             self.denied, self.denied_bytes = grant, self.open_bytes or grant.total_bytes
         self.open_bytes = None
 
-    def refusal(self, missing_pages: int) -> KvdError:
-        """Say why the next request cannot run although no other row holds memory here."""
-        grant = self.denied
-        if grant is None:
-            raise ValueError("no wish was denied")
-        total = self.total_with(missing_pages)
-        arithmetic = {
-            "base_bytes": self.base_bytes,
-            "page_bytes": self.page_bytes,
-            "needed_bytes": total,
-            "budget_bytes": grant.budget_bytes,
-            "available_bytes": grant.available_bytes,
-        }
-        if total > grant.budget_bytes:
-            return InsufficientMemory(
-                f"the request needs {mebibytes(total)} with the model's weights, and the whole"
-                f" budget is {mebibytes(grant.budget_bytes)}: shorten the prompt, lower max_tokens"
-                " or raise the budget",
-                **arithmetic,
-            )
-        return Overloaded(
-            "other models hold the memory that the request needs: try again, or unload one",
-            retry_after_s=RETRY_AFTER_S,
-            **arithmetic,
+    def refusal(self, pages: int) -> InsufficientMemory:
+        """Say why a request that takes so many pages can never run."""
+        total = self.base_bytes + pages * self.page_bytes
+        return InsufficientMemory(
+            f"the request needs {mebibytes(pages * self.page_bytes)} beside the model's"
+            f" {mebibytes(self.base_bytes)}, {mebibytes(total)} in all, and the whole budget is"
+            f" {mebibytes(self.budget_bytes)}: shorten the prompt, lower max_tokens or raise the"
+            " budget",
+            base_bytes=self.base_bytes,
+            page_bytes=self.page_bytes,
+            needed_bytes=total,
+            budget_bytes=self.budget_bytes,
         )

@@ -77,6 +77,10 @@ class Request:
     """Whether its prompt has given bad logits."""
     begun: bool = False
     """Whether its completions have had rows."""
+    level: int = 0
+    """Of the ladder, that it runs on; what it has may be on its way there."""
+    resumed_at: int | None = None
+    """How long its longest completion was when it went on after it had been parked."""
 
     @property
     def rid(self) -> str:
@@ -97,6 +101,11 @@ class Request:
     def made(self) -> int:
         """Tokens so far, of all completions that are still here."""
         return sum(len(one.tokens) for one in self.completions)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest completion that is still here."""
+        return max((len(one.tokens) for one in self.completions), default=0)
 
     def settings(self, completion: Completion) -> RowSettings:
         """Return how a completion is drawn."""

@@ -208,7 +208,13 @@ class FakeEngine:
         if model.load_error:
             raise from_info(ErrorInfo(model.load_error, "the fake model was asked not to load"))
         progress("ready", 1.0)
-        budget = PageBudget(model.weights, model.page_bytes, grant.total_bytes, grant.seq)
+        budget = PageBudget(
+            model.weights,
+            model.page_bytes,
+            grant.total_bytes,
+            grant.seq,
+            budget_bytes=grant.budget_bytes,
+        )
         self._scheduler = Scheduler(
             max_rows=command.max_rows, chunk=command.prefill_chunk, group=True
         )
@@ -348,6 +354,7 @@ class FakeEngine:
             turn = self._admission.turn(self._held)
         plan = turn.plan
         self._tell(turn.wish)
+        self._reports += turn.queued
         if turn.refused is not None:
             rid, error = turn.refused
             self._fail(self._rows[rid], error)

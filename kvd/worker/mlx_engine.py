@@ -190,7 +190,9 @@ class MLXEngine:
         if isinstance(cache, ModelCache) and kv.prefix_cache:
             tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
             room = Room(
-                lambda: self._holdings.spare_bytes(), cache.checkpoint_bytes, cache.checkpoint_charge  # noqa: PLW0108 - made below
+                lambda: self._holdings.spare_bytes(),  # noqa: PLW0108 - made below
+                cache.checkpoint_bytes,
+                cache.checkpoint_charge,
             )
             remembered = Remembered(tree, room)
             row_bytes += room.own  # for the first checkpoint that it leaves
@@ -208,9 +210,7 @@ class MLXEngine:
         )
         self._admission = Admission(
             self._scheduler,
-            PageBudget(
-                base, unit, grant.total_bytes, grant.seq, budget_bytes=grant.budget_bytes
-            ),
+            PageBudget(base, unit, grant.total_bytes, grant.seq, budget_bytes=grant.budget_bytes),
             row_pages=row_pages,
             rest_pages=first,
         )

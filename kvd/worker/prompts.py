@@ -41,6 +41,10 @@ class Prompts:
         """Bytes that places keep free for checkpoints, and that these hold already."""
         return 0 if self.remembered is None else self.remembered.left_bytes
 
+    def left_by(self, request: Request) -> int:
+        """Return what `left_bytes` counts of a request."""
+        return 0 if self.remembered is None else self.remembered.left_by(request.reader)
+
     def reader(self, request: Submit, prompt: list[int]) -> Reader:
         """Return a new request's prompt, as far as it may be shared."""
         salt, whole = request.prefix_salt or "", request.prompt_logprobs is not None
@@ -76,7 +80,7 @@ class Prompts:
         """Give a request its row; return how many of its tokens are in it already."""
         cache = self._runner.cache
         hit = Hit(0) if self.remembered is None else self.remembered.begin(request.reader)
-        request.row = cache.thaw(hit.frozen) if hit.tokens else cache.new_row()
+        request.row = cache.thaw(hit.frozen) if hit.tokens else cache.new_row(request.level)
         request.over.cached_tokens = hit.tokens
         return hit.tokens
 
@@ -88,7 +92,7 @@ class Prompts:
         """
         for request, _, _ in chunks:
             if request.row is None:  # it was begun, and lost its row before anything was in it
-                request.row = self._runner.cache.new_row()
+                request.row = self._runner.cache.new_row(request.level)
         plain = [one for one in chunks if one[0].submit.prompt_logprobs is None]
         if plain:
             rows = [request.row for request, _, _ in plain]
@@ -124,7 +128,7 @@ class Prompts:
 
     def begin_alone(self, request: Request) -> list[Report]:
         """Give a request whose prompt is one token its row; it has nothing to read."""
-        request.row = self._runner.cache.new_row()
+        request.row = self._runner.cache.new_row(request.level)
         if request.submit.prompt_logprobs is None:
             return []
         return _untold(request, 0, self._unscored(request))

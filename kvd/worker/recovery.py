@@ -7,8 +7,8 @@ cuts, then its tokens, one a step, with the other rows. The same passes give the
 values, so nobody notices but by the time that it takes. Checkpoints of prompts save most of the
 reading; they go as soon as the rows have taken their pages.
 
-Rows that had been stepped down come back on the level where rows start. Does not cover when this
-is done, and who fails where it does not help (`mlx_engine`).
+Rows that had been stepped down come back on their level, as if they had begun there. Does not
+cover when this is done, and who fails where it does not help (`mlx_engine`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from kvd.worker.cache.prefix import Hit
 from kvd.worker.completion import Completion, Request
 from kvd.worker.engine import OnPhase
 from kvd.worker.prompts import Prompts
@@ -142,9 +143,10 @@ class Recovery:
     def _begin(self, one: _Lost) -> None:
         self._on_phase("pools")
         cache = self._runner.cache
-        hit = self._prompts.found(one.request, one.read)
+        # A checkpoint's pages are of the top level; who runs below has reserved less.
+        hit = Hit(0) if one.request.level else self._prompts.found(one.request, one.read)
         one.known = hit.tokens
-        one.rows = [cache.thaw(hit.frozen) if hit.tokens else cache.new_row()]
+        one.rows = [cache.thaw(hit.frozen) if hit.tokens else cache.new_row(one.request.level)]
 
     def _read(self, one: _Lost) -> None:
         cache, row = self._runner.cache, one.rows[0]

@@ -68,6 +68,8 @@ class Reader:
     """Where it is to leave checkpoints, from when it has begun."""
     has_left: bool = False
     """Whether the checkpoint that its place has room for is made."""
+    lowered: bool = False
+    """Whether it is read below the top of the ladder: it takes no checkpoints, and leaves none."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,16 @@ class Remembered:
             reader.has_left = False
             self._left -= 1
 
+    def left_by(self, reader: Reader) -> int:
+        """Return what `left_bytes` counts of a request."""
+        return self._room.own if reader.has_left else 0
+
     def is_known(self, reader: Reader) -> bool:
         """Return whether a beginning of a prompt that waits has come into the cache.
 
         False if that was asked since the last checkpoint was made.
         """
-        if not reader.waits or reader.looked_at == self.tree.counts.stored:
+        if not reader.waits or reader.lowered or reader.looked_at == self.tree.counts.stored:
             return False
         reader.looked_at = self.tree.counts.stored
         return self.tree.known(reader.tokens, reader.salt) > 0
@@ -156,6 +162,8 @@ class Remembered:
     def begin(self, reader: Reader) -> Hit:
         """Let a prompt be read; return what it can go on from."""
         self._expect_no_more(reader)
+        if reader.lowered:
+            return Hit(0)
         parting = {chunks * self.tree.chunk for chunks in self._waiting.partings(reader.path)}
         reader.boundaries = self.tree.boundaries(reader.tokens, reader.salt, parting)
         hit = Hit(0) if reader.whole else self.tree.match(reader.tokens, reader.salt)
@@ -168,7 +176,7 @@ class Remembered:
         The device must be idle, and nothing pending.
         """
         chunks, rest = divmod(end, self.tree.chunk)
-        if rest:
+        if rest or reader.lowered:
             self._claim(reader, None)  # that was its end
             return
         # Who came since it began may part from it too.

@@ -47,16 +47,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 
-from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.line import Line
 from kvd.worker.scheduling.plan import Plan
 from kvd.worker.scheduling.row import Chunk, Row
 from kvd.worker.scheduling.sharing import is_being_read, not_waiting
+from kvd.worker.scheduling.sizes import Sizes
 from kvd.worker.scheduling.states import States
 from kvd.worker.scheduling.turns import Turns
 from protocol.errors import InvalidRequest, LocalProtocolError
 
-__all__ = ["AGE", "Chunk", "Plan", "Scheduler"]
+__all__ = ["AGE", "Chunk", "Plan", "Scheduler", "Sizes"]
 
 AGE = 65_536
 """Tokens of later work that one step of priority is worth: a queue of some thirty requests."""
@@ -66,11 +66,9 @@ class Scheduler:
     """Call `plan`, run it, tell `prefilled` for each chunk, `finish` what is over, `plan` again.
 
     ``max_rows``: places, one for each choice that runs. ``chunk``: tokens of a prefill chunk, the
-    grid. ``pages_for(length)``: the pages that a row fills at most on its way to that length.
-    ``own_pages(start, end)``: those that each further choice of a request adds when it goes its own
-    way from ``start``; by default all, as if nothing were shared. ``budget``: tokens of a step,
-    decoded and prefilled ones; a chunk and one for each place unless told. ``group``: whether the
-    engine can prefill several rows in a pass. ``age``: see `scheduling.line`.
+    grid. ``sizes``: the pages that requests fill at most. ``budget``: tokens of a step, decoded and
+    prefilled ones; a chunk and one for each place unless told. ``group``: whether the engine can
+    prefill several rows in a pass. ``age``: see `scheduling.line`.
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class Scheduler:
         *,
         max_rows: int,
         chunk: int,
-        pages_for: Callable[[int], int] = full_pages,
-        own_pages: Callable[[int, int], int] | None = None,
+        sizes: Sizes | None = None,
         budget: int | None = None,
         group: bool = False,
         age: int = AGE,
@@ -96,8 +93,10 @@ class Scheduler:
             )
         self._max_rows = max_rows
         self._chunk = chunk
-        self._pages_for = pages_for
-        self._own_pages = own_pages or (lambda _start, end: pages_for(end))
+        self.sizes = sizes or Sizes()
+        self.start_level = 0
+        """Where new rows start, unless they are too large for it."""
+        self._too_large: Callable[[int, int], bool] = _never
         self._line = Line(age)
         self._states = States(self._line)
         self._turns = Turns(chunk=chunk, budget=budget, group=group)
@@ -147,6 +146,18 @@ class Scheduler:
         return len(self._states.rows)
 
     @property
+    def line(self) -> tuple[str, ...]:
+        """The queue, from its head."""
+        return tuple(row.rid for row in self._line)
+
+    @property
+    def kept_behind(self) -> int:
+        """Pages that requests keep which wait behind the head of the queue."""
+        head = self._line.head
+        rows = [*self._line, *self._states.parked.values()]
+        return sum(row.kept for row in rows if row is not head)
+
+    @property
     def places(self) -> int:
         """Places that admitted rows take: one for each choice."""
         return self._states.places
@@ -186,14 +197,19 @@ class Scheduler:
         """Return how many tokens of a request's prompt are prefilled."""
         return self._states.find(rid).prefilled
 
+    def footing(self, rid: str) -> tuple[int, int]:
+        """Return the pages and places that a request takes while it is admitted."""
+        row = self._states.find(rid)
+        return row.pages, row.choices
+
     def is_paused(self, rid: str) -> bool:
         """Return whether a row waits for `resume`."""
         return self._states.find(rid).paused
 
     def reservation(self, prompt_len: int, max_new: int, choices: int = 1) -> int:
         """Return the most pages that a request can ever fill; the prompt's are shared."""
-        more = self._own_pages(prompt_len - 1, prompt_len + max_new)
-        return self._pages_for(prompt_len + max_new) + (choices - 1) * more
+        first, more = self.sizes.of(prompt_len, max_new, 0)
+        return first + (choices - 1) * more
 
     # A request's way.
 
@@ -230,26 +246,65 @@ class Scheduler:
         row = Row(
             rid=rid,
             prompt_len=prompt_len,
+            max_new=max_new,
             place=self._line.arrive(prompt_len + choices * max_new, priority),
             priority=priority,
             deadline=deadline,
-            first_pages=self._pages_for(prompt_len + max_new),
-            more_pages=self._own_pages(prompt_len - 1, prompt_len + max_new),
             choices=choices,
             path=path,
         )
+        self._start_at(row)
         self._states.add(row)
 
-    def plan(self, lacking: Callable[[int, int], int]) -> Plan:
+    # Levels of the ladder.
+
+    def start(self, level: int, too_large: Callable[[int, int], bool]) -> None:
+        """Let who has not begun start at a level, or the first below it that is not too large.
+
+        ``too_large(pages, places)``: whether that could never be, with nobody else there.
+        """
+        self.start_level, self._too_large = level, too_large
+        for row in self._line:
+            if not row.started:
+                self._start_at(row)
+
+    def _start_at(self, row: Row) -> None:
+        for level in range(self.start_level, self.sizes.levels):
+            first, more = self.sizes.of(row.prompt_len, row.max_new, level)
+            pages = first + (row.choices - 1) * more
+            if level == self.sizes.lowest or not self._too_large(pages, row.choices):
+                self._states.resize(row, level, first, more)
+                return
+
+    def level(self, rid: str) -> int:
+        """Return the level that a request runs on, or will start at."""
+        return self._states.find(rid).level
+
+    def lowered(self, rid: str, level: int) -> int:
+        """Note that all that a request has is on this level now; return the pages that this gives.
+
+        What its prompt leaves is of no use to others any more.
+        """
+        row = self._states.find(rid)
+        row.path = ()
+        return self._states.resize(row, level, *self.sizes.of(row.prompt_len, row.max_new, level))
+
+    def saving(self, rid: str, level: int) -> int:
+        """Return the pages that `lowered` would give back of an admitted request."""
+        row = self._states.find(rid)
+        first, more = self.sizes.of(row.prompt_len, row.max_new, level)
+        return row.pages - first - (row.choices - 1) * more
+
+    def plan(self, lacking: Callable[[int, int], int] | None) -> Plan:
         """Admit from the head of the queue what memory and places allow, and choose what runs.
 
         ``lacking(pages, places)`` says how many pages would be missing if so many pages were
-        reserved and so many places taken; none or less, and they fit.
+        reserved and so many places taken; none or less, and they fit. None: nobody is admitted.
         """
         admitted: list[str] = []
         restored: list[str] = []
         wanted = hoped = 0
-        while (row := self._line.head) is not None and self._has_place(row):
+        while lacking and (row := self._line.head) is not None and self._has_place(row):
             pages = self.reserved + row.pages - row.kept
             wanted = max(0, lacking(pages, self.places + row.choices))
             if wanted:
@@ -257,6 +312,8 @@ class Scheduler:
                 break
             if row.started:
                 restored.append(row.rid)
+            elif row.level:
+                row.path = ()  # it leaves no checkpoints, and takes none
             self._states.admit(row)
             admitted.append(row.rid)
         decode = {rid: row for rid, row in self._states.decoding.items() if not row.paused}
@@ -390,3 +447,7 @@ class Scheduler:
             row = self._states.prefilling[rid]
             assert not row.paused
             assert (chunk.start, chunk.end) == (row.prefilled, self._turns.cut(row))
+
+
+def _never(_pages: int, _places: int) -> bool:
+    return False

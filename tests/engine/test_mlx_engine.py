@@ -244,13 +244,11 @@ def test_nothing_runs_beyond_the_budget() -> None:
 
     assert {outcome.reason for outcome in driver.outcomes.values()} <= {"length", "stop"}
     assert driver.total <= driver.budget
+    with pytest.raises(InsufficientMemory) as caught:
+        driver.submit("never", prompt_of(16000), max_tokens=100)
+    detail = caught.value.detail
+    assert detail["needed_bytes"] > detail["budget_bytes"] == driver.budget
     driver.outcomes.clear()
-    driver.submit("never", prompt_of(16000), max_tokens=100)
-    driver.run()
-    error = driver.outcomes["never"].error
-    assert error is not None
-    assert error.code == "insufficient_memory"
-    assert error.detail["needed_bytes"] > error.detail["budget_bytes"]
 
 
 def test_rows_that_start_dense_stay_within_a_tight_grant() -> None:

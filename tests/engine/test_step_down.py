@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.worker import mlx_engine
+from kvd.worker import reclaiming
 from protocol.types import KVSpec
+from protocol.worker import Reclaim
 from tests.engine.driver import Driver
 
 pytestmark = pytest.mark.mlx
@@ -20,6 +21,10 @@ def laddered() -> Driver:
     return Driver("demo", kv=KVSpec())
 
 
+def reclaim(driver: Driver, rung: str, wanted: int, level: int = 0) -> None:
+    driver.engine.reclaim(Reclaim(seq=1, rung=rung, wanted_bytes=wanted, level=level))
+
+
 def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     for rid, seed in (("kept", 1), ("lowered", 2)):
         driver.submit(rid, prompt_of(900, seed), max_tokens=60)
@@ -27,8 +32,8 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     store = driver.engine._runner.cache.stores[0]
     before = store.pages_bytes
     if lower:
-        driver.engine.step_down(2, {"lowered"})
-        driver.run(until=lambda: not driver.engine._lowerings)
+        reclaim(driver, "level", 1, level=2)
+        driver.run(until=lambda: not driver.engine._reclaiming.active)
         held = driver.engine._requests["lowered"].completions[0].row.rows[0]
         assert {page.level for page in held.pages} == {2}
         other = driver.engine._requests["kept"].completions[0].row.rows[0]
@@ -55,7 +60,7 @@ def test_a_lowered_request_goes_on_and_the_others_do_not_notice(laddered: Driver
 def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -> None:
     laddered.submit("short", prompt_of(700, 3), max_tokens=3)
     laddered.run(until=lambda: bool(laddered.outcomes["short"].tokens))
-    laddered.engine.step_down(1)
+    reclaim(laddered, "level", 1 << 40, level=1)
     laddered.run()
 
     assert laddered.outcomes["short"].reason == "length"
@@ -67,7 +72,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -
 def test_a_request_that_waits_for_memory_does_not_undo_the_work(
     laddered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)  # one piece a step
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)  # one piece a step
     laddered.outcomes.clear()
     budget = laddered.budget
     for rid, seed in (("a", 1), ("b", 2)):
@@ -76,8 +81,8 @@ def test_a_request_that_waits_for_memory_does_not_undo_the_work(
     try:
         laddered.budget = laddered.total
         laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
-        laddered.engine.step_down(2, {"a", "b"})
-        laddered.run(until=lambda: not laddered.engine._lowerings)
+        reclaim(laddered, "level", 1 << 40, level=2)
+        laddered.run(until=lambda: not laddered.engine._reclaiming.active)
         held = [laddered.engine._requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
         assert {page.level for row in held for page in row.pages} == {2}
         assert laddered.engine._requests["waits"].row is None

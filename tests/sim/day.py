@@ -19,7 +19,8 @@ from actors.machines.governor import Governor, Released, Wanted
 from kvd.worker.admission import Admission, Held, Turn
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduler import Chunk, Scheduler
+from kvd.worker.scheduler import Chunk, Scheduler, Sizes
+from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, GrantWanted
 
 HOUR = 3600.0
@@ -28,7 +29,7 @@ ROW_PAGES, REST, SLAB = 2, 20, 16
 CHUNK, BUDGET, ROWS, AGE = 256, 384, 8, 6000
 
 
-def own_pages(start: int, end: int) -> int:
+def own_pages(start: int, end: int, _level: int = 0) -> int:
     """Full attention: what a choice fills beyond the shared prompt."""
     return full_pages(end) - full_pages(start)
 
@@ -86,12 +87,13 @@ class Day:
         self.asked: dict[str, Asked] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._names = itertools.count()
         self.governor = Governor(budget_bytes=BASE + 560 * PAGE)
         self.governor.handle(Wanted("me", 1, BASE + REST * PAGE), 0.0)
         self.scheduler = Scheduler(
             max_rows=ROWS,
             chunk=CHUNK,
-            own_pages=own_pages,
+            sizes=Sizes(own_pages=own_pages),
             budget=BUDGET,
             group=True,
             age=AGE,
@@ -149,7 +151,7 @@ class Day:
 
     def _single(self) -> None:
         draw = self.draw
-        length = draw.choice([1, 20, 60, 120, 400, 1000, 3000, 6000, 14_000])
+        length = draw.choice([1, 20, 60, 120, 400, 1000, 3000, 6000, 14_000, 14_000, 40_000])
         self._ask(draw.randint(-(-length // 2), length))
 
     def _burst(self) -> None:
@@ -163,23 +165,27 @@ class Day:
         number = len(self.asked)
         choices = draw.choice([1] * 9 + [3])
         asked = Asked(
-            rid=f"r{number}",
+            rid=f"r{next(self._names)}",
             number=number,
             prompt_len=prompt_len,
             lengths=sorted((draw.randint(1, 120) for _ in range(choices)), reverse=True),
             priority=draw.choice([0, 0, 0, 0, 1, 2, -1]),
             deadline=self.now + draw.uniform(2, 300) if draw.random() < 0.2 else None,
         )
+        try:
+            self.admission.submit(
+                asked.rid,
+                prompt_len,
+                asked.max_new,
+                priority=asked.priority,
+                deadline=asked.deadline,
+                choices=choices,
+            )
+        except InsufficientMemory:
+            self.counts["refused"] += 1
+            return
         self.asked[asked.rid] = asked
         self.waiting.append(asked)
-        self.admission.submit(
-            asked.rid,
-            prompt_len,
-            asked.max_new,
-            priority=asked.priority,
-            deadline=asked.deadline,
-            choices=choices,
-        )
 
     def _in(self, *states: str) -> list[Asked]:
         return [one for one in self.asked.values() if one.state in states]
@@ -287,7 +293,7 @@ class Day:
         self._prefill(self._skip(plan.group), decoded)
         if turn.refused is not None:
             self._end(self.asked[turn.refused[0]], "refused")
-        elif turn.plan.wanted_pages and not (self.scheduler.places or turn.evict_pages):
+        elif turn.spill:
             self._spill()
         self._grow()
         if self.admission.idle:
@@ -334,11 +340,11 @@ class Day:
         return self.scheduler.reserved - reserved
 
     def _spill(self) -> None:
-        """Nobody runs and the first does not fit: if more is denied, parked rows go to disk."""
-        if self.admission.budget.open_bytes is None and self._kept():
-            for one in self._in("waiting", "parked"):
-                self.admission.keep(one.rid, 0)
-            self.counts["spilled"] += 1
+        """Nobody runs, the first does not fit, and more was denied: parked rows go to disk."""
+        assert self._kept()
+        for one in self._in("waiting", "parked"):
+            self.admission.keep(one.rid, 0)
+        self.counts["spilled"] += 1
 
     def _skip(self, group: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
         """Look each prompt up in the prefixes, once, just before its first chunk."""

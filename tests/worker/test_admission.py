@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.machines.governor import Governor, Released, Wanted
 from kvd.worker.admission import Admission, Held
 from kvd.worker.budget import PageBudget
-from kvd.worker.scheduler import Scheduler
-from protocol.errors import InsufficientMemory, Overloaded
+from kvd.worker.scheduler import Scheduler, Sizes
+from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, GrantWanted
 
 BASE = 1000
@@ -62,9 +62,124 @@ def test_no_more_is_evicted_than_is_cached() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 1920, 64)
     assert denied(admission, Held(20, 1, cached=4)).evict_pages == 4
-    refused = denied(admission, Held(16, 1)).refused
-    assert refused is not None
-    assert isinstance(refused[1], Overloaded)
+    turn = denied(admission, Held(16, 1))
+    assert turn.plan.wanted_pages == 13
+    assert (turn.evict_pages, turn.refused, turn.spill) == (0, None, False)
+
+
+def test_a_new_request_waits_while_others_hold_the_memory_and_says_at_which_place() -> None:
+    admission = admission_of()
+    admission.submit("a", 1920, 64)
+    wish = admission.turn(Held()).wish
+    assert wish is not None
+    assert not wish.resuming
+    admission.submit("b", 1920, 64)
+    assert admission.turn(Held()).queued == ()  # the daemon may still say yes
+    answer(admission, wish, granted=False)
+    turn = denied(admission)
+    assert (turn.refused, turn.evict_pages) == (None, 0)
+    assert [(one.rid, one.position) for one in turn.queued] == [("a", 1), ("b", 2)]
+    assert not admission.has_work
+    admission.granted(Grant(seq=admission.budget.seq, total_bytes=BASE + 33 * PAGE, granted=True))
+    assert admission.turn(Held()).plan.admitted == ("a",)
+
+
+def test_what_can_never_fit_is_refused_when_it_comes_and_when_the_budget_has_shrunk() -> None:
+    admission = admission_of()
+    admission.submit("a", 64, 1)
+    wish = admission.turn(Held()).wish
+    assert wish is None
+    admission.budget.budget_bytes = BASE + 40 * PAGE
+    admission.submit("b", 2368, 64)  # 37 pages, and a tail of 3
+    with pytest.raises(InsufficientMemory) as refused:
+        admission.submit("c", 2432, 64)
+    detail = refused.value.detail
+    assert (detail["needed_bytes"], detail["budget_bytes"]) == (BASE + 41 * PAGE, BASE + 40 * PAGE)
+    admission.finish("a")
+    turn = denied(admission, budget_pages=39)
+    assert turn.refused is not None
+    assert turn.refused[0] == "b"
+
+
+def laddered(pages=REST) -> Admission:
+    """Two levels; pages of the lower one are half as large."""
+    sizes = Sizes(pages_for=lambda length, level: -(-length // 64 // (1 + level)), levels=2)
+    return Admission(
+        Scheduler(max_rows=5, chunk=128, sizes=sizes),
+        PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
+        row_pages=ROW_PAGES,
+        rest_pages=REST,
+    )
+
+
+def test_rows_start_lower_when_told_and_what_they_reserve_falls_with_them() -> None:
+    admission = laddered(pages=60)
+    scheduler = admission.scheduler
+    admission.submit("a", 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("a",)
+    admission.start(1)
+    admission.submit("b", 640, 64)
+    admission.submit("c", 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("b", "c")
+    assert [scheduler.level(rid) for rid in "abc"] == [0, 1, 1]
+    assert scheduler.reserved == 11 + 6 + 6
+    assert scheduler.saving("a", 1) == 5
+    admission.lowered("a", 1)
+    assert scheduler.reserved == 18
+    admission.start(0)
+    admission.submit("d", 640, 64)
+    admission.turn(Held())
+    assert scheduler.reserved == 29
+
+
+def test_who_fits_the_whole_budget_only_lower_down_starts_there() -> None:
+    admission = laddered()
+    admission.budget.budget_bytes = BASE + 30 * PAGE
+    admission.submit("a", 1920, 64)  # 31 pages at the top, 16 below
+    assert admission.scheduler.level("a") == 1
+    admission.granted(Grant(seq=1, total_bytes=0, granted=True, budget_bytes=BASE + 40 * PAGE))
+    assert admission.scheduler.level("a") == 0
+
+
+def test_nobody_is_admitted_while_memory_is_given_back() -> None:
+    admission = admission_of(pages=30)
+    admission.submit("a", 640, 64)
+    admission.closed = True
+    assert admission.turn(Held()).plan.admitted == ()
+    assert not admission.has_work
+    admission.closed = False
+    assert admission.turn(Held()).plan.admitted == ("a",)
+
+
+def test_handing_over_forgets_a_wish_that_is_open() -> None:
+    admission = admission_of(pages=40)
+    admission.submit("a", 6400, 64)
+    open_wish = admission.turn(Held()).wish
+    assert open_wish is not None
+    wish, freed = admission.hand_over(20, Held())
+    assert wish is not None
+    assert (wish.seq, wish.total_bytes, freed) == (open_wish.seq + 1, BASE + 20 * PAGE, 20 * PAGE)
+    answer(admission, open_wish, granted=True, budget_pages=200)  # it came too late
+    assert admission.budget.granted_bytes == BASE + 20 * PAGE
+    answer(admission, wish, granted=True, budget_pages=200)
+    assert admission.turn(Held()).wish is not None
+
+
+def test_what_others_keep_in_memory_goes_elsewhere_before_the_first_waits_for_ever() -> None:
+    admission = admission_of(pages=30)
+    for rid in "ab":
+        admission.submit(rid, 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("a", "b")
+    for rid in "ab":
+        admission.park(rid, kept=11)
+        admission.unpark(rid)
+    wish, _ = admission.hand_over(22, Held())
+    assert wish is not None
+    answer(admission, wish, granted=True)
+    turn = denied(admission)
+    assert turn.spill
+    admission.keep("b", 0)
+    assert admission.turn(Held()).plan.restored == ("a",)
 
 
 def parked_beside_another_model() -> Admission:
@@ -179,7 +294,7 @@ def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 1, 1, choices=2)
     admission.turn(Held())
-    admission.submit("b", 6400, 64)
+    admission.submit("b", 5120, 64)
     denied(admission)
     admission.turn(Held())
     assert admission.budget.denied is not None
@@ -201,7 +316,7 @@ def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
     assert admission.turn(Held()).plan.admitted == ("b",)
     admission.scheduler.pause("runs")
     admission.scheduler.pause("b")
-    admission.submit("c", 6400, 64)
+    admission.submit("c", 5120, 64)
     denied(admission)
     admission.keep("a", 0)
     assert admission.has_work
@@ -217,6 +332,7 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(budget=st.integers(150, 500))
     def start(self, budget: int) -> None:
+        self.most = budget
         self.governor = Governor(budget_bytes=BASE + budget * PAGE)
         first = BASE + REST * PAGE
         self.governor.handle(Wanted("me", 1, first), 0.0)
@@ -253,8 +369,14 @@ class Traffic(RuleBasedStateMachine):
     def submit(self, length: int, new: int, priority: int, choices: int) -> None:
         rid = f"r{self.names}"
         self.names += 1
-        self.admission.submit(rid, length, new, priority=priority, choices=choices)
-        self.queued.add(rid)
+        try:
+            self.admission.submit(rid, length, new, priority=priority, choices=choices)
+        except InsufficientMemory:
+            assert (
+                self.scheduler.reservation(length, new, choices) > self.most - ROW_PAGES * choices
+            )
+        else:
+            self.queued.add(rid)
 
     @precondition(lambda self: self.queued or self.running or self.parked)
     @rule(data=st.data())
@@ -330,9 +452,12 @@ class Traffic(RuleBasedStateMachine):
             self.held = Held(cached=self.held.cached - turn.evict_pages)
             self.hold(spare=False)
         if turn.refused is not None:
-            assert not self.running
-            assert not self.held.cached
+            assert self.admission.budget.too_large(sum(self.scheduler.footing(turn.refused[0])))
             self._finish(turn.refused[0])
+        if turn.spill:
+            assert not self.running
+            for rid in [*self.queued, *self.parked]:
+                self.admission.keep(rid, 0)
         if self.admission.idle:
             self.held = Held(self.held.cached, 0, self.held.cached)
             self.tell(self.admission.rest(self.held.cached))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvd.worker.budget import PageBudget
-from protocol.errors import InsufficientMemory, Overloaded
 from protocol.worker import Grant, GrantWanted
 
 
@@ -58,21 +55,26 @@ def test_denied_holds_for_as_much_and_more_but_not_for_less() -> None:
     assert wish_of(mine, 6).total_bytes == 1160
 
 
-def test_refusal_tells_never_from_not_now() -> None:
+def test_what_can_never_be_is_told_with_the_arithmetic() -> None:
     mine = budget()
-    deny(mine, 7, budget_bytes=1169)
-    never = mine.refusal(7)
-    assert isinstance(never, InsufficientMemory)
-    assert (never.detail["needed_bytes"], never.detail["budget_bytes"]) == (1170, 1169)
-
-    mine = budget()
+    assert not mine.too_large(10**9)  # nobody has said how much there is
     deny(mine, 7, budget_bytes=1170)
-    later = mine.refusal(7)
-    assert isinstance(later, Overloaded)
-    assert later.info().retryable
-    assert later.detail["retry_after_s"] > 0
-    with pytest.raises(ValueError, match="denied"):
-        budget().refusal(7)
+    assert not mine.too_large(17)
+    assert mine.too_large(18)
+    detail = mine.refusal(18).detail
+    assert (detail["base_bytes"], detail["page_bytes"]) == (1000, 10)
+    assert (detail["needed_bytes"], detail["budget_bytes"]) == (1180, 1170)
+
+
+def test_what_the_daemon_asked_for_goes_even_while_a_wish_is_open() -> None:
+    mine = budget()
+    wish = wish_of(mine, 5)
+    given = mine.hand_over(4)
+    assert given is not None
+    assert (given.seq, given.total_bytes) == (wish.seq + 1, 1040)
+    mine.answer(Grant(seq=wish.seq, total_bytes=1155, granted=True))
+    assert mine.pages == 4
+    assert mine.hand_over(4) is None
 
 
 def test_what_is_given_back_is_gone_at_once() -> None:

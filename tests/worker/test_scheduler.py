@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduler import Chunk, Plan, Scheduler
+from kvd.worker.scheduler import Chunk, Plan, Scheduler, Sizes
 from protocol.errors import InvalidRequest, LocalProtocolError
 
 PAGES = 40
@@ -31,7 +31,7 @@ def grouping(**changes):
     return Scheduler(**({"max_rows": 8, "chunk": CHUNK, "group": True} | changes))
 
 
-def own(start, end):
+def own(start, end, _level=0):
     """Full attention: what a choice fills beyond the shared prompt."""
     return full_pages(end) - full_pages(start)
 
@@ -452,7 +452,7 @@ def test_victims_are_those_of_low_priority_and_late_arrival(scheduler):
 
 
 def test_choices_share_the_prompts_pages_and_end_one_by_one():
-    scheduler = Scheduler(max_rows=3, chunk=CHUNK, own_pages=own)
+    scheduler = Scheduler(max_rows=3, chunk=CHUNK, sizes=Sizes(own_pages=own))
     scheduler.submit("a", 321, 127, choices=3)  # 4 pages of prompt, 6 at the end
     scheduler.submit("b", 1, 1)
     assert scheduler.reservation(321, 127, 3) == 4 + 3 * 2
@@ -496,7 +496,9 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(group=st.booleans(), budget=st.sampled_from([CHUNK + 5, 3 * CHUNK]))
     def start(self, group, budget):
-        self.scheduler = grouping(max_rows=5, group=group, budget=budget, own_pages=own, age=500)
+        self.scheduler = grouping(
+            max_rows=5, group=group, budget=budget, sizes=Sizes(own_pages=own), age=500
+        )
         self.group, self.budget = group, budget
         self.requests = {}
         self.names = 0

@@ -177,28 +177,41 @@ class ModelCache:
         """Bytes that every sequence takes: tails, and states, which each step leaves anew."""
         return sum(store.row_bytes for store in self.stores) + self.states.charged_row_bytes
 
-    def pages_bytes_for(self, length: int, chunk: int = 0) -> int:
+    @property
+    def levels(self) -> int:
+        """How many there are on the ladder."""
+        return len(self.settings.ladder)
+
+    def store_level(self, level: int) -> int:
+        """Return the stores' level for one of the ladder; 0 is where rows start by themselves.
+
+        Above the ladder there may be a level for rows that are not quantized yet.
+        """
+        return level + len(self.settings.schemes) - len(self.settings.ladder) if level else 0
+
+    def pages_bytes_for(self, length: int, chunk: int = 0, level: int = 0) -> int:
         """Return the most bytes of pages that a sequence fills on its way to ``length`` tokens.
 
         With it, its share of the copy that growing a layer's pool takes, and what reading it as a
         rectangle takes beyond the scratch. ``chunk``: tokens that are prefilled at once, whose
-        pages a window holds for a moment.
+        pages a window holds for a moment. ``level``: of the ladder, where it starts.
         """
-        pages = sum(store.most_bytes(length, chunk) for store in self.stores)
+        start = self.store_level(level)
+        pages = sum(store.most_bytes(length, chunk, start) for store in self.stores)
         return pages + self._beyond_scratch(length, chunk)
 
-    def own_bytes_for(self, start: int, length: int, chunk: int = 0) -> int:
+    def own_bytes_for(self, start: int, length: int, chunk: int = 0, level: int = 0) -> int:
         """Return the most bytes of pages that one more sequence fills that goes on from another.
 
         From ``start`` tokens to ``length``, as `pages_bytes_for` counts. What was quantized before
         stays shared, where nothing falls out of a window or is converted on the way.
         """
         shared = sum(
-            store.kind.most_pages(start) * store.charge()
+            store.kind.most_pages(start) * store.charge(self.store_level(level))
             for store in self.stores
             if not (store.kind.bounded or store.quantized_start)
         )
-        return self.pages_bytes_for(length, chunk) - shared
+        return self.pages_bytes_for(length, chunk, level) - shared
 
     @property
     def _rectangles(self) -> list[int]:
@@ -313,9 +326,10 @@ class ModelCache:
 
     # Sequences.
 
-    def new_row(self) -> SequenceRow:
-        """Return an empty sequence."""
-        sequence = SequenceRow([store.new_row() for store in self.stores])
+    def new_row(self, level: int = 0) -> SequenceRow:
+        """Return an empty sequence, on this level of the ladder."""
+        start = self.store_level(level)
+        sequence = SequenceRow([store.new_row(start) for store in self.stores])
         self.states.add(sequence)
         self.sequences.append(sequence)
         return sequence
@@ -552,6 +566,12 @@ class ModelCache:
         pending.
         """
         return sum(store.compact(0 if store.kind.bounded else pages) for store in self.stores)
+
+    def cut_tails(self) -> None:
+        """Give back the places of sequences that are gone; the device must be idle."""
+        for store in self.stores:
+            store.cut_tails()
+        self.states.drop_gone()
 
     def shrink(self, pages: int = 0) -> None:
         """Give memory back when nobody runs; the growing kind keeps room for ``pages`` pages.

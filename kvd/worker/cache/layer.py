@@ -200,6 +200,18 @@ class LayerStore:
         self.tail_values[slot, :, :tokens] = values
         mx.eval(self.tail_keys, self.tail_values)
 
+    def move_tail(self, old: int, new: int) -> None:
+        """Copy a whole tail to another slot; evaluates."""
+        self.fill_tail(new, self.tail_keys[old], self.tail_values[old])
+
+    def cut_tails(self, count: int) -> None:
+        """Keep the first so many tails; evaluates."""
+        # A slice would keep the whole buffer alive.
+        self.tail_keys = mx.contiguous(self.tail_keys[:count])
+        mx.eval(self.tail_keys)
+        self.tail_values = mx.contiguous(self.tail_values[:count])
+        mx.eval(self.tail_values)
+
     def add_tail(self) -> None:
         """Add room for one more row; evaluates."""
         self.tail_keys = _grown(self.tail_keys)

@@ -8,25 +8,13 @@ from kvd.worker.cache.composite import ModelCache, SequenceRow
 from kvd.worker.cache.requantize import StepDown
 
 
-class Lowering:
-    """Brings sequences to a lower level of the ladder (0 is its top), kind after kind."""
+class _Sliced:
+    """Step-downs of several pools, one after the other."""
 
-    def __init__(self, cache: ModelCache, sequences: Iterable[SequenceRow], level: int) -> None:
-        self.level = level
+    def __init__(self, steps: Iterable[StepDown]) -> None:
         self.pages = 0
         """Converted so far."""
-        found = list(sequences)
-        # Above the ladder there may be a level for rows that are not quantized yet.
-        lift = len(cache.settings.schemes) - len(cache.settings.ladder)
-        self._steps = [
-            StepDown(
-                store,
-                [one.rows[index] for one in found],
-                level + lift,
-                scratch=cache.settings.lowering_scratch,
-            )
-            for index, store in enumerate(cache.stores)
-        ]
+        self._steps = list(steps)
 
     @property
     def over(self) -> bool:
@@ -42,3 +30,34 @@ class Lowering:
             self.pages += step.advance(end - clock(), clock)
             if clock() >= end:
                 return
+
+
+class Lowering(_Sliced):
+    """Brings sequences to a lower level of the ladder (0 is its top), kind after kind."""
+
+    def __init__(self, cache: ModelCache, sequences: Iterable[SequenceRow], level: int) -> None:
+        self.level = level
+        found = list(sequences)
+        lift = len(cache.settings.schemes) - len(cache.settings.ladder)
+        super().__init__(
+            StepDown(
+                store,
+                [one.rows[index] for one in found],
+                level + lift,
+                scratch=cache.settings.lowering_scratch,
+            )
+            for index, store in enumerate(cache.stores)
+        )
+
+
+class Trimming(_Sliced):
+    """Cuts all pools to what is used, level after level."""
+
+    def __init__(self, cache: ModelCache) -> None:
+        for store in cache.stores:
+            store.goals.clear()  # what they were growing to
+        super().__init__(
+            StepDown(store, [], level, scratch=cache.settings.lowering_scratch)
+            for store in cache.stores
+            for level in store.levels
+        )

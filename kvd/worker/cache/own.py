@@ -82,14 +82,17 @@ class OwnCache:
         (sequence,) = sequences
         return sequence.caches
 
-    def pages_bytes_for(self, length: int, chunk: int = 0) -> int:
+    levels = 1
+    """There is no ladder."""
+
+    def pages_bytes_for(self, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
         """Return the most bytes that a sequence takes on its way to ``length`` tokens.
 
         mlx-lm's caches grow by copying, 256 tokens at a time: for a moment, twice the size.
         """
         return 2 * self.token_bytes * (length + max(256, chunk))
 
-    def own_bytes_for(self, _start: int, length: int, chunk: int = 0) -> int:
+    def own_bytes_for(self, _start: int, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
         """Return the most bytes of one more sequence that goes on from another: a whole copy."""
         return self.pages_bytes_for(length, chunk)
 
@@ -115,7 +118,7 @@ class OwnCache:
         """Bytes of all caches."""
         return self.tails_bytes + self.frozen_bytes
 
-    def new_row(self) -> OwnRow:
+    def new_row(self, level: int = 0) -> OwnRow:  # noqa: ARG002 - as the other cache
         """Return an empty sequence."""
         row = OwnRow(self.new_caches())
         self.sequences.append(row)
@@ -218,6 +221,9 @@ class OwnCache:
     def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - as the other cache
         """Return 0: nothing is held that is not in use."""
         return 0
+
+    def cut_tails(self) -> None:
+        """Do nothing: what a sequence held went with it."""
 
     def shrink(self, pages: int = 0) -> None:
         """Do nothing: nobody is left."""

@@ -137,6 +137,11 @@ class StateStore:
             if padded:  # lazy, the padding of all layers would be there at once
                 mx.eval([array for array in self._now.state[part] if array is not None])
 
+    def drop_gone(self) -> None:
+        """Give back the places of those that were removed; the device must be idle."""
+        self._now = _Block([], [])  # the last pass's; it may hold somebody who is gone
+        self._regroup([block for block in self._blocks if _GONE in block.members], [])
+
     def _arrange(self, names: list[Any]) -> None:
         """Let one block have these members, and none a place for somebody who is gone."""
         whole = self._block_of[names[0]].members == names
@@ -146,11 +151,16 @@ class StateStore:
             for block in self._blocks
             if _GONE in block.members or not mine.isdisjoint(block.members)
         ]
+        self._regroup(changing, [] if whole else names)
+
+    def _regroup(self, changing: list[_Block], names: list[Any]) -> None:
+        """Build a block of these members, and others of who is left in the changing ones."""
+        mine = set(names)
         rest = [
             [member for member in block.members if member is not _GONE and member not in mine]
             for block in changing
         ]
-        groups = [group for group in ([] if whole else names, *rest) if group]
+        groups = [group for group in (names, *rest) if group]
         blocks = [_Block(list(group), self._joined(group)) for group in groups]
         if blocks:  # evaluated: in a step's flight these would be one copy more
             mx.eval([array for block in blocks for array in _there(block.state)])

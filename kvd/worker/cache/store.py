@@ -144,16 +144,17 @@ class KVStore:
             for level in self.levels
         ]
 
-    def most_bytes(self, length: int, chunk: int = 0) -> int:
+    def most_bytes(self, length: int, chunk: int = 0, level: int = 0) -> int:
         """Return the most bytes of pages that one row fills on its way to ``length`` tokens.
 
         Each page with its share of the copy that growing a layer's pool takes. ``chunk``: tokens
-        that are prefilled at once, whose pages a window holds for a moment.
+        that are prefilled at once, whose pages a window holds for a moment. ``level``: where it
+        starts.
         """
-        first = 1 if self.quantized_start else 0
+        first = level or (1 if self.quantized_start else 0)
         pages = self.kind.most_pages(length, chunk)
         bytes_ = pages * self.charge(first)
-        if first:
+        if first > level:
             dense = self.kind.most_pages(min(length, self.quantized_start + chunk), chunk)
             # For a moment both: dense pages, and what they become.
             bytes_ = max(bytes_, dense * (self.charge(0) + self.charge(1)))
@@ -210,11 +211,11 @@ class KVStore:
 
     # Rows come and go by integers.
 
-    def new_row(self) -> Row:
-        """Return an empty row."""
+    def new_row(self, level: int = 0) -> Row:
+        """Return an empty row, whose pages will be on this level."""
         if not self._free_slots:
             self._add_tail()
-        row = Row(self._free_slots.pop(0), anchored=self.kind.anchored_pages)
+        row = Row(self._free_slots.pop(0), level, anchored=self.kind.anchored_pages)
         if row.slot in self._dirty_slots:
             self._dirty_slots.remove(row.slot)
             for layer in self.layers:
@@ -694,6 +695,25 @@ class KVStore:
             for layer in self.layers:
                 layer.pools[0].grow(pages)
             top.grow(pages)
+
+    def cut_tails(self) -> None:
+        """Give back tails that no row has; the device must be idle and nothing pending."""
+        if not self._free_slots:
+            return
+        free = iter(self._free_slots)
+        count = len(self.rows)
+        for row in sorted(self.rows, key=lambda one: -one.slot):
+            if row.slot >= count:
+                target = next(free)
+                for layer in self.layers:
+                    layer.move_tail(row.slot, target)
+                row.slot = target
+        for layer in self.layers:
+            layer.cut_tails(count)
+        self._free_slots = []
+        self._dirty_slots = set()
+        self._tail_slots = count
+        self.changed()
 
     def _add_tail(self) -> None:
         for layer in self.layers:

@@ -43,16 +43,19 @@ class Row:
 
     rid: str
     prompt_len: int
+    max_new: int
     place: Place
     priority: int
     deadline: float | None
     """Absolute, of the caller's clock, in seconds."""
-    first_pages: int
-    """The most that one choice can fill, the prompt's among them."""
-    more_pages: int
-    """The most that each further choice adds."""
     choices: int
     """Completions that have not ended."""
+    first_pages: int = 0
+    """The most that one choice can fill, the prompt's among them."""
+    more_pages: int = 0
+    """The most that each further choice adds."""
+    level: int = 0
+    """Of the ladder, that it runs on or will start at; the pages are counted at it."""
     prefilled: int = 0
     """Prompt tokens that are in the cache."""
     started: bool = False
@@ -77,5 +80,8 @@ class Row:
 
     @property
     def pages(self) -> int:
-        """Reserved while admitted: the worst case, so that no admitted row waits for memory."""
+        """Reserved while admitted: the worst case, so that no admitted row waits for memory.
+
+        At its level; on the way down to one, at the level that it comes from.
+        """
         return self.first_pages + (self.choices - 1) * self.more_pages

@@ -98,6 +98,14 @@ class States:
         self.reserved -= row.more_pages
         return row.more_pages
 
+    def resize(self, row: Row, level: int, first_pages: int, more_pages: int) -> int:
+        """Count a request at another level; return the pages that it gives back."""
+        before = row.pages
+        row.level, row.first_pages, row.more_pages = level, first_pages, more_pages
+        given = before - row.pages if self.is_admitted(row) else 0
+        self.reserved -= given
+        return given
+
     def pause(self, rid: str) -> None:
         """Let an admitted row have no tokens."""
         row = self.admitted(rid)

@@ -1,0 +1,188 @@
+"""Giving memory back to the daemon, by the means that it asks for, in slices beside decoding.
+
+::
+
+    Reclaim --> act: drop checkpoints, or step rows down               a slice between two steps
+                --> cut the pools to what is used                      a slice between two steps
+                    --> GrantWanted, with less than before --> Reclaimed
+
+While it works nobody is admitted, so what comes free goes to the daemon and not to the queue.
+
+Does not cover: what could be given back (`holdings`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.lowering import Lowering, Trimming
+from protocol.worker import GrantWanted, Reclaim, Reclaimed, Report
+
+if TYPE_CHECKING:
+    from kvd.worker.completion import Request
+    from kvd.worker.hands import Hands
+
+SLICE_SECONDS = 0.010
+"""How long a step works on giving memory back."""
+_TRIES = 3
+"""Times that pools are cut: what is flushed meanwhile may make them grow again."""
+
+
+class Reclaiming:
+    """What one engine does for the governor. `ask`, then `advance` once a step."""
+
+    def __init__(self, hands: Hands, clock: Callable[[], float]) -> None:
+        self._hands = hands
+        self._clock = clock
+        self._asked: deque[Reclaim] = deque()
+        self._now: Iterator[None] | None = None
+        self._end = 0.0
+        """Of the slice."""
+
+    @property
+    def active(self) -> bool:
+        """Whether there is something to give back."""
+        return bool(self._asked)
+
+    def ask(self, command: Reclaim) -> None:
+        """Give back what a command says, when those before it are over."""
+        self._asked.append(command)
+
+    def abandon(self) -> list[Report]:
+        """Give up what is under way, after a step that failed; return the answers."""
+        reports: list[Report] = [
+            Reclaimed(seq=one.seq, freed_bytes=0, exhausted=False) for one in self._asked
+        ]
+        self._asked.clear()
+        if self._now is not None:
+            self._open()
+        return reports
+
+    def advance(self) -> list[Report]:
+        """Work for a slice; return the answer of what is over now. The device must be idle."""
+        command = self._asked[0]
+        if self._now is None:
+            self._hands.admission.closed = True
+            self._hands.holdings.promised = command.wanted_bytes
+            self._now = self._work(command)
+        self._end = self._clock() + SLICE_SECONDS
+        if next(self._now, self) is None:
+            return []
+        self._asked.popleft()
+        reports = self._give_back(command)
+        self._open()
+        return reports
+
+    def _open(self) -> None:
+        self._now = None
+        self._hands.admission.closed = False
+        self._hands.holdings.promised = 0
+
+    def _give_back(self, command: Reclaim) -> list[Report]:
+        hands = self._hands
+        unit = hands.admission.budget.page_bytes
+        wanted = -(-command.wanted_bytes // unit)
+        least = max(hands.admission.rest_pages, hands.admission.budget.pages - wanted)
+        wish, freed = hands.admission.hand_over(least, hands.holdings.held())
+        offer = hands.holdings.offer()
+        rest = {
+            "spare": offer.spare,
+            "prefixes": offer.prefixes,
+            "level": sum(offer.levels[: command.level]),
+            "park": offer.park,
+        }
+        over = Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=rest[command.rung] == 0)
+        given: list[GrantWanted] = [] if wish is None else [replace(wish, offer=offer)]
+        return [*given, over]
+
+    # The work. Each yield ends a slice.
+
+    def _work(self, command: Reclaim) -> Iterator[None]:
+        match command.rung:
+            case "spare":
+                pass
+            case "prefixes":
+                self._hands.prompts.evict(command.wanted_bytes)
+            case "level":
+                yield from self._lower(command)
+            case "park":
+                pass
+        yield from self._trim()
+
+    def _has_time(self) -> bool:
+        return self._clock() < self._end
+
+    def _left(self) -> float:
+        return self._end - self._clock()
+
+    def _lower(self, command: Reclaim) -> Iterator[None]:
+        """Step rows down, the least valuable first, until it is enough."""
+        hands, cache = self._hands, self._hands.cache
+        level = min(command.level, hands.scheduler.sizes.lowest)
+        hands.admission.start(max(level, hands.scheduler.start_level))
+        if not isinstance(cache, ModelCache):
+            return
+        chosen = self._chosen(level, command.wanted_bytes)
+        for request in chosen:
+            request.level = max(request.level, level)
+            request.reader.lowered = True
+        while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
+            hands.flush()
+            lowering = Lowering(cache, above, level)
+            while not lowering.over:
+                lowering.advance(self._left(), self._clock)
+                yield
+        hands.prompts.forget_lowered()
+        for request in self._present(chosen):
+            hands.admission.lowered(request.rid, level)
+
+    def _chosen(self, level: int, wanted_bytes: int) -> list[Request]:
+        hands = self._hands
+        unit, chosen = hands.admission.budget.page_bytes, []
+        for rid in hands.scheduler.victims():
+            if wanted_bytes <= 0:
+                break
+            if hands.scheduler.level(rid) < level:
+                wanted_bytes -= hands.scheduler.saving(rid, level) * unit
+                chosen.append(hands.requests[rid])
+        return chosen
+
+    def _present(self, requests: list[Request]) -> list[Request]:
+        there = self._hands.requests
+        return [one for one in requests if there.get(one.rid) is one]
+
+    def _rows(self, requests: list[Request]) -> list[Any]:
+        there = self._present(requests)
+        rows = [one.row for one in there] + [
+            one.row for request in there for one in request.completions
+        ]
+        return [row for row in rows if row is not None]
+
+    def _trim(self) -> Iterator[None]:
+        """Cut tails and pools to what is used, if that is less than they may hold."""
+        hands = self._hands
+        cache, holdings = hands.cache, hands.holdings
+        if cache.tail_slots > hands.scheduler.places:
+            hands.settle()
+            hands.flush()
+            cache.cut_tails()
+        for _ in range(_TRIES):
+            if holdings.charged_pages <= holdings.needed_pages or not isinstance(cache, ModelCache):
+                return
+            hands.flush()
+            trimming = Trimming(cache)
+            while not trimming.over:
+                trimming.advance(self._left(), self._clock)
+                yield
+
+
+def _is_above(cache: ModelCache, row: Any, level: int) -> bool:
+    lowest = cache.store_level(level)
+    return any(
+        one.level < lowest or any(page.level < lowest for page in one.pages) for one in row.rows
+    )
