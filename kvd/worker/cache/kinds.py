@@ -12,6 +12,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from kvd.worker.cache.scheme import PAGE_TOKENS
+from protocol import pages
 
 Position = TypeVar("Position", int, mx.array)
 
@@ -70,11 +71,9 @@ class Kind:
 
         Pages fall out at a flush: once in 128 tokens at least, or behind ``chunk`` prefilled ones.
         """
-        reach = self.chunk or (self.window or 0) - self.keep
-        pages = max(0, length // PAGE_TOKENS - 1)
-        if not self.bounded:
-            return pages
-        return min(pages, self.anchored_pages + -(-reach // PAGE_TOKENS) + chunk // PAGE_TOKENS + 3)
+        return pages.most_pages(
+            length, window=self.window, keep=self.keep, chunk=self.chunk, step=chunk
+        )
 
 
 FULL = Kind()
