@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import re
 import threading
 from concurrent.futures import Future
@@ -25,7 +24,9 @@ from mlx.utils import tree_flatten
 
 from kvd.worker import products, siblings
 from kvd.worker.native.layers import adopt, packed_arrays
+from protocol import weights
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
+from protocol.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,11 +46,6 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt",
 )  # fmt: skip
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_HALVES = {"F16", "BF16"}
-"""What a change of dtype resizes; packed weights and their 8-bit scales stay."""
-_MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format itself."""
 _EVAL_BYTES = 256 * 1024 * 1024
 """Weights that are read between two signs of life."""
 
@@ -61,28 +57,17 @@ class Headers:
     path: Path
     config: dict[str, Any]
     weight_files: tuple[Path, ...]
-    tensors: int
-    stored_bytes: int
-    """Of all tensors."""
-    float_bytes: int
-    """Of the tensors in a floating type, as stored: a change of dtype resizes them."""
-    float_elements: int
-    """Of the same."""
-    half_elements: int
-    """Of those, in matrices of half floats: the native library keeps them as they are stored."""
+    weights: Weights
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the weights in memory, as `load` converts them on this machine."""
-        dtype = default_dtype()
-        if dtype is None:
-            return self.stored_bytes
-        return self.stored_bytes - self.float_bytes + self.float_elements * int(dtype.size)
+        return self.weights.in_memory(_itemsize())
 
     @property
     def packed_bytes(self) -> int:
         """The same with the native library, where all matrices are of linear layers."""
-        return self.weights_bytes - self.half_elements * (4 - 2)
+        return self.weights.in_memory(_itemsize(), packed=True)
 
 
 @dataclass(frozen=True)
@@ -188,26 +173,12 @@ def inspect(path: Path) -> Headers:
         tensors |= _read_header(file)
     if not any((path / name).exists() for name in _TOKENIZER_FILES):
         raise _invalid(path, f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
-    floats = [one for one in tensors.values() if one["dtype"] in _FLOATS]
     return Headers(
         path=path,
         config=config,
         weight_files=tuple(files),
-        tensors=len(tensors),
-        stored_bytes=sum(_size(one) for one in tensors.values()),
-        float_bytes=sum(_size(one) for one in floats),
-        float_elements=sum(math.prod(one["shape"]) for one in floats),
-        half_elements=sum(
-            math.prod(one["shape"])
-            for one in floats
-            if one["dtype"] in _HALVES and len(one["shape"]) == 2
-        ),
+        weights=Weights.of(tensors.values()),
     )
-
-
-def _size(tensor: dict[str, Any]) -> int:
-    start, end = tensor["data_offsets"]
-    return int(end) - int(start)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -259,36 +230,25 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the tensors of a safetensors file, after a look at whether all their bytes exist.
-
-    The format: 8 bytes of header length, the header in JSON, then the tensors' bytes.
-    """
+def _read_header(file: Path) -> weights.Tensors:
     try:
-        size = file.stat().st_size
         with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise _invalid(file, f"is truncated or no safetensors file ({size} bytes)")
-            header = json.loads(stream.read(length))
-        tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-        expected = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
-        for one in tensors.values():
-            _ = math.prod(one["shape"]), one["dtype"], _size(one)
+            return weights.read_header(stream, file.stat().st_size)
     except OSError as error:
         raise _invalid(file, f"cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise _invalid(file, f"has a broken header ({error})") from error
-    if size != expected:
-        word = "truncated" if size < expected else "longer than its header says"
-        raise _invalid(file, f"is {word}: {size} bytes instead of {expected}")
-    return tensors
+    except weights.BrokenFileError as error:
+        raise _invalid(file, str(error)) from error
 
 
 def default_dtype() -> Any:
     """Return the dtype to load weights as; None keeps the stored one."""
     # MLX emulates half precision on the CPU, 8 to 35 times slower.
     return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else None
+
+
+def _itemsize() -> int | None:
+    dtype = default_dtype()
+    return None if dtype is None else int(dtype.size)
 
 
 def load(

@@ -104,8 +104,8 @@ def test_headers_tell_what_the_weights_take(tmp_path, shards):
     headers = model.inspect(folder)
     loaded = model.load(folder)
     assert len(headers.weight_files) == shards
-    assert headers.tensors == len(tree_flatten(loaded.model.parameters()))
-    assert headers.stored_bytes * 2 == headers.weights_bytes == loaded.weights_bytes
+    assert headers.weights.tensors == len(tree_flatten(loaded.model.parameters()))
+    assert headers.weights.stored_bytes * 2 == headers.weights_bytes == loaded.weights_bytes
 
 
 def test_headers_tell_what_packed_weights_take(tmp_path):
@@ -121,7 +121,7 @@ def test_headers_tell_what_packed_weights_take(tmp_path):
 def test_headers_of_quantized_weights(tmp_path):
     folder = tiny_model.save(tmp_path / "tiny", quantized=True)
     headers = model.inspect(folder)
-    assert headers.stored_bytes < headers.weights_bytes < 2 * headers.stored_bytes
+    assert headers.weights.stored_bytes < headers.weights_bytes < 2 * headers.weights.stored_bytes
     assert headers.weights_bytes == model.load(folder).weights_bytes
 
 
