@@ -81,9 +81,11 @@ class ModelChanged(_Message, frozen=True):
 
 
 class ModelForgotten(_Message, frozen=True):
-    """There is no such model any more."""
+    """There is no such model any more, or there never was; also answers `EnsureLoaded`."""
 
     model: str
+    error: ErrorInfo | None = None
+    """Why requests for it end; absent: it was unloaded."""
 
 
 class RowReported(_Message, frozen=True):
@@ -101,8 +103,13 @@ class RowBounced(_Message, frozen=True):
 class RowsDied(_Message, frozen=True):
     """A worker's process took these with it."""
 
+    model: str
     rids: list[str]
     error: ErrorInfo
+    attributable: bool
+    """They, or the process itself, may have caused it."""
+    again: bool
+    """Another process follows, for them to go on in."""
 
 
 class FinishAll(Ask[None], frozen=True):
@@ -130,9 +137,9 @@ RouterMail = (
 
 
 class Order(_Message, frozen=True):
-    """Start, drain or halt."""
+    """Start, drain or halt; or count a request that was blamed for deaths."""
 
-    event: lifecycle.Start | lifecycle.Drain | lifecycle.Halt
+    event: lifecycle.Start | lifecycle.Drain | lifecycle.Halt | lifecycle.Blamed
 
 
 class RunRow(_Message, frozen=True):
@@ -275,6 +282,15 @@ class LoadWanted(Ask[ModelStatus], frozen=True):
     watcher: Watcher | None = None
 
 
+class EnsureLoaded(_Message, frozen=True):
+    """A request names a model that is not loaded; the router waits for word of it.
+
+    Answered by `ModelAdded`, or by `ModelForgotten` with the error that its requests end with.
+    """
+
+    model: str
+
+
 class UnloadWanted(Ask[int], frozen=True):
     """Unload a model; answered with the bytes that became free."""
 
@@ -319,6 +335,7 @@ class LoadProgressed(_Message, frozen=True):
 
 SupervisorMail = (
     LoadWanted
+    | EnsureLoaded
     | UnloadWanted
     | DrainWanted
     | ShutdownWanted

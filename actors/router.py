@@ -1,6 +1,7 @@
 """The router's shell: brings requests to workers and what becomes of them to clients.
 
-Holds what the machine (`actors.machines.admission`) does not know: prompts, clients, seeds.
+Holds what the machine (`actors.machines.admission`) does not know: prompts, clients, seeds, and
+what was sent (`actors.jobs`): a request whose worker dies goes on in the next one from there.
 """
 
 from __future__ import annotations
@@ -13,38 +14,26 @@ from typing import TYPE_CHECKING, assert_never
 from msgspec.structs import replace
 
 from actors import mail
-from actors.machines import admission
+from actors.jobs import Job
+from actors.machines import admission, lifecycle
 from actors.ports import Notice
 from actors.runtime.actor import Actor, Later
 from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
 from protocol import messages
 from protocol import worker as wire
-from protocol.types import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.board import Board
-    from actors.mail import ClientMail, RouterMail, WorkerMail
+    from actors.mail import RouterMail, WorkerMail
     from actors.ports import Notify
     from actors.runtime.actor import Ref
     from protocol.messages import Event, Generate
 
 TOKEN_BYTES = 36
 """Of a token id in a list: the integer and the pointer to it."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One request: who asked, and what the worker gets."""
-
-    id: str
-    client: Ref[ClientMail]
-    submit: wire.Submit
-    seed: int
-    deadline: float | None = None
-    """On the event loop's clock."""
 
 
 @dataclass
@@ -55,6 +44,8 @@ class Office:
     draw_seed: Callable[[], int]
     board: Board
     notify: Notify
+    summon: Callable[[str], None] = lambda _model: None
+    """Tell the supervisor of a model that a request names and that is not here."""
     jobs: dict[str, Job] = field(default_factory=dict)
     workers: dict[str, Ref[WorkerMail]] = field(default_factory=dict)
 
@@ -104,15 +95,22 @@ class Router(Actor["RouterMail"]):
             case mail.ModelChanged(model=model, standing=standing, error=error):
                 if model in self._office.workers:
                     self._do(admission.ModelIs(model, standing, error))
-            case mail.ModelForgotten(model=model):
-                self._do(admission.ModelGone(model))
+            case mail.ModelForgotten(model=model, error=error):
+                self._do(admission.ModelGone(model, error))
                 self._office.workers.pop(model, None)
             case mail.RowReported(report=report):
                 self._report(report)
             case mail.RowBounced(rid=rid):
                 self._do(admission.Bounced(rid))
-            case mail.RowsDied(rids=rids, error=error):
-                self._do(admission.RowsLost(rids, error))
+            case mail.RowsDied():
+                lost = admission.RowsLost(
+                    message.model,
+                    message.rids,
+                    message.error,
+                    message.attributable,
+                    message.again,
+                )
+                self._do(lost)
             case mail.RouterRang():
                 self._do(admission.Rang())
             case mail.FinishAll():
@@ -130,7 +128,7 @@ class Router(Actor["RouterMail"]):
         seed = given if given is not None else self._office.draw_seed()
         submit = _submit(wanted.rid, request, seed)
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
-        self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, seed, deadline)
+        self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, deadline)
         self._do(admission.Arrived(wanted.rid, request.model, _size(submit), deadline))
 
     def _report(self, report: wire.Report) -> None:
@@ -139,31 +137,13 @@ class Router(Actor["RouterMail"]):
         job = self._office.jobs.get(rid)
         if job is None:
             return
-        event: Event
-        match report:
-            case wire.RowAccepted(prompt_tokens=tokens):
-                event = messages.Accepted(id=job.id, prompt_tokens=tokens, seed=job.seed)
-            case wire.RowPrompt(index=index, logprobs=told):
-                event = messages.PromptLogprobs(id=job.id, index=index, logprobs=told)
-            case wire.RowTokens():
-                event = messages.Tokens(
-                    id=job.id,
-                    index=report.index,
-                    tokens=report.tokens,
-                    text=report.text,
-                    choice=report.choice,
-                    logprobs=report.logprobs,
-                )
-            case wire.ChoiceFinished(choice=choice, reason=reason):
-                event = messages.ChoiceFinished(id=job.id, choice=choice, reason=reason)
-            case wire.RowFinished(reason=reason, usage=usage):
-                event = messages.Done(id=job.id, reason=reason, usage=usage)
-            case wire.RowFailed(error=error):
-                event = messages.Error(id=job.id, error=error)
-            case _:
-                return
-        self._tell(job, event)
-        if messages.is_last(event):
+        if (event := job.hear(report)) is not None:
+            self._tell(job, event)
+        if isinstance(report, wire.RowTokens):
+            if job.fresh:
+                job.fresh = False
+                self._do(admission.Gained(rid))
+        elif event is not None and messages.is_last(event):
             del self._office.jobs[rid]
             self._do(admission.Over(rid))
 
@@ -172,11 +152,21 @@ class Router(Actor["RouterMail"]):
             self._perform(command)
         self._alarm.set(self._office.machine.deadline)
 
-    def _perform(self, command: admission.Command) -> None:
+    def _perform(self, command: admission.Command) -> None:  # noqa: C901 - one match
         office = self._office
         match command:
             case admission.Forward(rid=rid, model=model):
-                office.workers[model].tell(mail.RunRow(_timed(office.jobs[rid])))
+                job = office.jobs[rid]
+                job.fresh = True
+                office.workers[model].tell(mail.RunRow(_timed(job)))
+            case admission.Summon(model=model):
+                office.summon(model)
+            case admission.Suspend(rid=rid):
+                job = office.jobs[rid]
+                if (event := job.lost()) is not None:
+                    self._tell(job, event)
+            case admission.Blame(model=model):
+                office.workers[model].tell(mail.Order(lifecycle.Blamed()))
             case admission.Withdraw(rid=rid, model=model):
                 office.workers[model].tell(mail.CancelRow(rid))
             case admission.End(rid=rid, error=error):
@@ -184,8 +174,8 @@ class Router(Actor["RouterMail"]):
                 self._tell(job, messages.Error(id=job.id, error=error))
             case admission.EndCancelled(rid=rid):
                 job = office.jobs.pop(rid)
-                usage = Usage(prompt_tokens=0, completion_tokens=0)
-                self._tell(job, messages.Done(id=job.id, reason="cancelled", usage=usage))
+                for event in job.cancelled():
+                    self._tell(job, event)
             case admission.Quiet():
                 finishing, self._finishing = self._finishing, []
                 for later in finishing:
@@ -215,9 +205,10 @@ def _submit(rid: str, request: Generate, seed: int) -> wire.Submit:
 
 def _timed(job: Job) -> wire.Submit:
     """Return what the worker gets now: its clock starts with what is left of the deadline."""
+    submit = job.again()
     if job.deadline is None:
-        return job.submit
-    return replace(job.submit, deadline_s=max(_SHORTEST_S, job.deadline - _now()))
+        return submit
+    return replace(submit, deadline_s=max(_SHORTEST_S, job.deadline - _now()))
 
 
 def _now() -> float:

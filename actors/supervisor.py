@@ -104,6 +104,8 @@ class Supervisor(Actor["SupervisorMail"]):
         match message:
             case mail.LoadWanted():
                 return self._load(message)
+            case mail.EnsureLoaded(model=model):
+                self._ensure(model)
             case mail.UnloadWanted(name=name, force=force):
                 return self._unload(name, force=force)
             case mail.DrainWanted():
@@ -168,11 +170,20 @@ class Supervisor(Actor["SupervisorMail"]):
         worker.tell(mail.Order(lifecycle.Start()))
         return seat
 
+    def _ensure(self, name: str) -> None:
+        """Tell the router of a model that it does not know; it knows all that have a seat."""
+        if name not in self._house.seats:
+            error = UnknownModel(f"{self._missing(name)}; load it first", model=name)
+            self._house.router.tell(mail.ModelForgotten(name, error.info()))
+
+    def _missing(self, name: str) -> str:
+        names = ", ".join(sorted(self._house.seats)) or "none"
+        return f"no model {name!r} is loaded (loaded: {names})"
+
     def _unload(self, name: str, *, force: bool) -> Later[int]:
         seat = self._house.seats.get(name)
         if seat is None:
-            names = ", ".join(sorted(self._house.seats)) or "none"
-            raise UnknownModel(f"no model {name!r} is loaded (loaded: {names})", model=name)
+            raise UnknownModel(self._missing(name), model=name)
         later: Later[int] = Later()
         seat.unloaders.append(later)
         self._dismiss(seat, force=force)

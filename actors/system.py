@@ -157,6 +157,8 @@ class System:
         self._supervisor: Ref[SupervisorMail] = tree.start(
             Child("supervisor", lambda: Supervisor(self._house))
         )
+        supervisor = self._supervisor
+        self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
         self._around = Surroundings(
             spawn=self._spawn,
             router=router,

@@ -287,8 +287,11 @@ class Worker(Actor["WorkerMail"]):
                 self._notify("worker_killed", level="warning")
                 if berth.process is not None:
                     berth.process.kill()
-            case lifecycle.LoseRows(rids=rids, error=error):
-                around.router.tell(mail.RowsDied(rids, error))
+            case lifecycle.LoseRows():
+                died = mail.RowsDied(
+                    berth.name, command.rids, command.error, command.attributable, command.again
+                )
+                around.router.tell(died)
             case lifecycle.Release():
                 around.governor.tell(mail.MemoryFree(berth.name))
                 around.turns.tell(mail.TurnsLost(berth.name))

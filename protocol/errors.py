@@ -24,6 +24,7 @@ The tree (`code` in brackets; * = worth a retry as it is)::
      ├── Draining                                 [draining]            *
      ├── DeadlineExceeded                         [deadline_exceeded]   *
      ├── WorkerDied                               [worker_died]         *
+     ├── Quarantined                              [quarantined]
      ├── SlowReader                               [slow_reader]         *
      ├── NumericalError                           [numerical_error]     *
      ├── PermissionDenied                         [permission_denied]
@@ -183,10 +184,19 @@ class DeadlineExceeded(KvdError):
 
 
 class WorkerDied(KvdError):
-    """The model's process ended while the request ran."""
+    """The model's process ended, and the request does not go on in another one."""
 
     code = "worker_died"
     retryable = True
+
+
+class Quarantined(KvdError):
+    """The model's process died of this request, twice, the second time with no other in it.
+
+    ``detail["story"]`` tells it. It is not tried again; the model goes on.
+    """
+
+    code = "quarantined"
 
 
 class SlowReader(KvdError):

@@ -176,6 +176,24 @@ class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
     seed: int
 
 
+class Queued(_Event, tag="queued", frozen=True, kw_only=True):
+    """The request waits for a place or for memory."""
+
+    position: int
+    """1: it is next."""
+
+
+class Parked(_Event, tag="parked", frozen=True, kw_only=True):
+    """The request rests, and goes on by itself: nothing of it is lost."""
+
+    reason: Literal["restart", "memory"]
+    """Its model's process is started again, or others need its memory."""
+
+
+class Resumed(_Event, tag="resumed", frozen=True, kw_only=True):
+    """A request that was parked goes on; its next token is the one after its last."""
+
+
 class Tokens(_Event, tag="tokens", frozen=True, kw_only=True):
     """The next tokens of a completion, with the text that they complete.
 
@@ -248,6 +266,9 @@ Event = (
     | Loaded
     | Unloaded
     | Accepted
+    | Queued
+    | Parked
+    | Resumed
     | PromptLogprobs
     | Tokens
     | ChoiceFinished
@@ -261,4 +282,7 @@ Event = (
 
 def is_last(event: Event) -> bool:
     """Return whether no further event of the same request follows."""
-    return not isinstance(event, (Loading, Accepted, PromptLogprobs, Tokens, ChoiceFinished))
+    return not isinstance(event, _NOT_LAST)
+
+
+_NOT_LAST = (Tokens, Loading, Accepted, Queued, Parked, Resumed, PromptLogprobs, ChoiceFinished)

@@ -7,11 +7,15 @@ worker, or by `End` or `EndCancelled` here. Knows ids only, no prompts and no cl
 What becomes of a request that arrives:
 
 1. the daemon drains, or the model is being unloaded: ``draining``;
-2. there is no such model: ``unknown_model``;
-3. the model was given up: its own error;
-4. it holds as many as it may, or as many bytes: ``overloaded``;
-5. it is ready: to the worker;
-6. else it waits, until its deadline: ``deadline_exceeded``. The worker heeds that of those it has.
+2. the model was given up: its own error;
+3. it holds as many as it may, or as many bytes: ``overloaded``;
+4. it is ready: to the worker, unless suspects are tried there (`actors.machines.suspects`);
+5. else it waits, until its deadline: ``deadline_exceeded``. The worker heeds that of those it has.
+   Of a model that is not here the supervisor is told (`Summon`); if it knows none, `ModelGone`
+   ends those that wait.
+
+What the process took with it waits again in its old place, and goes into the next one; but for
+one that the process dies of alone: ``quarantined``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Literal
 
 import msgspec
 
+from actors.machines.suspects import Suspects
 from protocol.errors import (
     DeadlineExceeded,
     Draining,
@@ -28,6 +33,7 @@ from protocol.errors import (
     KvdError,
     ModelFailed,
     Overloaded,
+    Quarantined,
     UnknownModel,
 )
 
@@ -52,9 +58,11 @@ class ModelIs(_Tagged, frozen=True):
 
 
 class ModelGone(_Tagged, frozen=True):
-    """Its worker is gone for good, and so is its name."""
+    """Its worker is gone for good, and so is its name; or there never was one."""
 
     model: str
+    error: ErrorInfo | None = None
+    """Of its requests; absent: it was unloaded."""
 
 
 class Arrived(_Tagged, frozen=True):
@@ -77,8 +85,19 @@ class Bounced(_Tagged, frozen=True):
 class RowsLost(_Tagged, frozen=True):
     """The process died with these."""
 
+    model: str
     rids: list[str]
     error: ErrorInfo
+    attributable: bool = False
+    """They, or the process itself, may have caused it."""
+    again: bool = True
+    """Another process follows, for them to go on in."""
+
+
+class Gained(_Tagged, frozen=True):
+    """It has made a new token, its first since it went to the process."""
+
+    rid: str
 
 
 class Over(_Tagged, frozen=True):
@@ -101,7 +120,9 @@ class Rang(_Tagged, frozen=True):
     """The time may have come that `Desk.deadline` said."""
 
 
-Event = ModelIs | ModelGone | Arrived | Bounced | RowsLost | Over | Unwanted | DrainAll | Rang
+Event = (
+    ModelIs | ModelGone | Arrived | Bounced | RowsLost | Gained | Over | Unwanted | DrainAll | Rang
+)
 
 
 class Forward(_Tagged, frozen=True):
@@ -115,6 +136,24 @@ class Withdraw(_Tagged, frozen=True):
     """Tell the model's worker to cancel it."""
 
     rid: str
+    model: str
+
+
+class Summon(_Tagged, frozen=True):
+    """Tell the supervisor that a request names this model, which is not here."""
+
+    model: str
+
+
+class Suspend(_Tagged, frozen=True):
+    """Tell its client that it waits for another process, and goes on then."""
+
+    rid: str
+
+
+class Blame(_Tagged, frozen=True):
+    """Tell the model's worker that a request was found that its process died of."""
+
     model: str
 
 
@@ -135,7 +174,7 @@ class Quiet(_Tagged, frozen=True):
     """Nothing runs any more."""
 
 
-Command = Forward | Withdraw | End | EndCancelled | Quiet
+Command = Forward | Withdraw | Summon | Suspend | Blame | End | EndCancelled | Quiet
 
 
 class Held(msgspec.Struct):
@@ -146,6 +185,8 @@ class Held(msgspec.Struct):
     forwarded: bool = False
     unwanted: bool = False
     deadline: float | None = None
+    lost: bool = False
+    """A process died with it."""
 
 
 class Desk(msgspec.Struct):
@@ -157,6 +198,10 @@ class Desk(msgspec.Struct):
     """Of the same; one that is alone may have more."""
     draining: bool = False
     models: dict[str, ModelIs] = msgspec.field(default_factory=dict)
+    summoned: set[str] = msgspec.field(default_factory=set)
+    """Models that requests wait for and that are not known yet."""
+    suspects: dict[str, Suspects] = msgspec.field(default_factory=dict)
+    """By model."""
     requests: dict[str, Held] = msgspec.field(default_factory=dict)
     """In the order of their arrival."""
     counts: dict[str, int] = msgspec.field(default_factory=dict)
@@ -174,24 +219,29 @@ class Desk(msgspec.Struct):
         ]
         return min(times, default=None)
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: C901 - one match
         """Take an event and return what is to be done."""
         match event:
             case ModelIs():
                 self.models[event.model] = event
                 commands = self._model_is(event)
-            case ModelGone(model=model):
-                commands = self._end_all(model)
+            case ModelGone(model=model, error=error):
+                commands = self._end_all(model, error)
                 self.models.pop(model, None)
+                self.summoned.discard(model)
+                self.suspects.pop(model, None)
             case Arrived():
                 commands = self._arrive(event)
             case Bounced(rid=rid):
                 commands = self._bounce(rid)
-            case RowsLost(rids=rids, error=error):
-                commands = [c for rid in rids for c in self._lose(rid, error)]
+            case RowsLost():
+                commands = self._lost(event)
+            case Gained(rid=rid):
+                commands = self._gained(rid)
             case Over(rid=rid):
+                held = self.requests.get(rid)
                 self._forget(rid)
-                commands = []
+                commands = [] if held is None else self._release(held.model)
             case Unwanted(rid=rid):
                 commands = self._cancel(rid)
             case Rang():
@@ -212,39 +262,46 @@ class Desk(msgspec.Struct):
             sizes[held.model] = sizes.get(held.model, 0) + held.size
             if not held.forwarded:
                 assert not held.unwanted, "a cancelled request waits"
-                assert held.model in self.models, "a request waits for no model"
-                assert self.models[held.model].standing == "waiting", "a request was forgotten"
+                known = self.models.get(held.model)
+                assert known or held.model in self.summoned, "a request waits for no model"
+                held_back = held.model in self.suspects and self.suspects[held.model].careful
+                waits = known is None or known.standing == "waiting" or held_back
+                assert waits, "a request was forgotten"
         assert (counts, sizes) == (self.counts, self.sizes), "counted wrongly"
         assert all(count <= self.most for count in counts.values()), "too many"
+        for suspects in self.suspects.values():
+            suspects.check()
+            assert suspects.inside.keys() <= self.requests.keys(), "a suspect that is over"
+        for model, suspects in self.suspects.items():
+            if model in self.models and self.models[model].standing == "ready":
+                assert not suspects.careful or suspects.trying, "nobody is tried"
 
     def _arrive(self, event: Arrived) -> list[Command]:
         rid, model = event.rid, event.model
-        if (refusal := self._refusal(model, event.size)) is not None:  # (1) to (4)
+        if (refusal := self._refusal(model, event.size)) is not None:  # (1) to (3)
             return [End(rid, refusal)]
         self.requests[rid] = Held(model, event.size, deadline=event.deadline)
         self.counts[model] = self.counts.get(model, 0) + 1
         self.sizes[model] = self.sizes.get(model, 0) + event.size
-        return self._place(rid)
+        if model in self.models:
+            return self._place(rid)
+        known, self.summoned = model in self.summoned, self.summoned | {model}
+        return [] if known else [Summon(model)]
 
     def _refusal(self, model: str, size: int) -> ErrorInfo | None:
         known = self.models.get(model)
         refusal: KvdError
         if self.draining:  # (1)
             refusal = Draining("the daemon takes no new work")
-        elif known is None:  # (2)
-            names = ", ".join(sorted(self.models)) or "none"
-            refusal = UnknownModel(
-                f"no model {model!r} is loaded (loaded: {names}); load it first", model=model
-            )
-        elif known.standing == "closing":  # (1)
+        elif known is not None and known.standing == "closing":  # (1)
             refusal = Draining(f"{model} is being unloaded")
-        elif known.standing == "failed":  # (3)
+        elif known is not None and known.standing == "failed":  # (2)
             return known.error or ModelFailed(f"{model} has failed").info()
-        elif self.counts.get(model, 0) >= self.most:  # (4)
+        elif self.counts.get(model, 0) >= self.most:  # (3)
             refusal = Overloaded(
                 f"{model} holds {self.most} requests already", retry_after_s=RETRY_AFTER_S
             )
-        elif model in self.sizes and self.sizes[model] + size > self.most_bytes:  # (4)
+        elif model in self.sizes and self.sizes[model] + size > self.most_bytes:  # (3)
             refusal = Overloaded(
                 f"the requests that {model} holds have {self.sizes[model]} bytes already; this one "
                 f"has {size}, and the limit is {self.most_bytes}",
@@ -255,27 +312,49 @@ class Desk(msgspec.Struct):
         return refusal.info()
 
     def _place(self, rid: str) -> list[Command]:
+        model = self.requests[rid].model
+        known, suspects = self.models.get(model), self._suspects(model)
+        if known is not None and known.standing == "ready" and not suspects.careful:  # (4)
+            return [self._forward(rid)]
+        return []  # (5)
+
+    def _forward(self, rid: str) -> Forward:
         held = self.requests[rid]
-        if self.models[held.model].standing == "ready":  # (5)
-            held.forwarded = True
-            return [Forward(rid, held.model)]
-        return []  # (6)
+        held.forwarded = True
+        self._suspects(held.model).enter(rid)
+        return Forward(rid, held.model)
+
+    def _suspects(self, model: str) -> Suspects:
+        return self.suspects.setdefault(model, Suspects())
+
+    def _waiting(self, model: str) -> list[str]:
+        return [
+            rid for rid, held in self.requests.items() if held.model == model and not held.forwarded
+        ]
+
+    def _release(self, model: str) -> list[Command]:
+        """Let those go that may: while suspects are tried, the next group of them, else all."""
+        known, suspects = self.models.get(model), self._suspects(model)
+        if known is None or known.standing != "ready" or (suspects.careful and suspects.trying):
+            return []
+        waiting = self._waiting(model)
+        while suspects.careful:
+            group = [rid for rid in suspects.next_group() if rid in waiting]
+            if group:
+                return [self._forward(rid) for rid in group]
+        return [self._forward(rid) for rid in waiting]
 
     def _model_is(self, event: ModelIs) -> list[Command]:
         model = event.model
+        self.summoned.discard(model)
         match event.standing:
             case "waiting" if event.error and event.error.code == InsufficientMemory.code:
-                # It comes back when there is memory, which may be never.
-                return self._end_waiting(model, event.error)
+                # It comes back when there is memory, which may be never; what was begun waits on.
+                return self._end_waiting(model, event.error, begun=False)
             case "waiting":
                 return []
             case "ready":
-                waiting = [
-                    rid
-                    for rid, held in self.requests.items()
-                    if held.model == model and not held.forwarded
-                ]
-                return [c for rid in waiting for c in self._place(rid)]
+                return self._release(model)
             case "closing":
                 return self._end_waiting(model, self._closing(model))
             case "failed":
@@ -287,10 +366,8 @@ class Desk(msgspec.Struct):
             return Draining(f"the daemon takes no new work, and {model} is being stopped").info()
         return Draining(f"{model} is being unloaded").info()
 
-    def _end_waiting(self, model: str, error: ErrorInfo) -> list[Command]:
-        waiting = [
-            rid for rid, held in self.requests.items() if held.model == model and not held.forwarded
-        ]
+    def _end_waiting(self, model: str, error: ErrorInfo, *, begun: bool = True) -> list[Command]:
+        waiting = [rid for rid in self._waiting(model) if begun or not self.requests[rid].lost]
         return [self._end(rid, error) for rid in waiting]
 
     def _end_late(self, now: float) -> list[Command]:
@@ -302,10 +379,10 @@ class Desk(msgspec.Struct):
         error = DeadlineExceeded("its deadline passed while it waited for its model")
         return [self._end(rid, error.info()) for rid in late]
 
-    def _end_all(self, model: str) -> list[Command]:
+    def _end_all(self, model: str, error: ErrorInfo | None) -> list[Command]:
         # Nobody speaks any more for those that were on their way to the worker.
         known = self.models.get(model)
-        error = known.error if known is not None else None
+        error = error or (known.error if known is not None else None)
         error = error or UnknownModel(f"{model} was unloaded", model=model).info()
         rids = [rid for rid, held in self.requests.items() if held.model == model]
         return [c for rid in rids for c in self._lose(rid, error)]
@@ -315,6 +392,7 @@ class Desk(msgspec.Struct):
         if held is None:
             return []
         held.forwarded = False
+        self._suspects(held.model).bounced(rid)
         if held.unwanted:
             self._forget(rid)
             return [EndCancelled(rid)]
@@ -322,7 +400,44 @@ class Desk(msgspec.Struct):
         if known is None or known.standing in {"closing", "failed"}:
             error = known.error if known is not None and known.error is not None else None
             return [self._end(rid, error or self._closing(held.model))]
-        return self._place(rid)
+        return self._release(held.model)
+
+    def _lost(self, event: RowsLost) -> list[Command]:
+        if not event.again:
+            return [c for rid in event.rids for c in self._lose(rid, event.error)]
+        model = event.model
+        if (known := self.models.get(model)) is not None and known.standing == "ready":
+            self.models[model] = ModelIs(model, "waiting")  # its own word of that is on the way
+        story = self._suspects(model).died(
+            event.rids, event.error.message, attributable=event.attributable
+        )
+        commands: list[Command] = [] if story is None else [Blame(model)]
+        for rid in event.rids:
+            commands += self._wait_again(rid, event.error, story)
+        return commands
+
+    def _wait_again(self, rid: str, error: ErrorInfo, story: list[str] | None) -> list[Command]:
+        held = self.requests.get(rid)
+        if held is None:
+            return []
+        held.forwarded, held.lost = False, True
+        if held.unwanted:
+            self._forget(rid)
+            return [EndCancelled(rid)]
+        if story is not None:
+            return [self._end(rid, _quarantined(held.model, error, story))]
+        known = self.models.get(held.model)
+        if known is None or known.standing in {"closing", "failed"}:
+            return [self._end(rid, error)]
+        return [Suspend(rid)]
+
+    def _gained(self, rid: str) -> list[Command]:
+        held = self.requests.get(rid)
+        if held is None:
+            return []
+        suspects = self._suspects(held.model)
+        suspects.gained(rid)
+        return self._release(held.model) if suspects.careful else []
 
     def _lose(self, rid: str, error: ErrorInfo) -> list[Command]:
         held = self.requests.get(rid)
@@ -351,7 +466,17 @@ class Desk(msgspec.Struct):
         held = self.requests.pop(rid, None)
         if held is None:
             return
+        if held.model in self.suspects:
+            self.suspects[held.model].over(rid)
         self.counts[held.model] -= 1
         self.sizes[held.model] -= held.size
         if not self.counts[held.model]:
             del self.counts[held.model], self.sizes[held.model]
+
+
+def _quarantined(model: str, error: ErrorInfo, story: list[str]) -> ErrorInfo:
+    return Quarantined(
+        f"the process of {model} died of this request, {len(story)} times and the last time with "
+        f"no other in it, so it is not tried again; the last death: {error.message}",
+        story=story,
+    ).info()

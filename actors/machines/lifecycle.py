@@ -165,6 +165,10 @@ class RowOver(_Tagged, frozen=True):
     rid: str
 
 
+class Blamed(_Tagged, frozen=True):
+    """A request was found that the process died of; others may be as deadly."""
+
+
 class Exited(_Tagged, frozen=True):
     """The process is gone."""
 
@@ -195,6 +199,7 @@ Event = (
     | Admit
     | Gained
     | RowOver
+    | Blamed
     | Exited
     | Fault
     | Tick
@@ -243,6 +248,10 @@ class LoseRows(_Tagged, frozen=True):
 
     rids: list[str]
     error: ErrorInfo
+    attributable: bool = False
+    """They, or the process itself, may have caused it."""
+    again: bool = False
+    """There will be another process, which they can go on in."""
 
 
 class Release(_Tagged, frozen=True):
@@ -533,31 +542,47 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
             m.state = Stopped()
             return [*_lose_rows(m, died.info()), Release()]
         case _:
-            outside = e.returncode in {-signal.SIGKILL, -signal.SIGTERM}
-            return _died(m, died.info(), now, attributable=not outside)
+            return _died(m, died.info(), now, attributable=is_own_doing(e.returncode))
 
 
 def _died(m: Lifecycle, error: ErrorInfo, now: float, *, attributable: bool) -> list[Command]:
-    lost = _lose_rows(m, error)
-    delay = m.budget.death(now, attributable=attributable, fruitless=not m.worked)
+    lost = _lose_rows(m, error, attributable=attributable, again=True)
+    delay: float | None
+    if lost and attributable:  # its requests are suspected first
+        delay = m.budget.narrowed()
+    else:
+        delay = m.budget.death(now, attributable=attributable, fruitless=not m.worked)
     if delay is None:
-        reason = ModelFailed(
-            f"{m.name} was given up after {m.budget.crashes} crashes without progress; "
-            f"the last one: {error.message}",
-            last=error.message,
-        )
-        m.state = Failed(reason.info())
+        m.state = _given_up(m, error)
     else:
         m.restarts += 1
         m.state = Backoff(now + delay, error)
     return [*lost, Release()]
 
 
-def _lose_rows(m: Lifecycle, error: ErrorInfo) -> list[Command]:
+def _given_up(m: Lifecycle, error: ErrorInfo) -> Failed:
+    reason = ModelFailed(
+        f"{m.name} was given up after {m.budget.crashes} crashes without progress; "
+        f"the last one: {error.message}",
+        last=error.message,
+    )
+    return Failed(reason.info())
+
+
+def _blamed(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
+    assert isinstance(m.state, Backoff)
+    if m.budget.blame():
+        m.state = _given_up(m, m.state.error)
+    return []
+
+
+def _lose_rows(
+    m: Lifecycle, error: ErrorInfo, *, attributable: bool = False, again: bool = False
+) -> list[Command]:
     if not m.rows:
         return []
     rids, m.rows = sorted(m.rows), set()
-    return [LoseRows(rids, error)]
+    return [LoseRows(rids, error, attributable, again)]
 
 
 def _fault(m: Lifecycle, e: Event, now: float) -> list[Command]:
@@ -630,6 +655,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Drain: _stay,
         Halt: _stay,
         Admit: _bounce,
+        Blamed: _stay,
         Fault: _stay,
         Tick: _stay,
     },
@@ -642,6 +668,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Up: _up,
         Admit: _bounce,
         Exited: _exited,
+        Blamed: _stay,
         Fault: _fault,
         Tick: _hung,
     },
@@ -654,6 +681,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         CannotLoad: _cannot_load,
         Admit: _bounce,
         Exited: _exited,
+        Blamed: _stay,
         Fault: _fault,
         Tick: _hung,
     },
@@ -667,6 +695,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Gained: _gained,
         RowOver: _row_over,
         Exited: _exited,
+        Blamed: _stay,
         Fault: _fault,
         Tick: _hung,
     },
@@ -679,6 +708,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Gained: _gained,
         RowOver: _row_over,
         Exited: _exited,
+        Blamed: _stay,
         Fault: _fault,
         Tick: _hung,
     },
@@ -697,6 +727,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Gained: _stay,
         RowOver: _row_over,
         Exited: _exited,
+        Blamed: _stay,
         Fault: _fault,
         Tick: _press,
     },
@@ -705,6 +736,7 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Drain: _forget,
         Halt: _forget,
         Admit: _bounce,
+        Blamed: _blamed,
         Fault: _stay,
         Tick: _again,
     },
@@ -713,10 +745,31 @@ TABLE: dict[type[State], dict[type[Event], Move]] = {
         Drain: _forget,
         Halt: _forget,
         Admit: _bounce,
+        Blamed: _stay,
         Fault: _stay,
         Tick: _stay,
     },
 }
+
+
+OWN_SIGNALS = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGABRT,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    }
+)
+"""What a process brings upon itself; every other signal is sent by somebody: the user, a service
+manager, the kernel that lacks memory."""
+
+
+def is_own_doing(returncode: int) -> bool:
+    """Return whether a process may have caused this end of its own, as no order of ours did."""
+    return returncode >= 0 or -returncode in OWN_SIGNALS
 
 
 def describe(returncode: int) -> str:

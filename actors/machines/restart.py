@@ -1,7 +1,9 @@
 """When a process that died is started again, and when it is given up. Pure.
 
 An *attributable* death is one that the process may have caused itself; a kill from outside is
-not. Progress (a generated token) wipes the slate.
+not. Of those with requests inside, the requests are suspected first (`actors.machines.suspects`),
+so such a death counts only once one of them is blamed. Progress (a generated token) wipes the
+slate.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ FORGET_S = 600.0
 class RestartBudget(msgspec.Struct):
     """Three attributable deaths within a minute, without progress between them, are enough.
 
-    Deaths in the load and hangs count however far they lie apart: a model whose load takes a
-    minute and then crashes, or that hangs for two, would be loaded for ever.
+    Deaths in the load, hangs and requests that were blamed count however far they lie apart: a
+    model whose load takes a minute and then crashes, or that hangs for two, would be loaded for
+    ever.
     """
 
     most: int = 3
@@ -26,7 +29,7 @@ class RestartBudget(msgspec.Struct):
     longest_delay_s: float = 30.0
     deaths: list[float] = msgspec.field(default_factory=list)
     fruitless: int = 0
-    """Attributable deaths in the load, and hangs."""
+    """Attributable deaths in the load, hangs, and requests that were blamed."""
     crashed: list[float] = msgspec.field(default_factory=list)
     """When the other attributable deaths were."""
 
@@ -42,6 +45,15 @@ class RestartBudget(msgspec.Struct):
             return None
         return float(min(self.delay_s * 2 ** (len(self.deaths) - 1), self.longest_delay_s))
 
+    def narrowed(self) -> float:
+        """Return the delay after a death that makes the suspects fewer: there are not many."""
+        return self.delay_s
+
+    def blame(self) -> bool:
+        """Count a request that was blamed for deaths; return whether to give up."""
+        self.fruitless += 1
+        return self.crashes >= self.most
+
     @property
     def crashes(self) -> int:
         """Attributable deaths that count now."""
@@ -49,7 +61,7 @@ class RestartBudget(msgspec.Struct):
 
     def progress(self) -> None:
         """Forget all deaths: it works."""
-        if self.deaths:
+        if self.deaths or self.fruitless:
             self.deaths, self.crashed, self.fruitless = [], [], 0
 
     def check(self) -> None:

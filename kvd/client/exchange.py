@@ -30,8 +30,11 @@ from protocol.messages import (
     FinishReason,
     Loaded,
     Loading,
+    Parked,
     PromptLogprobs,
+    Queued,
     Request,
+    Resumed,
     Tokens,
     is_last,
 )
@@ -192,6 +195,8 @@ class CompletionRecord:
         match event:
             case Accepted(seed=seed):
                 self.seed = seed
+            case Queued() | Parked() | Resumed():
+                pass
             case PromptLogprobs(logprobs=logprobs):
                 self.prompt_logprobs += logprobs
             case Tokens():

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from actors.machines.admission import (
     Arrived,
+    Blame,
     Bounced,
     Desk,
     DrainAll,
@@ -16,12 +17,15 @@ from actors.machines.admission import (
     EndCancelled,
     Event,
     Forward,
+    Gained,
     ModelGone,
     ModelIs,
     Over,
     Quiet,
     Rang,
     RowsLost,
+    Summon,
+    Suspend,
     Unwanted,
     Withdraw,
 )
@@ -65,14 +69,28 @@ def test_requests_wait_for_their_model_in_order(desk):
 
 
 @pytest.mark.parametrize(
-    ("standing", "code"),
-    [("closing", "draining"), ("failed", "model_failed"), ("unknown", "unknown_model")],
+    ("standing", "code"), [("closing", "draining"), ("failed", "model_failed")]
 )
 def test_refusals(desk, standing, code):
-    if standing != "unknown":
-        feed(desk, ModelIs("m", standing, FAILED if standing == "failed" else None))
+    feed(desk, ModelIs("m", standing, FAILED if standing == "failed" else None))
 
     assert [f"1 {code}"] == codes(feed(desk, Arrived("1", "m")))
+
+
+def test_a_model_that_is_not_here_is_asked_for_once(desk):
+    assert feed(desk, Arrived("1", "m"), Arrived("2", "m")) == [Summon("m")]
+    assert feed(desk, ModelIs("m", "waiting")) == []
+    assert feed(desk, ModelIs("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
+
+
+def test_where_nobody_knows_the_model_those_that_wait_end(desk):
+    feed(desk, Arrived("1", "m", deadline=5.0), Arrived("2", "m"))
+    assert codes(desk.handle(Rang(), 5.0)) == ["1 deadline_exceeded"]
+    error = ErrorInfo("unknown_model", "no model 'm' is loaded")
+
+    assert feed(desk, ModelGone("m", error)) == [End("2", error)]
+    assert feed(desk, Arrived("3", "m")) == [Summon("m")]  # it may be known by now
+    assert feed(desk, Unwanted("3")) == [EndCancelled("3")]
 
 
 def test_too_many_are_overloaded(desk):
@@ -124,19 +142,62 @@ def test_those_that_wait_end_with_their_model(desk, event, code):
     assert list(desk.requests) == ["2"]
 
 
-def test_those_inside_die_with_the_process_and_those_on_their_way_wait(desk):
+def test_those_that_a_process_took_with_it_go_into_the_next_one_in_their_order(desk):
+    desk.most = 4
+    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"), Arrived("3", "m"))
+
+    lost = feed(desk, RowsLost("m", ["1", "2"], DIED))
+    assert lost == [Suspend("1"), Suspend("2")]
+    assert feed(desk, Bounced("3"), Arrived("4", "m"), ModelIs("m", "waiting")) == []
+    back = feed(desk, ModelIs("m", "ready"))
+    assert back == [Forward(rid, "m") for rid in "1234"]
+
+
+def test_those_of_a_process_that_is_the_last_one_end_with_it(desk):
     feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"))
 
-    assert codes(feed(desk, RowsLost(["1"], DIED), ModelIs("m", "waiting"))) == ["1 worker_died"]
-    assert feed(desk, Bounced("2")) == []
-    assert [Forward("2", "m")] == feed(desk, ModelIs("m", "ready"))
+    assert codes(feed(desk, RowsLost("m", ["1"], DIED, again=False))) == ["1 worker_died"]
+    feed(desk, RowsLost("m", ["2"], DIED))
+    assert codes(feed(desk, ModelIs("m", "failed", FAILED))) == ["2 model_failed"]
+
+
+def test_what_was_begun_waits_for_memory_and_others_are_told(desk):
+    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), RowsLost("m", ["1"], DIED))
+    feed(desk, Arrived("2", "m"))
+
+    assert codes(feed(desk, ModelIs("m", "waiting", MEMORY))) == ["2 insufficient_memory"]
+    assert feed(desk, ModelIs("m", "ready")) == [Forward("1", "m")]
+
+
+def test_suspects_are_tried_in_halves_and_who_dies_alone_is_quarantined(desk):
+    desk.most = 4
+    died = ErrorInfo("worker_died", "the worker of m was ended by SIGSEGV")
+    feed(desk, ModelIs("m", "ready"), *(Arrived(rid, "m") for rid in "123"))
+    feed(desk, Gained("3"), RowsLost("m", ["1", "2", "3"], died, attributable=True))
+
+    assert feed(desk, ModelIs("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
+    lost = feed(desk, RowsLost("m", ["1", "2"], died, attributable=True))
+    assert lost == [Suspend("1"), Suspend("2")]
+    assert feed(desk, ModelIs("m", "ready"), Arrived("4", "m")) == [Forward("1", "m")]
+    blame, end = feed(desk, RowsLost("m", ["1"], died, attributable=True))
+    assert blame == Blame("m")
+    assert isinstance(end, End)
+    assert (end.rid, end.error.code, end.error.retryable) == ("1", "quarantined", False)
+    assert end.error.detail["story"] == [
+        "the worker of m was ended by SIGSEGV; 3 inside, 2 without a new token",
+        "the worker of m was ended by SIGSEGV; 2 inside, 2 without a new token",
+        "the worker of m was ended by SIGSEGV; 1 inside, 1 without a new token",
+    ]
+    assert feed(desk, ModelIs("m", "ready")) == [Forward("2", "m")]
+    assert feed(desk, Gained("2")) == [Forward("3", "m")]
+    assert feed(desk, Over("3")) == [Forward("4", "m")]
 
 
 def test_those_on_their_way_end_when_nobody_speaks_for_them(desk):
     feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), ModelIs("m", "failed", FAILED))
 
     assert codes(feed(desk, ModelGone("m"))) == ["1 model_failed"]
-    assert feed(desk, Bounced("1"), Over("1"), Unwanted("1"), RowsLost(["1"], DIED)) == []
+    assert feed(desk, Bounced("1"), Over("1"), Unwanted("1"), RowsLost("m", ["1"], DIED)) == []
 
 
 def test_a_bounce_of_a_closing_model_ends(desk):
@@ -153,7 +214,7 @@ def test_cancel(desk):
     assert [Withdraw("2", "n")] == feed(desk, Unwanted("2"), Unwanted("2"))
     feed(desk, Unwanted("3"), Unwanted("4"))
     assert [EndCancelled("3")] == feed(desk, Bounced("3"))
-    assert [EndCancelled("4")] == feed(desk, RowsLost(["4"], DIED))
+    assert [EndCancelled("4")] == feed(desk, RowsLost("n", ["4"], DIED))
     assert list(desk.requests) == ["2"]
 
 
@@ -203,6 +264,8 @@ class Walk(RuleBasedStateMachine):
                 case End(rid=rid) | EndCancelled(rid=rid):
                     self.open.remove(rid)
                     self.inside.discard(rid)
+                case Suspend(rid=rid):
+                    assert rid in self.open
                 case Withdraw(rid=rid):
                     assert rid in self.inside
                 case Quiet():
@@ -232,7 +295,7 @@ class Walk(RuleBasedStateMachine):
         self.feed(Rang())
         assert self.desk.deadline is None or self.desk.deadline > self.now
 
-    @rule(data=st.data(), how=st.sampled_from(["over", "bounced", "lost"]))
+    @rule(data=st.data(), how=st.sampled_from(["over", "bounced"]))
     def leave(self, data, how):
         rid = self.one_inside(data)
         if rid is None:
@@ -242,7 +305,27 @@ class Walk(RuleBasedStateMachine):
             self.open.remove(rid)
             self.feed(Over(rid))
         else:
-            self.feed(Bounced(rid) if how == "bounced" else RowsLost([rid], DIED))
+            if self.desk.models.get(self.desk.requests[rid].model) is not None:
+                self.model_is(self.desk.requests[rid].model, "waiting")
+            self.feed(Bounced(rid))
+
+    @rule(data=st.data())
+    def gain(self, data):
+        if rid := self.one_inside(data):
+            self.feed(Gained(rid))
+
+    @rule(model=models, data=st.data(), attributable=st.booleans(), again=st.booleans())
+    def die(self, model, data, attributable, again):
+        """The process had some of those that were given to it; the others come back later."""
+        given = [rid for rid in sorted(self.inside) if self.desk.requests[rid].model == model]
+        had = [rid for rid in given if data.draw(st.booleans())]
+        self.inside -= set(had)
+        self.feed(RowsLost(model, had, DIED, attributable, again))
+        if model in self.desk.models:
+            self.model_is(model, "waiting" if again else "closing")
+        for rid in set(given) - set(had):
+            self.inside.discard(rid)
+            self.feed(Bounced(rid))
 
     @rule(rid=st.integers(1, 30).map(str))
     def cancel(self, rid):

@@ -24,6 +24,7 @@ MODELS = ["a", "b", "c"]
 ERRORS = {
     "draining",
     "model_failed",
+    "quarantined",
     "overloaded",
     "unknown_model",
     "worker_died",

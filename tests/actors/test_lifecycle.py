@@ -48,6 +48,7 @@ EVENTS: dict[str, lc.Event] = {
     "admit": lc.Admit("r"),
     "gained": lc.Gained(),
     "row over": lc.RowOver("a"),
+    "blamed": lc.Blamed(),
     "exit": lc.Exited(1),
     "kill": lc.Exited(-9),
     "fault": lc.Fault("nonsense"),
@@ -62,6 +63,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopped",
         "halt": "Stopped",
         "admit": "Stopped Bounce",
+        "blamed": "Stopped",
         "fault": "Stopped",
         "tick": "Stopped",
     },
@@ -74,6 +76,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "admit": "Spawning Bounce",
         "exit": "Backoff Release",
         "kill": "Backoff Release",
+        "blamed": "Spawning",
         "fault": "Stopping",
         "tick": "Spawning",
     },
@@ -87,6 +90,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "admit": "Spawning Bounce",
         "exit": "Backoff Release",
         "kill": "Backoff Release",
+        "blamed": "Spawning",
         "fault": "Stopping Kill",
         "tick": "Spawning",
     },
@@ -100,6 +104,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "admit": "Loading Bounce",
         "exit": "Backoff Release",
         "kill": "Backoff Release",
+        "blamed": "Loading",
         "fault": "Stopping Kill",
         "tick": "Loading",
     },
@@ -114,6 +119,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "row over": "Ready",
         "exit": "Backoff Release",
         "kill": "Backoff Release",
+        "blamed": "Ready",
         "fault": "Stopping Kill",
         "tick": "Ready",
     },
@@ -128,6 +134,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "row over": "Ready",
         "exit": "Backoff LoseRows Release",
         "kill": "Backoff LoseRows Release",
+        "blamed": "Ready",
         "fault": "Stopping Kill",
         "tick": "Ready",
     },
@@ -141,6 +148,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "row over": "Stopping SendStop",
         "exit": "Stopped LoseRows Release",
         "kill": "Stopped LoseRows Release",
+        "blamed": "Draining",
         "fault": "Stopping Kill",
         "tick": "Draining",
     },
@@ -159,6 +167,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "row over": "Stopping",
         "exit": "Stopped Release",
         "kill": "Stopped Release",
+        "blamed": "Stopping",
         "fault": "Stopping Kill",
         "tick": "Stopping",
     },
@@ -167,6 +176,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopped",
         "halt": "Stopped",
         "admit": "Backoff Bounce",
+        "blamed": "Backoff",
         "fault": "Backoff",
         "tick": "Backoff",
     },
@@ -175,6 +185,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopped",
         "halt": "Stopped",
         "admit": "Failed Bounce",
+        "blamed": "Failed",
         "fault": "Failed",
         "tick": "Failed",
     },
@@ -392,19 +403,60 @@ def test_those_inside_are_told_why_the_model_was_stopped(m, events, order, says)
     assert lost.error.message.startswith(says)
 
 
-def test_hangs_count_though_we_killed_it_and_however_far_they_lie_apart(m):
-    now = NOW
-    for _ in range(3):
-        ready(m, now)
-        feed(m, lc.Admit("a"), now=now)
-        feed(m, lc.Tick(), now=now + 120)
-        feed(m, lc.Exited(-15), now=now + 121)
-        now = m.deadline or now
-        feed(m, lc.Tick(), now=now)
+def hang(m: lc.Lifecycle, now: float) -> list[lc.Command]:
+    """Let it be silent with a request, and be ended for it."""
+    ready(m, now)
+    feed(m, lc.Admit("a"), now=now)
+    feed(m, lc.Tick(), now=now + 120)
+    return feed(m, lc.Exited(-15), now=now + 121)
+
+
+def test_requests_are_suspected_of_a_hang_though_we_killed_it(m):
+    [lost, _] = hang(m, NOW)
+
+    assert isinstance(lost, lc.LoseRows)
+    assert (lost.rids, lost.attributable, lost.again) == (["a"], True, True)
+    assert m.budget.crashes == 0
+
+
+def test_requests_that_were_blamed_count_however_far_they_lie_apart(m):
+    for at in range(3):
+        hang(m, NOW + 1000 * at)
+        assert m.deadline == NOW + 1000 * at + 121 + 0.5  # the suspects become fewer
+        feed(m, lc.Blamed(), now=NOW + 1000 * at + 121)
+        feed(m, lc.Tick(), now=NOW + 1000 * at + 130)
 
     assert isinstance(m.state, lc.Failed)
+    assert "3 crashes" in m.error.message
     assert "no sign of life" in m.error.message
-    assert m.restarts == 2
+    assert m.restarts == 3
+
+
+def test_a_token_wipes_blame_away(m):
+    for at in range(4):
+        hang(m, NOW + 1000 * at)
+        feed(m, lc.Blamed(), lc.Tick(), now=NOW + 1000 * at + 130)
+        ready(m, NOW + 1000 * at + 140)
+        feed(m, lc.Gained(), lc.Exited(-9), now=NOW + 1000 * at + 141)
+        feed(m, lc.Tick(), now=NOW + 1000 * at + 150)
+
+    assert not isinstance(m.state, lc.Failed)
+
+
+@pytest.mark.parametrize(
+    ("returncode", "own"),
+    [
+        *((status, True) for status in (0, 1, 70, -11, -6, -7)),
+        *((status, False) for status in (-9, -15, -2, -1, -12, -64)),
+    ],
+)
+def test_only_what_a_process_may_do_to_itself_is_attributable(m, returncode, own):
+    ready(m)
+    feed(m, lc.Admit("a"))
+    [lost, _] = feed(m, lc.Exited(returncode))
+
+    assert isinstance(lost, lc.LoseRows)
+    assert lost.attributable == own
 
 
 # -- the restart budget ---------------------------------------------------------------------------

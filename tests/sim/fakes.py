@@ -66,6 +66,8 @@ class Script:
     """It exits so in the middle of its load."""
     crash_after: int | None = None
     """It exits with SIGSEGV after so many tokens."""
+    poison: dict[str, int] = field(default_factory=dict)
+    """By prompt, the place of the token that it exits for with SIGSEGV, in place of making it."""
     hang_at: str | None = None
     """It stops doing anything at ``start``, ``load`` or ``token``."""
     deaf: bool = False
@@ -180,7 +182,8 @@ class FakeProcess:
                 self.grant = command.total_bytes
                 self._answers.put_nowait(command)
             case Submit():
-                self._rows[command.rid] = Row(command)
+                sent = command.resume[0].tokens if command.resume else []
+                self._rows[command.rid] = Row(command, len(sent))
                 length = len(command.prompt or command.tokens or command.messages or "")
                 self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
                 self._work.set()
@@ -242,6 +245,9 @@ class FakeProcess:
                 del self._rows[rid]
                 self.say(RowFinished(rid=rid, reason="cancelled", usage=usage))
                 continue
+            if self.script.poison.get(submit.prompt or "") == row.made:
+                self.die(-11)
+                return
             new = token(submit.prompt or "", submit.sampling.seed or 0, row.made)
             self.say(RowTokens(rid=rid, index=row.made, tokens=[new], text=f"{new} "))
             row.made += 1
