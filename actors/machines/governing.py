@@ -1,0 +1,148 @@
+"""What the governor's machine hears and says (`actors.machines.ladder`)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from actors.machines.gauge import Pressure
+from actors.machines.governor import Answer, Released, Wanted
+from actors.machines.tenants import Policy
+from protocol.types import Offer
+from protocol.worker import Rung
+
+
+class _Tagged(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+# -- events -----------------------------------------------------------------------------------
+
+
+class Boarding(_Tagged, frozen=True):
+    """A model is about to be loaded."""
+
+    model: str
+    policy: Policy = Policy()
+    patient: bool = True
+
+
+class PolicyIs(_Tagged, frozen=True):
+    """The user pinned a model, or changed what else is said of it."""
+
+    model: str
+    policy: Policy
+
+
+class Ready(_Tagged, frozen=True):
+    """It takes requests."""
+
+    model: str
+
+
+class Leaving(_Tagged, frozen=True):
+    """It is being unloaded, whoever wants it."""
+
+    model: str
+
+
+class Left(_Tagged, frozen=True):
+    """Its seat was given up."""
+
+    model: str
+
+
+class Offered(_Tagged, frozen=True):
+    """What its worker could give back now."""
+
+    model: str
+    offer: Offer
+
+
+class Reclaimed(_Tagged, frozen=True):
+    """A `Reclaim` is over."""
+
+    model: str
+    seq: int
+    freed_bytes: int
+    exhausted: bool
+
+
+class Measured(_Tagged, frozen=True):
+    """What workers really take, and what the system says."""
+
+    used: dict[str, int]
+    pressure: Pressure = "normal"
+
+
+class BudgetIs(_Tagged, frozen=True):
+    """The user changed the budget."""
+
+    total_bytes: int
+
+
+class Rang(_Tagged, frozen=True):
+    """The time may have come that `Ladder.deadline` said."""
+
+
+Event = (
+    Boarding
+    | PolicyIs
+    | Ready
+    | Leaving
+    | Left
+    | Wanted
+    | Released
+    | Offered
+    | Reclaimed
+    | Measured
+    | BudgetIs
+    | Rang
+)
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+class Reclaim(_Tagged, frozen=True):
+    """Tell the worker to give back."""
+
+    model: str
+    seq: int
+    rung: Rung
+    wanted_bytes: int
+    level: int = 0
+
+
+class StartLevel(_Tagged, frozen=True):
+    """Tell the worker where new rows start."""
+
+    model: str
+    level: int
+
+
+class Evict(_Tagged, frozen=True):
+    """Unload a model; a request would bring it back."""
+
+    model: str
+    requeue: bool = False
+    """It has requests, and runs none of them: they wait in the daemon, and bring it back."""
+
+
+class Hold(_Tagged, frozen=True):
+    """Let new requests for a model wait, or no longer."""
+
+    model: str
+    held: bool
+
+
+class Noted(_Tagged, frozen=True):
+    """What was done, or came of it, and why: for `kvctl events`, the log and metrics."""
+
+    kind: str
+    model: str
+    reason: str
+    numbers: dict[str, int] = {}
+    wisher: str | None = None
+    """The model for which it was done."""
+
+
+Command = Answer | Reclaim | StartLevel | Evict | Hold | Noted

@@ -1,0 +1,125 @@
+"""Who lives under the budget, and what each of them is worth there. Pure.
+
+A tenant is a model that the daemon holds a seat for, from before its process is started until the
+seat is given up. Does not cover what it may hold (`actors.machines.governor`), nor what is done
+about it (`actors.machines.ladder`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from protocol.types import Offer
+from protocol.worker import Rung
+
+GRACE_S = 1.0
+"""What a request, or the word of it, may take on its way: before, nobody is idle for sure."""
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """What the user said of a model."""
+
+    priority: int = 0
+    """Models of lower priority pay first."""
+    pinned: bool = False
+    """Never evicted."""
+    idle_ttl_s: float | None = None
+    """Unloaded when nobody asked for it for so long; absent: only when room is needed."""
+
+
+class Open(msgspec.Struct, frozen=True):
+    """A `Reclaim` that the worker works on."""
+
+    seq: int
+    rung: Rung
+    wanted_bytes: int
+    level: int
+    until: float
+    """Not heard of by then, it counts as over."""
+
+
+class Tenant(msgspec.Struct):
+    """One model. The times are the machine's clock."""
+
+    name: str
+    policy: Policy = Policy()
+    state: Literal["loading", "ready", "leaving"] = "loading"
+    patient: bool = True
+    """Its load waits until others have finished; else it is refused if they do not make room."""
+    offer: Offer = Offer()
+    boarded_at: float = 0.0
+    load_since: float | None = None
+    """When its load first asked for memory, also if it had to begin anew since."""
+    load_s: float = 1.0
+    """How long its last load took: what an eviction costs."""
+    idle_since: float | None = None
+    """None while it has requests, or is not ready."""
+    open: Open | None = None
+    barren: dict[str, float] = msgspec.field(default_factory=dict)
+    """By rung: it gave nothing there, and is not asked again before this time."""
+    level: int = 0
+    """Where its new rows were told to start."""
+    kept_since: float | None = None
+    """Since when it waits, although its wish is a new one: it gave back for others, or has loaded
+    for requests that do not run yet."""
+    measured_bytes: int = 0
+    held: bool = False
+    """New requests for it wait in the daemon."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is ready and nobody asks for it."""
+        return self.state == "ready" and self.idle_since is not None
+
+    def is_evictable(self, now: float) -> bool:
+        """Whether it could be unloaded now, and nobody would notice but the next request."""
+        return self._idle_for(GRACE_S, now)
+
+    def is_expired(self, now: float) -> bool:
+        """Whether it has been idle for longer than it may be."""
+        ttl = self.policy.idle_ttl_s
+        return ttl is not None and self._idle_for(max(GRACE_S, ttl), now)
+
+    def _idle_for(self, seconds: float, now: float) -> bool:
+        since = self.idle_since
+        is_free = self.state == "ready" and not self.policy.pinned
+        return is_free and since is not None and now >= since + seconds
+
+    def worth(self, granted_bytes: int, now: float) -> tuple[int, float, str]:
+        """Return what it is worth to keep it while it is idle; the least goes first.
+
+        By priority, then by the seconds that a load costs, for each byte and each second that
+        nobody asked for it.
+        """
+        idle_s = 1.0 + now - (now if self.idle_since is None else self.idle_since)
+        return self.policy.priority, self.load_s / (max(1, granted_bytes) * idle_s), self.name
+
+    def take(self, offer: Offer, now: float) -> None:
+        """Note what it could give back, and whether anybody asks for it."""
+        self.offer = offer
+        if self.state != "ready" or offer.rows or offer.waiting:
+            self.idle_since = None
+        elif self.idle_since is None:
+            self.idle_since = now
+        if offer.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
+            self.kept_since = None
+
+    def gave(self, rung: Rung, level: int, freed_bytes: int, *, exhausted: bool) -> None:
+        """Take what was given out of the offer, until the worker says a new one."""
+        offer = self.offer
+        if rung == "level":
+            levels = tuple(0 if at < level else left for at, left in enumerate(offer.levels))
+            self.offer = msgspec.structs.replace(offer, levels=levels)
+        else:
+            rest = 0 if exhausted else max(0, getattr(offer, rung) - freed_bytes)
+            self.offer = msgspec.structs.replace(offer, **{rung: rest})
+
+    def end(self) -> None:
+        """Forget what its process said: it is gone."""
+        self.state = "loading"
+        self.offer = Offer()
+        self.idle_since = self.open = self.kept_since = None
+        self.barren.clear()
+        self.level = self.measured_bytes = 0

@@ -1,0 +1,413 @@
+"""The ladder: cheapest bytes first, nobody starves, and the sum of grants stays in the budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.machines import governing as words
+from actors.machines.governing import (
+    Boarding,
+    BudgetIs,
+    Evict,
+    Hold,
+    Left,
+    Measured,
+    Offered,
+    PolicyIs,
+    Rang,
+    Ready,
+    Reclaim,
+    Reclaimed,
+    StartLevel,
+)
+from actors.machines.governor import Answer, Governor, Released, Wanted
+from actors.machines.ladder import Ladder
+from actors.machines.tenants import Policy
+from actors.runtime.journal import Journal, replay
+from protocol.types import Offer
+
+BUDGET = 10_000
+
+
+class Desk:
+    """A ladder with a clock, that remembers what it was told to do."""
+
+    def __init__(self, **models: int) -> None:
+        self.ladder = Ladder(Governor(BUDGET))
+        self.now = 1000.0
+        self.said: list[words.Command] = []
+        self.seqs: dict[str, int] = {}
+        for name, granted in models.items():
+            self.load(name, granted)
+
+    def tell(self, event: words.Event, after: float = 0.0) -> list[words.Command]:
+        self.now += after
+        commands = self.ladder.handle(event, self.now)
+        self.ladder.check()
+        self.said += commands
+        return [it for it in commands if not isinstance(it, words.Noted)]
+
+    def load(self, name: str, granted: int, policy: Policy | None = None) -> None:
+        self.tell(Boarding(name, policy or Policy()))
+        self.want(name, granted)
+        self.tell(Ready(name))
+        self.now += 5.0
+
+    def want(self, name: str, total: int, *, resuming: bool = False) -> list[words.Command]:
+        self.seqs[name] = self.seqs.get(name, 0) + 1
+        return self.tell(Wanted(name, self.seqs[name], total, resuming))
+
+    def offer(self, name: str, **fields: object) -> list[words.Command]:
+        return self.tell(Offered(name, Offer(**fields)))
+
+    def wait(self, seconds: float) -> list[words.Command]:
+        """Ring as the machine wants it."""
+        end, commands = self.now + seconds, []
+        while (due := self.ladder.deadline) is not None and due <= end:
+            commands += self.tell(Rang(), max(0.0, due - self.now))
+        self.now = end
+        return commands + self.tell(Rang())
+
+    def gives(self, it: Reclaim, freed: int, *, exhausted: bool = False) -> list[words.Command]:
+        answers = self.want(it.model, self.grants[it.model] - freed)
+        return answers + self.tell(Reclaimed(it.model, it.seq, freed, exhausted))
+
+    @property
+    def grants(self) -> dict[str, int]:
+        return self.ladder.ledger.grants
+
+    def note(self, kind: str) -> words.Noted:
+        return next(it for it in self.said if isinstance(it, words.Noted) and it.kind == kind)
+
+
+def only(commands: list[words.Command], kind: type) -> list:
+    return [it for it in commands if isinstance(it, kind)]
+
+
+BUSY = {"rows": 1, "waiting": 1, "base": 2000}
+
+
+def test_the_rungs_are_climbed_one_by_one():
+    desk = Desk(a=5000, b=3000, c=1500)
+    desk.offer("c", base=1500)
+    desk.offer("b", spare=200, prefixes=300, levels=(400, 500), park=900, **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 9000)
+
+    desk.tell(Rang(), 0.3)
+    (spare,) = only(desk.said, Reclaim)
+    assert (spare.model, spare.rung, spare.wanted_bytes) == ("b", "spare", 200)
+    (prefixes,) = only(desk.gives(spare, 200), Reclaim)
+    assert (prefixes.rung, prefixes.wanted_bytes) == ("prefixes", 300)
+    desk.now += 15  # too much in all, so that it takes its turn as the first wish
+    (level,) = only(desk.gives(prefixes, 300), Reclaim)
+    assert (level.rung, level.level) == ("level", 1)
+    (level,) = only(desk.gives(level, 400, exhausted=True), Reclaim)
+    assert (level.rung, level.level) == ("level", 2)
+    said = desk.gives(level, 500, exhausted=True)
+    assert only(said, Evict) == [Evict("c")]
+    said = desk.tell(Released("c"))
+    assert not only(said, Reclaim), "a fair share is left to b"
+
+
+def test_a_first_level_is_taken_from_all_before_a_second_from_anybody():
+    desk = Desk(a=4000, b=3000, c=3000)
+    desk.offer("b", levels=(0, 900), **BUSY)
+    desk.offer("c", levels=(200, 900), **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 4600)
+
+    (first,) = only(desk.wait(1), Reclaim)
+
+    assert (first.model, first.level, first.wanted_bytes) == ("c", 1, 200)
+    (second,) = only(desk.gives(first, 200), Reclaim)
+    assert second.level == 2
+
+
+def test_nothing_that_costs_is_taken_before_a_wish_has_settled():
+    desk = Desk(a=5000, b=5000)
+    desk.offer("b", levels=(3000,), **BUSY)
+    desk.offer("a", **BUSY)
+
+    assert not only(desk.want("a", 6000), Reclaim)
+    assert only(desk.wait(0.3), Reclaim)
+
+
+def test_a_wish_for_which_nobody_waits_costs_nobody_anything():
+    desk = Desk(a=5000, b=5000)
+    desk.offer("b", spare=1000, levels=(3000,), **BUSY)
+    desk.offer("a", rows=1, base=2000)
+    desk.want("a", 6000)
+
+    assert not only(desk.wait(100), Reclaim)
+    assert desk.ladder.ledger.first is None
+
+
+def test_rows_are_parked_only_down_to_the_fair_share():
+    desk = Desk(a=2000, b=8000)
+    desk.offer("b", park=6000, **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 5000)
+
+    (park,) = only(desk.wait(1), Reclaim)
+
+    assert (park.model, park.rung, park.wanted_bytes) == ("b", "park", 3000)
+
+
+def test_nobody_is_parked_for_a_row_that_was_parked():
+    desk = Desk(a=2000, b=8000)
+    desk.offer("b", park=6000, **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 5000, resuming=True)
+
+    assert not only(desk.wait(200), Reclaim)
+
+
+def test_lower_priority_is_parked_below_its_share_and_higher_never():
+    desk = Desk()
+    desk.load("low", 3000, Policy(priority=-1))
+    desk.load("high", 3500, Policy(priority=1))
+    desk.load("me", 3500)
+    for name in ("low", "high"):
+        desk.offer(name, park=1000, **BUSY)
+    desk.offer("me", **BUSY)
+    desk.want("me", 4500)
+
+    (park,) = only(desk.wait(1), Reclaim)
+    assert park.model == "low"
+
+
+def test_what_is_on_its_way_is_waited_for():
+    desk = Desk(a=5000, b=5000)
+    desk.offer("b", spare=1000, prefixes=1000, levels=(1000,), **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 6000)
+
+    assert len(only([*desk.said, *desk.wait(30)], Reclaim)) == 1
+
+
+def test_a_worker_that_does_not_answer_is_not_waited_for_forever():
+    desk = Desk(a=4000, b=3000, c=3000)
+    desk.offer("b", spare=1000, **BUSY)
+    desk.offer("c", prefixes=1000, **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 5000)
+
+    rungs = [it.rung for it in only([*desk.said, *desk.wait(100)], Reclaim)]
+    assert rungs[:2] == ["spare", "prefixes"]
+
+
+def test_a_load_evicts_the_least_valuable_idle_model():
+    desk = Desk(old=2000, new=2000)
+    desk.load("pinned", 2000, Policy(pinned=True))
+    desk.load("dear", 2000, Policy(priority=1))
+    for name in ("old", "new", "pinned", "dear"):
+        desk.offer(name, base=2000)
+        desk.now += 10
+    desk.tell(Boarding("me", Policy(), patient=False))
+
+    assert not desk.want("me", 3500), "it is answered when there is room"
+    assert only(desk.wait(1), Evict) == [Evict("old")]
+    assert only(desk.tell(Released("old")), Answer) == [Answer("me", 1, 3500, True, 500)]
+    assert desk.note("evict").wisher == "me"
+
+
+def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
+    desk = Desk(busy=3000)
+    desk.load("kept", 4000, Policy(pinned=True))
+    desk.offer("kept", base=4000)
+    desk.offer("busy", **BUSY)
+    desk.tell(Boarding("me", Policy(), patient=False))
+
+    (answer,) = only(desk.want("me", 5000), Answer)
+
+    assert not answer.granted
+    assert "kept (pinned) holds" in answer.reason
+    assert "busy (in use) holds" in answer.reason
+    assert not only(desk.said, Evict)
+    assert desk.note("load_refused").numbers["wanted_bytes"] == 5000
+
+
+def test_a_patient_load_waits_and_one_that_pinned_models_leave_no_room_for_does_not():
+    desk = Desk(busy=8000)
+    desk.offer("busy", **BUSY)
+    desk.tell(Boarding("me"))
+
+    assert not only(desk.want("me", 9000), Answer)
+    assert only(desk.tell(PolicyIs("busy", Policy(pinned=True))), Answer)[0].granted is False
+
+
+def test_who_is_in_use_is_held_for_a_load_that_waits_and_let_go_after_it():
+    desk = Desk(a=5000, b=5000)
+    for name in ("a", "b"):
+        desk.offer(name, rows=3, base=4000)
+    desk.tell(Boarding("me"))
+    desk.want("me", 4000)
+
+    (hold,) = only(desk.wait(40), Hold)
+    assert hold.held
+    desk.offer(hold.model, base=4000)  # its rows are through
+    assert only(desk.wait(3), Evict) == [Evict(hold.model)]
+    said = desk.tell(Released(hold.model))
+    assert only(said, Answer)[0].granted
+    assert only(said, Hold) == [Hold(hold.model, held=False)]
+
+
+def test_a_large_wish_is_not_starved_by_small_ones():
+    desk = Desk(a=2000, b=4000, c=3500)
+    for name in ("b", "c"):
+        desk.offer(name, rows=1, waiting=1, base=1000)
+    desk.offer("a", **BUSY)
+    desk.want("a", 6000)
+    desk.want("b", 4400)
+    assert desk.grants["b"] == 4400, "a small one may overtake"
+    desk.wait(11)
+
+    desk.want("b", 3000)
+    assert not only(desk.want("b", 4000), Answer)[0].granted, "not for ever"
+    desk.want("c", 1000)
+    assert desk.grants["a"] == 6000
+
+
+def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
+    desk = Desk(a=5000, b=5000)
+    for name in ("a", "b"):
+        desk.offer(name, waiting=2, base=5000)
+    desk.want("a", 6000)
+    desk.now += 1
+    desk.want("b", 6000)
+
+    (evict,) = only(desk.wait(60), Evict)
+    assert evict == Evict("b", requeue=True)
+    assert only(desk.tell(Released("b")), Answer)[0].model == "a"
+
+
+def test_idle_models_go_after_their_time_but_pinned_ones():
+    desk = Desk()
+    desk.load("a", 1000, Policy(idle_ttl_s=60))
+    desk.load("b", 1000, Policy(idle_ttl_s=60, pinned=True))
+    for name in ("a", "b"):
+        desk.offer(name, base=1000)
+
+    assert not only(desk.wait(45), Evict)
+    assert only(desk.wait(20), Evict) == [Evict("a")]
+    assert "60 s" in desk.note("evict").reason
+
+
+def test_new_rows_start_lower_while_memory_is_tight_and_at_the_top_again():
+    desk = Desk(a=9900)
+    desk.offer("a", rows=9, levels=(10, 10), base=900)
+    assert StartLevel("a", 1) in desk.said
+
+    desk.wait(11)
+    assert StartLevel("a", 2) in desk.said
+    desk.offer("a", rows=9, levels=(10, 10), base=900, spare=1100)  # below the high mark only
+    assert StartLevel("a", 0) not in desk.said + desk.wait(30)
+    desk.offer("a", rows=9, levels=(10, 10), base=900, spare=3000)
+    assert StartLevel("a", 0) not in desk.said + desk.wait(9)
+    assert StartLevel("a", 0) in desk.wait(3)
+
+
+def test_growth_is_foreseen():
+    desk = Desk(a=5000)
+    for total in range(5000, 9000, 200):
+        desk.offer("a", rows=2, levels=(10,), base=1000)
+        desk.want("a", total)
+        desk.now += 2.0
+    note = desk.note("tight")
+
+    assert "soon" in note.reason
+    assert note.numbers["granted_bytes"] < 0.95 * BUDGET
+
+
+@pytest.mark.parametrize(("pressure", "rung"), [("warning", "prefixes"), ("critical", "park")])
+def test_the_system_s_pressure_is_answered(pressure, rung):
+    desk = Desk(a=5000)
+    offered = {"prefixes": 100} if rung == "prefixes" else {"park": 600}
+    desk.offer("a", rows=1, base=2000, **offered)
+
+    said = desk.tell(Measured({"a": 5000}, pressure))
+
+    assert [it.rung for it in only(said, Reclaim)] == [rung]
+    assert not only(desk.tell(Measured({"a": 5000}, pressure), 1), Reclaim), "one at a time"
+
+
+def test_what_is_taken_beyond_a_grant_is_nobody_else_s():
+    desk = Desk(a=4000, b=4000)
+    desk.tell(Measured({"a": 5500, "b": 100}))
+
+    assert not only(desk.want("b", 5000), Answer)[0].granted
+    assert desk.note("excess").numbers["excess_bytes"] == 1500
+    assert only(desk.tell(Measured({"a": 4000})), Answer)[0].granted
+
+
+def test_a_lowered_budget_is_worked_off_and_nobody_grows_meanwhile():
+    desk = Desk(a=5000, b=4000)
+    desk.offer("a", rows=1, levels=(1000,), park=500, base=2000)
+    desk.offer("b", base=4000)
+
+    (level,) = only(desk.tell(BudgetIs(6000)), Reclaim)
+    assert level.rung == "level"
+    said = desk.gives(level, 1000)
+    assert only(said + desk.wait(1), Evict) == [Evict("b")]
+    assert not only(desk.want("a", 4100), Answer)[0].granted
+    desk.tell(Released("b"))
+    assert sum(desk.grants.values()) <= 6000
+
+
+MODELS = ["a", "b", "c"]
+sizes = st.integers(-10, 12_000)
+offers = st.builds(
+    Offer,
+    spare=st.integers(0, 900),
+    prefixes=st.integers(0, 900),
+    levels=st.lists(st.integers(0, 900), max_size=2).map(tuple),
+    park=st.integers(0, 2000),
+    rows=st.integers(0, 2),
+    waiting=st.integers(0, 2),
+    base=st.integers(0, 4000),
+)
+policies = st.builds(Policy, st.integers(-1, 1), st.booleans(), st.none() | st.just(5.0))
+names = st.sampled_from(MODELS)
+events = (
+    st.builds(Boarding, names, policies, st.booleans())
+    | st.builds(PolicyIs, names, policies)
+    | st.builds(Ready, names)
+    | st.builds(words.Leaving, names)
+    | st.builds(Left, names)
+    | st.builds(Wanted, names, st.integers(0, 9), sizes, st.booleans())
+    | st.builds(Released, names)
+    | st.builds(Offered, names, offers)
+    | st.builds(Reclaimed, names, st.integers(0, 9), st.integers(0, 900), st.booleans())
+    | st.builds(
+        Measured,
+        st.dictionaries(names, st.integers(0, 9000)),
+        st.sampled_from(["normal", "warning", "critical"]),
+    )
+    | st.builds(BudgetIs, st.integers(1, 12_000))
+    | st.just(Rang())
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.3, 12.0, 35.0])), max_size=50))
+def test_whatever_happens_grants_stay_in_the_budget_and_it_replays(history):
+    ladder = Ladder(Governor(BUDGET))
+    journal: Journal[words.Event, words.Command] = Journal(ladder, segment=16)
+    now = 0.0
+    ceiling = BUDGET
+    for event, after in history:
+        now += after
+        before = ladder.ledger.granted_bytes
+        journal.handle(event, now)
+        ladder.check()
+
+        granted, budget = ladder.ledger.granted_bytes, ladder.ledger.budget_bytes
+        assert granted <= max(budget, before, 0)
+        assert granted <= max(budget, ceiling)
+        ceiling = granted
+    again = replay(journal.dump(), Ladder, words.Event)
+
+    assert ladder == again

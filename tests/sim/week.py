@@ -1,0 +1,487 @@
+"""A week of mixed traffic: five models, a budget for two, the governor's machine for real.
+
+The ladder is the daemon's own. Workers keep its contract (`tests.sim.keeper`), a house around them
+brings requests to them, loads on demand, evicts, holds and replays what a crash has cost. Words
+take their time both ways, users pin models and change the budget, the system complains, workers
+take more than they were granted. Every rule that is promised is asserted after every event.
+
+A seed replays: ``python -m tests.sim.week SEED``; ``FIRST LAST`` runs many and prints the counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.machines import governing as words
+from actors.machines.governor import Answer, Governor, Released, Wanted
+from actors.machines.ladder import Ladder
+from actors.machines.tenants import Policy
+from tests.sim.keeper import AGAIN, Asked, Keeper, Kind
+
+HOUR, DAYS = 3600.0, 7
+BUDGET = 6000
+LINK_S = 0.02
+"""What a word takes on its way."""
+KINDS = (
+    Kind("chat", 2200, (60, 45, 32), 20, 40),
+    Kind("code", 2600, (80, 60, 42), 30, 30),
+    Kind("tiny", 500, (20, 15, 10), 4, 120),
+    Kind("wide", 3200, (150, 110, 76), 45, 20),
+    Kind("talk", 1500, (50, 50, 30), 12, 60),
+)
+RUNGS = ("spare", "prefixes", "expired", "level", "idle", "park")
+ACTIONS = 12
+"""At most so many commands to workers for each request, and as many for each of the rest."""
+
+
+@dataclass
+class Seat:
+    """A model that the house knows, loaded or not."""
+
+    kind: Kind
+    state: str = "asleep"
+    life: int = 0
+    keeper: Keeper | None = None
+    line: list[Asked] = field(default_factory=list)
+    """Requests that wait in the daemon."""
+    held: bool = False
+    pinned: bool = False
+    ttl_s: float | None = None
+    priority: int = 0
+    offered: bool = False
+
+
+class Week:
+    """One seeded week; `run` it, then look at the counts."""
+
+    def __init__(self, seed: int, requests: int = 170) -> None:
+        self.draw = random.Random(seed)
+        self.now = 0.0
+        self.steps = 0
+        self.most_granted = 0.0
+        self.counts: Counter[str] = Counter()
+        self.ladder = Ladder(Governor(BUDGET))
+        self.seats = {kind.name: Seat(kind) for kind in KINDS}
+        self.asked: list[Asked] = []
+        self.requests = requests
+        self.resized = False
+        self.ceiling: int | None = None
+        """What the grants may be while a lowered budget is worked off."""
+        self.doings = 0
+        """What users and the system did beside asking."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._rings: float | None = None
+
+    # Time.
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def later(self, delay: float, act: Callable[[], None]) -> None:
+        self.at(self.now + delay, act)
+
+    def run(self) -> None:
+        self._fill()
+        last = DAYS * 24 * HOUR
+        while self._events:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+            assert self.now < last + 48 * HOUR, f"stuck: {self._stuck()}"
+        self._check_the_end()
+
+    def _stuck(self) -> str:
+        left = [(it.number, it.kind.name, it.began) for it in self.asked if not it.ended]
+        return f"{left[:9]} {self.ladder.ledger}"
+
+    def _fill(self) -> None:
+        draw = self.draw
+        names = [kind.name for kind in KINDS]
+        for day in range(DAYS):
+            busy = self.requests / DAYS
+            for _ in range(int(busy / 2)):
+                hour = draw.choice([draw.uniform(8, 20), draw.uniform(0, 24)])
+                self.at((day * 24 + hour) * HOUR, lambda: self._ask(draw.choice(names)))
+            for _ in range(2):
+                when = (day * 24 + draw.uniform(8, 20)) * HOUR
+                for _ in range(int(busy / 4)):
+                    many = draw.sample(names, draw.randint(1, 5))
+                    self.at(when + draw.uniform(0, 120), lambda m=many: self._ask(draw.choice(m)))
+            for act in (self._crash, self._pin, self._overrun, self._press, self._configure):
+                self.at((day * 24 + draw.uniform(0, 24)) * HOUR, act)
+        for _ in range(3):
+            self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._resize)
+            self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._load_by_hand)
+
+    # People and the system.
+
+    def _ask(self, name: str) -> None:
+        draw, seat = self.draw, self.seats[name]
+        prompt = draw.choice([20, 200, 1000, 4000, 12_000])
+        length = draw.choice([20, 100, 400, 2000])
+        asked = Asked(len(self.asked), seat.kind, prompt, length, self.now)
+        self.asked.append(asked)
+        seat.line.append(asked)
+        self._forward(seat)
+        if seat.state == "asleep":
+            self._board(seat, patient=True)
+
+    def _crash(self) -> None:
+        alive = [it for it in self.seats.values() if it.keeper is not None]
+        if alive:
+            self.counts["crashed"] += 1
+            self._gone(self.draw.choice(alive), crashed=True)
+
+    def _pin(self) -> None:
+        self.doings += 1
+        for seat in self.seats.values():
+            seat.pinned = False
+        small = [it for it in self.seats.values() if it.kind.base < BUDGET / 4]
+        chosen = self.draw.choice(small)
+        chosen.pinned = self.draw.random() < 0.7
+        for seat in self.seats.values():
+            self._tell(words.PolicyIs(seat.kind.name, self._policy(seat)))
+
+    def _configure(self) -> None:
+        self.doings += 1
+        seat = self.draw.choice(list(self.seats.values()))
+        seat.ttl_s = self.draw.choice([None, 300.0, 3600.0])
+        seat.priority = self.draw.choice([0, 0, 1, -1])
+        self._tell(words.PolicyIs(seat.kind.name, self._policy(seat)))
+
+    def _policy(self, seat: Seat) -> Policy:
+        return Policy(seat.priority, seat.pinned, seat.ttl_s)
+
+    def _overrun(self) -> None:
+        """A worker takes more than it was granted, for a minute."""
+        self.doings += 1
+        alive = [it for it in self.seats.values() if it.keeper is not None]
+        if not alive:
+            return
+        name = self.draw.choice(alive).kind.name
+        held = self.ladder.ledger.grants.get(name, 0)
+        self._tell(words.Measured({name: held + self.draw.randint(0, 400)}))
+        self.later(60, lambda: self._tell(words.Measured({name: 0})))
+
+    def _press(self) -> None:
+        self.doings += 1
+        self._tell(words.Measured({}, self.draw.choice(["warning", "critical"])))
+        self.later(60, lambda: self._tell(words.Measured({})))
+
+    def _resize(self) -> None:
+        self.doings += 1
+        self.resized = True
+        self._tell(words.BudgetIs(self.draw.randint(4200, 7000)))
+        self.later(HOUR, lambda: self._tell(words.BudgetIs(BUDGET)))
+
+    def _load_by_hand(self) -> None:
+        seat = self.draw.choice(list(self.seats.values()))
+        if seat.state == "asleep":
+            self._board(seat, patient=False)
+
+    # The house: the supervisor's and the router's part.
+
+    def _board(self, seat: Seat, *, patient: bool) -> None:
+        seat.state = "loading"
+        seat.life += 1
+        life = seat.life
+        self._tell(words.Boarding(seat.kind.name, self._policy(seat), patient))
+        self.later(1.0, lambda: self._started(seat, life))
+
+    def _started(self, seat: Seat, life: int) -> None:
+        if seat.life == life and seat.state == "loading":
+            keeper = seat.keeper = Keeper(
+                seat.kind, lambda kind, it: self._up(seat, life, kind, it)
+            )
+            keeper._ask(seat.kind.base)
+
+    def _answer(self, seat: Seat, life: int, it: Answer, budget: int) -> None:
+        keeper = seat.keeper
+        if keeper is None or seat.life != life:
+            return
+        keeper.answered(it.seq, it.total_bytes, budget, granted=it.granted)
+        if seat.state != "loading":
+            self._work(seat)
+        elif not it.granted:
+            self.counts["load refused"] += 1
+            self._gone(seat, crashed=False, refused=True)
+        elif it.total_bytes == seat.kind.base:
+            self.later(seat.kind.load_s, lambda: self._weights(seat, life))
+        else:
+            self._ready(seat)
+
+    def _weights(self, seat: Seat, life: int) -> None:
+        if seat.life == life and seat.state == "loading" and seat.keeper is not None:
+            seat.keeper._ask(seat.kind.base + seat.kind.first)
+
+    def _ready(self, seat: Seat) -> None:
+        self.counts["loaded"] += 1
+        seat.state = "ready"
+        self._tell(words.Ready(seat.kind.name))
+        self._forward(seat)
+        self._offer(seat)
+
+    def _forward(self, seat: Seat) -> None:
+        if seat.state == "ready" and not seat.held and seat.line:
+            assert seat.keeper is not None
+            for asked in seat.line:
+                seat.keeper.submit(asked)
+            seat.line.clear()
+            self._work(seat)
+
+    def _evict(self, seat: Seat, *, requeue: bool) -> None:
+        """Drain, as it is said to be idle; a request may have come meanwhile."""
+        if requeue:
+            self.counts["requeued"] += 1
+            self._gone(seat, crashed=False, requeue=True)
+            return
+        if seat.state == "loading":
+            self.counts["stuck"] += 1
+            self._gone(seat, crashed=False)
+            return
+        seat.state = "draining"
+        self.counts["evicted"] += 1
+        self._end_if_drained(seat)
+
+    def _end_if_drained(self, seat: Seat) -> None:
+        if seat.state == "draining" and seat.keeper is not None and seat.keeper.idle:
+            life = seat.life
+            self.later(0.5, lambda: seat.life == life and self._gone(seat, crashed=False))
+
+    def _gone(
+        self, seat: Seat, *, crashed: bool, refused: bool = False, requeue: bool = False
+    ) -> None:
+        """The process is gone; what a crash has cost is replayed."""
+        keeper = seat.keeper
+        seat.life += 1
+        seat.keeper = None
+        if keeper is not None:
+            assert crashed or keeper.idle or requeue, "what is in flight was aborted"
+            assert not (requeue and keeper.running), "a row that ran had to begin anew"
+            lost = [*keeper.running, *keeper.queue]
+            seat.line = [*sorted(lost, key=lambda it: it.number), *seat.line]
+        seat.state = "asleep"
+        self._tell(Released(seat.kind.name))
+        if refused:
+            for asked in seat.line:
+                self._refused(asked)
+            seat.line.clear()
+        if seat.line or crashed:
+            self._board(seat, patient=True)
+
+    def _refused(self, asked: Asked) -> None:
+        kind = asked.kind
+        least = kind.base + kind.first
+        assert least > self.ladder.most_of(kind.name), "refused for a moment's sake"
+        asked.ended = "refused"
+
+    # Between daemon and worker.
+
+    def _up(self, seat: Seat, life: int, kind: str, it: dict[str, object]) -> None:
+        """A word of a worker's, with what it could give back at that moment."""
+        keeper = seat.keeper
+        offer = keeper.offer() if keeper is not None and seat.state != "loading" else None
+        self.later(LINK_S, lambda: self._heard(seat, life, kind, it, offer))
+
+    def _heard(self, seat: Seat, life: int, kind: str, it: dict, offer: object) -> None:
+        if seat.life != life:
+            return
+        name = seat.kind.name
+        if offer is not None:
+            self._tell(words.Offered(name, offer))
+        if kind == "wanted":
+            self._tell(Wanted(name, it["seq"], it["total"], it["resuming"]))
+        elif kind == "reclaimed":
+            self._tell(words.Reclaimed(name, it["seq"], it["freed"], it["exhausted"]))
+
+    def _offer(self, seat: Seat) -> None:
+        """Counters are told four times a second at most."""
+        if not seat.offered:
+            seat.offered = True
+            self.later(0.25, lambda: self._offers(seat, seat.life))
+
+    def _offers(self, seat: Seat, life: int) -> None:
+        seat.offered = False
+        if seat.keeper is not None and seat.state != "loading":
+            self._up(seat, seat.life, "offered", {})
+
+    def _tell(self, event: words.Event) -> None:
+        """Give the machine an event, and do what it says."""
+        self.steps += 1
+        commands = self.ladder.handle(event, self.now)
+        self._check(commands)
+        for command in commands:
+            self._do(command)
+        self._alarm()
+
+    def _alarm(self) -> None:
+        due = self.ladder.deadline
+        if due is not None and (self._rings is None or due < self._rings):
+            self._rings = due
+            self.at(due, self._ring)
+
+    def _ring(self) -> None:
+        if self._rings is not None and self.now >= self._rings:
+            self._rings = None
+            due = self.ladder.deadline
+            if due is not None and due <= self.now:
+                self._tell(words.Rang())
+            else:
+                self._alarm()
+
+    def _do(self, command: words.Command) -> None:
+        match command:
+            case Answer():
+                seat, budget = self.seats[command.model], self.ladder.most_of(command.model)
+                life = seat.life
+                self.later(LINK_S, lambda: self._answer(seat, life, command, budget))
+            case words.Reclaim():
+                self.counts[f"reclaim {command.rung}"] += 1
+                seat = self.seats[command.model]
+                life = seat.life
+                self.later(LINK_S, lambda: self._reclaim(seat, life, command))
+            case words.StartLevel():
+                self.counts["start level"] += 1
+                seat = self.seats[command.model]
+                if seat.keeper is not None:
+                    seat.keeper.level = command.level
+            case words.Evict():
+                self._evict(self.seats[command.model], requeue=command.requeue)
+            case words.Hold():
+                self.counts["held"] += command.held
+                seat = self.seats[command.model]
+                seat.held = command.held
+                self.later(0.0, lambda: self._forward(seat))
+            case words.Noted():
+                self.counts[f"noted {command.kind}"] += 1
+
+    def _reclaim(self, seat: Seat, life: int, command: words.Reclaim) -> None:
+        if seat.keeper is None or seat.life != life:
+            return
+        parked = seat.keeper.reclaim(command)
+        self.counts["parked"] += len(parked)
+        for asked in parked:
+            self._stop(asked)
+        self._work(seat)
+
+    # The worker's time.
+
+    def _work(self, seat: Seat) -> None:
+        keeper = seat.keeper
+        if keeper is None:
+            return
+        while (head := keeper.hopeless()) is not None:
+            least = head.kind.base + head.size(2)
+            assert least > self.ladder.most_of(head.kind.name) or self.counts["noted budget"]
+            keeper.drop(head)
+            head.ended = "refused"
+            self.counts["refused"] += 1
+        for asked in keeper.admit():
+            self._run(seat, asked)
+        self._offer(seat)
+        self._end_if_drained(seat)
+
+    def _run(self, seat: Seat, asked: Asked) -> None:
+        asked.began = self.now
+        life, parks = seat.life, asked.parks
+        left = (asked.length - asked.made) / asked.kind.tokens_per_s + asked.prompt / 2000
+        self.later(left, lambda: self._finish(seat, life, asked, parks))
+
+    def _stop(self, asked: Asked) -> None:
+        """It was parked: what it made stays made."""
+        ran = self.now - (asked.began or self.now) - asked.prompt / 2000
+        made = max(0, min(asked.length - 1 - asked.made, int(ran * asked.kind.tokens_per_s)))
+        asked.made += made
+
+    def _finish(self, seat: Seat, life: int, asked: Asked, parks: int) -> None:
+        if seat.life != life or asked.parks != parks or seat.keeper is None:
+            return
+        asked.made, asked.ended = asked.length, "finished"
+        self.counts["finished"] += 1
+        seat.keeper.finish(asked)
+        self._work(seat)
+
+    # What is promised.
+
+    def _check(self, commands: list[words.Command]) -> None:
+        ledger = self.ladder.ledger
+        self.ladder.check()
+        most = max(ledger.budget_bytes, ledger.ceiling_bytes)
+        assert ledger.granted_bytes <= most, "more granted than there is"
+        assert self.ceiling is None or ledger.granted_bytes <= self.ceiling, "it was to fall only"
+        over = ledger.granted_bytes > ledger.budget_bytes
+        assert not over or self.resized, "the budget was exceeded"
+        self.ceiling = ledger.granted_bytes if over else None
+        self.most_granted = max(self.most_granted, ledger.granted_bytes / ledger.budget_bytes)
+        for name, seat in self.seats.items():
+            if seat.keeper is not None and seat.state != "loading":
+                assert seat.keeper.held <= seat.keeper.grant, "more held than granted"
+                assert seat.keeper.grant <= ledger.grants[name], "a grant that nobody gave"
+        for command in commands:
+            if isinstance(command, words.Noted) and command.kind.startswith("reclaim_"):
+                self._check_order(command)
+
+    def _check_order(self, note: words.Noted) -> None:
+        """No rung is used while a cheaper one has something that nobody asks for yet."""
+        rung = note.kind.removeprefix("reclaim_")
+        least = self.ladder.scene(self.now).least
+        for tenant in self.ladder.tenants.values():
+            if tenant.state != "ready" or tenant.open is not None:
+                continue
+            others, barren, offer = tenant.name != note.wisher, tenant.barren, tenant.offer
+            if rung != "spare" and others and "spare" not in barren:
+                assert offer.spare < least, f"{rung} before spare memory"
+            if rung not in {"spare", "prefixes"} and others and "prefixes" not in barren:
+                assert offer.prefixes < least, f"{rung} before prefixes"
+            if rung == "park" and "level" not in barren and not tenant.is_idle:
+                assert max(offer.levels, default=0) < least, "parked before stepped down"
+            if rung == "park" and others:
+                assert not tenant.is_evictable(self.now), "parked before evicted"
+
+    def _check_the_end(self) -> None:
+        for asked in self.asked:
+            assert asked.ended, f"{asked.number} never ended"
+            assert asked.parks <= 1 + asked.length // AGAIN, "parked again and again"
+        causes = len(self.asked) + self.doings + self.counts["crashed"]
+        actions = sum(self.counts[it] for it in self.counts if it.startswith("reclaim "))
+        actions += self.counts["evicted"] + self.counts["held"] + self.counts["stuck"]
+        actions += self.counts["requeued"]
+        self.counts["actions"] = actions
+        assert actions <= ACTIONS * causes, f"{actions} actions for {causes} causes"
+        self.counts["events"] = self.steps
+
+
+def main(arguments: list[str]) -> None:
+    """Run the seeds, and print what they came to as JSON."""
+    first, last = int(arguments[0]), int(arguments[-1])
+    total: Counter[str] = Counter()
+    began, most, fewest = time.perf_counter(), 0, 10**9
+    for seed in range(first, last + 1):
+        week = Week(seed)
+        try:
+            week.run()
+        except BaseException:
+            sys.stderr.write(f"seed {seed} at {week.now:.3f} s, {week.steps} events\n")
+            raise
+        total.update(week.counts)
+        most, fewest = max(most, week.steps), min(fewest, week.steps)
+    seeds = last - first + 1
+    summary = {
+        "seeds": [first, last],
+        "events_per_seed": {"mean": round(total["events"] / seeds), "least": fewest, "most": most},
+        "seconds": round(time.perf_counter() - began, 1),
+        "counts": dict(sorted(total.items())),
+    }
+    sys.stdout.write(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
