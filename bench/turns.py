@@ -19,58 +19,29 @@ import random
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.own import daemon
 from kvd.client import AsyncClient, AsyncCompletion
-from protocol.errors import NotRunning
 from protocol.messages import Tokens
 
 SETTINGS = ("off", "on")
 BESIDE = ("nothing", "prompts", "decoding")
 SETTLE_S = 1.0
-_READY_S = 60.0
 _seeds = count(1)
 
 
 @contextlib.asynccontextmanager
-async def daemon(turns: str, model: str) -> AsyncIterator[AsyncClient]:
+async def copies(turns: str, model: str) -> AsyncIterator[AsyncClient]:
     """Run a daemon with two copies of the model, ``a`` and ``b``."""
-    with tempfile.TemporaryDirectory(prefix="kvd-turns-") as folder:
-        home = Path(folder)
-        (home / "config.toml").write_text(f'turns = "{turns}"\n')
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvd", "serve", "--home", folder),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            client = await _connect(home)
-            for name in ("a", "b"):
-                await (await client.load(model, alias=name)).result()
-            yield client
-            await client.close()
-        finally:
-            process.terminate()
-            await process.wait()
-
-
-async def _connect(home: Path) -> AsyncClient:
-    end = time.monotonic() + _READY_S
-    while True:
-        client = AsyncClient(home=home)
-        try:
-            await client.connect()
-        except NotRunning:
-            if time.monotonic() > end:
-                raise
-            await asyncio.sleep(0.05)
-        else:
-            return client
+    async with daemon(f'turns = "{turns}"\n') as client:
+        for name in ("a", "b"):
+            await (await client.load(model, alias=name)).result()
+        yield client
 
 
 def _draw(tokens: int) -> list[int]:
@@ -163,7 +134,7 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     device = ""
     for number in range(options.rounds):
         for turns in SETTINGS:
-            async with daemon(turns, options.model) as client:
+            async with copies(turns, options.model) as client:
                 info = (await client.status()).models[0].info
                 device = info.device if info is not None else ""
                 for beside in BESIDE:

@@ -210,6 +210,11 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     cached_tokens: int = 0
     """Of the prompt, those that an earlier one had left in the cache: they were not read again."""
+    levels: list[int] = []
+    """Levels of the model's KV ladder that it ran on, in order; 0 is the top.
+
+    Several: it was stepped down while it ran, to make room. Empty: it held nothing.
+    """
 
 
 class KVPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,6 +280,8 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     kv_pages: int = 0
     """All pages of the pools, used or free."""
     kv_pages_used: int = 0
+    kv_levels: tuple[int, ...] = ()
+    """Of these, those on each level of the ladder, its top first; dense ones are on the top."""
     kv_tails: int = 0
     scratch: int = 0
     """Reserved for dequantized layers, flushes and growth."""

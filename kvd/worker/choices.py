@@ -29,6 +29,7 @@ class Choices:
         self.cached_tokens = 0
         """Of the prompt, those that were in the cache already."""
         self._completion_tokens = 0
+        self._levels: list[int] = []
         self._reasons: set[FinishReason] = set()
         self._open = list(range(request.n))
 
@@ -36,6 +37,11 @@ class Choices:
     def open(self) -> tuple[int, ...]:
         """Those that still run."""
         return tuple(self._open)
+
+    def runs_on(self, level: int) -> None:
+        """Note the level of the ladder that it is on from now on."""
+        if self._levels[-1:] != [level]:
+            self._levels.append(level)
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
         """End one that made so many tokens; return what to report."""
@@ -52,7 +58,9 @@ class Choices:
         if self._open:
             return []
         gravest = next(reason for reason in _GRAVEST if reason in self._reasons)
-        usage = Usage(self._prompt_tokens, self._completion_tokens, self.cached_tokens)
+        usage = Usage(
+            self._prompt_tokens, self._completion_tokens, self.cached_tokens, self._levels
+        )
         return [RowFinished(rid=self.rid, reason=gravest, usage=usage)]
 
 

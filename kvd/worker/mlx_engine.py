@@ -446,6 +446,7 @@ class MLXEngine:
         for rid in turn.plan.admitted:
             request = self._requests[rid]
             request.level = self._scheduler.level(rid)
+            request.over.runs_on(request.level)
             request.reader.lowered = request.level > 0
         for rid in turn.plan.restored:
             self._on_phase("pools")
@@ -755,6 +756,7 @@ class MLXEngine:
                 weights=self._weights_bytes,
                 kv_pages=cache.pages_bytes,
                 kv_pages_used=cache.used_bytes,
+                kv_levels=cache.level_bytes,
                 kv_tails=cache.tails_bytes + cache.frozen_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),

@@ -130,6 +130,7 @@ class Reclaiming:
         chosen = self._chosen(level, command.wanted_bytes)
         for request in chosen:
             request.level = max(request.level, level)
+            request.over.runs_on(request.level)
             request.reader.lowered = True
         while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
             hands.flush()

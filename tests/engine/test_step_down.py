@@ -42,7 +42,16 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
         assert store.used_bytes == len(other.pages) * store.page_bytes(0) + len(
             held.pages
         ) * store.page_bytes(2)
+        told = driver.engine.stats().memory
+        assert told.kv_levels == (
+            len(other.pages) * store.page_bytes(0),
+            0,
+            len(held.pages) * store.page_bytes(2),
+        )
+        assert sum(told.kv_levels) == told.kv_pages_used
     driver.run()
+    levels = {rid: outcome.usage.levels for rid, outcome in driver.outcomes.items()}
+    assert levels == {"kept": [0], "lowered": [0, 2] if lower else [0]}
     found = {rid: outcome.tokens for rid, outcome in driver.outcomes.items()}
     driver.outcomes.clear()
     return found

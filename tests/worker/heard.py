@@ -46,7 +46,7 @@ class Heard:
                 assert self.reasons[choice] is None
                 self.reasons[choice] = reason
             case RowFinished(reason=reason, usage=usage):
-                self.end = (reason, msgspec.structs.replace(usage, cached_tokens=0))
+                self.end = (reason, msgspec.structs.replace(usage, cached_tokens=0, levels=[]))
             case RowFailed():
                 raise AssertionError(report.error)
 

@@ -245,6 +245,16 @@ class ModelCache:
         return sum(store.used_bytes for store in self.stores)
 
     @property
+    def level_bytes(self) -> tuple[int, ...]:
+        """The same on each level of the ladder; dense pages count to its top."""
+        above = len(self.settings.schemes) - self.levels
+        found = [0] * self.levels
+        for store in self.stores:
+            for one in store.allocators:
+                found[max(0, one.level - above)] += one.used * store.page_bytes(one.level)
+        return tuple(found)
+
+    @property
     def tail_slots(self) -> int:
         """Sequences that there are tails for, or states."""
         places = max(len(self.sequences), self.states.places)

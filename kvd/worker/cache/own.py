@@ -64,6 +64,7 @@ class OwnCache:
     pages_total = 0
     pages_bytes = 0
     used_bytes = 0
+    level_bytes: tuple[int, ...] = ()
     charged_bytes = 0
 
     def __init__(
