@@ -13,10 +13,13 @@ every group of elements, a scale and a bias in the activations' dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protocol.errors import InvalidRequest
 from protocol.schemes import Scheme
-from protocol.types import KVSpec
+
+if TYPE_CHECKING:
+    from protocol.types import KVSpec
 
 PAGE_TOKENS = 64
 """Tokens in a page."""

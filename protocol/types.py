@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.costs import Costs
 from protocol.errors import ErrorInfo
 from protocol.schemes import Scheme
 
@@ -271,6 +272,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The BLAS library that was preloaded, on Linux without an accelerator."""
     native: str | None = None
     """There, ``on`` where kvd's own operations compute, else why they do not."""
+    costs: Costs | None = None
+    """What its rows cost; absent where no formula says it."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.engine import AskGrant
 from kvd.worker.runner import Runner
+from protocol.costs import Costs
 from protocol.errors import InsufficientMemory
 from protocol.types import ModelInfo
 from protocol.worker import Grant, LoadModel
@@ -61,6 +62,7 @@ def info_of(
     *,
     native: str | None,
     has_chat_template: bool,
+    costs: Costs | None,
 ) -> ModelInfo:
     """Return what is told of a loaded model."""
     cache = served.runner.cache
@@ -86,6 +88,7 @@ def info_of(
         device=_device(),
         blas=os.environ.get("KVD_BLAS_PRELOADED"),
         native=native,
+        costs=costs,
     )
 
 

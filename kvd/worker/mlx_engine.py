@@ -34,6 +34,7 @@ from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.choices import Choices, late
 from kvd.worker.completion import Completion, Key, Request
+from kvd.worker.costs import costs_of
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
 from kvd.worker.hands import Hands
 from kvd.worker.holdings import Holdings
@@ -50,6 +51,7 @@ from kvd.worker.text import Text
 from protocol.errors import (
     ContextTooLong,
     InsufficientMemory,
+from protocol.costs import Costs
     KvdError,
     NumericalError,
     Overloaded,
@@ -173,7 +175,7 @@ class MLXEngine:
         self._vocabulary = loaded.vocab_size
         self._sampler = Sampler(loaded.vocab_size)
         base = loading.base_bytes(loaded, command, self._runner)
-        self._begin(command, base, ask_grant)
+        costs = self._begin(command, loaded.weights_bytes, base, ask_grant)
         return loading.info_of(
             command,
             loaded,
@@ -183,9 +185,12 @@ class MLXEngine:
             has_chat_template=self._text.has_chat_template,
         )
 
-    def _begin(self, command: LoadModel, base: int, ask_grant: AskGrant) -> None:
+    def _begin(
+        self, command: LoadModel, weights: int, base: int, ask_grant: AskGrant
+    ) -> Costs | None:
         cache = self._runner.cache
         unit = cache.unit_bytes
+            costs=costs,
         kv, remembered, row_bytes = command.kv, None, cache.row_bytes
         if isinstance(cache, ModelCache) and kv.prefix_cache:
             tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
@@ -242,6 +247,7 @@ class MLXEngine:
         """Queue a request; raises the `KvdError` that its prompt or limits ask for."""
         replay.check_resume(request, self._vocabulary)
         prompt = self._text.encode(request)
+        return costs_of(cache, weights=weights, base=base, row=row_bytes, first=first, step=chunk)
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
             raise ContextTooLong(
