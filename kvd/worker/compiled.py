@@ -25,9 +25,8 @@ from kvd.worker.cache.layout import Access
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.steps import DecodeStep, LevelTable
 from kvd.worker.cache.store import KVStore
+from protocol.base import MOST_TRACES
 
-MOST_TRACES = 64
-"""Compiled functions that are kept; the one that was not used for the longest time goes first."""
 STEPS_AN_OCTAVE = 4
 """Sizes between a number of pages and its double: at most a quarter of the pages is padding."""
 

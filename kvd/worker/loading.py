@@ -7,38 +7,20 @@ take for a moment or grow by beside its pages. It is measured where that is poss
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker import compiled, describe, memory, model, probe, verdicts
+from kvd.worker import describe, memory, model, probe, verdicts
 from kvd.worker.budget import mebibytes
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.engine import AskGrant
 from kvd.worker.runner import Runner
+from protocol import base
 from protocol.costs import Costs
 from protocol.errors import InsufficientMemory
 from protocol.types import ModelInfo
 from protocol.worker import Grant, LoadModel
-
-FREED_BYTES_ON_CPU = 2 * 1024 * 1024
-"""Freed buffers that MLX keeps on the CPU.
-
-There malloc keeps them as well, and joins what lies side by side, which MLX never does: with 128
-MiB a worker held 90 MB more and took more processor time, in decoding and in prefill, with the
-embedded model and with layers of 1024.
-"""
-FREED_BYTES = 128 * 1024 * 1024
-"""The same where the device has its own memory calls, which are slow."""
-TRACE_BYTES = 160 * 1024
-"""What a compiled step holds for one layer: its graph, on the host (measured: 140 KB)."""
-NATIVE_TRACE_BYTES = 24 * 1024
-"""The same where a layer's attention is one operation of `kvd.worker.native` (19 KB)."""
-CHUNK_COPIES = 8
-"""Of the widest activations of prefilled tokens, alive at once (measured: 6)."""
-LOOSE_BYTES = 32 * 1024 * 1024
-"""Holes in malloc's heap, requests, and what libraries load when they are first used."""
 
 
 def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
@@ -94,7 +76,7 @@ def info_of(
 
 def freed_bytes() -> int:
     """Return how many bytes of freed buffers MLX may keep for reuse on this device."""
-    return FREED_BYTES_ON_CPU if _on_cpu() else FREED_BYTES
+    return base.freed_bytes(on_cpu=_on_cpu())
 
 
 def first_bytes(headers: model.Headers, command: LoadModel, *, packed: bool = False) -> int:
@@ -104,7 +86,7 @@ def first_bytes(headers: model.Headers, command: LoadModel, *, packed: bool = Fa
     both fit in the scratch, which nothing else uses yet.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
-    estimate = weights + command.attention_scratch + freed_bytes() + LOOSE_BYTES
+    estimate = weights + command.attention_scratch + freed_bytes() + base.LOOSE_BYTES
     return memory.footprint() + estimate
 
 
@@ -126,9 +108,9 @@ def base_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) ->
     return (
         held
         + freed_bytes()
-        + LOOSE_BYTES
+        + base.LOOSE_BYTES
         + _traces_bytes(runner)
-        + _step_bytes(loaded.config, command.prefill_chunk + command.max_rows)
+        + base.step_bytes(loaded.config, command.prefill_chunk + command.max_rows, on_cpu=_on_cpu())
         + command.attention_scratch
     )
 
@@ -138,21 +120,7 @@ def _traces_bytes(runner: Runner) -> int:
         return 0
     layers = [layer for store in runner.cache.stores for layer in store.layers]
     native = all(store.native is not None for store in runner.cache.stores)
-    return compiled.MOST_TRACES * len(layers) * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
-
-
-def _step_bytes(config: dict[str, Any], tokens: int) -> int:
-    """Bound what a step's prefill takes outside attention; ``tokens``: the scheduler's budget."""
-    text = config.get("text_config") or config
-    experts = text.get("num_experts_per_tok") or 1
-    widths = [
-        text.get("hidden_size"),
-        text.get("intermediate_size"),
-        (text.get("num_attention_heads") or 0) * (text.get("head_dim") or 0),
-        (text.get("moe_intermediate_size") or 0) * experts,
-    ]
-    width = max((one for one in widths if isinstance(one, int)), default=0)
-    return CHUNK_COPIES * tokens * width * (4 if _on_cpu() else 2)
+    return base.traces_bytes(len(layers), native=native)
 
 
 def _on_cpu() -> bool:
