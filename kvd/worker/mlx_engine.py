@@ -48,10 +48,10 @@ from kvd.worker.sampler import Draw, Drawn, Sampler
 from kvd.worker.scheduler import Plan, Scheduler, Sizes
 from kvd.worker.shortage import Shortage
 from kvd.worker.text import Text
+from protocol.costs import Costs
 from protocol.errors import (
     ContextTooLong,
     InsufficientMemory,
-from protocol.costs import Costs
     KvdError,
     NumericalError,
     Overloaded,
@@ -183,6 +183,7 @@ class MLXEngine:
             verdict,
             native=native.told or ("on" if loaded.multiplies else None),
             has_chat_template=self._text.has_chat_template,
+            costs=costs,
         )
 
     def _begin(
@@ -190,7 +191,6 @@ class MLXEngine:
     ) -> Costs | None:
         cache = self._runner.cache
         unit = cache.unit_bytes
-            costs=costs,
         kv, remembered, row_bytes = command.kv, None, cache.row_bytes
         if isinstance(cache, ModelCache) and kv.prefix_cache:
             tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
@@ -240,6 +240,7 @@ class MLXEngine:
             command.prefill_chunk,
             lambda phase: self._on_phase(phase),  # noqa: PLW0108 - `watch` may change it
         )
+        return costs_of(cache, weights=weights, base=base, row=row_bytes, first=first, step=chunk)
 
     # Requests.
 
@@ -247,7 +248,6 @@ class MLXEngine:
         """Queue a request; raises the `KvdError` that its prompt or limits ask for."""
         replay.check_resume(request, self._vocabulary)
         prompt = self._text.encode(request)
-        return costs_of(cache, weights=weights, base=base, row=row_bytes, first=first, step=chunk)
         room = self._text.context_length - len(prompt)
         if request.max_tokens is not None and request.max_tokens > room:
             raise ContextTooLong(
