@@ -334,7 +334,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     level: int = 0
     """Where new rows start now; 0 is the top."""
     base: int = 0
-    """What stays: weights, scratch, the interpreter and what an idle worker keeps."""
+    """What stays: weights, scratch and the interpreter."""
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -379,6 +379,10 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     granted_bytes: int = 0
     requests: int = 0
     """Requests that the daemon holds for it, queued or running."""
+    pinned: bool = False
+    """Never unloaded to make room."""
+    priority: int = 0
+    """When memory is short, models of lower priority give first."""
     info: ModelInfo | None = None
     stats: WorkerStats = WorkerStats()
     error: ErrorInfo | None = None
@@ -405,6 +409,8 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["serving", "draining"]
     budget_bytes: int
     granted_bytes: int
+    violations: int = 0
+    """How often the grants were seen to exceed the budget: a bug of kvd's, and in its log."""
     footprint_bytes: int
     """Of the daemon process."""
     host: HostMemory

@@ -73,8 +73,7 @@ class Admission:
         self.scheduler = scheduler
         self.budget = budget
         self.row_pages = row_pages
-        self.rest_pages = rest_pages
-        """What is not given back while the engine is there."""
+        self._rest_pages = rest_pages
         self._news = False
         """Whether a plan may say something else than the last one."""
         self._idle_pages = rest_pages
@@ -280,5 +279,5 @@ class Admission:
         """
         if not self.idle:
             return None
-        self._idle_pages = self.rest_pages + cached
+        self._idle_pages = self._rest_pages + cached
         return self.budget.give_back(self._idle_pages) or self.budget.withdraw()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvd.worker.choices import Choices
@@ -55,6 +56,16 @@ class Completion:
         return self.tokens[self.launched - 1] if self.launched <= len(self.tokens) else 0
 
 
+@dataclass(frozen=True)
+class Saved:
+    """The file of a parked request's rows."""
+
+    path: Path
+    nbytes: int
+    holders: tuple[Key | None, ...]
+    """Whose they are, in the file's order; None: the request's own, amidst its prompt."""
+
+
 @dataclass(eq=False)
 class Request:
     """A request that was accepted."""
@@ -77,8 +88,14 @@ class Request:
     """Whether its prompt has given bad logits."""
     begun: bool = False
     """Whether its completions have had rows."""
+    saved: Saved | None = None
+    """Where its rows are, if they are on disk."""
+    mixed: bool = False
+    """Whether it was stepped down on its way: read again, it would not be the same."""
     level: int = 0
     """Of the ladder, that it runs on; what it has may be on its way there."""
+    prompt_told: int = 0
+    """Tokens of the prompt whose logprobs were told."""
     resumed_at: int | None = None
     """How long its longest completion was when it went on after it had been parked."""
 
@@ -106,6 +123,23 @@ class Request:
     def longest(self) -> int:
         """Tokens of the longest completion that is still here."""
         return max((len(one.tokens) for one in self.completions), default=0)
+
+    @property
+    def holders(self) -> list[Request | Completion]:
+        """All that may hold something of it in the cache."""
+        return [self, *self.completions]
+
+    @property
+    def frozen_rows(self) -> list[Any]:
+        """What is frozen of it."""
+        return [one.frozen for one in self.holders if one.frozen is not None]
+
+    def start_over(self) -> None:
+        """Note that nothing of it is in the cache: its prompt is read again, its tokens are fed."""
+        self.begun = False
+        for completion in self.completions:
+            completion.launched = 0
+            completion.known = len(completion.tokens)
 
     def settings(self, completion: Completion) -> RowSettings:
         """Return how a completion is drawn."""

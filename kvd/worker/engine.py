@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.worker import Grant, LoadModel, Phase, Report, Submit
+from protocol.worker import Grant, LoadModel, Phase, Reclaim, Report, StartLevel, Submit
 
 if TYPE_CHECKING:
     from protocol.types import ModelInfo, WorkerStats
@@ -55,6 +55,14 @@ class Engine(Protocol):
 
     def granted(self, grant: Grant) -> None:
         """Take the answer to a `GrantWanted`."""
+        ...
+
+    def reclaim(self, command: Reclaim) -> None:
+        """Give memory back by one means, beside what steps do; a `Reclaimed` ends it."""
+        ...
+
+    def start_level(self, command: StartLevel) -> None:
+        """Let new rows start at a level of the ladder."""
         ...
 
     def step(self) -> list[Report]:

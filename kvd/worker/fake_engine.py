@@ -25,6 +25,7 @@ from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.choices import Choices, check_ids, late
 from kvd.worker.engine import unwatched
 from kvd.worker.fake_pages import FakePages, Pages
+from kvd.worker.fake_reclaiming import FakeReclaiming, sizes_of
 from kvd.worker.fake_story import VOCABULARY, Story, word
 from kvd.worker.remembered import Reader, Remembered, Room, next_chunks
 from kvd.worker.replay import check_resume, ended, unsaid
@@ -54,10 +55,12 @@ from protocol.worker import (
     Grant,
     GrantWanted,
     LoadModel,
+    Reclaim,
     Report,
     RowFailed,
     RowPrompt,
     RowTokens,
+    StartLevel,
     Submit,
 )
 
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
 
     from kvd.worker.engine import AskGrant, OnPhase, ReportProgress
     from protocol.messages import FinishReason
+    from protocol.worker import Where
 
 DEFAULT_MAX_TOKENS = 512
 CRASH_STATUS = 70
@@ -154,6 +158,13 @@ class _Row:
     holds: bool = False
     """Whether it has begun, and so has them."""
     made: int = 0
+    kept_pages: int = 0
+    """Always none: what is parked here keeps nothing in memory."""
+    resumed_at: int | None = None
+
+    @property
+    def longest(self) -> int:
+        return max((choice.sent for choice in self.choices), default=0)
 
     @property
     def rid(self) -> str:
@@ -216,13 +227,18 @@ class FakeEngine:
             budget_bytes=grant.budget_bytes,
         )
         self._scheduler = Scheduler(
-            max_rows=command.max_rows, chunk=command.prefill_chunk, group=True
+            max_rows=command.max_rows,
+            chunk=command.prefill_chunk,
+            group=True,
+            sizes=sizes_of(command.kv),
         )
         self._admission = Admission(self._scheduler, budget, row_pages=0, rest_pages=model.pages)
         self._pages = FakePages(model.page_bytes)
         kv = command.kv
         tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
         self._remembered = Remembered(tree, Room(free=lambda: 0, own=0, charge=lambda _end: 0))
+        where: Where = "disk" if command.parked_folder else "recompute"
+        self._reclaiming = FakeReclaiming(self._admission, tree, self._rows, where, self._report)
         return ModelInfo(
             architecture="Fake",
             parameters=0,
@@ -330,6 +346,14 @@ class FakeEngine:
         """When a request's deadline comes."""
         return self._scheduler.next_deadline
 
+    def reclaim(self, command: Reclaim) -> None:
+        """Give memory back; the next step says what came of it."""
+        self._reclaiming.reclaim(command)
+
+    def start_level(self, command: StartLevel) -> None:
+        """Let new rows start at a level."""
+        self._admission.start(command.level)
+
     # The step.
 
     def watch(self, on_phase: OnPhase) -> None:
@@ -358,6 +382,8 @@ class FakeEngine:
         if turn.refused is not None:
             rid, error = turn.refused
             self._fail(self._rows[rid], error)
+        for rid in plan.restored:
+            self._reclaiming.restore(rid)
         if plan.group:
             self._prefill()
         self._most_rows = max(self._most_rows, len(plan.decode))
@@ -398,7 +424,10 @@ class FakeEngine:
 
     def _tell(self, wish: GrantWanted | None) -> None:
         if wish is not None:
-            self._reports.append(wish)
+            self._report(msgspec.structs.replace(wish, offer=self._reclaiming.offer()))
+
+    def _report(self, report: Report) -> None:
+        self._reports.append(report)
 
     def _advance(self, row: _Row) -> None:
         model = self._model
@@ -504,6 +533,7 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._computed_tokens,
             prefix=self._remembered.use,
+            offer=self._reclaiming.offer(),
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._model.weights,

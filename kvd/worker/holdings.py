@@ -1,19 +1,22 @@
 """What one engine holds of its grant, and what it could give back: counted, not measured.
 
-The unit is the budget's page. Does not cover: who gets it (`admission`), and how it is given back
-(`reclaiming`).
+The unit is the budget's page. Shared by the real engine and the fake one.
+
+Does not cover: who gets it (`admission`), and how it is given back (`reclaiming`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvd.worker.admission import Admission, Held
-from kvd.worker.completion import Request
-from kvd.worker.prompts import Prompts
 from protocol.types import Offer
+
+if TYPE_CHECKING:
+    from kvd.worker.completion import Request
+    from kvd.worker.prompts import Prompts
 
 AGAIN_TOKENS = 256
 """What a row that was parked makes before it is parked again: no ping-pong."""
@@ -90,16 +93,15 @@ class Holdings:
     def offer(self) -> Offer:
         """Return what each means would free on top of those before it."""
         scheduler, admission, unit = self._scheduler, self._admission, self._unit
-        least, granted = admission.rest_pages, admission.budget.pages
         left = self._prompts.left_bytes
         places = self._places_pages(scheduler.places, left)
         rows = scheduler.reserved + places
-        marks = [granted, max(least, rows + self.cached_pages), max(least, rows)]
+        marks = [admission.budget.pages, rows + self.cached_pages, rows]
         admitted = scheduler.victims()
         levels = range(1, scheduler.sizes.levels)
-        marks += [max(least, rows - self._saving(admitted, level)) for level in levels]
+        marks += [rows - self._saving(admitted, level) for level in levels]
         rows -= self._saving(admitted, scheduler.sizes.lowest)
-        marks.append(max(least, rows - self._parking(admitted, places, left)))
+        marks.append(rows - self._parking(admitted, places, left))
         steps = [unit * max(0, one - next_) for one, next_ in pairwise(marks)]
         return Offer(
             spare=steps[0],
@@ -109,7 +111,7 @@ class Holdings:
             rows=len(admitted),
             waiting=scheduler.waiting,
             level=scheduler.start_level,
-            base=admission.budget.base_bytes + least * unit,
+            base=admission.budget.base_bytes,
         )
 
     def _places_pages(self, places: int, left_bytes: int) -> int:

@@ -36,11 +36,13 @@ from protocol.worker import (
     Phase,
     Progress,
     Ready,
+    Reclaim,
     Report,
     RowAccepted,
     RowFailed,
     RowFinished,
     Started,
+    StartLevel,
     Stats,
     Stop,
     Submit,
@@ -236,6 +238,10 @@ class Loop:
                 self._engine.cancel(command.rid)
             case Grant():
                 self._engine.granted(command)
+            case Reclaim():
+                self._engine.reclaim(command)
+            case StartLevel():
+                self._engine.start_level(command)
             case Turn():
                 self._say(self._gate.take(command, self._clock()))
             case Stop():

@@ -18,6 +18,7 @@ Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -39,6 +40,9 @@ from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
 from kvd.worker.hands import Hands
 from kvd.worker.holdings import Holdings
 from kvd.worker.native import choice
+from kvd.worker.parking.file import Folder
+from kvd.worker.parking.lot import Parking
+from kvd.worker.parking.rates import Rates
 from kvd.worker.prompts import Prompts
 from kvd.worker.reclaiming import Reclaiming
 from kvd.worker.recovery import Recovery
@@ -110,6 +114,7 @@ class MLXEngine:
     _admission: Admission
     _prompts: Prompts
     _holdings: Holdings
+    _parking: Parking
     _reclaiming: Reclaiming
     _recovery: Recovery
     _vocabulary: int
@@ -120,6 +125,7 @@ class MLXEngine:
         self._requests: dict[str, Request] = {}
         self._reports: list[Report] = []
         self._flight: _Flight | None = None
+        self._rates = Rates()
         self._steps = 0
         self._shortages = 0
         """Steps in a row that lacked memory, but for calm ones between."""
@@ -232,7 +238,9 @@ class MLXEngine:
             leave=self._leave,
             join=self._join,
         )
-        self._reclaiming = Reclaiming(hands, time.monotonic)
+        folder = Folder.open(command.parked_folder, command.parked_bytes)
+        self._parking = Parking(hands, folder, self._rates, self._report)
+        self._reclaiming = Reclaiming(hands, self._parking, time.monotonic)
         self._recovery = Recovery(
             self._runner,
             self._scheduler,
@@ -298,8 +306,8 @@ class MLXEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        waiting = self._reports or self._flight or self._reclaiming.active
-        if waiting or self._admission.has_work:
+        busy = self._reclaiming.active or self._parking.busy
+        if self._reports or self._flight or busy or self._admission.has_work:
             return True
         due = self._scheduler.next_deadline
         return due is not None and due <= self._clock()
@@ -337,43 +345,12 @@ class MLXEngine:
         What it had launched is read first, and may end it.
         """
         self._settle()
-        request = self._requests.get(rid)
-        if request is None:
-            return
-        cache = self._runner.cache
-        cache.flush()
-        for completion in request.completions:
-            if completion.row is not None:
-                completion.frozen = cache.freeze(completion.row)
-                self._leave(completion)
-        if request.row is not None:
-            request.frozen = cache.freeze(request.row)
-            cache.free(request.row, clean=False)
-            request.row = None
-        frozen = [request.frozen, *(completion.frozen for completion in request.completions)]
-        held = sum(cache.charge_of(one) for one in frozen if one is not None)
-        request.kept_pages = -(-held // self._admission.budget.page_bytes)
-        self._prompts.leave_place(request)
-        self._admission.park(rid, request.kept_pages)
+        if (request := self._requests.get(rid)) is not None:
+            self._parking.take_out(request)
 
     def unpark(self, rid: str) -> None:
         """Let a parked request go on as soon as there is room."""
         self._admission.unpark(rid)
-
-    def _restore(self, request: Request) -> None:
-        """Give a parked request its rows back; all or, where memory is short, none."""
-        cache = self._runner.cache
-        everyone: list[Request | Completion] = [request, *request.completions]
-        holders = [one for one in everyone if one.frozen is not None]
-        rows = [cache.thaw(one.frozen) for one in holders]
-        request.kept_pages = 0
-        for holder, row in zip(holders, rows, strict=True):
-            cache.drop(holder.frozen)
-            holder.frozen = None
-            if isinstance(holder, Request):
-                holder.row = row
-            else:
-                self._join(request, holder, row)
 
     # The step.
 
@@ -396,16 +373,22 @@ class MLXEngine:
         for rid in self._scheduler.expired(self._clock()):
             self._fail(self._requests[rid], late(self._requests[rid].made))
         plan = self._plan()
+        start = time.monotonic()
         landed, self._flight = self._flight, self._launch(plan.decode)
         if landed is not None:
             self._on_phase("decode")
             self._collect(landed)
+            self._rates.note("decode", 1, time.monotonic() - start)
         if plan.group:
             self._prefill()
         if self._reclaiming.active:
             self._on_phase("pools")
             self._drain()
             self._reports += self._reclaiming.advance()
+        elif self._parking.busy:
+            self._on_phase("pools")
+            self._drain()
+            self._parking.work(POOL_SECONDS)
         elif self._runner.cache.lacks_room:
             self._on_phase("pools")
             self._drain()
@@ -420,7 +403,8 @@ class MLXEngine:
         if turn.plan.wanted_pages and self._give_up_spare():
             turn = self._take_turn()
         self._ask_for_checkpoints()
-        return turn.plan
+        here = tuple(rid for rid in turn.plan.decode if rid not in self._parking.loading)
+        return dataclasses.replace(turn.plan, decode=here)
 
     def _ask_for_checkpoints(self) -> None:
         remembered = self._prompts.remembered
@@ -430,7 +414,10 @@ class MLXEngine:
 
     def _wish(self, wish: GrantWanted | None) -> None:
         if wish is not None:
-            self._reports.append(replace(wish, offer=self._holdings.offer()))
+            self._report(replace(wish, offer=self._holdings.offer()))
+
+    def _report(self, report: Report) -> None:
+        self._reports.append(report)
 
     def _evict(self, pages: int) -> bool:
         """Drop checkpoints for so many pages; return whether that freed anything."""
@@ -456,7 +443,9 @@ class MLXEngine:
             request.reader.lowered = request.level > 0
         for rid in turn.plan.restored:
             self._on_phase("pools")
-            self._restore(self._requests[rid])
+            self._parking.restore(self._requests[rid])
+        if turn.spill:
+            self._parking.spill()
         return turn
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
@@ -619,6 +608,7 @@ class MLXEngine:
         if request.frozen is not None:
             cache.drop(request.frozen)
         self._prompts.forget(request)
+        self._parking.forget(request)
         self._admission.finish(request.rid)
         del self._requests[request.rid]
 
@@ -626,9 +616,14 @@ class MLXEngine:
         self._on_phase("prefill")
         self._drain()
         group = next_chunks(self._scheduler, self._is_known, self._begin_prompt)
+        if not group:
+            return  # who was to read is brought back first
+        start = time.monotonic()
         self._reports += self._prompts.read(
             [(self._requests[chunk.rid], chunk.start, chunk.end) for chunk in group]
         )
+        read = sum(chunk.length for chunk in group)
+        self._rates.note("prefill", read, time.monotonic() - start)
         for chunk in group:
             if (request := self._requests[chunk.rid]).distrusted:
                 self._fail_bad(request)
@@ -674,6 +669,7 @@ class MLXEngine:
             _log.warning("out of memory in a prompt's chunk: %s", short.reason)
             return
         self._flight = None
+        self._parking.abandon()
         self._reports += self._reclaiming.abandon()
         lacking: Shortage | None = short
         while lacking is not None:
@@ -690,7 +686,7 @@ class MLXEngine:
         self._recovery.bring_back(self._requests.values(), self._join)
         for request in self._requests.values():
             if self._scheduler.is_admitted(request.rid):
-                self._restore(request)
+                self._parking.thaw(request)
 
     def _release_ended(self) -> None:
         for request in list(self._requests.values()):
@@ -732,12 +728,16 @@ class MLXEngine:
         return freed > 0
 
     def _rest(self) -> None:
-        """Give memory back when nobody is there: one slab stays for the next request."""
+        """Give memory back when nobody is there: one slab stays for the next request.
+
+        Less where the governor has taken that too.
+        """
         cache = self._runner.cache
         cached = self._holdings.cached_pages
-        if self._holdings.charged_pages > SLAB_PAGES + cached or cache.tail_slots > FIRST_ROWS:
+        slab = max(0, min(SLAB_PAGES, self._admission.budget.pages - cached))
+        if self._holdings.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS:
             self._on_phase("pools")
-            cache.shrink(SLAB_PAGES)
+            cache.shrink(slab)
             loading.give_back()
         self._wish(self._admission.rest(cached))
 

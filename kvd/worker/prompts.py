@@ -81,7 +81,8 @@ class Prompts:
         cache = self._runner.cache
         hit = Hit(0) if self.remembered is None else self.remembered.begin(request.reader)
         request.row = cache.thaw(hit.frozen) if hit.tokens else cache.new_row(request.level)
-        request.over.cached_tokens = hit.tokens
+        if request.resumed_at is None:
+            request.over.cached_tokens = hit.tokens
         return hit.tokens
 
     def read(self, chunks: Sequence[tuple[Request, int, int]]) -> list[Report]:
@@ -164,8 +165,10 @@ class Prompts:
 
 
 def _untold(request: Request, index: int, logprobs: list[TokenLogprob]) -> list[Report]:
-    """Return the report of these logprobs, without those that were sent by a worker that died."""
-    skipped = max(0, request.submit.prompt_told - index)
+    """Return the report of these logprobs, without those that were sent before."""
+    told = max(request.submit.prompt_told, request.prompt_told)
+    skipped = max(0, told - index)
     if skipped >= len(logprobs):
         return []
+    request.prompt_told = index + len(logprobs)
     return [RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])]

@@ -2,13 +2,13 @@
 
 ::
 
-    Reclaim --> act: drop checkpoints, or step rows down               a slice between two steps
+    Reclaim --> act: drop checkpoints, step rows down, or park rows    a slice between two steps
                 --> cut the pools to what is used                      a slice between two steps
                     --> GrantWanted, with less than before --> Reclaimed
 
 While it works nobody is admitted, so what comes free goes to the daemon and not to the queue.
 
-Does not cover: what could be given back (`holdings`).
+Does not cover: what could be given back (`holdings`), where parked rows go (`parking`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 from msgspec.structs import replace
 
+from kvd.worker import memory
 from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.lowering import Lowering, Trimming
 from protocol.worker import GrantWanted, Reclaim, Reclaimed, Report
@@ -26,6 +28,7 @@ from protocol.worker import GrantWanted, Reclaim, Reclaimed, Report
 if TYPE_CHECKING:
     from kvd.worker.completion import Request
     from kvd.worker.hands import Hands
+    from kvd.worker.parking.lot import Parking
 
 SLICE_SECONDS = 0.010
 """How long a step works on giving memory back."""
@@ -36,8 +39,9 @@ _TRIES = 3
 class Reclaiming:
     """What one engine does for the governor. `ask`, then `advance` once a step."""
 
-    def __init__(self, hands: Hands, clock: Callable[[], float]) -> None:
+    def __init__(self, hands: Hands, parking: Parking, clock: Callable[[], float]) -> None:
         self._hands = hands
+        self._parking = parking
         self._clock = clock
         self._asked: deque[Reclaim] = deque()
         self._now: Iterator[None] | None = None
@@ -71,10 +75,12 @@ class Reclaiming:
             self._hands.holdings.promised = command.wanted_bytes
             self._now = self._work(command)
         self._end = self._clock() + SLICE_SECONDS
-        if next(self._now, self) is None:
-            return []
+        while next(self._now, self) is None:
+            if not self._has_time():
+                return []
         self._asked.popleft()
         reports = self._give_back(command)
+        self._parking.requeue()
         self._open()
         return reports
 
@@ -87,8 +93,10 @@ class Reclaiming:
         hands = self._hands
         unit = hands.admission.budget.page_bytes
         wanted = -(-command.wanted_bytes // unit)
-        least = max(hands.admission.rest_pages, hands.admission.budget.pages - wanted)
+        least = max(0, hands.admission.budget.pages - wanted)
         wish, freed = hands.admission.hand_over(least, hands.holdings.held())
+        mx.clear_cache()
+        memory.give_back()  # what malloc keeps of it: the process must hold less, not only MLX
         offer = hands.holdings.offer()
         rest = {
             "spare": offer.spare,
@@ -100,9 +108,12 @@ class Reclaiming:
         given: list[GrantWanted] = [] if wish is None else [replace(wish, offer=offer)]
         return [*given, over]
 
-    # The work. Each yield ends a slice.
+    # The work. Each yield is a place where a slice may end.
 
     def _work(self, command: Reclaim) -> Iterator[None]:
+        while self._parking.busy:
+            self._parking.work(self._left())
+            yield
         match command.rung:
             case "spare":
                 pass
@@ -111,7 +122,7 @@ class Reclaiming:
             case "level":
                 yield from self._lower(command)
             case "park":
-                pass
+                yield from self._parking.reclaim(command.wanted_bytes)
         yield from self._trim()
 
     def _has_time(self) -> bool:
@@ -132,6 +143,7 @@ class Reclaiming:
             request.level = max(request.level, level)
             request.over.runs_on(request.level)
             request.reader.lowered = True
+            request.mixed = request.mixed or request.begun or request.row is not None
         while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
             hands.flush()
             lowering = Lowering(cache, above, level)

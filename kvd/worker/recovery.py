@@ -133,6 +133,8 @@ class Recovery:
 
     def _lost(self, request: Request) -> _Lost | None:
         """Return what a request lacks of what it had; None: nothing."""
+        if request.saved is not None:
+            return None
         if request.begun:
             away = [one for one in request.live if one.frozen is None]
             return _Lost(request, len(request.prompt) - 1, away) if away else None

@@ -429,6 +429,11 @@ class Scheduler:
         self._planned.pop(rid, None)
         return given
 
+    def restart(self, rid: str) -> None:
+        """Let a request read its prompt again, from its beginning: it has lost what it had."""
+        self._states.restart(self._states.find(rid))
+        self._planned.pop(rid, None)
+
     def keep(self, rid: str, kept: int) -> int:
         """Let a parked row, or one that waits after it, keep fewer pages; return those given."""
         return self._states.keep(rid, kept)

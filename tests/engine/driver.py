@@ -15,9 +15,15 @@ from protocol.worker import (
     Grant,
     GrantWanted,
     LoadModel,
+    Reclaim,
+    Reclaimed,
+    Report,
     RowFailed,
     RowFinished,
+    RowParked,
     RowPrompt,
+    RowQueued,
+    RowResumed,
     RowTokens,
     Submit,
 )
@@ -55,6 +61,10 @@ class Driver:
         self.asked: list[tuple[int, str]] = []
         self.outcomes: dict[str, Outcome] = {}
         self.stages: list[str] = []
+        self.parkings: dict[str, list[str]] = {}
+        """Of each request, where it was parked, and that it went on."""
+        self.positions: dict[str, list[int]] = {}
+        self.reclaimed: list[Reclaimed] = []
         self.info = self.engine.load(
             LoadModel(source=source, kv=kv or KVSpec(), **load),
             lambda stage, fraction: self.stages.append(stage),
@@ -118,10 +128,26 @@ class Driver:
                     self.outcomes[report.rid].error = report.error
                 case GrantWanted():
                     self.engine.granted(self.answer(report.seq, report.total_bytes, report.reason))
+                case _:
+                    self._note(report)
         cache, budget = self.engine._runner.cache, self.engine._admission.budget
-        assert cache.nbytes <= self.total - budget.base_bytes
+        # Beside the pools that go down the ladder stand those that they go to: the base has that.
+        scratch = cache.settings.lowering_scratch if self.engine._reclaiming.active else 0
+        assert cache.nbytes <= self.total - budget.base_bytes + scratch
         cache.check()
         self.engine._scheduler.check()
+
+    def _note(self, report: Report) -> None:
+        match report:
+            case RowQueued():
+                self.positions.setdefault(report.rid, []).append(report.position)
+            case RowParked():
+                assert report.nbytes > 0
+                self.parkings.setdefault(report.rid, []).append(report.where)
+            case RowResumed():
+                self.parkings.setdefault(report.rid, []).append("resumed")
+            case Reclaimed():
+                self.reclaimed.append(report)
 
     def run(self, *, until: Callable[[], bool] | None = None, steps: int = 5000) -> None:
         for _ in range(steps):
@@ -134,6 +160,13 @@ class Driver:
             raise AssertionError(f"still at work after {steps} steps")
         if until is None:
             assert all(outcome.over for outcome in self.outcomes.values()), self.outcomes
+
+    def reclaim(self, rung: str, wanted_bytes: int, level: int = 0) -> Reclaimed:
+        """Ask for memory, as the governor does, and step until it is given back."""
+        before = len(self.reclaimed)
+        self.engine.reclaim(Reclaim(seq=7, rung=rung, wanted_bytes=wanted_bytes, level=level))
+        self.run(until=lambda: len(self.reclaimed) > before)
+        return self.reclaimed[-1]
 
     def alone(self, prompt: str | list[int], sampling: Sampling | None = None, **more) -> Outcome:
         self.submit("alone", prompt, sampling, **more)

@@ -412,6 +412,13 @@ class ModelCache:
             store.drop(row)
         self.frozen.remove(frozen)
 
+    def keep(self, frozen: FrozenSequence) -> FrozenSequence:
+        """Take in a frozen sequence that was made from bytes; it holds its pages from now on."""
+        for store, row in zip(self.stores, frozen.rows, strict=True):
+            store.keep(row)
+        self.frozen.append(frozen)
+        return frozen
+
     def unlowered(self, frozen: FrozenSequence) -> bool:
         """Return whether it is as prefilling left it: nothing was stepped down since."""
         return all(

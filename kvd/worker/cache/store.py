@@ -246,9 +246,13 @@ class KVStore:
         mx.eval(tails)
         frozen = FrozenRow(tails=tails)
         frozen.become(row)
+        self.keep(frozen)
+        return frozen
+
+    def keep(self, frozen: FrozenRow) -> None:
+        """Let a frozen row hold its pages."""
         self._retain(frozen)
         self.frozen.append(frozen)
-        return frozen
 
     def thaw(self, frozen: FrozenRow) -> Row:
         """Return a new row with the content of a frozen one, which stays; the device must be idle.

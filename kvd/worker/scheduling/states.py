@@ -78,6 +78,14 @@ class States:
             self.prefilling.pop(row.rid, None)
             self.decoding[row.rid] = row
 
+    def restart(self, row: Row) -> None:
+        """Note that nothing of a request's prompt is in the cache any more."""
+        row.reads = False
+        row.prefilled = 0
+        if self.is_admitted(row):
+            self.decoding.pop(row.rid, None)
+            self.advance(row, 0)
+
     def remove(self, row: Row) -> int:
         """Forget a request in whatever state; return the pages that it gives back."""
         del self.rows[row.rid]

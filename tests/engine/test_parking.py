@@ -1,0 +1,278 @@
+"""Rows give their memory back while they run, and go on with the same tokens."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.worker import mlx_engine, reclaiming
+from kvd.worker.parking import file
+from kvd.worker.parking.rates import Rates
+from protocol.types import KVSpec, Sampling
+from protocol.worker import Reclaim
+from tests.engine.driver import Driver, Outcome
+
+pytestmark = pytest.mark.mlx
+
+WARM = Sampling(temperature=0.9, seed=5)
+EVERYTHING = 1 << 40
+QUICK = 1e15
+"""A second: work that takes no time."""
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    return [(start * 31 + 7 * position) % 4000 + 10 for position in range(length)]
+
+
+def prefer(driver: Driver, where: str) -> None:
+    rates = driver.engine._rates
+    fast = ("write", "read") if where == "disk" else ("prefill", "decode")
+    rates._known = {"write": 1.0, "read": 1.0, "prefill": 1.0, "decode": 1.0}
+    rates._known |= dict.fromkeys(fast, QUICK)
+    rates.note = lambda *_: None
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    folder = tmp_path_factory.mktemp("parked")
+    return Driver("demo", parked_folder=str(folder), parked_bytes=1 << 30)
+
+
+@pytest.fixture
+def driver(loaded: Driver) -> Iterator[Driver]:
+    yield loaded
+    folder = loaded.engine._parking._folder
+    for rid in list(loaded.engine._requests):
+        loaded.engine.cancel(rid)
+    loaded.run(until=lambda: not loaded.engine.has_work)
+    assert folder is not None
+    assert list(folder._path.iterdir()) == [], "a file outlived its request"
+    assert folder.held_bytes == 0
+    assert not loaded.engine._runner.cache.sequences
+    loaded.engine._prompts.tree.clear()
+    assert loaded.engine._runner.cache.pages_used == 0
+    assert loaded.engine._scheduler.reserved == 0
+    for record in (loaded.outcomes, loaded.parkings, loaded.positions, loaded.reclaimed):
+        record.clear()
+    del loaded.engine._rates.__dict__["note"]
+
+
+def submit_three(driver: Driver) -> None:
+    """Greedy, seeded with two answers and penalties, and one whose prompt is long."""
+    driver.submit("greedy", prompt_of(500, 1), max_tokens=70, ignore_eos=True)
+    penalized = Sampling(temperature=0.9, seed=3, frequency_penalty=0.5)
+    driver.submit("two", prompt_of(330, 2), penalized, max_tokens=70, ignore_eos=True, n=2)
+    driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 7)
+    driver.submit("long", prompt_of(1700, 3), WARM, max_tokens=40, prompt_logprobs=0)
+
+
+def undisturbed(driver: Driver) -> dict[str, Outcome]:
+    submit_three(driver)
+    driver.run()
+    found = dict(driver.outcomes)
+    driver.outcomes.clear()
+    driver.engine._prompts.tree.clear()
+    return found
+
+
+def files(driver: Driver) -> list[Path]:
+    return list(driver.engine._parking._folder._path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["disk", "recompute"])
+def test_parked_rows_go_on_with_the_same_tokens(driver: Driver, where: str) -> None:
+    prefer(driver, where)
+    wanted = undisturbed(driver)
+    submit_three(driver)
+    driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 9)
+    assert driver.engine._scheduler.prefilling == 1, "the long prompt is half read"
+    active = driver.engine._runner.cache.nbytes
+    offer = driver.engine.stats().offer
+    answer = driver.reclaim("park", EVERYTHING)
+
+    assert answer.exhausted
+    assert {one[0] for one in driver.parkings.values()} == {where}
+    assert answer.freed_bytes >= offer.park > 0
+    assert driver.engine._runner.cache.nbytes < active / 3
+    driver.run()
+    assert driver.outcomes == wanted
+    assert all(one[-1] == "resumed" for one in driver.parkings.values())
+
+
+def test_what_is_enough_in_memory_stays_there(driver: Driver) -> None:
+    prefer(driver, "disk")
+    prompt = prompt_of(300, 4)
+    wanted = driver.alone(prompt, WARM, max_tokens=400, ignore_eos=True)
+    driver.submit("a", prompt, WARM, max_tokens=400, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 5)
+    unit = driver.engine._admission.budget.page_bytes
+    driver.reclaim("park", unit)
+    assert driver.parkings["a"][0] == "memory"
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+
+
+def test_a_row_that_was_parked_makes_tokens_before_it_is_parked_again(driver: Driver) -> None:
+    prefer(driver, "disk")
+    driver.submit("a", prompt_of(300, 4), WARM, max_tokens=330, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 20)
+    driver.reclaim("park", EVERYTHING)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 270)
+    assert driver.engine.stats().offer.park == 0
+    assert driver.reclaim("park", EVERYTHING).exhausted
+    assert driver.parkings["a"] == ["disk", "resumed"]
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 280)
+    assert driver.engine.stats().offer.park > 0
+    driver.reclaim("park", EVERYTHING)
+    driver.run()
+    assert driver.parkings["a"] == ["disk", "resumed"] * 2
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5000])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut, flip, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_file_that_is_not_what_was_written_costs_time_and_no_request(
+    driver: Driver, harm
+) -> None:
+    prefer(driver, "disk")
+    prompt = prompt_of(400, 6)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+    budget = driver.budget
+    driver.submit("a", prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
+    driver.budget = driver.total
+    driver.reclaim("park", EVERYTHING)
+    driver.budget = driver.total  # it cannot come back yet
+    (path,) = files(driver)
+    harm(path)
+    driver.budget = budget
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+    assert driver.parkings["a"] == ["disk", "resumed"]
+
+
+def test_a_full_disk_is_no_reason_to_lose_a_request(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(driver, "disk")
+    prompt = prompt_of(400, 7)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
+
+    def full(self: file.Writing, record: bytes) -> None:
+        if len(record) > 20_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._file.write(record)
+
+    monkeypatch.setattr(file.Writing, "add", full)
+    driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
+    driver.reclaim("park", EVERYTHING)
+    assert driver.parkings["a"][0] == "recompute"
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+
+
+def test_bounds_of_the_folder_send_rows_to_be_computed_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(driver, "disk")
+    folder = driver.engine._parking._folder
+    for bound, value in (("_cap_bytes", 1000), ("_free_bytes", lambda _: file.SPARE_DISK_BYTES)):
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, bound, value)
+            driver.submit(bound, prompt_of(400, 8), WARM, max_tokens=30, ignore_eos=True)
+            driver.run(until=lambda rid=bound: len(driver.outcomes[rid].tokens) > 3)
+            driver.reclaim("park", EVERYTHING)
+            assert driver.parkings[bound][0] == "recompute"
+            driver.run()
+            assert len(driver.outcomes[bound].tokens) == 30
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_request_can_end_while_it_is_written_or_read(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    prefer(driver, "disk")
+    driver.submit("b", prompt_of(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
+    parking = driver.engine._parking
+    for rid, under_way in (("written", parking._writing), ("read", parking.loading)):
+        driver.submit(rid, prompt_of(900, 9), WARM, max_tokens=60, ignore_eos=True)
+        driver.run(until=lambda rid=rid: len(driver.outcomes[rid].tokens) > 3)
+        driver.engine.reclaim(_park_one(driver))
+        driver.run(until=lambda under_way=under_way: bool(under_way))
+        for _ in range(steps):
+            driver.step()
+        driver.engine.cancel(rid)
+        driver.run(until=lambda: not (parking.busy or driver.engine._reclaiming.active))
+        assert driver.outcomes[rid].reason == "cancelled"
+        assert files(driver) == []
+    driver.run()
+
+
+def _park_one(driver: Driver):
+    rid = driver.engine._scheduler.victims()[0]
+    pages, _ = driver.engine._scheduler.footing(rid)
+    wanted = pages * driver.engine._admission.budget.page_bytes
+    return Reclaim(seq=1, rung="park", wanted_bytes=wanted)
+
+
+def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
+    for name in ("old.parked", "half.part"):
+        (tmp_path / name).write_bytes(b"x")
+    folder = file.Folder.open(str(tmp_path / "m"), 100)
+    assert folder is not None
+    folder = file.Folder.open(str(tmp_path), 100)
+    assert folder is not None
+    assert [one.name for one in tmp_path.iterdir()] == ["m"]
+    assert not folder.has_room(101)
+    (tmp_path / "file").write_bytes(b"")
+    assert file.Folder.open(str(tmp_path / "file"), 100) is None
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        KVSpec(k_bits=4, v_bits=4),
+        KVSpec(k_bits=16, v_bits=16),
+        KVSpec(max_kv_size=256, keep=4),
+        KVSpec(quantized_kv_start=300),
+    ],
+    ids=["k4v4", "dense", "window", "dense at first"],
+)
+def test_every_way_of_keeping_keys_comes_back_from_disk(kv: KVSpec, tmp_path: Path) -> None:
+    driver = Driver("demo", kv=kv, parked_folder=str(tmp_path), parked_bytes=1 << 30)
+    prompt = prompt_of(420, 5)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+    for where in ("disk", "recompute"):
+        prefer(driver, where)
+        driver.submit(where, prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+        driver.run(until=lambda rid=where: len(driver.outcomes[rid].tokens) > 9)
+        driver.reclaim("park", EVERYTHING)
+        driver.run()
+        assert driver.parkings[where] == [where, "resumed"]
+        assert driver.outcomes.pop(where) == wanted
+
+
+def test_rates_decide_by_seconds() -> None:
+    rates = Rates()
+    rates.note("write", 100, 1.0)
+    rates.note("read", 200, 1.0)
+    assert rates.disk(1000) == pytest.approx(15.0)
+    rates.note("prefill", 10, 1.0)
+    rates.note("decode", 1, 0.5)
+    assert rates.recompute(100, 4) == pytest.approx(12.0)
+    rates.note("decode", 0, 0.5)
+    assert rates.recompute(0, 4) == pytest.approx(2.0)
