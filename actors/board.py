@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from protocol.policy import ModelPolicy
     from protocol.types import ModelStatus
 
 
@@ -24,10 +25,18 @@ class Board:
     """Written by each model's worker, taken down by the supervisor."""
     requests: Mapping[str, int] = field(default_factory=dict)
     """Written by the router."""
+    policies: Callable[[], Mapping[str, ModelPolicy]] = dict
+    """What users said of the models; the supervisor's."""
 
     def model(self, name: str) -> ModelStatus:
         """Return one model's status."""
-        return replace(self.models[name], requests=self.requests.get(name, 0))
+        policy = self.policies().get(name)
+        return replace(
+            self.models[name],
+            requests=self.requests.get(name, 0),
+            pinned=policy is not None and policy.pinned,
+            priority=0 if policy is None else policy.priority,
+        )
 
     def all(self) -> list[ModelStatus]:
         """Return every model's status, by name."""

@@ -1,7 +1,8 @@
 """A client's shell: one for each connection, around the session machine and the socket.
 
-Answers `hello`, `status` and `cancel` itself, hands `generate` to the router and the rest to the
-supervisor. When the connection ends its generate requests are cancelled; loads go on.
+Answers `hello`, `status`, `events` and `cancel` itself, hands `generate` to the router and the rest
+to the supervisor and the governor. When the connection ends its generate requests are cancelled;
+loads go on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, assert_never
 
+from msgspec.structs import replace
+
 from actors import mail
+from actors.events import concerns
 from actors.runtime.actor import Actor, MailboxFull
 from protocol import messages
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
@@ -19,7 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any
 
-    from actors.mail import ClientMail, RouterMail, SupervisorMail
+    from actors.events import Events
+    from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail
     from actors.runtime.actor import Ref
     from protocol.messages import Event, Request
     from protocol.types import DaemonStatus
@@ -45,6 +50,8 @@ class Services:
 
     router: Ref[RouterMail]
     supervisor: Ref[SupervisorMail]
+    governor: Ref[GovernorMail]
+    events: Events
     status: Callable[[], DaemonStatus]
     version: str
     pid: int
@@ -62,6 +69,8 @@ class Client(Actor["ClientMail"]):
         self._session = ServerSession()
         self._rids: dict[str, str] = {}
         """The daemon's ids of the generate requests that run, by their own."""
+        self._following: dict[str, str | None] = {}
+        """The requests that follow events, and of which model."""
         self._count = 0
 
     def receive(self, message: ClientMail) -> None:
@@ -86,6 +95,8 @@ class Client(Actor["ClientMail"]):
 
     def on_stop(self) -> None:
         """Cancel what runs, and end the connection."""
+        for key in list(self._following):
+            self._unfollow(key)
         rids, self._rids = self._rids, {}
         for rid in rids.values():
             self._services.router.tell(mail.Unwanted(rid), beyond_limit=True)
@@ -130,13 +141,25 @@ class Client(Actor["ClientMail"]):
             case messages.Generate():
                 self._generate(request)
             case messages.Cancel(id=key, target=target):
-                rid = self._rids.get(target)
-                if rid is not None:
-                    services.router.tell(mail.Unwanted(rid))
-                self._send(messages.Cancelled(id=key, target=target, found=rid is not None))
+                self._send(messages.Cancelled(id=key, target=target, found=self._cancel(target)))
             case messages.Shutdown(id=key, force=force):
                 watcher = mail.Watcher(self.ref, key)
                 services.supervisor.tell(mail.ShutdownWanted(force, watcher))
+            case messages.Events():
+                self._tell_events(request)
+            case messages.Configure(id=key, budget_bytes=total):
+                self._answer(
+                    key,
+                    services.governor.ask(mail.BudgetWanted(total)),
+                    lambda it: messages.Configured(id=key, budget_bytes=it[0], granted_bytes=it[1]),
+                )
+            case messages.Pin(id=key, model=name) | messages.Unpin(id=key, model=name):
+                pinned = isinstance(request, messages.Pin)
+                self._answer(
+                    key,
+                    services.supervisor.ask(mail.PinWanted(name, pinned)),
+                    lambda _: messages.Pinned(id=key, model=name, pinned=pinned),
+                )
             case messages.Load() | messages.Unload() | messages.Drain():
                 self._ask_supervisor(request)
             case _:
@@ -148,11 +171,39 @@ class Client(Actor["ClientMail"]):
         self._services.router.tell(mail.Wanted(rid, request, self.ref))
         self._rids[request.id] = rid
 
+    def _cancel(self, target: str) -> bool:
+        if target in self._following:
+            self._unfollow(target)
+            self._send(messages.EventsOver(id=target, last=self._services.events.last))
+            return True
+        rid = self._rids.get(target)
+        if rid is not None:
+            self._services.router.tell(mail.Unwanted(rid))
+        return rid is not None
+
+    def _tell_events(self, request: messages.Events) -> None:
+        events, key, model = self._services.events, request.id, request.model
+        for happened in events.since(request.since, model):
+            self._send(replace(happened, id=key))
+        if not request.follow:
+            self._send(messages.EventsOver(id=key, last=events.last))
+            return
+        self._following[key] = model
+        events.followers[self, key] = lambda it: self._happened(key, it)
+
+    def _happened(self, key: str, happened: messages.Happened) -> None:
+        if concerns(happened, self._following[key]):
+            self.ref.tell(mail.Deliver(replace(happened, id=key)), beyond_limit=True)
+
+    def _unfollow(self, key: str) -> None:
+        del self._following[key]
+        self._services.events.followers.pop((self, key), None)
+
     def _ask_supervisor(self, request: messages.Load | messages.Unload | messages.Drain) -> None:
         key, ask = request.id, self._services.supervisor.ask
         match request:
-            case messages.Load(model=source, alias=alias, kv=kv):
-                wanted = mail.LoadWanted(source, alias, kv, mail.Watcher(self.ref, key))
+            case messages.Load(model=source, alias=alias, kv=kv, policy=policy):
+                wanted = mail.LoadWanted(source, alias, kv, policy, mail.Watcher(self.ref, key))
                 self._answer(key, ask(wanted), lambda it: messages.Loaded(id=key, model=it))
             case messages.Unload(model=name, force=force):
                 self._answer(

@@ -1,4 +1,8 @@
-"""The governor's shell: hands wishes to the ledger and its answers to the workers."""
+"""The governor's shell: what workers and users say to the machine, and what it says to whom.
+
+The machine's invariants are checked after every event, here as in tests: a violation is an error
+in the log and in the events, and it is counted; it never goes by unseen.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +10,181 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
-from actors.machines import governor as machine
-from actors.mail import GrantAsked, Granted, MemoryFree
+from actors import mail
+from actors.machines import governing
+from actors.machines.governor import Answer, Released, Wanted
 from actors.runtime.actor import Actor
 from actors.runtime.journal import Journal
-from protocol.worker import Grant
+from actors.runtime.timers import Alarm
+from protocol import worker as wire
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actors.events import Events
+    from actors.machines.ladder import Ladder
     from actors.mail import GovernorMail, WorkerMail
     from actors.runtime.actor import Ref
+
+ROUTINE = frozenset({"reclaimed", "start_level", "first"})
+"""Of interest to who looks for it, and too much for the log."""
 
 
 @dataclass
 class Ledger:
-    """What outlives a restart of the governor."""
+    """What outlives a restart of the governor, and whom it speaks to."""
 
-    machine: machine.Governor
+    machine: Ladder
+    events: Events
+    evict: Callable[[str, bool], None] = lambda _model, _requeue: None
+    """Have the supervisor unload a model; it comes back when a request names it."""
+    hold: Callable[[str, bool], None] = lambda _model, _held: None
+    """Have the router keep new requests for a model, or send them again."""
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
     """Who asked last for each model, and in which life of its process."""
+    violations: int = 0
 
     def __post_init__(self) -> None:
-        self.journal: Journal[machine.Event, machine.Command] = Journal(self.machine)
+        self.journal: Journal[governing.Event, governing.Command] = Journal(self.machine)
+
+    @property
+    def granted_bytes(self) -> int:
+        """The sum of all grants."""
+        return self.machine.ledger.granted_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget as it is now."""
+        return self.machine.ledger.budget_bytes
 
 
 class Governor(Actor["GovernorMail"]):
-    """Grants memory before it is taken."""
+    """Grants memory before it is taken, and makes room where there is none."""
 
     def __init__(self, ledger: Ledger) -> None:
         ledger.machine.check()
         self._ledger = ledger
+        self._alarm = Alarm(lambda: self.ref.tell(mail.GovernorRang(), beyond_limit=True))
 
-    def receive(self, message: GovernorMail) -> None:
+    def on_start(self) -> None:
+        """Go on with what the governor before was about."""
+        self._alarm.set(self._ledger.machine.deadline)
+
+    def on_stop(self) -> None:
+        """Set no alarm that outlives this governor."""
+        self._alarm.cancel()
+
+    def receive(self, message: GovernorMail) -> tuple[int, int] | None:
         """Handle a message."""
         match message:
-            case GrantAsked():
-                self._ledger.workers[message.model] = (message.worker, message.life)
-                self._do(machine.Wanted(message.model, message.seq, message.total_bytes))
-            case MemoryFree(model=model):
+            case mail.GrantAsked():
+                self._asked(message)
+            case mail.MemoryFree(model=model):
                 self._ledger.workers.pop(model, None)
-                self._do(machine.Released(model))
+                self._do(Released(model))
+            case mail.Governed(event=event):
+                self._do(event)
+            case mail.Measured(used=used, pressure=pressure):
+                self._do(governing.Measured(used, pressure))
+            case mail.BudgetWanted(total_bytes=total):
+                if total is not None:
+                    self._do(governing.BudgetIs(total))
+                return self._ledger.budget_bytes, self._ledger.granted_bytes
+            case mail.GovernorRang():
+                self._do(governing.Rang())
+                self._reassure()
             case _:
                 assert_never(message)
+        return None
 
     def check(self) -> None:
         """Check the invariants."""
         self._ledger.machine.check()
+        assert not self._ledger.violations, "the budget was exceeded before"
 
-    def _do(self, event: machine.Event) -> None:
+    def _asked(self, asked: mail.GrantAsked) -> None:
+        self._ledger.workers[asked.model] = (asked.worker, asked.life)
+        if asked.offer is not None:
+            self._do(governing.Offered(asked.model, asked.offer))
+        self._do(Wanted(asked.model, asked.seq, asked.total_bytes, asked.resuming))
+
+    def _do(self, event: governing.Event) -> None:
+        machine = self._ledger.machine
         now = asyncio.get_running_loop().time()
-        for answer in self._ledger.journal.handle(event, now):
-            worker, life = self._ledger.workers[answer.model]
-            grant = Grant(
-                seq=answer.seq,
-                total_bytes=answer.total_bytes,
-                granted=answer.granted,
-                available_bytes=answer.available_bytes,
-                budget_bytes=self._ledger.machine.budget_bytes,
-            )
-            worker.tell(Granted(grant, life))
+        for command in self._ledger.journal.handle(event, now):
+            self._perform(command)
+        self._verify()
+        self._alarm.set(machine.deadline)
+
+    def _perform(self, command: governing.Command) -> None:
+        ledger = self._ledger
+        match command:
+            case Answer():
+                self._answer(command)
+            case governing.Reclaim(model=model):
+                order = wire.Reclaim(
+                    seq=command.seq,
+                    rung=command.rung,
+                    wanted_bytes=command.wanted_bytes,
+                    level=command.level,
+                )
+                self._command(model, order)
+            case governing.StartLevel(model=model, level=level):
+                self._command(model, wire.StartLevel(level=level))
+            case governing.Evict(model=model, requeue=requeue):
+                ledger.evict(model, requeue)
+            case governing.Hold(model=model, held=held):
+                ledger.hold(model, held)
+            case governing.Noted(kind=kind):
+                ledger.events.record(
+                    kind,
+                    command.model,
+                    command.reason,
+                    wisher=command.wisher,
+                    level="debug" if kind in ROUTINE else "info",
+                    numbers=command.numbers,
+                )
+            case _:
+                assert_never(command)
+
+    def _answer(self, answer: Answer) -> None:
+        if (known := self._ledger.workers.get(answer.model)) is None:
+            return
+        worker, life = known
+        grant = wire.Grant(
+            seq=answer.seq,
+            total_bytes=answer.total_bytes,
+            granted=answer.granted,
+            available_bytes=answer.available_bytes,
+            budget_bytes=self._ledger.machine.most_of(answer.model),
+            reason=answer.reason,
+        )
+        worker.tell(mail.Granted(grant, life))
+
+    def _command(self, model: str, command: wire.Reclaim | wire.StartLevel) -> None:
+        if (known := self._ledger.workers.get(model)) is not None:
+            worker, life = known
+            worker.tell(mail.Commanded(command, life))
+
+    def _reassure(self) -> None:
+        """Say for loads that wait for their memory that their silence is ours."""
+        machine = self._ledger.machine
+        for wish in machine.ledger.waiting:
+            known = self._ledger.workers.get(wish.model)
+            if known is not None and machine.tenants[wish.model].state == "loading":
+                worker, life = known
+                worker.tell(mail.StillWaits(life))
+
+    def _verify(self) -> None:
+        """Check what must always hold; say so and go on where it does not."""
+        try:
+            self._ledger.machine.check()
+        except AssertionError as error:
+            ledger = self._ledger
+            ledger.violations += 1
+            numbers = {
+                "granted_bytes": ledger.granted_bytes,
+                "budget_bytes": ledger.budget_bytes,
+                "violations": ledger.violations,
+            }
+            ledger.events.record("violation", None, str(error), level="error", numbers=numbers)

@@ -15,12 +15,15 @@ from protocol.types import ModelStatus
 if TYPE_CHECKING:
     from actors.machines import lifecycle
     from actors.machines.admission import Standing
+    from actors.machines.gauge import Pressure
+    from actors.machines.governing import Event as GovernorEvent
     from actors.ports import Exit, WorkerProcess
     from actors.runtime.actor import Ref
     from protocol.errors import ErrorInfo
     from protocol.messages import Event, Generate
-    from protocol.types import KVSpec, ModelState
-    from protocol.worker import Grant, Report, Submit, Turn, TurnOver
+    from protocol.policy import ModelPolicy
+    from protocol.types import KVSpec, ModelState, Offer
+    from protocol.worker import Grant, Reclaim, Report, StartLevel, Submit, Turn, TurnOver
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -112,6 +115,25 @@ class RowsDied(_Message, frozen=True):
     """Another process follows, for them to go on in."""
 
 
+class ModelRests(_Message, frozen=True):
+    """A model is being unloaded to make room: its requests wait, and will bring it back."""
+
+    model: str
+
+
+class ModelAsleep(_Message, frozen=True):
+    """It is gone now; answered by `EnsureLoaded` as soon as a request waits for it."""
+
+    model: str
+
+
+class ModelHeld(_Message, frozen=True):
+    """New requests for a model wait, so that others get their turn; or no longer."""
+
+    model: str
+    held: bool
+
+
 class FinishAll(Ask[None], frozen=True):
     """Take no new requests; answered when none is left."""
 
@@ -129,6 +151,9 @@ RouterMail = (
     | RowReported
     | RowBounced
     | RowsDied
+    | ModelRests
+    | ModelAsleep
+    | ModelHeld
     | FinishAll
     | RouterRang
 )
@@ -198,11 +223,26 @@ class Rang(_Message, frozen=True):
     """The alarm went off."""
 
 
+class Commanded(_Message, frozen=True):
+    """The governor's word to the process's `life`-th incarnation."""
+
+    command: Reclaim | StartLevel
+    life: int
+
+
+class StillWaits(_Message, frozen=True):
+    """The governor has not answered the `life`-th incarnation yet: its silence is ours."""
+
+    life: int
+
+
 WorkerMail = (
     Order
     | RunRow
     | CancelRow
     | Granted
+    | Commanded
+    | StillWaits
     | TurnGiven
     | HasProcess
     | HasNoProcess
@@ -222,6 +262,9 @@ class GrantAsked(_Message, frozen=True):
     life: int
     seq: int
     total_bytes: int
+    offer: Offer | None = None
+    """What it could give back; absent while it loads."""
+    resuming: bool = False
 
 
 class MemoryFree(_Message, frozen=True):
@@ -230,7 +273,30 @@ class MemoryFree(_Message, frozen=True):
     model: str
 
 
-GovernorMail = GrantAsked | MemoryFree
+class Governed(_Message, frozen=True):
+    """What a worker or the supervisor has to say to the machine, as it is."""
+
+    event: GovernorEvent
+
+
+class Measured(_Message, frozen=True):
+    """What each worker really takes, in bytes, and what the system says of its memory."""
+
+    used: dict[str, int]
+    pressure: Pressure = "normal"
+
+
+class BudgetWanted(Ask[tuple[int, int]], frozen=True):
+    """Change the budget, or only tell it; answered with it and with what is granted of it."""
+
+    total_bytes: int | None = None
+
+
+class GovernorRang(_Message, frozen=True):
+    """Something may be due."""
+
+
+GovernorMail = GrantAsked | MemoryFree | Governed | Measured | BudgetWanted | GovernorRang
 
 # -- to the turns ---------------------------------------------------------------------------------
 
@@ -279,6 +345,7 @@ class LoadWanted(Ask[ModelStatus], frozen=True):
     source: str
     alias: str | None
     kv: KVSpec
+    policy: ModelPolicy | None = None
     watcher: Watcher | None = None
 
 
@@ -289,6 +356,21 @@ class EnsureLoaded(_Message, frozen=True):
     """
 
     model: str
+
+
+class EvictWanted(_Message, frozen=True):
+    """The governor wants a model's memory; requests that it has wait in the daemon meanwhile."""
+
+    name: str
+    requeue: bool
+    """It runs none of them."""
+
+
+class PinWanted(Ask[None], frozen=True):
+    """Pin a model, or no longer."""
+
+    name: str
+    pinned: bool
 
 
 class UnloadWanted(Ask[int], frozen=True):
@@ -336,6 +418,8 @@ class LoadProgressed(_Message, frozen=True):
 SupervisorMail = (
     LoadWanted
     | EnsureLoaded
+    | EvictWanted
+    | PinWanted
     | UnloadWanted
     | DrainWanted
     | ShutdownWanted

@@ -82,7 +82,7 @@ class Router(Actor["RouterMail"]):
         """Check the invariants."""
         self._office.check()
 
-    def receive(self, message: RouterMail) -> Later[None] | None:  # noqa: C901 - one match
+    def receive(self, message: RouterMail) -> Later[None] | None:  # noqa: C901, PLR0912 - one match
         """Handle a message."""
         match message:
             case mail.Wanted():
@@ -98,6 +98,13 @@ class Router(Actor["RouterMail"]):
             case mail.ModelForgotten(model=model, error=error):
                 self._do(admission.ModelGone(model, error))
                 self._office.workers.pop(model, None)
+            case mail.ModelRests(model=model):
+                self._do(admission.Rests(model))
+            case mail.ModelAsleep(model=model):
+                self._do(admission.Asleep(model))
+                self._office.workers.pop(model, None)
+            case mail.ModelHeld(model=model, held=held):
+                self._do(admission.Kept(model, held))
             case mail.RowReported(report=report):
                 self._report(report)
             case mail.RowBounced(rid=rid):

@@ -7,12 +7,16 @@ in `actors.runtime.supervision`; that of *processes* in `actors.machines.lifecyc
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
+from msgspec.structs import replace
+
 from actors import mail
-from actors.machines import lifecycle
+from actors.catalogue import Catalogue, Known
+from actors.machines import governing, lifecycle
 from actors.runtime.actor import Actor, Later
 from protocol import messages
 from protocol.errors import (
@@ -24,15 +28,16 @@ from protocol.errors import (
     UnknownModel,
     from_info,
 )
+from protocol.policy import ModelPolicy
 from protocol.types import ALIAS_PATTERN, ALIAS_RULE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.board import Board
-    from actors.mail import RouterMail, SupervisorMail, WorkerMail
+    from actors.mail import GovernorMail, RouterMail, SupervisorMail, WorkerMail
     from actors.runtime.actor import Ref
-    from protocol.types import KVSpec, ModelState, ModelStatus
+    from protocol.types import ModelState, ModelStatus
 
 
 STOPS = "the daemon stops"
@@ -43,17 +48,20 @@ class Seat:
     """One model by its name."""
 
     name: str
-    source: str
-    kv: KVSpec
+    known: Known
     worker: Ref[WorkerMail]
     state: ModelState = "spawning"
     """As the worker told it last; it is told to start before anything else."""
     served: bool = False
     """It was ready once."""
     leaving: bool = False
-    """Unload or shutdown was ordered."""
+    """Unload or shutdown was ordered, or the governor wants its memory."""
+    resting: bool = False
+    """The governor does: it stays known, and a request brings it back."""
     loaders: list[tuple[Later[ModelStatus], mail.Watcher | None]] = field(default_factory=list)
     unloaders: list[Later[int]] = field(default_factory=list)
+    again: list[tuple[Later[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
+    """Loads that came while it was leaving to make room."""
 
 
 @dataclass
@@ -61,13 +69,15 @@ class House:
     """What outlives a restart of the supervisor, and what it needs."""
 
     board: Board
-    hire: Callable[[str, str, KVSpec], Ref[WorkerMail]]
-    """Start a worker actor: name, source, kv."""
+    hire: Callable[[str, Known], Ref[WorkerMail]]
+    """Start a worker actor."""
     dismiss: Callable[[Ref[WorkerMail]], None]
     """Stop a worker actor."""
     router: Ref[RouterMail]
+    governor: Ref[GovernorMail]
     on_empty: Callable[[], None]
     """Called once, when a shutdown has stopped everything."""
+    catalogue: Catalogue = field(default_factory=Catalogue)
     seats: dict[str, Seat] = field(default_factory=dict)
     draining: bool = False
     closing: bool = False
@@ -78,6 +88,7 @@ class House:
         """Check the invariants."""
         for name, seat in self.seats.items():
             assert seat.name == name, "a seat under another's name"
+            assert seat.leaving or not (seat.resting or seat.again), "rests, and does not leave"
             assert not (seat.unloaders and not seat.leaving), "an unload that nobody ordered"
         assert not self.closing or self.draining, "shuts down and takes new work"
 
@@ -98,14 +109,19 @@ class Supervisor(Actor["SupervisorMail"]):
         for seat in self._house.seats.values():
             seat.loaders.clear()
             seat.unloaders.clear()
+            seat.again.clear()
 
-    def receive(self, message: SupervisorMail) -> object:
+    def receive(self, message: SupervisorMail) -> object:  # noqa: C901 - one match over one union
         """Handle a message."""
         match message:
             case mail.LoadWanted():
                 return self._load(message)
             case mail.EnsureLoaded(model=model):
                 self._ensure(model)
+            case mail.EvictWanted(name=name, requeue=requeue):
+                self._evict(name, requeue=requeue)
+            case mail.PinWanted(name=name, pinned=pinned):
+                self._set_policy(name, replace(self._known(name).policy, pinned=pinned))
             case mail.UnloadWanted(name=name, force=force):
                 return self._unload(name, force=force)
             case mail.DrainWanted():
@@ -131,7 +147,7 @@ class Supervisor(Actor["SupervisorMail"]):
         1. the daemon drains: ``draining``;
         2. the name is free: take a seat, start a worker, wait;
         3. another model has the name: ``model_exists``;
-        4. it is being unloaded: ``draining``, come back;
+        4. it is being unloaded: ``draining``, come back; if only to make room: load it after that;
         5. it is ready: answer at once;
         6. it was given up: start afresh and wait;
         7. it loads or comes back: wait with the others.
@@ -143,54 +159,117 @@ class Supervisor(Actor["SupervisorMail"]):
             raise Draining("the daemon takes no new work")
         seat = house.seats.get(name)
         if seat is None:  # (2)
-            seat = self._take_seat(name, wanted)
-        elif (seat.source, seat.kv) != (wanted.source, wanted.kv):  # (3)
-            same = seat.kv.name == wanted.kv.name and seat.source == wanted.source
-            raise ModelExists(
-                f"{name} is loaded from {seat.source} with {seat.kv.name}"
-                f"{' and other KV settings' if same else ''}; "
-                "unload it first, or load under another alias",
-                model=name,
-            )
+            seat = self._take_seat(name, self._wanted(name, wanted), patient=False)
+        elif not _is_same(seat.known, wanted):  # (3)
+            raise _exists(name, seat.known, wanted)
+        elif seat.resting:  # (4)
+            return self._load_again(seat, wanted)
         elif seat.leaving:  # (4)
             raise Draining(f"{name} is being unloaded; load it again when that is done")
         elif seat.state == "ready":  # (5)
+            self._renew(seat, wanted)
             return house.board.model(name)
         elif seat.state == "failed":  # (6)
+            self._board(seat.name, seat.known, patient=False)
             seat.worker.tell(mail.Order(lifecycle.Start()))
+        self._renew(seat, wanted)
         later: Later[ModelStatus] = Later()
         seat.loaders.append((later, wanted.watcher))  # (7)
         return later
 
-    def _take_seat(self, name: str, wanted: mail.LoadWanted) -> Seat:
+    def _wanted(self, name: str, wanted: mail.LoadWanted) -> Known:
+        before = self._house.catalogue.models.get(name)
+        policy = wanted.policy or (before.policy if before is not None else ModelPolicy())
+        return Known(wanted.source, wanted.kv, policy, before is not None and before.listed)
+
+    def _take_seat(self, name: str, known: Known, *, patient: bool) -> Seat:
         house = self._house
-        worker = house.hire(name, wanted.source, wanted.kv)
-        seat = house.seats[name] = Seat(name, wanted.source, wanted.kv, worker)
+        house.catalogue.models[name] = known
+        self._board(name, known, patient=patient)
+        worker = house.hire(name, known)
+        seat = house.seats[name] = Seat(name, known, worker)
         house.router.tell(mail.ModelAdded(name, worker))
         worker.tell(mail.Order(lifecycle.Start()))
         return seat
 
+    def _board(self, name: str, known: Known, *, patient: bool) -> None:
+        self._govern(governing.Boarding(name, known.policy, patient))
+
+    def _govern(self, event: governing.Event) -> None:
+        self._house.governor.tell(mail.Governed(event))
+
+    def _renew(self, seat: Seat, wanted: mail.LoadWanted) -> None:
+        if wanted.policy is not None:
+            self._set_policy(seat.name, wanted.policy)
+
+    def _known(self, name: str) -> Known:
+        known = self._house.catalogue.models.get(name)
+        if known is None:
+            raise UnknownModel(self._missing(name), model=name)
+        return known
+
+    def _set_policy(self, name: str, policy: ModelPolicy) -> None:
+        """Let this hold from now on, whether the model is loaded or not."""
+        known = dataclasses.replace(self._known(name), policy=policy)
+        self._house.catalogue.models[name] = known
+        if (seat := self._house.seats.get(name)) is not None:
+            seat.known = known
+        self._govern(governing.PolicyIs(name, policy))
+
     def _ensure(self, name: str) -> None:
-        """Tell the router of a model that it does not know; it knows all that have a seat."""
-        if name not in self._house.seats:
-            error = UnknownModel(f"{self._missing(name)}; load it first", model=name)
-            self._house.router.tell(mail.ModelForgotten(name, error.info()))
+        """Bring a model that a request names, or tell the router that it is not known.
+
+        It knows of all that have a seat.
+        """
+        house = self._house
+        if name in house.seats:
+            return
+        known = house.catalogue.models.get(name)
+        if known is not None and not house.closing:
+            self._take_seat(name, known, patient=True)
+            return
+        error = UnknownModel(f"{self._missing(name)}; load it first", model=name)
+        house.router.tell(mail.ModelForgotten(name, error.info()))
 
     def _missing(self, name: str) -> str:
         names = ", ".join(sorted(self._house.seats)) or "none"
         return f"no model {name!r} is loaded (loaded: {names})"
 
-    def _unload(self, name: str, *, force: bool) -> Later[int]:
+    def _unload(self, name: str, *, force: bool) -> Later[int] | int:
         seat = self._house.seats.get(name)
         if seat is None:
-            raise UnknownModel(self._missing(name), model=name)
+            self._known(name)
+            self._forget(name)  # it made room before; now no request brings it back
+            return 0
         later: Later[int] = Later()
         seat.unloaders.append(later)
         self._dismiss(seat, force=force)
         return later
 
+    def _evict(self, name: str, *, requeue: bool) -> None:
+        """Unload a model to make room: what it can finish at once it finishes, the rest waits."""
+        house = self._house
+        seat = house.seats.get(name)
+        if seat is None or seat.leaving:
+            return
+        seat.leaving = seat.resting = True
+        gone = InsufficientMemory(f"{name} gave its memory to a request that had waited for longer")
+        self._fail_loaders(seat, gone)
+        house.router.tell(mail.ModelRests(name))
+        drains = seat.state == "ready" and not requeue
+        seat.worker.tell(mail.Order(lifecycle.Drain() if drains else lifecycle.Halt()))
+
+    def _load_again(self, seat: Seat, wanted: mail.LoadWanted) -> Later[ModelStatus]:
+        later: Later[ModelStatus] = Later()
+        seat.again.append((later, wanted))
+        return later
+
     def _dismiss(self, seat: Seat, *, force: bool) -> None:
-        seat.leaving = True
+        seat.leaving, seat.resting = True, False
+        for later, _ in seat.again:
+            later.fail(Draining(f"{seat.name} was unloaded while it loaded"))
+        seat.again.clear()
+        self._govern(governing.Leaving(seat.name))
         reason = STOPS if self._house.closing else ""
         self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
         seat.worker.tell(mail.Order(lifecycle.Halt(reason) if force else lifecycle.Drain()))
@@ -198,12 +277,24 @@ class Supervisor(Actor["SupervisorMail"]):
     def _leave(self, seat: Seat, *, freed_bytes: int) -> None:
         house = self._house
         del house.seats[seat.name]
-        house.router.tell(mail.ModelForgotten(seat.name))
         house.dismiss(seat.worker)
         house.board.models.pop(seat.name, None)
-        for later in seat.unloaders:
-            later.answer(freed_bytes)
+        if seat.resting:
+            house.router.tell(mail.ModelAsleep(seat.name))
+        else:
+            house.router.tell(mail.ModelForgotten(seat.name))
+            self._forget(seat.name, keep=seat.known.listed and not seat.unloaders)
+        for unloader in seat.unloaders:
+            unloader.answer(freed_bytes)
+        if seat.again:
+            after = self._take_seat(seat.name, seat.known, patient=False)
+            after.loaders = [(later, wanted.watcher) for later, wanted in seat.again]
         self._end_if_empty()
+
+    def _forget(self, name: str, *, keep: bool = False) -> None:
+        if not keep:
+            self._house.catalogue.models.pop(name, None)
+        self._govern(governing.Left(name))
 
     # -- news of workers --------------------------------------------------------------------------
 
@@ -290,6 +381,23 @@ class Supervisor(Actor["SupervisorMail"]):
 def short_name(source: str) -> str:
     """Return the name that a model gets without an alias: the last part of where it comes from."""
     return source.rstrip("/").rpartition("/")[2] or source
+
+
+def _is_same(known: Known, wanted: mail.LoadWanted) -> bool:
+    context = known.policy.max_context
+    same_context = wanted.policy is None or wanted.policy.max_context == context
+    return (known.source, known.kv) == (wanted.source, wanted.kv) and same_context
+
+
+def _exists(name: str, known: Known, wanted: mail.LoadWanted) -> ModelExists:
+    other = ""
+    if known.source == wanted.source and known.kv.name == wanted.kv.name:
+        other = " and another max_context" if known.kv == wanted.kv else " and other KV settings"
+    return ModelExists(
+        f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
+        "unload it first, or load under another alias",
+        model=name,
+    )
 
 
 def _check_name(name: str, wanted: mail.LoadWanted) -> None:

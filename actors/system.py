@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from actors import mail
 from actors.board import Board
+from actors.catalogue import Catalogue, Known
 from actors.client import Client, Services, Socket
+from actors.events import Events
 from actors.governor import Governor, Ledger
 from actors.machines.admission import Desk
 from actors.machines.governor import Governor as GovernorMachine
+from actors.machines.ladder import Ladder
 from actors.machines.lifecycle import Lifecycle, Patience
 from actors.ports import Notice
 from actors.router import Office, Router
@@ -30,11 +33,12 @@ from protocol.types import DaemonStatus, KVSpec, ModelStatus
 from protocol.worker import LoadModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from actors.mail import ClientMail, SupervisorMail, WorkerMail
     from actors.ports import Notify, ReadMemory, SpawnWorker
     from actors.runtime.actor import Actor, Ref
+    from protocol.policy import ModelPolicy
     from protocol.types import TurnsMode
 
 
@@ -121,6 +125,7 @@ class System:
         budget_bytes: int,
         identity: Identity,
         settings: Settings | None = None,
+        known: Mapping[str, Known] | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: Notify = silent,
     ) -> None:
@@ -130,7 +135,10 @@ class System:
         self._settings = settings or Settings()
         self._notify = notify
         self._board = Board()
-        self._ledger = Ledger(GovernorMachine(budget_bytes))
+        self._events = Events(notify)
+        self._ledger = Ledger(Ladder(GovernorMachine(budget_bytes)), self._events)
+        self._catalogue = Catalogue(dict(known or {}))
+        self._board.policies = self._catalogue.policies
         desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
         self._office = Office(desk, draw_seed, self._board, notify)
         self._ring = Ring()
@@ -152,13 +160,19 @@ class System:
             hire=self._hire,
             dismiss=tree.stop,
             router=router,
+            governor=governor,
             on_empty=self._end,
+            catalogue=self._catalogue,
         )
         self._supervisor: Ref[SupervisorMail] = tree.start(
             Child("supervisor", lambda: Supervisor(self._house))
         )
         supervisor = self._supervisor
         self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
+        self._ledger.evict = lambda model, requeue: supervisor.tell(
+            mail.EvictWanted(model, requeue)
+        )
+        self._ledger.hold = lambda model, held: router.tell(mail.ModelHeld(model, held))
         self._around = Surroundings(
             spawn=self._spawn,
             router=router,
@@ -171,6 +185,8 @@ class System:
         self._services = Services(
             router=router,
             supervisor=self._supervisor,
+            governor=governor,
+            events=self._events,
             status=self.status,
             version=self._identity.version,
             pid=self._identity.pid,
@@ -202,17 +218,22 @@ class System:
         return Connection(client, lambda: self._tree.stop(client))
 
     async def load(
-        self, model: str, *, alias: str | None = None, kv: KVSpec | None = None
+        self,
+        model: str,
+        *,
+        alias: str | None = None,
+        kv: KVSpec | None = None,
+        policy: ModelPolicy | None = None,
     ) -> ModelStatus:
         """Load a model and wait until it answers; raises KvdError with the reason if it never will.
 
         A second load of the same model under the same name joins the first.
         """
-        return await self._supervisor.ask(mail.LoadWanted(model, alias, kv or KVSpec()))
+        return await self._supervisor.ask(mail.LoadWanted(model, alias, kv or KVSpec(), policy))
 
     def status(self) -> DaemonStatus:
         """Collect the newest snapshots; never waits for anyone."""
-        identity, ledger = self._identity, self._ledger.machine
+        identity, ledger = self._identity, self._ledger
         return DaemonStatus(
             version=identity.version,
             pid=identity.pid,
@@ -221,6 +242,7 @@ class System:
             state="draining" if self._house.draining else "serving",
             budget_bytes=ledger.budget_bytes,
             granted_bytes=ledger.granted_bytes,
+            violations=ledger.violations,
             footprint_bytes=self._memory.footprint(identity.pid),
             host=self._memory.host(),
             models=self._board.all(),
@@ -248,10 +270,11 @@ class System:
         """Return the actors that live now."""
         return self._tree.actors()
 
-    def _hire(self, name: str, source: str, kv: KVSpec) -> Ref[WorkerMail]:
+    def _hire(self, name: str, known: Known) -> Ref[WorkerMail]:
         load = LoadModel(
-            source=source,
-            kv=kv,
+            source=known.source,
+            kv=known.kv,
+            max_context=known.policy.max_context,
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,

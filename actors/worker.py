@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never, cast
 
 from actors import mail
-from actors.machines import lifecycle
+from actors.machines import governing, lifecycle
 from actors.ports import Notice
 from actors.runtime.actor import Actor, MailboxFull
 from actors.runtime.journal import Journal
@@ -114,7 +114,7 @@ class Worker(Actor["WorkerMail"]):
         running = self._berth.machine.pid is not None
         assert running == (self._berth.process is not None), "a process, or none?"
 
-    def receive(self, message: WorkerMail) -> None:  # noqa: C901 - one match over one union
+    def receive(self, message: WorkerMail) -> None:  # noqa: C901, PLR0912 - one match
         """Handle a message."""
         berth = self._berth
         match message:
@@ -127,6 +127,12 @@ class Worker(Actor["WorkerMail"]):
                 self._cancel(rid)
             case mail.Granted(grant=grant, life=life):
                 self._granted(grant, life)
+            case mail.Commanded(command=command, life=life):
+                if life == berth.life:
+                    self._send(command)
+            case mail.StillWaits(life=life):
+                if life == berth.life and berth.process is not None:
+                    self._do(lifecycle.Alive())
             case mail.TurnGiven(turn=turn, life=life):
                 if life == berth.life:
                     self._send(turn)
@@ -141,6 +147,17 @@ class Worker(Actor["WorkerMail"]):
                 self._do(lifecycle.Tick())
             case _:
                 assert_never(message)
+
+    def _ask(self, wish: wire.GrantWanted) -> None:
+        berth = self._berth
+        offer = wish.offer if berth.info is not None else None
+        asked = mail.GrantAsked(
+            berth.name, self.ref, berth.life, wish.seq, wish.total_bytes, offer, wish.resuming
+        )
+        self._around.governor.tell(asked)
+
+    def _govern(self, event: governing.Event) -> None:
+        self._around.governor.tell(mail.Governed(event))
 
     def _cancel(self, rid: str) -> None:
         if rid in self._berth.machine.rows:
@@ -216,15 +233,18 @@ class Worker(Actor["WorkerMail"]):
                 around.supervisor.tell(mail.LoadProgressed(berth.name, stage, fraction))
             case wire.Ready(info=info):
                 berth.info = info
+                self._govern(governing.Ready(berth.name))
                 self._do(lifecycle.Loaded())
             case wire.LoadFailed(error=error):
                 self._do(lifecycle.CannotLoad(error))
-            case wire.GrantWanted(seq=seq, total_bytes=total):
+            case wire.GrantWanted():
                 self._do(lifecycle.Alive())
-                around.governor.tell(mail.GrantAsked(berth.name, self.ref, berth.life, seq, total))
+                self._ask(report)
             case wire.Entered(phase=phase):
                 self._do(lifecycle.Entered(phase))
             case wire.Stats(stats=stats):
+                if stats.offer != berth.stats.offer:
+                    self._govern(governing.Offered(berth.name, stats.offer))
                 berth.stats = stats
                 self._do(lifecycle.Alive())
                 self._publish()
@@ -233,8 +253,9 @@ class Worker(Actor["WorkerMail"]):
             case wire.TurnOver():
                 self._do(lifecycle.Alive())
                 around.turns.tell(mail.TurnEnded(berth.name, report))
-            case wire.Reclaimed():
+            case wire.Reclaimed(seq=seq, freed_bytes=freed, exhausted=exhausted):
                 self._do(lifecycle.Alive())
+                self._govern(governing.Reclaimed(berth.name, seq, freed, exhausted))
             case (
                 wire.RowAccepted()
                 | wire.RowPrompt()

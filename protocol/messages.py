@@ -13,7 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ErrorInfo
+from protocol.policy import ModelPolicy
 from protocol.types import (
+    MAX_BYTES,
     MAX_INT,
     Alias,
     ChatMessage,
@@ -63,6 +65,8 @@ class Load(_Request, tag="load", frozen=True, kw_only=True):
     alias: Alias | None = None
     """The name that requests use; absent: the model's own short name."""
     kv: KVSpec = KVSpec()
+    policy: ModelPolicy | None = None
+    """How it stands beside other models; absent: as before, if it is known."""
 
 
 class Unload(_Request, tag="unload", frozen=True, kw_only=True):
@@ -115,6 +119,36 @@ class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
     target: RequestId
 
 
+class Pin(_Request, tag="pin", frozen=True, kw_only=True):
+    """Never unload this model to make room."""
+
+    model: Name
+
+
+class Unpin(_Request, tag="unpin", frozen=True, kw_only=True):
+    """Take that back."""
+
+    model: Name
+
+
+class Configure(_Request, tag="config", frozen=True, kw_only=True):
+    """Change what may change while the daemon runs, until it ends; without fields: tell it."""
+
+    budget_bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
+    """A lower budget is worked off: nothing that runs is ended for it."""
+
+
+class Events(_Request, tag="events", frozen=True, kw_only=True):
+    """Tell what the governor and others did, and why: the newest some thousand things."""
+
+    model: Name | None = None
+    """Only what was done to this one, or for it."""
+    since: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    """Only what came after the one of this number."""
+    follow: bool = False
+    """Go on with what happens from now on; ends with `cancel`."""
+
+
 class Drain(_Request, tag="drain", frozen=True, kw_only=True):
     """Take no new work, finish what runs; the daemon stays up."""
 
@@ -125,7 +159,20 @@ class Shutdown(_Request, tag="shutdown", frozen=True, kw_only=True):
     force: bool = False
 
 
-Request = Hello | Status | Load | Unload | Generate | Cancel | Drain | Shutdown
+Request = (
+    Hello
+    | Status
+    | Load
+    | Unload
+    | Pin
+    | Unpin
+    | Configure
+    | Events
+    | Generate
+    | Cancel
+    | Drain
+    | Shutdown
+)
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
@@ -238,6 +285,46 @@ class Done(_Event, tag="done", frozen=True, kw_only=True):
     """Of all completions together; the prompt counts once."""
 
 
+class Pinned(_Event, tag="pinned", frozen=True, kw_only=True):
+    """Answers ``pin`` and ``unpin``."""
+
+    model: str
+    pinned: bool
+
+
+class Configured(_Event, tag="config", frozen=True, kw_only=True):
+    """What holds now."""
+
+    budget_bytes: int
+    granted_bytes: int
+    """More than the budget, while a lower one is being worked off."""
+
+
+class Happened(_Event, tag="happened", frozen=True, kw_only=True):
+    """One thing that was done, or seen."""
+
+    seq: int
+    """Counts from 1, without gaps; those before the first one that is told are forgotten."""
+    at: float
+    """Seconds since 1970."""
+    kind: str
+    """Such as ``evict``, ``reclaim_level``, ``load_refused``; docs/protocol.md has them all."""
+    model: str | None = None
+    """To which it was done."""
+    reason: str = ""
+    wisher: str | None = None
+    """The model for which it was done."""
+    numbers: dict[str, int] = {}
+    """Bytes (``_bytes``) and levels: those that were reckoned with."""
+
+
+class EventsOver(_Event, tag="events", frozen=True, kw_only=True):
+    """These were all."""
+
+    last: int
+    """The number of the newest; 0: there was none."""
+
+
 class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
     """Answers ``cancel``; ``found`` is false if the target was over already."""
 
@@ -273,6 +360,10 @@ Event = (
     | Tokens
     | ChoiceFinished
     | Done
+    | Pinned
+    | Configured
+    | Happened
+    | EventsOver
     | Cancelled
     | Drained
     | Bye
@@ -285,4 +376,14 @@ def is_last(event: Event) -> bool:
     return not isinstance(event, _NOT_LAST)
 
 
-_NOT_LAST = (Tokens, Loading, Accepted, Queued, Parked, Resumed, PromptLogprobs, ChoiceFinished)
+_NOT_LAST = (
+    Tokens,
+    Loading,
+    Accepted,
+    Queued,
+    Parked,
+    Resumed,
+    PromptLogprobs,
+    ChoiceFinished,
+    Happened,
+)

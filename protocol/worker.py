@@ -45,6 +45,8 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """C of the cut grid, in tokens, a multiple of 64: part of what decides the output."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
+    max_context: int | None = None
+    """The most tokens of prompt and completion; absent: what the model says."""
     parked_folder: str | None = None
     """Where rows are parked, this worker's own: what is in it is deleted. Absent: not on disk."""
     parked_bytes: int = 0
@@ -107,6 +109,9 @@ class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     available_bytes: int = 0
     """What the budget had left when it said so."""
     budget_bytes: int = 0
+    """What this model could have at most: all but what pinned others keep."""
+    reason: str = ""
+    """Of a load that is refused: who holds the rest."""
 
 
 Rung = Literal["spare", "prefixes", "level", "park"]

@@ -65,6 +65,25 @@ class ModelGone(_Tagged, frozen=True):
     """Of its requests; absent: it was unloaded."""
 
 
+class Rests(_Tagged, frozen=True):
+    """A model is being unloaded to make room: what it cannot finish waits, as new requests do."""
+
+    model: str
+
+
+class Asleep(_Tagged, frozen=True):
+    """It is gone, until a request asks for it."""
+
+    model: str
+
+
+class Kept(_Tagged, frozen=True):
+    """New requests for a model wait here, so that others get their turn; or no longer."""
+
+    model: str
+    held: bool
+
+
 class Arrived(_Tagged, frozen=True):
     """A new request."""
 
@@ -121,7 +140,19 @@ class Rang(_Tagged, frozen=True):
 
 
 Event = (
-    ModelIs | ModelGone | Arrived | Bounced | RowsLost | Gained | Over | Unwanted | DrainAll | Rang
+    ModelIs
+    | ModelGone
+    | Rests
+    | Asleep
+    | Kept
+    | Arrived
+    | Bounced
+    | RowsLost
+    | Gained
+    | Over
+    | Unwanted
+    | DrainAll
+    | Rang
 )
 
 
@@ -200,6 +231,10 @@ class Desk(msgspec.Struct):
     models: dict[str, ModelIs] = msgspec.field(default_factory=dict)
     summoned: set[str] = msgspec.field(default_factory=set)
     """Models that requests wait for and that are not known yet."""
+    resting: set[str] = msgspec.field(default_factory=set)
+    """Models that are being unloaded to make room."""
+    kept: set[str] = msgspec.field(default_factory=set)
+    """Models whose new requests wait."""
     suspects: dict[str, Suspects] = msgspec.field(default_factory=dict)
     """By model."""
     requests: dict[str, Held] = msgspec.field(default_factory=dict)
@@ -219,16 +254,26 @@ class Desk(msgspec.Struct):
         ]
         return min(times, default=None)
 
-    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: C901 - one match
+    def handle(self, event: Event, now: float) -> list[Command]:  # noqa: C901, PLR0912 - one match
         """Take an event and return what is to be done."""
         match event:
             case ModelIs():
-                self.models[event.model] = event
-                commands = self._model_is(event)
+                commands = [] if self._is_known_to_rest(event) else self._model_is(event)
+            case Rests(model=model):
+                self.resting.add(model)
+                self.models[model] = ModelIs(model, "waiting")
+                commands = []
+            case Asleep(model=model):
+                commands = self._asleep(model)
+            case Kept(model=model):
+                self.kept = self.kept | {model} if event.held else self.kept - {model}
+                commands = self._release(model)
             case ModelGone(model=model, error=error):
                 commands = self._end_all(model, error)
                 self.models.pop(model, None)
                 self.summoned.discard(model)
+                self.resting.discard(model)
+                self.kept.discard(model)
                 self.suspects.pop(model, None)
             case Arrived():
                 commands = self._arrive(event)
@@ -265,6 +310,7 @@ class Desk(msgspec.Struct):
                 known = self.models.get(held.model)
                 assert known or held.model in self.summoned, "a request waits for no model"
                 held_back = held.model in self.suspects and self.suspects[held.model].careful
+                held_back = held_back or held.model in self.kept
                 waits = known is None or known.standing == "waiting" or held_back
                 assert waits, "a request was forgotten"
         assert (counts, sizes) == (self.counts, self.sizes), "counted wrongly"
@@ -314,7 +360,8 @@ class Desk(msgspec.Struct):
     def _place(self, rid: str) -> list[Command]:
         model = self.requests[rid].model
         known, suspects = self.models.get(model), self._suspects(model)
-        if known is not None and known.standing == "ready" and not suspects.careful:  # (4)
+        free = not suspects.careful and model not in self.kept
+        if known is not None and known.standing == "ready" and free:  # (4)
             return [self._forward(rid)]
         return []  # (5)
 
@@ -337,6 +384,8 @@ class Desk(msgspec.Struct):
         known, suspects = self.models.get(model), self._suspects(model)
         if known is None or known.standing != "ready" or (suspects.careful and suspects.trying):
             return []
+        if model in self.kept:
+            return []
         waiting = self._waiting(model)
         while suspects.careful:
             group = [rid for rid in suspects.next_group() if rid in waiting]
@@ -344,8 +393,21 @@ class Desk(msgspec.Struct):
                 return [self._forward(rid) for rid in group]
         return [self._forward(rid) for rid in waiting]
 
+    def _is_known_to_rest(self, event: ModelIs) -> bool:
+        """Return whether this is only what being unloaded to make room looks like."""
+        return event.model in self.resting and event.standing != "failed" and not self.draining
+
+    def _asleep(self, model: str) -> list[Command]:
+        self.resting.discard(model)
+        self.models.pop(model, None)
+        if not self._waiting(model) or model in self.summoned:
+            return []
+        self.summoned.add(model)
+        return [Summon(model)]
+
     def _model_is(self, event: ModelIs) -> list[Command]:
         model = event.model
+        self.models[model] = event
         self.summoned.discard(model)
         match event.standing:
             case "waiting" if event.error and event.error.code == InsufficientMemory.code:
@@ -403,7 +465,7 @@ class Desk(msgspec.Struct):
         return self._release(held.model)
 
     def _lost(self, event: RowsLost) -> list[Command]:
-        if not event.again:
+        if not event.again and event.model not in self.resting:
             return [c for rid in event.rids for c in self._lose(rid, event.error)]
         model = event.model
         if (known := self.models.get(model)) is not None and known.standing == "ready":

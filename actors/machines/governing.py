@@ -6,7 +6,7 @@ import msgspec
 
 from actors.machines.gauge import Pressure
 from actors.machines.governor import Answer, Released, Wanted
-from actors.machines.tenants import Policy
+from protocol.policy import ModelPolicy
 from protocol.types import Offer
 from protocol.worker import Rung
 
@@ -22,7 +22,7 @@ class Boarding(_Tagged, frozen=True):
     """A model is about to be loaded."""
 
     model: str
-    policy: Policy = Policy()
+    policy: ModelPolicy = ModelPolicy()
     patient: bool = True
 
 
@@ -30,7 +30,7 @@ class PolicyIs(_Tagged, frozen=True):
     """The user pinned a model, or changed what else is said of it."""
 
     model: str
-    policy: Policy
+    policy: ModelPolicy
 
 
 class Ready(_Tagged, frozen=True):

@@ -96,7 +96,7 @@ class Governor(msgspec.Struct):
     @property
     def waiting(self) -> list[Wanted]:
         """Wishes that wait, the oldest first."""
-        return sorted(self.refused.values(), key=lambda wish: wish.since or 0.0)
+        return sorted(self.refused.values(), key=lambda wish: (wish.since or 0.0, wish.model))
 
     def growth(self, wish: Wanted) -> int:
         """Return how much more than now a wish is."""

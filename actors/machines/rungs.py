@@ -87,6 +87,12 @@ class Scene(msgspec.Struct, frozen=True):
         active = sum(not it.is_idle or name in self.wishes for name, it in self.tenants.items())
         return self.budget // max(1, active)
 
+    def is_behind(self, name: str, need: Need) -> bool:
+        """Return whether a model waits for memory, and its turn comes after this wish."""
+        if need.wisher is None or name not in self.wishes:
+            return False
+        return (self.wishes[name], name) > (need.since, need.wisher)
+
     def others(self, need: Need) -> Iterator[Tenant]:
         """Yield who is served and may give."""
         for name, tenant in self.tenants.items():
@@ -166,8 +172,7 @@ def _stuck(need: Need, scene: Scene) -> list[Tenant]:
         if it.state == "loading"
         and name != need.wisher
         and scene.granted(name)
-        and need.wisher is not None
-        and scene.wishes.get(name, -1.0) > need.since
+        and scene.is_behind(name, need)
     ]
 
 
@@ -179,7 +184,7 @@ def _stalled(need: Need, scene: Scene) -> list[Tenant]:
         if not it.policy.pinned
         and not it.offer.rows
         and it.offer.waiting
-        and scene.wishes.get(it.name, -1.0) > need.since
+        and scene.is_behind(it.name, need)
     ]
 
 

@@ -11,22 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from protocol.policy import ModelPolicy
 from protocol.types import Offer
 from protocol.worker import Rung
 
 GRACE_S = 1.0
 """What a request, or the word of it, may take on its way: before, nobody is idle for sure."""
-
-
-class Policy(msgspec.Struct, frozen=True):
-    """What the user said of a model."""
-
-    priority: int = 0
-    """Models of lower priority pay first."""
-    pinned: bool = False
-    """Never evicted."""
-    idle_ttl_s: float | None = None
-    """Unloaded when nobody asked for it for so long; absent: only when room is needed."""
 
 
 class Open(msgspec.Struct, frozen=True):
@@ -44,7 +34,7 @@ class Tenant(msgspec.Struct):
     """One model. The times are the machine's clock."""
 
     name: str
-    policy: Policy = Policy()
+    policy: ModelPolicy = ModelPolicy()
     state: Literal["loading", "ready", "leaving"] = "loading"
     patient: bool = True
     """Its load waits until others have finished; else it is refused if they do not make room."""
@@ -98,13 +88,13 @@ class Tenant(msgspec.Struct):
 
     def take(self, offer: Offer, now: float) -> None:
         """Note what it could give back, and whether anybody asks for it."""
+        if offer.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
+            self.kept_since = None
         self.offer = offer
         if self.state != "ready" or offer.rows or offer.waiting:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
-        if offer.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
-            self.kept_since = None
 
     def gave(self, rung: Rung, level: int, freed_bytes: int, *, exhausted: bool) -> None:
         """Take what was given out of the offer, until the worker says a new one."""

@@ -133,8 +133,8 @@ def demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
     if not grant.granted:
         raise InsufficientMemory(
             f"the model needs {mebibytes(total_bytes)} ({reason}); of the budget of"
-            f" {mebibytes(grant.budget_bytes)} only {mebibytes(grant.available_bytes)} are free:"
-            " unload a model or raise the budget",
+            f" {mebibytes(grant.budget_bytes)} only {mebibytes(grant.available_bytes)} are free"
+            f"{f' ({grant.reason})' if grant.reason else ''}: unload a model or raise the budget",
             needed_bytes=total_bytes,
             budget_bytes=grant.budget_bytes,
             available_bytes=grant.available_bytes,

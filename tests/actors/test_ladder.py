@@ -24,8 +24,8 @@ from actors.machines.governing import (
 )
 from actors.machines.governor import Answer, Governor, Released, Wanted
 from actors.machines.ladder import Ladder
-from actors.machines.tenants import Policy
 from actors.runtime.journal import Journal, replay
+from protocol.policy import ModelPolicy
 from protocol.types import Offer
 
 BUDGET = 10_000
@@ -49,8 +49,8 @@ class Desk:
         self.said += commands
         return [it for it in commands if not isinstance(it, words.Noted)]
 
-    def load(self, name: str, granted: int, policy: Policy | None = None) -> None:
-        self.tell(Boarding(name, policy or Policy()))
+    def load(self, name: str, granted: int, policy: ModelPolicy | None = None) -> None:
+        self.tell(Boarding(name, policy or ModelPolicy()))
         self.want(name, granted)
         self.tell(Ready(name))
         self.now += 5.0
@@ -167,8 +167,8 @@ def test_nobody_is_parked_for_a_row_that_was_parked():
 
 def test_lower_priority_is_parked_below_its_share_and_higher_never():
     desk = Desk()
-    desk.load("low", 3000, Policy(priority=-1))
-    desk.load("high", 3500, Policy(priority=1))
+    desk.load("low", 3000, ModelPolicy(priority=-1))
+    desk.load("high", 3500, ModelPolicy(priority=1))
     desk.load("me", 3500)
     for name in ("low", "high"):
         desk.offer(name, park=1000, **BUSY)
@@ -201,12 +201,12 @@ def test_a_worker_that_does_not_answer_is_not_waited_for_forever():
 
 def test_a_load_evicts_the_least_valuable_idle_model():
     desk = Desk(old=2000, new=2000)
-    desk.load("pinned", 2000, Policy(pinned=True))
-    desk.load("dear", 2000, Policy(priority=1))
+    desk.load("pinned", 2000, ModelPolicy(pinned=True))
+    desk.load("dear", 2000, ModelPolicy(priority=1))
     for name in ("old", "new", "pinned", "dear"):
         desk.offer(name, base=2000)
         desk.now += 10
-    desk.tell(Boarding("me", Policy(), patient=False))
+    desk.tell(Boarding("me", ModelPolicy(), patient=False))
 
     assert not desk.want("me", 3500), "it is answered when there is room"
     assert only(desk.wait(1), Evict) == [Evict("old")]
@@ -216,10 +216,10 @@ def test_a_load_evicts_the_least_valuable_idle_model():
 
 def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
     desk = Desk(busy=3000)
-    desk.load("kept", 4000, Policy(pinned=True))
+    desk.load("kept", 4000, ModelPolicy(pinned=True))
     desk.offer("kept", base=4000)
     desk.offer("busy", **BUSY)
-    desk.tell(Boarding("me", Policy(), patient=False))
+    desk.tell(Boarding("me", ModelPolicy(), patient=False))
 
     (answer,) = only(desk.want("me", 5000), Answer)
 
@@ -236,7 +236,7 @@ def test_a_patient_load_waits_and_one_that_pinned_models_leave_no_room_for_does_
     desk.tell(Boarding("me"))
 
     assert not only(desk.want("me", 9000), Answer)
-    assert only(desk.tell(PolicyIs("busy", Policy(pinned=True))), Answer)[0].granted is False
+    assert only(desk.tell(PolicyIs("busy", ModelPolicy(pinned=True))), Answer)[0].granted is False
 
 
 def test_who_is_in_use_is_held_for_a_load_that_waits_and_let_go_after_it():
@@ -286,8 +286,8 @@ def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
 
 def test_idle_models_go_after_their_time_but_pinned_ones():
     desk = Desk()
-    desk.load("a", 1000, Policy(idle_ttl_s=60))
-    desk.load("b", 1000, Policy(idle_ttl_s=60, pinned=True))
+    desk.load("a", 1000, ModelPolicy(idle_ttl_s=60))
+    desk.load("b", 1000, ModelPolicy(idle_ttl_s=60, pinned=True))
     for name in ("a", "b"):
         desk.offer(name, base=1000)
 
@@ -369,7 +369,7 @@ offers = st.builds(
     waiting=st.integers(0, 2),
     base=st.integers(0, 4000),
 )
-policies = st.builds(Policy, st.integers(-1, 1), st.booleans(), st.none() | st.just(5.0))
+policies = st.builds(ModelPolicy, st.integers(-1, 1), st.booleans(), st.none() | st.just(5.0))
 names = st.sampled_from(MODELS)
 events = (
     st.builds(Boarding, names, policies, st.booleans())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from actors.ports import Exit
 from protocol.errors import ErrorInfo, InsufficientMemory
-from protocol.types import HostMemory, ModelInfo, Usage, WorkerStats
+from protocol.types import HostMemory, ModelInfo, Offer, Usage, WorkerStats
 from protocol.worker import (
     CancelRow,
     Command,
@@ -234,7 +234,9 @@ class FakeProcess:
                 await asyncio.sleep(self.script.token_s)
                 step += 1
                 self._step()
-                self.say(Stats(stats=WorkerStats(step=step, rows_running=len(self._rows))))
+                rows = len(self._rows)
+                offer = Offer(rows=rows, base=self.script.weights)
+                self.say(Stats(stats=WorkerStats(step=step, rows_running=rows, offer=offer)))
             await self._work.wait()
 
     def _step(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from actors.machines import governing as words
 from actors.machines.governor import Answer, Governor, Released, Wanted
 from actors.machines.ladder import Ladder
-from actors.machines.tenants import Policy
+from protocol.policy import ModelPolicy
 from tests.sim.keeper import AGAIN, Asked, Keeper, Kind
 
 HOUR, DAYS = 3600.0, 7
@@ -157,8 +157,8 @@ class Week:
         seat.priority = self.draw.choice([0, 0, 1, -1])
         self._tell(words.PolicyIs(seat.kind.name, self._policy(seat)))
 
-    def _policy(self, seat: Seat) -> Policy:
-        return Policy(seat.priority, seat.pinned, seat.ttl_s)
+    def _policy(self, seat: Seat) -> ModelPolicy:
+        return ModelPolicy(seat.priority, seat.pinned, seat.ttl_s)
 
     def _overrun(self) -> None:
         """A worker takes more than it was granted, for a minute."""

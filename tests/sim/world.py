@@ -12,8 +12,9 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from actors.catalogue import Known
 from actors.governor import Governor
-from actors.machines import admission, governor, lifecycle, turns
+from actors.machines import admission, governing, lifecycle, turns
 from actors.ports import Notice
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
@@ -94,7 +95,13 @@ class SimClient:
 class World:
     """One system and those around it."""
 
-    def __init__(self, scripts: dict[str, list[Script]], budget: int, settings: Settings) -> None:
+    def __init__(
+        self,
+        scripts: dict[str, list[Script]],
+        budget: int,
+        settings: Settings,
+        known: dict[str, Known] | None = None,
+    ) -> None:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
@@ -105,6 +112,7 @@ class World:
             budget_bytes=budget,
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
+            known=known,
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
         )
@@ -133,7 +141,7 @@ class World:
                     berth = actor._berth
                     same(berth.journal, berth.machine, lifecycle.Event)
                 case Governor():
-                    same(actor._ledger.journal, actor._ledger.machine, governor.Event)
+                    same(actor._ledger.journal, actor._ledger.machine, governing.Event)
                 case Turns():
                     same(actor._ring.journal, actor._ring.machine, turns.Event)
                 case Router():
@@ -153,10 +161,11 @@ async def world(
     budget: int = 1000,
     settings: Settings | None = None,
     load: tuple[str, ...] = ("demo",),
+    known: dict[str, Known] | None = None,
     faults: bool = False,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded; `faults`: actors are allowed to fail in it."""
-    it = World(scripts or {}, budget, settings or Settings())
+    it = World(scripts or {}, budget, settings or Settings(), known)
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it

@@ -1,0 +1,72 @@
+"""What was done under the one budget, and why: a ring that everybody may read and follow.
+
+The governor records what it does; others may record what users should find beside it. Each record
+goes to the log as well. Does not cover metrics, nor what happens inside one request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from actors.ports import Notice
+from protocol.messages import Happened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from actors.ports import Level, Notify
+
+MOST = 4096
+"""Records that are kept: about a day of a busy daemon, in two megabytes."""
+
+
+@dataclass
+class Events:
+    """The newest records."""
+
+    notify: Notify
+    clock: Callable[[], float] = time.time
+    records: deque[Happened] = field(default_factory=lambda: deque(maxlen=MOST))
+    last: int = 0
+    """The number of the newest."""
+    followers: dict[Hashable, Callable[[Happened], None]] = field(default_factory=dict)
+
+    def record(
+        self,
+        kind: str,
+        model: str | None,
+        reason: str,
+        *,
+        wisher: str | None = None,
+        level: Level = "info",
+        numbers: dict[str, int] | None = None,
+    ) -> None:
+        """Write down what was done to `model`, for `wisher`."""
+        self.last += 1
+        happened = Happened(
+            id="",
+            seq=self.last,
+            at=self.clock(),
+            kind=kind,
+            model=model or None,
+            reason=reason,
+            wisher=wisher,
+            numbers=numbers or {},
+        )
+        self.records.append(happened)
+        fields = {"model": model or None, "reason": reason, "wisher": wisher, **(numbers or {})}
+        self.notify(Notice(f"governor_{kind}", level, fields))
+        for tell in list(self.followers.values()):
+            tell(happened)
+
+    def since(self, number: int, model: str | None = None) -> list[Happened]:
+        """Return what came after this number, of one model or of all."""
+        return [it for it in self.records if it.seq > number and concerns(it, model)]
+
+
+def concerns(it: Happened, model: str | None) -> bool:
+    """Return whether a record is about this model, or any, if none is named."""
+    return model is None or model in {it.model, it.wisher} or it.model is None

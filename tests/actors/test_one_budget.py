@@ -1,0 +1,256 @@
+"""The governor in the system: who makes room for whom, what waits meanwhile, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors.catalogue import Known
+from protocol import errors, messages
+from protocol.policy import ModelPolicy
+from protocol.types import Offer, WorkerStats
+from protocol.worker import GrantWanted, Reclaim, Reclaimed, Stats
+from tests.sim.fakes import Script
+from tests.sim.loop import simulated, until
+from tests.sim.world import world
+
+BIG = Script(weights=600)
+
+
+def happened(w, kind: str) -> list[messages.Happened]:
+    return [it for it in w.system._events.records if it.kind == kind]
+
+
+@simulated
+async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_brings_it_back():
+    async with world({"demo": [BIG], "big": [BIG]}) as w:
+        client = w.client()
+        await asyncio.sleep(5)
+        await client.ask(messages.Load, model="big")
+
+        assert w.model() is None
+        (evicted,) = happened(w, "evict")
+        assert (evicted.model, evicted.wisher) == ("demo", "big")
+        assert evicted.numbers["freed_bytes"] == 600
+        assert (await client.end(client.generate())).reason == "length"
+        assert w.model("big") is None
+
+
+@simulated
+async def test_two_loads_of_a_model_that_makes_room_join_behind_its_end():
+    async with world({"demo": [Script(weights=600, kill_s=2)], "big": [BIG]}) as w:
+        one, two = w.client(), w.client()
+        await asyncio.sleep(5)
+        big = one.start(messages.Load, model="big")
+        await until(lambda: w.state() == "stopping", 10)
+        keys = [(it, it.start(messages.Load, model="demo")) for it in (one, two)]
+
+        assert (await one.end(big)).model.state == "ready"
+        for client, key in keys:
+            assert (await client.end(key)).model.state == "ready"
+        assert w.spawn.attempts["demo"] == 2
+
+
+@simulated
+async def test_a_model_in_use_is_not_evicted_and_the_load_says_who_holds_what():
+    async with world({"demo": [Script(weights=600, token_s=1)], "big": [BIG]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=200)
+        await until(lambda: client.count(key) == 1)
+        with pytest.raises(errors.InsufficientMemory):
+            await client.ask(messages.Load, model="big")
+        (refused,) = happened(w, "load_refused")
+
+        assert "demo (in use) holds" in refused.reason
+        assert refused.numbers["wanted_bytes"] == 600
+        await client.ask(messages.Cancel, target=key)
+
+
+async def busy(w, name: str) -> None:
+    """Have the worker say that it has a request, as the real one does."""
+    w.spawn.last(name).say(Stats(stats=WorkerStats(step=1, offer=Offer(rows=1, base=600))))
+    await until(lambda: w.system._ledger.machine.tenants[name].idle_since is None, 1)
+
+
+@simulated
+async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others():
+    known = {"big": Known("big", listed=True)}
+    scripts = {"demo": [Script(weights=600)], "big": [BIG]}
+    async with world(scripts, known=known) as w:
+        await busy(w, "demo")
+        client = w.client()
+        key = client.generate("big")
+        await asyncio.sleep(500)  # far beyond the patience with a silent load
+
+        assert w.model("big").state == "loading"
+        assert w.said("worker_terminated") == []
+        w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+        assert (await client.end(key)).reason == "length"
+
+
+@simulated
+async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it():
+    known = {"big": Known("big")}
+    async with world({"demo": [Script(weights=600)], "big": [BIG]}, known=known) as w:
+        await busy(w, "demo")
+        client = w.client()
+        big = client.generate("big")
+        await until(lambda: happened(w, "hold"), 60)
+        demo = client.generate()
+        await asyncio.sleep(3)
+
+        assert not client.count(demo)
+        w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+        assert (await client.end(big)).reason == "length"
+        assert (await client.end(demo)).reason == "length"
+        assert happened(w, "let_go")
+
+
+@simulated
+async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_other():
+    stalled, goes_on = Script(weights=500, token_s=9999), Script(weights=500)
+    scripts = {"demo": [stalled], "big": [stalled, goes_on]}
+    async with world(scripts, load=("demo", "big")) as w:
+        client = w.client()
+        key = client.generate("big", max_tokens=40)
+        await until(lambda: client.events[key])
+        for step, name in enumerate(("demo", "big")):
+            w.spawn.last(name).say(
+                GrantWanted(seq=9 + step, total_bytes=800, reason="", offer=Offer(waiting=1))
+            )
+            await asyncio.sleep(1)
+        await until(lambda: happened(w, "requeue"), 100)
+
+        assert happened(w, "requeue")[0].model == "big"
+        w.spawn.last("demo").say(GrantWanted(seq=20, total_bytes=500, reason=""))
+        assert (await client.end(key)).reason == "length"
+        assert len(client.tokens(key)) == 40
+
+
+@simulated
+async def test_the_ladder_speaks_to_the_worker_and_hears_what_came_of_it():
+    async with world({"demo": [Script(weights=400)]}, load=("demo", "other")) as w:
+        demo, other = w.spawn.last("demo"), w.spawn.last("other")
+        demo.want(800)
+        demo.say(Stats(stats=WorkerStats(offer=Offer(rows=2, levels=(300,), base=100))))
+        await asyncio.sleep(1)
+        offer = Offer(rows=1, waiting=1, base=100)
+        other.say(GrantWanted(seq=9, total_bytes=400, reason="", offer=offer))
+        await until(lambda: any(isinstance(it, Reclaim) for it in demo.commands), 5)
+        order = next(it for it in demo.commands if isinstance(it, Reclaim))
+
+        assert (order.rung, order.level) == ("level", 1)
+        demo.want(500)
+        demo.say(Reclaimed(seq=order.seq, freed_bytes=300, exhausted=True))
+        await until(lambda: other.grant == 400, 5)
+        assert w.system.status().granted_bytes == 900
+        assert happened(w, "reclaim_level")[0].wisher == "other"
+
+
+@simulated
+async def test_an_idle_model_is_unloaded_after_its_time_unless_pinned():
+    async with world(load=()) as w:
+        for name, pinned in (("demo", False), ("other", True)):
+            policy = ModelPolicy(idle_ttl_s=60, pinned=pinned)
+            await w.system.load(name, policy=policy)
+        await until(lambda: w.model() is None, 100)
+
+        assert w.model("other").pinned
+        client = w.client()
+        await client.ask(messages.Unpin, model="other")
+        await until(lambda: w.model("other") is None, 100)
+        assert (await client.end(client.generate("other"))).reason == "length"
+
+
+@simulated
+async def test_what_a_user_unloads_is_not_known_any_more_also_when_it_had_made_room():
+    async with world({"demo": [BIG], "big": [BIG]}) as w:
+        client = w.client()
+        await asyncio.sleep(5)
+        await client.ask(messages.Load, model="big")
+        assert (await client.ask(messages.Unload, model="demo")).freed_bytes == 0
+
+        assert (await client.end(client.generate())).error.code == "unknown_model"
+        with pytest.raises(errors.UnknownModel):
+            await client.ask(messages.Pin, model="demo")
+
+
+@simulated
+async def test_the_budget_changes_while_the_daemon_runs_and_what_is_above_is_worked_off():
+    async with world({"demo": [BIG]}, load=("demo", "other")) as w:
+        client = w.client()
+        await client.ask(messages.Pin, model="other")
+        await asyncio.sleep(5)
+        told = await client.ask(messages.Configure, budget_bytes=300)
+
+        assert (told.budget_bytes, told.granted_bytes) == (300, 700)
+        await until(lambda: w.system.status().granted_bytes == 100, 10)
+        assert w.system.status().budget_bytes == 300
+        told = await client.ask(messages.Configure)
+        assert (told.budget_bytes, told.granted_bytes) == (300, 100)
+        assert happened(w, "budget")[0].numbers["before_bytes"] == 1000
+
+
+@simulated
+async def test_events_are_told_followed_and_cancelled():
+    async with world({"demo": [BIG], "big": [BIG]}, load=("demo", "other")) as w:
+        client = w.client()
+        follow = client.start(messages.Events, follow=True, model="demo")
+        await asyncio.sleep(5)
+        await client.ask(messages.Load, model="big")
+        await client.ask(messages.Configure, budget_bytes=2000)
+        over = await client.ask(messages.Events)
+
+        told = [it for it in client.events[follow] if isinstance(it, messages.Happened)]
+        assert {it.kind for it in told} == {"evict", "budget"}
+        assert over.last == told[-1].seq
+        assert (await client.ask(messages.Cancel, target=follow)).found
+        assert isinstance(await client.end(follow), messages.EventsOver)
+        later = client.start(messages.Events, since=told[0].seq)
+        await client.end(later)
+        assert [it.seq for it in client.events[later][:-1]] == list(
+            range(told[0].seq + 1, over.last + 1)
+        )
+
+
+@simulated
+async def test_a_follower_that_goes_is_forgotten():
+    async with world() as w:
+        client = w.client()
+        client.start(messages.Events, follow=True)
+        await asyncio.sleep(0.1)
+        client.hang_up()
+        await asyncio.sleep(0.1)
+
+        assert not w.system._events.followers
+
+
+@simulated
+async def test_a_violation_is_an_error_that_is_counted_and_never_goes_by_unseen():
+    async with world() as w:
+        w.system._ledger.machine.ledger.grants["demo"] = 5000
+        await w.client().ask(messages.Configure, budget_bytes=1001)
+        w.system._ledger.machine.ledger.ceiling_bytes = 0
+        w.spawn.last("demo").say(Reclaimed(seq=1, freed_bytes=0, exhausted=True))
+        await until(lambda: happened(w, "violation"), 5)
+
+        assert w.system.status().violations >= 1
+        assert w.said("governor_violation")[0].level == "error"
+        w.system._ledger.machine.ledger.grants["demo"] = 100
+        w.system._ledger.violations = 0
+        w.system._ledger.journal = type(w.system._ledger.journal)(w.system._ledger.machine)
+
+
+@simulated
+async def test_drain_ends_what_waits_for_a_model_that_rests():
+    async with world({"demo": [Script(weights=600, kill_s=5)], "big": [BIG]}) as w:
+        client = w.client()
+        await asyncio.sleep(5)
+        load = client.start(messages.Load, model="big")
+        await until(lambda: w.state() == "stopping", 10)
+        key = client.generate()
+        await w.system.stop()
+
+        assert isinstance(await client.end(load), messages.Error | messages.Loaded)
+        assert await client.end(key)
