@@ -23,7 +23,7 @@ from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import RectangleKVCache
 from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
 from kvd.worker.cache.kinds import FULL, Kind
-from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.layer import LayerStore, Writing
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
 from kvd.worker.cache.lowering import Lowering
 from kvd.worker.cache.requantize import StepDown
@@ -295,7 +295,7 @@ def test_a_group_takes_what_a_single_chunk_may_take() -> None:
     chunk, width = 256, 8
     rows = [loop.fill(15) for _ in range(33)]
     waiting = [
-        Waiting(str(number), 1024 + width + 1, Place(number, number), 0, None, 0, 0, 1, 1024)
+        Waiting(str(number), 1024 + width + 1, 1, Place(number, number), 0, None, 1, prefilled=1024)
         for number in range(len(rows))
     ]
     group = Turns(chunk=chunk, budget=chunk, group=True).choose(waiting)
@@ -456,14 +456,14 @@ def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -
     alone = of_steps(loop, rows)
     monkeypatch.setattr(Loop, "drain", lambda self: None)
     held: list[mx.array] = []
-    flush = LayerStore.flush
+    put = LayerStore.put
 
-    def undrained(layer: LayerStore, *arguments: object) -> None:
+    def undrained(layer: LayerStore, writing: Writing) -> None:
         # Somebody reads the pool while it is written.
         held[:] = [array[:, :1] for array in layer.pools[0].arrays()]
-        flush(layer, *arguments)
+        put(layer, writing)
 
-    monkeypatch.setattr(LayerStore, "flush", undrained)
+    monkeypatch.setattr(LayerStore, "put", undrained)
     mx.reset_peak_memory()
     start = mx.get_active_memory()
     for _ in range(200):

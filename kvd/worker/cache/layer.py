@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -39,6 +39,24 @@ class Chunk:
     keys: mx.array
     """``[heads, tail + count, dim]``."""
     values: mx.array
+
+
+@dataclass
+class Writing:
+    """What a flush is about to write into one layer."""
+
+    pages: list[tuple[int, list[int], Packed, Packed]] = field(default_factory=list)
+    """Level, slots, keys and values."""
+    shifted: list[tuple[mx.array, Chunk]] = field(default_factory=list)
+    """Slots, and what stays of their tails, ``[slots, heads, rest, dim]``."""
+    tails: list[tuple[int, Chunk]] = field(default_factory=list)
+    """Slot, and its whole tail."""
+
+    def arrays(self) -> list[mx.array]:
+        """Return all that is lazy."""
+        packed = [array for _, _, *sides in self.pages for side in sides for array in side]
+        chunks = [chunk for _, chunk in (*self.shifted, *self.tails)]
+        return [*packed, *(array for one in chunks for array in (one.keys, one.values))]
 
 
 class LayerStore:
@@ -136,29 +154,45 @@ class LayerStore:
         self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
         return chunk
 
-    # The flush: the device is idle. Everything here is evaluated before it returns.
+    # The flush: the device is idle.
 
-    def flush(self, placements: list[Placement], shifts: dict[int, list[int]]) -> None:
-        """Write the pending pages and close the gaps that they leave in the tails.
+    def gather(self, placements: list[Placement], shifts: dict[int, list[int]]) -> Writing:
+        """Take what awaits the flush, as it is to be written; lazy, to be evaluated before `put`.
 
         ``shifts``: by number of pages that leave a tail, the tails' slots.
         """
         pending, self.pending = self.pending, []
         new_tails, self.new_tails = self.new_tails, []
+        writing = Writing()
         for place in placements:
             mine = [one for one in pending if one.level == place.level]
-            self.write(
-                place.level,
-                place.slots,
-                _joined([one.keys for one in mine], place.kept),
-                _joined([one.values for one in mine], place.kept),
-            )
-        del pending
-        for pages, tails in shifts.items():
-            self._shift(mx.array(tails), pages * PAGE_TOKENS)
-        for slot, chunk in new_tails:
-            if chunk.keys.shape[1]:
-                self.fill_tail(slot, chunk.keys, chunk.values)
+            keys = _joined([one.keys for one in mine], place.kept)
+            values = _joined([one.values for one in mine], place.kept)
+            writing.pages.append((place.level, place.slots, keys, values))
+        for pages, slots in shifts.items():
+            tails, tokens = mx.array(slots), pages * PAGE_TOKENS
+            rest = Chunk(self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:])
+            writing.shifted.append((tails, rest))
+        writing.tails += [(slot, chunk) for slot, chunk in new_tails if chunk.keys.shape[1]]
+        return writing
+
+    def put(self, writing: Writing) -> None:
+        """Write what was gathered; lazy, in place once `written` is evaluated."""
+        for level, slots, keys, values in writing.pages:
+            self.pools[level].write(mx.array(slots), keys, values)
+        for tails, rest in writing.shifted:
+            where = (tails, slice(None), slice(rest.keys.shape[2]))
+            _put(self.tail_keys, where, rest.keys)
+            _put(self.tail_values, where, rest.values)
+        for slot, chunk in writing.tails:
+            tokens = chunk.keys.shape[1]
+            self.tail_keys[slot, :, :tokens] = chunk.keys
+            self.tail_values[slot, :, :tokens] = chunk.values
+
+    def written(self, writing: Writing) -> list[mx.array]:
+        """Return what `put` has written."""
+        arrays = [array for level, *_ in writing.pages for array in self.pools[level].arrays()]
+        return [*arrays, self.tail_keys, self.tail_values]
 
     def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
         """Store packed pages in a level's pool; evaluates. The device must be idle."""
@@ -171,15 +205,6 @@ class LayerStore:
     def move(self, source: int, target: int, old: list[int], new: list[int]) -> None:
         """Bring pages to another level, or to other slots of the same one; evaluates."""
         self.write(target, new, *self.pools[source].converted(mx.array(old), self.pools[target]))
-
-    def _shift(self, tails: mx.array, tokens: int) -> None:
-        rest = TAIL_TOKENS - tokens
-        keys, values = self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:]
-        mx.eval(keys, values)
-        where = (tails, slice(None), slice(rest))
-        _put(self.tail_keys, where, keys)
-        _put(self.tail_values, where, values)
-        mx.eval(self.tail_keys, self.tail_values)
 
     def refill_tail(self, slot: int, page: PageId, tokens: int) -> None:
         """Put a page's first tokens, dequantized, where the tail begins; evaluates."""

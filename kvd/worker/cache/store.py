@@ -20,6 +20,7 @@ from types import ModuleType
 
 import mlx.core as mx
 
+from kvd.worker.cache import flushing
 from kvd.worker.cache.frozen import FrozenRow
 from kvd.worker.cache.group import PrefillGroup, prefill_group
 from kvd.worker.cache.kinds import FULL, Kind
@@ -498,8 +499,7 @@ class KVStore:
                 )
             )
         shifts = self._shifts([row for row, _ in owners])
-        for layer in self.layers:
-            layer.flush(placements, shifts)
+        flushing.flush(self.layers, placements, shifts)
         for row, page in owners:
             row.pages.append(page)
             row.pending -= 1
