@@ -53,6 +53,8 @@ class Services:
     governor: Ref[GovernorMail]
     events: Events
     status: Callable[[], DaemonStatus]
+    run: str
+    """Sets this daemon's requests apart from those of others that are still kept."""
     version: str
     pid: int
     home: str
@@ -123,7 +125,7 @@ class Client(Actor["ClientMail"]):
         except MailboxFull as error:
             self._fail(request.id, Overloaded(error.message, retry_after_s=1.0))
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Request) -> None:  # noqa: C901 - one match over one union
         services = self._services
         match request:
             case messages.Hello(id=key):
@@ -140,6 +142,9 @@ class Client(Actor["ClientMail"]):
                 self._send(messages.StatusReply(id=key, status=services.status()))
             case messages.Generate():
                 self._generate(request)
+            case messages.Attach(id=key):
+                services.router.tell(mail.AttachWanted(request, self.ref))
+                self._rids[key] = request.request
             case messages.Cancel(id=key, target=target):
                 self._send(messages.Cancelled(id=key, target=target, found=self._cancel(target)))
             case messages.Shutdown(id=key, force=force):
@@ -167,7 +172,7 @@ class Client(Actor["ClientMail"]):
 
     def _generate(self, request: messages.Generate) -> None:
         self._count += 1
-        rid = f"{self._number}.{self._count}"
+        rid = f"{self._services.run}{self._number}.{self._count}"
         self._services.router.tell(mail.Wanted(rid, request, self.ref))
         self._rids[request.id] = rid
 

@@ -47,6 +47,8 @@ class Job:
     submit: wire.Submit
     deadline: float | None = None
     """On the event loop's clock."""
+    name: str = ""
+    """What the client can come back for it by, if it is kept."""
     prompt_tokens: int | None = None
     """Once a worker has taken it."""
     prompt_told: int = 0
@@ -141,7 +143,9 @@ class Job:
         if self.prompt_tokens is not None:
             return self._resume()
         self.prompt_tokens = prompt_tokens
-        return messages.Accepted(id=self.id, prompt_tokens=prompt_tokens, seed=self.seed)
+        return messages.Accepted(
+            id=self.id, prompt_tokens=prompt_tokens, seed=self.seed, request=self.name
+        )
 
     def _rest(self) -> Event | None:
         if self.resting:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actors.ports import Exit, WorkerProcess
     from actors.runtime.actor import Ref
     from protocol.errors import ErrorInfo
-    from protocol.messages import Event, Generate
+    from protocol.messages import Attach, Event, Generate
     from protocol.policy import ModelPolicy
     from protocol.types import KVSpec, ModelState, Offer
     from protocol.worker import Grant, Reclaim, Report, StartLevel, Submit, Turn, TurnOver
@@ -59,6 +59,13 @@ class Wanted(_Message, frozen=True):
 
     rid: str
     request: Generate
+    client: Ref[ClientMail]
+
+
+class AttachWanted(_Message, frozen=True):
+    """A client comes for a request of a daemon before this one."""
+
+    request: Attach
     client: Ref[ClientMail]
 
 
@@ -144,6 +151,7 @@ class RouterRang(_Message, frozen=True):
 
 RouterMail = (
     Wanted
+    | AttachWanted
     | Unwanted
     | ModelAdded
     | ModelChanged

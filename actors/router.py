@@ -1,7 +1,8 @@
 """The router's shell: brings requests to workers and what becomes of them to clients.
 
 Holds what the machine (`actors.machines.admission`) does not know: prompts, clients, seeds, and
-what was sent (`actors.jobs`): a request whose worker dies goes on in the next one from there.
+what was sent (`actors.jobs`): a request whose worker dies goes on in the next one from there. With
+records (`actors.archive`) it also goes on after the daemon's own death, when its client attaches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 from msgspec.structs import replace
 
 from actors import mail
+from actors.archive import Archive
 from actors.jobs import Job
 from actors.machines import admission, lifecycle
 from actors.ports import Notice
@@ -22,6 +24,7 @@ from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
 from protocol import messages
 from protocol import worker as wire
+from protocol.errors import KvdError, UnknownRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +47,7 @@ class Office:
     draw_seed: Callable[[], int]
     board: Board
     notify: Notify
+    archive: Archive = field(default_factory=Archive)
     summon: Callable[[str], None] = lambda _model: None
     """Tell the supervisor of a model that a request names and that is not here."""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -72,7 +76,8 @@ class Router(Actor["RouterMail"]):
 
     def on_start(self) -> None:
         """Go on with the deadlines of the router before."""
-        self._alarm.set(self._office.machine.deadline)
+        self._office.archive.begin(_now())
+        self._set_alarm()
 
     def on_stop(self) -> None:
         """Set no alarm that outlives this router."""
@@ -87,6 +92,8 @@ class Router(Actor["RouterMail"]):
         match message:
             case mail.Wanted():
                 self._take(message)
+            case mail.AttachWanted():
+                self._attach(message)
             case mail.Unwanted(rid=rid):
                 self._do(admission.Unwanted(rid))
             case mail.ModelAdded(model=model, worker=worker):
@@ -119,6 +126,7 @@ class Router(Actor["RouterMail"]):
                 )
                 self._do(lost)
             case mail.RouterRang():
+                self._expire()
                 self._do(admission.Rang())
             case mail.FinishAll():
                 later: Later[None] = Later()
@@ -135,8 +143,38 @@ class Router(Actor["RouterMail"]):
         seed = given if given is not None else self._office.draw_seed()
         submit = _submit(wanted.rid, request, seed)
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
-        self._office.jobs[wanted.rid] = Job(request.id, wanted.client, submit, deadline)
-        self._do(admission.Arrived(wanted.rid, request.model, _size(submit), deadline))
+        office, rid = self._office, wanted.rid
+        name = office.archive.name(rid)
+        office.jobs[rid] = Job(request.id, wanted.client, submit, deadline, name)
+        self._do(admission.Arrived(rid, request.model, _size(submit), deadline))
+        if rid in office.jobs:  # not refused; no worker has had the time to say anything
+            office.archive.asked(rid, request.model, submit)
+
+    def _attach(self, wanted: mail.AttachWanted) -> None:
+        """Tell a client what it lacks of a saved request, and let that run again."""
+        request, office = wanted.request, self._office
+        rid = request.request
+        try:
+            if rid in office.jobs:
+                raise UnknownRequest(f"request {rid!r} belongs to a client already", request=rid)
+            saved = office.archive.find(rid)
+            rest = saved.rest(request)
+        except KvdError as error:
+            wanted.client.tell(mail.Deliver(messages.Error(id=request.id, error=error.info())))
+            return
+        for event in rest:
+            wanted.client.tell(mail.Deliver(event))
+        if saved.end is not None:
+            office.archive.forget(rid)
+            return
+        deadline = office.archive.deadline_of(saved)
+        office.jobs[rid] = saved.job(request, wanted.client, deadline)
+        self._do(admission.Arrived(rid, saved.model, _size(saved.submit), deadline))
+
+    def _expire(self) -> None:
+        office = self._office
+        for rid in office.archive.expire(_now(), set(office.jobs)):
+            office.notify(Notice("request_expired", "warning", {"rid": rid}))
 
     def _report(self, report: wire.Report) -> None:
         """Pass a worker's word on; one about a request that is over already is late, no fault."""
@@ -144,6 +182,7 @@ class Router(Actor["RouterMail"]):
         job = self._office.jobs.get(rid)
         if job is None:
             return
+        self._office.archive.heard(rid, report)
         if (event := job.hear(report)) is not None:
             self._tell(job, event)
         if isinstance(report, wire.RowTokens):
@@ -157,9 +196,14 @@ class Router(Actor["RouterMail"]):
     def _do(self, event: admission.Event) -> None:
         for command in self._office.journal.handle(event, _now()):
             self._perform(command)
-        self._alarm.set(self._office.machine.deadline)
+        self._set_alarm()
 
-    def _perform(self, command: admission.Command) -> None:  # noqa: C901 - one match
+    def _set_alarm(self) -> None:
+        office = self._office
+        times = [office.machine.deadline, office.archive.deadline]
+        self._alarm.set(min((at for at in times if at is not None), default=None))
+
+    def _perform(self, command: admission.Command) -> None:  # noqa: C901, PLR0912 - one match
         office = self._office
         match command:
             case admission.Forward(rid=rid, model=model):
@@ -178,9 +222,12 @@ class Router(Actor["RouterMail"]):
                 office.workers[model].tell(mail.CancelRow(rid))
             case admission.End(rid=rid, error=error):
                 job = office.jobs.pop(rid)
+                if not (office.machine.draining or rid in office.archive.saved):
+                    office.archive.forget(rid)  # else its client may come back for it
                 self._tell(job, messages.Error(id=job.id, error=error))
             case admission.EndCancelled(rid=rid):
                 job = office.jobs.pop(rid)
+                office.archive.forget(rid)
                 for event in job.cancelled():
                     self._tell(job, event)
             case admission.Quiet():

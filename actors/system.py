@@ -13,6 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from actors import mail
+from actors.archive import Archive
 from actors.board import Board
 from actors.catalogue import Catalogue, Known
 from actors.client import Client, Services, Socket
@@ -128,6 +129,7 @@ class System:
         known: Mapping[str, Known] | None = None,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: Notify = silent,
+        archive: Archive | None = None,
     ) -> None:
         self._spawn = spawn
         self._memory = memory
@@ -140,7 +142,8 @@ class System:
         self._catalogue = Catalogue(dict(known or {}))
         self._board.policies = self._catalogue.policies
         desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
-        self._office = Office(desk, draw_seed, self._board, notify)
+        self._archive = archive or Archive()
+        self._office = Office(desk, draw_seed, self._board, notify, self._archive)
         self._ring = Ring()
         self._tree = Tree(self._on_fault, notify)
         self._numbers = count(1)
@@ -188,6 +191,7 @@ class System:
             governor=governor,
             events=self._events,
             status=self.status,
+            run=f"{secrets.token_hex(4)}-" if self._archive.records is not None else "",
             version=self._identity.version,
             pid=self._identity.pid,
             home=self._identity.home,

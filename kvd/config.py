@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from actors.archive import KEEP_S
 from actors.machines.lifecycle import Patience
 from kvd.kv import KVText, parse_kv
 from kvd.memory import nvidia
@@ -64,6 +65,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same machines: whether workers build and use operations of kvd's own."""
     watchdog: Patience = Patience()
     """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
+    journal: Literal["memory", "disk"] = "memory"
+    """Where requests are kept so that they go on: ``disk`` outlives the daemon too."""
+    journal_limit: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] = "256MiB"
+    """Of the file on the disk; beyond it requests are served and not kept."""
+    journal_keep_s: Annotated[float, Meta(gt=0)] = KEEP_S
+    """How long a request of a daemon that died waits for its client."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
@@ -75,6 +82,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def budget_bytes(self) -> int | None:
         """The budget as a number; `load` has checked it."""
         return parse_bytes(self.budget) if isinstance(self.budget, str) else self.budget
+
+    @property
+    def journal_bytes(self) -> int:
+        """The journal's limit as a number; `load` has checked it."""
+        limit = self.journal_limit
+        return parse_bytes(limit) if isinstance(limit, str) else limit
 
     @property
     def entries(self) -> list[ModelEntry]:
@@ -110,6 +123,8 @@ def _check_texts(config: Config, path: str) -> None:
     key = "budget"
     try:
         _ = config.budget_bytes
+        key = "journal_limit"
+        _ = config.journal_bytes
         for index, entry in enumerate(config.entries):
             key = f"models[{index}].kv"
             _ = entry.kv_spec

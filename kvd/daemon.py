@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 import kvd
+from actors.archive import Archive
 from actors.system import Identity, Settings, System, SystemFault
 from kvd import blas, config, listen, logs, memory
 from kvd.exits import Exit
 from kvd.home import check_socket_path
+from kvd.journal import DiskJournal
 from kvd.options import Options
 from kvd.sources import absolute
 from kvd.spawn import Spawner
@@ -85,6 +87,7 @@ class Daemon:
         library = blas.choose(settings.blas)
         self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
+        self._journal = _journal_of(options.home, settings)
         self._system = System(
             Spawner(
                 fake=options.fake,
@@ -104,6 +107,7 @@ class Daemon:
                 patience=settings.watchdog,
             ),
             notify=_notify,
+            archive=_archive_of(self._journal, settings),
         )
         self._stops: set[asyncio.Task[None]] = set()
         self._signalled_at = float("-inf")
@@ -133,6 +137,8 @@ class Daemon:
             loading.cancel()
             server.close()
             await asyncio.gather(loading, *self._stops, return_exceptions=True)
+            if self._journal is not None:
+                self._journal.close()
         self._log.info("daemon stopped", uptime_s=round(time.monotonic() - started, 1))
         return Exit.OK
 
@@ -198,6 +204,18 @@ class Daemon:
                 return await asyncio.wait_for(stopping, self._settings.drain_timeout_s)
             self._log.warning("drain took too long", timeout_s=self._settings.drain_timeout_s)
         return await self._system.stop(force=True)
+
+
+def _journal_of(home: Home, settings: Config) -> DiskJournal | None:
+    if settings.journal != "disk":
+        return None
+    limit, keep = settings.journal_bytes, settings.journal_keep_s
+    return DiskJournal(home.journal, limit_bytes=limit, keep_s=keep)
+
+
+def _archive_of(journal: DiskJournal | None, settings: Config) -> Archive:
+    saved = {} if journal is None else journal.saved
+    return Archive(journal, saved, settings.journal_keep_s)
 
 
 def _notify(notice: Notice) -> None:

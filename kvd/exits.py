@@ -14,6 +14,7 @@ from protocol.errors import (
     KvdError,
     ModelError,
     NotRunning,
+    UnknownRequest,
 )
 
 
@@ -50,7 +51,7 @@ def of(error: KvdError) -> Exit:
             return Exit.ALREADY_RUNNING
         case ConfigError():
             return Exit.CONFIG
-        case InvalidRequest() | ModelError():
+        case InvalidRequest() | ModelError() | UnknownRequest():
             return Exit.REFUSED
         case _ if error.retryable:
             return Exit.RETRY

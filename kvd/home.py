@@ -21,7 +21,8 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 
 
 _OURS = {
-    "kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration", ".DS_Store",
+    "kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration", "journal",
+    ".DS_Store",
 }  # fmt: skip
 """What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
@@ -56,6 +57,11 @@ class Home:
     def cache(self) -> Path:
         """The folder of everything that may be deleted while no daemon runs."""
         return self.root / "cache"
+
+    @property
+    def journal(self) -> Path:
+        """The folder of requests that outlive the daemon, with ``journal = "disk"``."""
+        return self.root / "journal"
 
     @property
     def calibration(self) -> Path:

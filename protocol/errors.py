@@ -20,6 +20,7 @@ The tree (`code` in brackets; * = worth a retry as it is)::
      │    ├── UnsupportedModel                    [unsupported_model]
      │    └── ModelFailed                         [model_failed]
      ├── InsufficientMemory                       [insufficient_memory]
+     ├── UnknownRequest                           [unknown_request]
      ├── Overloaded                               [overloaded]          *
      ├── Draining                                 [draining]            *
      ├── DeadlineExceeded                         [deadline_exceeded]   *
@@ -160,6 +161,12 @@ class InsufficientMemory(KvdError):
     """It does not fit the budget; ``detail`` has the arithmetic in bytes."""
 
     code = "insufficient_memory"
+
+
+class UnknownRequest(KvdError):
+    """No request of this id waits for its client: it is over, expired, or was never kept."""
+
+    code = "unknown_request"
 
 
 class Overloaded(KvdError):

@@ -17,6 +17,7 @@ from protocol.policy import ModelPolicy
 from protocol.types import (
     MAX_BYTES,
     MAX_INT,
+    MOST_CHOICES,
     Alias,
     ChatMessage,
     Choices,
@@ -113,6 +114,25 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
             raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
 
 
+class Have(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a client has of one completion."""
+
+    tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    text_bytes: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    """Of its text, in UTF-8."""
+
+
+class Attach(_Request, tag="attach", frozen=True, kw_only=True):
+    """Get the rest of a request that a daemon before this one has left in the journal."""
+
+    request: RequestId
+    """As `Accepted` named it."""
+    have: Annotated[list[Have], Meta(max_length=MOST_CHOICES)] = []
+    """One for each completion; empty: nothing."""
+    have_prompt: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    """Tokens of the prompt whose logprobs have come."""
+
+
 class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
     """End another request of this connection; it gets ``done`` with reason ``cancelled``."""
 
@@ -169,6 +189,7 @@ Request = (
     | Configure
     | Events
     | Generate
+    | Attach
     | Cancel
     | Drain
     | Shutdown
@@ -221,6 +242,8 @@ class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
 
     prompt_tokens: int
     seed: int
+    request: str = ""
+    """The daemon's name for it, to `attach` by; empty where the journal is not on disk."""
 
 
 class Queued(_Event, tag="queued", frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.cli.generate import generate
+from kvd.cli.generate import attach, generate
 from kvd.cli.options import LEVELS, VersionOption, takes_kv
 from kvd.cli.usage import Command, Group
 from kvd.client import Load
@@ -151,6 +151,7 @@ def unload(
 
 
 app.command(cls=Command)(generate)
+app.command(cls=Command)(attach)
 
 
 @app.command(cls=Command)

@@ -8,12 +8,20 @@ from typing import Annotated
 import typer
 
 from kvd.cli import sampling as how
-from kvd.cli.common import HomeOption, JsonOption, SocketOption, Terms, stdout_console, terms
+from kvd.cli.common import (
+    HomeOption,
+    JsonOption,
+    SocketOption,
+    Terms,
+    stdout_console,
+    talk,
+    terms,
+)
 from kvd.cli.logprobs import probabilities
 from kvd.cli.stream import Several, Stream
 from kvd.client import Completion
 from kvd.exits import Exit
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, NotRunning
 
 _END = "Where it ends"
 _MORE = "What is told, and when"
@@ -140,6 +148,26 @@ def generate(
             raise typer.Exit(Exit.INTERRUPTED)
 
 
+def attach(
+    context: typer.Context,
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="The request, as `accepted` named it.")
+    ],
+    *,
+    n: Annotated[int, typer.Option("--n", metavar="N", help="The completions that it has.")] = 1,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Fetch a completion whose daemon died: what it had, and the rest (`journal = "disk"`)."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        completion = client.attach(request, choices=n)
+        _show(completion, wanted)
+        if completion.reason == "cancelled":
+            raise typer.Exit(Exit.INTERRUPTED)
+
+
 def _show(completion: Completion, wanted: Terms) -> None:
     stream = Several(completion) if len(completion.choices) > 1 else Stream(completion)
     try:
@@ -148,6 +176,10 @@ def _show(completion: Completion, wanted: Terms) -> None:
                 wanted.print_json(event)
             else:
                 stream.show(event)
+    except NotRunning:
+        if completion.request:
+            talk(f"[dim]hint:[/] once a daemon runs: kvctl attach {completion.request}")
+        raise
     finally:  # what came before an error is shown whole
         if not wanted.json:
             stream.end_line()

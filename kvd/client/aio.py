@@ -13,6 +13,7 @@ from kvd.client.exchange import (
     CompletionRecord,
     Exchange,
     LoadRecord,
+    attach_request,
     closed,
     expect,
     lost,
@@ -106,6 +107,20 @@ class AsyncClient:
         request = generate_request(number, model, prompt, messages, tokens, options)
         await self._send(request)
         return AsyncCompletion(self, number, request.n)
+
+    async def attach(self, request: str | CompletionRecord, *, choices: int = 1) -> AsyncCompletion:
+        """Get the rest of a completion whose daemon died; its journal must be on disk.
+
+        By the completion itself, which what comes is added to, or by its `request`: then all of it
+        comes, of so many ``choices``.
+        """
+        number = self._exchange.next_id()
+        await self._send(attach_request(number, request))
+        count = choices if isinstance(request, str) else len(request.choices)
+        completion = AsyncCompletion(self, number, count)
+        if not isinstance(request, str):
+            completion.take_over(request)
+        return completion
 
     async def cancel(self, target: str) -> bool:
         """End another request of this connection; return whether it still ran."""

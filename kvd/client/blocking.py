@@ -17,6 +17,7 @@ from kvd.client.exchange import (
     CompletionRecord,
     Exchange,
     LoadRecord,
+    attach_request,
     closed,
     expect,
     lost,
@@ -97,6 +98,20 @@ class Client:
         request = generate_request(number, model, prompt, messages, tokens, options)
         self._send(request)
         return Completion(self, number, request.n)
+
+    def attach(self, request: str | CompletionRecord, *, choices: int = 1) -> Completion:
+        """Get the rest of a completion whose daemon died; its journal must be on disk.
+
+        By the completion itself, which what comes is added to, or by its `request`: then all of it
+        comes, of so many ``choices``.
+        """
+        number = self._exchange.next_id()
+        self._send(attach_request(number, request))
+        count = choices if isinstance(request, str) else len(request.choices)
+        completion = Completion(self, number, count)
+        if not isinstance(request, str):
+            completion.take_over(request)
+        return completion
 
     def cancel(self, target: str) -> bool:
         """End another request of this connection; return whether it still ran."""

@@ -23,11 +23,13 @@ from protocol.errors import (
 )
 from protocol.messages import (
     Accepted,
+    Attach,
     ChoiceFinished,
     Done,
     Error,
     Event,
     FinishReason,
+    Have,
     Loaded,
     Loading,
     Parked,
@@ -177,6 +179,8 @@ class CompletionRecord:
         """One for each token of the prompt, if asked for."""
         self.seed: int | None = None
         """The seed that it is sampled with, once accepted."""
+        self.request: str = ""
+        """What to `attach` by if the daemon dies; empty where its journal is not on disk."""
         self.usage: Usage | None = None
         self.reason: FinishReason | None = None
         """Why it ended, with all its choices; None: it runs."""
@@ -191,10 +195,15 @@ class CompletionRecord:
         """The text of the first choice that has come."""
         return self.choices[0].text
 
+    def take_over(self, before: CompletionRecord) -> None:
+        """Go on with what an earlier connection had of the same completion."""
+        self.choices, self.prompt_logprobs = before.choices, before.prompt_logprobs
+        self.seed, self.request = before.seed, before.request
+
     def _apply(self, event: Event) -> None:
         match event:
-            case Accepted(seed=seed):
-                self.seed = seed
+            case Accepted(seed=seed, request=request):
+                self.seed, self.request = seed, request
             case Queued() | Parked() | Resumed():
                 pass
             case PromptLogprobs(logprobs=logprobs):
@@ -235,3 +244,15 @@ class LoadRecord:
                 self.model = model
             case _:
                 raise LocalProtocolError(f"no event of a load: {event!r}")
+
+
+def attach_request(request_id: str, request: str | CompletionRecord) -> Attach:
+    """Return the request that asks for the rest of another, by its name or by what came of it."""
+    if isinstance(request, str):
+        return Attach(id=request_id, request=request)
+    return Attach(
+        id=request_id,
+        request=request.request,
+        have=[Have(len(one.tokens), len(one.text.encode())) for one in request.choices],
+        have_prompt=len(request.prompt_logprobs),
+    )

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any
 
+from actors.archive import Archive
 from actors.catalogue import Known
 from actors.governor import Governor
 from actors.machines import admission, governing, lifecycle, turns
@@ -100,6 +101,7 @@ class World:
         scripts: dict[str, list[Script]],
         budget: int,
         settings: Settings,
+        archive: Archive | None = None,
         known: dict[str, Known] | None = None,
     ) -> None:
         self.spawn = FakeSpawn(scripts)
@@ -115,6 +117,7 @@ class World:
             known=known,
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
+            archive=archive,
         )
 
     def client(self) -> SimClient:
@@ -163,9 +166,10 @@ async def world(
     load: tuple[str, ...] = ("demo",),
     known: dict[str, Known] | None = None,
     faults: bool = False,
+    archive: Archive | None = None,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded; `faults`: actors are allowed to fail in it."""
-    it = World(scripts or {}, budget, settings or Settings(), known)
+    it = World(scripts or {}, budget, settings or Settings(), archive, known)
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it

@@ -1,0 +1,213 @@
+"""Requests outlive the daemon: their clients come back for the rest, and some never do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+
+from actors.archive import Archive
+from actors.records import Asked, Forgotten, Heard, Record, Saved
+from actors.system import Settings
+from protocol import errors, messages
+from protocol.messages import Have
+from protocol.types import Sampling
+from tests.sim.fakes import Script, token
+from tests.sim.loop import run, simulated, until
+from tests.sim.world import SimClient, world
+
+SLOW = Script(token_s=1.0)
+
+
+class Book:
+    """Records in a list, which are read as a journal on disk would be."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.records = list(records)
+
+    def write(self, record: Record) -> None:
+        self.records.append(record)
+
+    def saved(self) -> dict[str, Saved]:
+        found: dict[str, Saved] = {}
+        for record in self.records:
+            match record:
+                case Asked(rid=rid, model=model, submit=submit):
+                    found[rid] = Saved(model, submit, submit.deadline_s)
+                case Heard(rid=rid, report=report):
+                    found[rid].hear(report)
+                case Forgotten(rid=rid):
+                    found.pop(rid, None)
+        return found
+
+
+def expected(count: int, prompt: str = "hello", seed: int = 4) -> list[int]:
+    return [token(prompt, seed, place) for place in range(count)]
+
+
+async def _left(book: Book, tokens: int, **fields: object) -> str:
+    """Serve a request until it has so many tokens, and die; return its name."""
+    async with world({"demo": [SLOW]}, archive=Archive(book)) as w:
+        client = w.client()
+        key = client.generate(sampling=Sampling(seed=4), **fields)
+        await until(lambda: client.count(key) == tokens)
+        [accepted] = [one for one in client.events[key] if type(one) is messages.Accepted]
+        kept = list(book.records)
+        client.hang_up()
+    book.records[:] = kept  # what came after the death was never written
+    return accepted.request
+
+
+def left(tokens: int, **fields: object) -> tuple[Book, str]:
+    book = Book()
+    return book, run(_left(book, tokens, **fields))
+
+
+def attach(client: SimClient, name: str, *have: tuple[int, int]) -> str:
+    return client.start(messages.Attach, request=name, have=[Have(*one) for one in have])
+
+
+def text_of(client: SimClient, key: str) -> str:
+    return "".join(one.text for one in client.events[key] if isinstance(one, messages.Tokens))
+
+
+@pytest.mark.parametrize("had", [0, 2, 5])
+def test_a_client_gets_what_it_lacks_and_the_rest(had: int) -> None:
+    book, name = left(5, max_tokens=9)
+    right = expected(9)
+    text = "".join(f"{one} " for one in right[:had])
+
+    @simulated
+    async def scene() -> None:
+        async with world(archive=Archive(book, book.saved())) as w:
+            client = w.client()
+            key = attach(client, name, (had, len(text)))
+            assert (await client.end(key)).reason == "length"
+            first, *events = client.events[key]
+            assert isinstance(first, messages.Accepted)
+            assert (first.request, first.seed) == (name, 4)
+            told = [one for one in events if isinstance(one, messages.Tokens)]
+            assert told[0].index == had
+            assert [one for event in told for one in event.tokens] == right[had:]
+            assert text + text_of(client, key) == "".join(f"{one} " for one in right)
+            assert {type(one) for one in events} == {messages.Tokens, messages.Done}
+        assert book.saved()[name].end is not None  # until the journal forgets it
+
+    scene()
+
+
+def test_the_end_is_kept_for_who_has_not_read_it() -> None:
+    book, name = left(9, max_tokens=10)
+    [heard] = [one for one in book.records if isinstance(one, Heard)][-1:]
+
+    @simulated
+    async def scene() -> None:
+        async with world(archive=Archive(book, book.saved())) as w:
+            client = w.client()
+            assert (await client.end(attach(client, name))).reason == "length"
+        async with world(archive=Archive(book, book.saved())) as w:
+            client = w.client()
+            key = attach(client, name, (10, len("".join(f"{one} " for one in expected(10)))))
+            done = await client.end(key)
+            assert (done.reason, done.usage.completion_tokens) == ("length", 10)
+            assert client.tokens(key) == []
+            assert not w.spawn.last("demo")._rows
+        assert name not in book.saved()
+
+    assert heard.rid == name
+    scene()
+
+
+@simulated
+async def test_who_is_not_there_or_has_more_than_was_sent_is_told() -> None:
+    book = Book()
+    name = await _left(book, 3, max_tokens=9)
+    async with world(archive=Archive(book, book.saved())) as w:
+        client = w.client()
+        for wrong, kind in (
+            ({"request": "other"}, errors.UnknownRequest),
+            ({"request": name, "have": [Have(4, 0)]}, errors.InvalidRequest),
+            ({"request": name, "have": [Have(0, 999)]}, errors.InvalidRequest),
+            ({"request": name, "have": [Have(), Have()]}, errors.InvalidRequest),
+        ):
+            with pytest.raises(kind):
+                await client.ask(messages.Attach, **wrong)
+        key = attach(client, name)
+        await until(lambda: client.count(key) > 3)
+        with pytest.raises(errors.UnknownRequest, match="belongs to a client"):
+            await w.client().ask(messages.Attach, request=name)
+        assert (await client.end(key)).reason == "length"
+
+
+@simulated
+async def test_a_refusal_costs_nothing_and_a_cancel_ends_it() -> None:
+    book = Book()
+    name = await _left(book, 3, max_tokens=9)
+    async with world({"demo": [SLOW]}, load=(), archive=Archive(book, book.saved())) as w:
+        client = w.client()
+        with pytest.raises(errors.UnknownModel):
+            await client.ask(messages.Attach, request=name)
+        await w.system.load("demo")
+        key = attach(client, name)
+        await until(lambda: client.count(key) == 4)
+        client.start(messages.Cancel, target=key)
+        assert (await client.end(key)).reason == "cancelled"
+    assert book.saved()[name].end is not None
+
+
+@simulated
+async def test_nobody_comes_for_it_in_time() -> None:
+    book = Book()
+    name = await _left(book, 3, max_tokens=9)
+    late = Archive(book, book.saved(), keep_s=60.0)
+    async with world(archive=late) as w:
+        await asyncio.sleep(50)
+        assert late.saved
+        await asyncio.sleep(10)
+        assert [notice.fields["rid"] for notice in w.said("request_expired")] == [name]
+        with pytest.raises(errors.UnknownRequest):
+            await w.client().ask(messages.Attach, request=name)
+    assert name not in book.saved()
+
+
+@simulated
+async def test_a_deadline_holds_across_daemons() -> None:
+    book = Book()
+    name = await _left(book, 3, max_tokens=99, deadline_s=50.0)
+    async with world({"demo": [SLOW]}, archive=Archive(book, book.saved())) as w:
+        client = w.client()
+        await asyncio.sleep(40)
+        key = attach(client, name)
+        await until(lambda: client.count(key) > 3)
+        assert w.spawn.last("demo").commands[-1].deadline_s < 10
+        client.start(messages.Cancel, target=key)
+        assert (await client.end(key)).reason == "cancelled"
+
+
+@simulated
+async def test_a_daemon_that_is_stopped_by_force_keeps_what_it_ended() -> None:
+    book = Book()
+    async with world({"demo": [SLOW]}, archive=Archive(book)) as w:
+        client = w.client()
+        key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
+        over = client.generate(max_tokens=1)
+        await until(lambda: client.count(key) == 4)
+        assert (await client.end(over)).reason == "length"
+        await w.system.stop(force=True)
+        assert (await client.end(key)).error.code == "draining"
+        name = client.events[key][0].request
+    async with world(archive=Archive(book, book.saved())) as w:
+        client = w.client()
+        key = attach(client, name)
+        assert (await client.end(key)).reason == "length"
+        assert client.tokens(key) == expected(9)
+
+
+@simulated
+async def test_without_records_requests_have_no_name() -> None:
+    async with world(settings=Settings()) as w:
+        client = w.client()
+        key = client.generate()
+        await client.end(key)
+        assert client.events[key][0].request == ""
