@@ -306,6 +306,22 @@ class GovernorRang(_Message, frozen=True):
 
 GovernorMail = GrantAsked | MemoryFree | Governed | Measured | BudgetWanted | GovernorRang
 
+# -- to the readings ------------------------------------------------------------------------------
+
+
+class ReadingsRang(_Message, frozen=True):
+    """It is time to look again."""
+
+
+class HaveRead(_Message, frozen=True):
+    """What these processes take, and how long reading it took."""
+
+    footprints: dict[int, int]
+    took_s: float
+
+
+ReadingsMail = ReadingsRang | HaveRead
+
 # -- to the turns ---------------------------------------------------------------------------------
 
 

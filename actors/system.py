@@ -24,6 +24,7 @@ from actors.machines.governor import Governor as GovernorMachine
 from actors.machines.ladder import Ladder
 from actors.machines.lifecycle import Lifecycle, Patience
 from actors.ports import Notice
+from actors.readings import Readings, Scale
 from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, Tree
@@ -170,6 +171,8 @@ class System:
         self._supervisor: Ref[SupervisorMail] = tree.start(
             Child("supervisor", lambda: Supervisor(self._house))
         )
+        self._scale = Scale(self._memory, self._board, governor)
+        tree.start(Child("readings", lambda: Readings(self._scale)))
         supervisor = self._supervisor
         self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
         self._ledger.evict = lambda model, requeue: supervisor.tell(

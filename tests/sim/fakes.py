@@ -310,6 +310,7 @@ class FakeMemory:
         self.pressure = "normal"
         self.sizes: dict[int, int] = {}
         self.reads = 0
+        self.took_s = 0.01
 
     def host(self) -> HostMemory:
         return HostMemory(total=10**9, available=10**8, pressure=self.pressure)
@@ -319,5 +320,5 @@ class FakeMemory:
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
         self.reads += 1
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self.took_s)
         return {pid: self.sizes[pid] for pid in pids if pid in self.sizes}
