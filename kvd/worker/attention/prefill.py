@@ -43,7 +43,8 @@ def prefill_attention(
     scratch = handle.store.prefill_scratch
     ask = _Ask.of(queries, handle, scale, sinks, beside)
     cut = plan(ask.work, scratch)
-    if not ask.whole(cut) and ask.fuses():
+    # Without a matrix of scores more layers fit before they have to be evaluated.
+    if (not ask.whole(cut) or mx.default_device().type == mx.DeviceType.gpu) and ask.fuses():
         ask = replace(ask, work=replace(ask.work, fused=True))
         cut = plan(ask.work, scratch)
     if ask.whole(cut):
