@@ -36,7 +36,7 @@ def test_what_counts_is_the_memory_that_the_budget_is_of(separate, expected):
 
 @simulated
 async def test_a_workers_own_word_reaches_the_governor_without_a_reading():
-    async with world() as it:
+    async with world(budget=4 * 1024 * MIB) as it:
         say(it, "demo", footprint=300 * MIB)
         before = it.system._memory.reads
         await until(lambda: told(it, "demo") == 300 * MIB, CALM_S + 1)
@@ -45,7 +45,7 @@ async def test_a_workers_own_word_reaches_the_governor_without_a_reading():
 
 @simulated
 async def test_a_silent_process_is_read_from_here():
-    async with world() as it:
+    async with world(budget=4 * 1024 * MIB) as it:
         process = it.spawn.last("demo")
         say(it, "demo", footprint=300 * MIB)
         it.system._memory.sizes[process.pid] = 900 * MIB
@@ -55,7 +55,7 @@ async def test_a_silent_process_is_read_from_here():
 
 @simulated
 async def test_a_process_that_loads_is_read_from_here():
-    async with world({"slow": [Script(load_s=30.0)]}) as it:
+    async with world({"slow": [Script(load_s=30.0)]}, budget=4 * 1024 * MIB) as it:
         loading = asyncio.create_task(it.system.load("slow"))
         await until(lambda: it.spawn.processes["slow"])
         it.system._memory.sizes[it.spawn.last("slow").pid] = 50 * MIB
@@ -65,7 +65,7 @@ async def test_a_process_that_loads_is_read_from_here():
 
 @simulated
 async def test_readings_that_take_long_are_seldom():
-    async with world() as it:
+    async with world(budget=4 * 1024 * MIB) as it:
         memory = it.system._memory
         memory.took_s = 0.5
         await asyncio.sleep(100.0)
@@ -75,7 +75,7 @@ async def test_readings_that_take_long_are_seldom():
 
 @simulated
 async def test_the_systems_pressure_is_told_as_soon_as_it_is_seen():
-    async with world() as it:
+    async with world(budget=4 * 1024 * MIB) as it:
         await asyncio.sleep(10.0)
         it.system._memory.pressure = "critical"
         await asyncio.sleep(CALM_S + INTERVAL_S)
@@ -85,7 +85,7 @@ async def test_the_systems_pressure_is_told_as_soon_as_it_is_seen():
 
 @simulated
 async def test_what_does_not_move_is_not_told_again():
-    async with world() as it:
+    async with world(budget=4 * 1024 * MIB) as it:
         for _ in range(20):
             say(it, "demo", footprint=300 * MIB)
             await asyncio.sleep(1.0)
