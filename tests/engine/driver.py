@@ -58,6 +58,10 @@ class Driver:
         self.budget = budget
         self.total = 0
         self.seq = 0
+        self.others = 0
+        """What other models hold of the budget."""
+        self.denied: tuple[int, int] | None = None
+        """The last wish, if it waits."""
         self.asked: list[tuple[int, str]] = []
         self.outcomes: dict[str, Outcome] = {}
         self.stages: list[str] = []
@@ -77,16 +81,23 @@ class Driver:
 
     def answer(self, seq: int, total: int, reason: str) -> Grant:
         self.asked.append((total, reason))
-        granted = total <= self.budget
+        granted = total <= max(self.budget - self.others, self.total)
+        self.denied = None if granted else (seq, total)
         if granted:
             self.total = total
         return Grant(
             seq=seq,
             total_bytes=self.total,
             granted=granted,
-            available_bytes=max(0, self.budget - self.total),
+            available_bytes=max(0, self.budget - self.others - self.total),
             budget_bytes=self.budget,
         )
+
+    def retry(self) -> None:
+        """Grant what was denied and fits now, as the daemon does when others give back."""
+        if self.denied is not None:
+            seq, total = self.denied
+            self.engine.granted(self.answer(seq, total, "again"))
 
     def submit(self, rid: str, prompt: str | list[int], sampling: Sampling | None = None, **more):
         words = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}

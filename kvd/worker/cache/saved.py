@@ -16,6 +16,7 @@ Does not cover: files and checksums (`kvd.worker.parking.file`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -197,15 +198,13 @@ class Loader:
             record = memoryview(next(self._records))
         except StopIteration:
             raise Damaged("a record is missing") from None
+        sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
+        if sum(sizes) != len(record):
+            raise Damaged(f"a record has {len(record)} bytes, not {sum(sizes)}")
         arrays, at = [], 0
-        for shape, dtype in like:
-            size = dtype.size
-            for length in shape:
-                size *= length
+        for (shape, dtype), size in zip(like, sizes, strict=True):
             arrays.append(_array_of(record[at : at + size], shape, dtype))
             at += size
-        if at != len(record):
-            raise Damaged(f"a record has {len(record)} bytes, not {at}")
         mx.eval(arrays)
         return arrays
 
