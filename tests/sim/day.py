@@ -2,7 +2,8 @@
 
 The engine is a model of the real one: rows fill pages as they grow, pools grow by slabs and shrink
 only when they must, prefixes are cached where there is room. Beside it another model asks for
-memory and gives it back; where it is denied, a governor parks rows here, and unparks them later.
+memory and gives it back; where it is denied, a governor steps rows here down the ladder and parks
+them, until pressure is over.
 Answers come late, and people cancel. Every rule that is promised is asserted after every step.
 """
 
@@ -29,9 +30,22 @@ ROW_PAGES, REST, SLAB = 2, 20, 16
 CHUNK, BUDGET, ROWS, AGE = 256, 384, 8, 6000
 
 
-def own_pages(start: int, end: int, _level: int = 0) -> int:
-    """Full attention: what a choice fills beyond the shared prompt."""
-    return full_pages(end) - full_pages(start)
+LEVELS = 3
+
+
+def on(level: int, pages: int) -> int:
+    """Pages of a level as pages of the top: three quarters of one, or half."""
+    return -(-pages * (4 - level) // 4)
+
+
+def pages_for(length: int, level: int) -> int:
+    """Full attention."""
+    return on(level, full_pages(length))
+
+
+def own_pages(start: int, end: int, level: int = 0) -> int:
+    """What a choice fills beyond the shared prompt."""
+    return on(level, full_pages(end) - full_pages(start))
 
 
 @dataclass(eq=False)
@@ -47,6 +61,7 @@ class Asked:
     deadline: float | None = None
     prefilled: int = 0
     sent: int = 0
+    level: int = 0
     state: str = "waiting"
     began: bool = False
     ends: list[str] = field(default_factory=list)
@@ -72,8 +87,8 @@ class Asked:
     @property
     def pages(self) -> int:
         """What it fills now."""
-        shared = full_pages(self.prefilled)
-        return shared + self.alive * own_pages(self.prefilled, self.prefilled + self.sent)
+        own = full_pages(self.prefilled + self.sent) - full_pages(self.prefilled)
+        return on(self.level, full_pages(self.prefilled) + self.alive * own)
 
 
 class Day:
@@ -93,7 +108,7 @@ class Day:
         self.scheduler = Scheduler(
             max_rows=ROWS,
             chunk=CHUNK,
-            sizes=Sizes(own_pages=own_pages),
+            sizes=Sizes(pages_for, own_pages, LEVELS),
             budget=BUDGET,
             group=True,
             age=AGE,
@@ -151,7 +166,7 @@ class Day:
 
     def _single(self) -> None:
         draw = self.draw
-        length = draw.choice([1, 20, 60, 120, 400, 1000, 3000, 6000, 14_000, 14_000, 40_000])
+        length = draw.choice([1, 20, 60, 120, 400, 1000, 3000, 6000, 14_000, 40_000, 150_000])
         self._ask(draw.randint(-(-length // 2), length))
 
     def _burst(self) -> None:
@@ -240,21 +255,42 @@ class Day:
         self.later(900, lambda: self._answer(Released("other")))
 
     def _make_room(self) -> None:
-        """The governor: prefixes go first, then rows, the least valuable first."""
+        """The governor: prefixes go first, then precision, then rows, the least valuable first."""
         wish = self.governor.refused.get("other")
         if wish is None:
             return
         held = self.governor.grants.get("other", 0)
         lacking = wish.total_bytes - held - self.governor.available_bytes
-        target = max(REST, self.admission.budget.pages - lacking // PAGE - 1)
+        target = max(0, self.admission.budget.pages - lacking // PAGE - 1)
         self.held = Held(*self._least(0))
         for rid in self.scheduler.victims():
-            if self._needed() <= target:
-                break
-            self._park(self.asked[rid], in_memory=False)
-            self.held = Held(*self._least(0))
-        self._tell(self.admission.give_back(target, self.held))
+            if self._needed() > target:
+                self._lower(self.asked[rid])
+        parked = []
+        for rid in self.scheduler.victims():
+            if self._needed() > target:
+                self._park(self.asked[rid], in_memory=False)
+                self.held = Held(*self._least(0))
+                parked.append(self.asked[rid])
+        before = self.admission.budget.granted_bytes
+        given, freed = self.admission.hand_over(target, self.held)
+        assert before - self.admission.budget.granted_bytes == freed >= 0
+        self._tell(given)
+        for one in parked:
+            self._unpark(one)
         self.counts["made room"] += 1
+
+    def _lower(self, one: Asked) -> None:
+        lowest = self.scheduler.sizes.lowest
+        self.admission.start(lowest)
+        self.later(600, lambda: self.admission.start(0))
+        if one.level < lowest:
+            before, saved = self.scheduler.reserved, self.scheduler.saving(one.rid, lowest)
+            one.level = lowest
+            self.admission.lowered(one.rid, lowest)
+            assert self.scheduler.reserved == before - saved
+            self.held = Held(*self._least(self.held.cached))
+            self.counts["lowered"] += 1
 
     def _needed(self) -> int:
         """Pages that the grant must cover."""
@@ -397,7 +433,10 @@ class Day:
         one.in_front = one.behind = 0
         self.running.append(one)
         if one.began:
+            assert one.level == self.scheduler.level(one.rid), "it goes on where it was"
             return
+        one.level = self.scheduler.level(one.rid)
+        assert one.level >= self.scheduler.start_level
         one.began = True
         for other in self.waiting:
             if other.number < one.number:

@@ -16,5 +16,5 @@ def test_a_day_of_mixed_traffic(seed: int) -> None:
     assert day.counts["finished"] > 0.7 * len(day.asked)
     for event in ("paused", "parked", "cancelled", "expired", "refused", "choices", "spilled"):
         assert day.counts[event] > 0, f"nothing was {event} on this day"
-    for event in ("denied", "granted", "evicted", "made room", "grouped", "overtaken"):
+    for event in ("denied", "granted", "evicted", "made room", "lowered", "grouped", "overtaken"):
         assert day.counts[event] > 0, f"nothing was {event} on this day"

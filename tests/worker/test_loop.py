@@ -15,11 +15,16 @@ from protocol.worker import (
     LoadModel,
     Progress,
     Ready,
+    Reclaim,
+    Reclaimed,
     RowAccepted,
     RowFailed,
     RowFinished,
+    RowParked,
+    RowResumed,
     RowTokens,
     Started,
+    StartLevel,
     Stats,
     Stop,
 )
@@ -248,3 +253,19 @@ def test_a_rate_falls_to_zero_in_its_window():
     assert rate.at(2.0, 300) == 150.0
     assert rate.at(4.0, 300) == 0.0
     assert rate.at(4.0 + RATE_WINDOW_S, 300) == 0.0
+
+
+def test_the_governor_s_commands_reach_the_engine_and_are_answered(start):
+    peer = start()
+    peer.load("fake:tps=0,pages=8")
+    peer.send(StartLevel(level=1), submit("a", "x" * 2000, max_tokens=4000))
+    peer.wait_for(lambda: any(one.stats.offer.rows == 1 for one in peer.of(Stats)))
+    peer.send(Reclaim(seq=5, rung="park", wanted_bytes=1))
+    peer.wait_for(lambda: bool(peer.of(RowResumed)))
+    assert [(one.seq, one.freed_bytes > 0) for one in peer.of(Reclaimed)] == [(5, True)]
+    assert [one.rid for one in peer.of(RowParked)] == ["a"]
+    assert peer.of(Stats)[-1].stats.offer.level == 1
+    wishes = peer.of(GrantWanted)
+    assert any(one.resuming for one in wishes) or len(wishes) > 1
+    peer.send(CancelRow(rid="a"))
+    peer.wait_for_end("a")
