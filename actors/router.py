@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.board import Board
+    from actors.events import Events
     from actors.mail import RouterMail, WorkerMail
-    from actors.ports import Notify
+    from actors.ports import Level, Notify
     from actors.runtime.actor import Ref
     from protocol.messages import Event, Generate
 
@@ -48,6 +49,7 @@ class Office:
     board: Board
     notify: Notify
     archive: Archive = field(default_factory=Archive)
+    events: Events | None = None
     summon: Callable[[str], None] = lambda _model: None
     """Tell the supervisor of a model that a request names and that is not here."""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -117,6 +119,7 @@ class Router(Actor["RouterMail"]):
             case mail.RowBounced(rid=rid):
                 self._do(admission.Bounced(rid))
             case mail.RowsDied():
+                self._record_death(message)
                 lost = admission.RowsLost(
                     message.model,
                     message.rids,
@@ -136,6 +139,13 @@ class Router(Actor["RouterMail"]):
             case _:
                 assert_never(message)
         return None
+
+    def _record_death(self, died: mail.RowsDied) -> None:
+        events = self._office.events
+        if died.again and events is not None:
+            level: Level = "warning" if died.attributable else "info"
+            numbers = {"requests": len(died.rids)}
+            events.record("replay", died.model, died.error.message, level=level, numbers=numbers)
 
     def _take(self, wanted: mail.Wanted) -> None:
         request = wanted.request
@@ -216,7 +226,9 @@ class Router(Actor["RouterMail"]):
                 job = office.jobs[rid]
                 if (event := job.lost()) is not None:
                     self._tell(job, event)
-            case admission.Blame(model=model):
+            case admission.Blame(model=model, reason=reason):
+                if office.events is not None:
+                    office.events.record("quarantine", model, reason, level="error")
                 office.workers[model].tell(mail.Order(lifecycle.Blamed()))
             case admission.Withdraw(rid=rid, model=model):
                 office.workers[model].tell(mail.CancelRow(rid))

@@ -174,6 +174,7 @@ class System:
         self._scale = Scale(self._memory, self._board, governor)
         tree.start(Child("readings", lambda: Readings(self._scale)))
         supervisor = self._supervisor
+        self._office.events = self._events
         self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
         self._ledger.evict = lambda model, requeue: supervisor.tell(
             mail.EvictWanted(model, requeue)

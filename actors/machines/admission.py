@@ -186,6 +186,8 @@ class Blame(_Tagged, frozen=True):
     """Tell the model's worker that a request was found that its process died of."""
 
     model: str
+    reason: str
+    """Its last death."""
 
 
 class End(_Tagged, frozen=True):
@@ -473,7 +475,7 @@ class Desk(msgspec.Struct):
         story = self._suspects(model).died(
             event.rids, event.error.message, attributable=event.attributable
         )
-        commands: list[Command] = [] if story is None else [Blame(model)]
+        commands: list[Command] = [] if story is None else [Blame(model, event.error.message)]
         for rid in event.rids:
             commands += self._wait_again(rid, event.error, story)
         return commands

@@ -180,7 +180,7 @@ def test_suspects_are_tried_in_halves_and_who_dies_alone_is_quarantined(desk):
     assert lost == [Suspend("1"), Suspend("2")]
     assert feed(desk, ModelIs("m", "ready"), Arrived("4", "m")) == [Forward("1", "m")]
     blame, end = feed(desk, RowsLost("m", ["1"], died, attributable=True))
-    assert blame == Blame("m")
+    assert blame == Blame("m", died.message)
     assert isinstance(end, End)
     assert (end.rid, end.error.code, end.error.retryable) == ("1", "quarantined", False)
     assert end.error.detail["story"] == [

@@ -624,6 +624,9 @@ async def test_poison_is_found_and_costs_nobody_else_anything():
                 expected = [token(f"p{n}", 7 + n, place) for place in range(12)]
                 assert client.tokens(key) == expected
         assert w.state() == "ready"
+        records = w.system._events.since(0, "demo")
+        assert [one.kind for one in records].count("quarantine") == 2
+        assert next(one for one in records if one.kind == "replay").numbers == {"requests": 16}
         assert (await client.end(client.generate(prompt="after"))).reason == "length"
 
 
