@@ -57,7 +57,7 @@ class Events:
             numbers=numbers or {},
         )
         self.records.append(happened)
-        fields = {"model": model or None, "reason": reason, "wisher": wisher, **(numbers or {})}
+        fields = {"model": model or None, "reason": reason, "wisher": wisher, "numbers": numbers}
         self.notify(Notice(f"governor_{kind}", level, fields))
         for tell in list(self.followers.values()):
             tell(happened)

@@ -19,6 +19,7 @@ from kvd.memory import nvidia
 from kvd.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.explain import explain
+from protocol.policy import ModelPolicy
 from protocol.types import Alias, KVSpec, Name, TurnsMode
 
 if TYPE_CHECKING:
@@ -30,13 +31,25 @@ CUDA_CHUNK = 1024
 """Of Qwen3-0.6B on an H200: 37 ms for 256 tokens, 41 for 1024; 1024 pass while 7 rows wait once."""
 
 
-class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One model to load at start."""
+class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
+    """One model that the daemon knows, and how it stands beside the others."""
 
     source: Name
     alias: Alias | None = None
     kv: str | KVText = "k8v8"
     """A scheme, or a table with ``scheme`` and the other settings."""
+    load: Literal["start", "demand"] = "start"
+    """``demand``: when a request names it."""
+
+    @property
+    def policy(self) -> ModelPolicy:
+        """How it stands beside the others."""
+        return ModelPolicy(
+            priority=self.priority,
+            pinned=self.pinned,
+            idle_ttl_s=self.idle_ttl_s,
+            max_context=self.max_context,
+        )
 
     @property
     def kv_spec(self) -> KVSpec:

@@ -20,6 +20,8 @@ import structlog
 
 import kvd
 from actors.archive import Archive
+from actors.catalogue import Known
+from actors.supervisor import short_name
 from actors.system import Identity, Settings, System, SystemFault
 from kvd import blas, config, listen, logs, memory
 from kvd.exits import Exit
@@ -30,6 +32,7 @@ from kvd.sources import absolute
 from kvd.spawn import Spawner
 from kvd.units import format_bytes
 from protocol.errors import KvdError
+from protocol.policy import ModelPolicy
 from protocol.types import KVSpec
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ class Start:
     source: str
     alias: str | None = None
     kv: KVSpec = field(default_factory=KVSpec)
+    policy: ModelPolicy = field(default_factory=ModelPolicy)
 
 
 def run(options: Options) -> Exit:
@@ -106,6 +110,7 @@ class Daemon:
                 turns=settings.turns,
                 patience=settings.watchdog,
             ),
+            known=_known(options, settings),
             notify=_notify,
             archive=_archive_of(self._journal, settings),
         )
@@ -162,13 +167,16 @@ class Daemon:
             return [Start(absolute(model), kv=options.kv) for model in options.models]
         home = options.home.root
         return [
-            Start(absolute(entry.source, home), entry.alias, entry.kv_spec)
+            Start(absolute(entry.source, home), entry.alias, entry.kv_spec, entry.policy)
             for entry in self._settings.entries
+            if entry.load == "start"
         ]
 
     async def _load(self, start: Start) -> ModelStatus | KvdError:
         try:
-            return await self._system.load(start.source, alias=start.alias, kv=start.kv)
+            return await self._system.load(
+                start.source, alias=start.alias, kv=start.kv, policy=start.policy
+            )
         except KvdError as error:
             # The daemon goes on: the other models work, and `load` can be tried again.
             self._log.error("model not loaded", model=start.source, reason=error.message)
@@ -216,6 +224,16 @@ def _journal_of(home: Home, settings: Config) -> DiskJournal | None:
 def _archive_of(journal: DiskJournal | None, settings: Config) -> Archive:
     saved = {} if journal is None else journal.saved
     return Archive(journal, saved, settings.journal_keep_s)
+
+
+def _known(options: Options, settings: Config) -> dict[str, Known]:
+    """Return the models of the configuration: a request brings them, loaded at start or not."""
+    known = {}
+    for entry in settings.entries:
+        source = absolute(entry.source, options.home.root)
+        name = entry.alias or short_name(source)
+        known[name] = Known(source, entry.kv_spec, entry.policy, listed=True)
+    return known
 
 
 def _notify(notice: Notice) -> None:

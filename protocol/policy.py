@@ -12,7 +12,7 @@ from protocol.types import MAX_INT, Priority
 MAX_TTL_S = 365 * 24 * 3600.0
 
 
-class ModelPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
+class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a model stands beside the others under the one budget."""
 
     priority: Priority = 0

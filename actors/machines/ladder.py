@@ -325,7 +325,8 @@ class Ladder(msgspec.Struct):
 
     def _refuse(self, wish: Wanted, now: float) -> list[Command]:
         ledger, growth = self.ledger, self.ledger.growth(wish)
-        scene, need = self.scene(now), self._need_of(wish, now)
+        # Who has just become idle can go in a moment.
+        scene, need = self.scene(now + GRACE_S), self._need_of(wish, now)
         coming = self._coming()
         reach = max(0, ledger.available_bytes) + coming + within_reach(need, scene)
         fits = wish.total_bytes <= self.most_of(wish.model)

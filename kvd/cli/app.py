@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli import chat as chats
-from kvd.cli import detail, render
+from kvd.cli import detail, governing, render
 from kvd.cli import sampling as how
 from kvd.cli.bench_kv import bench_kv
 from kvd.cli.calibrate import calibrate
@@ -93,6 +93,18 @@ def load(
     alias: Annotated[
         str | None, typer.Option(metavar="NAME", help="The name that requests use.")
     ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", metavar="", help="Never unload it to make room.")
+    ] = False,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="Models of lower priority make room first.")
+    ] = None,
+    idle_ttl: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Unload it when idle for so long.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="The most of prompt and completion.")
+    ] = None,
     kv: KVSpec | None,
     home: HomeOption = None,
     socket: SocketOption = None,
@@ -101,7 +113,9 @@ def load(
     """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
     wanted = terms(context, home, socket, json=json)
     with wanted.connected() as client:
-        loaded = _follow(client.load(absolute(model), alias=alias, kv=kv), wanted)
+        policy = governing.policy(pin=pin, priority=priority, ttl=idle_ttl, context=max_context)
+        loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
+        loaded = _follow(loading, wanted)
         if wanted.json:
             wanted.print_json(loaded)
         else:
@@ -152,6 +166,10 @@ def unload(
 
 app.command(cls=Command)(generate)
 app.command(cls=Command)(attach)
+app.command(cls=Command)(governing.events)
+app.command(cls=Command)(governing.pin)
+app.command(cls=Command)(governing.unpin)
+app.command(cls=Command)(governing.config)
 
 
 @app.command(cls=Command)

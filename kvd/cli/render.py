@@ -103,6 +103,8 @@ def _memory(value: DaemonStatus) -> Text:
         f" {format_bytes(value.granted_bytes)} of {format_bytes(value.budget_bytes)}",
         f"  host {format_bytes(value.host.available)} free",
     )
+    if value.violations:
+        line.append(f"  exceeded {value.violations} times: a bug, see the log", "bold red")
     if value.host.pressure != "normal":
         line.append(f"  pressure {value.host.pressure}", _PRESSURE[value.host.pressure])
     return line
@@ -167,6 +169,8 @@ def state(value: ModelStatus) -> Text:
     text = Text(value.state, style=_COLOURS.get(value.state, "cyan"))
     if value.restarts:
         text.append(f" ↻{value.restarts}", style="yellow")
+    if value.pinned:
+        text.append(" pinned", style="dim")
     return text
 
 

@@ -27,6 +27,7 @@ from kvd.client.exchange import (
 )
 from kvd.client.options import Messages, Options, generate_request
 from protocol import messages as m
+from protocol.policy import ModelPolicy
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 
 _CHUNK = 64 * 1024
@@ -70,16 +71,49 @@ class Client:
         reply = self._quick(m.Status(id=self._exchange.next_id()))
         return expect(reply, m.StatusReply).status
 
-    def load(self, model: str, *, alias: str | None = None, kv: KVSpec | None = None) -> Load:
+    def load(
+        self,
+        model: str,
+        *,
+        alias: str | None = None,
+        kv: KVSpec | None = None,
+        policy: ModelPolicy | None = None,
+    ) -> Load:
         """Load a model; iterate over the progress, or take `.result`."""
-        request = m.Load(id=self._exchange.next_id(), model=model, alias=alias, kv=kv or KVSpec())
-        self._send(request)
-        return Load(self, request.id)
+        number = self._exchange.next_id()
+        self._send(m.Load(id=number, model=model, alias=alias, kv=kv or KVSpec(), policy=policy))
+        return Load(self, number)
 
     def unload(self, model: str, *, force: bool = False) -> m.Unloaded:
         """Unload a model, after its requests unless forced; returns when its memory is free."""
         request = m.Unload(id=self._exchange.next_id(), model=model, force=force)
         return expect(self._call(request), m.Unloaded)
+
+    def pin(self, model: str, *, pinned: bool = True) -> m.Pinned:
+        """Never have a model unloaded to make room; or let that be so again."""
+        number = self._exchange.next_id()
+        request = m.Pin(id=number, model=model) if pinned else m.Unpin(id=number, model=model)
+        return expect(self._quick(request), m.Pinned)
+
+    def configure(self, *, budget_bytes: int | None = None) -> m.Configured:
+        """Change the budget until the daemon ends; return what holds now."""
+        request = m.Configure(id=self._exchange.next_id(), budget_bytes=budget_bytes)
+        return expect(self._quick(request), m.Configured)
+
+    def events(
+        self, model: str | None = None, *, since: int = 0, follow: bool = False
+    ) -> Iterator[m.Happened]:
+        """Tell what was done to models and why, from number ``since`` on; `follow`: and will be."""
+        number = self._exchange.next_id()
+        self._send(m.Events(id=number, model=model, since=since, follow=follow))
+        event: m.Event | None = None
+        try:
+            while isinstance(event := self._next(number), m.Happened):
+                yield event
+        finally:
+            if isinstance(event, m.Happened):  # whoever reads has enough
+                self._cancel_soon(number)
+                self._exchange.forget(number)
 
     def generate(
         self,

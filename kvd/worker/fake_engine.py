@@ -198,13 +198,15 @@ class FakeEngine:
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
         """Pretend to load, and fail as the name says."""
-        self._model = model = parse(command.source)
+        model = parse(command.source)
+        most = command.max_context or model.context
+        self._model = model = msgspec.structs.replace(model, context=min(model.context, most))
         total = model.weights + model.pages * model.page_bytes
         grant = ask_grant(total, "weights and first pages")
         if not grant.granted:
             raise InsufficientMemory(
                 f"the model needs {mebibytes(total)}; {mebibytes(grant.available_bytes)} of the"
-                " budget are free",
+                f" budget are free{f' ({grant.reason})' if grant.reason else ''}",
                 needed_bytes=total,
                 available_bytes=grant.available_bytes,
                 budget_bytes=grant.budget_bytes,

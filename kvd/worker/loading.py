@@ -7,6 +7,7 @@ take for a moment or grow by beside its pages. It is measured where that is poss
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -125,6 +126,13 @@ def _traces_bytes(runner: Runner) -> int:
 
 def _on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def bounded(loaded: model.LoadedModel, most: int | None) -> model.LoadedModel:
+    """Return the model with a context of at most so many tokens."""
+    if most is None or most >= loaded.context_length:
+        return loaded
+    return replace(loaded, context_length=most)
 
 
 def demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:

@@ -166,6 +166,7 @@ class MLXEngine:
         loaded = model.load(
             path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
         )
+        loaded = loading.bounded(loaded, command.max_context)
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
         verdict = verdicts.find(headers)

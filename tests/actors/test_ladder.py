@@ -214,6 +214,16 @@ def test_a_load_evicts_the_least_valuable_idle_model():
     assert desk.note("evict").wisher == "me"
 
 
+def test_a_load_waits_for_a_model_that_has_just_become_idle():
+    desk = Desk(a=8000)
+    desk.offer("a", rows=1, base=8000)
+    desk.offer("a", base=8000)
+    desk.tell(Boarding("me", ModelPolicy(), patient=False))
+
+    assert not only(desk.want("me", 5000), Answer)
+    assert only(desk.wait(2), Evict) == [Evict("a")]
+
+
 def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
     desk = Desk(busy=3000)
     desk.load("kept", 4000, ModelPolicy(pinned=True))
@@ -369,7 +379,12 @@ offers = st.builds(
     waiting=st.integers(0, 2),
     base=st.integers(0, 4000),
 )
-policies = st.builds(ModelPolicy, st.integers(-1, 1), st.booleans(), st.none() | st.just(5.0))
+policies = st.builds(
+    ModelPolicy,
+    priority=st.integers(-1, 1),
+    pinned=st.booleans(),
+    idle_ttl_s=st.none() | st.just(5.0),
+)
 names = st.sampled_from(MODELS)
 events = (
     st.builds(Boarding, names, policies, st.booleans())

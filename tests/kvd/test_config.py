@@ -4,6 +4,7 @@ import pytest
 
 from kvd.config import Config, ModelEntry, load, parse
 from protocol.errors import ConfigError
+from protocol.policy import ModelPolicy
 from protocol.types import KVSpec
 
 
@@ -133,3 +134,36 @@ def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
     (tmp_path / "config.toml").write_bytes(b'budget = "\xff"')
     with pytest.raises(ConfigError, match="cannot read"):
         load(tmp_path / "config.toml")
+
+
+def test_a_model_says_how_it_stands_beside_the_others():
+    config = parse(
+        """
+        [[models]]
+        source = "/models/qwen"
+        load = "demand"
+        priority = 2
+        pinned = true
+        idle_ttl_s = 600
+        max_context = 8192
+        """
+    )
+    (entry,) = config.entries
+
+    assert entry.load == "demand"
+    assert entry.policy == ModelPolicy(priority=2, pinned=True, idle_ttl_s=600.0, max_context=8192)
+    assert parse('models = ["demo"]').entries[0].policy == ModelPolicy()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("priority = 101", "models[0].priority must be at most 100"),
+        ("idle_ttl_s = 0", "models[0].idle_ttl_s must be more than 0"),
+        ('load = "later"', "models[0].load must be one of demand, start"),
+    ],
+)
+def test_what_a_model_cannot_say_is_named(line, says):
+    with pytest.raises(ConfigError) as refused:
+        parse(f'[[models]]\nsource = "demo"\n{line}')
+    assert says in refused.value.message.replace("...", "0")

@@ -158,7 +158,7 @@ class Week:
         self._tell(words.PolicyIs(seat.kind.name, self._policy(seat)))
 
     def _policy(self, seat: Seat) -> ModelPolicy:
-        return ModelPolicy(seat.priority, seat.pinned, seat.ttl_s)
+        return ModelPolicy(priority=seat.priority, pinned=seat.pinned, idle_ttl_s=seat.ttl_s)
 
     def _overrun(self) -> None:
         """A worker takes more than it was granted, for a minute."""

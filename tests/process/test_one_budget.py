@@ -1,0 +1,73 @@
+"""Several models under one budget, with real processes: who makes room, who waits, what is told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvd.home import Home
+from protocol.errors import ContextTooLong, InsufficientMemory, UnknownModel
+from protocol.policy import ModelPolicy
+from tests.process.helpers import source, wait_for
+
+MIB = 2**20
+BIG = source(tps=500, weights=150 * MIB)
+
+
+@pytest.fixture
+def home_with_models(home: Home) -> Home:
+    home.create()
+    home.config.write_text(
+        f"""
+        budget = "300MiB"
+        [[models]]
+        source = "{BIG}"
+        alias = "a"
+        [[models]]
+        source = "{BIG}"
+        alias = "b"
+        load = "demand"
+        max_context = 100
+        """
+    )
+    return home
+
+
+def test_models_make_room_for_each_other_and_come_back_when_asked(home_with_models, make_daemon):
+    daemon = make_daemon().start()
+    with daemon.client() as client:
+        wait_for("a is ready", lambda: [m.state for m in client.status().models] == ["ready"])
+        text = client.generate("a", "hello", max_tokens=20).text
+        assert client.generate("b", "hello", max_tokens=20).text == text
+        assert [model.name for model in client.status().models] == ["b"]
+        assert client.generate("a", "hello", max_tokens=20).text == text
+
+        evicted = [it for it in client.events() if it.kind == "evict"]
+        assert [(it.model, it.wisher) for it in evicted] == [("a", "b"), ("b", "a")]
+        assert evicted[0].numbers["budget_bytes"] == 300 * MIB
+        with pytest.raises(ContextTooLong):
+            assert client.generate("b", "hello" * 30, max_tokens=20).text
+        with pytest.raises(UnknownModel):
+            assert client.generate("nobody", "hello").text
+        assert client.status().violations == 0
+
+    done = daemon.kvctl("events", "a", "--json")
+    kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
+    assert "evict" in kinds
+    assert "the load of b" in daemon.kvctl("events").stdout
+
+
+def test_what_is_pinned_stays_and_the_load_says_so(make_daemon):
+    daemon = make_daemon("--budget", "300MiB").start()
+    with daemon.client() as client:
+        assert client.load(BIG, alias="a", policy=ModelPolicy(pinned=True)).result.state == "ready"
+        with pytest.raises(InsufficientMemory, match=r"a \(pinned\) holds"):
+            assert client.load(BIG, alias="b").result.state == "ready"
+        assert daemon.kvctl("unpin", "a").stderr == "a is not pinned any more\n"
+        assert client.load(BIG, alias="b").result.state == "ready"
+
+        assert [model.name for model in client.status().models] == ["b"]
+        assert client.configure(budget_bytes=100 * MIB).budget_bytes == 100 * MIB
+        wait_for("b has made room", lambda: not client.status().granted_bytes)
+    assert "100 MiB, 0 B granted" in daemon.kvctl("config").stdout
