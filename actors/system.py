@@ -7,6 +7,7 @@ it runs on one event loop, and every method must be called on that loop.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from dataclasses import dataclass, field
 from itertools import count
@@ -71,6 +72,10 @@ class Settings:
     """Requests that one model may hold, queued or running; beyond it they are `overloaded`."""
     max_queue_bytes: int = 64 * 1024 * 1024
     """Memory that those may take in the daemon; the prompts are most of it."""
+    parked_folder: str | None = None
+    """Where rows are parked, each model's in a folder of its own; None: nowhere."""
+    parked_bytes: int = 0
+    """The most of one model's."""
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread events that a connection may have before it is closed with `slow_reader`."""
     patience: Patience = field(default_factory=Patience)
@@ -287,12 +292,19 @@ class System:
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,
             turns=self._settings.turns,
+            parked_folder=self._parked_folder(name),
+            parked_bytes=self._settings.parked_bytes,
         )
         berth = Berth(name, load, self._around, Lifecycle(name, self._settings.patience))
         # Each failure costs the process and counts in its own restart budget; ten in a minute
         # are more than that budget lets through.
         child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)
         return self._tree.start(child)
+
+    def _parked_folder(self, name: str) -> str | None:
+        """Return a model's own folder; names may hold what paths may not."""
+        folder = self._settings.parked_folder
+        return folder and f"{folder}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
     def _on_fault(self, error: BaseException) -> None:
         if self._fault is None:

@@ -84,6 +84,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the file on the disk; beyond it requests are served and not kept."""
     journal_keep_s: Annotated[float, Meta(gt=0)] = KEEP_S
     """How long a request of a daemon that died waits for its client."""
+    parked_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
+    """Of one model's parked rows on the disk; beyond it they are computed again. 0: all are."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
@@ -100,6 +102,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def journal_bytes(self) -> int:
         """The journal's limit as a number; `load` has checked it."""
         limit = self.journal_limit
+        return parse_bytes(limit) if isinstance(limit, str) else limit
+
+    @property
+    def parked_bytes(self) -> int:
+        """That limit as a number; `load` has checked it."""
+        limit = self.parked_limit
         return parse_bytes(limit) if isinstance(limit, str) else limit
 
     @property
@@ -138,6 +146,8 @@ def _check_texts(config: Config, path: str) -> None:
         _ = config.budget_bytes
         key = "journal_limit"
         _ = config.journal_bytes
+        key = "parked_limit"
+        _ = config.parked_bytes
         for index, entry in enumerate(config.entries):
             key = f"models[{index}].kv"
             _ = entry.kv_spec

@@ -109,6 +109,8 @@ class Daemon:
                 prefill_chunk=settings.chunk,
                 turns=settings.turns,
                 patience=settings.watchdog,
+                parked_folder=str(options.home.parked),
+                parked_bytes=settings.parked_bytes,
             ),
             known=_known(options, settings),
             notify=_notify,

@@ -22,7 +22,7 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 
 _OURS = {
     "kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration", "journal",
-    ".DS_Store",
+    "parked", ".DS_Store",
 }  # fmt: skip
 """What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
@@ -62,6 +62,11 @@ class Home:
     def journal(self) -> Path:
         """The folder of requests that outlive the daemon, with ``journal = "disk"``."""
         return self.root / "journal"
+
+    @property
+    def parked(self) -> Path:
+        """The folder of rows that gave their memory back, a folder a model; workers clear it."""
+        return self.root / "parked"
 
     @property
     def calibration(self) -> Path:
