@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from actors.events import Events
     from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail
     from actors.runtime.actor import Ref
+    from protocol.forecast import Forecast
     from protocol.messages import Event, Request
     from protocol.types import DaemonStatus
 
@@ -52,6 +53,7 @@ class Services:
     supervisor: Ref[SupervisorMail]
     governor: Ref[GovernorMail]
     events: Events
+    explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     status: Callable[[], DaemonStatus]
     run: str
     """Sets this daemon's requests apart from those of others that are still kept."""
@@ -152,6 +154,12 @@ class Client(Actor["ClientMail"]):
                 services.supervisor.tell(mail.ShutdownWanted(force, watcher))
             case messages.Events():
                 self._tell_events(request)
+            case messages.Explain(id=key):
+                self._answer(
+                    key,
+                    services.explain(request),
+                    lambda it: messages.Explained(id=key, forecast=it),
+                )
             case messages.Configure(id=key, budget_bytes=total):
                 self._answer(
                     key,

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from protocol.types import HostMemory
+from protocol.costs import Estimate
+from protocol.types import HostMemory, KVSpec
 from protocol.worker import Command, Report
 
 
@@ -81,6 +82,14 @@ class ReadMemory(Protocol):
     @property
     def separate(self) -> bool:
         """Whether the accelerator has memory of its own: the budget is of that."""
+        ...
+
+
+class Reckon(Protocol):
+    """Say what a model costs that is not loaded, from its files."""
+
+    async def __call__(self, source: str, kv: KVSpec) -> Estimate:
+        """Return the estimate; raises the KvdError of files that are not there, or broken."""
         ...
 
 

@@ -19,6 +19,7 @@ from actors.board import Board
 from actors.catalogue import Catalogue, Known
 from actors.client import Client, Services, Socket
 from actors.events import Events
+from actors.explain import Explainer
 from actors.governor import Governor, Ledger
 from actors.machines.admission import Desk
 from actors.machines.governor import Governor as GovernorMachine
@@ -32,6 +33,7 @@ from actors.runtime.supervision import Child, Tree
 from actors.supervisor import House, Supervisor
 from actors.turns import Ring, Turns
 from actors.worker import Berth, Surroundings, Worker
+from protocol.errors import UnknownModel
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 from protocol.worker import LoadModel
 
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from actors.mail import ClientMail, SupervisorMail, WorkerMail
-    from actors.ports import Notify, ReadMemory, SpawnWorker
+    from actors.ports import Notify, ReadMemory, Reckon, SpawnWorker
     from actors.runtime.actor import Actor, Ref
+    from protocol.costs import Estimate
     from protocol.policy import ModelPolicy
     from protocol.types import TurnsMode
 
@@ -90,6 +93,11 @@ def silent(_: Notice) -> None:
     """Drop a notice."""
 
 
+async def no_files(source: str, kv: KVSpec) -> Estimate:  # noqa: ARG001 - the form of `Reckon`
+    """Know no model that is not loaded."""
+    raise UnknownModel(f"{source!r} is not loaded, and nothing is known of it", source=source)
+
+
 class Connection:
     """One client's end of the system; made by `System.connect`."""
 
@@ -133,6 +141,7 @@ class System:
         identity: Identity,
         settings: Settings | None = None,
         known: Mapping[str, Known] | None = None,
+        reckon: Reckon = no_files,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: Notify = silent,
         archive: Archive | None = None,
@@ -146,6 +155,7 @@ class System:
         self._events = Events(notify)
         self._ledger = Ledger(Ladder(GovernorMachine(budget_bytes)), self._events)
         self._catalogue = Catalogue(dict(known or {}))
+        self._reckon = reckon
         self._board.policies = self._catalogue.policies
         desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
         self._archive = archive or Archive()
@@ -199,6 +209,7 @@ class System:
             supervisor=self._supervisor,
             governor=governor,
             events=self._events,
+            explain=Explainer(self._board, self._catalogue, self._ledger.machine, self._reckon),
             status=self.status,
             run=f"{secrets.token_hex(4)}-" if self._archive.records is not None else "",
             version=self._identity.version,

@@ -24,6 +24,7 @@ from actors.catalogue import Known
 from actors.supervisor import short_name
 from actors.system import Identity, Settings, System, SystemFault
 from kvd import blas, config, listen, logs, memory
+from kvd.estimate import Files, machine
 from kvd.exits import Exit
 from kvd.home import check_socket_path
 from kvd.journal import DiskJournal
@@ -92,6 +93,14 @@ class Daemon:
         self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
         self._journal = _journal_of(options.home, settings)
+        limits = Settings(
+            max_rows=settings.max_rows,
+            prefill_chunk=settings.chunk,
+            turns=settings.turns,
+            patience=settings.watchdog,
+            parked_folder=str(options.home.parked),
+            parked_bytes=settings.parked_bytes,
+        )
         self._system = System(
             Spawner(
                 fake=options.fake,
@@ -104,14 +113,8 @@ class Daemon:
             identity=Identity(
                 version=kvd.__version__, home=str(options.home.root), pid=os.getpid()
             ),
-            settings=Settings(
-                max_rows=settings.max_rows,
-                prefill_chunk=settings.chunk,
-                turns=settings.turns,
-                patience=settings.watchdog,
-                parked_folder=str(options.home.parked),
-                parked_bytes=settings.parked_bytes,
-            ),
+            settings=limits,
+            reckon=Files(machine(settings.native, limits)),
             known=_known(options, settings),
             notify=_notify,
             archive=_archive_of(self._journal, settings),

@@ -7,15 +7,20 @@ take was measured once. Does not cover recurrent states.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-from dataclasses import dataclass
+import shutil
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from actors.system import Settings
+from kvd.memory.nvidia import has_cuda_build
 from protocol import base
-from protocol.costs import Costs, KVCost
+from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
 from protocol.pages import LayerGeometry, floors_of, ladder_of
 from protocol.schemes import Scheme
@@ -53,13 +58,32 @@ class Machine:
         return INTERPRETER_BYTES - SHARED_BYTES + SHARED_BYTES // (1 + self.sharers)
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One model."""
+class Files:
+    """The port `actors.ports.Reckon` on this machine."""
 
-    costs: Costs
-    schemes: list[str]
-    context_length: int
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    async def __call__(self, source: str, kv: KVSpec) -> Estimate:
+        """Read a model's files in a thread."""
+        return await asyncio.to_thread(self._estimate, source, kv)
+
+    def _estimate(self, source: str, kv: KVSpec) -> Estimate:
+        machine = replace(self._machine, sharers=sharers())
+        return estimate(folder_of(source), kv, machine)
+
+
+def machine(native: str, settings: Settings) -> Machine:
+    """Return how models are kept here; ``native``: as in `kvd.config`."""
+    on_cpu = sys.platform != "darwin" and not has_cuda_build()
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    return Machine(
+        on_cpu=on_cpu,
+        native=on_cpu and native != "off" and compiler is not None,
+        prefill_chunk=settings.prefill_chunk,
+        max_rows=settings.max_rows,
+        attention_scratch=settings.attention_scratch,
+    )
 
 
 def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
@@ -92,7 +116,9 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         dense_until=kv.quantized_kv_start,
         kinds=kinds,
     )
-    return Estimate(costs, [one.name for one in ladder], _context(text))
+    return Estimate(
+        costs=costs, schemes=[one.name for one in ladder], context_length=_context(text)
+    )
 
 
 def sharers(proc: Path = Path("/proc")) -> int:

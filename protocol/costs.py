@@ -90,3 +90,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         growing = [kind for kind in self.kinds if kind.window is None and kind.chunk is None]
         at = [len(kind.page_bytes) - self.levels + level for kind in growing]
         return sum(k.page_bytes[i] for k, i in zip(growing, at, strict=True)) / 64
+
+
+class Estimate(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a model that is not loaded."""
+
+    costs: Costs
+    schemes: list[str]
+    """Of its ladder, from the top down."""
+    context_length: int

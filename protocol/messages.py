@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ErrorInfo
+from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy
 from protocol.types import (
     MAX_BYTES,
@@ -42,6 +43,10 @@ MAX_FRAME_BYTES = 8 * 1024 * 1024
 """Bounds what one line can make the daemon hold; a 16K-token prompt is about 64 KiB."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+MOST_ROWS = 65_536
+"""That `explain` reckons with."""
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
@@ -169,6 +174,18 @@ class Events(_Request, tag="events", frozen=True, kw_only=True):
     """Go on with what happens from now on; ends with `cancel`."""
 
 
+class Explain(_Request, tag="explain", frozen=True, kw_only=True):
+    """Tell what rows of a model would take, and what would make room for them."""
+
+    model: Name
+    """The name of one that is loaded or known; else what it would be loaded from."""
+    rows: Annotated[int, Meta(ge=0, le=MOST_ROWS)] = 1
+    context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    """Tokens of each, prompt and completion together; absent: the model's whole context."""
+    kv: KVSpec | None = None
+    """Of a model that is neither loaded nor known; absent: what ``load`` has without it."""
+
+
 class Drain(_Request, tag="drain", frozen=True, kw_only=True):
     """Take no new work, finish what runs; the daemon stays up."""
 
@@ -188,6 +205,7 @@ Request = (
     | Unpin
     | Configure
     | Events
+    | Explain
     | Generate
     | Attach
     | Cancel
@@ -348,6 +366,12 @@ class EventsOver(_Event, tag="events", frozen=True, kw_only=True):
     """The number of the newest; 0: there was none."""
 
 
+class Explained(_Event, tag="explain", frozen=True, kw_only=True):
+    """Answers ``explain``."""
+
+    forecast: Forecast
+
+
 class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
     """Answers ``cancel``; ``found`` is false if the target was over already."""
 
@@ -387,6 +411,7 @@ Event = (
     | Configured
     | Happened
     | EventsOver
+    | Explained
     | Cancelled
     | Drained
     | Bye

@@ -10,7 +10,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvd.cli import chat as chats
-from kvd.cli import detail, governing, render
+from kvd.cli import detail, forecast, governing, render
 from kvd.cli import sampling as how
 from kvd.cli.bench_kv import bench_kv
 from kvd.cli.calibrate import calibrate
@@ -167,6 +167,7 @@ def unload(
 app.command(cls=Command)(generate)
 app.command(cls=Command)(attach)
 app.command(cls=Command)(governing.events)
+app.command(cls=Command)(forecast.explain)
 app.command(cls=Command)(governing.pin)
 app.command(cls=Command)(governing.unpin)
 app.command(cls=Command)(governing.config)

@@ -23,6 +23,7 @@ from kvd.client.exchange import (
 )
 from kvd.client.options import Messages, Options, generate_request
 from protocol import messages as m
+from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 
@@ -160,6 +161,14 @@ class AsyncClient:
         """End another request of this connection; return whether it still ran."""
         reply = await self._quick(m.Cancel(id=self._exchange.next_id(), target=target))
         return expect(reply, m.Cancelled).found
+
+    async def explain(
+        self, model: str, *, rows: int = 1, context: int | None = None, kv: KVSpec | None = None
+    ) -> Forecast:
+        """Ask what so many rows of a model would take, and what would make room for them."""
+        number = self._exchange.next_id()
+        request = m.Explain(id=number, model=model, rows=rows, context=context, kv=kv)
+        return expect(await self._call(request), m.Explained).forecast
 
     async def drain(self) -> None:
         """Have the daemon take no new work; returns when nothing runs any more."""

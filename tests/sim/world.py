@@ -16,10 +16,10 @@ from actors.archive import Archive
 from actors.catalogue import Known
 from actors.governor import Governor
 from actors.machines import admission, governing, lifecycle, turns
-from actors.ports import Notice
+from actors.ports import Notice, Reckon
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
-from actors.system import Connection, Identity, Settings, System
+from actors.system import Connection, Identity, Settings, System, no_files
 from actors.turns import Turns
 from actors.worker import Worker
 from protocol import messages
@@ -103,6 +103,7 @@ class World:
         settings: Settings,
         archive: Archive | None = None,
         known: dict[str, Known] | None = None,
+        reckon: Reckon = no_files,
     ) -> None:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
@@ -115,6 +116,7 @@ class World:
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
             known=known,
+            reckon=reckon,
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
             archive=archive,
@@ -165,11 +167,12 @@ async def world(
     settings: Settings | None = None,
     load: tuple[str, ...] = ("demo",),
     known: dict[str, Known] | None = None,
+    reckon: Reckon = no_files,
     faults: bool = False,
     archive: Archive | None = None,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded; `faults`: actors are allowed to fail in it."""
-    it = World(scripts or {}, budget, settings or Settings(), archive, known)
+    it = World(scripts or {}, budget, settings or Settings(), archive, known, reckon)
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it

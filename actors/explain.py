@@ -1,0 +1,66 @@
+"""`explain`: which numbers a forecast is made of, and from whom they are.
+
+A loaded model's worker has told what its rows cost. For another one the files are asked, through a
+port; so it is for one whose worker has no formula, as far as its config says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from actors.machines.forecast import Question, forecast
+from protocol.types import KVSpec
+
+if TYPE_CHECKING:
+    from actors.board import Board
+    from actors.catalogue import Catalogue
+    from actors.machines.ladder import Ladder
+    from actors.ports import Reckon
+    from protocol.forecast import Forecast
+    from protocol.messages import Explain
+    from protocol.types import ModelStatus
+
+
+@dataclass(frozen=True)
+class Explainer:
+    """Answers `Explain`; changes nothing."""
+
+    board: Board
+    catalogue: Catalogue
+    ladder: Ladder
+    reckon: Reckon
+
+    async def __call__(self, asked: Explain) -> Forecast:
+        """Return the forecast; raises the KvdError of a model that cannot be found or read."""
+        status = self.board.models.get(asked.model)
+        known = self.catalogue.models.get(asked.model)
+        source = known.source if known is not None else status.source if status else asked.model
+        kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
+        info = status.info if status is not None else None
+        if info is not None and info.costs is not None:
+            costs, schemes, longest = info.costs, info.kv_ladder, info.context_length
+        else:
+            estimate = await self.reckon(source, kv)
+            costs, schemes, longest = estimate.costs, estimate.schemes, estimate.context_length
+        if known is not None and known.policy.max_context is not None:
+            longest = min(longest, known.policy.max_context)
+        question = Question(
+            asked.model, costs, schemes, rows=asked.rows, context=asked.context or longest
+        )
+        return forecast(
+            question,
+            self.ladder,
+            asyncio.get_running_loop().time(),
+            source=source,
+            state=_state(status, resting=known is not None),
+            measured=info is not None and info.costs is not None,
+            policy=known.policy if known is not None else None,
+        )
+
+
+def _state(status: ModelStatus | None, *, resting: bool) -> str:
+    if status is not None:
+        return status.state
+    return "comes on demand" if resting else "not loaded"

@@ -1,0 +1,171 @@
+"""What would happen if a model got so many rows: the governor's own choice, on a copy. Pure.
+
+Says what the rows cost by level (`protocol.costs`, the worker's own arithmetic), what is lacking,
+and which steps of the ladder would be taken for it (`actors.machines.rungs`, which the governor
+uses too). Changes nothing. What others will ask for meanwhile, nobody knows.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from actors.machines.rungs import RUNGS, Need, Scene, Step, reclaimed_by, steps
+from actors.machines.tenants import Tenant
+from protocol.forecast import Forecast, LevelCost, Room, Verdict
+from protocol.policy import ModelPolicy
+
+if TYPE_CHECKING:
+    from actors.machines.ladder import Ladder
+    from protocol.costs import Costs
+
+
+@dataclass(frozen=True)
+class Question:
+    """Rows of a model that somebody asks about."""
+
+    model: str
+    costs: Costs
+    schemes: list[str]
+    """Of its ladder, from the top down."""
+    rows: int
+    context: int
+    """Tokens of each."""
+
+
+def forecast(
+    question: Question,
+    ladder: Ladder,
+    now: float,
+    *,
+    source: str,
+    state: str,
+    measured: bool,
+    policy: ModelPolicy | None = None,
+) -> Forecast:
+    """Answer it under the ladder's budget, with what its tenants hold and offer now."""
+    model, costs = question.model, question.costs
+    ledger, tenant = ladder.ledger, ladder.tenants.get(model)
+    held = ledger.grants.get(model, 0)
+    level = min(tenant.level, costs.levels - 1) if tenant is not None else 0
+    units = _held_units(tenant, held, costs)
+    levels = [_level(question, at, units, ledger.budget_bytes) for at in range(costs.levels)]
+    lacking = max(0, levels[level].total_bytes - held - ledger.available_bytes)
+    lowest = costs.total_bytes(question.rows, question.context, costs.levels - 1)
+    room: list[Room] = []
+    short = lacking
+    if lowest <= ledger.budget_bytes:
+        savings = [
+            above.total_bytes - below.total_bytes for above, below in pairwise(levels[level:])
+        ]
+        scene = _scene(ladder, model, policy or ModelPolicy(), now, [*[0] * level, *savings])
+        need = Need(
+            lacking,
+            "explain",
+            wisher=model,
+            priority=scene.tenants[model].policy.priority,
+            total_bytes=levels[level].total_bytes,
+            since=now,
+        )
+        room, short = make_room(need, scene)
+    return Forecast(
+        model=model,
+        source=source,
+        state=state,
+        measured=measured,
+        context=question.context,
+        rows=question.rows,
+        weights_bytes=costs.weights_bytes,
+        base_bytes=costs.base_bytes,
+        idle_bytes=costs.total_bytes(0, question.context),
+        levels=levels,
+        level=level,
+        budget_bytes=ledger.budget_bytes,
+        available_bytes=ledger.available_bytes,
+        held_bytes=held,
+        lacking_bytes=lacking,
+        steps=room,
+        short_bytes=short,
+        verdict=_verdict(lacking, short, lowest, ledger.budget_bytes),
+    )
+
+
+def make_room(need: Need, scene: Scene) -> tuple[list[Room], int]:
+    """Return the steps that the ladder would take, and what they leave lacking.
+
+    ``scene``: a copy; its tenants are changed.
+    """
+    lacking = need.nbytes
+    taken: list[Room] = []
+    for rung in RUNGS:
+        while lacking > 0 and (found := steps(rung, need, scene)):
+            step = found[0]
+            nbytes = step.nbytes if reclaimed_by(rung) is None else min(step.nbytes, lacking)
+            taken.append(Room(rung=rung, model=step.model, nbytes=nbytes, level=step.level))
+            lacking -= nbytes
+            scene = _after(step, scene)
+    return taken, max(0, lacking)
+
+
+def _after(step: Step, scene: Scene) -> Scene:
+    """Return how it looks when that is done: what was given is not there any more."""
+    rung = reclaimed_by(step.rung)
+    tenants, grants = dict(scene.tenants), dict(scene.grants)
+    if rung is None:
+        del tenants[step.model]
+        grants.pop(step.model, None)
+    else:
+        tenants[step.model].gave(rung, step.level, step.nbytes, exhausted=True)
+        grants[step.model] = scene.granted(step.model) - step.nbytes
+    return replace(scene, tenants=tenants, grants=grants)
+
+
+def _scene(
+    ladder: Ladder, model: str, policy: ModelPolicy, now: float, savings: list[int]
+) -> Scene:
+    """Return a copy of what the rungs look at, in which the model wants something.
+
+    ``savings``: by level, what its new rows would give back if they were stepped down: they pay
+    like those that run.
+    """
+    seen = ladder.scene(now)
+    tenants = deepcopy(dict(seen.tenants))
+    tenant = tenants.setdefault(model, Tenant(model, policy))
+    tenant.state, tenant.idle_since = "ready", None
+    has = zip_longest(tenant.offer.levels, savings, fillvalue=0)
+    tenant.offer = replace(tenant.offer, levels=tuple(map(sum, has)))
+    wishes = {**seen.wishes, model: now}
+    return Scene(tenants, dict(seen.grants), wishes, seen.budget, now, seen.least)
+
+
+def _held_units(tenant: Tenant | None, held: int, costs: Costs) -> int:
+    """Return what the model holds beside its base and what it would give up unasked."""
+    if tenant is None or tenant.state != "ready":
+        return 0
+    offer = tenant.offer
+    if not offer.rows:
+        return -(-offer.prefixes // costs.unit_bytes)
+    return max(0, held - offer.spare - costs.base_bytes) // costs.unit_bytes
+
+
+def _level(question: Question, level: int, units: int, budget: int) -> LevelCost:
+    costs, rows, context = question.costs, question.rows, question.context
+    return LevelCost(
+        scheme=question.schemes[level] if level < len(question.schemes) else "dense",
+        token_bytes=round(costs.token_bytes(level), 2),
+        row_bytes=costs.row_units(context, level) * costs.unit_bytes,
+        total_bytes=costs.total_bytes(rows, context, level, held_units=units),
+        most_rows=costs.most_rows(budget, context, level),
+    )
+
+
+def _verdict(lacking: int, short: int, lowest: int, budget: int) -> Verdict:
+    if lowest > budget:
+        return "never"
+    if not lacking:
+        return "fits"
+    return "waits" if short else "makes_room"

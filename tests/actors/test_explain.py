@@ -1,0 +1,91 @@
+"""The `explain` op over the whole system: workers' numbers, files' numbers, and errors."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from actors.catalogue import Known
+from protocol import messages
+from protocol.costs import Costs, Estimate, KVCost
+from protocol.errors import InvalidRequest, UnknownModel
+from protocol.forecast import Forecast
+from protocol.policy import ModelPolicy
+from protocol.types import KVSpec
+from tests.sim import fakes
+from tests.sim.loop import simulated
+from tests.sim.world import World, world
+
+COSTS = Costs(
+    weights_bytes=60,
+    base_bytes=100,
+    unit_bytes=10,
+    row_bytes=10,
+    first_units=2,
+    step=64,
+    levels=2,
+    kinds=[KVCost(layers=1, page_bytes=(9, 6), charges=(10, 7))],
+)
+ESTIMATE = Estimate(costs=COSTS, schemes=["k8v8", "k8v4"], context_length=640)
+
+
+async def reckon(source: str, kv: KVSpec) -> Estimate:
+    if source == "/no":
+        raise UnknownModel("there is no folder /no", source=source)
+    assert kv in (KVSpec(), KVSpec(v_bits=4))
+    return ESTIMATE
+
+
+async def ask(it: World, **fields) -> Forecast:
+    answer = await it.client().ask(messages.Explain, **fields)
+    return answer.forecast
+
+
+@simulated
+async def test_a_model_that_is_not_loaded_is_reckoned_from_its_files():
+    known = {"known": Known("/known", KVSpec(v_bits=4), ModelPolicy(max_context=320))}
+    async with world(load=(), known=known, reckon=reckon) as it:
+        found = await ask(it, model="/m", rows=2)
+        assert (found.state, found.measured, found.source) == ("not loaded", False, "/m")
+        assert (found.context, found.rows, found.verdict) == (640, 2, "fits")
+        assert [one.total_bytes for one in found.levels] == [100 + 200, 100 + 160]
+        short = await ask(it, model="/m", rows=2, context=128)
+        assert short.levels[0].total_bytes == 100 + 40
+
+        found = await ask(it, model="known", rows=2)
+        assert (found.state, found.source, found.context) == ("comes on demand", "/known", 320)
+
+
+@simulated
+async def test_a_loaded_models_numbers_are_its_workers(monkeypatch):
+    costs = msgspec.structs.replace(COSTS, base_bytes=50)
+    info = msgspec.structs.replace(fakes.INFO, costs=costs, kv_ladder=["k8v8", "k4v4"])
+    monkeypatch.setattr(fakes, "INFO", info)
+    async with world() as it:
+        found = await ask(it, model="demo", rows=3, context=640)
+
+        assert (found.state, found.measured, found.held_bytes) == ("ready", True, 100)
+        assert [one.scheme for one in found.levels] == ["k8v8", "k4v4"]
+        assert found.levels[0].total_bytes == 50 + 3 * 100
+
+
+@simulated
+async def test_a_worker_without_a_formula_leaves_it_to_the_files():
+    async with world(reckon=reckon) as it:
+        found = await ask(it, model="demo")
+
+        assert (found.state, found.measured) == ("ready", False)
+
+
+@simulated
+async def test_errors_say_what_is_wrong():
+    async with world(reckon=reckon) as it:
+        with pytest.raises(UnknownModel, match="no folder"):
+            await ask(it, model="/no")
+        with pytest.raises(InvalidRequest, match="rows"):
+            await ask(it, model="demo", rows=-1)
+        with pytest.raises(InvalidRequest, match="context"):
+            await ask(it, model="demo", context=0)
+    async with world(load=()) as it:
+        with pytest.raises(UnknownModel, match="not loaded"):
+            await ask(it, model="demo")

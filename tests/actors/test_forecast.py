@@ -1,0 +1,172 @@
+"""Forecasts: the steps that the ladder then takes, on a copy that nobody notices."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+
+from actors.machines.forecast import Question, forecast
+from actors.machines.governing import Boarding, Evict, Offered, Rang, Ready, Reclaim, Reclaimed
+from actors.machines.governor import Answer, Governor, Released, Wanted
+from actors.machines.ladder import Ladder
+from protocol.costs import Costs, KVCost
+from protocol.forecast import Forecast
+from protocol.policy import ModelPolicy
+from protocol.types import Offer
+
+BUDGET = 100_000
+SCHEMES = ["k8v8", "k8v4", "k4v4"]
+
+
+def costs(base: int = 10_000) -> Costs:
+    """Rows of 100 bytes a page: 1000 tokens are 14 pages and a tail of one."""
+    kind = KVCost(layers=1, page_bytes=(90, 60, 45), charges=(100, 66, 50))
+    return Costs(
+        weights_bytes=base // 2,
+        base_bytes=base,
+        unit_bytes=100,
+        row_bytes=100,
+        first_units=20,
+        step=256,
+        levels=3,
+        kinds=[kind],
+    )
+
+
+class House:
+    """A ladder with tenants, which can be let act as the forecast says it would."""
+
+    def __init__(self) -> None:
+        self.ladder = Ladder(Governor(BUDGET))
+        self.now = 1000.0
+        self.freed: list[tuple[str, str]] = []
+
+    def tenant(self, name: str, granted: int, policy: ModelPolicy | None = None, **offer) -> None:
+        self.ladder.handle(Boarding(name, policy or ModelPolicy()), self.now)
+        self.ladder.handle(Wanted(name, 1, granted), self.now)
+        self.ladder.handle(Ready(name), self.now)
+        self.ladder.handle(Offered(name, Offer(**offer)), self.now)
+        self.now += 60.0
+        self.ladder.handle(Offered(name, Offer(**offer)), self.now)
+
+    def ask(self, rows: int, context: int = 1000, model: str = "new") -> Forecast:
+        before = deepcopy(self.ladder)
+        question = Question(model, costs(), SCHEMES, rows=rows, context=context)
+        found = forecast(
+            question, self.ladder, self.now, source="/m", state="not loaded", measured=True
+        )
+        assert self.ladder == before, "asking changed something"
+        return found
+
+    def really(self, total: int, model: str = "new") -> bool:
+        """Let the model ask for so much, do what the ladder says, and return whether it got it."""
+        self.ladder.handle(Boarding(model, ModelPolicy()), self.now)
+        todo = self.ladder.handle(Wanted(model, 1, total), self.now)
+        for _ in range(50):
+            self.now += 1.0
+            for command in todo:
+                if isinstance(command, Answer) and command.model == model and command.granted:
+                    return True
+            todo = [event for command in todo for event in self._do(command)] or self._ring()
+        return False
+
+    def _do(self, command):
+        ladder, now = self.ladder, self.now
+        match command:
+            case Reclaim(model=model):
+                self.freed.append((command.rung, model))
+                held = ladder.ledger.grants[model]
+                wish = Wanted(model, 99 + command.seq, held - command.wanted_bytes)
+                over = Reclaimed(model, command.seq, command.wanted_bytes, exhausted=False)
+                return [*ladder.handle(wish, now), *ladder.handle(over, now)]
+            case Evict(model=model):
+                self.freed.append(("idle", model))
+                return ladder.handle(Released(model), now)
+        return []
+
+    def _ring(self):
+        return self.ladder.handle(Rang(), self.now)
+
+
+def test_rows_that_fit_lack_nothing():
+    house = House()
+    found = house.ask(rows=10)
+
+    assert found.verdict == "fits"
+    assert found.lacking_bytes == 0
+    assert not found.steps
+    assert [one.total_bytes for one in found.levels] == [
+        10_000 + 10 * 15 * 100,
+        10_000 + 10 * 11 * 100,  # 14 pages of 66 bytes are ten units
+        10_000 + 10 * 8 * 100,
+    ]
+    assert [one.most_rows for one in found.levels] == [60, 81, 112]
+    assert found.idle_bytes == 10_000 + 20 * 100
+
+
+def test_the_steps_are_those_that_the_ladder_takes():
+    house = House()
+    house.tenant(
+        "busy", 50_000, base=20_000, rows=4, spare=3_000, levels=(8_000, 4_000), park=5_000
+    )
+    house.tenant("idle", 30_000, base=30_000)
+    found = house.ask(rows=14)
+
+    assert found.lacking_bytes == 31_000 - 20_000
+    assert [(it.rung, it.model, it.nbytes) for it in found.steps] == [
+        ("spare", "busy", 3_000),
+        ("level", "busy", 8_000),
+    ]
+    assert found.steps[1].level == 1
+    assert found.verdict == "makes_room"
+    assert house.really(found.levels[0].total_bytes)
+    assert house.freed == [(it.rung, it.model) for it in found.steps]
+
+
+def test_idle_models_go_before_rows_are_parked():
+    house = House()
+    house.tenant("busy", 60_000, base=20_000, rows=4, park=20_000)
+    house.tenant("idle", 30_000, base=30_000)
+    found = house.ask(rows=26)
+
+    assert [(it.rung, it.model, it.nbytes) for it in found.steps] == [
+        ("level", "new", 10_400),
+        ("level", "new", 7_800),
+        ("idle", "idle", 30_000),
+    ]
+    parks = house.ask(rows=46)  # 79,000 at the top, 18,400 and 13,800 less below it
+    assert [it.rung for it in parks.steps] == ["level", "level", "idle"]
+    assert parks.short_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
+    assert parks.verdict == "waits", "nobody parks for more than a fair share"
+
+
+def test_own_rows_start_lower_before_others_are_parked():
+    house = House()
+    house.tenant("busy", 70_000, base=20_000, rows=4, park=30_000)
+    found = house.ask(rows=20)
+
+    assert [(it.rung, it.model, it.nbytes, it.level) for it in found.steps] == [
+        ("level", "new", 8_000, 1),
+        ("level", "new", 2_000, 2),
+    ]
+    assert found.verdict == "makes_room"
+
+
+@pytest.mark.parametrize(("rows", "verdict"), [(10, "fits"), (500, "never"), (61, "waits")])
+def test_verdicts(rows, verdict):
+    house = House()
+    if verdict == "waits":
+        house.tenant("kept", 60_000, ModelPolicy(pinned=True), base=60_000)
+
+    assert house.ask(rows=rows).verdict == verdict
+
+
+def test_a_loaded_models_rows_come_on_top_of_those_that_it_has():
+    house = House()
+    house.tenant("new", 40_000, base=12_000, rows=3, spare=5_000)
+    found = house.ask(rows=10)
+
+    assert found.held_bytes == 40_000
+    assert found.levels[0].total_bytes == 35_000 + 10 * 15 * 100
+    assert found.lacking_bytes == 0

@@ -1,0 +1,83 @@
+"""`kvctl explain` for people: whole at 80 columns, and it says what to make of it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from kvd.cli.forecast import page
+from protocol.forecast import Forecast, LevelCost, Room
+
+MIB = 2**20
+VALUE = Forecast(
+    model="demo",
+    source="demo",
+    state="ready",
+    measured=True,
+    context=16_384,
+    rows=64,
+    weights_bytes=11 * MIB,
+    base_bytes=386 * MIB,
+    idle_bytes=400 * MIB,
+    levels=[
+        LevelCost(
+            scheme=scheme,
+            token_bytes=tokens,
+            row_bytes=rows * MIB,
+            total_bytes=(400 + 64 * rows) * MIB,
+            most_rows=1200 // rows,
+        )
+        for scheme, tokens, rows in (("k8v8", 1728, 33), ("k8v4", 1344, 26), ("k4v4", 960, 19))
+    ],
+    budget_bytes=1600 * MIB,
+    available_bytes=100 * MIB,
+    held_bytes=402 * MIB,
+    lacking_bytes=900 * MIB,
+    steps=[
+        Room(rung="spare", model="other", nbytes=14 * MIB),
+        Room(rung="level", model="demo", nbytes=448 * MIB, level=1),
+        Room(rung="idle", model="other", nbytes=400 * MIB),
+        Room(rung="park", model="third", nbytes=38 * MIB),
+    ],
+    short_bytes=0,
+    verdict="makes_room",
+)
+
+
+def shown(value: Forecast, width: int = 80) -> str:
+    file = io.StringIO()
+    Console(width=width, file=file).print(page(value))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
+    text = shown(VALUE, width)
+
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for part in ("0  k8v8", "1.7 KiB", "33.0 MiB", "64 ROWS", "step rows of demo down to level 1"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("verdict", "says"),
+    [
+        ("fits", "there is room now"),
+        ("makes_room", "It would be had so:"),
+        ("waits", "would wait until others end"),
+        ("never", "never fit: even at k4v4"),
+    ],
+)
+def test_the_verdict_is_said(verdict, says):
+    value = replace(VALUE, verdict=verdict, short_bytes=5 * MIB)
+
+    assert says in " ".join(shown(value, 200).split())
+
+
+def test_where_the_numbers_come_from_is_said():
+    assert "as its worker counts" in shown(VALUE)
+    assert "reckoned from its files" in shown(replace(VALUE, measured=False, state="not loaded"))
