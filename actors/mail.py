@@ -331,7 +331,7 @@ class TurnAsked(_Message, frozen=True):
     model: str
     worker: Ref[WorkerMail]
     life: int
-    weight: float = 1.0
+    weight: float
 
 
 class TurnEnded(_Message, frozen=True):

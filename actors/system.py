@@ -306,7 +306,8 @@ class System:
             parked_folder=self._parked_folder(name),
             parked_bytes=self._settings.parked_bytes,
         )
-        berth = Berth(name, load, self._around, Lifecycle(name, self._settings.patience))
+        machine = Lifecycle(name, self._settings.patience)
+        berth = Berth(name, load, self._around, machine, weight=known.policy.weight)
         # Each failure costs the process and counts in its own restart budget; ten in a minute
         # are more than that budget lets through.
         child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)

@@ -49,6 +49,8 @@ class Berth:
     load: wire.LoadModel
     around: Surroundings
     machine: lifecycle.Lifecycle
+    weight: float = 1.0
+    """Of its turns."""
     process: WorkerProcess | None = None
     life: int = 0
     """Counts the processes."""
@@ -249,7 +251,7 @@ class Worker(Actor["WorkerMail"]):
                 self._do(lifecycle.Alive())
                 self._publish()
             case wire.TurnWanted():
-                around.turns.tell(mail.TurnAsked(berth.name, self.ref, berth.life))
+                around.turns.tell(mail.TurnAsked(berth.name, self.ref, berth.life, berth.weight))
             case wire.TurnOver():
                 self._do(lifecycle.Alive())
                 around.turns.tell(mail.TurnEnded(berth.name, report))

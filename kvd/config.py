@@ -49,6 +49,7 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
             pinned=self.pinned,
             idle_ttl_s=self.idle_ttl_s,
             max_context=self.max_context,
+            weight=self.weight,
         )
 
     @property

@@ -23,3 +23,5 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Unloaded when nobody asked for it for so long; absent: only when room is needed."""
     max_context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """The most tokens of prompt and completion; absent: what the model says of itself."""
+    weight: Annotated[float, Meta(ge=0.1, le=10.0)] = 1.0
+    """Of its turns on an accelerator that several share; holds from the next load on."""

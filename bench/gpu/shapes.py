@@ -49,6 +49,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
         "tie_word_embeddings": True,
     },
+    "wide": _QWEN3
+    | {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 4096,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+    },
     "tiny": _QWEN3
     | {
         "hidden_size": 64,
@@ -61,7 +73,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""By name: what their config.json says (huggingface.co/Qwen); ``demo`` is the embedded model's."""
+"""By name: what their config.json says (huggingface.co/Qwen); ``demo`` is the embedded model's, and
+``wide`` has the same width with six times its keys and values."""
 
 
 def build(shape: str, dtype: mx.Dtype) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.catalogue import Known
 from actors.machines.turns import (
     GRACE_S,
     SLICE_S,
@@ -23,6 +24,8 @@ from actors.machines.turns import (
 )
 from actors.runtime.journal import Journal, replay
 from kvd.worker.gate import Gate
+from protocol import messages
+from protocol.policy import ModelPolicy
 from protocol.worker import Turn, TurnOver, TurnWanted
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
@@ -313,6 +316,18 @@ async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
         await asyncio.sleep(0.1)
         assert second.commands[-1].slice_s is None
         assert it.model("b").state == "ready"
+
+
+@simulated
+async def test_a_models_weight_is_that_of_its_policy():
+    known = {"a": Known("a", policy=ModelPolicy(weight=3.0)), "b": Known("b")}
+    async with world(load=("b",), known=known) as it:
+        await it.client().ask(messages.Load, model="a", policy=known["a"].policy)
+        for name in "ab":
+            it.spawn.last(name).say(TurnWanted())
+        await asyncio.sleep(0.1)
+
+        assert it.spawn.last("a").commands[-1].slice_s == pytest.approx(3 * SLICE_S)
 
 
 @simulated
