@@ -49,7 +49,7 @@ terminated_s = 0.3
 """Ample for the embedded model on two busy cores, and short for a test."""
 WORDS = "To open a file, call open() with its name. The garden was quiet, and the"
 START_S = 60.0
-GAP_S = 3.0
+GAP_S = 2.0
 """The longest time from a model's return to the next strike."""
 ON_ITS_WAY_S = 0.2
 """Tokens that come so soon after a strike were made before it."""
@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--spared", type=int, default=4)
     parser.add_argument("--kinds", type=int, default=24)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

@@ -13,11 +13,11 @@ import pytest
 def test_streams_have_the_tokens_of_an_undisturbed_run() -> None:
     chaos = pytest.importorskip("bench.chaos")
     found = asyncio.run(
-        chaos.storm(kills=3, stops=1, streams=12, spared=4, kinds=10, tokens=48, seed=3)
+        chaos.storm(kills=2, stops=1, streams=12, spared=4, kinds=10, tokens=100, seed=3)
     )
 
     assert found.wrong == []
-    assert (found.kills, found.stops) == (3, 1)
+    assert (found.kills, found.stops) == (2, 1)
     assert found.streams >= 12
     assert found.spared_streams >= 4
-    assert found.restarts >= 3  # two strikes may meet one process
+    assert found.restarts >= 2  # two strikes may meet one process
