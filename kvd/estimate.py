@@ -103,7 +103,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         + base.LOOSE_BYTES
         + base.traces_bytes(layers, native=machine.native)
         + base.step_bytes(config, machine.prefill_chunk + machine.max_rows, on_cpu=machine.on_cpu)
-        + machine.attention_scratch
+        + base.scratch_bytes(machine.attention_scratch, native=machine.native)
     )
     costs = Costs(
         weights_bytes=weights,

@@ -33,6 +33,15 @@ def freed_bytes(*, on_cpu: bool) -> int:
     return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES
 
 
+def scratch_bytes(scratch: int, *, native: bool) -> int:
+    """Return what of a step's scratch is charged, in bytes.
+
+    kvd's own attention reads pages as they lie: it needs only the quarter that stepping down may
+    take (`kvd.worker.cache.composite.CacheSettings`).
+    """
+    return scratch // 4 if native else scratch
+
+
 def traces_bytes(layers: int, *, native: bool) -> int:
     """Return what the traces of compiled steps come to hold."""
     return MOST_TRACES * layers * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from kvd.worker import describe, memory, model, probe, verdicts
 from kvd.worker.budget import mebibytes
-from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.engine import AskGrant
 from kvd.worker.runner import Runner
@@ -112,16 +112,26 @@ def base_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) ->
         + base.LOOSE_BYTES
         + _traces_bytes(runner)
         + base.step_bytes(loaded.config, command.prefill_chunk + command.max_rows, on_cpu=_on_cpu())
-        + command.attention_scratch
+        + scratch_bytes(command, runner)
     )
+
+
+def scratch_bytes(command: LoadModel, runner: Runner) -> int:
+    """Return what of a step's scratch this model is charged with."""
+    return base.scratch_bytes(command.attention_scratch, native=_is_native(runner))
 
 
 def _traces_bytes(runner: Runner) -> int:
     if not runner.compiled:
         return 0
     layers = [layer for store in runner.cache.stores for layer in store.layers]
-    native = all(store.native is not None for store in runner.cache.stores)
-    return base.traces_bytes(len(layers), native=native)
+    return base.traces_bytes(len(layers), native=_is_native(runner))
+
+
+def _is_native(runner: Runner) -> bool:
+    """Return whether all attention is an operation of our own."""
+    cache = runner.cache
+    return isinstance(cache, ModelCache) and all(store.native is not None for store in cache.stores)
 
 
 def _on_cpu() -> bool:

@@ -175,7 +175,7 @@ class MLXEngine:
         self._runner = served.runner
         self._runner.compile()
         self._runner.group()
-        self._scratch_bytes = command.attention_scratch
+        self._scratch_bytes = loading.scratch_bytes(command, self._runner)
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
@@ -409,6 +409,8 @@ class MLXEngine:
 
     def _ask_for_checkpoints(self) -> None:
         remembered = self._prompts.remembered
+        if self._scheduler.start_level or self._scheduler.waiting:
+            return  # others have better use for it
         if remembered is not None and remembered.claimed:
             pages = 2 + remembered.claimed // self._admission.budget.page_bytes  # one for rounding
             self._wish(self._admission.want_spare(pages, self._holdings.held()))
@@ -713,7 +715,8 @@ class MLXEngine:
     def _give_up_spare(self) -> bool:
         """Cut pools down to what rows have reserved; return whether that freed anything.
 
-        Where no row is left, tails go too: who waits may need more pages and fewer of them.
+        Only where it helps the head of the queue, which may wait for long: pools grow again. Where
+        no row is left, tails go too: who waits may need more pages and fewer of them.
         """
         cache = self._runner.cache
         if not cache.sequences and cache.tail_slots and not self._reclaiming.active:
@@ -721,8 +724,9 @@ class MLXEngine:
             cache.shrink()
             return True
         needed = self._holdings.needed_pages
-        if self._reclaiming.active or self._holdings.charged_pages <= needed:
-            return False  # it cuts the pools itself
+        with_head = needed + self._scheduler.head_pages
+        if self._reclaiming.active or self._holdings.charged_pages <= with_head:
+            return False
         self._flush()
         self._on_phase("pools")
         freed: int = cache.compact(needed)

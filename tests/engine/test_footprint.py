@@ -56,6 +56,6 @@ def test_the_process_takes_no_more_than_it_is_charged_for() -> None:
 
     assert rest <= loading < asked
     assert 50 * MIB < rest < base
-    assert base < rest + SCRATCH + 160 * MIB  # nor is it charged for what it never takes
+    assert base < rest + SCRATCH // 4 + 160 * MIB  # nor is it charged for what it never takes
     assert rest + 30 * MIB < most  # the batch did take memory
     assert share < 1.0, (most, charged)
