@@ -250,7 +250,7 @@ class Supervisor(Actor["SupervisorMail"]):
         """Unload a model to make room: what it can finish at once it finishes, the rest waits."""
         house = self._house
         seat = house.seats.get(name)
-        if seat is None or seat.leaving:
+        if seat is None or (seat.leaving and not (seat.resting and requeue)):
             return
         seat.leaving = seat.resting = True
         gone = InsufficientMemory(f"{name} gave its memory to a request that had waited for longer")

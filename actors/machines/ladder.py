@@ -152,7 +152,10 @@ class Ladder(msgspec.Struct):
             case Ready(model=model):
                 self._ready(self._tenant(model), now)
             case Leaving(model=model):
-                self._tenant(model).state = "leaving"
+                tenant = self._tenant(model)
+                tenant.state, tenant.evicting = "leaving", False
+                self._exempt(model)  # what it has is to be finished, and nobody else can
+                return [*self.ledger.retry()]
             case Left(model=model):
                 return self._leave(model, now)
             case Wanted():
@@ -274,6 +277,7 @@ class Ladder(msgspec.Struct):
         commands: list[Command] = []
         self._forget_late(now)
         commands += self._expire(now)  # (1)
+        commands += self._hurry()
         commands += self._name_first(now)  # (2)
         commands += self._refuse_loads(now)  # (3)
         commands += self._look(now)  # (4)
@@ -293,6 +297,15 @@ class Ladder(msgspec.Struct):
             command
             for it in late
             for command in self._evict(it, f"nobody asked for it in {it.policy.idle_ttl_s:g} s")
+        ]
+
+    def _hurry(self) -> list[Command]:
+        """Take requests back that came while a model was going, and have no memory to run in."""
+        return [
+            command
+            for it in self.tenants.values()
+            if it.evicting and it.offer.waiting and not it.offer.rows
+            for command in self._evict(it, "a request came as it went", requeue=True)
         ]
 
     def _name_first(self, now: float) -> list[Command]:
@@ -454,7 +467,8 @@ class Ladder(msgspec.Struct):
             wish.model,
             tenant.policy.priority + int((now - since) / self.times.turn_s),
             wish.total_bytes,
-            since,
+            # Who is to go finishes first: whoever is stalled makes room for it.
+            since if tenant.state != "leaving" else -1.0,
             wish.resuming,
         )
 
@@ -462,9 +476,10 @@ class Ladder(msgspec.Struct):
         """Return how far up the ladder a wish may go now."""
         if scene.now - (wish.since or 0.0) < self.times.settle_s:
             return FREE
-        if self.ledger.first == wish.model:
+        is_last = self.tenants[wish.model].state == "leaving"
+        if self.ledger.first == wish.model or is_last:
             return LAST if scene.now - (wish.since or 0.0) >= self.times.turn_s else RUNGS
-        within = need.nbytes <= self._coming() + within_reach(need, scene)
+        within = need.nbytes <= self._coming(need.wisher) + within_reach(need, scene)
         return RUNGS if within else FREE
 
     def _pressed(self, now: float) -> Iterator[Need]:
@@ -492,16 +507,18 @@ class Ladder(msgspec.Struct):
         if gauge.tight and over > 0:
             yield Need(over, gauge.reason, FREE)
 
-    def _coming(self) -> int:
-        """Return what is on its way back."""
+    def _coming(self, wisher: str | None = None) -> int:
+        """Return what is on its way back; for who is to go itself, from others."""
         grants = self.ledger.grants
         opened = sum(it.open.wanted_bytes for it in self.tenants.values() if it.open is not None)
-        leaving = [name for name, it in self.tenants.items() if it.state == "leaving"]
+        leaving = [
+            name for name, it in self.tenants.items() if it.state == "leaving" and name != wisher
+        ]
         return opened + sum(grants.get(name, 0) for name in leaving)
 
     def _free(self, need: Need, scene: Scene) -> list[Command]:
         """Take what is lacking from the cheapest rung that has something."""
-        lacking = need.nbytes - self._coming()
+        lacking = need.nbytes - self._coming(need.wisher)
         if lacking <= 0:
             return []
         for rung in need.reach:
@@ -551,7 +568,7 @@ class Ladder(msgspec.Struct):
     def _evict(
         self, tenant: Tenant, reason: str, wisher: str | None = None, *, requeue: bool = False
     ) -> list[Command]:
-        tenant.state = "leaving"
+        tenant.state, tenant.evicting = "leaving", not requeue
         wish = self.ledger.refused.get(tenant.name)
         tenant.load_since = wish.since if wish is not None else None  # it comes back for this
         nbytes = self.ledger.grants.get(tenant.name, 0)

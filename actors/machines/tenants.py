@@ -57,6 +57,8 @@ class Tenant(msgspec.Struct):
     measured_bytes: int = 0
     held: bool = False
     """New requests for it wait in the daemon."""
+    evicting: bool = False
+    """It leaves since we said so, and finishes what it runs."""
 
     @property
     def is_idle(self) -> bool:
@@ -112,4 +114,5 @@ class Tenant(msgspec.Struct):
         self.offer = Offer()
         self.idle_since = self.open = self.kept_since = None
         self.barren.clear()
+        self.evicting = False
         self.level = self.measured_bytes = 0

@@ -294,6 +294,31 @@ def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
     assert only(desk.tell(Released("b")), Answer)[0].model == "a"
 
 
+def test_a_request_that_came_as_a_model_went_is_taken_back():
+    desk = Desk(a=5000, b=5000)
+    desk.offer("b", base=5000)
+    desk.offer("a", **BUSY)
+    desk.want("a", 6000)
+    assert only(desk.wait(2), Evict) == [Evict("b")]
+
+    desk.want("b", 5500)
+    assert only(desk.offer("b", waiting=1, base=5000), Evict) == [Evict("b", requeue=True)]
+    assert not only(desk.offer("b", waiting=1, base=4999), Evict), "once"
+
+
+def test_a_model_that_a_user_unloads_finishes_before_whoever_waits_for_it():
+    desk = Desk(a=5000, b=5000)
+    desk.offer("a", waiting=1, base=5000)
+    desk.offer("b", waiting=1, base=5000)
+    desk.want("a", 6000)
+    desk.wait(20)
+    desk.tell(words.Leaving("b"))
+    desk.want("b", 5500)
+
+    assert only(desk.wait(60), Evict) == [Evict("a", requeue=True)]
+    assert only(desk.tell(Released("a")), Answer)[0].model == "b"
+
+
 def test_idle_models_go_after_their_time_but_pinned_ones():
     desk = Desk()
     desk.load("a", 1000, ModelPolicy(idle_ttl_s=60))

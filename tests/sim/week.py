@@ -38,6 +38,8 @@ KINDS = (
     Kind("talk", 1500, (50, 50, 30), 12, 60),
 )
 RUNGS = ("spare", "prefixes", "expired", "level", "idle", "park")
+LONGEST_S = 4 * HOUR
+"""From a request's arrival to its end, whoever else wants what."""
 ACTIONS = 12
 """At most so many commands to workers for each request, and as many for each of the rest."""
 
@@ -67,6 +69,8 @@ class Week:
         self.now = 0.0
         self.steps = 0
         self.most_granted = 0.0
+        self.longest = 0.0
+        """Seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
         self.ladder = Ladder(Governor(BUDGET))
         self.seats = {kind.name: Seat(kind) for kind in KINDS}
@@ -120,6 +124,8 @@ class Week:
         for _ in range(3):
             self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._resize)
             self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._load_by_hand)
+        for _ in range(2 * DAYS):
+            self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._unload)
 
     # People and the system.
 
@@ -187,6 +193,17 @@ class Week:
         if seat.state == "asleep":
             self._board(seat, patient=False)
 
+    def _unload(self) -> None:
+        """A user wants a model gone: it finishes what it has."""
+        ready = [it for it in self.seats.values() if it.state == "ready"]
+        if ready:
+            self.doings += 1
+            seat = self.draw.choice(ready)
+            seat.state = "draining"
+            self.counts["unloaded"] += 1
+            self._tell(words.Leaving(seat.kind.name))
+            self._end_if_drained(seat)
+
     # The house: the supervisor's and the router's part.
 
     def _board(self, seat: Seat, *, patient: bool) -> None:
@@ -240,6 +257,7 @@ class Week:
     def _evict(self, seat: Seat, *, requeue: bool) -> None:
         """Drain, as it is said to be idle; a request may have come meanwhile."""
         if requeue:
+            assert seat.state in {"ready", "draining"}
             self.counts["requeued"] += 1
             self._gone(seat, crashed=False, requeue=True)
             return
@@ -405,6 +423,7 @@ class Week:
         if seat.life != life or asked.parks != parks or seat.keeper is None:
             return
         asked.made, asked.ended = asked.length, "finished"
+        self.longest = max(self.longest, self.now - asked.arrived)
         self.counts["finished"] += 1
         seat.keeper.finish(asked)
         self._work(seat)
@@ -449,6 +468,8 @@ class Week:
     def _check_the_end(self) -> None:
         for asked in self.asked:
             assert asked.ended, f"{asked.number} never ended"
+        assert self.longest < LONGEST_S, f"somebody waited for {self.longest:.0f} s"
+        for asked in self.asked:
             assert asked.parks <= 1 + asked.length // AGAIN, "parked again and again"
         causes = len(self.asked) + self.doings + self.counts["crashed"]
         actions = sum(self.counts[it] for it in self.counts if it.startswith("reclaim "))
