@@ -151,6 +151,12 @@ class Scheduler:
         return tuple(row.rid for row in self._line)
 
     @property
+    def head_pages(self) -> int:
+        """Pages that the head of the queue would reserve beyond what it keeps."""
+        row = self._line.head
+        return 0 if row is None else row.pages - row.kept
+
+    @property
     def kept_behind(self) -> int:
         """Pages that requests keep which wait behind the head of the queue."""
         head = self._line.head
