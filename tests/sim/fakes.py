@@ -90,6 +90,8 @@ def token(prompt: str, seed: int, position: int) -> int:
 class Row:
     submit: Submit
     made: int = 0
+    sent: int = 0
+    """Of these, by processes before this one."""
     cancelled: bool = False
 
 
@@ -139,6 +141,11 @@ class FakeProcess:
         self.signals.append("kill")
         self.die(-9)
 
+    @property
+    def gains(self) -> bool:
+        """Whether it has a request that made a new token in it."""
+        return any(row.made > row.sent for row in self._rows.values())
+
     # -- what tests do to it --------------------------------------------------------------------
 
     def die(self, returncode: int) -> None:
@@ -183,7 +190,7 @@ class FakeProcess:
                 self._answers.put_nowait(command)
             case Submit():
                 sent = command.resume[0].tokens if command.resume else []
-                self._rows[command.rid] = Row(command, len(sent))
+                self._rows[command.rid] = Row(command, len(sent), len(sent))
                 length = len(command.prompt or command.tokens or command.messages or "")
                 self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
                 self._work.set()
