@@ -23,6 +23,9 @@ from protocol.errors import InsufficientMemory
 from protocol.types import ModelInfo
 from protocol.worker import Grant, LoadModel
 
+CHECKS_BYTES = 32 * 1024 * 1024
+"""What converting weights and checking attention may take at least (measured: 16 MB)."""
+
 
 def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
     """Return how the model's cache is kept; a calibration may lift the ladder."""
@@ -87,7 +90,9 @@ def first_bytes(headers: model.Headers, command: LoadModel, *, packed: bool = Fa
     both fit in the scratch, which nothing else uses yet.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
-    estimate = weights + command.attention_scratch + freed_bytes() + base.LOOSE_BYTES
+    scratch = base.scratch_bytes(command.attention_scratch, native=packed)
+    scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
+    estimate = weights + scratch + freed_bytes() + base.LOOSE_BYTES
     return memory.footprint() + estimate
 
 
