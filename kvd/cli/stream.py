@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from kvd.cli.common import stdout_console, talk
+from kvd.cli.common import stderr_console, stdout_console, talk
 from kvd.client import Completion
-from protocol.messages import Event, Tokens
+from protocol.messages import Event, Parked, Queued, Tokens
 
 
 class Stream:
@@ -33,11 +33,13 @@ class Stream:
         self._completion.cancel()
 
     def show(self, event: Event) -> None:
-        """Write an event's text, at once."""
+        """Write an event's text, at once; before there is any, say why none comes."""
         if isinstance(event, Tokens) and event.text:
             sys.stdout.write(event.text)
             sys.stdout.flush()
             self._last = event.text[-1]
+        elif not self._last:
+            _say_why(event)
 
     def end_line(self) -> None:
         """End the last line on a terminal; a pipe gets the completion and no more."""
@@ -76,6 +78,21 @@ class Several(Stream):
         sys.stdout.write(choice.text + "\n")
         sys.stdout.flush()
         self._written = number + 1
+
+
+def _say_why(event: Event) -> None:
+    """Tell a person what a request waits for."""
+    if not stderr_console().is_terminal:
+        return
+    match event:
+        case Queued(position=position):
+            talk(f"[dim]waits for memory or a place, number {position} in line[/]")
+        case Parked(reason="restart"):
+            talk("[dim]the model's process is started again; the request goes on then[/]")
+        case Parked():
+            talk("[dim]rests while others need the memory[/]")
+        case _:
+            pass
 
 
 def _say_silence() -> None:

@@ -1,0 +1,45 @@
+"""What a person at a terminal is told while a completion does not come."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from kvd.cli import stream
+from kvd.client import Completion
+from protocol.messages import Event, Parked, Queued, Resumed, Tokens
+
+EVENTS: list[Event] = [
+    Queued(id="1", position=3),
+    Parked(id="1", reason="restart"),
+    Resumed(id="1"),
+    Parked(id="1", reason="memory"),
+    Tokens(id="1", index=0, tokens=[5], text="so"),
+    Queued(id="1", position=1),
+    Parked(id="1", reason="restart"),
+]
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(stream, "stderr_console", lambda: Console(force_terminal=terminal))
+    monkeypatch.setattr(stream, "talk", lines.append)
+    completion = Completion.__new__(Completion)
+    shown = stream.Stream(completion)
+    for event in EVENTS:
+        shown.show(event)
+    return lines
+
+
+def test_a_person_is_told_why_nothing_comes_until_something_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = told(monkeypatch, terminal=True)
+
+    words = ("number 3", "started again", "rests")
+    assert all(word in line for word, line in zip(words, lines, strict=True))
+    assert capsys.readouterr().out == "so"
+
+
+def test_a_pipe_gets_the_completion_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(monkeypatch, terminal=False) == []
