@@ -1,0 +1,149 @@
+"""Run the streams without pressure and under it, compare, and say whether all held.
+
+    python -m bench.pressure [--streams 64] [--share 0.333] [--json FILE] [--plot FILE]
+
+Three copies of the embedded model and a random-weight one with wider keys and values. First all
+streams run with memory for all; what the workers then hold beside their bases is the demand. Then
+they run again under a budget of the bases and a share of the demand. Streams that ran on one level
+of the ladder all the way must have the same tokens as without pressure; for those that ran on a
+lower one, a third run asks models that start there.
+
+The exit status is 1 if a stream failed or differs, or if the footprint went above the budget by
+more than 3 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import shlex
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from bench.gpu import shapes
+from bench.pressure.draw import draw
+from bench.pressure.play import Outcome, Run, play
+from bench.pressure.streams import Stream, make
+from protocol.types import LADDER
+
+MOST_OVER = 0.03
+"""Of the budget: what the footprint may be above it, for what nobody asks grants for."""
+
+
+def compare(options: argparse.Namespace) -> dict[str, Any]:
+    """Run everything; return what there is to say about it."""
+    with tempfile.TemporaryDirectory(prefix="kvd-wide-") as folder:
+        wide = Path(folder, "wide")
+        shapes.write("wide", mx.float16, wide)
+        models = {f"copy-{number}": "demo" for number in range(1, options.copies + 1)}
+        models["wide"] = str(wide)
+        streams = make(
+            list(models),
+            options.streams,
+            prompt=options.prompt,
+            completion=options.completion,
+            seed=options.seed,
+        )
+        free = asyncio.run(play(models, streams, kv=LADDER[0]))
+        demand = free.peak_granted - sum(free.bases.values())
+        print(f"without pressure: {free.seconds:.0f} s, demand {_mib(demand)}", flush=True)
+        room = int(options.share * demand)
+        pressed = asyncio.run(play(models, streams, kv=LADDER[0], budget=lambda it: it + room))
+        print(f"under {_mib(pressed.budget)}: {pressed.seconds:.0f} s", flush=True)
+        same, differ = _identical(models, streams, free, pressed)
+    return {
+        "command": shlex.join(["python", "-m", "bench.pressure", *sys.argv[1:]]),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "streams": options.streams,
+        "prompt_tokens": sum(len(one.tokens) for one in streams),
+        "bases_bytes": sum(pressed.bases.values()),
+        "demand_bytes": demand,
+        "budget_bytes": pressed.budget,
+        "summary": summary(pressed, same, differ),
+        "unpressed": {"seconds": free.seconds, "peak_footprint": free.peak_footprint},
+        "pressed": pressed.told(),
+    }
+
+
+def summary(run: Run, same: int, differ: list[int]) -> dict[str, Any]:
+    """Say what held and what did not."""
+    finished = sum(one.reason == "length" for one in run.outcomes)
+    levels = Counter("->".join(map(str, one.levels)) for one in run.outcomes)
+    over = run.peak_footprint / run.budget - 1
+    return {
+        "finished": finished,
+        "failed": [one.error or one.reason for one in run.outcomes if one.reason != "length"],
+        "on_one_level_and_the_same": same,
+        "on_one_level_and_not": differ,
+        "streams_by_levels": dict(sorted(levels.items())),
+        "streams_parked": sum(bool(one.events.get("parked")) for one in run.outcomes),
+        "actions": dict(Counter(one["kind"] for one in run.actions)),
+        "seconds": run.seconds,
+        "samples": len(run.watched["samples"]),
+        "peak_granted_bytes": run.peak_granted,
+        "peak_footprint_bytes": run.peak_footprint,
+        "peak_footprint_over_budget": round(over, 4),
+        "violations": run.violations,
+        "held": finished == len(run.outcomes)
+        and not differ
+        and over <= MOST_OVER
+        and not run.violations,
+    }
+
+
+def _identical(
+    models: dict[str, str], streams: list[Stream], free: Run, pressed: Run
+) -> tuple[int, list[int]]:
+    """Compare streams that ran on one level with such a run without pressure."""
+    right: dict[int, Outcome] = dict(enumerate(free.outcomes))
+    by_level: dict[int, list[int]] = {}
+    for number, one in enumerate(pressed.outcomes):
+        if len(one.levels) == 1:
+            by_level.setdefault(one.levels[0], []).append(number)
+    for level in sorted(by_level.keys() - {0}):
+        some = by_level[level]
+        run = asyncio.run(play(models, [streams[n] for n in some], kv=LADDER[level]))
+        right |= dict(zip(some, run.outcomes, strict=True))
+    compared = [number for some in by_level.values() for number in some]
+    differ = [n for n in compared if right[n].tokens != pressed.outcomes[n].tokens]
+    return len(compared) - len(differ), sorted(differ)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, run, print and write."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.pressure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--copies", type=int, default=3, help="of the embedded model")
+    parser.add_argument("--prompt", type=int, default=1000, help="mean tokens of a prompt")
+    parser.add_argument("--completion", type=int, default=300, help="mean tokens of a completion")
+    parser.add_argument("--share", type=float, default=1 / 3, help="of the demand, in the budget")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args(arguments)
+    result = compare(options)
+    print(json.dumps(result["summary"], indent=2))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        draw(result, options.plot)
+    return 0 if result["summary"]["held"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""One run: a daemon, its models, all streams at once, and what came of each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench.own import daemon
+from bench.pressure.streams import Stream
+from bench.pressure.watch import Watch
+from kvd.client import AsyncClient
+from kvd.kv import parse_kv
+from protocol.errors import KvdError
+from protocol.messages import Happened, Tokens
+
+AMPLE = 1 << 42
+"""A budget that nothing comes near."""
+
+
+@dataclass
+class Outcome:
+    """What one stream got."""
+
+    model: str
+    tokens: list[int] = field(default_factory=list)
+    reason: str = ""
+    error: str = ""
+    levels: list[int] = field(default_factory=list)
+    """Of the ladder, that it ran on, in order."""
+    events: dict[str, int] = field(default_factory=dict)
+    """Of each kind beside its tokens."""
+    first_s: float | None = None
+    end_s: float | None = None
+
+
+@dataclass
+class Run:
+    """What came of all streams."""
+
+    outcomes: list[Outcome]
+    watched: dict[str, Any]
+    bases: dict[str, int]
+    """What each worker is charged for beside its rows."""
+    budget: int
+    peak_granted: int
+    peak_footprint: int
+    actions: list[dict[str, Any]]
+    """What the governor did, as its events say."""
+    violations: int
+    """Moments in which more was granted than there is."""
+    seconds: float
+
+    def told(self) -> dict[str, Any]:
+        """Return it as plain values, without the tokens."""
+        outcomes = [{**asdict(one), "tokens": len(one.tokens)} for one in self.outcomes]
+        return {**asdict(self), "outcomes": outcomes}
+
+
+async def play(
+    models: dict[str, str],
+    streams: list[Stream],
+    *,
+    kv: str,
+    budget: Callable[[int], int] | None = None,
+) -> Run:
+    """Load the models (alias to source), send all streams at once, and wait for their ends.
+
+    ``budget``: by the sum of the bases that were measured; set when all models are there, since
+    a base depends on who else has the same libraries in memory. Without: memory for all.
+    """
+    async with daemon(f"budget = {AMPLE}\n") as client:
+        for alias, source in models.items():
+            await (await client.load(source, alias=alias, kv=parse_kv(kv))).result()
+        status = await client.status()
+        bases = {one.name: one.stats.offer.base for one in status.models}
+        total = budget(sum(bases.values())) if budget is not None else AMPLE
+        await client.configure(budget_bytes=total)
+        began = [event async for event in client.events()]
+        async with Watch(client) as watch:
+            start = time.time()
+            outcomes = await asyncio.gather(*(_one(client, watch, one) for one in streams))
+            seconds = watch.now
+            await asyncio.sleep(0.5)
+        after = [event async for event in client.events(since=began[-1].seq if began else 0)]
+        return Run(
+            outcomes=list(outcomes),
+            watched=watch.told(),
+            bases=bases,
+            budget=total,
+            peak_granted=max(one.granted for one in watch.kinds),
+            peak_footprint=max(one.footprint for one in watch.samples),
+            actions=[_action(event, start) for event in after],
+            violations=(await client.status()).violations,
+            seconds=round(seconds, 2),
+        )
+
+
+def _action(event: Happened, start: float) -> dict[str, Any]:
+    return {
+        "at": round(event.at - start, 3),
+        "kind": event.kind,
+        "model": event.model,
+        "wisher": event.wisher,
+        "reason": event.reason,
+        "numbers": event.numbers,
+    }
+
+
+async def _one(client: AsyncClient, watch: Watch, stream: Stream) -> Outcome:
+    outcome = Outcome(stream.model)
+    events: Counter[str] = Counter()
+    try:
+        completion = await client.generate(
+            stream.model,
+            tokens=stream.tokens,
+            max_tokens=stream.max_tokens,
+            temperature=stream.temperature,
+            seed=stream.seed,
+            ignore_eos=True,
+        )
+        async for event in completion:
+            if isinstance(event, Tokens):
+                outcome.tokens += event.tokens
+                outcome.first_s = outcome.first_s or round(watch.now, 3)
+            else:
+                events[type(event).__name__.lower()] += 1
+        outcome.reason = completion.reason or ""
+        outcome.levels = completion.usage.levels if completion.usage is not None else []
+    except KvdError as error:
+        outcome.error = f"{error.code}: {error.message}"
+    outcome.end_s = round(watch.now, 3)
+    outcome.events = dict(events)
+    return outcome
