@@ -46,7 +46,8 @@ def test_clients_are_told_what_was_cached_of_their_prompts(shared: Daemon):
     for cached in (0, 256):
         done = shared.kvctl("generate", "fast", "A beginning. " * 30, "--max-tokens", "2", "--json")
         usage = json.loads(done.stdout.splitlines()[-1])["usage"]
-        assert usage == {"prompt_tokens": 390, "completion_tokens": 2, "cached_tokens": cached}
+        counts = {"prompt_tokens": 390, "completion_tokens": 2, "cached_tokens": cached}
+        assert usage == {**counts, "levels": []}
 
 
 def test_choices_logprobs_and_ends_through_the_whole_daemon(shared: Daemon):
@@ -72,7 +73,7 @@ def test_choices_logprobs_and_ends_through_the_whole_daemon(shared: Daemon):
     assert told == tokens
     ends = [event["choice"] for event in events if event["event"] == "choice_finished"]
     assert sorted(ends) == [0, 1, 2]
-    usage = {"prompt_tokens": 2, "completion_tokens": 18, "cached_tokens": 0}
+    usage = {"prompt_tokens": 2, "completion_tokens": 18, "cached_tokens": 0, "levels": []}
     assert events[-1]["usage"] == usage
     people = shared.kvctl("generate", "fast", "Hi", *drawn, "--n", "3", "--logprobs", "2").stdout
     assert [f"choice {n}  length, 6 tokens" in people for n in range(3)] == [True] * 3
