@@ -42,6 +42,8 @@ class Ledger:
     """Have the router keep new requests for a model, or send them again."""
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
     """Who asked last for each model, and in which life of its process."""
+    told: dict[str, int] = field(default_factory=dict)
+    """The most that each of them can have, as it was told last."""
     violations: int = 0
 
     def __post_init__(self) -> None:
@@ -81,6 +83,7 @@ class Governor(Actor["GovernorMail"]):
                 self._asked(message)
             case mail.MemoryFree(model=model):
                 self._ledger.workers.pop(model, None)
+                self._ledger.told.pop(model, None)
                 self._do(Released(model))
             case mail.Governed(event=event):
                 self._do(event)
@@ -114,7 +117,19 @@ class Governor(Actor["GovernorMail"]):
         for command in self._ledger.journal.handle(event, now):
             self._perform(command)
         self._verify()
+        self._tell_most()
         self._alarm.set(machine.deadline)
+
+    def _tell_most(self) -> None:
+        """Let workers know when there is more or less to be had: they refuse what never fits."""
+        ledger = self._ledger
+        for model, (worker, life) in ledger.workers.items():
+            most = ledger.machine.most_of(model)
+            if ledger.told.get(model, most) != most:
+                ledger.told[model] = most
+                held = ledger.machine.ledger.grants.get(model, 0)
+                grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=most)
+                worker.tell(mail.Granted(grant, life))
 
     def _perform(self, command: governing.Command) -> None:
         ledger = self._ledger
@@ -151,12 +166,13 @@ class Governor(Actor["GovernorMail"]):
         if (known := self._ledger.workers.get(answer.model)) is None:
             return
         worker, life = known
+        most = self._ledger.told[answer.model] = self._ledger.machine.most_of(answer.model)
         grant = wire.Grant(
             seq=answer.seq,
             total_bytes=answer.total_bytes,
             granted=answer.granted,
             available_bytes=answer.available_bytes,
-            budget_bytes=self._ledger.machine.most_of(answer.model),
+            budget_bytes=most,
             reason=answer.reason,
         )
         worker.tell(mail.Granted(grant, life))

@@ -100,7 +100,10 @@ class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
 
 
 class Grant(_Command, tag="grant", frozen=True, kw_only=True):
-    """The worker may hold this many bytes from now on; answers the request ``seq``."""
+    """The worker may hold this many bytes from now on; answers the request ``seq``.
+
+    Seq 0 answers none: the budget changed, and the total did not.
+    """
 
     seq: int
     total_bytes: int

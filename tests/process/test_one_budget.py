@@ -58,6 +58,25 @@ def test_models_make_room_for_each_other_and_come_back_when_asked(home_with_mode
     assert "the load of b" in daemon.kvctl("events").stdout
 
 
+def test_what_can_never_fit_is_refused_at_once_until_the_budget_is_raised(make_daemon):
+    small = source(tps=0, weights=150 * MIB, pages=8)
+    daemon = make_daemon("--budget", "155MiB").start()
+    with daemon.client() as client:
+        assert client.load(small, alias="a").result.state == "ready"
+        prompt = "x" * 12_000  # 188 pages of 64 KiB; half as much at the lowest level
+        with pytest.raises(InsufficientMemory, match=r"whole budget is 155\.0 MiB") as refused:
+            assert client.generate("a", prompt, max_tokens=10).text
+        detail = refused.value.detail
+        assert detail["base_bytes"] == 150 * MIB
+        assert detail["needed_bytes"] > detail["budget_bytes"] == 155 * MIB
+        client.configure(budget_bytes=160 * MIB)
+        assert client.generate("a", prompt, max_tokens=10).text  # below the top, for want of room
+        client.configure(budget_bytes=155 * MIB)
+        with pytest.raises(InsufficientMemory):
+            assert client.generate("a", prompt, max_tokens=10).text
+        assert client.status().violations == 0
+
+
 def test_what_is_pinned_stays_and_the_load_says_so(make_daemon):
     daemon = make_daemon("--budget", "300MiB").start()
     with daemon.client() as client:
