@@ -5,7 +5,8 @@ brings requests to them, loads on demand, evicts, holds and replays what a crash
 take their time both ways, users pin models and change the budget, the system complains, workers
 take more than they were granted. Every rule that is promised is asserted after every event.
 
-A seed replays: ``python -m tests.sim.week SEED``; ``FIRST LAST`` runs many and prints the counts.
+A seed replays: ``python -m tests.sim.week SEED``; ``FIRST LAST`` runs many and prints the counts,
+and the names of files with such counts add them up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from actors.machines import governing as words
 from actors.machines.governor import Answer, Governor, Released, Wanted
@@ -480,11 +483,10 @@ class Week:
         self.counts["events"] = self.steps
 
 
-def main(arguments: list[str]) -> None:
-    """Run the seeds, and print what they came to as JSON."""
-    first, last = int(arguments[0]), int(arguments[-1])
+def summary(first: int, last: int) -> dict[str, Any]:
+    """Run the seeds, and say what they came to."""
     total: Counter[str] = Counter()
-    began, most, fewest = time.perf_counter(), 0, 10**9
+    began, steps, longest = time.perf_counter(), [], 0.0
     for seed in range(first, last + 1):
         week = Week(seed)
         try:
@@ -493,15 +495,47 @@ def main(arguments: list[str]) -> None:
             sys.stderr.write(f"seed {seed} at {week.now:.3f} s, {week.steps} events\n")
             raise
         total.update(week.counts)
-        most, fewest = max(most, week.steps), min(fewest, week.steps)
-    seeds = last - first + 1
-    summary = {
-        "seeds": [first, last],
-        "events_per_seed": {"mean": round(total["events"] / seeds), "least": fewest, "most": most},
+        steps.append(week.steps)
+        longest = max(longest, week.longest)
+    return {
+        "command": "python -m tests.sim.week FIRST LAST > PIECE; python -m tests.sim.week PIECE...",
+        "seeds": last - first + 1,
+        "pieces": [[first, last]],
+        "events": sum(steps),
+        "least_events": min(steps),
+        "most_events": max(steps),
+        "longest_request_s": round(longest),
         "seconds": round(time.perf_counter() - began, 1),
         "counts": dict(sorted(total.items())),
     }
-    sys.stdout.write(json.dumps(summary, indent=1) + "\n")
+
+
+MERGED = {"least_events": min, "most_events": max, "longest_request_s": max}
+
+
+def merge(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return several runs as one."""
+    whole = dict(pieces[0])
+    for piece in pieces[1:]:
+        counts = Counter(whole["counts"]) + Counter(piece["counts"])
+        for key, value in piece.items():
+            if key in MERGED:
+                whole[key] = MERGED[key](whole[key], value)
+            elif key not in {"command", "counts"}:
+                whole[key] = whole[key] + value
+        whole["counts"] = dict(sorted(counts.items()))
+    whole["seconds"] = round(whole["seconds"], 1)
+    whole["events_per_seed"] = round(whole["events"] / whole["seeds"])
+    return whole
+
+
+def main(arguments: list[str]) -> None:
+    """Run the seeds that are named by numbers, or merge the runs that are named by files."""
+    if arguments[0].isdecimal():
+        found = summary(int(arguments[0]), int(arguments[-1]))
+    else:
+        found = merge([json.loads(Path(name).read_text()) for name in arguments])
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
