@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -125,6 +126,7 @@ class Daemon:
     async def serve(self, listener: socket.socket) -> Exit:
         """Run actors and socket until `finished`."""
         started = time.monotonic()
+        shutil.rmtree(self._options.home.parked, ignore_errors=True)  # nobody comes back for it
         await self._system.start()
         server = await listen.serve(listener, self._system.connect)
         self._take_signals()

@@ -125,6 +125,7 @@ class MLXEngine:
         self._requests: dict[str, Request] = {}
         self._reports: list[Report] = []
         self._flight: _Flight | None = None
+        self._folder: Folder | None = None
         self._rates = Rates()
         self._steps = 0
         self._shortages = 0
@@ -239,8 +240,8 @@ class MLXEngine:
             leave=self._leave,
             join=self._join,
         )
-        folder = Folder.open(command.parked_folder, command.parked_bytes)
-        self._parking = Parking(hands, folder, self._rates, self._report)
+        self._folder = Folder.open(command.parked_folder, command.parked_bytes)
+        self._parking = Parking(hands, self._folder, self._rates, self._report)
         self._reclaiming = Reclaiming(hands, self._parking, time.monotonic)
         self._recovery = Recovery(
             self._runner,
@@ -776,9 +777,11 @@ class MLXEngine:
         )
 
     def close(self) -> None:
-        """Wait for the device; the process's exit does the rest."""
+        """Wait for the device; the process's exit does the rest, but for files."""
         self._drain()
         mx.synchronize()
+        if self._folder is not None:
+            self._folder.clear()
 
 
 def _row(completion: Completion) -> Row:

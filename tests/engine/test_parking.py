@@ -321,6 +321,33 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
     assert sum(len(one) for one in driver.parkings.values()) > 3
 
 
+def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    prefer(driver, "disk")
+    driver.submit("stays", prompt_of(300, 1), max_tokens=200, ignore_eos=True, priority=1)
+    driver.submit("goes", prompt_of(900, 2), max_tokens=200, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["goes"].tokens) > 3)
+    driver.engine.reclaim(_park_one(driver))
+    steps, before = 0, len(driver.outcomes["stays"].tokens)
+    while driver.engine._reclaiming.active:
+        driver.step()
+        steps += 1
+    made = len(driver.outcomes["stays"].tokens) - before
+    assert steps > 5
+    assert made >= steps - 2, "it decodes in each step"
+    driver.others = driver.budget
+    driver.step()
+    assert len(files(driver)) == 1
+    driver.engine.close()
+    assert files(driver) == []
+    driver.others = 0
+    driver.retry()
+    driver.run()
+    assert len(driver.outcomes["goes"].tokens) == 200
+
+
 def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
     for name in ("old.parked", "half.part"):
         (tmp_path / name).write_bytes(b"x")

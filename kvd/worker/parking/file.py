@@ -86,6 +86,11 @@ class Folder:
             self.delete(path)
             raise
 
+    def clear(self) -> None:
+        """Delete all files."""
+        for path in list(self._sizes):
+            self.delete(path)
+
     def delete(self, path: Path) -> None:
         """Delete a file, whole or not."""
         self._sizes.pop(path, None)
