@@ -16,57 +16,53 @@ OPTIONS = {"max_tokens": 60, "n": 2, "seed": 5, "temperature": 1.0, "logprobs": 
 MODEL = f'journal = "disk"\nmodels = [{{source = "{source(tps=40)}", alias = "m"}}]\n'
 
 
-def killed(daemon: Daemon) -> Reader:
-    """Start a stream, kill the daemon in the middle of it, and start another daemon."""
+@pytest.fixture
+def killed(home, make_daemon) -> tuple[Daemon, list[Reader]]:
+    """Two streams whose daemon was killed in the middle of them, and the next daemon."""
+    written(home, MODEL)
+    daemon = make_daemon().start()
     wait_for("the model", lambda: [one for one in daemon.log() if one.get("state") == "ready"])
-    reader = Reader(daemon, "m", "Hi", **OPTIONS).begun()
+    readers = [Reader(daemon, "m", prompt, **OPTIONS) for prompt in ("Hi", "Ho")]
+    wait_for("tokens", lambda: all(len(one.completion.tokens) > 10 for one in readers))
     worker = daemon.worker_pid("m")
-    wait_for("some tokens", lambda: len(reader.completion.tokens) > 10)
     os.kill(daemon.pid, signal.SIGKILL)
     daemon.wait()
-    assert isinstance(reader.finished().error, NotRunning)
+    assert all(isinstance(one.finished().error, NotRunning) for one in readers)
     wait_for("its worker goes with it", lambda: not alive(worker))
     daemon.start()
-    return reader
+    return daemon, readers
 
 
-@pytest.fixture
-def kept(home, make_daemon) -> Daemon:
-    written(home, MODEL)
-    return make_daemon().start()
-
-
-def test_a_stream_goes_on_after_a_kill_9_of_the_daemon(kept: Daemon):
-    struck = killed(kept).completion
-    had = [len(choice.tokens) for choice in struck.choices]
-    with kept.client() as kvd:
-        rest = kvd.attach(struck)
+def test_streams_go_on_after_a_kill_9_of_the_daemon(killed):
+    daemon, (hi, ho) = killed
+    had = [len(choice.tokens) for choice in hi.completion.choices]
+    # From where it was, by the completion that was broken off.
+    with daemon.client() as kvd:
+        rest = kvd.attach(hi.completion)
         assert rest.text
         right = kvd.generate("m", "Hi", **OPTIONS)
         assert right.text
         assert [choice.reason for choice in rest.choices] == ["length", "length"]
-        assert rest.choices == right.choices
-        assert rest.usage == right.usage
+        assert (rest.choices, rest.usage) == (right.choices, right.usage)
         assert all(
             len(choice.tokens) > before for choice, before in zip(rest.choices, had, strict=True)
         )
         with pytest.raises(UnknownRequest):
-            _ = kvd.attach(struck).text
+            _ = kvd.attach(hi.completion).text
 
-
-def test_kvctl_and_the_other_client_fetch_it_from_its_beginning(kept: Daemon):
-    name = killed(kept).completion.request
-    shown = kept.kvctl("attach", name, "--n", "2")
+    # From its beginning, by its name.
+    name = ho.completion.request
+    shown = daemon.kvctl("attach", name, "--n", "2")
     assert shown.returncode == 0, shown.stderr
     assert "choice 1  length, 60 tokens" in shown.stdout
 
     async def again() -> None:
-        async with AsyncClient(home=kept.home.root) as kvd:
+        async with AsyncClient(home=daemon.home.root) as kvd:
             with pytest.raises(UnknownRequest):
                 await (await kvd.attach(name, choices=2)).text()
-            right = await kvd.generate("m", "Hi", **OPTIONS)
+            right = await kvd.generate("m", "Ho", **OPTIONS)
             assert await right.text() in shown.stdout
 
     asyncio.run(again())
-    gone = kept.kvctl("attach", name)
+    gone = daemon.kvctl("attach", name)
     assert (gone.returncode, gone.stdout) == (6, "")
