@@ -58,6 +58,8 @@ class Berth:
     """What a process said before the spawn told us of it."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
     """Not yet sent."""
+    serving: bool = False
+    """As the governor knows it: there are requests in the process."""
     granted_bytes: int = 0
     freed_bytes: int = 0
     """Granted to the last process until its exit."""
@@ -285,6 +287,9 @@ class Worker(Actor["WorkerMail"]):
         for command in self._berth.journal.handle(event, now):
             self._perform(command)
         self._alarm.set(machine.deadline)
+        if bool(machine.rows) != self._berth.serving:
+            self._berth.serving = not self._berth.serving
+            self._govern(governing.Serves(self._berth.name, self._berth.serving))
         if (self._berth.state, _standing(machine.state)) != before:
             self._announce(before[0])
 

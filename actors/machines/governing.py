@@ -39,6 +39,13 @@ class Ready(_Tagged, frozen=True):
     model: str
 
 
+class Serves(_Tagged, frozen=True):
+    """Its process has requests from now on, or none any more: sooner than it can say so itself."""
+
+    model: str
+    busy: bool
+
+
 class Leaving(_Tagged, frozen=True):
     """It is being unloaded, whoever wants it."""
 
@@ -88,6 +95,7 @@ Event = (
     Boarding
     | PolicyIs
     | Ready
+    | Serves
     | Leaving
     | Left
     | Wanted

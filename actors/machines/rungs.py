@@ -84,7 +84,10 @@ class Scene(msgspec.Struct, frozen=True):
     @property
     def fair_share(self) -> int:
         """The budget in equal parts for those who are in use or want to be."""
-        active = sum(not it.is_idle or name in self.wishes for name, it in self.tenants.items())
+        active = sum(
+            name in self.wishes or (name in self.grants and not it.is_idle)
+            for name, it in self.tenants.items()
+        )
         return self.budget // max(1, active)
 
     def is_behind(self, name: str, need: Need) -> bool:

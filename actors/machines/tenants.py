@@ -46,6 +46,8 @@ class Tenant(msgspec.Struct):
     """How long its last load took: what an eviction costs."""
     idle_since: float | None = None
     """None while it has requests, or is not ready."""
+    serving: bool = False
+    """The daemon has given its process requests that are not over."""
     open: Open | None = None
     barren: dict[str, float] = msgspec.field(default_factory=dict)
     """By rung: it gave nothing there, and is not asked again before this time."""
@@ -93,7 +95,7 @@ class Tenant(msgspec.Struct):
         if offer.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
             self.kept_since = None
         self.offer = offer
-        if self.state != "ready" or offer.rows or offer.waiting:
+        if self.state != "ready" or self.serving or offer.rows or offer.waiting:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
@@ -114,5 +116,5 @@ class Tenant(msgspec.Struct):
         self.offer = Offer()
         self.idle_since = self.open = self.kept_since = None
         self.barren.clear()
-        self.evicting = False
+        self.evicting = self.serving = False
         self.level = self.measured_bytes = 0

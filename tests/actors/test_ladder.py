@@ -112,6 +112,18 @@ def test_the_rungs_are_climbed_one_by_one():
     assert not only(said, Reclaim), "a fair share is left to b"
 
 
+def test_a_model_is_in_use_before_its_worker_can_say_so():
+    desk = Desk(a=5000, b=5000)
+    desk.offer("b", base=5000)
+    desk.offer("a", **BUSY)
+    desk.tell(words.Serves("b", busy=True))
+    desk.want("a", 6000)
+
+    assert not only(desk.wait(5), Evict)
+    desk.tell(words.Serves("b", busy=False))
+    assert only(desk.wait(2), Evict) == [Evict("b")]
+
+
 def test_a_first_level_is_taken_from_all_before_a_second_from_anybody():
     desk = Desk(a=4000, b=3000, c=3000)
     desk.offer("b", levels=(0, 900), **BUSY)
@@ -154,6 +166,19 @@ def test_rows_are_parked_only_down_to_the_fair_share():
     (park,) = only(desk.wait(1), Reclaim)
 
     assert (park.model, park.rung, park.wanted_bytes) == ("b", "park", 3000)
+
+
+def test_models_that_are_not_there_take_no_share():
+    desk = Desk(gone=1000, a=2000, b=7000)
+    desk.tell(Released("gone"))
+    desk.tell(words.Serves("never", busy=True))
+    desk.offer("b", park=6000, **BUSY)
+    desk.offer("a", **BUSY)
+    desk.want("a", 5000)
+
+    assert set(desk.ladder.tenants) == {"gone", "a", "b"}
+    (park,) = only(desk.wait(1), Reclaim)
+    assert (park.model, park.wanted_bytes) == ("b", 2000)
 
 
 def test_nobody_is_parked_for_a_row_that_was_parked():
@@ -416,6 +441,7 @@ events = (
     | st.builds(PolicyIs, names, policies)
     | st.builds(Ready, names)
     | st.builds(words.Leaving, names)
+    | st.builds(words.Serves, names, st.booleans())
     | st.builds(Left, names)
     | st.builds(Wanted, names, st.integers(0, 9), sizes, st.booleans())
     | st.builds(Released, names)

@@ -110,20 +110,20 @@ async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it
 @simulated
 async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_other():
     stalled, goes_on = Script(weights=500, token_s=9999), Script(weights=500)
-    scripts = {"demo": [stalled], "big": [stalled, goes_on]}
+    scripts = {"demo": [stalled, goes_on], "big": [stalled]}
     async with world(scripts, load=("demo", "big")) as w:
         client = w.client()
-        key = client.generate("big", max_tokens=40)
+        await asyncio.sleep(5)
+        _, key = (client.generate(name, max_tokens=40) for name in ("big", "demo"))
         await until(lambda: client.events[key])
-        for step, name in enumerate(("demo", "big")):
-            w.spawn.last(name).say(
-                GrantWanted(seq=9 + step, total_bytes=800, reason="", offer=Offer(waiting=1))
-            )
+        for seq, name in enumerate(("big", "demo"), 9):
+            wish = GrantWanted(seq=seq, total_bytes=800, reason="", offer=Offer(waiting=1))
+            w.spawn.last(name).say(wish)
             await asyncio.sleep(1)
         await until(lambda: happened(w, "requeue"), 100)
 
-        assert happened(w, "requeue")[0].model == "big"
-        w.spawn.last("demo").say(GrantWanted(seq=20, total_bytes=500, reason=""))
+        assert happened(w, "requeue")[0].model == "demo"
+        w.spawn.last("big").say(GrantWanted(seq=20, total_bytes=500, reason=""))
         assert (await client.end(key)).reason == "length"
         assert len(client.tokens(key)) == 40
 

@@ -62,6 +62,7 @@ class Seat:
     ttl_s: float | None = None
     priority: int = 0
     offered: bool = False
+    serving: bool = False
 
 
 class Week:
@@ -283,7 +284,7 @@ class Week:
         """The process is gone; what a crash has cost is replayed."""
         keeper = seat.keeper
         seat.life += 1
-        seat.keeper = None
+        seat.keeper, seat.serving = None, False
         if keeper is not None:
             assert crashed or keeper.idle or requeue, "what is in flight was aborted"
             assert not (requeue and keeper.running), "a row that ran had to begin anew"
@@ -407,8 +408,15 @@ class Week:
             self.counts["refused"] += 1
         for asked in keeper.admit():
             self._run(seat, asked)
+        self._serves(seat)
         self._offer(seat)
         self._end_if_drained(seat)
+
+    def _serves(self, seat: Seat) -> None:
+        busy = seat.keeper is not None and not seat.keeper.idle
+        if busy != seat.serving:
+            seat.serving = busy
+            self._tell(words.Serves(seat.kind.name, busy))
 
     def _run(self, seat: Seat, asked: Asked) -> None:
         asked.began = self.now

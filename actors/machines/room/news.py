@@ -23,6 +23,7 @@ from actors.machines.governing import (
     Rang,
     Ready,
     Reclaimed,
+    Serves,
 )
 from actors.machines.governor import Released, Wanted
 from actors.machines.room.estate import GRAIN
@@ -32,43 +33,53 @@ if TYPE_CHECKING:
     from actors.machines.tenants import Tenant
 
 
-def take(m: Estate, event: Event, now: float) -> list[Command]:  # noqa: C901, PLR0911 - one match
+def take(m: Estate, event: Event, now: float) -> list[Command]:
     """Take an event in, and answer what can be answered at once."""
     match event:
         case Boarding(model=model):
             tenant = m.tenant(model)
             tenant.policy, tenant.patient = event.policy, event.patient
             tenant.state, tenant.boarded_at = "loading", now
-        case PolicyIs(model=model):
-            m.tenant(model).policy = event.policy
-        case Ready(model=model):
-            _ready(m, m.tenant(model), now)
-        case Leaving(model=model):
-            tenant = m.tenant(model)
-            tenant.state, tenant.evicting = "leaving", False
-            m.exempt(model)  # what it has is to be finished, and nobody else can
-            return [*m.ledger.retry()]
-        case Left(model=model):
-            return _leave(m, model, now)
         case Wanted():
             return _want(m, event, now)
-        case Released():
-            return _release(m, event, now)
-        case Offered(model=model):
-            m.tenant(model).take(event.offer, now)
-        case Reclaimed():
-            return _reclaimed(m, event, now)
+        case Left(model=model):
+            return _leave(m, model, now)
         case Measured():
             return _measure(m, event)
         case BudgetIs(total_bytes=total):
-            before = m.ledger.budget_bytes
+            numbers = {"before_bytes": m.ledger.budget_bytes}
             answers = m.ledger.set_budget(total)
-            return [
-                m.note("budget", "", "it was changed", {"before_bytes": before}),
-                *answers,
-            ]
+            return [m.note("budget", "", "it was changed", numbers), *answers]
         case Rang():
             pass
+        case _:  # a late word of a model that has left changes nothing
+            known = m.tenants.get(event.model)
+            return [] if known is None else _hear(m, known, event, now)
+    return []
+
+
+_Word = PolicyIs | Ready | Serves | Leaving | Released | Offered | Reclaimed
+
+
+def _hear(m: Estate, tenant: Tenant, event: _Word, now: float) -> list[Command]:
+    match event:
+        case PolicyIs(policy=policy):
+            tenant.policy = policy
+        case Ready():
+            _ready(m, tenant, now)
+        case Serves(busy=busy):
+            tenant.serving = busy
+            tenant.take(tenant.offer, now)
+        case Leaving():
+            tenant.state, tenant.evicting = "leaving", False
+            m.exempt(tenant.name)  # what it has is to be finished, and nobody else can
+            return [*m.ledger.retry()]
+        case Released():
+            return _release(m, tenant, event, now)
+        case Offered(offer=offer):
+            tenant.take(offer, now)
+        case Reclaimed():
+            return _reclaimed(m, tenant, event, now)
     return []
 
 
@@ -114,8 +125,7 @@ def _age(tenant: Tenant, now: float) -> float:
     return tenant.load_since
 
 
-def _release(m: Estate, event: Released, now: float) -> list[Command]:
-    tenant = m.tenant(event.model)
+def _release(m: Estate, tenant: Tenant, event: Released, now: float) -> list[Command]:
     tenant.end()
     tenant.boarded_at = now
     m.take_exemption(event.model)
@@ -123,8 +133,7 @@ def _release(m: Estate, event: Released, now: float) -> list[Command]:
     return [*m.ledger.handle(event, now)]
 
 
-def _reclaimed(m: Estate, event: Reclaimed, now: float) -> list[Command]:
-    tenant = m.tenant(event.model)
+def _reclaimed(m: Estate, tenant: Tenant, event: Reclaimed, now: float) -> list[Command]:
     was = tenant.open
     if was is None or was.seq != event.seq:
         return []
