@@ -19,7 +19,6 @@ Does not cover: sockets (`loop`), what is drawn (`sampler`), text (`text`), memo
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ from kvd.worker.remembered import Remembered, Room, next_chunks
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, Drawn, Sampler
 from kvd.worker.scheduler import Plan, Scheduler, Sizes
-from kvd.worker.shortage import Shortage
+from kvd.worker.setbacks import Setbacks
 from kvd.worker.text import Text
 from protocol.costs import Costs
 from protocol.errors import (
@@ -58,7 +57,6 @@ from protocol.errors import (
     InsufficientMemory,
     KvdError,
     NumericalError,
-    Overloaded,
 )
 from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
@@ -79,12 +77,6 @@ POOL_SECONDS = 0.010
 """How long a step works on pools that grow."""
 FIRST_ROWS = 4
 """Rows whose tails the first grant covers."""
-CALM_STEPS = 256
-"""Steps after which a shortage of memory counts as the first: some pages of every row's way."""
-COME_BACK_S = 5.0
-"""For who failed for want of memory: others end, or other models give some back."""
-
-_log = logging.getLogger("kvd.worker")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +108,7 @@ class MLXEngine:
     _holdings: Holdings
     _parking: Parking
     _reclaiming: Reclaiming
-    _recovery: Recovery
+    _setbacks: Setbacks
     _vocabulary: int
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,9 +120,6 @@ class MLXEngine:
         self._folder: Folder | None = None
         self._rates = Rates()
         self._steps = 0
-        self._shortages = 0
-        """Steps in a row that lacked memory, but for calm ones between."""
-        self._calm = 0
         self._most_rows = 0
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -243,12 +232,22 @@ class MLXEngine:
         self._folder = Folder.open(command.parked_folder, command.parked_bytes)
         self._parking = Parking(hands, self._folder, self._rates, self._report)
         self._reclaiming = Reclaiming(hands, self._parking, time.monotonic)
-        self._recovery = Recovery(
+        recovery = Recovery(
             self._runner,
             self._scheduler,
             self._prompts,
             command.prefill_chunk,
             lambda phase: self._on_phase(phase),  # noqa: PLW0108 - `watch` may change it
+        )
+        self._setbacks = Setbacks(
+            hands,
+            recovery,
+            self._parking,
+            self._reclaiming,
+            forget=self._forget_flight,
+            redraw=self._redraw,
+            release=self._release,
+            fail=self._fail,
         )
         return costs_of(cache, weights=weights, base=base, row=row_bytes, first=first, step=chunk)
 
@@ -364,9 +363,10 @@ class MLXEngine:
         """
         short = shortage.attempt(self._work)
         if short is None:
-            self._calm += 1
+            self._setbacks.went_well()
         else:
-            self._recover(short)
+            self._on_phase("pools")
+            self._reports += self._setbacks.after(short)
         self._steps += 1
         reports, self._reports = self._reports, []
         return reports
@@ -656,60 +656,11 @@ class MLXEngine:
             mx.eval(landed.arrays, self._runner.cache.arrays())
             self._collect(landed)
 
-    # A step that lacked memory.
-
-    def _recover(self, short: Shortage) -> None:
-        """Make room, and bring back what the step has spoiled: at most, all rows.
-
-        The first time nobody fails for it; each time after that, the request that is worth least.
-        """
-        self._on_phase("pools")
-        if self._calm >= CALM_STEPS:
-            self._shortages = 0
-        self._calm = 0
-        recovery, requests = self._recovery, self._requests.values()
-        if not (self._shortages or short.late) and recovery.take_back(requests, self._flush):
-            self._shortages = 1
-            _log.warning("out of memory in a prompt's chunk: %s", short.reason)
-            return
+    def _forget_flight(self) -> None:
         self._flight = None
-        self._parking.abandon()
-        self._reports += self._reclaiming.abandon()
-        lacking: Shortage | None = short
-        while lacking is not None:
-            self._shortages += 1
-            _log.warning("out of memory in a step: %s", lacking.reason)
-            self._release_ended()
-            if self._shortages > 1:
-                self._fail_one(lacking)
-            lacking = shortage.attempt(self._start_over, lacking.late)
 
-    def _start_over(self, late: bool) -> None:
-        self._recovery.clear(self._requests.values(), late=late)
+    def _redraw(self) -> None:
         self._sampler = Sampler(self._vocabulary)
-        self._recovery.bring_back(self._requests.values(), self._join)
-        for request in self._requests.values():
-            if self._scheduler.is_admitted(request.rid):
-                self._parking.thaw(request)
-
-    def _release_ended(self) -> None:
-        for request in list(self._requests.values()):
-            for completion in [one for one in request.completions if one.ended]:
-                self._release(request, completion)
-
-    def _fail_one(self, short: Shortage) -> None:
-        victims = self._scheduler.victims()
-        if not victims:
-            raise short
-        self._fail(
-            self._requests[victims[0]],
-            Overloaded(
-                "the device ran out of memory again and again, and of the requests that ran this"
-                " was the newest: send it again later; if that keeps happening, lower the budget"
-                " or max_rows",
-                retry_after_s=COME_BACK_S,
-            ),
-        )
 
     # Memory.
 

@@ -8,7 +8,7 @@ values, so nobody notices but by the time that it takes. Checkpoints of prompts 
 reading; they go as soon as the rows have taken their pages.
 
 Rows that had been stepped down come back on their level, as if they had begun there. Does not
-cover when this is done, and who fails where it does not help (`mlx_engine`).
+cover when this is done, and who fails where it does not help (`setbacks`).
 """
 
 from __future__ import annotations

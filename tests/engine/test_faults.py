@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker import mlx_engine, sampler, shortage
+from kvd.worker import sampler, setbacks, shortage
 from kvd.worker.cache.group import PrefillGroup
 from kvd.worker.cache.steps import PrefillStep
 from kvd.worker.engine import unwatched
@@ -99,7 +99,7 @@ def evaluations(_demo: Driver, wanted: dict) -> int:
 def cold(demo: Driver) -> Driver:
     """An engine that remembers no prompt and no shortage."""
     demo.engine._prompts.tree.clear()
-    demo.engine._calm = mlx_engine.CALM_STEPS
+    demo.engine._setbacks.calm = setbacks.CALM_STEPS
     return demo
 
 
@@ -108,7 +108,7 @@ def test_memory_that_comes_back_at_once_costs_nothing(cold: Driver, wanted: dict
         outcomes = serve(cold)
 
     assert seen.failed > 10
-    assert cold.engine._shortages == 0, seen.failed
+    assert cold.engine._setbacks.count == 0, seen.failed
     assert_same(outcomes, wanted)
 
 
@@ -121,7 +121,7 @@ def test_a_step_that_lacks_memory_drops_nothing(
         outcomes = serve(cold)
 
     assert seen.failed == shortage.TRIES + 1
-    assert cold.engine._shortages == 1
+    assert cold.engine._setbacks.count == 1
     assert_same(outcomes, wanted)
 
 
@@ -132,7 +132,7 @@ def test_what_the_device_lost_is_computed_again(
         outcomes = serve(cold)
 
     assert seen.failed == 1
-    assert cold.engine._shortages == 1
+    assert cold.engine._setbacks.count == 1
     assert_same(outcomes, wanted)
 
 
@@ -152,7 +152,7 @@ def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> No
         assert (error.code, error.retryable) == ("overloaded", True)
         assert error.detail["retry_after_s"] > 0
         assert cold.outcomes[rid].tokens == expected[rid].tokens[: len(cold.outcomes[rid].tokens)]
-    assert cold.engine._shortages == 3
+    assert cold.engine._setbacks.count == 3
     assert {rid: cold.outcomes[rid] for rid in rids[:2]} == {rid: expected[rid] for rid in rids[:2]}
 
 
@@ -185,7 +185,7 @@ def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text
     tries = 1 if text == LATE else shortage.TRIES + 1
     with memory_runs_out(range(3, 3 + tries).__contains__, text):
         cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)
-    assert cold.engine._shortages == 1
+    assert cold.engine._setbacks.count == 1
     cold.engine.unpark("parked")
     cold.engine.unpark("reads")
     cold.run()
@@ -198,7 +198,7 @@ def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -
     hung = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002)"
     with memory_runs_out((2).__eq__, hung), pytest.raises(RuntimeError, match="Timeout"):
         cold.run()
-    cold.engine._recovery.clear(cold.engine._requests.values(), late=True)
+    cold.engine._setbacks._recovery.clear(cold.engine._requests.values(), late=True)
 
 
 def test_a_load_that_lacks_memory_says_so() -> None:
@@ -286,10 +286,10 @@ def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
         forwards += 1
         return 2 <= forwards <= shortage.TRIES + 2
 
-    monkeypatch.setattr(cold.engine._recovery, "clear", None)
+    monkeypatch.setattr(cold.engine._setbacks._recovery, "clear", None)
     with memory_runs_out(in_a_chunk) as seen:
         cold.run()
 
     assert seen.failed == shortage.TRIES + 1
-    assert cold.engine._shortages == 1
+    assert cold.engine._setbacks.count == 1
     assert_same(cold.outcomes, expected)
