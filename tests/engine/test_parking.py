@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvd.worker import holdings, mlx_engine, reclaiming
+from kvd.worker import holdings, mlx_engine, reclaiming, setbacks, shortage
 from kvd.worker.parking import file
 from kvd.worker.parking.rates import Rates
 from protocol.types import KVSpec, Sampling
 from protocol.worker import Reclaim
 from tests.engine.driver import Driver, Outcome
+from tests.engine.faults import memory_runs_out
 
 pytestmark = pytest.mark.mlx
 
@@ -346,6 +347,30 @@ def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
     driver.retry()
     driver.run()
     assert len(driver.outcomes["goes"].tokens) == 200
+
+
+@pytest.mark.parametrize("nth", [3, 21, 75])
+def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    prefer(driver, "disk")
+    requests = {"a": prompt_of(300, 1), "b": prompt_of(500, 2)}
+    wanted = {rid: driver.alone(one, WARM, max_tokens=40, n=2) for rid, one in requests.items()}
+    driver.engine._prompts.tree.clear()
+    for rid, prompt in requests.items():
+        driver.submit(rid, prompt, WARM, max_tokens=40, n=2)
+    driver.run(until=lambda: len(driver.outcomes["b"].tokens) > 3)
+    driver.engine.reclaim(Reclaim(seq=1, rung="park", wanted_bytes=EVERYTHING))
+    driver.engine._setbacks.calm = setbacks.CALM_STEPS
+    tries = shortage.TRIES + 1
+    with memory_runs_out(range(nth, nth + tries).__contains__) as seen:
+        driver.run()
+    assert seen.failed == tries
+    assert driver.engine._setbacks.count == 1
+    assert driver.outcomes == wanted
+    assert len(driver.reclaimed) == 1
 
 
 def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
