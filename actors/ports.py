@@ -21,6 +21,8 @@ class Exit:
 
     returncode: int
     """Negative: the signal that ended it, as `subprocess` says it."""
+    starved: bool = False
+    """It was the kernel that killed it, for want of memory, as far as that can be told."""
 
 
 class WorkerProcess(Protocol):

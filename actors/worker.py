@@ -224,7 +224,7 @@ class Worker(Actor["WorkerMail"]):
         pid, self._berth.process = self._berth.machine.pid, None
         self._berth.stats = WorkerStats()
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
-        self._do(lifecycle.Exited(end.returncode))
+        self._do(lifecycle.Exited(end.returncode, end.starved))
 
     def _reported(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match over one union
         berth, around = self._berth, self._around

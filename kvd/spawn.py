@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ import structlog
 
 from actors.ports import Exit
 from kvd.environment import environment
+from kvd.memory.oom import OomWatch
 from protocol.errors import RemoteProtocolError
 from protocol.framing import FrameDecoder, decode_report, encode_frame
 
@@ -52,6 +54,7 @@ class Spawner:
         if calibration is not None:
             self._environment["KVD_CALIBRATION"] = str(calibration)
         self._watchers: set[asyncio.Task[None]] = set()
+        self._oom = OomWatch()
 
     async def __call__(
         self,
@@ -77,7 +80,8 @@ class Spawner:
                 ours.close()
                 os.close(output)
                 raise
-        worker = Worker(name, process, on_report)
+        self._oom.began()
+        worker = Worker(name, process, on_report, self._oom)
         watcher = asyncio.create_task(worker.live(ours, output, on_exit), name=f"worker {name}")
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
@@ -93,12 +97,19 @@ class Worker:
     """One engine process, alive or dead."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, on_report: Callable[[Report], None]
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        on_report: Callable[[Report], None],
+        oom: OomWatch,
     ) -> None:
         self._name = name
         self._process = process
         self._link = _Link(on_report, self._broken)
         self._log = structlog.get_logger("kvd.worker").bind(model=name, worker_pid=process.pid)
+        self._oom = oom
+        self._killed = False
+        """By us."""
         self._status: int | None = None
 
     @property
@@ -117,6 +128,7 @@ class Worker:
 
     def kill(self) -> None:
         """Send SIGKILL."""
+        self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
@@ -133,7 +145,8 @@ class Worker:
                 await lines.ended.wait()
         self._link.close()
         pipe.close()
-        on_exit(Exit(returncode if self._status is None else self._status))
+        starved = returncode == -signal.SIGKILL and not self._killed and self._oom.took()
+        on_exit(Exit(returncode if self._status is None else self._status, starved))
 
     def _broken(self, error: RemoteProtocolError) -> None:
         self._log.error("worker broke the protocol", reason=error.message)

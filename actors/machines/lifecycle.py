@@ -173,6 +173,8 @@ class Exited(_Tagged, frozen=True):
     """The process is gone."""
 
     returncode: int
+    starved: bool = False
+    """It was the kernel that killed it, for want of memory."""
 
 
 class Fault(_Tagged, frozen=True):
@@ -526,7 +528,8 @@ def _forget(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
 
 def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(e, Exited)
-    died = WorkerDied(f"the worker of {m.name} {describe(e.returncode)}", exit=e.returncode)
+    why = ", by the kernel, for want of memory" if e.starved else ""
+    died = WorkerDied(f"the worker of {m.name} {describe(e.returncode)}{why}", exit=e.returncode)
     match m.state:
         case Stopping(then="stopped", reason=reason):
             lost = DrainingError(reason or f"{m.name} was stopped to be unloaded").info()
@@ -542,7 +545,9 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
             m.state = Stopped()
             return [*_lose_rows(m, died.info()), Release()]
         case _:
-            return _died(m, died.info(), now, attributable=is_own_doing(e.returncode))
+            # What took too much memory would take it again.
+            own = e.starved or is_own_doing(e.returncode)
+            return _died(m, died.info(), now, attributable=own)
 
 
 def _died(m: Lifecycle, error: ErrorInfo, now: float, *, attributable: bool) -> list[Command]:
@@ -764,7 +769,7 @@ OWN_SIGNALS = frozenset(
     }
 )
 """What a process brings upon itself; every other signal is sent by somebody: the user, a service
-manager, the kernel that lacks memory."""
+manager."""
 
 
 def is_own_doing(returncode: int) -> bool:

@@ -419,6 +419,16 @@ def test_requests_are_suspected_of_a_hang_though_we_killed_it(m):
     assert m.budget.crashes == 0
 
 
+def test_what_the_kernel_kills_for_want_of_memory_would_take_it_again(m):
+    ready(m)
+    feed(m, lc.Admit("a"))
+    [lost, _] = feed(m, lc.Exited(-9, starved=True))
+
+    assert isinstance(lost, lc.LoseRows)
+    assert lost.attributable
+    assert "for want of memory" in lost.error.message
+
+
 def test_requests_that_were_blamed_count_however_far_they_lie_apart(m):
     for at in range(3):
         hang(m, NOW + 1000 * at)

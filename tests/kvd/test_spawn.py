@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from actors.ports import Exit
 from kvd.environment import environment
+from kvd.memory.oom import OomWatch
 from kvd.spawn import Spawner
 from kvd.worker import verdicts
 from protocol.worker import LoadModel, Progress, Started, Stop
@@ -112,6 +113,32 @@ async def test_a_signal_is_a_negative_status(heard, number):
     else:
         worker.kill()
     assert await heard.exit == Exit(-number)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+async def test_a_kill_for_want_of_memory_is_told_from_others(heard, tmp_path, ours, counted):
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("pgfault 7\noom_kill 4\n")
+    spawner = Scripted("time.sleep(60)")
+    spawner._oom = OomWatch(vmstat)
+    worker = await spawner("demo", on_report=heard.report, on_exit=heard.ended)
+    await heard.first.wait()
+    if counted:
+        vmstat.write_text("pgfault 9\noom_kill 5\n")
+    worker.kill() if ours else os.kill(worker.pid, signal.SIGKILL)
+    assert await heard.exit == Exit(-9, starved=counted and not ours)
+
+
+def test_one_kill_of_the_kernel_explains_one_death(tmp_path):
+    vmstat = tmp_path / "vmstat"
+    watch = OomWatch(vmstat)
+    assert not watch.took()  # nothing there to read
+    vmstat.write_text("oom_kill 1\n")
+    assert [watch.took(), watch.took()] == [True, False]
+    vmstat.write_text("oom_kill 2\n")
+    watch.began()
+    assert not watch.took()
 
 
 @pytest.mark.parametrize("garbage", [r"b'\0\0\0\3abc'", r"b'\xff\xff\xff\xff'"])
