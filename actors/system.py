@@ -270,6 +270,7 @@ class System:
             footprint_bytes=self._memory.footprint(identity.pid),
             host=self._memory.host(),
             models=self._board.all(),
+            asleep=sorted(set(self._catalogue.models) - set(self._board.models)),
         )
 
     async def drain(self) -> None:

@@ -415,3 +415,5 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of the daemon process."""
     host: HostMemory
     models: list[ModelStatus]
+    asleep: list[str] = []
+    """Models that are known and not loaded: a request brings them."""

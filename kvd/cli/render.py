@@ -42,10 +42,14 @@ _BAR = 20
 def status(value: DaemonStatus, width: int) -> RenderableType:
     """Return all of `kvctl status`."""
     parts: list[RenderableType] = [_daemon(value), _memory(value)]
-    if not value.models:
+    if value.asleep:
+        names = ", ".join(value.asleep)
+        parts.append(Text(f"not loaded, until a request names them: {names}", style="dim"))
+    if not value.models and not value.asleep:
         parts.append(Text("\nno models; load one with `kvctl load demo`", style="dim"))
         return Group(*parts)
-    parts += [Text(), _models(value.models, width)]
+    if value.models:
+        parts += [Text(), _models(value.models, width)]
     parts += [_without_pages(model) for model in value.models if _odd_layers(model)]
     parts += [trouble(model) for model in value.models if model.error]
     return Group(*parts)

@@ -30,6 +30,7 @@ async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_brings
         await client.ask(messages.Load, model="big")
 
         assert w.model() is None
+        assert w.system.status().asleep == ["demo"]
         (evicted,) = happened(w, "evict")
         assert (evicted.model, evicted.wisher) == ("demo", "big")
         assert evicted.numbers["freed_bytes"] == 600

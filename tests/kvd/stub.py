@@ -115,7 +115,7 @@ def daemon_status(*models: ModelStatus) -> DaemonStatus:
     )
 
 
-def well(request: m.Request) -> Iterable[m.Event | None]:
+def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901 - one match
     """Answer as a daemon does that has one model and no troubles."""
     number = request.id
     match request:
@@ -123,6 +123,23 @@ def well(request: m.Request) -> Iterable[m.Event | None]:
             yield m.HelloReply(id=number, version="0.1.0", protocol=1, pid=4241, home="/h")
         case m.Status():
             yield m.StatusReply(id=number, status=daemon_status(MODEL))
+        case m.Pin(model=model) | m.Unpin(model=model):
+            yield m.Pinned(id=number, model=model, pinned=isinstance(request, m.Pin))
+        case m.Configure(budget_bytes=total):
+            yield m.Configured(id=number, budget_bytes=total or 2**30, granted_bytes=2**20)
+        case m.Events():
+            yield m.Happened(
+                id=number,
+                seq=1,
+                at=0.0,
+                kind="evict",
+                model=request.model or "demo",
+                reason="the load of other",
+                wisher="other",
+                numbers={"freed_bytes": 2**30, "level": 1},
+            )
+            if not request.follow:
+                yield m.EventsOver(id=number, last=1)
         case m.Load(model=model):
             yield m.Loading(id=number, model=model, stage="weights", fraction=0.5)
             yield m.Loaded(id=number, model=MODEL)

@@ -17,6 +17,7 @@ from kvd.home import Home
 from kvd.listen import hold_lock
 from protocol import errors
 from protocol import messages as m
+from protocol.policy import ModelPolicy
 from protocol.types import Alternative, Sampling, TokenLogprob, Usage
 from tests.kvd.stub import MODEL, daemon_status, stub_daemon, well
 
@@ -471,3 +472,43 @@ def test_help_of_kvd_shows_flags_as_they_are_written(monkeypatch, capsys, argume
     with pytest.raises(SystemExit):
         kvd_main()
     assert "<bool>" not in capsys.readouterr().out
+
+
+def test_events_for_people_and_for_programs(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        code, out, _ = kvctl("events")
+        assert code == 0
+        assert "evict demo: the load of other  (freed 1.0 GiB, level 1)" in out
+        code, out, _ = kvctl("events", "chat", "--json")
+    assert (code, json.loads(out)["model"]) == (0, "chat")
+
+
+def test_pin_unpin_and_the_budget(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        assert kvctl("pin", "demo")[2] == "demo is pinned\n"
+        assert kvctl("unpin", "demo", "--json")[1] == '{"model":"demo","pinned":false}\n'
+        assert kvctl("config")[1] == "budget 1.0 GiB, 1.0 MiB granted\n"
+        code, out, _ = kvctl("config", "--budget", "2GiB", "--json")
+        assert (code, json.loads(out)["budget_bytes"]) == (0, 2**31)
+        code, _, err = kvctl("config", "--budget", "much")
+    assert code == 2
+    assert "much" in err
+
+
+def test_what_a_load_says_of_a_model_is_sent(kvctl, home: Home):
+    asked = []
+
+    def answer(request):
+        asked.append(request)
+        return well(request)
+
+    with stub_daemon(home.socket, answer):
+        options = ["--pin", "--priority", "3", "--idle-ttl", "60", "--max-context", "4096"]
+        assert kvctl("load", "demo", *options)[0] == 0
+        assert kvctl("load", "demo")[0] == 0
+        assert kvctl("load", "demo", "--priority", "0")[0] == 0
+        code, _, err = kvctl("load", "demo", "--priority", "101")
+    said = [it.policy for it in asked if isinstance(it, m.Load)]
+    wanted = ModelPolicy(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
+    assert said == [wanted, None, ModelPolicy()]
+    assert (code, "priority must be at most 100" in err) == (2, True)

@@ -390,3 +390,27 @@ def test_a_choice_that_was_not_asked_for_is_the_daemon_s_mistake(home: Home):
         pytest.raises(errors.LocalProtocolError, match="choice 1 of 1"),
     ):
         _ = kvd.generate("demo", "Hi").text
+
+
+def test_what_was_done_is_read_as_far_as_one_likes(home: Home):
+    with stub_daemon(home.socket, well), Client(home=home.root) as client:
+        assert [it.kind for it in client.events()] == ["evict"]
+        assert client.pin("demo").pinned
+        assert not client.pin("demo", pinned=False).pinned
+        assert client.configure(budget_bytes=5).budget_bytes == 5
+        following = client.events("chat", follow=True)
+        assert next(following).model == "chat"
+        following.close()
+        assert client.status().models
+
+
+async def test_the_same_in_asyncio(home: Home):
+    with stub_daemon(home.socket, well):
+        async with AsyncClient(home=home.root) as client:
+            assert [it.kind async for it in client.events()] == ["evict"]
+            assert (await client.pin("demo")).pinned
+            assert (await client.configure()).budget_bytes == 2**30
+            following = client.events("chat", follow=True)
+            assert (await anext(following)).model == "chat"
+            await following.aclose()
+            assert (await client.status()).models

@@ -91,3 +91,16 @@ def test_the_line_about_a_loaded_model_says_the_scheme_it_got():
     lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
     assert "  k8v8  " in render.model(lifted).plain
     assert "  k4v4" in render.model(msgspec.structs.replace(lifted, info=None)).plain
+
+
+def test_models_that_are_not_loaded_are_named():
+    status = msgspec.structs.replace(daemon_status(MODEL), asleep=["chat", "code"])
+    assert "not loaded, until a request names them: chat, code" in shown(status, 100)
+    assert "no models" not in shown(msgspec.structs.replace(status, models=[]), 100)
+
+
+def test_a_pinned_model_and_a_violation_show():
+    pinned = msgspec.structs.replace(MODEL, pinned=True)
+    status = msgspec.structs.replace(daemon_status(pinned), violations=2)
+    assert "ready pinned" in shown(status, 200)
+    assert "exceeded 2 times" in shown(status, 200)
