@@ -321,7 +321,8 @@ class Desk(msgspec.Struct):
             suspects.check()
             assert suspects.inside.keys() <= self.requests.keys(), "a suspect that is over"
         for model, suspects in self.suspects.items():
-            if model in self.models and self.models[model].standing == "ready":
+            known = self.models.get(model)
+            if known is not None and known.standing == "ready" and model not in self.kept:
                 assert not suspects.careful or suspects.trying, "nobody is tried"
 
     def _arrive(self, event: Arrived) -> list[Command]:

@@ -18,6 +18,7 @@ from actors.machines.admission import (
     Event,
     Forward,
     Gained,
+    Kept,
     ModelGone,
     ModelIs,
     Over,
@@ -308,6 +309,10 @@ class Walk(RuleBasedStateMachine):
             if self.desk.models.get(self.desk.requests[rid].model) is not None:
                 self.model_is(self.desk.requests[rid].model, "waiting")
             self.feed(Bounced(rid))
+
+    @rule(model=models, held=st.booleans())
+    def keep(self, model, held):
+        self.feed(Kept(model, held))
 
     @rule(data=st.data())
     def gain(self, data):
