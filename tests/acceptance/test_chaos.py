@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
+
+RESULT = Path(__file__).parents[2] / "bench" / "results" / "chaos-linux-cpu.json"
 
 
 @pytest.mark.mlx
@@ -21,3 +25,13 @@ def test_streams_have_the_tokens_of_an_undisturbed_run() -> None:
     assert found.streams >= 12
     assert found.spared_streams >= 4
     assert found.restarts >= 2  # two strikes may meet one process
+
+
+def test_the_recorded_run_lost_nothing() -> None:
+    found = json.loads(RESULT.read_text())
+
+    assert (found["wrong"], found["asked"]["streams"]) == ([], 16)
+    assert found["kills"] >= 30
+    assert found["stops"] > 0
+    assert found["streams"] > 16
+    assert found["spared_streams"] > 16
