@@ -2,7 +2,8 @@
 
     python -m bench.pressure [--streams 64] [--share 0.333] [--json FILE] [--plot FILE]
 
-Three copies of the embedded model and a random-weight one with wider keys and values. First all
+Three copies of the embedded model and a random-weight one with wider keys and values, which has
+priority: others park rows for it. First all
 streams run with memory for all; what the workers then hold beside their bases is the demand. Then
 they run again under a budget of the bases and a share of the demand. Streams that ran on one level
 of the ladder all the way must have the same tokens as without pressure; for those that ran on a
