@@ -62,13 +62,15 @@ def events(
 ) -> None:
     """Show what was done to make room, and why."""
     wanted = terms(context, home, socket, json=json)
-    console = stdout_console()
+    console, happened = stdout_console(), None
     with wanted.connected() as client:
         for happened in client.events(model, follow=follow):
             if wanted.json:
                 wanted.print_json(happened)
             else:
                 console.print(line(happened), soft_wrap=True)
+    if happened is None:
+        talk("nothing had to be done so far")
 
 
 def line(it: Happened) -> Text:
