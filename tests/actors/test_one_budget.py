@@ -82,7 +82,7 @@ async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others
         await busy(w, "demo")
         client = w.client()
         key = client.generate("big")
-        await asyncio.sleep(500)  # far beyond the patience with a silent load
+        await asyncio.sleep(2000)  # far beyond the patience with a silent load
 
         assert w.model("big").state == "loading"
         assert w.said("worker_terminated") == []
