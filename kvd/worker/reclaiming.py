@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from kvd.worker.parking.lot import Parking
 
 SLICE_SECONDS = 0.010
-"""How long a step works on giving memory back."""
+"""How long a step works on giving memory back, at least."""
+SHARE = 0.1
+"""Of a step's own time, which is more where prompts are read: somebody waits for the memory."""
 _TRIES = 3
 """Times that pools are cut: what is flushed meanwhile may make them grow again."""
 
@@ -47,6 +49,8 @@ class Reclaiming:
         self._now: Iterator[None] | None = None
         self._end = 0.0
         """Of the slice."""
+        self._over_at: float | None = None
+        """When the last slice of this command was."""
 
     @property
     def active(self) -> bool:
@@ -74,9 +78,12 @@ class Reclaiming:
             self._hands.admission.closed = True
             self._hands.holdings.promised = command.wanted_bytes
             self._now = self._work(command)
-        self._end = self._clock() + SLICE_SECONDS
+        now = self._clock()
+        step = 0.0 if self._over_at is None else now - self._over_at
+        self._end = now + max(SLICE_SECONDS, SHARE * step)
         while next(self._now, self) is None:
             if not self._has_time():
+                self._over_at = self._clock()
                 return []
         self._asked.popleft()
         reports = self._give_back(command)
@@ -85,7 +92,7 @@ class Reclaiming:
         return reports
 
     def _open(self) -> None:
-        self._now = None
+        self._now = self._over_at = None
         self._hands.admission.closed = False
         self._hands.holdings.promised = 0
 
@@ -123,7 +130,7 @@ class Reclaiming:
                 yield from self._lower(command)
             case "park":
                 yield from self._parking.reclaim(command.wanted_bytes)
-        yield from self._trim()
+        yield from self._trim(command.wanted_bytes)
 
     def _has_time(self) -> bool:
         return self._clock() < self._end
@@ -176,22 +183,31 @@ class Reclaiming:
         ]
         return [row for row in rows if row is not None]
 
-    def _trim(self) -> Iterator[None]:
-        """Cut tails and pools to what is used, if that is less than they may hold."""
-        hands = self._hands
-        cache, holdings = hands.cache, hands.holdings
+    def _trim(self, wanted_bytes: int) -> Iterator[None]:
+        """Cut tails and pools to what is used, if they hold what is wanted."""
+        hands, cache = self._hands, self._hands.cache
+        wanted = -(-wanted_bytes // hands.admission.budget.page_bytes)
+        if not self._lacks(wanted):
+            return
         if cache.tail_slots > hands.scheduler.places:
             hands.settle()
             hands.flush()
             cache.cut_tails()
         for _ in range(_TRIES):
-            if holdings.charged_pages <= holdings.needed_pages or not isinstance(cache, ModelCache):
+            if not self._lacks(wanted) or not isinstance(cache, ModelCache):
                 return
             hands.flush()
             trimming = Trimming(cache)
             while not trimming.over:
                 trimming.advance(self._left(), self._clock)
                 yield
+
+    def _lacks(self, wanted: int) -> bool:
+        """Return whether less can be given back than wanted, and cutting would help."""
+        hands = self._hands
+        holdings, held = hands.holdings, hands.holdings.held()
+        loose = held.pages > holdings.needed_pages or held.rows > hands.scheduler.places
+        return loose and hands.admission.spare(held) < wanted
 
 
 def _is_above(cache: ModelCache, row: Any, level: int) -> bool:

@@ -205,6 +205,7 @@ def test_a_request_can_end_while_it_is_written_or_read(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     driver.submit("b", prompt_of(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
@@ -297,6 +298,7 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
     alone = [driver.alone(prompt, **more) for prompt, more in requests]
     driver.engine._prompts.tree.clear()
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     monkeypatch.setattr(holdings, "AGAIN_TOKENS", 4)  # else no row here is parked twice
     waiting = list(enumerate(requests))
@@ -304,7 +306,7 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
         if waiting and rng.random() < 0.1:
             index, (prompt, more) = waiting.pop()
             driver.submit(f"r{index}", prompt, **more)
-        if rng.random() < 0.05:
+        if rng.random() < 0.08:
             prefer(driver, rng.choice(["disk", "recompute"]))
             wanted = rng.choice([1, 10**6, EVERYTHING])
             rung = rng.choice(["spare", "prefixes", "park", "park"])
@@ -326,6 +328,7 @@ def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
     prefer(driver, "disk")
     driver.submit("stays", prompt_of(300, 1), max_tokens=200, ignore_eos=True, priority=1)
     driver.submit("goes", prompt_of(900, 2), max_tokens=200, ignore_eos=True)
@@ -354,6 +357,7 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     requests = {"a": prompt_of(300, 1), "b": prompt_of(500, 2)}

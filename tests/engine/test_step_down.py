@@ -86,6 +86,7 @@ def test_a_request_that_waits_for_memory_does_not_undo_the_work(
     laddered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)  # one piece a step
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
     laddered.outcomes.clear()
     budget = laddered.budget
     for rid, seed in (("a", 1), ("b", 2)):
