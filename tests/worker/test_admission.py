@@ -336,7 +336,7 @@ class Traffic(RuleBasedStateMachine):
         self.governor = Governor(budget_bytes=BASE + budget * PAGE)
         first = BASE + REST * PAGE
         self.governor.handle(Wanted("me", 1, first), 0.0)
-        self.admission = admission_of()
+        self.admission = laddered(REST)
         self.scheduler = self.admission.scheduler
         self.up: list[GrantWanted] = []
         self.down: list[Grant] = []
@@ -427,6 +427,31 @@ class Traffic(RuleBasedStateMachine):
     def give_back(self, pages: int) -> None:
         self.hold(spare=False)
         self.tell(self.admission.give_back(pages, self.held))
+
+    @rule(pages=st.integers(0, 60))
+    def hand_over(self, pages: int) -> None:
+        """The daemon asks for memory, whatever is under way."""
+        self.hold(spare=False)
+        before = self.admission.budget.granted_bytes
+        wish, freed = self.admission.hand_over(pages, self.held)
+        assert freed == before - self.admission.budget.granted_bytes
+        assert (wish is None) == (freed == 0)
+        self.tell(wish)
+
+    @rule(level=st.integers(0, 2))
+    def start_level(self, level: int) -> None:
+        self.admission.start(level)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def lower(self, data: st.DataObject) -> None:
+        """A running row goes down: what it reserves falls by what was promised."""
+        rid = data.draw(st.sampled_from(sorted(self.running)))
+        if self.scheduler.level(rid) == 0:
+            before, saved = self.scheduler.reserved, self.scheduler.saving(rid, 1)
+            self.admission.lowered(rid, 1)
+            assert self.scheduler.reserved == before - saved
+            self.hold(spare=False)
 
     @rule(pages=st.integers(1, 10))
     def cache(self, pages: int) -> None:
