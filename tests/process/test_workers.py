@@ -13,6 +13,7 @@ from tests.process.helpers import Daemon, Reader, alive, source, wait_for, writt
 def test_nobody_sees_a_kill_9_of_a_worker(daemon: Daemon):
     daemon.load(source(tps=50), "hit")
     daemon.load(source(tps=50), "spared")
+    daemon.load(source(tps=0), "quick")
     first = daemon.worker_pid("hit")
     struck = [Reader(daemon, "hit", f"{i}", max_tokens=90, seed=i).begun() for i in range(3)]
     other = Reader(daemon, "spared", max_tokens=100).begun()
@@ -20,7 +21,7 @@ def test_nobody_sees_a_kill_9_of_a_worker(daemon: Daemon):
     for number, reader in enumerate(struck):
         assert reader.finished().error is None
         with daemon.client() as kvd:
-            right = kvd.generate("spared", f"{number}", max_tokens=90, seed=number)
+            right = kvd.generate("quick", f"{number}", max_tokens=90, seed=number)
             assert (right.text, right.tokens) == (reader.completion.text, reader.completion.tokens)
     wait_for("hit comes back", lambda: daemon.model("hit").state == "ready")
     assert daemon.worker_pid("hit") != first
