@@ -14,7 +14,8 @@ _COLOURS = {
     "free pages": "#f0e6c8",
     "tails": "#e9a23b",
 }
-_MARKS = {"level": "v", "park": "P", "evict": "X"}
+_MARKS = {"reclaim_level": ("v", "stepped down"), "reclaim_park": ("P", "parked")}
+"""What was done, above the budget's line."""
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -30,7 +31,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     kinds = run["watched"]["kinds"]
     times = [one["at"] for one in kinds]
     names = [name for name in _COLOURS if any(name in one["by_kind"] for one in kinds)]
-    layers = [[result["bases_bytes"] / _MIB] * len(times)]
+    layers = [[_bases(run, at) / _MIB for at in times]]
     layers += [[one["by_kind"].get(name, 0) / _MIB for one in kinds] for name in names]
     labels = ["bases", *names]
     axes.stackplot(times, layers, labels=labels, colors=[_COLOURS[name] for name in labels])
@@ -44,9 +45,20 @@ def draw(result: dict[str, Any], path: Path) -> None:
     )
     axes.plot(times, [one["granted"] / _MIB for one in kinds], color="#276749", label="granted")
     axes.axhline(result["budget_bytes"] / _MIB, color="#c53030", linestyle="--", label="budget")
+    top = 1.03 * result["budget_bytes"] / _MIB
+    for kind, (mark, name) in _MARKS.items():
+        when = [one["at"] for one in run["actions"] if one["kind"] == kind]
+        if when:
+            axes.plot(when, [top] * len(when), mark, color="#44337a", markersize=5, label=name)
     axes.set_xlabel("seconds")
     axes.set_ylabel("MiB, all workers")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=5, fontsize=8, frameon=False)
     figure.savefig(path, bbox_inches="tight")
     plt.close(figure)
+
+
+def _bases(run: dict[str, Any], at: float) -> int:
+    """Return the bases of the models that are loaded at a moment."""
+    gone = {one["model"] for one in run["actions"] if one["kind"] == "evict" and one["at"] <= at}
+    return sum(nbytes for model, nbytes in run["bases"].items() if model not in gone)

@@ -1,0 +1,83 @@
+"""Streams of two models under a third of the memory that they want, with real workers.
+
+The small version of `bench/pressure`: without pressure, under it, and for streams that ran on a
+lower level on models that start there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("mlx.core")
+
+from bench.own import daemon
+from bench.pressure.play import AMPLE, Outcome, serve
+from bench.pressure.streams import Stream, make
+from kvd.client import AsyncClient
+from protocol.types import LADDER, KVSpec
+
+pytestmark = [pytest.mark.mlx, pytest.mark.process]
+
+MODELS = ["a", "b"]
+
+
+async def load(client: AsyncClient, alias: str, scheme: str = LADDER[0]) -> None:
+    kv = KVSpec(k_bits=int(scheme[1]), v_bits=int(scheme[3]), prefix_cache=0)
+    await (await client.load("demo", alias=alias, kv=kv)).result()
+
+
+async def on_lower_levels(streams: list[Stream], pressed: list[Outcome]) -> dict[int, list[int]]:
+    """Return what streams say that ran on one lower level, by models that start there.
+
+    In a daemon that was never pressed: after pressure rows start lower for some seconds.
+    """
+    right = {}
+    async with daemon(f"budget = {AMPLE}\n") as client:
+        for level in range(1, len(LADDER)):
+            some = [number for number, one in enumerate(pressed) if one.levels == [level]]
+            if some:
+                await load(client, LADDER[level], LADDER[level])
+                asked = [Stream(**vars(streams[n]) | {"model": LADDER[level]}) for n in some]
+                outcomes, _ = await serve(client, asked)
+                assert {tuple(one.levels) for one in outcomes} == {(0,)}
+                right |= {n: one.tokens for n, one in zip(some, outcomes, strict=True)}
+    return right
+
+
+async def main() -> None:
+    streams = make(MODELS, 16, prompt=400, completion=50, seed=3)
+    async with daemon(f"budget = {AMPLE}\n") as client:
+        for alias in MODELS:
+            await load(client, alias)
+        free, calm = await serve(client, streams)
+        status = await client.status()
+        bases = sum(model.stats.offer.base for model in status.models)
+        demand = max(one.granted for one in calm.kinds) - bases
+        budget = bases + demand // 3
+        await client.configure(budget_bytes=budget)
+        while (await client.configure()).granted_bytes > budget:  # noqa: ASYNC110 - worked off
+            await asyncio.sleep(0.02)
+        pressed, watch = await serve(client, streams)
+        events = [event async for event in client.events()]
+        violations = (await client.status()).violations
+    right = dict(enumerate(one.tokens for one in free))
+    right |= await on_lower_levels(streams, pressed)
+
+    assert [one.error for one in free + pressed] == [""] * 32
+    assert {one.reason for one in pressed} == {"length"}
+    assert [len(one.tokens) for one in pressed] == [one.max_tokens for one in streams]
+    same = [n for n, one in enumerate(pressed) if len(one.levels) == 1]
+    assert len(same) > 4
+    assert all(pressed[n].tokens == right[n] for n in same)
+    assert {one.levels[0] for one in free} == {0}
+    assert any(one.levels != [0] for one in pressed), "nobody was pressed"
+    assert any(event.kind in {"reclaim_level", "start_level"} for event in events)
+    assert violations == 0
+    assert max(one.granted for one in watch.kinds) <= budget
+    assert max(one.footprint for one in watch.samples) <= 1.03 * budget
+
+
+def test_streams_under_pressure_finish_and_say_what_they_would_have_said():
+    asyncio.run(main())
