@@ -55,6 +55,8 @@ class Job:
     """Tokens of the prompt whose logprobs were sent."""
     fresh: bool = True
     """Nothing new was heard since a worker got it."""
+    lined_up: bool = False
+    """The worker said that it waits in its queue."""
     resting: bool = False
     """The client was told that it is parked."""
     replayed: bool = False

@@ -199,6 +199,10 @@ class Router(Actor["RouterMail"]):
             if job.fresh:
                 job.fresh = False
                 self._do(admission.Gained(rid))
+        elif isinstance(report, wire.RowQueued):
+            if not job.lined_up:
+                job.lined_up = True
+                self._do(admission.LinedUp(rid))
         elif event is not None and messages.is_last(event):
             del self._office.jobs[rid]
             self._do(admission.Over(rid))
@@ -218,7 +222,7 @@ class Router(Actor["RouterMail"]):
         match command:
             case admission.Forward(rid=rid, model=model):
                 job = office.jobs[rid]
-                job.fresh = True
+                job.fresh, job.lined_up = True, False
                 office.workers[model].tell(mail.RunRow(_timed(job)))
             case admission.Summon(model=model):
                 office.summon(model)

@@ -119,6 +119,12 @@ class Gained(_Tagged, frozen=True):
     rid: str
 
 
+class LinedUp(_Tagged, frozen=True):
+    """It waits in the worker's own queue."""
+
+    rid: str
+
+
 class Over(_Tagged, frozen=True):
     """The worker has ended it."""
 
@@ -149,6 +155,7 @@ Event = (
     | Bounced
     | RowsLost
     | Gained
+    | LinedUp
     | Over
     | Unwanted
     | DrainAll
@@ -283,6 +290,10 @@ class Desk(msgspec.Struct):
                 commands = self._bounce(rid)
             case RowsLost():
                 commands = self._lost(event)
+            case LinedUp(rid=rid):
+                if (held := self.requests.get(rid)) is not None:
+                    self._suspects(held.model).lined_up(rid)
+                commands = []
             case Gained(rid=rid):
                 commands = self._gained(rid)
             case Over(rid=rid):

@@ -7,7 +7,8 @@ leave. When the process dies (`died`), what becomes of those inside:
 2. all had made new tokens: the same, for an end that takes so long is met by going on;
 3. the only one inside was suspected before: it is to blame, and is not tried again;
 4. else those without a new token are suspected. If others had made some, the suspects are tried
-   apart from them first; if not, in halves.
+   apart from them first; if not, in halves. Who is in it for the first time, and was in the
+   worker's queue when last heard of, comes last: a long queue does not hold up those who run.
 
 While groups wait to be tried, one is inside at a time; the next one joins it when each of its
 requests has made a new token, which ends the suspicion, or is over. Who has come since waits until
@@ -39,6 +40,8 @@ class Suspects(msgspec.Struct):
     """To be tried, in this order."""
     stories: dict[str, list[str]] = msgspec.field(default_factory=dict)
     """Of those suspected: the deaths that they were in since their last new token."""
+    queued: set[str] = msgspec.field(default_factory=set)
+    """Inside, and waiting in the worker's queue when last heard of."""
     careful: bool = False
     """Nobody goes in but the group that is tried."""
 
@@ -61,8 +64,14 @@ class Suspects(msgspec.Struct):
         """Note that a request is given to the process."""
         self.inside[rid] = False
 
+    def lined_up(self, rid: str) -> None:
+        """Note that a request waits in the worker's queue."""
+        if rid in self.inside:
+            self.queued.add(rid)
+
     def gained(self, rid: str) -> None:
         """Note a new token of a request."""
+        self.queued.discard(rid)
         if rid in self.inside:
             self.inside[rid] = True
             self.stories.pop(rid, None)
@@ -70,10 +79,12 @@ class Suspects(msgspec.Struct):
     def bounced(self, rid: str) -> None:
         """Note that the process never got a request."""
         self.inside.pop(rid, None)
+        self.queued.discard(rid)
 
     def over(self, rid: str) -> None:
         """Forget a request, wherever it is."""
         self.inside.pop(rid, None)
+        self.queued.discard(rid)
         self.stories.pop(rid, None)
         for group in self.groups:
             if rid in group:
@@ -87,6 +98,8 @@ class Suspects(msgspec.Struct):
         """
         were = {rid: self.inside.pop(rid) for rid in list(self.inside) if rid in present}
         unproven = [rid for rid, proven in were.items() if not proven]
+        idle = [rid for rid in unproven if rid in self.queued and rid not in self.stories]
+        self.queued.difference_update(were)
         if not (attributable and unproven):  # (1), (2)
             if self.careful and were:
                 self.groups.insert(0, list(were))
@@ -97,11 +110,11 @@ class Suspects(msgspec.Struct):
             return self.stories.pop(unproven[0])
         self.careful = True
         rest = [rid for rid in were if were[rid]]
-        if rest:  # (4)
-            self.groups[:0] = [unproven, rest]
-        else:
-            half = -(-len(unproven) // 2)
-            self.groups[:0] = [part for part in (unproven[:half], unproven[half:]) if part]
+        if not rest and len(idle) == len(unproven):
+            idle = []
+        first = [rid for rid in unproven if rid not in idle]  # (4)
+        half = len(first) if rest else -(-len(first) // 2)
+        self.groups[:0] = [part for part in (first[:half], first[half:], rest, idle) if part]
         return None
 
     def _tell(self, rid: str, line: str) -> None:
@@ -113,5 +126,6 @@ class Suspects(msgspec.Struct):
         assert all(self.groups), "an empty group"
         assert len(waiting) == len(set(waiting)), "a request in two groups"
         assert not set(waiting) & set(self.inside), "a request that is tried, and waits for it"
+        assert self.queued <= self.inside.keys(), "in the queue of no process"
         assert self.careful or not self.groups, "groups that nobody heeds"
         assert not any(self.inside.get(rid, False) for rid in self.stories), "proven, and suspected"

@@ -19,6 +19,7 @@ from actors.machines.admission import (
     Forward,
     Gained,
     Kept,
+    LinedUp,
     ModelGone,
     ModelIs,
     Over,
@@ -313,6 +314,11 @@ class Walk(RuleBasedStateMachine):
     @rule(model=models, held=st.booleans())
     def keep(self, model, held):
         self.feed(Kept(model, held))
+
+    @rule(data=st.data())
+    def line_up(self, data):
+        if rid := self.one_inside(data):
+            self.feed(LinedUp(rid))
 
     @rule(data=st.data())
     def gain(self, data):

@@ -75,6 +75,31 @@ def test_suspects_are_tried_in_halves_one_after_the_other() -> None:
     assert subject.next_group() == ["a", "b"]
 
 
+def test_a_long_queue_does_not_hold_up_those_who_run() -> None:
+    subject = inside("runs", "reads", "q1", "q2")
+    subject.gained("runs")
+    subject.lined_up("q1")
+    subject.lined_up("q2")
+    died(subject, "runs", "reads", "q1", "q2")
+    assert subject.groups == [["reads"], ["runs"], ["q1", "q2"]]
+    for group in (subject.next_group(), subject.next_group(), subject.next_group()):
+        for rid in group:
+            subject.enter(rid)
+            if not rid.startswith("q"):
+                subject.gained(rid)
+    subject.lined_up("q2")  # it is in it for the second time
+    died(subject, "runs", "reads", "q1", "q2")
+    assert subject.groups == [["q1", "q2"], ["reads", "runs"]]
+
+
+def test_where_all_are_in_the_queue_one_of_them_it_was() -> None:
+    subject = inside("a", "b")
+    subject.lined_up("a")
+    subject.lined_up("b")
+    died(subject, "a", "b")
+    assert subject.groups == [["a"], ["b"]]
+
+
 def test_a_kill_from_outside_in_a_trial_repeats_it() -> None:
     subject = inside("a", "b")
     died(subject, "a", "b")
@@ -151,6 +176,8 @@ class Run:
         for rid in list(rids):
             self.waiting.remove(rid)
             self.subject.enter(rid)
+            if self.draw.random() < 0.4:
+                self.subject.lined_up(rid)
 
     def step(self, rid: str) -> None:
         if self.deadly.get(rid) == self.made[rid]:

@@ -19,7 +19,10 @@ from protocol.worker import (
     LoadModel,
     Ready,
     RowFailed,
+    RowParked,
     RowPrompt,
+    RowQueued,
+    RowResumed,
     RowTokens,
     Started,
     Stop,
@@ -729,6 +732,33 @@ async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
 
         assert w.model().granted_bytes == 100
         assert w.spawn.last("demo").grant == 100
+
+
+@simulated
+async def test_clients_are_told_where_they_wait_and_that_they_rest():
+    async with world({"demo": [SLOW]}) as w:
+        client, worker = w.client(), w.spawn.last("demo")
+        key = client.generate(max_tokens=4)
+        await until(lambda: worker._rows)
+        for report in (
+            RowQueued(rid="1.1", position=2),
+            RowQueued(rid="1.1", position=1),
+            RowParked(rid="1.1", nbytes=7, where="disk"),
+            RowParked(rid="1.1", nbytes=7, where="disk"),
+            RowResumed(rid="1.1"),
+        ):
+            worker.say(report)
+        await asyncio.sleep(0.1)
+        assert w.system._office.machine.suspects["demo"].queued == {"1.1"}
+        assert (await client.end(key)).reason == "length"
+        told = [one for one in client.events[key] if not isinstance(one, messages.Tokens)]
+        assert told[1:-1] == [
+            messages.Queued(id=key, position=2),
+            messages.Queued(id=key, position=1),
+            Parked(id=key, reason="memory"),
+            messages.Resumed(id=key),
+        ]
+        assert not w.system._office.machine.suspects["demo"].queued
 
 
 @simulated
