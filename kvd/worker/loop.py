@@ -195,14 +195,15 @@ class Loop:
             self._link.send()
 
     def _step(self) -> None:
-        for report in self._engine.step():
+        reports = self._engine.step()
+        if not self._gate.is_free:  # before the tokens: others wait for it
+            self._say(self._gate.stepped(self._clock()))
+        for report in reports:
             if isinstance(report, (RowFinished, RowFailed)):
                 self._rows.discard(report.rid)
             self._link.put(report)
         self._worked = True
         self._tell_stats()
-        if not self._gate.is_free:
-            self._say(self._gate.stepped(self._clock()))
 
     def _has_turn(self) -> bool:
         self._say(self._gate.begin())
