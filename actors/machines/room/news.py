@@ -38,8 +38,9 @@ def take(m: Estate, event: Event, now: float) -> list[Command]:
     match event:
         case Boarding(model=model):
             tenant = m.tenant(model)
+            tenant.end()  # whatever it was before, it has no process yet
             tenant.policy, tenant.patient = event.policy, event.patient
-            tenant.state, tenant.boarded_at = "loading", now
+            tenant.boarded_at = now
         case Wanted():
             return _want(m, event, now)
         case Left(model=model):
