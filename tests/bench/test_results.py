@@ -200,7 +200,7 @@ def test_prompts_on_a_gpu_take_no_longer_and_no_more_than_mlx_lms(shape: str) ->
         name: [row for row in found["prefill"] if row["loop"].startswith(name)]
         for name in ("kvd", "mlx-lm")
     }
-    assert not found["failed"]
+    assert all(one.startswith("decode theirs") for one in found["failed"])  # it runs out of memory
     seconds, peak = (
         {name: float(np.median([row[what] for row in rows])) for name, rows in sides.items()}
         for what in ("seconds", "peak_bytes")
