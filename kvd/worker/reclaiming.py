@@ -121,6 +121,7 @@ class Reclaiming:
         while self._parking.busy:
             self._parking.work(self._left())
             yield
+        self._hands.admission.closed = True  # what was under way there may have opened it
         match command.rung:
             case "spare":
                 pass

@@ -231,10 +231,14 @@ def _park_one(driver: Driver):
     return Reclaim(seq=1, rung="park", wanted_bytes=wanted)
 
 
-def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(driver: Driver) -> None:
+@pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "memory", "reclaim"])
+def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
     """Nobody runs, and what others keep is what the first one lacks."""
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
-    requests = {rid: prompt_of(600, seed) for seed, rid in enumerate("abc")}
+    requests = {rid: prompt_of(500, seed) for seed, rid in enumerate("abc")}
     wanted = {rid: driver.alone(requests[rid], max_tokens=30, ignore_eos=True) for rid in "abc"}
     driver.engine._prompts.tree.clear()
     for rid, prompt in requests.items():
@@ -249,11 +253,22 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(driver: Driver
     for rid in "abc":
         driver.engine.unpark(rid)
     kept = sum(one.kept_pages for one in driver.engine._requests.values())
-    assert kept > 10
+    assert kept > 8
     assert driver.engine._admission.budget.pages <= kept + 1
     # Two pages more than they keep: not enough for one.
     driver.others = driver.budget - driver.total - 2 * unit
-    driver.run()
+    driver.run(until=lambda: driver.engine._parking.busy)
+    if meanwhile == "cancel":
+        driver.engine.cancel("c")
+    elif meanwhile == "memory":
+        driver.others = 0
+        driver.retry()
+    elif meanwhile == "reclaim":
+        driver.engine.reclaim(Reclaim(seq=2, rung="park", wanted_bytes=EVERYTHING))
+    driver.run(until=lambda: all(one.over for one in driver.outcomes.values()))
+    if meanwhile == "cancel":
+        assert driver.outcomes.pop("c").reason == "cancelled"
+        del wanted["c"]
     assert driver.outcomes == wanted
     driver.others = 0
 

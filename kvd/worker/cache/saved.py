@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.composite import ModelCache, SequenceRow
 from kvd.worker.cache.frozen import FrozenRow, FrozenSequence
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS
@@ -87,9 +87,9 @@ def _pieces(cache: ModelCache, levels: Sequence[Sequence[int]]) -> Iterator[_Pie
 
 
 class _Book:
-    """Where the pages of some frozen sequences lie now, each by its first holder."""
+    """Where the pages of some sequences lie now, each by its first holder."""
 
-    def __init__(self, sequences: Sequence[FrozenSequence], stores: int) -> None:
+    def __init__(self, sequences: Sequence[FrozenSequence | SequenceRow], stores: int) -> None:
         self._sequences = sequences
         self.numbers: list[dict[PageId, int]] = [{} for _ in range(stores)]
         """Of each store, its pages in the order of the list; as they lay at first."""
@@ -154,16 +154,17 @@ class Saver:
 
 
 class Loader:
-    """Brings records back: `sequences` are frozen ones, whole when all records were taken.
+    """Brings records back: `sequences` are running ones, whole when all records were taken.
 
-    Takes their pages at once, and so may grow pools; raises what MLX raises when memory is short.
-    `forget` them where a record is not there or `Damaged`.
+    They have their places and pages from the first record on, and so what was reserved for them is
+    enough; no step may take them before the last one. Pools may grow for them at once; raises what
+    MLX raises when memory is short. `forget` them where a record is not there or `Damaged`.
     """
 
     def __init__(self, cache: ModelCache, records: Iterator[bytes]) -> None:
         self._cache = cache
         self._records = records
-        self.sequences: list[FrozenSequence] = []
+        self.sequences: list[SequenceRow] = []
 
     def run(self) -> Iterator[None]:
         """Take a record between two yields; the device must be idle."""
@@ -180,7 +181,7 @@ class Loader:
         """Give back what was taken."""
         for one in self.sequences:
             if one.alive:
-                self._cache.drop(one)
+                self._cache.free(one)
 
     def _read_outline(self) -> Outline:
         try:
@@ -237,7 +238,11 @@ class Loader:
             state = [
                 [None if shape is None else next(arrays) for shape in part] for part in one.states
             ]
-            self.sequences.append(self._cache.keep(FrozenSequence(rows, state, one.length)))
+            frozen = self._cache.keep(FrozenSequence(rows, state, one.length))
+            try:
+                self.sequences.append(self._cache.thaw(frozen))
+            finally:
+                self._cache.drop(frozen)
         for store, pages in zip(self._cache.stores, taken, strict=True):
             for page in pages:
                 store.allocators[page.level].release(page)  # the hold of the taking

@@ -152,18 +152,25 @@ class Parking:
                 self._hands.admission.unpark(rid)
 
     def spill(self) -> None:
-        """Take what others keep out of the memory that the head of the queue waits for."""
+        """Take what others keep out of the memory that the head of the queue waits for.
+
+        One request; until it is out nobody is admitted, so that it stays where it is.
+        """
         head = self._hands.scheduler.head
         behind = [one for one in self._kept() if one.rid != head]
         if behind and not self._jobs:
-            self._jobs[behind[0].rid] = self._discard(self._move_out(behind[0]))
+            self._hands.admission.closed = True
+            self._jobs[behind[0].rid] = self._spill(behind[0])
 
-    def _discard(self, moving: Iterator[None]) -> Iterator[None]:
-        yield from moving
+    def _spill(self, request: Request) -> Iterator[None]:
+        yield from self._move_out(request)
+        self._hands.admission.closed = False
 
     def _move_out(self, request: Request) -> Generator[None, None, Where]:
         """Write a frozen request to disk, or drop what it has; return where it is."""
         hands = self._hands
+        if hands.requests.get(request.rid) is not request:
+            return "recompute"  # it is over
         saver = self._saver(request)
         saved = None if saver is None else (yield from self._save(request, saver))
         if hands.requests.get(request.rid) is not request:
@@ -282,7 +289,6 @@ class Parking:
                 if next(steps, self) is self:
                     break
                 spent += time.monotonic() - start
-                request.kept_pages = self._charged(loader)
                 yield
             else:
                 return  # it is over, and forgotten
@@ -294,26 +300,19 @@ class Parking:
             self._rates.note("read", saved.nbytes, spent)
             self._take_in(request, saved, loader)
         del self.loading[rid]
-        request.kept_pages = 0
         self._drop_file(request)
         hands.scheduler.resume(rid)
         self._resumed(request)
 
-    def _charged(self, loader: Loader) -> int:
-        held: int = sum(self._hands.cache.charge_of(one) for one in loader.sequences)
-        return -(-held // self._hands.admission.budget.page_bytes)
-
     def _take_in(self, request: Request, saved: Saved, loader: Loader) -> None:
-        """Give the rows that were read to those who wrote them, and are still there."""
-        there: dict[tuple[str, int] | None, Request | Completion] = {
-            one.key if isinstance(one, Completion) else None: one for one in request.holders
-        }
-        for key, sequence in zip(saved.holders, loader.sequences, strict=True):
-            if key in there:
-                there[key].frozen = sequence
+        """Give the rows that were read to those who wrote them."""
+        owners = {one.key if isinstance(one, Completion) else None: one for one in request.holders}
+        for key, row in zip(saved.holders, loader.sequences, strict=True):
+            owner = owners[key]
+            if isinstance(owner, Request):
+                owner.row = row
             else:
-                self._hands.cache.drop(sequence)
-        self.thaw(request)
+                self._hands.join(request, owner, row)
 
     def _drop_file(self, request: Request) -> None:
         if request.saved is not None and self._folder is not None:
@@ -336,13 +335,13 @@ class Parking:
         Who was being written stays in memory; who was being read is brought back like all rows.
         """
         self._jobs.clear()
+        self._hands.admission.closed = False
         for rid in list(self._writing):
             self._stop_writing(rid)
         for rid, loader in list(self.loading.items()):
             del self.loading[rid]
             loader.forget()
             request = self._hands.requests[rid]
-            request.kept_pages = 0
             self._drop_file(request)
             self._hands.scheduler.resume(rid)
             self._resumed(request)
