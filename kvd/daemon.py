@@ -246,9 +246,12 @@ def _known(options: Options, settings: Config) -> dict[str, Known]:
 def _notify(notice: Notice) -> None:
     """Write what the actors report into the log."""
     log = structlog.get_logger("kvd.actors")
-    log.log(_LEVELS[notice.level], notice.event, exc_info=notice.error, **notice.fields)
+    # A name that is the log's own would raise, and take down the actor that reports.
+    fields = {f"its_{k}" if k in _OF_THE_LOG else k: v for k, v in notice.fields.items()}
+    log.log(_LEVELS[notice.level], notice.event, exc_info=notice.error, **fields)
 
 
+_OF_THE_LOG = frozenset({"level", "event", "exc_info", "logger", "timestamp"})
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 
+from structlog.testing import capture_logs
+
+from actors.ports import Notice
 from kvd.config import Config, parse
-from kvd.daemon import Daemon, Start, welcome
+from kvd.daemon import Daemon, Start, _notify, welcome
 from kvd.home import Home
 from kvd.options import Options
 from protocol.types import KVSpec
@@ -29,6 +32,15 @@ def test_models_of_the_configuration_are_relative_to_the_home(home: Home, monkey
         Start(str(home.root / "y")),
         Start(str(home.root.parent / "z"), alias="z", kv=KVSpec(8, 4)),
     ]
+
+
+def test_notices_may_have_fields_of_any_name():
+    fields = {"level": 2, "event": "x", "exc_info": "y", "model": "demo"}
+    with capture_logs() as logs:
+        _notify(Notice("governor_start_level", "warning", fields))
+    (said,) = logs
+    assert (said["event"], said["log_level"]) == ("governor_start_level", "warning")
+    assert (said["its_level"], said["its_event"], said["model"]) == (2, "x", "demo")
 
 
 def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monkeypatch, tmp_path):
