@@ -58,19 +58,33 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         room = int(options.share * demand)
         pressed = asyncio.run(play(models, streams, kv=LADDER[0], budget=lambda it: it + room))
         print(f"under {_mib(pressed.budget)}: {pressed.seconds:.0f} s", flush=True)
-        same, differ = _identical(models, streams, free, pressed)
+        found = _found(options, streams, free, pressed)
+        _write(options, found)  # a run that is cut off has said something
+        found["summary"] = summary(pressed, *_identical(models, streams, free, pressed))
+        _write(options, found)
+    return found
+
+
+def _found(
+    options: argparse.Namespace, streams: list[Stream], free: Run, pressed: Run
+) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "bench.pressure", *sys.argv[1:]]),
-        "machine": f"{platform.system()} {platform.machine()}",
+        "machine": f"{platform.system()} {platform.machine()}, {mx.default_device()}",
         "streams": options.streams,
         "prompt_tokens": sum(len(one.tokens) for one in streams),
         "bases_bytes": sum(pressed.bases.values()),
-        "demand_bytes": demand,
+        "demand_bytes": free.peak_granted - sum(free.bases.values()),
         "budget_bytes": pressed.budget,
-        "summary": summary(pressed, same, differ),
+        "summary": summary(pressed, 0, []),
         "unpressed": {"seconds": free.seconds, "peak_footprint": free.peak_footprint},
         "pressed": pressed.told(),
     }
+
+
+def _write(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def summary(run: Run, same: int, differ: list[int]) -> dict[str, Any]:
@@ -139,8 +153,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     result = compare(options)
     print(json.dumps(result["summary"], indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
         draw(result, options.plot)
     return 0 if result["summary"]["held"] else 1

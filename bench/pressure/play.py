@@ -12,6 +12,7 @@ from typing import Any
 from bench.own import daemon
 from bench.pressure.streams import Stream
 from bench.pressure.watch import Watch
+from kvd import memory
 from kvd.client import AsyncClient
 from kvd.kv import parse_kv
 from protocol.errors import KvdError
@@ -53,6 +54,7 @@ class Run:
     budget: int
     peak_granted: int
     peak_footprint: int
+    """Of the workers; where the accelerator has memory of its own, what they take of that."""
     actions: list[dict[str, Any]]
     """What the governor did, as its events say."""
     violations: int
@@ -96,7 +98,9 @@ async def play(
             bases=bases,
             budget=total,
             peak_granted=max(one.granted for one in watch.kinds),
-            peak_footprint=max(one.footprint for one in watch.samples),
+            peak_footprint=max(
+                one.device if memory.reader().separate else one.footprint for one in watch.samples
+            ),
             actions=[_action(event, start) for event in after],
             violations=(await client.status()).violations,
             seconds=max(one.end_s or 0.0 for one in outcomes),
