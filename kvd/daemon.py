@@ -215,8 +215,8 @@ class Daemon:
     async def _stop(self, *, force: bool) -> None:
         if not force:
             with contextlib.suppress(TimeoutError):
-                stopping = asyncio.shield(self._system.stop())
-                return await asyncio.wait_for(stopping, self._settings.drain_timeout_s)
+                async with asyncio.timeout(self._settings.drain_timeout_s):
+                    return await asyncio.shield(self._system.stop())
             self._log.warning("drain took too long", timeout_s=self._settings.drain_timeout_s)
         return await self._system.stop(force=True)
 

@@ -180,7 +180,9 @@ class AsyncClient:
 
     async def _quick(self, request: m.Request) -> m.Event:
         try:
-            return await asyncio.wait_for(self._call(request), QUICK_S)
+            # `wait_for` may lose a cancellation that comes with the answer (Python 3.11).
+            async with asyncio.timeout(QUICK_S):
+                return await self._call(request)
         except TimeoutError as error:
             raise silent() from error
 

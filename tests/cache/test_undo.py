@@ -57,7 +57,7 @@ def test_what_a_failed_flush_has_taken_is_thrown_away_and_frozen_rows_stay(
     with_pending_page(bench)
     mx.eval(store.arrays())
     with monkeypatch.context() as patch:
-        patch.setattr(store.layers[1], "flush", None)
+        patch.setattr(store.layers[1], "put", None)
         with pytest.raises(TypeError):
             store.flush()
     store.discard()

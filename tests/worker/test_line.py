@@ -14,7 +14,7 @@ AGE = 100
 
 def arrive(line, rid, work, priority=0):
     place = line.arrive(work, priority)
-    row = Row(rid, 1, place, priority, None, first_pages=0, more_pages=0, choices=1)
+    row = Row(rid, 1, 1, place, priority, None, choices=1)
     line.join(row)
     return row
 

@@ -22,11 +22,10 @@ def row(number, prompt, priority=0, reads=None):
     return Row(
         rid=f"{number:02}",
         prompt_len=len(prompt),
+        max_new=1,
         place=Place(number - 1000 * priority, number),
         priority=priority,
         deadline=None,
-        first_pages=0,
-        more_pages=0,
         choices=1,
         prefilled=reads or 0,
         reads=reads is not None,

@@ -18,11 +18,10 @@ def row(rid, prefill, number=0, priority=0, start=0):
     return Row(
         rid=rid,
         prompt_len=prefill + 1,
+        max_new=1,
         place=Place(number - 1000 * priority, number),
         priority=priority,
         deadline=None,
-        first_pages=0,
-        more_pages=0,
         choices=1,
         prefilled=start,
     )

@@ -6,13 +6,14 @@ flush. What is written together is held twice for a moment, so only so much of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
 from kvd.worker.cache.layer import LayerStore, Placement, Writing
 
 TOGETHER_BYTES = 16 * 1024 * 1024
+"""Of an accelerator. On the CPU nobody waits for a device, and each layer is written alone."""
 
 
 def flush(
@@ -22,24 +23,28 @@ def flush(
 
     ``shifts``: by number of pages that leave a tail, the tails' slots. The device must be idle.
     """
-    for some in _together((layer, layer.gather(placements, shifts)) for layer in layers):
-        # Evaluated first, so that nothing but the write holds a pool: it is in place then.
-        mx.eval([writing.arrays() for _, writing in some])
-        for layer, writing in some:
-            layer.put(writing)
-        mx.eval([layer.written(writing) for layer, writing in some])
+    limit = TOGETHER_BYTES if mx.default_device().type == mx.DeviceType.gpu else 0
+    _write(layers, (layer.gather_pages(placements) for layer in layers), limit)
+    _write(layers, (layer.gather_tails(shifts) for layer in layers), limit)
 
 
-def _together(
-    writings: Iterable[tuple[LayerStore, Writing]],
-) -> Iterator[list[tuple[LayerStore, Writing]]]:
+def _write(layers: Sequence[LayerStore], writings: Iterable[Writing], limit: int) -> None:
     some: list[tuple[LayerStore, Writing]] = []
     nbytes = 0
-    for layer, writing in writings:
-        some.append((layer, writing))
-        nbytes += sum(array.nbytes for array in writing.arrays())
-        if nbytes >= TOGETHER_BYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some
+    for pair in zip(layers, writings, strict=True):
+        some.append(pair)
+        nbytes += sum(array.nbytes for array in pair[1].arrays())
+        del pair  # what is written is let go before more is gathered
+        if nbytes >= limit:
+            _write_together(some)
+            nbytes = 0
+    _write_together(some)
+
+
+def _write_together(some: list[tuple[LayerStore, Writing]]) -> None:
+    # Evaluated first, so that nothing but the write holds a pool: it is in place then.
+    mx.eval([writing.arrays() for _, writing in some])
+    for layer, writing in some:
+        layer.put(writing)
+    mx.eval([layer.written(writing) for layer, writing in some])
+    some.clear()

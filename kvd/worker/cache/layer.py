@@ -156,19 +156,24 @@ class LayerStore:
 
     # The flush: the device is idle.
 
-    def gather(self, placements: list[Placement], shifts: dict[int, list[int]]) -> Writing:
-        """Take what awaits the flush, as it is to be written; lazy, to be evaluated before `put`.
-
-        ``shifts``: by number of pages that leave a tail, the tails' slots.
-        """
+    def gather_pages(self, placements: list[Placement]) -> Writing:
+        """Take the pages that await the flush, as they are to be written; lazy, for `put`."""
         pending, self.pending = self.pending, []
-        new_tails, self.new_tails = self.new_tails, []
         writing = Writing()
         for place in placements:
             mine = [one for one in pending if one.level == place.level]
             keys = _joined([one.keys for one in mine], place.kept)
             values = _joined([one.values for one in mine], place.kept)
             writing.pages.append((place.level, place.slots, keys, values))
+        return writing
+
+    def gather_tails(self, shifts: dict[int, list[int]]) -> Writing:
+        """Take what tails are to hold behind the flush; lazy, for `put`.
+
+        ``shifts``: by number of pages that leave a tail, the tails' slots.
+        """
+        new_tails, self.new_tails = self.new_tails, []
+        writing = Writing()
         for pages, slots in shifts.items():
             tails, tokens = mx.array(slots), pages * PAGE_TOKENS
             rest = Chunk(self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:])
@@ -177,7 +182,7 @@ class LayerStore:
         return writing
 
     def put(self, writing: Writing) -> None:
-        """Write what was gathered; lazy, in place once `written` is evaluated."""
+        """Write what was gathered and evaluated; lazy, in place once `written` is evaluated."""
         for level, slots, keys, values in writing.pages:
             self.pools[level].write(mx.array(slots), keys, values)
         for tails, rest in writing.shifted:
