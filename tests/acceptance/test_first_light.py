@@ -217,16 +217,16 @@ def test_second_model_goes_on_when_the_first_dies(daemon: Daemon) -> None:
 
 
 def test_killed_worker_comes_back_and_its_stream_goes_on(daemon: Daemon) -> None:
-    options = ("--max-tokens", "300", "--temperature", "1.3", "--seed", "5", "--ignore-eos")
+    options = ("--max-tokens", "1500", "--temperature", "1.3", "--seed", "5", "--ignore-eos")
     long = Request("An iterator is", options)
     undisturbed, _ = start(daemon, long).communicate(timeout=60)
-    restarts = daemon.model("demo").restarts
-    stream = start(daemon, long)
-    assert stream.stdout is not None
-    first = stream.stdout.read(1)
-    subprocess.run(["kill", "-9", str(daemon.worker_pid("demo"))], check=True)
-    rest = stream.stdout.read()
+    before = daemon.model("demo")
+    with start(daemon, long) as stream:
+        assert stream.stdout is not None
+        first = stream.stdout.read(1)
+        subprocess.run(["kill", "-9", str(before.worker_pid)], check=True)
+        rest = stream.stdout.read()
 
-    assert stream.wait(timeout=60) == 0
+    assert stream.returncode == 0
     assert first + rest == undisturbed
-    assert daemon.model("demo").restarts == restarts + 1
+    assert daemon.model("demo").restarts == before.restarts + 1
