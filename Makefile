@@ -14,7 +14,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 BIN := $(VENV)/bin
 # Settings of pytest, such as `make test PYTEST_ARGS="-k cli"`.
 PYTEST_ARGS ?=
-# Test files that run at once; they share no state, and each computes on about one core.
+# Test files that run at once, in their order: the long ones come first. They share no state, and
+# each computes on about one core.
 JOBS ?= 2
 
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
@@ -29,7 +30,7 @@ run: $(VENV)/.runtime
 test: check
 	@blas=$$($(BIN)/python -c 'from kvd import blas; print(blas.choose("auto") or "")'); \
 	if test -n "$$blas"; then export LD_PRELOAD="$$blas" OPENBLAS_THREAD_TIMEOUT=12; fi; \
-	$(BIN)/pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -426,7 +426,7 @@ def test_random_operations(machine: type[Caches]) -> None:
     counted = type("Machine", (machine,), {"seen": seen})
     wanted = STEPS // len(MACHINES)
     plan = settings(
-        max_examples=4,
+        max_examples=3,
         stateful_step_count=STEPS_AN_EXAMPLE,
         database=None,
         deadline=None,
