@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvd import demo
+from kvd.worker import seam
 
 _QWEN3 = {
     "model_type": "qwen3",
@@ -79,6 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def build(shape: str, dtype: mx.Dtype) -> Any:
     """Return the model with random weights, evaluated."""
+    seam.install()  # before a model's module is imported
     from mlx_lm.models import qwen3
 
     mx.random.seed(0)
