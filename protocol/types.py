@@ -290,6 +290,8 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """Reserved for dequantized layers, flushes and growth."""
     active: int = 0
     """What MLX's allocator counts as in use."""
+    peak: int = 0
+    """The most that it counted since it was told last."""
     cache: int = 0
     """What MLX's allocator keeps for reuse."""
     footprint: int = 0

@@ -3,11 +3,12 @@
     python -m bench.pressure [--streams 64] [--share 0.333] [--json FILE] [--plot FILE]
 
 Three copies of the embedded model and a random-weight one with wider keys and values, which has
-priority: others park rows for it. First all
-streams run with memory for all; what the workers then hold beside their bases is the demand. Then
-they run again under a budget of the bases and a share of the demand. Streams that ran on one level
-of the ladder all the way must have the same tokens as without pressure; for those that ran on a
-lower one, a third run asks models that start there.
+priority: others park rows for it. First all streams run with memory for all; what the workers then
+hold beside their bases is the demand. Then they run again under a budget of the bases and a share
+of the demand. Streams that ran on one level of the ladder all the way must have the same tokens as
+without pressure; for those that ran on a lower one, a third run asks models that start there. If
+any differ, the runs without pressure are made once more: whether those streams differ from one to
+the next too says if it was pressure, or the company that rows happen to have.
 
 The exit status is 1 if a stream failed or differs, or if the footprint went above the budget by
 more than 3 %.
@@ -60,8 +61,14 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         print(f"under {_mib(pressed.budget)}: {pressed.seconds:.0f} s", flush=True)
         found = _found(options, streams, free, pressed)
         _write(options, found)  # a run that is cut off has said something
-        found["summary"] = summary(pressed, *_identical(models, streams, free, pressed))
+        right = _unpressed(models, streams, free, pressed)
+        same, differ = _identical(right, pressed)
+        found["summary"] = summary(pressed, same, differ)
         _write(options, found)
+        if differ:
+            again = _unpressed(models, streams, None, pressed)
+            found["summary"]["differences"] = differences(right, again, pressed)
+            _write(options, found)
     return found
 
 
@@ -113,22 +120,61 @@ def summary(run: Run, same: int, differ: list[int]) -> dict[str, Any]:
     }
 
 
-def _identical(
-    models: dict[str, str], streams: list[Stream], free: Run, pressed: Run
-) -> tuple[int, list[int]]:
-    """Compare streams that ran on one level with such a run without pressure."""
-    right: dict[int, Outcome] = dict(enumerate(free.outcomes))
-    by_level: dict[int, list[int]] = {}
-    for number, one in enumerate(pressed.outcomes):
+def _by_level(run: Run) -> dict[int, list[int]]:
+    """Return the streams that ran on one level all the way, by that level."""
+    found: dict[int, list[int]] = {}
+    for number, one in enumerate(run.outcomes):
         if len(one.levels) == 1:
-            by_level.setdefault(one.levels[0], []).append(number)
-    for level in sorted(by_level.keys() - {0}):
-        some = by_level[level]
-        run = asyncio.run(play(models, [streams[n] for n in some], kv=LADDER[level]))
-        right |= dict(zip(some, run.outcomes, strict=True))
-    compared = [number for some in by_level.values() for number in some]
-    differ = [n for n in compared if right[n].tokens != pressed.outcomes[n].tokens]
-    return len(compared) - len(differ), sorted(differ)
+            found.setdefault(one.levels[0], []).append(number)
+    return found
+
+
+def _unpressed(
+    models: dict[str, str], streams: list[Stream], free: Run | None, pressed: Run
+) -> dict[int, Outcome]:
+    """Return what streams that ran on one level say on it without pressure.
+
+    ``free``: such a run of all on the top level; without it, it is made.
+    """
+    right: dict[int, Outcome] = {}
+    for level, some in sorted(_by_level(pressed).items()):
+        if level == 0:
+            run = free or asyncio.run(play(models, streams, kv=LADDER[0]))
+            right |= {number: run.outcomes[number] for number in some}
+        else:
+            run = asyncio.run(play(models, [streams[n] for n in some], kv=LADDER[level]))
+            right |= dict(zip(some, run.outcomes, strict=True))
+    return right
+
+
+def _identical(right: dict[int, Outcome], pressed: Run) -> tuple[int, list[int]]:
+    differ = [n for n, one in right.items() if one.tokens != pressed.outcomes[n].tokens]
+    return len(right) - len(differ), sorted(differ)
+
+
+def differences(
+    right: dict[int, Outcome], again: dict[int, Outcome], pressed: Run
+) -> dict[str, Any]:
+    """Say how much streams differ under pressure, and from one run without it to the next."""
+    under = {n: (one.tokens, pressed.outcomes[n].tokens) for n, one in right.items()}
+    without = {n: (one.tokens, again[n].tokens) for n, one in right.items()}
+    return {
+        "under_pressure": _first_differences(under),
+        "between_two_runs_without": _first_differences(without),
+        "compared": len(right),
+    }
+
+
+def _first_differences(pairs: dict[int, tuple[list[int], list[int]]]) -> dict[int, int]:
+    """Return the first position at which each stream differs, of those that do."""
+    return {
+        number: next(
+            (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+            min(len(one), len(other)),
+        )
+        for number, (one, other) in sorted(pairs.items())
+        if one != other
+    }
 
 
 def _mib(nbytes: int) -> str:

@@ -36,12 +36,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     labels = ["bases", *names]
     axes.stackplot(times, layers, labels=labels, colors=[_COLOURS[name] for name in labels])
     samples = run["watched"]["samples"]
+    on_device = run.get("governed") == "accelerator"
     axes.plot(
         [at for at, *_ in samples],
-        [footprint / _MIB for _, footprint, _ in samples],
+        [one[3 if on_device else 1] / _MIB for one in samples],
         color="black",
         linewidth=0.8,
-        label="footprint, 20 Hz",
+        label="active and cache, 20 Hz" if on_device else "footprint, 20 Hz",
     )
     axes.plot(times, [one["granted"] / _MIB for one in kinds], color="#276749", label="granted")
     axes.axhline(result["budget_bytes"] / _MIB, color="#c53030", linestyle="--", label="budget")

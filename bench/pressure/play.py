@@ -23,6 +23,8 @@ AMPLE = 1 << 42
 """A budget that nothing comes near."""
 URGENT = "wide"
 """Others park their rows for this model's."""
+_WORKED_OFF_S = 0.05
+"""Between looks at a smaller budget."""
 _AFTER_S = 0.5
 """For counters of the end."""
 
@@ -53,8 +55,10 @@ class Run:
     """What each worker is charged for beside its rows."""
     budget: int
     peak_granted: int
+    governed: str
+    """What of the memory is governed: ``footprint``, or ``accelerator`` where that has its own."""
     peak_footprint: int
-    """Of the workers; where the accelerator has memory of its own, what they take of that."""
+    """Of the workers, of the governed memory; of an accelerator the peaks between counters too."""
     actions: list[dict[str, Any]]
     """What the governor did, as its events say."""
     violations: int
@@ -80,26 +84,36 @@ async def play(
     a base depends on who else has the same libraries in memory. Without: memory for all.
     """
     async with daemon(f"budget = {AMPLE}\n") as client:
-        for alias, source in models.items():
-            policy = ModelPolicy(priority=1 if alias == URGENT else 0)
-            loading = await client.load(source, alias=alias, kv=parse_kv(kv), policy=policy)
+        loads = [
+            await client.load(
+                source,
+                alias=alias,
+                kv=parse_kv(kv),
+                policy=ModelPolicy(priority=1 if alias == URGENT else 0),
+            )
+            for alias, source in models.items()
+        ]
+        for loading in loads:
             await loading.result()
         status = await client.status()
         bases = {one.name: one.stats.offer.base for one in status.models}
         total = budget(sum(bases.values())) if budget is not None else AMPLE
-        await client.configure(budget_bytes=total)
+        while (await client.configure(budget_bytes=total)).granted_bytes > total:  # noqa: ASYNC110
+            await asyncio.sleep(_WORKED_OFF_S)
         began = [event async for event in client.events()]
         start = time.time()
         outcomes, watch = await serve(client, streams)
         after = [event async for event in client.events(since=began[-1].seq if began else 0)]
+        separate = memory.reader().separate
         return Run(
             outcomes=outcomes,
             watched=watch.told(),
             bases=bases,
             budget=total,
             peak_granted=max(one.granted for one in watch.kinds),
+            governed="accelerator" if separate else "footprint",
             peak_footprint=max(
-                one.device if memory.reader().separate else one.footprint for one in watch.samples
+                one.device_peak if separate else one.footprint for one in watch.samples
             ),
             actions=[_action(event, start) for event in after],
             violations=(await client.status()).violations,

@@ -20,7 +20,7 @@ from kvd.client import AsyncClient
 from protocol.types import DaemonStatus, MemoryUse, ModelStatus
 
 HERTZ = 20
-STATUS_HERTZ = 5
+STATUS_HERTZ = 20
 _SHARES_S = 5.0
 _PROC = Path("/proc")
 
@@ -33,6 +33,8 @@ class Sample:
     footprint: int
     device: int
     """Active and cached bytes of all allocators, as told last: the governed reading on GPUs."""
+    device_peak: int
+    """The same with the most that was active since the counters before these."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class Watch:
     def told(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return {
-            "samples": [[round(s.at, 3), s.footprint, s.device] for s in self.samples],
+            "samples": [
+                [round(s.at, 3), s.footprint, s.device, s.device_peak] for s in self.samples
+            ],
             "kinds": [asdict(one) for one in self.kinds],
         }
 
@@ -115,7 +119,8 @@ class Watch:
         uses = [model.stats.memory for model in models]
         footprint = await asyncio.to_thread(self._footprint, pids)
         device = sum(one.active + one.cache for one in uses)
-        self.samples.append(Sample(self.now, footprint, device))
+        peak = sum(max(one.active, one.peak) + one.cache for one in uses)
+        self.samples.append(Sample(self.now, footprint, device, peak))
 
     def _footprint(self, pids: list[int]) -> int:
         if sys.platform != "linux":

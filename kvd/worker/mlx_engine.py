@@ -723,6 +723,7 @@ class MLXEngine:
                 kv_tails=cache.tails_bytes + cache.frozen_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
+                peak=_peak_memory(),
                 cache=mx.get_cache_memory(),
             ),
         )
@@ -733,6 +734,13 @@ class MLXEngine:
         mx.synchronize()
         if self._folder is not None:
             self._folder.clear()
+
+
+def _peak_memory() -> int:
+    """Return the most that was active since this was asked last, in bytes."""
+    peak = mx.get_peak_memory()
+    mx.reset_peak_memory()
+    return peak
 
 
 def _row(completion: Completion) -> Row:

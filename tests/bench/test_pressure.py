@@ -30,7 +30,7 @@ def run(**fields) -> Run:
     outcomes = [Outcome("a", [1, 2], "length", levels=[0]), Outcome("b", [3], "length")]
     outcomes[1].levels, outcomes[1].events = [0, 2], {"parked": 1}
     watched = {
-        "samples": [[0.0, 90, 0], [1.0, 101, 0]],
+        "samples": [[0.0, 90, 0, 0], [1.0, 101, 0, 0]],
         "kinds": [{"at": at, "granted": 99, "by_kind": KINDS} for at in (0.0, 1.0)],
     }
     values = {
@@ -38,6 +38,7 @@ def run(**fields) -> Run:
         "watched": watched,
         "bases": {"a": 40, "b": 20},
         "budget": 100,
+        "governed": "footprint",
         "peak_granted": 99,
         "peak_footprint": 101,
         "actions": [{"kind": "reclaim_level", "at": 0.5}],
