@@ -1,0 +1,224 @@
+"""The decode kernels: split-K flash decoding over pages, written once for Metal and CUDA.
+
+Flash decoding (Dao et al. 2023) with the online softmax of arXiv 1805.02867, on pages whose keys
+are quantized per channel (KIVI, arXiv 2402.02750).
+
+A block of threads takes a *split*: some pages of one row, or its tail, for one KV head. Its warps
+take turns at the pages, each with a *tile* of up to four query vectors (query heads that share the
+KV head, times queries), so a page is loaded once for all of them. On a page of 64 tokens:
+
+1. the scales of the channels are folded into the queries, so that integers are summed (`scores`);
+2. scores become weights, with the maximum and the sum so far (`scores`);
+3. the weights take the tokens' scales, and values are summed up in registers (`values`).
+
+Warps add up what they have, a split writes sums, maximum and total, and a second kernel joins a
+row's splits. Work is proportional to the tokens that are there, and a row's sums are made in one
+order whoever shares its batch.
+"""
+
+from __future__ import annotations
+
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tail_scores
+from kvd.worker.attention.kernels.shape import LANES, Shape
+from kvd.worker.attention.kernels.text import Text, literal
+from kvd.worker.attention.kernels.unpacking import RUN
+from kvd.worker.attention.kernels.values import Values
+from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.steps import TAIL_TOKENS
+
+_LOG2_E = 1.4426950408889634
+_LEAST = "-1e30f"
+"""Below all scores, and finite: the difference of two is a number."""
+_FOLD = 75
+"""Weights for numbers that arrive as denormal floats are raised by so many binary places: the sums
+are of a normal size then."""
+
+
+def split_source(shape: Shape, language: Language) -> str:
+    """Return the body of the kernel that attends to splits."""
+    text = Text(shape.tile)
+    fold = _FOLD if language.unit else 0
+    unfold = language.unit - fold
+    values = Values(text, shape, fold, unfold)
+    _begin(text, shape, language, values)
+    text.add("""
+for (int item = first + part; item < last; item += PARTS) {
+int level = LEVELS, start = tail_start + item * PAGE, count = PAGE;
+size_t page = 0;
+if (is_tail) {
+  count = min(count, tail_tokens - item * PAGE);
+} else {
+  level = pages[item * 3];
+  page = size_t(pages[item * 3 + 1]) * HEADS + head;
+  start = pages[item * 3 + 2];
+}
+""")
+    text.add(f"{text.vector} score0, score1;")
+    levels = range(len(shape.keys))
+    for level in levels:
+        text.add(f"if (level == {level}) {{")
+        add_scores(text, shape, level, fold, unfold)
+        text.add("}")
+    text.add("if (level == LEVELS) {")
+    add_tail_scores(text, shape)
+    text.add("}")
+    add_softmax(text, shape, values.sums)
+    for level in levels:
+        text.add(f"if (level == {level}) {{")
+        values.add_page(level)
+        text.add("}")
+    text.add("if (level == LEVELS) {")
+    values.add_tail()
+    text.add("}\nSYNC_WARP();\n}")  # nobody needs the weights any more
+    _end(text, language, values)
+    return str(text)
+
+
+def _begin(text: Text, shape: Shape, language: Language, values: Values) -> None:
+    tiles, warps = shape.plan(language)
+    constants = {
+        "PAGE": PAGE_TOKENS,
+        "TAIL": TAIL_TOKENS,
+        "LEVELS": len(shape.keys),
+        "K_DIM": shape.k_dim,
+        "V_DIM": shape.v_dim,
+        "HEADS": shape.kv_heads,
+        "VECTORS": shape.vectors,
+        "KEEP": shape.keep,
+        "TILE": shape.tile,
+        "TILES": tiles,
+        "PARTS": warps // tiles,
+        "THREADS": warps * LANES,
+        "REGION": shape.region,
+        "RUNS": shape.v_dim // RUN,
+        "AT_ONCE": values.at_once,
+    }
+    text.add(language.prologue)
+    for name, value in constants.items():
+        text.add(f"constexpr int {name} = {value};")
+    text.add(f"""
+constexpr float LEAST = {_LEAST};
+SHARED {text.vector} asked[{tiles * shape.k_dim}];  // the queries, scaled
+SHARED {text.vector} work[{warps * shape.region}];  // of each warp
+SHARED {text.vector} tops[{warps}];
+SHARED {text.vector} totals[{warps}];
+
+const int split = block.x, head = block.y;
+const int row = splits[split * 4], is_tail = splits[split * 4 + 3];
+if (row < 0) return;
+const int first = is_tail ? 0 : splits[split * 4 + 1];
+const int tail = rows[row * 8], tail_tokens = rows[row * 8 + 1], tail_start = rows[row * 8 + 2];
+const int last = is_tail ? (tail_tokens + PAGE - 1) / PAGE : splits[split * 4 + 2];
+const int low = rows[row * 8 + 5], newest = tail_start + tail_tokens - 1;
+const int tile = warp % TILES, part = warp / TILES;
+const int base = warp * REGION, query = tile * K_DIM;
+const int asking = (block.z * TILES + tile) * TILE;
+const int c = lane / 8, j = lane % 8;
+const int token = 8 * j + (lane & 8) / 2 + (lane & 16) / 8;
+const int pass = lane / RUNS, run = lane % RUNS;
+
+for (int at = thread; at < TILES * K_DIM; at += THREADS) {{
+const int one = (block.z * TILES + at / K_DIM) * TILE;
+GLOBAL T* from = queries + (size_t(row) * HEADS + head) * (VECTORS * K_DIM) + at % K_DIM;
+const float factor = {literal(shape.scale * _LOG2_E)};
+{text.vector} q;
+q@ = one + # < VECTORS ? float(from[(one + #) * K_DIM]) * factor : 0.0f;
+asked[at] = q;
+}}
+SYNC_BLOCK();
+
+{text.vector} top;
+top@ = LEAST;
+""")
+    text.zero("total")
+    values.declare()
+
+
+def _end(text: Text, language: Language, values: Values) -> None:
+    """Join the block's warps, and write."""
+    values.settle()
+    text.add(f"""
+total@ = SUM(total@);
+if (lane == 0) tops[warp] = top;
+SYNC_BLOCK();
+{text.vector} most = tops[tile], share;
+for (int other = 1; other < PARTS; ++other) {{
+most@ = max(most@, tops[other * TILES + tile]@);
+}}
+share@ = POWER(top@ - most@);
+total@ *= share@;
+if (lane == 0) totals[warp] = total;
+""")
+    values.gather()
+    text.add(f"""
+SYNC_BLOCK();
+for (int at = thread; at < TILES * V_DIM; at += THREADS) {{
+const int which = at / V_DIM, d = at % V_DIM, one = (block.z * TILES + which) * TILE;
+{text.vector} output = work[which * REGION + d];
+for (int other = 1; other < PARTS; ++other) {{
+const {text.vector} more = work[(other * TILES + which) * REGION + d];
+output@ += more@;
+}}
+{language.output} float* to = outputs + (size_t(split) * HEADS + head) * (VECTORS * V_DIM) + d;
+if (one + # < VECTORS) to[(one + #) * V_DIM] = output@;
+}}
+if (thread < TILES) {{
+const int one = (block.z * TILES + thread) * TILE;
+{text.vector} highest = tops[thread], sum = totals[thread];
+for (int other = 1; other < PARTS; ++other) {{
+highest@ = max(highest@, tops[other * TILES + thread]@);
+sum@ += totals[other * TILES + thread]@;
+}}
+{language.output} float* to = weights + (size_t(split) * HEADS + head) * (VECTORS * 2);
+if (one + # < VECTORS) to[(one + #) * 2] = highest@;
+if (one + # < VECTORS) to[(one + #) * 2 + 1] = sum@;
+}}
+""")
+
+
+def combine_source(shape: Shape, language: Language) -> str:
+    """Return the body of the kernel that joins the splits of each row; a block for each vector."""
+    text = Text(1)
+    text.add(language.prologue)
+    text.add(f"""
+constexpr int V_DIM = {shape.v_dim}, VECTORS = {shape.kv_heads * shape.vectors};
+constexpr int THREADS = {combine_threads(shape)};
+const int row = block.x / VECTORS, place = block.x % VECTORS;
+{language.output} T* to = out + size_t(block.x) * V_DIM;
+if (row >= rows_shape[0]) {{
+  for (int d = thread; d < V_DIM; d += THREADS) to[d] = T(0.0f);
+  return;
+}}
+const int first = rows[row * 8 + 6], last = rows[row * 8 + 7];
+float top = {_LEAST}, total = 0;
+for (int split = first; split < last; ++split) {{
+  top = max(top, weights[(size_t(split) * VECTORS + place) * 2]);
+}}
+""")
+    if shape.sinks:
+        text.add(f"""
+const float sink = float(sinks[place / {shape.queries}]) * {literal(_LOG2_E)};
+top = max(top, sink);
+total = POWER(sink - top);
+""")
+    text.add("""
+for (int split = first; split < last; ++split) {
+  const size_t at = (size_t(split) * VECTORS + place) * 2;
+  total += weights[at + 1] * POWER(weights[at] - top);
+}
+for (int d = thread; d < V_DIM; d += THREADS) {
+  float sum = 0;
+  for (int split = first; split < last; ++split) {
+    const size_t at = size_t(split) * VECTORS + place;
+    sum += outputs[at * V_DIM + d] * POWER(weights[at * 2] - top);
+  }
+  to[d] = T(total == 0 ? 0.0f : sum / total);
+}
+""")
+    return str(text)
+
+
+def combine_threads(shape: Shape) -> int:
+    """Return the threads of a block that joins splits: a warp for each 32 channels, at most 8."""
+    return LANES * min(8, -(-shape.v_dim // LANES))

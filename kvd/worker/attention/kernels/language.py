@@ -1,0 +1,113 @@
+"""What Metal and CUDA call the few things that they call differently.
+
+The kernels' text (`kvd.worker.attention.kernels.decode`) is the same for both. It uses these names,
+and MLX's for threads and buffers through the prologue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, eq=False)
+class Language:
+    """A table of primitives, as the header of a kernel."""
+
+    name: str
+    prologue: str
+    """Begins every kernel: declares ``lane``, ``warp``, ``thread`` and ``block``."""
+    header: str
+    dense: dict[mx.Dtype, str]
+    """For each dtype of activations: how two elements in one 32-bit word become floats."""
+    unit: int
+    """Packed numbers arrive as floats times ``2 ** -unit``."""
+    most_shared: int
+    """Bytes of memory that the threads of a block may share."""
+    most_buffers: int
+    """Arrays of one kernel."""
+    output: str
+    """How a pointer to what a kernel writes begins."""
+
+
+METAL = Language(
+    "metal",
+    prologue="""
+  const int lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup;
+  const int thread = warp * 32 + lane;
+  const uint3 block = threadgroup_position_in_grid;
+""",
+    header="""
+#define SHARED threadgroup
+#define GLOBAL const device
+#define SYNC_BLOCK() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define SYNC_WARP() simdgroup_barrier(mem_flags::mem_threadgroup)
+#define SWAP(x, bit) simd_shuffle_xor(x, ushort(bit))
+#define LARGEST(x) simd_max(x)
+#define SUM(x) simd_sum(x)
+#define POWER(x) metal::fast::exp2(x)
+#define NUMBER(word) float(word)
+#define BITS(word) as_type<float>(word)
+""",
+    dense={
+        mx.float32: "",
+        mx.bfloat16: """
+#define LOW(word) as_type<float>((word) << 16)
+#define HIGH(word) as_type<float>((word) & 0xffff0000u)
+""",
+        mx.float16: """
+#define LOW(word) float(as_type<half>(ushort(word)))
+#define HIGH(word) float(as_type<half>(ushort((word) >> 16)))
+""",
+    },
+    unit=0,
+    most_shared=32 * 1024,
+    most_buffers=31,
+    output="device",
+)
+
+CUDA = Language(
+    "cuda",
+    prologue="""
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const uint3 block = blockIdx;
+""",
+    header="""
+#define SHARED __shared__
+#define GLOBAL const
+#define SYNC_BLOCK() __syncthreads()
+#define SYNC_WARP() __syncwarp()
+#define SWAP(x, bit) __shfl_xor_sync(0xffffffffu, x, bit)
+#define POWER(x) exp2f(x)
+#define NUMBER(word) __uint_as_float(word)
+#define BITS(word) __uint_as_float(word)
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+__device__ inline float LARGEST(float x) {
+  for (int bit = 16; bit; bit /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, bit));
+  return x;
+}
+__device__ inline float SUM(float x) {
+  for (int bit = 16; bit; bit /= 2) x += __shfl_xor_sync(0xffffffffu, x, bit);
+  return x;
+}
+""",
+    dense={
+        mx.float32: "",
+        mx.bfloat16: """
+#define LOW(word) __uint_as_float((word) << 16)
+#define HIGH(word) __uint_as_float((word) & 0xffff0000u)
+""",
+        mx.float16: """
+#define LOW(word) __half2float(__ushort_as_half((unsigned short)(word)))
+#define HIGH(word) __half2float(__ushort_as_half((unsigned short)((word) >> 16)))
+""",
+    },
+    # The bits of a small integer are a denormal float: no conversion at all.
+    unit=149,
+    most_shared=48 * 1024,
+    most_buffers=128,
+    output="",
+)

@@ -1,0 +1,137 @@
+"""The part of the split's kernel that makes scores: 64 tokens, two to a lane.
+
+Lane ``8 c + j`` reads channels ``c, c + 4 ...`` and the tokens ``8 j`` to ``8 j + 7`` of each.
+Lanes with the same ``j`` then share out their sums, so that each is left with ``token`` and the
+next.
+"""
+
+from __future__ import annotations
+
+from kvd.worker.attention.kernels.shape import Shape, Side
+from kvd.worker.attention.kernels.text import Text, power
+from kvd.worker.attention.kernels.unpacking import RUN, dense_run
+
+
+def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> None:
+    """Score a page of a level."""
+    side = shape.keys[level]
+    if side.packed:
+        _fold_queries(text, shape, level, fold)
+    run = side.run(shape.dtype)
+    text.zero(*(f"acc{number}" for number in range(RUN)))
+    text.add(f"""
+GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(keys{level}) + page * (K_DIM * 8 * {run.count});
+#pragma unroll 8
+for (int step = 0; step < K_DIM / 4; ++step) {{
+const int d = step * 4 + c, place = d * 8 + j;
+const {text.vector} q = {_query(shape, side)};
+""")
+    run.add_to(text, lambda number, found: f"acc{number}@ += {found} * q@;")
+    text.add("}")
+    if run.packed:
+        for number, shift in enumerate(run.shifts):
+            text.scale(f"acc{number}", unfold - shift)
+    _share_out(text)
+    if side.packed:
+        bias = "bias0@" if side.groups(shape.k_dim) == 1 else "(j < 4 ? bias0@ : bias1@)"
+        text.add(f"score0@ += {bias};\nscore1@ += {bias};")
+        text.add("SYNC_WARP();")  # nobody needs the folded queries any more
+
+
+def _fold_queries(text: Text, shape: Shape, level: int, fold: int) -> None:
+    """Multiply queries with the page's scales, once for all its tokens; and with its biases."""
+    groups = shape.keys[level].groups(shape.k_dim)
+    text.zero(*(f"bias{group}" for group in range(groups)))
+    text.add(f"""
+GLOBAL T* scales = key_scales{level} + page * (K_DIM * {groups});
+GLOBAL T* biases = key_biases{level} + page * (K_DIM * {groups});
+for (int d = lane; d < K_DIM; d += 32) {{
+const {text.vector} q = asked[query + d];
+""")
+    for group in range(groups):
+        text.add(f"""
+{{
+const float scale = float(scales[d * {groups} + {group}]) * {power(fold)};
+const float bias = float(biases[d * {groups} + {group}]);
+{text.vector} folded;
+folded@ = q@ * scale;
+bias{group}@ += q@ * bias;
+work[base + {group} * K_DIM + d] = folded;
+}}
+""")
+    text.add("}")
+    for group in range(groups):
+        text.add(f"bias{group}@ = SUM(bias{group}@);")
+    text.add("SYNC_WARP();")
+
+
+def _query(shape: Shape, side: Side) -> str:
+    if not side.packed:
+        return "asked[query + d]"
+    if side.groups(shape.k_dim) == 1:
+        return "work[base + d]"
+    return f"work[base + j / {side.group // RUN} * K_DIM + d]"
+
+
+def _share_out(text: Text) -> None:
+    """Exchange half the tokens with the lane 8 further, then half of those with the one 16."""
+    for bit, half, name in ((8, 4, "acc"), (16, 2, "score")):
+        for number in range(half):
+            text.add(f"""
+{{
+{text.vector} mine, other;
+mine@ = lane & {bit} ? acc{number + half}@ : acc{number}@;
+other@ = lane & {bit} ? acc{number}@ : acc{number + half}@;
+{name}{number}@ = mine@ + SWAP(other@, {bit});
+}}
+""")
+
+
+def add_tail_scores(text: Text, shape: Shape) -> None:
+    """Score 64 tokens of a tail, whose tokens stand one after the other."""
+    text.add("""
+GLOBAL uint4* runs = (GLOBAL uint4*)(tail_keys
+    + ((size_t(tail) * HEADS + head) * TAIL + item * PAGE + token) * K_DIM);
+score0@ = 0;
+score1@ = 0;
+for (int step = 0; step < K_DIM / 8; ++step) {
+""")
+    text.each(f"const {text.vector} q$ = asked[query + step * 8 + $];")
+    for which, place in enumerate(("step", "step + K_DIM / 8")):
+        text.add(f"{{\nconst int place = {place};")
+        score = f"score{which}@"
+        dense_run(shape.dtype).add_to(
+            text,
+            lambda number, found, score=score: f"{score} += {found} * q{number}@;",  # type: ignore[misc]
+        )
+        text.add("}")
+    text.add("}")
+
+
+def add_softmax(text: Text, shape: Shape, sums: list[str]) -> None:
+    """Make of scores weights, in the place of scores, and rescale the sums so far."""
+    text.add(f"""
+const int position = start + token;
+{text.integers} ago;  // how far a query is behind the row's newest
+ago@ = {shape.queries - 1} - (asking + #) % {shape.queries};
+if (position > newest - ago@) score0@ = LEAST;
+if (position + 1 > newest - ago@) score1@ = LEAST;
+if (position < low - ago@ && position >= KEEP) score0@ = LEAST;
+if (position + 1 < low - ago@ && position + 1 >= KEEP) score1@ = LEAST;
+{text.vector} peak, fade;
+peak@ = max(top@, LARGEST(max(score0@, score1@)));
+fade@ = POWER(top@ - peak@);
+top@ = peak@;
+score0@ = score0@ == LEAST ? 0.0f : POWER(score0@ - peak@);
+score1@ = score1@ == LEAST ? 0.0f : POWER(score1@ - peak@);
+total@ = total@ * fade@ + score0@ + score1@;
+""")
+    for name in sums:
+        text.add(f"{name}@ *= fade@;")
+    if shape.by_channel:
+        text.add("""
+#pragma unroll
+for (int step = 0; step < V_DIM / 4; ++step) {
+channel[step]@ *= fade@;
+}
+""")

@@ -1,0 +1,57 @@
+"""How a kernel's text is put together."""
+
+from __future__ import annotations
+
+from kvd.worker.attention.kernels.unpacking import RUN
+
+
+class Text:
+    """Lines of a kernel.
+
+    In what is added ``@`` stands for a component of a tile's vectors: a line with it stands there
+    once for each, ``#`` being its number.
+    """
+
+    def __init__(self, tile: int) -> None:
+        self.vector = "float" if tile == 1 else f"float{tile}"
+        """The type of a tile's vectors."""
+        self.integers = "int" if tile == 1 else f"int{tile}"
+        self._parts = [("" if tile == 1 else f".{name}", str(n)) for n, name in enumerate("xyzw")]
+        del self._parts[tile:]
+        self._lines: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Add lines."""
+        for line in text.strip("\n").split("\n"):
+            if "@" in line:
+                self._lines += [line.replace("@", one).replace("#", n) for one, n in self._parts]
+            else:
+                self._lines.append(line)
+
+    def each(self, text: str) -> None:
+        """Add lines for each of a run, whose number is ``$``."""
+        for number in range(RUN):
+            self.add(text.replace("$", str(number)))
+
+    def zero(self, *names: str) -> None:
+        """Declare vectors of zeros."""
+        for name in names:
+            self.add(f"{self.vector} {name};\n{name}@ = 0;")
+
+    def scale(self, name: str, exponent: int) -> None:
+        """Multiply a vector by a power of two."""
+        if exponent:
+            self.add(f"{name}@ *= {power(exponent)};")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+
+def power(exponent: int) -> str:
+    """Return a power of two."""
+    return f"0x1p{exponent}f"
+
+
+def literal(value: float) -> str:
+    """Return a number to the bit."""
+    return f"{float(value).hex()}f"

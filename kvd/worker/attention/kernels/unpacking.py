@@ -1,0 +1,104 @@
+"""How packed numbers become floats in a kernel: the text for eight in a row.
+
+MLX packs numbers of 2, 3, 4, 5, 6 or 8 bits one after the other, little end first, so eight of them
+are as many bytes as a number has bits (a *run*). A number is taken where it stands in its word, by
+one mask: it then arrives times a power of two, which is multiplied away where that costs least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from kvd.worker.attention.kernels.text import Text
+
+RUN = 8
+"""Numbers that a lane takes at once."""
+_EXACT = 23
+"""Bits from the low end of a word that convert to a float exactly, also as a denormal one."""
+_LOADS = {
+    2: ("ushort", 1),
+    3: ("uchar", 3),
+    4: ("uint", 1),
+    5: ("uchar", 5),
+    6: ("ushort", 3),
+    8: ("uint2", 1),
+}
+"""How a run is read: a type, and how many of it. Runs are not aligned to more than that."""
+_BYTES = {"uchar": 1, "ushort": 2}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Eight numbers."""
+
+    kind: str
+    """The type as which memory is read."""
+    count: int
+    """How many of that type a run is."""
+    setup: tuple[str, ...]
+    """Statements that read them from ``runs``, the run's number being ``place``."""
+    numbers: tuple[str, ...]
+    """An expression for each, a float."""
+    shifts: tuple[int, ...]
+    """Each arrives times 2 to this, beside the language's unit; 0 for dense elements."""
+    packed: bool
+
+    def add_to(self, text: Text, use: Callable[[int, str], str]) -> None:
+        """Read the numbers, and add what ``use`` makes of each: its number, and its name."""
+        for line in self.setup:
+            text.add(line)
+        for number, expression in enumerate(self.numbers):
+            text.add(f"const float n{number} = {expression};")
+            text.add(use(number, f"n{number}"))
+
+
+def packed_run(bits: int) -> Run:
+    """Return how a run of numbers of so many bits is read."""
+    kind, count = _LOADS[bits]
+    if kind == "uint2":
+        setup = ["const uint2 both = runs[place];", "const uint word0 = both.x, word1 = both.y;"]
+    elif kind == "uint":
+        setup = ["const uint word0 = runs[place];"]
+    else:
+        size = 8 * _BYTES[kind]
+        words: dict[int, list[str]] = {}
+        for index in range(count):
+            word, shift = divmod(index * size, 32)
+            piece = f"uint(runs[place * {count} + {index}])"
+            words.setdefault(word, []).append(f"({piece} << {shift})" if shift else piece)
+        setup = [f"const uint word{word} = {' | '.join(parts)};" for word, parts in words.items()]
+    numbers, shifts = [], []
+    for index in range(RUN):
+        expression, shift = _place(index * bits, bits)
+        if shift + bits > _EXACT:
+            down = min(shift, 16)
+            expression, shift = f"({expression} >> {down})", shift - down
+        numbers.append(f"NUMBER({expression} & {((1 << bits) - 1) << shift:#x}u)")
+        shifts.append(shift)
+    return Run(kind, count, tuple(setup), tuple(numbers), tuple(shifts), packed=True)
+
+
+def _place(bit: int, bits: int) -> tuple[str, int]:
+    """Return a word that has the number, and how far up it stands there."""
+    word, shift = divmod(bit, 32)
+    if shift + bits <= 32:
+        return f"word{word}", shift
+    return f"((word{word} >> {shift}) | (word{word + 1} << {32 - shift}))", 0
+
+
+def dense_run(dtype: mx.Dtype) -> Run:
+    """Return how eight dense elements, 16 or 32 bytes, are read."""
+    if dtype == mx.float32:
+        count = 2
+        setup = ("const uint4 low = runs[place * 2], high = runs[place * 2 + 1];",)
+        numbers = [f"BITS({half}.{part})" for half in ("low", "high") for part in "xyzw"]
+    else:
+        count = 1
+        setup = ("const uint4 eight = runs[place];",)
+        numbers = [f"{side}(eight.{part})" for part in "xyzw" for side in ("LOW", "HIGH")]
+    return Run("uint4", count, setup, tuple(numbers), (0,) * RUN, packed=False)
