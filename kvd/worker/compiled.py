@@ -23,12 +23,10 @@ from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.shapes import rounded
 from kvd.worker.cache.steps import DecodeStep, LevelTable
 from kvd.worker.cache.store import KVStore
 from protocol.base import MOST_TRACES
-
-STEPS_AN_OCTAVE = 4
-"""Sizes between a number of pages and its double: at most a quarter of the pages is padding."""
 
 Arrays = list[mx.array]
 
@@ -41,20 +39,6 @@ def can_compile(cache: Any) -> bool:
         and not cache.states.parts
         and all(access is Access.PAGES for access in cache.access.values())
     )
-
-
-def rounded(pages: int) -> int:
-    """Return the number of pages that a step of so many is padded to."""
-    step = max(1, (1 << pages.bit_length() - 1) // STEPS_AN_OCTAVE) if pages else 1
-    return -(-pages // step) * step
-
-
-def _listed(pages: int) -> int:
-    """Return the length of a list of pages: nobody looks at the rest, so few lengths are best."""
-    length = 64
-    while length < pages:
-        length *= 4
-    return length
 
 
 class CompiledDecode:
@@ -106,12 +90,10 @@ class _Part:
         step = store.step
         if not isinstance(step, DecodeStep):
             raise TypeError("no decode step is under way")
-        if step.native is not None:
-            pages = step.native.pages
-            native = replace(step.native, pages=pages.padded(_listed(pages.count)))
-            return _Part(store, replace(step, native=native))
+        if step.backend is not None:
+            return _Part(store, replace(step, backend=step.backend.padded()))
         tables = [table.padded(rounded(len(table.owners))) for table in step.tables]
-        return _Part(store, replace(step, tables=tables))
+        return _Part(store, _with_tables(step, tables))
 
     @property
     def tables(self) -> list[LevelTable]:
@@ -127,8 +109,8 @@ class _Part:
         )
         tails = self.store.layers[0].tail_keys.shape[0]
         sizes = (step.batch, len(step.rows), tails, self.levels, capacities)
-        if step.native is not None:
-            return *sizes, step.native.pages.array.shape[0]
+        if step.backend is not None:
+            return *sizes, *step.backend.shapes(step)
         pages = tuple(len(table.owners) for table in self.tables)
         seen = [step.pages_seen(table) for table in self.tables]
         sight = tuple(None if one is None else one.shape for one in seen)
@@ -137,8 +119,8 @@ class _Part:
     @property
     def levels(self) -> tuple[int, ...]:
         """The levels of the pages."""
-        if self.step.native is not None:
-            return self.step.native.pages.levels
+        if self.step.backend is not None:
+            return self.step.backend.pages.levels
         return tuple(table.level for table in self.tables)
 
     def arrays(self) -> Arrays:
@@ -153,8 +135,8 @@ class _Part:
     def _described(self) -> Arrays:
         """Return the arrays that say what the step reads of tails and pools."""
         step = self.step
-        if step.native is not None:
-            return [step.offsets, *step.native.arrays()]
+        if step.backend is not None:
+            return step.backend.arrays(step)
         found = [step.slots, step.places, step.offsets, step.tails_seen()]
         if step.givers is not None:
             found.append(step.givers)
@@ -177,10 +159,8 @@ class _Part:
 
     def _redescribed(self, given: Iterator[mx.array]) -> DecodeStep:
         step = self.step
-        if step.native is not None:
-            offsets = next(given)
-            native = step.native.with_arrays(next(given), next(given))
-            return replace(step, native=native, shared={"offsets": offsets})
+        if step.backend is not None:
+            return step.backend.with_arrays(step, given)
         slots, places, offsets, tails = (next(given) for _ in range(4))
         givers = None if step.givers is None else next(given)
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
@@ -197,9 +177,8 @@ class _Part:
             tables.append(table.with_arrays(here, rows, indices))
             there = None if step.pages_seen(table) is None else next(given)
             shared[step.pages_key(table)] = there
-        return replace(
-            step, slots=slots, places=places, givers=givers, tables=tables, shared=shared
-        )
+        step = replace(step, slots=slots, places=places, givers=givers, shared=shared)
+        return _with_tables(step, tables)
 
     def take_tails(self, given: Iterator[mx.array]) -> None:
         """Take the tails that the step leaves."""
@@ -236,6 +215,10 @@ class _Traced:
                 part.put(real)
                 part.store.step = part.step
         return logits, tails
+
+
+def _with_tables(step: DecodeStep, tables: list[LevelTable]) -> DecodeStep:
+    return replace(step, find_tables=lambda: tables)
 
 
 def _put_tails(layer: LayerStore, given: Iterator[mx.array]) -> None:

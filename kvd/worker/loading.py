@@ -16,6 +16,7 @@ from kvd.worker.budget import mebibytes
 from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.engine import AskGrant
+from kvd.worker.native.step import Library
 from kvd.worker.runner import Runner
 from protocol import base
 from protocol.costs import Costs
@@ -136,7 +137,9 @@ def _traces_bytes(runner: Runner) -> int:
 def _is_native(runner: Runner) -> bool:
     """Return whether all attention is an operation of our own."""
     cache = runner.cache
-    return isinstance(cache, ModelCache) and all(store.native is not None for store in cache.stores)
+    return isinstance(cache, ModelCache) and all(
+        isinstance(store.backend, Library) for store in cache.stores
+    )
 
 
 def _on_cpu() -> bool:

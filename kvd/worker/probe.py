@@ -32,6 +32,7 @@ from mlx_lm.models.cache import (
 )
 
 from kvd.worker import selfcheck
+from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.composite import CacheSettings, ModelCache, no_floors
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import (
@@ -46,6 +47,7 @@ from kvd.worker.cache.layout import (
 from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
+from kvd.worker.native.step import Library
 from kvd.worker.runner import Runner
 from kvd.worker.selfcheck import Refused
 from protocol.errors import UnsupportedModel
@@ -237,7 +239,7 @@ def _tried(
     checks = [(_as_checked(settings), lengths)]
     checks += [(lower, selfcheck.FEW) for lower in _lower_levels(served.cache)]
     paged = any(access is Access.PAGES for access in way.access.values())
-    native = library if layout.dtype == mx.float32 else None
+    native = Library(library) if library and layout.dtype == mx.float32 else None
     failed = []
     for path, product, own in _attentions(native) if paged else _PLAIN:
         served.cache.use(product, own)
@@ -259,12 +261,12 @@ def _tried(
     raise Refused("; ".join(failed))
 
 
-_Attention = tuple[str, Callable[..., mx.array], ModuleType | None]
-"""A name, how pages are multiplied, and the library that attends instead."""
+_Attention = tuple[str, Callable[..., mx.array], Backend | None]
+"""A name, how pages are multiplied, and what attends instead."""
 _PLAIN: list[_Attention] = [("dequantize on read", page_product, None)]
 
 
-def _attentions(native: ModuleType | None) -> list[_Attention]:
+def _attentions(native: Library | None) -> list[_Attention]:
     """Return the ways to attend to pages, the fastest first."""
     plain: list[_Attention] = [
         ("reference, gathered pages", page_product, None),
@@ -276,11 +278,11 @@ def _attentions(native: ModuleType | None) -> list[_Attention]:
 def _error(
     runner: Runner,
     product: Callable[..., mx.array],
-    library: ModuleType | None,
+    backend: Backend | None,
     vocab_size: int,
     lengths: Sequence[int],
 ) -> float:
-    runner.cache.use(product, library)
+    runner.cache.use(product, backend)
     return selfcheck.against_dequantized(runner, vocab_size, lengths)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 
+from kvd.worker.cache.backend import Backend
 from kvd.worker.native import build
+from kvd.worker.native.step import Library
 from tests.cache.helpers import Bench
 
 
-def library() -> ModuleType | None:
+def library() -> Backend | None:
     """The library, where there is a compiler."""
-    return build.load() if build.compiler() is not None else None
+    return Library(build.load()) if build.compiler() is not None else None
 
 
 PLAIN_ONLY = ("test_seam", "test_tiles")
@@ -24,11 +25,11 @@ PLAIN_ONLY = ("test_seam", "test_tiles")
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which attention a `Bench` decodes with."""
     chosen: str = getattr(request, "param", "plain")
-    Bench.native = library() if chosen == "native" else None
-    if chosen == "native" and Bench.native is None:
+    Bench.backend = library() if chosen == "native" else None
+    if chosen == "native" and Bench.backend is None:
         pytest.skip("no C++ compiler")
     yield chosen
-    Bench.native = None
+    Bench.backend = None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache import packed as pk
+from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, make_caches
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.rows import Row
@@ -70,8 +70,8 @@ class DenseRow:
 class Bench:
     """A store with its dense twin, driven by random keys and values."""
 
-    native: ClassVar[ModuleType | None] = None
-    """The library that decode steps attend with; None: MLX alone."""
+    backend: ClassVar[Backend | None] = None
+    """What steps attend with; None: plain operations."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Bench:
             kind=kind,
             quantized_start=quantized_start,
         )
-        self.store.native = self.native
+        self.store.backend = self.backend
         self.caches: list[BatchQuantizedKVCache] = make_caches(self.store)
         self.rng = np.random.default_rng(seed)
         self.rows: list[DenseRow] = []

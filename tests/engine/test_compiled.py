@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from kvd.worker import compiled
+from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.lowering import Lowering
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.shapes import rounded
 from kvd.worker.native import build as build_native
+from kvd.worker.native.step import Library
 from kvd.worker.probe import find_layout
 from kvd.worker.runner import Runner
 from tests.architectures.zoo import build
@@ -25,14 +26,12 @@ LADDER = (Scheme(8, 8), Scheme(4, 4))
 class Pair:
     """The same rows over two caches: steps of one are compiled."""
 
-    def __init__(
-        self, name: str, settings: CacheSettings, library: ModuleType | None = None
-    ) -> None:
+    def __init__(self, name: str, settings: CacheSettings, backend: Backend | None = None) -> None:
         model = build(name)[0]
         layout = find_layout(model)
         self.plain, self.compiled = (Runner(model, ModelCache(layout, settings)) for _ in range(2))
         for runner in self.runners:
-            runner.cache.use(page_product, library)
+            runner.cache.use(page_product, backend)
         assert self.compiled.compile()
         self.rows: list[tuple[object, object]] = []
 
@@ -65,15 +64,15 @@ class Pair:
 
 
 @pytest.fixture(params=["plain", "native"])
-def library(request: pytest.FixtureRequest) -> ModuleType | None:
+def library(request: pytest.FixtureRequest) -> Backend | None:
     if request.param == "native" and build_native.compiler() is None:
         pytest.skip("no C++ compiler")
-    return build_native.load() if request.param == "native" else None
+    return Library(build_native.load()) if request.param == "native" else None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
 def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
-    name: str, library: ModuleType | None
+    name: str, library: Backend | None
 ) -> None:
     pair = Pair(name, CacheSettings(LADDER), library)
     for length in (3, 70, 150):
@@ -90,7 +89,7 @@ def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
     assert 1 < pair.compiled._compiled.traced < 40
 
 
-def test_rows_on_several_levels(library: ModuleType | None) -> None:
+def test_rows_on_several_levels(library: Backend | None) -> None:
     pair = Pair("llama", CacheSettings(LADDER), library)
     for length in (200, 300):
         pair.join(length)
@@ -102,11 +101,11 @@ def test_rows_on_several_levels(library: ModuleType | None) -> None:
 
 
 def test_few_shapes_and_little_padding() -> None:
-    sizes = {compiled.rounded(pages) for pages in range(1, 4097)}
+    sizes = {rounded(pages) for pages in range(1, 4097)}
     assert len(sizes) <= 4 * 12
     for pages in range(1, 4097):
-        assert pages <= compiled.rounded(pages) <= max(pages + 1, 1.25 * pages)
-    assert compiled.rounded(0) == 0
+        assert pages <= rounded(pages) <= max(pages + 1, 1.25 * pages)
+    assert rounded(0) == 0
 
 
 def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

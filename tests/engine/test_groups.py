@@ -15,6 +15,7 @@ from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import build as build_native
 from kvd.worker.native.layers import adopt
+from kvd.worker.native.step import Library
 from kvd.worker.probe import find_layout, serve
 from kvd.worker.runner import Row, Runner
 from protocol.types import Sampling
@@ -60,7 +61,7 @@ def two_runners(
     layout = find_layout(model)
     caches = [ModelCache(layout, settings or CacheSettings(LADDER)) for _ in range(2)]
     for cache in caches:
-        cache.use(page_product, library)
+        cache.use(page_product, library and Library(library))
     alone, together = (Runner(model, cache) for cache in caches)
     assert alone.group()
     assert together.group()

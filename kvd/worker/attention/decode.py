@@ -24,8 +24,8 @@ def decode_attention(
     ``[batch, q_heads, 1, v_dim]`` in the queries' dtype, zero for the padding.
     """
     step, layer, product = handle.step, handle.layer, handle.store.page_product
-    if step.native is not None:
-        return step.native.attend(queries, layer, scale, sinks)
+    if step.backend is not None:
+        return step.backend.attend(queries, layer, scale, sinks)
     batch, q_heads, _, k_dim = queries.shape
     rows, heads = len(step.rows), layer.geometry.kv_heads
     # Half-precision scores would be wrong by several per cent where attention is sharp.

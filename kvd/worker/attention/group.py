@@ -5,7 +5,9 @@ nothing before them can do so in one call of the dense kernel, since a right-pad
 its padding behind the causal edge.
 
 On the CPU that call is made only where there is no padding: over longer rows sums are rounded in
-another order, and a row's result would depend on who shares the pass.
+another order, and a row's result would depend on who shares the pass. Where the device plans for
+each shape, rows attend with their padding: passes have few widths (`kvd.worker.runner`), and so
+their attention has few shapes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.attention.tiles import Work
+from kvd.worker.cache import shapes
 from kvd.worker.cache.batch import GroupHandle
 
 
@@ -34,7 +37,11 @@ def group_attention(
     outputs: list[mx.array] = []
     for row, part in enumerate(handle.parts):
         count = part.step.count
-        mine = queries[row : row + 1, :, :count]
+        mine = queries[row : row + 1]
+        if shapes.are_planned() and part.step.backend is None:
+            outputs.append(prefill_attention(mine, part, scale, sinks, beside=outputs))
+            continue
+        mine = mine[:, :, :count]
         attended = prefill_attention(mine, part, scale, sinks, beside=outputs)
         padding = handle.step.width - count
         outputs.append(mx.pad(attended, [(0, 0), (0, 0), (0, padding), (0, 0)]))
@@ -48,7 +55,7 @@ def _on_cpu() -> bool:
 def _at_once(queries: mx.array, handle: GroupHandle, sinks: mx.array | None) -> bool:
     """Return whether one call does it; what that takes is then counted."""
     store, group = handle.store, handle.step
-    if store.native is not None:  # a row at a time is as fast
+    if any(step.backend is not None for step in group.steps):  # a row at a time is as fast
         return False
     fresh = all(step.offset == 0 for step in group.steps)
     if not fresh or store.kind.low(group.width - 1) > 0:  # a window hides something

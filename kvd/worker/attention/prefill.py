@@ -33,13 +33,14 @@ def prefill_attention(
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
-    ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks; ``beside``: what other rows of the
-    pass have left lazy, to be evaluated where the scratch is full. Returns
-    ``[1, q_heads, count, v_dim]``: lazy where all of it fits the scratch at once, else evaluated
-    part by part.
+    Without a backend there may be more queries than the step has tokens: what stands behind them is
+    padding, and so is what it gets, finite as the queries are. ``sinks``: ``[q_heads]`` logits of
+    gpt-oss's attention sinks; ``beside``: what other rows of the pass have left lazy, to be
+    evaluated where the scratch is full. Returns ``[1, q_heads, count, v_dim]``: lazy where all of it
+    fits the scratch at once, else evaluated part by part.
     """
-    if handle.step.native is not None:  # takes no scratch that depends on lengths
-        return handle.step.native.attend(queries, handle.layer, handle.chunk, scale, sinks)
+    if handle.step.backend is not None:  # takes no scratch that depends on lengths
+        return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
     scratch = handle.store.prefill_scratch
     ask = _Ask.of(queries, handle, scale, sinks, beside)
     cut = plan(ask.work, scratch)
@@ -50,6 +51,10 @@ def prefill_attention(
     if ask.whole(cut):
         ask.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
         return _dense(ask, slice(0, ask.work.kv_heads))
+    if ask.padding and cut.keys is not None:  # tiles have their own shapes
+        own = queries[:, :, : handle.step.count]
+        attended = prefill_attention(own, handle, scale, sinks, beside=beside)
+        return mx.pad(attended, [(0, 0), (0, 0), (0, ask.padding), (0, 0)])
     return _in_parts(ask, cut)
 
 
@@ -110,8 +115,10 @@ class _Ask:
         work = Work(
             g.kv_heads,
             queries.shape[1] // g.kv_heads,
-            step.count,
-            sum(PAGE_TOKENS * len(one.starts) for one in pages) + step.tail_length + step.count,
+            queries.shape[2],
+            sum(PAGE_TOKENS * len(one.starts) for one in pages)
+            + step.tail_length
+            + queries.shape[2],
             g.k_dim,
             g.v_dim,
             queries.dtype.size,
@@ -120,6 +127,11 @@ class _Ask:
             sinks=sinks is not None,
         )
         return cls(queries, scale, sinks, handle, pages, work, beside)
+
+    @property
+    def padding(self) -> int:
+        """Queries, and as many keys, behind the chunk."""
+        return self.work.queries - self.handle.step.count
 
     def fuses(self) -> bool:
         """Ask MLX whether its dense kernel does without a matrix of scores here."""
@@ -180,7 +192,12 @@ def _dense(ask: _Ask, heads: slice) -> mx.array:
     parts = [pages.read(heads) for pages in ask.pages]
     keys, values = (
         mx.concatenate(
-            [*(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts), dense[heads]], axis=1
+            [
+                *(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts),
+                dense[heads],
+                *_padding(ask, dense[heads]),
+            ],
+            axis=1,
         )
         for side, dense in enumerate((newest.keys, newest.values))
     )
@@ -196,6 +213,13 @@ def _dense(ask: _Ask, heads: slice) -> mx.array:
     return output
 
 
+def _padding(ask: _Ask, dense: mx.array) -> list[mx.array]:
+    """Return keys or values behind all others, which no query of the chunk sees."""
+    if not ask.padding:
+        return []
+    return [mx.zeros((dense.shape[0], ask.padding, dense.shape[2]), dense.dtype)]
+
+
 def _mask(ask: _Ask) -> mx.array | str:
     """Return what each query sees, ``[queries, keys]``, or the name of it."""
     step, kind = ask.handle.step, ask.handle.store.kind
@@ -203,7 +227,7 @@ def _mask(ask: _Ask) -> mx.array | str:
         return "causal"
     starts = [start for pages in ask.pages for start in pages.starts]
     paged = (mx.array(starts, mx.int32)[:, None] + mx.arange(PAGE_TOKENS)).flatten()
-    end = step.offset + step.count
+    end = step.offset + ask.work.queries
     places = mx.concatenate([paged, mx.arange(step.tail_start, end)])
     return kind.visible(mx.arange(step.offset, end)[:, None], places)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
+from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
 from kvd.worker.cache.frozen import FrozenSequence, charge_of, freed_bytes, held_bytes
 from kvd.worker.cache.growth import lacks_room, make_room
@@ -568,11 +568,11 @@ class ModelCache:
         """Whether `make_room` would do something."""
         return any(lacks_room(store) for store in self.stores)
 
-    def use(self, page_product: Callable[..., mx.array], library: ModuleType | None = None) -> None:
-        """Multiply pages in this way from now on, or attend with the library in decode steps."""
+    def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:
+        """Multiply pages in this way from now on, where the backend does not attend."""
         for store in self.stores:
             store.page_product = page_product
-            store.native = library
+            store.backend = backend
 
     # Giving memory back.
 

@@ -98,9 +98,13 @@ class LayerStore:
 
     def append(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token for each row, ``[rows or more, heads, 1, dim]``."""
-        if step.native is not None:
-            step.native.append(self, keys, values)
-            return
+        if step.backend is not None:
+            step.backend.append(self, step, keys, values)
+        else:
+            self.append_plainly(step, keys, values)
+
+    def append_plainly(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
+        """Do so with plain operations."""
         which = slice(len(step.rows)) if step.givers is None else step.givers
         # One fused operation; a scatter is a copy, the indices, and the scatter.
         self.tail_keys = mx.where(step.taken(), keys[which], self.tail_keys)

@@ -6,17 +6,18 @@ read it. Rows are never padded to a rectangle: the pages are a flat list, each w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.cache.backend import BackendPrefill, BackendStep
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
-from kvd.worker.native.step import NativePrefill, NativeStep
 
 TAIL_TOKENS = 3 * PAGE_TOKENS
 """Room in a tail: up to 127 exact tokens, and quantized ones that await a flush.
@@ -169,15 +170,20 @@ class DecodeStep:
     """``[tails]``: whose token that is; None if the rows are the tails, in their order."""
     tail_lengths: mx.array
     """``[rows]``: tokens in the tails, the new one included."""
-    tables: list[LevelTable]
+    find_tables: Callable[[], list[LevelTable]]
     seals: list[Seal]
     """One for each level that a row seals to in this step."""
     sight: Sight | None
     """None where every row sees all that it has."""
-    native: NativeStep | None = None
-    """The same for the library's attention, where that is used."""
+    backend: BackendStep | None = None
+    """The same for attention that is one operation a layer, where that is used."""
     shared: dict[str, Any] = field(default_factory=dict)
     """What one layer works out and the next ones use again."""
+
+    @cached_property
+    def tables(self) -> list[LevelTable]:
+        """The pages, by level; made when somebody asks, since backends have their own lists."""
+        return self.find_tables()
 
     def taken(self) -> mx.array:
         """Return which places of the tails take a new token, ``[tails, 1, TAIL_TOKENS, 1]``."""
@@ -235,8 +241,8 @@ class PrefillStep:
     tail_length: int
     tables: list[LevelTable]
     new_pages: int
-    native: NativePrefill | None = None
-    """The same for the library's attention, where that is used."""
+    backend: BackendPrefill | None = None
+    """The same for attention that is one operation a layer, where that is used."""
     shared: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -246,7 +252,11 @@ class PrefillStep:
 
 
 def decode_step(
-    rows: list[Row], tables: list[LevelTable], batch: int, tail_slots: int, kind: Kind
+    rows: list[Row],
+    find_tables: Callable[[], list[LevelTable]],
+    batch: int,
+    tail_slots: int,
+    kind: Kind,
 ) -> DecodeStep:
     """Append one token to each row, and say what that means for the tails."""
     slots = [row.slot for row in rows]
@@ -271,7 +281,7 @@ def decode_step(
         places=mx.array(places, mx.int32),
         givers=None if whole else mx.array(givers),
         tail_lengths=mx.array([row.tail_length for row in rows]),
-        tables=tables,
+        find_tables=find_tables,
         seals=seals,
         sight=Sight(kind, rows) if kind.bounded else None,
     )

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from types import ModuleType
+from functools import cached_property, partial
 
 import mlx.core as mx
 
 from kvd.worker.cache import flushing
+from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.frozen import FrozenRow
 from kvd.worker.cache.group import PrefillGroup, prefill_group
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
@@ -38,7 +39,6 @@ from kvd.worker.cache.steps import (
     level_tables,
     prefill_step,
 )
-from kvd.worker.native.step import NativePrefill, NativeStep, PageList
 
 SLAB_PAGES = 64
 """Pools grow by at least this many pages, so that growing (a copy) stays rare."""
@@ -83,8 +83,8 @@ class KVStore:
         self.prefill_scratch = prefill_scratch
         self.page_product = page_product
         """How pages are multiplied; the self-check replaces it where the device lacks it."""
-        self.native: ModuleType | None = None
-        """The library whose attention decode steps use (`kvd.worker.native`); None: MLX alone."""
+        self.backend: Backend | None = None
+        """What attends in the place of plain operations; None: nothing does."""
         self.layers = [
             LayerStore(
                 geometry,
@@ -359,10 +359,11 @@ class KVStore:
 
         ``batch`` is the number of sequences that the model will see: rows, then padding.
         """
-        tables, pages = self._tables_of(rows), self._pages_of(rows)
+        tables = partial(self._tables_of, list(rows))
         step = decode_step(rows, tables, batch or len(rows), self._tail_slots, self.kind)
-        if self.native is not None and pages is not None:
-            step = replace(step, native=NativeStep.of(self.native, self.kind, rows, pages))
+        if self.backend is not None:
+            backend = self.backend.decode(self.kind, rows, self._pages_of(rows))
+            step = replace(step, backend=backend)
         self.step = step
         for seal in step.seals:
             self._pending.append((seal.level, seal.rows))
@@ -371,15 +372,13 @@ class KVStore:
         return step
 
     def _tables_of(self, rows: list[Row]) -> list[LevelTable]:
-        key = (self._epoch, list(rows))
+        key = (self._epoch, rows)
         if self._tables is None or self._tables[0] != key:
             self._tables = (key, level_tables(rows))
         return self._tables[1]
 
-    def _pages_of(self, rows: list[Row]) -> PageList | None:
-        """Return the same for the library's attention."""
-        if self.native is None:
-            return None
+    def _pages_of(self, rows: list[Row]) -> PageList:
+        """Return the same for backends."""
         key = (self._epoch, list(rows))
         if self._page_list is None or self._page_list[0] != key:
             self._page_list = (key, PageList.of(rows))
@@ -387,15 +386,14 @@ class KVStore:
 
     def begin_prefill(self, row: Row, count: int) -> PrefillStep:
         """Start a forward pass of ``count`` tokens of one row; `finish_prefill` ends it."""
-        self.step = step = self._for_native(prefill_step(row, count))
+        self.step = step = self._with_backend(prefill_step(row, count))
         self.copies.nbytes = 0
         return step
 
-    def _for_native(self, step: PrefillStep) -> PrefillStep:
-        if self.native is None:
+    def _with_backend(self, step: PrefillStep) -> PrefillStep:
+        if self.backend is None:
             return step
-        native = NativePrefill.of(self.native, self.kind, step.row, step.count)
-        return replace(step, native=native)
+        return replace(step, backend=self.backend.prefill(self.kind, step.row, step.count))
 
     def begin_group(self, rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
         """Start a forward pass of several rows' chunks, each padded to ``width`` tokens.
@@ -403,7 +401,7 @@ class KVStore:
         `finish_prefill` ends it.
         """
         step = prefill_group(rows, counts, width)
-        self.step = step = replace(step, steps=tuple(map(self._for_native, step.steps)))
+        self.step = step = replace(step, steps=tuple(map(self._with_backend, step.steps)))
         self.copies.nbytes = 0
         return step
 

@@ -1,61 +1,41 @@
-"""What the library's decode attention reads of a step: one array of rows, one of pages.
+"""What the library's attention reads of a step: one array of rows, one of pages.
 
-All on the host but for two small arrays; pages of all levels in one list, row after row, each
-row's in the order of their positions.
+All on the host but for two small arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from kvd.worker.cache.backend import pools_of
+from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.shapes import listed
+
 if TYPE_CHECKING:
     from kvd.worker.cache.kinds import Kind
     from kvd.worker.cache.layer import Chunk, LayerStore
     from kvd.worker.cache.rows import Row
-    from kvd.worker.cache.scheme import Packing
+    from kvd.worker.cache.steps import DecodeStep
 
 
 @dataclass(frozen=True)
-class PageList:
-    """The pages of a batch. Good until a row gets, loses or moves pages."""
+class Library:
+    """The backend that attends with kvd's own operations for the CPU, in all steps."""
 
-    array: mx.array
-    """``[pages or more, 3]`` int32: which of `levels`, slot in its pools, position of its first
-    token."""
-    count: int
-    ends: tuple[int, ...]
-    """Where each row's pages end."""
-    levels: tuple[int, ...]
-    """Those that occur, ascending."""
+    module: ModuleType
 
-    @staticmethod
-    def of(rows: Sequence[Row]) -> PageList:
-        """List the rows' pages."""
-        levels = tuple(sorted({page.level for row in rows for page in row.pages}))
-        place = {level: at for at, level in enumerate(levels)}
-        found: list[tuple[int, int, int]] = []
-        ends = []
-        for row in rows:
-            found += [
-                (place[page.level], page.slot, row.start(index))
-                for index, page in enumerate(row.pages)
-            ]
-            ends.append(len(found))
-        # Never empty: MLX does not evaluate an operation over an array without elements.
-        array = mx.array(found or [(0, 0, 0)], mx.int32)
-        return PageList(array, len(found), tuple(ends), levels)
+    def decode(self, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:
+        """Describe a decode step."""
+        return NativeStep.of(self.module, kind, rows, pages)
 
-    def padded(self, pages: int) -> PageList:
-        """Return the same list with room for so many pages, which no row refers to."""
-        more = pages - self.array.shape[0]
-        if more <= 0:
-            return self
-        return replace(self, array=mx.pad(self.array, [(0, more), (0, 0)]))
+    def prefill(self, kind: Kind, row: Row, count: int) -> NativePrefill:
+        """Describe a chunk of a prompt."""
+        return NativePrefill.of(self.module, kind, row, count)
 
 
 @dataclass(frozen=True)
@@ -72,20 +52,9 @@ class NativeStep:
     @staticmethod
     def of(library: ModuleType, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:
         """Describe rows whose lengths count the new token."""
-        about = [
-            (
-                row.slot,
-                row.tail_length,
-                row.tail_start,
-                pages.ends[place - 1] if place else 0,
-                pages.ends[place],
-                kind.low(row.length - 1),
-            )
-            for place, row in enumerate(rows)
-        ]
-        return NativeStep(library, kind, pages, mx.array(about, mx.int32))
+        return NativeStep(library, kind, pages, mx.array(rows_of(kind, rows, pages), mx.int32))
 
-    def append(self, layer: LayerStore, keys: mx.array, values: mx.array) -> None:
+    def append(self, layer: LayerStore, _: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token for each row into its tail, ``[rows or more, heads, 1, dim]``."""
         layer.tail_keys, layer.tail_values = self.library.append(
             layer.tail_keys, layer.tail_values, keys, values, self.rows
@@ -101,20 +70,45 @@ class NativeStep:
             layer.tail_keys,
             layer.tail_values,
             self.rows,
-            *_pools(layer, self.pages),
+            *pools_of(layer, self.pages),
             scale,
             self.kind.keep,
             sinks,
         )
         return found
 
-    def arrays(self) -> list[Any]:
-        """Return what a compiled step takes instead of these."""
-        return [self.rows, self.pages.array]
+    def padded(self) -> NativeStep:
+        """Return the same step with a list of pages of one of few lengths."""
+        return replace(self, pages=self.pages.padded(listed(self.pages.count)))
 
-    def with_arrays(self, rows: mx.array, pages: mx.array) -> NativeStep:
-        """Return the same step over other arrays."""
-        return replace(self, rows=rows, pages=replace(self.pages, array=pages))
+    def shapes(self, _: DecodeStep) -> tuple[Any, ...]:
+        """Return what gives `arrays` their shapes."""
+        return "native", self.pages.array.shape[0]
+
+    def arrays(self, step: DecodeStep) -> list[mx.array]:
+        """Return what a compiled step takes beside tails and pools."""
+        return [step.offsets, self.rows, self.pages.array]
+
+    def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
+        """Return the step over other arrays."""
+        offsets, rows, pages = (next(given) for _ in range(3))
+        mine = replace(self, rows=rows, pages=self.pages.with_array(pages))
+        return replace(step, backend=mine, shared={"offsets": offsets})
+
+
+def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int, ...]]:
+    """Return what is told of each row, as `NativeStep.rows` has it."""
+    return [
+        (
+            row.slot,
+            row.tail_length,
+            row.tail_start,
+            pages.ends[place - 1] if place else 0,
+            pages.ends[place],
+            kind.low(row.length - 1),
+        )
+        for place, row in enumerate(rows)
+    ]
 
 
 @dataclass(frozen=True)
@@ -153,7 +147,7 @@ class NativePrefill:
             chunk.keys,
             chunk.values,
             self.lows,
-            *_pools(layer, self.pages),
+            *pools_of(layer, self.pages),
             scale,
             self.kind.keep,
             sinks,
@@ -162,21 +156,3 @@ class NativePrefill:
             self.tail_start,
         )
         return found
-
-
-Told = list[tuple[int, int, bool]]
-"""For each level, bits, group, and whether groups run along the page's tokens."""
-
-
-def _pools(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], Told, Told]:
-    """Return the arrays of the levels that occur, and how keys and values are packed."""
-    pools = [layer.pools[level] for level in pages.levels]
-    return (
-        [array for pool in pools for array in pool.arrays()],
-        [_told(pool.key_packing) for pool in pools],
-        [_told(pool.value_packing) for pool in pools],
-    )
-
-
-def _told(packing: Packing) -> tuple[int, int, bool]:
-    return packing.bits, packing.group, not packing.per_token

@@ -1,0 +1,93 @@
+"""Attention over pages that is one operation a layer: what a step needs of it, and it of a step.
+
+A store without a backend attends with plain operations (`kvd.worker.attention`), and so do the
+steps that a backend leaves to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+
+from kvd.worker.cache.page_list import PageList
+
+if TYPE_CHECKING:
+    from kvd.worker.cache.kinds import Kind
+    from kvd.worker.cache.layer import Chunk, LayerStore
+    from kvd.worker.cache.rows import Row
+    from kvd.worker.cache.scheme import Packing
+    from kvd.worker.cache.steps import DecodeStep
+
+
+class BackendStep(Protocol):
+    """One decode step."""
+
+    @property
+    def pages(self) -> PageList:
+        """The pages that the rows see."""
+
+    def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
+        """Write one token for each row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
+
+    def attend(
+        self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend one query a row: as `kvd.worker.attention.decode.decode_attention`."""
+
+    # Compiled steps (`kvd.worker.compiled`).
+
+    def padded(self) -> BackendStep:
+        """Return the same step with its lists at one of few lengths."""
+
+    def shapes(self, step: DecodeStep) -> tuple[Any, ...]:
+        """Return what gives `arrays` their shapes, beside the number of rows and the levels."""
+
+    def arrays(self, step: DecodeStep) -> list[mx.array]:
+        """Return what this and the step read, beside tails and pools."""
+
+    def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
+        """Return the step over other `arrays`."""
+
+
+class BackendPrefill(Protocol):
+    """A chunk of one row's prompt."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        layer: LayerStore,
+        chunk: Chunk,
+        scale: float,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend a chunk: as `kvd.worker.attention.prefill.prefill_attention`."""
+
+
+class Backend(Protocol):
+    """Attends in the place of plain operations."""
+
+    def decode(self, kind: Kind, rows: Sequence[Row], pages: PageList) -> BackendStep | None:
+        """Describe a step, lengths counting the new tokens; None leaves it to plain operations."""
+
+    def prefill(self, kind: Kind, row: Row, count: int) -> BackendPrefill | None:
+        """Describe a chunk that the row's length does not count yet, or leave it likewise."""
+
+
+Told = list[tuple[int, int, bool]]
+"""For each level, bits, group, and whether groups run along the page's tokens."""
+
+
+def pools_of(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], Told, Told]:
+    """Return the arrays of the levels that occur, and how keys and values are packed."""
+    pools = [layer.pools[level] for level in pages.levels]
+    return (
+        [array for pool in pools for array in pool.arrays()],
+        [_told(pool.key_packing) for pool in pools],
+        [_told(pool.value_packing) for pool in pools],
+    )
+
+
+def _told(packing: Packing) -> tuple[int, int, bool]:
+    return packing.bits, packing.group, not packing.per_token
