@@ -118,7 +118,7 @@ const int c = lane / 8, j = lane % 8;
 const int token = 8 * j + (lane & 8) / 2 + (lane & 16) / 8;
 const int pass = lane / RUNS, run = lane % RUNS;
 
-for (int at = thread; at < TILES * K_DIM; at += THREADS) {{
+for (int at = me; at < TILES * K_DIM; at += THREADS) {{
 const int one = (block.z * TILES + at / K_DIM) * TILE;
 GLOBAL T* from = queries + (size_t(row) * HEADS + head) * (VECTORS * K_DIM) + at % K_DIM;
 const float factor = {literal(shape.scale * _LOG2_E)};
@@ -153,7 +153,7 @@ if (lane == 0) totals[warp] = total;
     values.gather()
     text.add(f"""
 SYNC_BLOCK();
-for (int at = thread; at < TILES * V_DIM; at += THREADS) {{
+for (int at = me; at < TILES * V_DIM; at += THREADS) {{
 const int which = at / V_DIM, d = at % V_DIM, one = (block.z * TILES + which) * TILE;
 {text.vector} output = work[which * REGION + d];
 for (int other = 1; other < PARTS; ++other) {{
@@ -163,12 +163,12 @@ output@ += more@;
 {language.output} float* to = outputs + (size_t(split) * HEADS + head) * (VECTORS * V_DIM) + d;
 if (one + # < VECTORS) to[(one + #) * V_DIM] = output@;
 }}
-if (thread < TILES) {{
-const int one = (block.z * TILES + thread) * TILE;
-{text.vector} highest = tops[thread], sum = totals[thread];
+if (me < TILES) {{
+const int one = (block.z * TILES + me) * TILE;
+{text.vector} highest = tops[me], sum = totals[me];
 for (int other = 1; other < PARTS; ++other) {{
-highest@ = max(highest@, tops[other * TILES + thread]@);
-sum@ += totals[other * TILES + thread]@;
+highest@ = max(highest@, tops[other * TILES + me]@);
+sum@ += totals[other * TILES + me]@;
 }}
 {language.output} float* to = weights + (size_t(split) * HEADS + head) * (VECTORS * 2);
 if (one + # < VECTORS) to[(one + #) * 2] = highest@;
@@ -187,7 +187,7 @@ constexpr int THREADS = {combine_threads(shape)};
 const int row = block.x / VECTORS, place = block.x % VECTORS;
 {language.output} T* to = out + size_t(block.x) * V_DIM;
 if (row >= rows_shape[0]) {{
-  for (int d = thread; d < V_DIM; d += THREADS) to[d] = T(0.0f);
+  for (int d = me; d < V_DIM; d += THREADS) to[d] = T(0.0f);
   return;
 }}
 const int first = rows[row * 8 + 6], last = rows[row * 8 + 7];
@@ -207,7 +207,7 @@ for (int split = first; split < last; ++split) {
   const size_t at = (size_t(split) * VECTORS + place) * 2;
   total += weights[at + 1] * POWER(weights[at] - top);
 }
-for (int d = thread; d < V_DIM; d += THREADS) {
+for (int d = me; d < V_DIM; d += THREADS) {
   float sum = 0;
   for (int split = first; split < last; ++split) {
     const size_t at = size_t(split) * VECTORS + place;

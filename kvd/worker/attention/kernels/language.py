@@ -17,7 +17,7 @@ class Language:
 
     name: str
     prologue: str
-    """Begins every kernel: declares ``lane``, ``warp``, ``thread`` and ``block``."""
+    """Begins every kernel: declares ``lane``, ``warp``, ``me`` (of a block's threads) and ``block``."""
     header: str
     dense: dict[mx.Dtype, str]
     """For each dtype of activations: how two elements in one 32-bit word become floats."""
@@ -35,7 +35,7 @@ METAL = Language(
     "metal",
     prologue="""
   const int lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup;
-  const int thread = warp * 32 + lane;
+  const int me = warp * 32 + lane;
   const uint3 block = threadgroup_position_in_grid;
 """,
     header="""
@@ -70,8 +70,8 @@ METAL = Language(
 CUDA = Language(
     "cuda",
     prologue="""
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const uint3 block = blockIdx;
+  const int me = threadIdx.x, lane = me % 32, warp = me / 32;
+  const auto block = blockIdx;
 """,
     header="""
 #define SHARED __shared__
