@@ -39,8 +39,8 @@ _seeds = count(1)
 async def copies(turns: str, model: str) -> AsyncIterator[AsyncClient]:
     """Run a daemon with two copies of the model, ``a`` and ``b``."""
     async with daemon(f'turns = "{turns}"\n') as client:
-        for name in ("a", "b"):
-            await (await client.load(model, alias=name)).result()
+        for loading in [await client.load(model, alias=name) for name in ("a", "b")]:
+            await loading.result()
         yield client
 
 
