@@ -208,7 +208,11 @@ class MLXEngine:
             cache.levels,
         )
         self._scheduler = Scheduler(
-            max_rows=command.max_rows, chunk=chunk, group=self._runner.groups, sizes=sizes
+            max_rows=command.max_rows,
+            chunk=chunk,
+            group=self._runner.groups,
+            width=self._runner.width,
+            sizes=sizes,
         )
         self._admission = Admission(
             self._scheduler,

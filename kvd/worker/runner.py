@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.cache import shapes
 from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.own import OwnCache
@@ -48,6 +49,8 @@ class Runner:
         """Whether several rows can be prefilled in a pass."""
         self._least = 1
         """Then smaller passes are padded to so many tokens, for the same reason."""
+        self._widens = False
+        """And all of them to one of few widths, where the device plans for each."""
 
     @property
     def compiled(self) -> bool:
@@ -97,8 +100,10 @@ class Runner:
         try:
             for lengths in _GROUPED:
                 chunks = [_some_tokens(length) for length in lengths]
+                self._widens = False
                 for row, chunk in zip(pairs[0], chunks, strict=True):
                     self.prefill(row, chunk)
+                self._widens = shapes.are_planned()
                 self.prefill_group(pairs[1], chunks)
             alone, together = (self.decode(pair, tokens) for pair in pairs)
             mx.eval(alone, together, cache.arrays())
@@ -110,8 +115,15 @@ class Runner:
             cache.free(row)
         cache.shrink()
         if not self.groups:
-            self._least = 1
+            self._least, self._widens = 1, False
         return self.groups
+
+    def width(self, tokens: int) -> int:
+        """Return the tokens of each row that a pass computes where its longest chunk has so many.
+
+        On the CPU a pass of a few tokens may be wider (`group`).
+        """
+        return shapes.widened(tokens) if self._widens else tokens
 
     def retrace(self) -> None:
         """Forget compiled steps, where the model's code was changed in place."""
@@ -133,8 +145,8 @@ class Runner:
     def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:
         """Do the same for a chunk of each row, in one forward pass; several only if `groups`.
 
-        Chunks should be of about one length: all are padded to the longest. On the CPU a row gets
-        the same to the bit whoever shares its pass.
+        Chunks should be of about one length: all are padded to the longest, or a little further
+        (`width`). On the CPU a row gets the same to the bit whoever shares its pass.
         """
         self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
         self.cache.end_pass()
@@ -153,8 +165,8 @@ class Runner:
     def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
         """Start a pass over chunks; return its tokens, ``[rows, width]``, padded on the right."""
         counts = [len(chunk) for chunk in chunks]
-        width = max(*counts, -(-self._least // len(rows)))
-        if counts == [width]:
+        width = self.width(max(*counts, -(-self._least // len(rows))))
+        if counts == [width] and not self._widens:
             self.cache.begin_prefill(rows[0], width)
         else:
             self.cache.begin_group(rows, counts, width)

@@ -36,8 +36,8 @@ def prefill_attention(
     Without a backend there may be more queries than the step has tokens: what stands behind them is
     padding, and so is what it gets, finite as the queries are. ``sinks``: ``[q_heads]`` logits of
     gpt-oss's attention sinks; ``beside``: what other rows of the pass have left lazy, to be
-    evaluated where the scratch is full. Returns ``[1, q_heads, count, v_dim]``: lazy where all of it
-    fits the scratch at once, else evaluated part by part.
+    evaluated where the scratch is full. Returns ``[1, q_heads, count, v_dim]``: lazy where all of
+    it fits the scratch at once, else evaluated part by part.
     """
     if handle.step.backend is not None:  # takes no scratch that depends on lengths
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
