@@ -49,8 +49,8 @@ size_t page = 0;
 if (is_tail) {
   count = min(count, tail_tokens - item * PAGE);
 } else {
-  level = pages[item * 3];
-  page = size_t(pages[item * 3 + 1]) * HEADS + head;
+  level = SAME(pages[item * 3]);
+  page = size_t(SAME(pages[item * 3 + 1])) * HEADS + head;
   start = pages[item * 3 + 2];
 }
 """)

@@ -17,7 +17,7 @@ class Language:
 
     name: str
     prologue: str
-    """Begins every kernel: declares ``lane``, ``warp``, ``me`` (of a block's threads) and ``block``."""
+    """Begins every kernel: declares ``lane``, ``warp``, ``me`` (in the block) and ``block``."""
     header: str
     dense: dict[mx.Dtype, str]
     """For each dtype of activations: how two elements in one 32-bit word become floats."""
@@ -44,6 +44,7 @@ METAL = Language(
 #define SYNC_BLOCK() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define SYNC_WARP() simdgroup_barrier(mem_flags::mem_threadgroup)
 #define SWAP(x, bit) simd_shuffle_xor(x, ushort(bit))
+#define SAME(x) (x)
 #define LARGEST(x) simd_max(x)
 #define SUM(x) simd_sum(x)
 #define POWER(x) metal::fast::exp2(x)
@@ -70,7 +71,7 @@ METAL = Language(
 CUDA = Language(
     "cuda",
     prologue="""
-  const int me = threadIdx.x, lane = me % 32, warp = me / 32;
+  const int me = threadIdx.x, lane = me % 32, warp = SAME(int(me / 32));
   const auto block = blockIdx;
 """,
     header="""
@@ -79,6 +80,7 @@ CUDA = Language(
 #define SYNC_BLOCK() __syncthreads()
 #define SYNC_WARP() __syncwarp()
 #define SWAP(x, bit) __shfl_xor_sync(0xffffffffu, x, bit)
+#define SAME(x) __shfl_sync(0xffffffffu, x, 0)
 #define POWER(x) exp2f(x)
 #define NUMBER(word) __uint_as_float(word)
 #define BITS(word) __uint_as_float(word)

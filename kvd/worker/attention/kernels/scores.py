@@ -20,14 +20,16 @@ def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> 
     run = side.run(shape.dtype)
     text.zero(*(f"acc{number}" for number in range(RUN)))
     text.add(f"""
-GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(keys{level}) + page * (K_DIM * 8 * {run.count});
-#pragma unroll 8
-for (int step = 0; step < K_DIM / 4; ++step) {{
-const int d = step * 4 + c, place = d * 8 + j;
-const {text.vector} q = {_query(shape, side)};
+GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(keys{level})
+    + page * (K_DIM * 8 * {run.count}) + lane * {run.count};
 """)
-    run.add_to(text, lambda number, found: f"acc{number}@ += {found} * q@;")
-    text.add("}")
+    run.add_stream(
+        text,
+        shape.k_dim // 4,
+        "32",
+        f"const int d = step * 4 + c;\nconst {text.vector} q = {_query(shape, side)};",
+        lambda number, found: f"acc{number}@ += {found} * q@;",
+    )
     if run.packed:
         for number, shift in enumerate(run.shifts):
             text.scale(f"acc{number}", unfold - shift)
@@ -89,20 +91,26 @@ other@ = lane & {bit} ? acc{number}@ : acc{number + half}@;
 
 def add_tail_scores(text: Text, shape: Shape) -> None:
     """Score 64 tokens of a tail, whose tokens stand one after the other."""
+    run = dense_run(shape.dtype)
     text.add("""
 GLOBAL uint4* runs = (GLOBAL uint4*)(tail_keys
     + ((size_t(tail) * HEADS + head) * TAIL + item * PAGE + token) * K_DIM);
 score0@ = 0;
 score1@ = 0;
+#pragma unroll 4
 for (int step = 0; step < K_DIM / 8; ++step) {
+constexpr int from = 0;
 """)
-    text.each(f"const {text.vector} q$ = asked[query + step * 8 + $];")
-    for which, place in enumerate(("step", "step + K_DIM / 8")):
-        text.add(f"{{\nconst int place = {place};")
+    for which, step in enumerate(("step", "step + K_DIM / 8")):
+        text.add(f"{{\nuint4 now[{run.count}];")
+        for part in range(run.count):
+            text.add(f"now[{part}] = runs[({step}) * {run.count} + {part}];")
         score = f"score{which}@"
-        dense_run(shape.dtype).add_to(
+        run.add_to(
             text,
-            lambda number, found, score=score: f"{score} += {found} * q{number}@;",  # type: ignore[misc]
+            lambda number, found, score=score: (  # type: ignore[misc]
+                f"{score} += {found} * asked[query + step * 8 + {number}]@;"
+            ),
         )
         text.add("}")
     text.add("}")

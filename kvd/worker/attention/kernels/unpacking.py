@@ -41,12 +41,18 @@ class Run:
     count: int
     """How many of that type a run is."""
     setup: tuple[str, ...]
-    """Statements that read them from ``runs``, the run's number being ``place``."""
+    """Statements that make words of what was read, ``now[from]`` and on."""
     numbers: tuple[str, ...]
     """An expression for each, a float."""
     shifts: tuple[int, ...]
     """Each arrives times 2 to this, beside the language's unit; 0 for dense elements."""
     packed: bool
+
+    @property
+    def batch(self) -> int:
+        """How many runs a lane has under way at once: 64 bytes, or few that are badly aligned."""
+        size = {"uint": 4, "uint2": 8, "uint4": 16}.get(self.kind, 8)
+        return max(2, 64 // (size * self.count))
 
     def add_to(self, text: Text, use: Callable[[int, str], str]) -> None:
         """Read the numbers, and add what ``use`` makes of each: its number, and its name."""
@@ -56,20 +62,61 @@ class Run:
             text.add(f"const float n{number} = {expression};")
             text.add(use(number, f"n{number}"))
 
+    def add_stream(
+        self, text: Text, steps: int, stride: str, first: str, use: Callable[[int, str], str]
+    ) -> None:
+        """Add a loop over runs that reads the next ones while it computes with those before.
+
+        ``runs`` is the lane's first one, the others are ``stride`` further each; ``first`` comes
+        before `use` in each ``step``.
+        """
+        batch = max(size for size in range(1, self.batch + 1) if steps % size == 0)
+        text.add(f"""
+{{
+constexpr int STEPS = {steps}, BATCH = {batch}, STRIDE = {stride} * {self.count};
+{self.kind} ahead[BATCH * {self.count}];
+""")
+        self._read(text)
+        text.add(f"""
+#pragma unroll 1
+for (int begin = 0; begin < STEPS; begin += BATCH) {{
+{self.kind} now[BATCH * {self.count}];
+#pragma unroll
+for (int at = 0; at < BATCH * {self.count}; ++at) now[at] = ahead[at];
+if (begin + BATCH < STEPS) {{
+runs += BATCH * STRIDE;
+""")
+        self._read(text)
+        text.add(f"""
+}}
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+const int step = begin + at, from = at * {self.count};
+{first}
+""")
+        self.add_to(text, use)
+        text.add("}\n}\n}")
+
+    def _read(self, text: Text) -> None:
+        text.add("#pragma unroll\nfor (int at = 0; at < BATCH; ++at) {")
+        for part in range(self.count):
+            text.add(f"ahead[at * {self.count} + {part}] = runs[at * STRIDE + {part}];")
+        text.add("}")
+
 
 def packed_run(bits: int) -> Run:
     """Return how a run of numbers of so many bits is read."""
     kind, count = _LOADS[bits]
     if kind == "uint2":
-        setup = ["const uint2 both = runs[place];", "const uint word0 = both.x, word1 = both.y;"]
+        setup = ["const uint word0 = now[from].x, word1 = now[from].y;"]
     elif kind == "uint":
-        setup = ["const uint word0 = runs[place];"]
+        setup = ["const uint word0 = now[from];"]
     else:
         size = 8 * _BYTES[kind]
         words: dict[int, list[str]] = {}
         for index in range(count):
             word, shift = divmod(index * size, 32)
-            piece = f"uint(runs[place * {count} + {index}])"
+            piece = f"uint(now[from + {index}])"
             words.setdefault(word, []).append(f"({piece} << {shift})" if shift else piece)
         setup = [f"const uint word{word} = {' | '.join(parts)};" for word, parts in words.items()]
     numbers, shifts = [], []
@@ -95,10 +142,10 @@ def dense_run(dtype: mx.Dtype) -> Run:
     """Return how eight dense elements, 16 or 32 bytes, are read."""
     if dtype == mx.float32:
         count = 2
-        setup = ("const uint4 low = runs[place * 2], high = runs[place * 2 + 1];",)
+        setup = ("const uint4 low = now[from], high = now[from + 1];",)
         numbers = [f"BITS({half}.{part})" for half in ("low", "high") for part in "xyzw"]
     else:
         count = 1
-        setup = ("const uint4 eight = runs[place];",)
+        setup = ("const uint4 eight = now[from];",)
         numbers = [f"{side}(eight.{part})" for part in "xyzw" for side in ("LOW", "HIGH")]
     return Run("uint4", count, setup, tuple(numbers), (0,) * RUN, packed=False)

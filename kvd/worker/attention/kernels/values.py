@@ -112,22 +112,35 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (PAGE * R
 
     def _over_tokens(self, run: Run, count: str, where: str) -> None:
         """Sum up the values of ``count`` tokens, whose weights are at ``where``."""
-        text = self._text
-        conditions = []
-        if LANES % (self._shape.v_dim // RUN):
-            conditions.append("pass < AT_ONCE")
-        if PAGE_TOKENS % self.at_once or count != "PAGE":
-            conditions.append(f"t < {count}")
-        text.add("""
-#pragma unroll 8
-for (int step = 0; step < (PAGE + AT_ONCE - 1) / AT_ONCE; ++step) {
-const int t = step * AT_ONCE + pass, place = t * RUNS + run;
+        text, weight = self._text, f"work[base + {where}]"
+        first = f"const int t = step * AT_ONCE + pass;\n{text.vector} weight;\n"
+
+        def use(number: int, found: str) -> str:
+            return f"sum{number}@ += {found} * weight@;"
+
+        if count == "PAGE" and not (PAGE_TOKENS % self.at_once or self._idle):
+            text.add(f"runs += lane * {run.count};")
+            steps = PAGE_TOKENS // self.at_once
+            run.add_stream(text, steps, "(AT_ONCE * RUNS)", f"{first}weight = {weight};", use)
+            return
+        ours = f"t < {count} && pass < AT_ONCE" if self._idle else f"t < {count}"
+        text.add(f"""
+for (int step = 0; step * AT_ONCE < {count}; ++step) {{
+constexpr int from = 0;
+{first}
+if ({ours}) {{
+weight = {weight};
+{run.kind} now[{run.count}];
 """)
-        if conditions:
-            text.add(f"if ({' && '.join(conditions)}) {{")
-        text.add(f"const {text.vector} weight = work[base + {where}];")
-        run.add_to(text, lambda number, found: f"sum{number}@ += {found} * weight@;")
-        text.add("}}" if conditions else "}")
+        for part in range(run.count):
+            text.add(f"now[{part}] = runs[(t * RUNS + run) * {run.count} + {part}];")
+        run.add_to(text, use)
+        text.add("}\n}")
+
+    @property
+    def _idle(self) -> bool:
+        """Whether some lanes have no channels to sum up."""
+        return LANES % (self._shape.v_dim // RUN) != 0
 
     def _by_channel(self, level: int) -> None:
         side, text = self._shape.values[level], self._text
@@ -144,10 +157,14 @@ GLOBAL T* biases = value_biases{level} + page * (V_DIM * {groups});
 GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (V_DIM * 8 * {run.count});
 #pragma unroll
 for (int step = 0; step < V_DIM / 4; ++step) {{
-const int d = step * 4 + c, place = d * 8 + j;
+const int d = step * 4 + c, place = (d * 8 + j) * {run.count};
+constexpr int from = 0;
+{run.kind} now[{run.count}];
 const float scale = float(scales[{at}]) * {power(self._unfold)}, bias = float(biases[{at}]);
 found@ = 0;
 """)
+        for part in range(run.count):
+            text.add(f"now[{part}] = runs[place + {part}];")
         run.add_to(text, lambda number, number_text: f"found@ += {number_text} * weight{number}@;")
         text.add("channel[step]@ += found@ * scale + all@ * bias;\n}")
 
