@@ -47,7 +47,7 @@ class CompiledDecode:
     def __init__(self, model: Any, cache: ModelCache) -> None:
         self._model = model
         self._cache = cache
-        self._traces: OrderedDict[tuple[Any, ...], tuple[_Traced, Any]] = OrderedDict()
+        self._traces: OrderedDict[tuple[Any, ...], _Trace] = OrderedDict()
         self.traced = 0
         """How many shapes were traced so far."""
 
@@ -56,25 +56,37 @@ class CompiledDecode:
         parts = [_Part.of(store) for store in self._cache.stores]
         inputs = [tokens, *(array for part in parts for array in part.arrays())]
         key = tuple(part.key for part in parts)
-        logits, tails = self._function(key, parts)(inputs)
+        logits, tails = self._called(self._function(key, parts), inputs)
         left = iter(tails)
         for part in parts:
             part.take_tails(left)
         found: mx.array = logits
         return found
 
-    def _function(self, key: tuple[Any, ...], parts: list[_Part]) -> Callable[..., Any]:
+    def _function(self, key: tuple[Any, ...], parts: list[_Part]) -> _Trace:
         if key not in self._traces:
             traced = _Traced(self._model, self._cache)
-            self._traces[key] = traced, mx.compile(traced)
+            self._traces[key] = _Trace(traced, mx.compile(traced))
             self.traced += 1
             if len(self._traces) > MOST_TRACES:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(key)
-        traced, function = self._traces[key]
-        traced.parts = parts
-        compiled: Callable[..., Any] = function
-        return compiled
+        trace = self._traces[key]
+        trace.traced.parts = parts
+        return trace
+
+    def _called(self, trace: _Trace, inputs: Arrays) -> tuple[mx.array, Arrays]:
+        """Replay a trace, or make it, and count the kernels that are launched for it."""
+        backend = self._cache.backend
+        if backend is None:
+            return trace.function(inputs)
+        before = backend.launched()
+        found = trace.function(inputs)
+        if new := backend.launched() - before:
+            trace.launches = new
+        else:
+            backend.launched(trace.launches)
+        return found
 
 
 @dataclass(frozen=True)
@@ -215,6 +227,16 @@ class _Traced:
                 part.put(real)
                 part.store.step = part.step
         return logits, tails
+
+
+@dataclass
+class _Trace:
+    """A traced function, compiled."""
+
+    traced: _Traced
+    function: Callable[[Arrays], tuple[mx.array, Arrays]]
+    launches: int = 0
+    """Kernels of ours in it."""
 
 
 def _with_tables(step: DecodeStep, tables: list[LevelTable]) -> DecodeStep:

@@ -68,11 +68,35 @@ class BackendPrefill(Protocol):
 class Backend(Protocol):
     """Attends in the place of plain operations."""
 
-    def decode(self, kind: Kind, rows: Sequence[Row], pages: PageList) -> BackendStep | None:
+    def decode(
+        self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
+    ) -> BackendStep | None:
         """Describe a step, lengths counting the new tokens; None leaves it to plain operations."""
 
     def prefill(self, kind: Kind, row: Row, count: int) -> BackendPrefill | None:
         """Describe a chunk that the row's length does not count yet, or leave it likewise."""
+
+    def launched(self, more: int = 0) -> int:
+        """Count kernels that were launched without a call; return how many there were so far."""
+
+
+def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int, ...]]:
+    """Return what is told of each row of a decode step, in its lengths the new token.
+
+    Slot of its tail, tokens in it, position of its first token, first page and the one behind the
+    last, and the first position that is seen beside the kept ones.
+    """
+    return [
+        (
+            row.slot,
+            row.tail_length,
+            row.tail_start,
+            pages.ends[place - 1] if place else 0,
+            pages.ends[place],
+            kind.low(row.length - 1),
+        )
+        for place, row in enumerate(rows)
+    ]
 
 
 Told = list[tuple[int, int, bool]]

@@ -100,6 +100,8 @@ class ModelCache:
         self.batched = batched
         self.access = {kind: (access or {}).get(kind, Access.PAGES) for kind in layout.kinds}
         self.stores: list[KVStore] = []
+        self.backend: Backend | None = None
+        """What attends in the place of plain operations, in all stores."""
         self.states = StateStore(list(layout.states()))
         self._store_of = {kind: index for index, kind in enumerate(layout.kinds)}
         for kind in layout.kinds:
@@ -573,6 +575,7 @@ class ModelCache:
         for store in self.stores:
             store.page_product = page_product
             store.backend = backend
+        self.backend = backend
 
     # Giving memory back.
 

@@ -73,6 +73,11 @@ class PagePool:
         """All arrays, for `mx.eval`."""
         return [*self.keys, *self.values]
 
+    @property
+    def array_count(self) -> int:
+        """How many `arrays` there are."""
+        return len(self.keys) + len(self.values)
+
     def put(self, given: Iterator[mx.array]) -> None:
         """Take other arrays in the place of `arrays`, in their order."""
         self.keys = tuple(next(given) for _ in self.keys)

@@ -73,5 +73,9 @@ class Splits:
             return self
         if splits not in self._padded:
             array = mx.pad(self.array, [(0, more), (0, 0)], constant_values=mx.array(PADDING))
-            self._padded[splits] = Splits(array, self.ends)
+            self._padded[splits] = self.with_array(array)
         return self._padded[splits]
+
+    def with_array(self, array: mx.array) -> Splits:
+        """Return the same over another array: that of a function that is being traced."""
+        return Splits(array, self.ends)

@@ -362,7 +362,7 @@ class KVStore:
         tables = partial(self._tables_of, list(rows))
         step = decode_step(rows, tables, batch or len(rows), self._tail_slots, self.kind)
         if self.backend is not None:
-            backend = self.backend.decode(self.kind, rows, self._pages_of(rows))
+            backend = self.backend.decode(self.layers, self.kind, rows, self._pages_of(rows))
             step = replace(step, backend=backend)
         self.step = step
         for seal in step.seals:

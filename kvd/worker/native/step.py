@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from kvd.worker.cache.backend import pools_of
+from kvd.worker.cache.backend import pools_of, rows_of
 from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.shapes import listed
 
@@ -29,13 +29,19 @@ class Library:
 
     module: ModuleType
 
-    def decode(self, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:
+    def decode(
+        self, _: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
+    ) -> NativeStep:
         """Describe a decode step."""
         return NativeStep.of(self.module, kind, rows, pages)
 
     def prefill(self, kind: Kind, row: Row, count: int) -> NativePrefill:
         """Describe a chunk of a prompt."""
         return NativePrefill.of(self.module, kind, row, count)
+
+    def launched(self, _: int = 0) -> int:
+        """Return 0: there are no kernels."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,7 @@ class NativeStep:
     kind: Kind
     pages: PageList
     rows: mx.array
-    """``[rows, 6]`` int32: slot of the tail, tokens in it, position of its first token, first page
-    and the one behind the last, and the first position that is seen beside the kept ones."""
+    """``[rows, 6]`` int32, of `rows_of`."""
 
     @staticmethod
     def of(library: ModuleType, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:
@@ -94,21 +99,6 @@ class NativeStep:
         offsets, rows, pages = (next(given) for _ in range(3))
         mine = replace(self, rows=rows, pages=self.pages.with_array(pages))
         return replace(step, backend=mine, shared={"offsets": offsets})
-
-
-def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int, ...]]:
-    """Return what is told of each row, as `NativeStep.rows` has it."""
-    return [
-        (
-            row.slot,
-            row.tail_length,
-            row.tail_start,
-            pages.ends[place - 1] if place else 0,
-            pages.ends[place],
-            kind.low(row.length - 1),
-        )
-        for place, row in enumerate(rows)
-    ]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,168 @@
+"""Decode attention by kernels of our own: from a store's step to `kernels.launch.Fused`.
+
+Prefill stays with plain operations, and so do steps with more levels than a kernel takes arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+
+from kvd.worker.cache.backend import Told, pools_of, rows_of
+from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.shapes import listed, rounded
+from kvd.worker.cache.splits import Splits
+
+if TYPE_CHECKING:
+    from kvd.worker.cache.kinds import Kind
+    from kvd.worker.cache.layer import LayerStore
+    from kvd.worker.cache.rows import Row
+    from kvd.worker.cache.steps import DecodeStep
+
+OWN_BUFFERS = 8
+"""Arrays that a kernel takes or makes beside those of the pools: `kernels.shape.Shape.buffers`."""
+LEAST_SPLITS = 16
+"""Compiled steps have room for so many: fewer have as little to do."""
+
+
+class Kernels(Protocol):
+    """`kvd.worker.attention.kernels.launch.Fused`."""
+
+    launches: int
+    """Kernels that were put into graphs so far, or replayed with one."""
+
+    def decode_attention(
+        self,
+        queries: mx.array,
+        pages: mx.array,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        rows: mx.array,
+        splits: mx.array,
+        pools: Sequence[mx.array],
+        key_told: Told,
+        value_told: Told,
+        scale: float,
+        keep: int,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend the newest token of each row; ``[batch, q_heads, 1, v_dim]``, lazy."""
+
+
+@dataclass(frozen=True)
+class FusedBackend:
+    """The backend that attends with kernels, in decode steps."""
+
+    kernels: Kernels
+    most_buffers: int
+    """Arrays that the device lets a kernel take and make."""
+
+    def decode(
+        self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
+    ) -> FusedStep | None:
+        """Describe a step, unless its levels have too many arrays."""
+        if len(pages.levels) > 1:
+            arrays = max(
+                sum(layer.pools[level].array_count for level in pages.levels) for layer in layers
+            )
+            if OWN_BUFFERS + arrays > self.most_buffers:
+                return None
+        return FusedStep.of(self.kernels, kind, rows, pages)
+
+    def prefill(self, _kind: Kind, _row: Row, _count: int) -> None:
+        """Leave it to plain operations."""
+
+    def launched(self, more: int = 0) -> int:
+        """Count kernels that a compiled step launched; return how many there were so far."""
+        self.kernels.launches += more
+        return self.kernels.launches
+
+
+@dataclass(frozen=True)
+class FusedStep:
+    """A decode step for the kernels."""
+
+    kernels: Kernels
+    kind: Kind
+    pages: PageList
+    splits: Splits
+    rows: mx.array
+    """``[rows, 8]`` int32: those of `rows_of`, then the row's first split and the one behind its
+    last."""
+
+    @staticmethod
+    def of(kernels: Kernels, kind: Kind, rows: Sequence[Row], pages: PageList) -> FusedStep:
+        """Describe rows whose lengths count the new token."""
+        splits = pages.splits
+        told = [
+            (*row, first, end)
+            for row, first, end in zip(
+                rows_of(kind, rows, pages), (0, *splits.ends), splits.ends, strict=False
+            )
+        ]
+        return FusedStep(kernels, kind, pages, splits, mx.array(told, mx.int32))
+
+    def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
+        """Write one token for each row into its tail: one fused operation as it is."""
+        layer.append_plainly(step, keys, values)
+
+    def attend(
+        self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend one query a row: as `kvd.worker.attention.decode.decode_attention`."""
+        return self.kernels.decode_attention(
+            queries,
+            self.pages.array,
+            layer.tail_keys,
+            layer.tail_values,
+            self.rows,
+            self.splits.array,
+            *pools_of(layer, self.pages),
+            scale,
+            self.kind.keep,
+            sinks,
+        )
+
+    def padded(self) -> FusedStep:
+        """Return the same step with lists of few lengths; splits are work, and so padded less."""
+        return replace(
+            self,
+            pages=self.pages.padded(listed(self.pages.count)),
+            splits=self.splits.padded(rounded(max(LEAST_SPLITS, self.splits.count))),
+        )
+
+    def shapes(self, step: DecodeStep) -> tuple[Any, ...]:
+        """Return what gives `arrays` their shapes, and how many there are."""
+        lists = self.pages.array.shape[0], self.splits.array.shape[0]
+        return "fused", step.givers is None, *lists
+
+    def arrays(self, step: DecodeStep) -> list[mx.array]:
+        """Return what a compiled step takes beside tails and pools."""
+        givers = [] if step.givers is None else [step.givers]
+        return [
+            step.offsets,
+            step.places,
+            self.rows,
+            self.pages.array,
+            self.splits.array,
+            *givers,
+        ]
+
+    def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
+        """Return the step over other arrays."""
+        offsets, places, rows, pages, splits = (next(given) for _ in range(5))
+        return replace(
+            step,
+            places=places,
+            givers=None if step.givers is None else next(given),
+            backend=replace(
+                self,
+                rows=rows,
+                pages=self.pages.with_array(pages),
+                splits=self.splits.with_array(splits),
+            ),
+            shared={"offsets": offsets},
+        )

@@ -1,0 +1,121 @@
+"""What the fused kernels compute, from the arrays that they are given and nothing else.
+
+In plain operations, so that it runs on the CPU and can be traced: dense copies of the pages, and
+for each row what its splits say that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.language import METAL
+from kvd.worker.cache.backend import Told
+from kvd.worker.cache.packed import take, unpack
+from kvd.worker.cache.scheme import PAGE_TOKENS, Packing
+
+
+class StandIn:
+    """In the place of `kvd.worker.attention.kernels.launch.Fused`."""
+
+    def __init__(self, error: float = 0.0) -> None:
+        self.launches = 0
+        self.error = error
+        """By how much its results are too large, relative."""
+
+    def backend(self) -> FusedBackend:
+        """A backend that attends with it."""
+        return FusedBackend(self, METAL.most_buffers)
+
+    def decode_attention(
+        self,
+        queries: mx.array,
+        pages: mx.array,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        rows: mx.array,
+        splits: mx.array,
+        pools: Sequence[mx.array],
+        key_told: Told,
+        value_told: Told,
+        scale: float,
+        keep: int,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As the kernels."""
+        self.launches += 2
+        batch, q_heads, _, k_dim = queries.shape
+        count, heads = rows.shape[0], tail_keys.shape[1]
+        # [rows, splits]: whose each split is, by what both of them say.
+        places = mx.arange(splits.shape[0])
+        mine = (splits[:, 0] == mx.arange(count)[:, None]) & (
+            (places >= rows[:, 6:7]) & (places < rows[:, 7:8])
+        )
+        # [rows, pages]: in how many of a row's splits a page is.
+        index = mx.arange(pages.shape[0])
+        inside = (index >= splits[:, 1:2]) & (index < splits[:, 2:3]) & (splits[:, 3:4] == 0)
+        held = mine.astype(mx.float32) @ inside.astype(mx.float32)
+        tails = (mine & (splits[:, 3] == 1)).sum(1)
+
+        if pools:
+            keys, values = _dense(pages, pools, key_told, value_told)
+        else:
+            shape = (pages.shape[0], heads, PAGE_TOKENS)
+            keys, values = mx.zeros((*shape, k_dim)), mx.zeros((*shape, tail_values.shape[-1]))
+        lows = rows[:, 5:6]
+        places = (pages[:, 2:3] + mx.arange(PAGE_TOKENS)).flatten()
+        seen = mx.repeat(held, PAGE_TOKENS, 1) == 1
+        seen = seen & ((places >= lows) | (places < keep))
+        length = tail_keys.shape[2]
+        places = rows[:, 2:3] + mx.arange(length)
+        newest = (mx.arange(length) < rows[:, 1:2]) & (tails == 1)[:, None]
+        newest = newest & ((places >= lows) | (places < keep))
+
+        q = queries[:count].astype(mx.float32).reshape(count, heads, -1, k_dim) * scale
+        keys = keys.swapaxes(0, 1).flatten(1, 2)  # [heads, tokens, dim]
+        values = values.swapaxes(0, 1).flatten(1, 2)
+        slots = rows[:, 0]
+        own_keys, own_values = tail_keys[slots].astype(mx.float32), tail_values[slots]
+        scores = mx.concatenate(
+            [
+                mx.where(seen[:, None, None], q @ keys.swapaxes(-1, -2)[None], -mx.inf),
+                mx.where(newest[:, None, None], q @ own_keys.swapaxes(-1, -2), -mx.inf),
+            ],
+            axis=-1,
+        )
+        if sinks is not None:
+            column = sinks.astype(mx.float32).reshape(1, heads, -1, 1)
+            column = mx.broadcast_to(column, (*scores.shape[:-1], 1))
+            scores = mx.concatenate([scores, column], axis=-1)
+        weights = mx.softmax(scores, axis=-1)
+        cut = keys.shape[1]
+        found = weights[..., :cut] @ values[None]
+        found = found + weights[..., cut : cut + length] @ own_values.astype(mx.float32)
+        found = found.reshape(count, q_heads, 1, -1) * (1 + self.error)
+        return mx.pad(found.astype(queries.dtype), [(0, batch - count), (0, 0), (0, 0), (0, 0)])
+
+
+def _dense(
+    pages: mx.array, pools: Sequence[mx.array], key_told: Told, value_told: Told
+) -> tuple[mx.array, mx.array]:
+    """Return all pages dense, ``[pages, heads, 64, dim]`` of keys and of values."""
+    left = iter(pools)
+    sides: list[list[mx.array]] = [[], []]
+    for told in zip(key_told, value_told, strict=True):
+        for side, (bits, group, along_tokens) in enumerate(told):
+            level = len(sides[side])
+            packing = Packing(bits, group, per_token=not along_tokens)
+            packed = tuple(next(left) for _ in range(1 if bits == 16 else 3))
+            slots = mx.where(pages[:, 0] == level, pages[:, 1], 0)
+            dense = unpack(take(packed, slots), packing).astype(mx.float32)
+            swapped = side == 0 or along_tokens
+            sides[side].append(dense.swapaxes(-1, -2) if swapped else dense)
+    found = []
+    for dense_levels in sides:
+        chosen = dense_levels[0]
+        for level, dense in enumerate(dense_levels[1:], 1):
+            chosen = mx.where((pages[:, 0] == level)[:, None, None, None], dense, chosen)
+        found.append(chosen)
+    return found[0], found[1]
