@@ -1,17 +1,19 @@
 """Run the comparison on this machine's device.
 
     python -m bench.gpu --shape qwen3-0.6b|qwen3-8b|demo|tiny [--rows 8] [--tokens 4096 16384]
-                        [--prefill 50000] [--kv k8v8] [--chunk 2048] [--steps 64] [--json FILE]
+                        [--kv k8v8 k4v4] [--attention fused reference] [--prefill 50000]
+                        [--chunk 2048] [--steps 64] [--json FILE]
 
     python -m bench.gpu --shape qwen3-0.6b --folder DIR && python -m bench.serve --model DIR
 
 The second form is for servers: kvd beside `mlx_lm.server` on the same random weights.
 
-For each length both loops fill their rows by real prefill of random tokens and decode, in turn.
-Then both decode with attention replaced by a single op (`stub`): what a step then takes on the
-host, building the graph and launching it, is the *host time per step outside attention*. It is
-taken with an idle device before each step, so that nothing waits for earlier work; the median
-counts.
+For each length and scheme the loops fill their rows by real prefill of random tokens and decode, in
+turn; ours decodes the same rows with each attention. *Host time* is what a step takes on the host,
+building the graph and launching it, with an idle device before each step, so that nothing waits for
+earlier work; the median counts. Then both decode with attention replaced by a single op (`stub`):
+what is left is the host time *outside attention*. *Operations* are the primitives of a step's
+graph that are no mere views (`graph`): what MLX launches, not what the device does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu import shapes
+from bench.gpu.attentions import CHOSEN, FUSED, REFERENCE, Attentions, here
+from bench.gpu.graph import computing
 from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from kvd.kv import parse_kv
@@ -41,9 +46,15 @@ from kvd.worker import probe, products, seam, siblings
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import ladder_of
 from kvd.worker.model import default_dtype
-from kvd.worker.runner import on_cpu
+from kvd.worker.runner import Runner, on_cpu
 
 HOST_LIMIT_MS = 4.0
+"""Outside attention."""
+STEP_HOST_LIMIT_MS = 3.0
+"""Of a whole step of 28 layers with fused attention."""
+STEP_LAYERS = 28
+SPEED_LIMIT = 3.0
+"""Of fused attention's tokens a second to BatchGenerator's."""
 PREFILL_LIMIT = 1.15
 
 
@@ -59,35 +70,61 @@ class Bench:
         if not on_cpu():  # as the engine loads it
             siblings.join(ours, products.find(self._dtype))
             mx.eval(siblings.joined_arrays(ours))
+        self._ours = ours
         self.weights_bytes = mx.get_active_memory()
-        ladder = tuple(ladder_of(parse_kv(options.kv)))
         self._vocabulary: int = shapes.SHAPES[options.shape]["vocab_size"]
-        served = probe.serve(ours, CacheSettings(ladder=ladder), self._vocabulary)
-        self._runner = served.runner
-        shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
-        how = "compiled steps" if served.runner.compile() else "plain steps"
-        self.path = f"{served.path}, {shared}, {how}"
-        mx.clear_cache()
-        gc.collect()  # as the engine does after a load
-        gc.freeze()
+        self._served: dict[str, tuple[Runner, Attentions]] = {}
+        self.paths: dict[str, str] = {}
+        """How the probe chose to serve each scheme."""
 
-    def ours(self) -> Ours:
+    def _serve(self, kv: str) -> tuple[Runner, Attentions]:
+        """Return our runner over pages of a scheme; the first time it is probed."""
+        if kv not in self._served:
+            settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(kv))))
+            served = probe.serve(self._ours, settings, self._vocabulary)
+            shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
+            how = "compiled steps" if served.runner.compile() else "plain steps"
+            self.paths[kv] = f"{served.path}, {shared}, {how}"
+            self._served[kv] = served.runner, Attentions(served.runner)
+            mx.clear_cache()
+            gc.collect()  # as the engine does after a load
+            gc.freeze()
+        return self._served[kv]
+
+    def ours(self, kv: str) -> Ours:
         """Return our loop without rows."""
-        return Ours(self._runner, self._vocabulary, self._options.chunk)
+        return Ours(self._serve(kv)[0], self._vocabulary, self._options.chunk)
 
     def theirs(self) -> Theirs:
         """Return mlx-lm's without rows."""
         return Theirs(self._model, longest=8 * (self._options.steps + WARM_UP))
 
-    def decode(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:
-        """Fill rows of so many tokens and decode."""
-        with contextlib.closing(make()) as loop:
-            return self._decode(loop, tokens)
+    def decode_ours(self, kv: str, tokens: int) -> Iterator[dict[str, Any]]:
+        """Fill rows of so many tokens and decode them, with one attention after the other."""
+        _, attentions = self._serve(kv)
+        with contextlib.closing(self.ours(kv)) as loop:
+            filled = self._fill(loop, tokens)
+            try:
+                for name in self._options.attention:
+                    attentions.use(name)
+                    yield filled | {"attention": name} | self._decode(loop, tokens, kv)
+            finally:
+                attentions.use(CHOSEN)
 
-    def _decode(self, loop: Loop, tokens: int) -> dict[str, Any]:
+    def decode_theirs(self, tokens: int) -> Iterator[dict[str, Any]]:
+        """Do so with mlx-lm's loop."""
+        with contextlib.closing(self.theirs()) as loop:
+            filled = self._fill(loop, tokens)
+            yield filled | self._decode(loop, tokens, None)
+
+    def _fill(self, loop: Loop, tokens: int) -> dict[str, Any]:
         options = self._options
         prompts = [shapes.tokens(options.shape, tokens, row) for row in range(options.rows)]
         fill_s, fill_peak = _peak(lambda: loop.fill(prompts))
+        return {"loop": loop.name, "fill_s": fill_s, "fill_peak_bytes": fill_peak}
+
+    def _decode(self, loop: Loop, tokens: int, kv: str | None) -> dict[str, Any]:
+        options = self._options
         loop.decode(WARM_UP)
         found: dict[str, Any] = {}
         cpu = time.process_time()
@@ -95,7 +132,6 @@ class Bench:
         cpu = time.process_time() - cpu
         steps: Steps = found["steps"]
         result = {
-            "loop": loop.name,
             "rows": options.rows,
             "tokens": tokens,
             "tok_s": options.rows * len(steps.wall) / sum(steps.wall),
@@ -105,20 +141,24 @@ class Bench:
             "kv_bytes": loop.kv_bytes,
             "peak_bytes": peak,
             "peak_over_weights": peak - self.weights_bytes,
-            "fill_s": fill_s,
-            "fill_peak_bytes": fill_peak,
         }
         if isinstance(loop, Ours):
-            result |= _host("host", loop.decode_idle(options.steps))
+            result |= _host("host", loop.decode_idle(options.steps // 2))
+            counts = loop.count()
+            result |= {"operations": computing(counts), "primitives": dict(counts.most_common())}
         with no_attention():
-            self._runner.retrace()
+            self._retrace(kv)
             loop.decode(WARM_UP)
-            stubbed = loop.decode(options.steps)
-            result["step_without_attention_ms"] = _median_ms(stubbed.wall)
+            result["step_without_attention_ms"] = _median_ms(loop.decode(options.steps // 2).wall)
             if isinstance(loop, Ours):
-                result |= _host("host_without_attention", loop.decode_idle(options.steps))
-        self._runner.retrace()
+                idle = loop.decode_idle(options.steps // 2)
+                result |= _host("host_without_attention", idle)
+        self._retrace(kv)
         return result
+
+    def _retrace(self, kv: str | None) -> None:
+        if kv is not None:
+            self._serve(kv)[0].retrace()
 
     def prefill(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:
         """Prefill one prompt, up to its first token."""
@@ -163,52 +203,82 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run everything; return what is written as JSON."""
     start = time.perf_counter()
     bench = Bench(options)
-    console.print(
-        f"{options.shape}: weights {bench.weights_bytes / 1e9:.2f} GB, {bench.path}, ready after"
-        f" {time.perf_counter() - start:.0f} s",
-        highlight=False,
-    )
-    sides: list[Callable[[], Loop]] = [bench.ours, bench.theirs]
-    if options.only:
-        sides = [bench.ours if options.only == "kvd" else bench.theirs]
+    ours = options.kv if options.only != "mlx-lm" else []
+    sides: list[Callable[[], Loop]] = [partial(bench.ours, kv) for kv in ours]
+    if options.only != "kvd":
+        sides.append(bench.theirs)
     # The first pass over a shape compiles kernels: that is nobody's speed.
     for make in sides:
         bench.prefill(make, 2 * options.chunk)
+    console.print(
+        f"{options.shape}: weights {bench.weights_bytes / 1e9:.2f} GB, {bench.paths}, ready after"
+        f" {time.perf_counter() - start:.0f} s",
+        highlight=False,
+    )
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
         "versions": {name: _version(name) for name in _PACKAGES},
         "device": "cpu" if on_cpu() else str(mx.device_info().get("device_name", "gpu")),
         "shape": options.shape,
+        "layers": shapes.SHAPES[options.shape]["num_hidden_layers"],
         "kv": options.kv,
         "chunk": options.chunk,
-        "attention_path": bench.path,
+        "attention_paths": bench.paths,
         "weights_bytes": bench.weights_bytes,
+        "ready_s": time.perf_counter() - start,
         "decode": [],
         "prefill": [],
         "failed": [],
     }
 
-    def note(part: str, work: Callable[..., dict[str, Any]], make: Any, tokens: int) -> None:
-        """Measure, say and save at once: a run that is cut off has said something."""
-        try:
-            row = work(make, tokens)
-            result[part].append(row)
-            values = ", ".join(f"{name} {row[name]:.6g}" for name in _SAID[part])
-        except (RuntimeError, MemoryError) as error:  # such as: the device is full
-            values = f"{type(error).__name__}: {str(error).strip()[:200]}"
-            result["failed"].append(f"{part} {make.__name__} {tokens}: {values}")
-            mx.clear_cache()
-        console.print(f"  {part} {make.__name__}, {tokens} tokens: {values}", highlight=False)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
-
+    record = _Record(result, options.json, console, start)
     for tokens in options.tokens:
-        for make in sides:
-            note("decode", bench.decode, make, tokens)
+        for kv in ours:
+            record.note("decode", f"ours {kv}, {tokens} tokens", bench.decode_ours(kv, tokens))
+        if options.only != "kvd":
+            record.note("decode", f"theirs, {tokens} tokens", bench.decode_theirs(tokens))
     for turn in range(options.runs if options.prefill else 0):
         for make in sides if turn % 2 == 0 else sides[::-1]:
-            note("prefill", bench.prefill, make, options.prefill)
+            row = (bench.prefill(make, options.prefill) for _ in range(1))
+            record.note("prefill", f"{options.prefill} tokens", row)
     return result
+
+
+class _Record:
+    """Measures, says and saves at once: a run that is cut off has said something."""
+
+    def __init__(
+        self, result: dict[str, Any], file: Path | None, console: Console, start: float
+    ) -> None:
+        self._result = result
+        self._file = file
+        self._console = console
+        self._start = start
+
+    def note(self, part: str, what: str, rows: Iterator[dict[str, Any]]) -> None:
+        """Take rows as they come; what fails is noted."""
+        try:
+            for row in rows:
+                self._result[part].append(row)
+                values = ", ".join(f"{name} {row[name]:.6g}" for name in _SAID[part])
+                self._console.print(f"  {part} {_name(row)}, {what}: {values}", highlight=False)
+                self._save()
+        except (RuntimeError, MemoryError) as error:  # such as: the device is full
+            values = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            self._result["failed"].append(f"{part} {what}: {values}")
+            self._console.print(f"  {part} {what}: {values}", highlight=False)
+            mx.clear_cache()
+        self._save()
+
+    def _save(self) -> None:
+        self._result["seconds"] = time.perf_counter() - self._start
+        if self._file:
+            self._file.write_text(json.dumps(self._result, indent=2) + "\n")
+
+
+def _name(row: dict[str, Any]) -> str:
+    """Return a loop's name with its attention."""
+    return " ".join([row["loop"], *([row["attention"]] if "attention" in row else [])])
 
 
 _SAID = {
@@ -226,12 +296,13 @@ def _version(name: str) -> str | None:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print the tables, and the two limits that hold on this script's numbers."""
+    """Print the tables, and the limits that hold on this script's numbers."""
     table = Table(title=f"decode, {result['shape']} on {result['device']}")
     for name in _DECODE_COLUMNS:
         table.add_column(name)
     for row in result["decode"]:
-        table.add_row(*(_cell(name, row.get(name)) for name in _DECODE_COLUMNS))
+        cells = row | {"loop": _name(row)}
+        table.add_row(*(_cell(name, cells.get(name)) for name in _DECODE_COLUMNS))
     console.print(table)
     table = Table(title="prefill of one prompt")
     for name in _PREFILL_COLUMNS:
@@ -246,7 +317,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 _DECODE_COLUMNS = (
     "loop", "rows", "tokens", "tok_s", "step_ms", "cpu_ms_per_token", "step_without_attention_ms",
-    "host_ms", "host_without_attention_ms", "kv_bytes", "peak_over_weights", "fill_s",
+    "host_ms", "host_without_attention_ms", "operations", "kv_bytes", "peak_over_weights", "fill_s",
     "fill_peak_bytes",
 )  # fmt: skip
 _PREFILL_COLUMNS = ("loop", "tokens", "seconds", "tok_s", "peak_over_weights")
@@ -263,15 +334,21 @@ def _cell(name: str, value: Any) -> str:
 def verdicts(result: dict[str, Any]) -> list[str]:
     """Return what holds and what does not, a line each."""
     lines = []
-    hosts = [
-        row["host_without_attention_ms"]
-        for row in result["decode"]
-        if "host_without_attention_ms" in row
-    ]
-    if hosts and result["device"] != "cpu":  # there a launch computes
-        lines.append(
-            _verdict("host time per step outside attention, ms", max(hosts), HOST_LIMIT_MS)
-        )
+    on_gpu = result["device"] != "cpu"  # there a launch computes
+    outside = [row["host_without_attention_ms"] for row in _ours(result)]
+    if outside and on_gpu:
+        what = "host time per step outside attention, ms"
+        lines.append(_verdict(what, max(outside), HOST_LIMIT_MS))
+    fused = [row for row in _ours(result) if row["attention"] == FUSED]
+    if fused and on_gpu:
+        host = max(row["host_ms"] for row in fused) * STEP_LAYERS / result["layers"]
+        what = f"host time of a step, fused attention, ms at {STEP_LAYERS} layers"
+        lines.append(_verdict(what, host, STEP_HOST_LIMIT_MS))
+    lines += [
+        _verdict(f"{_name(row)}, {row['tokens']} tokens: tok/s / BatchGenerator's", ratio,
+                 SPEED_LIMIT, at_least=True)
+        for row in fused if (ratio := _speed(result, row)) is not None
+    ]  # fmt: skip
     medians = {
         loop: {
             name: statistics.median(row[name] for row in result["prefill"] if row["loop"] == loop)
@@ -289,8 +366,22 @@ def verdicts(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _verdict(what: str, value: float, limit: float) -> str:
-    return f"{what}: {value:.3f}, at most {limit:g}: {'pass' if value <= limit else 'MISS'}"
+def _ours(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in result["decode"] if row["loop"] != Theirs.name]
+
+
+def _speed(result: dict[str, Any], row: dict[str, Any]) -> float | None:
+    """Return a row's tokens a second to BatchGenerator's at the same length; None: it has none."""
+    for other in result["decode"]:
+        if (other["loop"], other["tokens"]) == (Theirs.name, row["tokens"]):
+            return float(row["tok_s"] / other["tok_s"])
+    return None
+
+
+def _verdict(what: str, value: float, limit: float, *, at_least: bool = False) -> str:
+    word = "at least" if at_least else "at most"
+    passed = value >= limit if at_least else value <= limit
+    return f"{what}: {value:.3f}, {word} {limit:g}: {'pass' if passed else 'MISS'}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -305,7 +396,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384])
     parser.add_argument("--prefill", type=int, default=0, help="tokens of one long prompt")
     parser.add_argument("--runs", type=int, default=2, help="of the long prefill")
-    parser.add_argument("--kv", default="k8v8", help="scheme of our pages")
+    parser.add_argument("--kv", nargs="+", default=["k8v8", "k4v4"], help="schemes of our pages")
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=[CHOSEN, FUSED, REFERENCE],
+        default=here(),
+        help="of our decode steps; as a load would choose it, or this",
+    )
     parser.add_argument("--chunk", type=int, default=2048, help="our prefill chunk")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="one of the two loops")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
+from bench.gpu.graph import primitives
 from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, RowSettings, Sampler
 from protocol.types import Sampling
@@ -100,16 +102,33 @@ class Ours:
             seen.wall.append(time.perf_counter() - start)
         return seen
 
-    def _launch(self, seen: Steps) -> None:
+    def count(self) -> Counter[str]:
+        """Decode a step, and return the primitives of its graph by name."""
+        self._flush(Steps())
+        self._read()
+        draw = self._build()
+        counts = primitives([*draw.arrays(), *self._runner.cache.arrays()])
+        self._flight, self._tokens = draw, draw.tokens
+        self._read()
+        return counts
+
+    def _flush(self, seen: Steps) -> None:
         cache = self._runner.cache
         if cache.needs_flush(self._rows):
             self._read()
             cache.flush()
             seen.flushes += 1
-        start, cpu = time.perf_counter(), time.thread_time()
+
+    def _build(self) -> Draw:
         logits = self._runner.decode(self._rows, self._tokens)
         places = [row.length for row in self._rows]
-        draw = self._sampler.draw(logits, range(len(self._rows)), places)
+        return self._sampler.draw(logits, range(len(self._rows)), places)
+
+    def _launch(self, seen: Steps) -> None:
+        cache = self._runner.cache
+        self._flush(seen)
+        start, cpu = time.perf_counter(), time.thread_time()
+        draw = self._build()
         built = time.perf_counter()
         mx.async_eval(draw.arrays(), cache.arrays())  # type: ignore[no-untyped-call]
         seen.build.append(built - start)

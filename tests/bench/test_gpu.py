@@ -10,33 +10,72 @@ import mlx.core as mx
 import pytest
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import shapes
+from bench.gpu import attentions, shapes
+from bench.gpu.graph import computing, primitives
 from bench.gpu.loops import Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from kvd.worker import model, probe, seam
+from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
+from tests.attention.stand_in import StandIn
 
 pytestmark = pytest.mark.mlx
 
 
-def test_it_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
+def test_it_runs_and_writes_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attentions, "find_language", lambda: METAL)
+    monkeypatch.setattr(attentions, "Fused", lambda _: StandIn())
     file = tmp_path / "gpu.json"
     gpu.main([
         "--shape", "tiny", "--rows", "2", "--tokens", "100", "--prefill", "300", "--runs", "1",
-        "--chunk", "64", "--steps", "4", "--json", str(file),
+        "--chunk", "64", "--steps", "4", "--kv", "k8v8", "--attention", "fused", "reference",
+        "--json", str(file),
     ])  # fmt: skip
     result = json.loads(file.read_text())
 
-    assert [row["loop"] for row in result["decode"]] == ["kvd k8v8", "mlx-lm BatchGenerator"]
+    assert result["failed"] == []
+    assert [(row["loop"], row.get("attention")) for row in result["decode"]] == [
+        ("kvd k8v8", "fused"), ("kvd k8v8", "reference"), ("mlx-lm BatchGenerator", None),
+    ]  # fmt: skip
     for row in result["decode"]:
         assert math.isfinite(row["tok_s"])
         assert row["tok_s"] > 0
         assert row["kv_bytes"] > 0
-    assert result["decode"][0]["host_without_attention_ms"] > 0
+    for row in result["decode"][:2]:
+        assert row["host_without_attention_ms"] > 0
+        assert row["operations"] > 0
     assert [row["tokens"] for row in result["prefill"]] == [300, 300]
-    assert len(gpu.verdicts(result)) == 2
-    assert len(gpu.verdicts(result | {"device": "NVIDIA"})) == 3
+    assert len(gpu.verdicts(result)) == 3
+    assert len(gpu.verdicts(result | {"device": "NVIDIA"})) == 5
+
+
+def test_verdicts() -> None:
+    ours = {"loop": "kvd k4v4", "attention": "fused", "tokens": 64, "tok_s": 900.0, "host_ms": 1.6}
+    ours |= {"host_without_attention_ms": 1.0}
+    theirs = {"loop": Theirs.name, "tokens": 64, "tok_s": 301.0}
+    result = {"device": "NVIDIA", "layers": 14, "decode": [ours, theirs], "prefill": []}
+
+    assert gpu.verdicts(result) == [
+        "host time per step outside attention, ms: 1.000, at most 4: pass",
+        "host time of a step, fused attention, ms at 28 layers: 3.200, at most 3: MISS",
+        "kvd k4v4 fused, 64 tokens: tok/s / BatchGenerator's: 2.990, at least 3: MISS",
+    ]
+
+
+def test_operations_of_a_graph() -> None:
+    x = mx.ones((4, 4))
+    fused = mx.compile(lambda a: mx.exp(a) * 2 + mx.sin(a))
+    y = (fused(x) @ mx.ones((4, 4))).T
+    counts = primitives([y])
+
+    assert counts["Matmul"] == counts["Transpose"] == 1
+    assert sum(name.startswith("Compiled") for name in counts) == 1
+    assert computing(counts) == sum(counts.values()) - counts["Transpose"] - counts["Broadcast"]
+    mx.eval(y)
+    assert not primitives([y])
 
 
 def test_both_loops_prefill_and_decode_the_same_rows() -> None:

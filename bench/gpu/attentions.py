@@ -1,0 +1,40 @@
+"""The ways to attend that a runner is measured with: as it was chosen, fused, reference."""
+
+from __future__ import annotations
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.launch import Fused, find_language
+from kvd.worker.cache.backend import Backend
+from kvd.worker.runner import Runner
+
+CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
+
+
+def here() -> list[str]:
+    """Return what is compared on this device."""
+    return [CHOSEN] if find_language() is None else [FUSED, REFERENCE]
+
+
+class Attentions:
+    """Of one runner, whose cache has no step under way when it is changed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        store = runner.cache.stores[0]
+        self._product = store.page_product
+        self._chosen: Backend | None = store.backend
+
+    def use(self, name: str) -> None:
+        """Attend in another way from now on; compiled steps are made anew."""
+        self._runner.cache.use(self._product, self._backend(name))
+        self._runner.retrace()
+
+    def _backend(self, name: str) -> Backend | None:
+        if name == CHOSEN:
+            return self._chosen
+        language = find_language()
+        if name == REFERENCE:
+            return None
+        if language is None:
+            raise ValueError("there are no fused kernels for this device")
+        return FusedBackend(Fused(language), language.most_buffers)
