@@ -26,7 +26,7 @@ _CHECKS = (
 )
 _COMMON = (
     "-std=c++20",
-    "-O1",
+    "-O0",  # kernels are compiled more often than they are run for long
     "-g1",  # lines, for faults that know an address only
     "-fPIC",
     "-fno-exceptions",
@@ -89,14 +89,13 @@ _locks: dict[Path, threading.Lock] = {}
 _guard = threading.Lock()
 
 
-def _once(path: Path, *steps: tuple[str, ...]) -> Path:
-    """Make a file by some calls of the compiler, unless it is there; two threads do it once."""
+def _once(path: Path, *arguments: str) -> Path:
+    """Make a file by a call of the compiler, unless it is there; two threads do it once."""
     with _guard:
         lock = _locks.setdefault(path, threading.Lock())
     with lock:
         if not path.exists():
-            for step in steps:
-                _call(*step)
+            _call(*arguments)
     return path
 
 
@@ -104,7 +103,7 @@ def runner() -> Path:
     """Return the program that runs a library."""
     path = _folder() / "runner"
     source = str(SHIM / "runner.cpp")
-    return _once(path, ("-std=c++20", "-O1", "-rdynamic", "-o", str(path), source, "-ldl"))
+    return _once(path, "-std=c++20", "-O1", "-rdynamic", "-o", str(path), source, "-ldl")
 
 
 def library(wrapped: Wrapped, language: Language) -> Path:
@@ -116,16 +115,12 @@ def library(wrapped: Wrapped, language: Language) -> Path:
         flags = _COMMON + _flags() + _BY_LANGUAGE[language]
     text = _text(wrapped, language)
     name = hashlib.sha256("\0".join((*flags, text)).encode()).hexdigest()[:24]
-    source, compiled = _folder() / f"{name}.cpp", _folder() / f"{name}.o"
-    path = _folder() / f"{name}.so"
+    source, path = _folder() / f"{name}.cpp", _folder() / f"{name}.so"
     if not path.exists():
         source.write_text(text)
-    return _once(
-        path,
-        (*flags, "-include", str(SHIM / f"{language}.h"), "-c", str(source), "-o", str(compiled)),
-        # Without start files and sanitizer libraries nothing but the kernel has variables.
-        ("-shared", "-nostartfiles", "-o", str(path), str(compiled), "-lm"),
-    )
+    # Without start files and sanitizer libraries nothing but the kernel has variables.
+    link = ("-shared", "-nostdlib", "-o", str(path), str(source), "-lm", "-lgcc")
+    return _once(path, *flags, "-include", str(SHIM / f"{language}.h"), *link)
 
 
 def _text(wrapped: Wrapped, language: Language) -> str:

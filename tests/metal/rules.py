@@ -25,7 +25,7 @@ _SIZES = {
 _ARRAY = re.compile(r"\bthreadgroup\s+(\w+)\s+(\w+)\s*((?:\[[^\]]*\]\s*)+);")
 _SPACES = ("device", "constant", "threadgroup", "thread")
 _POINTER = re.compile(r"(?:^|[;{}(])\s*((?:\w+\s+)*\w+)\s*[*&]\s*(\w+)\s*=")
-_CONSTANT = re.compile(r"\bconstexpr\s+(?:int|uint)\s+(\w+)\s*=\s*([^;]+);")
+_CONSTANTS = re.compile(r"\bconstexpr\s+(?:int|uint)\s+([^;]+);")
 
 
 def check_rules(launch: Any) -> None:
@@ -59,8 +59,10 @@ def threadgroup_memory(launch: Any) -> int:
     for key, value in launch.template:
         if not isinstance(value, int):
             sizes[key] = value.size
-    for found in _CONSTANT.finditer(source):
-        known[found[1]] = _number(found[2], known)
+    for several in _CONSTANTS.findall(source):
+        for one in several.split(","):
+            key, _, value = one.partition("=")
+            known[key.strip()] = _number(value.strip(), known)
     total = 0
     for kind, _, lengths in _ARRAY.findall(source):
         elements = prod(_number(text, known) for text in re.findall(r"\[([^\]]*)\]", lengths))
@@ -85,5 +87,8 @@ def _number(text: str, known: dict[str, int]) -> int:
 
 
 def _plain(source: str) -> str:
-    """Return the source without comments."""
-    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
+    """Return the source without comments, its macros without arguments written out."""
+    source = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
+    macros = dict(re.findall(r"^[ \t]*#define[ \t]+(\w+)[ \t]+(.*)$", source, re.MULTILINE))
+    source = re.sub(r"^[ \t]*#.*$", "", source, flags=re.MULTILINE)
+    return re.sub(r"\w+", lambda found: macros.get(found[0], found[0]), source)

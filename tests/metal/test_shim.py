@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from tests.metal.launches import Small
+from tests.metal.printed import printed_by_mlx
 from tests.metal.rules import check_rules, threadgroup_memory
 from tests.metal.run import KernelFault, run
 from tests.metal.wrap import Language, wrap
@@ -376,37 +373,6 @@ def test_bfloat_takes_no_float_by_itself():
 
 
 # --- what MLX writes around a body
-
-
-def printed_by_mlx(launch: Small) -> str:
-    """Let MLX print what it would compile: it writes it while it exports, Metal or not."""
-    kernel = mx.fast.metal_kernel(
-        launch.name, list(launch.input_names), list(launch.output_names), launch.source,
-        launch.header,
-    )  # fmt: skip
-
-    def call(*arrays: mx.array) -> list[mx.array]:
-        return kernel(
-            inputs=list(arrays),
-            template=list(launch.template),
-            output_shapes=launch.output_shapes,
-            output_dtypes=launch.output_dtypes,
-            grid=launch.grid,
-            threadgroup=launch.threadgroup,
-            stream=mx.gpu,
-            verbose=True,
-        )
-
-    with tempfile.TemporaryFile() as caught, tempfile.TemporaryDirectory() as folder:
-        ours = os.dup(1)
-        os.dup2(caught.fileno(), 1)  # C++ prints it
-        try:
-            mx.export_function(str(Path(folder) / "f"), call, *launch.inputs)
-        finally:
-            os.dup2(ours, 1)
-            os.close(ours)
-        caught.seek(0)
-        return caught.read().decode().split("```\n")[1]
 
 
 def test_the_signature_is_the_one_that_mlx_writes():

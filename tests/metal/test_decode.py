@@ -1,0 +1,142 @@
+"""The decode kernels without a GPU: both languages, against dense attention in float64.
+
+`KVD_KERNELS=all` runs every head size with all bits of keys and values and all dtypes, in both
+languages (half an hour on two cores); a number runs so many random cases.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.kernels.launch import Launch
+from kvd.worker.attention.kernels.shape import fits
+from protocol.schemes import BITS
+from tests.metal import build, cases
+from tests.metal.decoding import LANGUAGES, Case, Step
+from tests.metal.printed import printed_by_mlx
+from tests.metal.rules import check_rules
+from tests.metal.run import KernelFault, run
+from tests.metal.wrap import Language, wrap
+
+pytestmark = pytest.mark.mlx
+
+WANTED = os.environ.get("KVD_KERNELS", "20")
+CHOSEN = list(cases.all_values()) if WANTED == "all" else cases.values_of(int(WANTED))
+BOUNDS = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-3}
+"""Of the relative error, results rounded to the dtype included."""
+
+
+def launches(step: Step, language: Language) -> list[Launch]:
+    """Both launches of a step; what the first one writes is zero in the second one."""
+    first = step.split(language)
+    outputs = [mx.zeros(shape, mx.float32) for shape in first.output_shapes]
+    return [first, step.combine(language, *outputs)]
+
+
+def attend(step: Step, language: Language) -> np.ndarray:
+    (out,) = run(step.combine(language, *run(step.split(language), language)), language)
+    return out
+
+
+def assert_right(step: Step, got: np.ndarray) -> None:
+    want, rows = step.expected(), len(step.case.rows)
+    assert got.shape == want.shape
+    assert np.isfinite(got).all()
+    assert (got[rows:] == 0).all()
+    bound = BOUNDS[step.case.dtype]
+    wanted = want[:rows].reshape(rows, -1, want.shape[-1])
+    difference = got[:rows].reshape(wanted.shape) - wanted
+    assert (_norm(difference, (1, 2)) <= bound * _norm(wanted, (1, 2))).all()
+    # Rounding alone can take a single vector a little beyond.
+    assert (_norm(difference, 2) <= 2 * bound * _norm(wanted, 2)).all()
+
+
+def _norm(of: np.ndarray, axes: int | tuple[int, ...]) -> np.ndarray:
+    return np.sqrt((of**2).sum(axes))
+
+
+@pytest.fixture(scope="module")
+def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile ahead of the tests that were asked for, two kernels at a time."""
+    items = [one for one in request.session.items if "_compiled" in one.fixturenames]
+    chosen = [one.callspec.params["number"] for one in items]
+    with ThreadPoolExecutor(2) as pool:
+        for number in chosen:
+            language = CHOSEN[number]["language"]
+            step = Step(cases.case_of(CHOSEN[number], number))
+            for launch in launches(step, language):
+                pool.submit(build.library, wrap(launch, language), language)
+        yield
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_kernels_attend_as_dense_attention_does(number):
+    step, language = Step(cases.case_of(CHOSEN[number], number)), CHOSEN[number]["language"]
+    assert_right(step, attend(step, language))
+
+
+def test_every_value_of_each_dimension_is_run_in_both_languages():
+    if WANTED == "20":
+        assert cases.missing(CHOSEN) == []
+
+
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+def test_a_row_does_not_depend_on_its_company(language):
+    rows = ((1, 70), (6, 127))
+    case = Case(dtype=mx.bfloat16, v_dim=96, repeats=2, schemes=("k4v8g32",), rows=rows, sinks=True)
+    together = Step(case)
+    alone = Step(case)
+    alone.case = replace(case, rows=rows[1:])
+    alone.queries = together.queries[1:]
+    alone.rows = together.rows[1:]
+    alone.rows[0, 6:] -= together.rows[0, 7]
+    alone.splits = together.splits[2:]
+    alone.splits[:, 0] -= 1
+    assert (attend(together, language)[1] == attend(alone, language)[0]).all()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_mlx_writes_the_same_text_around_the_kernels(part):
+    case = Case(dtype=mx.float16, schemes=("k3v5", "k16v16"), sinks=True, padding=1)
+    launch = launches(Step(case), "metal")[part]
+    assert wrap(launch, "metal").text + "\n" == printed_by_mlx(launch)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_metal_would_take_every_variant(dtype):
+    """Head sizes and bits all paired, groups of 32 (the most scales), few vectors and many."""
+    taken = 0
+    for (k_dim, v_dim), bits in product(cases.DIMS, BITS):
+        for repeats, queries in ((1, 1), (16, 8)):
+            case = Case(
+                dtype, k_dim, v_dim, 1, repeats, queries, (f"k{bits}v{bits}g32",), ((0, 8),)
+            )
+            step = Step(case)
+            assert fits(step.shape(), LANGUAGES["metal"])
+            for launch in launches(step, "metal"):
+                check_rules(launch)
+                taken += 1
+    assert taken == 2 * 2 * len(cases.DIMS) * len(BITS)
+
+
+def test_what_does_not_fit_into_metals_memory_is_refused():
+    case = Case(k_dim=4096, v_dim=256, schemes=("k4v4g32",), rows=((0, 8),))
+    assert not fits(Step(case).shape(), LANGUAGES["metal"])
+
+
+@pytest.mark.parametrize("barrier", ["SYNC_WARP();", "SYNC_BLOCK();"])
+def test_kernels_need_their_barriers(barrier):
+    case = Case(schemes=("k4v4",), repeats=4, rows=((3, 65),))
+    launch = Step(case).split("metal")
+    with pytest.raises(KernelFault, match=r"a barrier is missing|nobody has written"):
+        run(replace(launch, source=launch.source.replace(barrier, "")), "metal")
