@@ -2,7 +2,7 @@
 
     python -m bench.gpu --shape qwen3-0.6b|qwen3-8b|demo|tiny [--rows 8] [--tokens 4096 16384]
                         [--kv k8v8 k4v4] [--attention fused reference] [--prefill 50000]
-                        [--chunk 2048] [--steps 64] [--json FILE]
+                        [--chunk 2048] [--steps 128] [--json FILE]
 
     python -m bench.gpu --shape qwen3-0.6b --folder DIR && python -m bench.serve --model DIR
 
@@ -136,6 +136,7 @@ class Bench:
             "tokens": tokens,
             "tok_s": options.rows * len(steps.wall) / sum(steps.wall),
             "step_ms": _median_ms(steps.wall),
+            "slowest_ms": 1e3 * max(steps.wall),
             "cpu_ms_per_token": 1e3 * cpu / (options.rows * options.steps),
             "flushes": steps.flushes,
             "kv_bytes": loop.kv_bytes,
@@ -316,9 +317,9 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 _DECODE_COLUMNS = (
-    "loop", "rows", "tokens", "tok_s", "step_ms", "cpu_ms_per_token", "step_without_attention_ms",
-    "host_ms", "host_without_attention_ms", "operations", "kv_bytes", "peak_over_weights", "fill_s",
-    "fill_peak_bytes",
+    "loop", "tokens", "tok_s", "step_ms", "slowest_ms", "cpu_ms_per_token",
+    "step_without_attention_ms", "host_ms", "host_without_attention_ms", "operations", "kv_bytes",
+    "peak_over_weights", "fill_s", "fill_peak_bytes",
 )  # fmt: skip
 _PREFILL_COLUMNS = ("loop", "tokens", "seconds", "tok_s", "peak_over_weights")
 
@@ -405,7 +406,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="of our decode steps; as a load would choose it, or this",
     )
     parser.add_argument("--chunk", type=int, default=2048, help="our prefill chunk")
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=128, help="a flush comes every 64 to 128")
     parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="one of the two loops")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="write the model there and measure nothing")
