@@ -24,7 +24,7 @@ struct ShimThread {
 enum ShimPoint : uint32_t { SHIM_GROUP_BARRIER, SHIM_SIMD_BARRIER, SHIM_SIMD_OPERATION };
 
 constexpr uint32_t SHIM_LANES = 32;
-constexpr uint32_t SHIM_SLOT = 16; // bytes that a lane can hand over
+constexpr uint32_t SHIM_SLOT = 32; // bytes that a lane can hand over
 
 extern "C" {
 // The thread that runs.

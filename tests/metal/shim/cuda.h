@@ -1,5 +1,5 @@
 // CUDA's language as far as the kernels use it, in C++. Strict where CUDA is: half and bfloat16
-// do not mix with float. Not covered: cooperative groups, atomics, textures, inline PTX, MMA.
+// do not mix with float. Not covered: cooperative groups, atomics, textures, inline PTX (tensor.h has what stands for it).
 #pragma once
 
 #include "common.h"
@@ -168,6 +168,8 @@ T __shfl_down_sync(unsigned mask, T x, unsigned delta, unsigned line = __builtin
   unsigned from = shim_lane() + delta;
   return ShimLanes<T>("__shfl_down_sync", line, x).values[from < SHIM_LANES ? from : shim_lane()];
 }
+
+#include "tensor.h"
 
 namespace cuda::std {
 using ::std::bit_cast;

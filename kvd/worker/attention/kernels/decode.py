@@ -18,6 +18,9 @@ order whoever shares its batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from kvd.worker.attention.kernels import matrix
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tail_scores
 from kvd.worker.attention.kernels.shape import LANES, Shape
@@ -38,13 +41,33 @@ are of a normal size then."""
 def split_source(shape: Shape, language: Language) -> str:
     """Return the body of the kernel that attends to splits."""
     text = Text(shape.tile)
+    _begin(text, shape, language)
+    if matrix.fits(shape, language):
+        text.add("if (is_tail) {")
+        _attend(text, replace(shape, keys=(), values=()), language)
+        text.add("} else {")
+        matrix.add_pages(text, shape)
+        text.add("}")
+    else:
+        _attend(text, shape, language)
+    _end(text, language)
+    return str(text)
+
+
+def _attend(text: Text, shape: Shape, language: Language) -> None:
+    """Attend to what the split has, a page or 64 tokens of a tail after the other."""
     fold = _FOLD if language.unit else 0
     unfold = language.unit - fold
     values = Values(text, shape, fold, unfold)
-    _begin(text, shape, language, values)
+    text.add(f"""
+{text.vector} top;
+top@ = LEAST;
+""")
+    text.zero("total")
+    values.declare()
     text.add("""
 for (int item = first + part; item < last; item += PARTS) {
-int level = LEVELS, start = tail_start + item * PAGE, count = PAGE;
+int level = -1, start = tail_start + item * PAGE, count = PAGE;
 size_t page = 0;
 if (is_tail) {
   count = min(count, tail_tokens - item * PAGE);
@@ -60,7 +83,7 @@ if (is_tail) {
         text.add(f"if (level == {level}) {{")
         add_scores(text, shape, level, fold, unfold)
         text.add("}")
-    text.add("if (level == LEVELS) {")
+    text.add("if (is_tail) {")
     add_tail_scores(text, shape)
     text.add("}")
     add_softmax(text, shape, values.sums)
@@ -68,19 +91,31 @@ if (is_tail) {
         text.add(f"if (level == {level}) {{")
         values.add_page(level)
         text.add("}")
-    text.add("if (level == LEVELS) {")
+    text.add("if (is_tail) {")
     values.add_tail()
     text.add("}\nSYNC_WARP();\n}")  # nobody needs the weights any more
-    _end(text, language, values)
-    return str(text)
+    values.settle()
+    text.add(f"""
+total@ = SUM(total@);
+if (lane == 0) tops[warp] = top;
+SYNC_BLOCK();
+{text.vector} most = tops[tile], share;
+for (int other = 1; other < PARTS; ++other) {{
+most@ = max(most@, tops[other * TILES + tile]@);
+}}
+share@ = POWER(top@ - most@);
+total@ *= share@;
+if (lane == 0) totals[warp] = total;
+""")
+    values.gather()
 
 
-def _begin(text: Text, shape: Shape, language: Language, values: Values) -> None:
+def _begin(text: Text, shape: Shape, language: Language) -> None:
+    """Declare what all need, and put the queries into shared memory."""
     tiles, warps = shape.plan(language)
     constants = {
         "PAGE": PAGE_TOKENS,
         "TAIL": TAIL_TOKENS,
-        "LEVELS": len(shape.keys),
         "K_DIM": shape.k_dim,
         "V_DIM": shape.v_dim,
         "HEADS": shape.kv_heads,
@@ -92,7 +127,7 @@ def _begin(text: Text, shape: Shape, language: Language, values: Values) -> None
         "THREADS": warps * LANES,
         "REGION": shape.region,
         "RUNS": shape.v_dim // RUN,
-        "AT_ONCE": values.at_once,
+        "AT_ONCE": LANES // (shape.v_dim // RUN),
     }
     text.add(language.prologue)
     for name, value in constants.items():
@@ -127,30 +162,11 @@ q@ = one + # < VECTORS ? float(from[(one + #) * K_DIM]) * factor : 0.0f;
 asked[at] = q;
 }}
 SYNC_BLOCK();
-
-{text.vector} top;
-top@ = LEAST;
 """)
-    text.zero("total")
-    values.declare()
 
 
-def _end(text: Text, language: Language, values: Values) -> None:
+def _end(text: Text, language: Language) -> None:
     """Join the block's warps, and write."""
-    values.settle()
-    text.add(f"""
-total@ = SUM(total@);
-if (lane == 0) tops[warp] = top;
-SYNC_BLOCK();
-{text.vector} most = tops[tile], share;
-for (int other = 1; other < PARTS; ++other) {{
-most@ = max(most@, tops[other * TILES + tile]@);
-}}
-share@ = POWER(top@ - most@);
-total@ *= share@;
-if (lane == 0) totals[warp] = total;
-""")
-    values.gather()
     text.add(f"""
 SYNC_BLOCK();
 for (int at = me; at < TILES * V_DIM; at += THREADS) {{

@@ -29,6 +29,8 @@ class Language:
     """Arrays of one kernel."""
     output: str
     """How a pointer to what a kernel writes begins."""
+    matrix: bool
+    """Whether there are tensor cores (`kvd.worker.attention.kernels.matrix`)."""
 
 
 METAL = Language(
@@ -66,6 +68,7 @@ METAL = Language(
     most_shared=32 * 1024,
     most_buffers=31,
     output="device",
+    matrix=False,
 )
 
 CUDA = Language(
@@ -112,4 +115,5 @@ __device__ inline float SUM(float x) {
     most_shared=48 * 1024,
     most_buffers=128,
     output="",
+    matrix=True,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import decode
+from kvd.worker.attention.kernels import decode, matrix
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 
@@ -211,7 +211,8 @@ def _combine_text(shape: Shape, language: Language) -> tuple[str, int]:
 
 
 def _header(shape: Shape, language: Language) -> str:
-    return language.header + language.dense[shape.dtype]
+    extra = matrix.HEADER if matrix.fits(shape, language) else ""
+    return language.header + language.dense[shape.dtype] + extra
 
 
 @lru_cache(256)

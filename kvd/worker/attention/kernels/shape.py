@@ -16,6 +16,8 @@ LANES = 32
 WARPS = 4
 """Of a block; more where there are more tiles, fewer where shared memory is short."""
 MOST_WARPS = 16
+FLOATS = 4 * 72
+"""That a warp has in shared memory at least: weights of four vectors, see `matrix`."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Shape:
         """Entries of shared memory that each warp has for itself: vectors of the tile's size."""
         keys = [side.groups(self.k_dim) * self.k_dim for side in self.keys if side.packed]
         weights = [PAGE_TOKENS * side.groups(self.v_dim) for _, side in self.by_token]
-        return max([self.v_dim, PAGE_TOKENS, *keys, *weights])
+        fewest = -(-FLOATS // self.tile)
+        return max([self.v_dim, PAGE_TOKENS, fewest, *keys, *weights])
 
     def shared_bytes(self, tiles: int, warps: int) -> int:
         """Return the shared memory of a block."""

@@ -1,0 +1,354 @@
+"""The part of the split's kernel that attends to pages with CUDA's tensor cores.
+
+``mma.m16n8k16`` multiplies 16 x 16 half floats with 16 x 8 and sums up in float32. Packed numbers
+are its left side: small integers are half floats exactly. Its right side has two columns for each
+of a tile's four query vectors, what a float is as a half and what that leaves over, so that nothing
+is lost to rounding. Both sides may be permuted alike along what is summed over, so a lane reads
+whole runs: lane ``4 g + t`` those of tokens ``8 g`` on (keys) or channels ``8 g`` on (values). ::
+
+    scores   16 tokens x 16 channels   times   16 channels x 8 columns
+    outputs  16 channels x 16 tokens   times   16 tokens   x 8 columns
+
+A lane gets scores of eight tokens, and outputs of all its channels, for vector ``t``.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
+from kvd.worker.attention.kernels.text import Text
+
+_KEYS_UP = 6
+"""Binary places by which queries, at most 1 by then, are raised: halves lose little below, and
+scales up to 1000 do not exceed them."""
+_WEIGHTS_UP = 7
+"""The same for weights, at most 1 too."""
+_IN_FLIGHT = 16
+"""Registers for runs that a lane has under way."""
+_STRIDE = FLOATS // 4
+"""Floats between the weights of two vectors: more than 64, so that fewer lanes meet in a bank."""
+
+HEADER = """
+#ifndef MULTIPLY
+__device__ inline void MULTIPLY(float (&sums)[4], const uint (&left)[4], uint right0, uint right1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+}
+#endif
+// Two floats as halves, or what that leaves over.
+__device__ inline uint halves(float a, float b, bool rest) {
+  __half2 both = __floats2half2_rn(a, b);
+  const float2 back = __half22float2(both);
+  const __half2 left = __floats2half2_rn(a - back.x, b - back.y);
+  if (rest) both = left;
+  return *reinterpret_cast<uint*>(&both);
+}
+__device__ inline uint fused(uint x, uint factor, uint more) {
+  const __half2 found = __hfma2(*reinterpret_cast<__half2*>(&x),
+      *reinterpret_cast<__half2*>(&factor), *reinterpret_cast<__half2*>(&more));
+  return *reinterpret_cast<const uint*>(&found);
+}
+// Eight numbers of x beside those of y, as halves: bits in the mantissa of 1024, which then goes.
+__device__ inline void beside(uint (&pairs)[8], uint x, uint y) {
+  for (int half = 0; half < 2; ++half) {
+    uint four = __byte_perm(x, y, half ? 0x7632 : 0x5410);
+    for (int two = 0; two < 2; ++two) {
+      const int at = half * 4 + two * 2;
+      pairs[at] = fused((four & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u);
+      pairs[at + 1] = fused((four & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u);
+      four >>= 8;
+    }
+  }
+}
+__device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
+  for (int at = 0; at < 8; ++at) {
+    const int byte = at % 4, pick = byte | byte << 4 | (byte + 4) << 8 | (byte + 4) << 12;
+    const uint both = __byte_perm(at < 4 ? x.x : x.y, at < 4 ? y.x : y.y, pick);
+    pairs[at] = fused((both & 0x00ff00ffu) | 0x64006400u, 0x3c003c00u, 0xe400e400u);
+  }
+}
+"""
+
+
+def fits(shape: Shape, language: Language) -> bool:
+    """Return whether pages of all levels can be attended to this way."""
+    return (
+        language.matrix
+        and shape.dtype != mx.float32
+        and shape.k_dim % 16 == 0
+        and shape.v_dim % 64 == 0
+        and shape.v_dim <= 128  # outputs take a quarter of that in registers
+        and all(side.bits in (4, 8) and side.group == 64 for side in (*shape.keys, *shape.values))
+        and all(side.along_tokens for side in shape.keys)
+        and not any(side.along_tokens for side in shape.values)
+    )
+
+
+def add_pages(text: Text, shape: Shape) -> None:
+    """Attend to the split's pages; leave maxima, totals and outputs as the other way does."""
+    sets = shape.v_dim // 64
+    text.add(f"""
+constexpr int SETS = {sets};
+const int g = lane / 4, t = lane % 4, own = g / 2;
+const bool rest = g % 2;
+const float* question = reinterpret_cast<const float*>(asked + query) + own;
+float* weights_of = reinterpret_cast<float*>(work + base);
+float raise = 0;
+for (int k = 0; own < TILE && k < K_DIM / 4; ++k) {{
+raise = max(raise, fabsf(question[(k * 4 + t) * TILE]));
+}}
+raise = max(raise, SWAP(raise, 1));
+raise = max(raise, SWAP(raise, 2));
+{{  // the power of two that brings the largest to 1
+const int exponent = int(__float_as_uint(raise) >> 23) - {_KEYS_UP};
+raise = raise == 0 ? 1.0f : __uint_as_float(uint(max(1, min(254, 253 - exponent))) << 23);
+}}
+const float lower = __shfl_sync(0xffffffffu, 1 / raise, 8 * t);
+float top = LEAST, total = 0;
+float sums[SETS][4][4] = {{}};
+float spread[SETS] = {{}};
+const int ago = {shape.queries - 1} - (asking + t) % {shape.queries};
+for (int item = first + part; item < last; item += PARTS) {{
+const int level = SAME(pages[item * 3]), start = SAME(pages[item * 3 + 2]);
+const size_t page = size_t(SAME(pages[item * 3 + 1])) * HEADS + head;
+float scores[4][4] = {{}};
+float bias = 0;
+""")
+    for level, side in enumerate(shape.keys):
+        text.add(f"if (level == {level}) {{")
+        _scores(text, shape, level, side)
+        text.add("}")
+    _softmax(text)
+    for level, side in enumerate(shape.values):
+        text.add(f"if (level == {level}) {{")
+        _values(text, sets, level, side)
+        text.add("}")
+    text.add("SYNC_WARP();\n}")
+    _finish(text)
+
+
+def _scores(text: Text, shape: Shape, level: int, side: Side) -> None:
+    kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
+    steps = shape.k_dim // 16
+    batch = max(n for n in range(1, _IN_FLIGHT // (4 * size) + 1) if steps % n == 0)
+    read = """
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {
+#pragma unroll
+for (int i = 0; i < 4; ++i) ahead[at * 4 + i] = runs[at * 128 + i * 8];
+scales_ahead[at] = scales[at * 4];
+biases_ahead[at] = biases[at * 4];
+}
+"""
+    text.add(f"""
+constexpr int STEPS = {steps}, BATCH = {batch};
+const {kind}* runs = reinterpret_cast<const {kind}*>(keys{level}) + page * (K_DIM * 8) + t * 32 + g;
+const uint2* scales = reinterpret_cast<const uint2*>(key_scales{level} + page * K_DIM) + t;
+const uint2* biases = reinterpret_cast<const uint2*>(key_biases{level} + page * K_DIM) + t;
+{kind} ahead[BATCH * 4];
+uint2 scales_ahead[BATCH], biases_ahead[BATCH];
+{read}
+#pragma unroll 1
+for (int begin = 0; begin < STEPS; begin += BATCH) {{
+{kind} now[BATCH * 4];
+uint2 scales_now[BATCH], biases_now[BATCH];
+#pragma unroll
+for (int at = 0; at < BATCH * 4; ++at) now[at] = ahead[at];
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+scales_now[at] = scales_ahead[at];
+biases_now[at] = biases_ahead[at];
+}}
+if (begin + BATCH < STEPS) {{
+runs += BATCH * 128;
+scales += BATCH * 4;
+biases += BATCH * 4;
+{read}
+}}
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+const float* q = question + ((begin + at) * 16 + t * 4) * TILE;
+float q0 = 0, q1 = 0, q2 = 0, q3 = 0;
+if (own < TILE) {{
+q0 = q[0] * raise;
+q1 = q[TILE] * raise;
+q2 = q[2 * TILE] * raise;
+q3 = q[3 * TILE] * raise;
+}}
+const uint2 s = scales_now[at], b = biases_now[at];
+bias += q0 * LOW(b.x) + q1 * HIGH(b.x) + q2 * LOW(b.y) + q3 * HIGH(b.y);
+const uint right0 = halves(q0 * LOW(s.x), q1 * HIGH(s.x), rest);
+const uint right1 = halves(q2 * LOW(s.y), q3 * HIGH(s.y), rest);
+uint pairs0[8], pairs1[8];
+beside(pairs0, now[at * 4], now[at * 4 + 1]);
+beside(pairs1, now[at * 4 + 2], now[at * 4 + 3]);
+#pragma unroll
+for (int m = 0; m < 4; ++m) {{
+const uint left[4] = {{pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]}};
+MULTIPLY(scores[m], left, right0, right1);
+}}
+}}
+}}
+""")
+
+
+def _softmax(text: Text) -> None:
+    text.add(
+        """
+bias += SWAP(bias, 1);
+bias += SWAP(bias, 2);
+bias = __shfl_sync(0xffffffffu, bias, 8 * t);
+float weight[8], peak = top;
+#pragma unroll
+for (int i = 0; i < 8; ++i) {
+const int position = start + 8 * g + i;
+const float* both = scores[i / 2] + i % 2 * 2;
+const bool seen = position >= low - ago || position < KEEP;
+weight[i] = seen ? (both[0] + both[1] + bias) * lower : LEAST;
+peak = max(peak, weight[i]);
+}
+peak = max(peak, SWAP(peak, 4));
+peak = max(peak, SWAP(peak, 8));
+peak = max(peak, SWAP(peak, 16));
+const float fade = POWER(top - peak);
+top = peak;
+total *= fade;
+#pragma unroll
+for (int i = 0; i < 8; ++i) {
+weight[i] = weight[i] == LEAST ? 0.0f : POWER(weight[i] - peak);
+total += weight[i];
+weights_of[t * """
+        + str(_STRIDE)
+        + """ + 8 * g + i] = weight[i];
+}
+const float fade_own = __shfl_sync(0xffffffffu, fade, own);
+#pragma unroll
+for (int set = 0; set < SETS; ++set) {
+spread[set] *= fade_own;
+#pragma unroll
+for (int m = 0; m < 4; ++m) {
+#pragma unroll
+for (int one = 0; one < 4; ++one) sums[set][m][one] *= fade;
+}
+}
+SYNC_WARP();
+"""
+    )
+
+
+def _values(text: Text, sets: int, level: int, side: Side) -> None:
+    kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
+    batch = max(1, _IN_FLIGHT // (4 * size * sets))
+    wide = f"uint{2 * sets}"
+    parts = ["x", "y", "z", "w"][: 2 * sets]
+    # Tokens of a scale's words: with two sets a word has both of one token, else of two tokens.
+    if sets == 2:
+        picks = [[f"LOW({{}}.{p})" for p in parts], [f"HIGH({{}}.{p})" for p in parts]]
+    else:
+        picks = [[f"{half}({{}}.{p})" for p in parts for half in ("LOW", "HIGH")]]
+    read = """
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {
+#pragma unroll
+for (int set = 0; set < SETS; ++set) {
+#pragma unroll
+for (int i = 0; i < 4; ++i) {
+ahead[(at * SETS + set) * 4 + i] = runs[(at * 16 + i) * RUNS + set * 8];
+}
+}
+scales_ahead[at] = scales[at * 4];
+biases_ahead[at] = biases[at * 4];
+}
+"""
+    text.add(f"""
+constexpr int STEPS = 4, BATCH = {batch};
+const {kind}* runs = reinterpret_cast<const {kind}*>(values{level})
+    + page * (PAGE * RUNS) + t * 4 * RUNS + g;
+const size_t line = page * (PAGE * SETS);
+const {wide}* scales = reinterpret_cast<const {wide}*>(value_scales{level} + line) + t;
+const {wide}* biases = reinterpret_cast<const {wide}*>(value_biases{level} + line) + t;
+{kind} ahead[BATCH * SETS * 4];
+{wide} scales_ahead[BATCH], biases_ahead[BATCH];
+{read}
+#pragma unroll 1
+for (int begin = 0; begin < STEPS; begin += BATCH) {{
+{kind} now[BATCH * SETS * 4];
+{wide} scales_now[BATCH], biases_now[BATCH];
+#pragma unroll
+for (int at = 0; at < BATCH * SETS * 4; ++at) now[at] = ahead[at];
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+scales_now[at] = scales_ahead[at];
+biases_now[at] = biases_ahead[at];
+}}
+if (begin + BATCH < STEPS) {{
+runs += BATCH * 16 * RUNS;
+scales += BATCH * 4;
+biases += BATCH * 4;
+{read}
+}}
+#pragma unroll
+for (int at = 0; at < BATCH; ++at) {{
+const float4 w = *reinterpret_cast<const float4*>(
+    weights_of + own * {_STRIDE} + (begin + at) * 16 + t * 4);
+""")
+    for number, pick in enumerate(picks):
+        scale, bias = (
+            [one.format(f"{name}_now[at]") for one in pick] for name in ("scales", "biases")
+        )
+        text.add(f"""
+{{
+constexpr int set = {number};
+spread[set] += w.x * {bias[0]} + w.y * {bias[1]} + w.z * {bias[2]} + w.w * {bias[3]};
+const float up = {2**_WEIGHTS_UP}.0f;
+const uint right0 = halves(w.x * {scale[0]} * up, w.y * {scale[1]} * up, rest);
+const uint right1 = halves(w.z * {scale[2]} * up, w.w * {scale[3]} * up, rest);
+const {kind}* mine = now + (at * SETS + set) * 4;
+uint pairs0[8], pairs1[8];
+beside(pairs0, mine[0], mine[1]);
+beside(pairs1, mine[2], mine[3]);
+#pragma unroll
+for (int m = 0; m < 4; ++m) {{
+const uint left[4] = {{pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]}};
+MULTIPLY(sums[set][m], left, right0, right1);
+}}
+}}
+""")
+    text.add("}\n}")
+
+
+def _finish(text: Text) -> None:
+    """Leave the warp's share in shared memory."""
+    text.add(f"""
+float* highest = reinterpret_cast<float*>(tops);
+total += SWAP(total, 4);
+total += SWAP(total, 8);
+total += SWAP(total, 16);
+if (lane < TILE) highest[warp * TILE + lane] = top;
+SYNC_BLOCK();
+if (t < TILE) {{
+float most = LEAST;
+for (int other = 0; other < PARTS; ++other) {{
+most = max(most, highest[(other * TILES + tile) * TILE + t]);
+}}
+top = POWER(top - most);  // the warp's share
+}}
+if (lane < TILE) reinterpret_cast<float*>(totals)[warp * TILE + lane] = total * top;
+#pragma unroll
+for (int set = 0; set < SETS; ++set) {{
+spread[set] += SWAP(spread[set], 1);
+spread[set] += SWAP(spread[set], 2);
+const float more = __shfl_sync(0xffffffffu, spread[set], 8 * t);
+#pragma unroll
+for (int i = 0; i < 8; ++i) {{
+const float* both = sums[set][i / 2] + i % 2 * 2;
+const float output = (both[0] + both[1]) * {2.0**-_WEIGHTS_UP}f + more;
+if (t < TILE) weights_of[(set * 64 + 8 * g + i) * TILE + t] = output * top;
+}}
+}}
+""")
