@@ -144,7 +144,12 @@ def _run(
     command = [str(build.runner()), str(library)]
     try:
         done = subprocess.run(
-            command, input=request, capture_output=True, check=False, timeout=_TIMEOUT
+            command,
+            input=request,
+            capture_output=True,
+            check=False,
+            timeout=_TIMEOUT,
+            env=build.environment(),
         )
     except subprocess.TimeoutExpired:
         raise KernelFault(f"{language}: {launch.name} does not end") from None
