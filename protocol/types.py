@@ -238,6 +238,24 @@ class KVPart(msgspec.Struct, frozen=True, kw_only=True):
     """The most that one row takes, for windows and states; 0 where it grows."""
 
 
+class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether decode attention runs as kernels of kvd's own: found out at every load."""
+
+    used: bool
+    reason: str | None = None
+    """Why they are not used: wrong, slower, or what they failed with."""
+    compile_s: float = 0.0
+    """Seconds that compiling took, for what was checked."""
+    call_ms: float | None = None
+    """Milliseconds that a layer takes, on average over the layers; absent: not timed."""
+    reference_ms: float | None = None
+    """The same with plain operations."""
+    rows: int = 0
+    """In the step that was timed."""
+    keys: int = 0
+    """Of each of these rows."""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker found out about its model when it loaded it."""
 
@@ -265,6 +283,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Which decode attention was chosen, such as ``reference``."""
     attention_error: float
     """The self-check's relative error against dense attention."""
+    fused: FusedAttention | None = None
+    """What came of the kernels; absent on CPUs, and where no attention is over pages."""
     has_chat_template: bool
     device: str
     """Such as ``cpu``, ``Apple M4 Max`` or ``NVIDIA H200``."""

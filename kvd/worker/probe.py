@@ -10,6 +10,9 @@ each with the self-check, and the first that gives the model's own logits is tak
 3. the same two, **one row a pass**: models that take a position as an int;
 4. **dense**: mlx-lm's own caches. Always right, never quantized.
 
+On an accelerator pages are then attended to by kernels, if these are right too, and faster
+(`kvd.worker.fusing`).
+
 Every packing that a way may come to on the ladder is checked, not only that of new rows; so are a
 dense start and a bounded size, at lengths that the check's short rows pass.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +36,7 @@ from mlx_lm.models.cache import (
 )
 
 from kvd.worker import selfcheck
+from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.composite import CacheSettings, ModelCache, no_floors
 from kvd.worker.cache.kinds import FULL, Kind
@@ -47,10 +52,12 @@ from kvd.worker.cache.layout import (
 from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
+from kvd.worker.fusing import verdict
 from kvd.worker.native.step import Library
 from kvd.worker.runner import Runner
 from kvd.worker.selfcheck import Refused
 from protocol.errors import UnsupportedModel
+from protocol.types import FusedAttention
 
 MEASURED_TOKENS = (8, 520)
 """Lengths at which the cost of caches that are not ours is measured."""
@@ -71,6 +78,8 @@ class Served:
     """Largest difference of a logit to the reference, relative to the largest logit."""
     reasons: Mapping[Kind, str]
     """Why a kind is not on pages, or why rows do not share a pass."""
+    fused: FusedAttention | None = None
+    """What came of kernels, where they were tried."""
 
 
 class UnknownCacheError(Exception):
@@ -157,11 +166,16 @@ def _kind(cache: Any) -> Kind:
 
 
 def serve(
-    model: Any, settings: CacheSettings, vocab_size: int, library: ModuleType | None = None
+    model: Any,
+    settings: CacheSettings,
+    vocab_size: int,
+    library: ModuleType | None = None,
+    kernels: FusedBackend | None = None,
 ) -> Served:
     """Choose the best way to serve the model that is right here, and return a runner for it.
 
-    ``library``: kvd's own operations (`kvd.worker.native`), where they are to be tried.
+    ``library``: kvd's own operations (`kvd.worker.native`), and ``kernels``, where they are to be
+    tried.
 
     Raises `UnsupportedModel` if mlx-lm itself cannot run it, its logits are not finite, or not even
     mlx-lm's own caches give the same logits twice.
@@ -174,7 +188,7 @@ def serve(
     alone = ""
     for way in _ways(layout):
         try:
-            served = _tried(model, layout, settings, way, vocab_size, reasons, library)
+            served = _tried(model, layout, settings, way, vocab_size, reasons, library, kernels)
         except Refused as refused:
             for kind, why in way.explain(str(refused)).items():
                 reasons.setdefault(kind, why)
@@ -223,6 +237,7 @@ def _tried(
     vocab_size: int,
     reasons: dict[Kind, str],
     library: ModuleType | None,
+    kernels: FusedBackend | None,
 ) -> Served:
     """Check one way, first without quantization against mlx-lm's own caches, then with it."""
 
@@ -257,8 +272,49 @@ def _tried(
             for kind, why in reasons.items()
             if way.access[kind] is not Access.PAGES or not way.batched
         }
-        return Served(served, path, error, kept)
+        found = Served(served, path, error, kept)
+        if kernels is None or not paged:
+            return found
+        checked = partial(_check_kernels, runner, product, vocab_size, checks)
+        return _with_kernels(found, kernels, checked)
     raise Refused("; ".join(failed))
+
+
+def _with_kernels(found: Served, kernels: FusedBackend, check: verdict.Check) -> Served:
+    """Let kernels attend, if they are right and faster; what they cannot take stays as it was."""
+    cache = found.runner.cache
+    paged = [
+        store
+        for store, access in zip(cache.stores, cache.access.values(), strict=True)
+        if access is Access.PAGES
+    ]
+    judged, error = verdict.judge(kernels, paged, check)
+    if not judged.used:
+        return replace(found, fused=judged)
+    cache.use(paged[0].page_product, kernels)
+    error = max(error, found.error)
+    return replace(found, path="fused", error=error, fused=judged)
+
+
+def _check_kernels(
+    runner: Callable[[CacheSettings], Runner],
+    product: Callable[..., mx.array],
+    vocab_size: int,
+    checks: Sequence[tuple[CacheSettings, Sequence[int]]],
+    kernels: Backend,
+) -> float:
+    """Check all that plain operations were checked on, and rows with pages on several levels."""
+    errors = [
+        _error(runner(limits), product, kernels, vocab_size, lengths) for limits, lengths in checks
+    ]
+    settings = checks[0][0]
+    if len(settings.schemes) > 1:
+        mixed = runner(settings)
+        mixed.cache.use(product, kernels)
+        # A page on each level, and 64 to 127 exact tokens behind them.
+        lengths = (2, PAGE_TOKENS * (len(settings.schemes) + 1) + 6)
+        errors.append(selfcheck.against_dequantized(mixed, vocab_size, lengths, mixed=True))
+    return max(errors)
 
 
 _Attention = tuple[str, Callable[..., mx.array], Backend | None]

@@ -110,16 +110,26 @@ def against_own_caches(runner: Runner, vocab_size: int, lengths: Sequence[int] =
     return _checked(runner, vocab_size, lengths, _Own)
 
 
-def against_dequantized(runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> float:
-    """Compare with dense copies of what the rows hold; return the error. Raises `Refused`."""
-    return _checked(runner, vocab_size, lengths, _Held)
+def against_dequantized(
+    runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS, *, mixed: bool = False
+) -> float:
+    """Compare with dense copies of what the rows hold; return the error. Raises `Refused`.
+
+    ``mixed``: with pages on all levels of the ladder in each row that is long enough.
+    """
+    return _checked(runner, vocab_size, lengths, _Held, mixed=mixed)
 
 
 def _checked(
-    runner: Runner, vocab_size: int, lengths: Sequence[int], reference: MakeReference
+    runner: Runner,
+    vocab_size: int,
+    lengths: Sequence[int],
+    reference: MakeReference,
+    *,
+    mixed: bool = False,
 ) -> float:
     try:
-        error, dtype = _run(runner, vocab_size, lengths, reference)
+        error, dtype = _run(runner, vocab_size, lengths, reference, mixed=mixed)
     except (Refused, MemoryError):
         raise
     except Exception as failed:  # models raise what they like about a cache that is not theirs
@@ -153,8 +163,24 @@ def _use(error: Exception) -> str:
     return f"it gives them to `{function[1]}`" if function else "it computes with them"
 
 
+def _mix(cache: Any, rows: list[Row]) -> None:
+    """Bring each row's pages to its own level and all lower ones, in turn."""
+    for index, store in enumerate(cache.stores):
+        for row in (one.rows[index] for one in rows):
+            levels = range(row.level, len(store.ladder))
+            pages = list(row.pages)
+            for place, level in enumerate(levels[1:], 1):
+                if due := pages[place :: len(levels)]:
+                    store.convert(row.level, level, due, [row])
+
+
 def _run(
-    runner: Runner, vocab_size: int, lengths: Sequence[int], reference: MakeReference
+    runner: Runner,
+    vocab_size: int,
+    lengths: Sequence[int],
+    reference: MakeReference,
+    *,
+    mixed: bool,
 ) -> tuple[float, mx.Dtype]:
     """Prefill rows, decode them as one batch; return the error, and the logits' dtype.
 
@@ -173,6 +199,8 @@ def _run(
         for row, prompt in zip(rows, prompts, strict=True):
             for start in range(0, len(prompt), CHUNK):
                 runner.prefill(row, prompt[start : start + CHUNK])
+        if mixed:
+            _mix(cache, rows)
         references = [reference(runner, *one) for one in zip(rows, prompts, strict=True)]
         for step in range(STEPS):
             tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]

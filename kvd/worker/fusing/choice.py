@@ -1,0 +1,21 @@
+"""Which decode attention is tried in this process: the environment's ``KVD_ATTENTION``."""
+
+from __future__ import annotations
+
+import os
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.launch import Fused, find_language
+
+VARIABLE = "KVD_ATTENTION"
+
+
+def is_plain() -> bool:
+    """Return whether only plain operations may attend: ``reference``."""
+    return os.environ.get(VARIABLE) == "reference"
+
+
+def kernels() -> FusedBackend | None:
+    """Return kernels for the default device; None where it has no language for them."""
+    language = find_language()
+    return None if language is None else FusedBackend(Fused(language), language.most_buffers)

@@ -1,0 +1,66 @@
+"""Whether kernels attend in decode steps: only where they are right here, and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.store import KVStore
+from kvd.worker.fusing import timing
+from kvd.worker.fusing.watch import Watched
+from kvd.worker.selfcheck import Refused
+from protocol.types import FusedAttention
+
+Check = Callable[[Backend], float]
+"""Serves the model with a backend in all ways that it may come to; returns the error, or raises
+`Refused`."""
+
+
+def judge(
+    backend: FusedBackend, stores: Sequence[KVStore], check: Check
+) -> tuple[FusedAttention, float]:
+    """Return the verdict on kernels, and their error.
+
+    ``stores``: what they would serve, with the plain operations that they have to beat. In this
+    order: they must run at all, be right, and be faster.
+    """
+    watched = Watched(backend.kernels)
+    before = backend.launched()
+    try:
+        error = check(replace(backend, kernels=watched))
+    except Refused as refused:
+        return _unused(str(refused), watched), 0.0
+    launched = backend.launched() > before
+    times = timing.compare(stores, backend, watched.compiled) if launched else None
+    if times is None:
+        return _unused("no kernel was launched", watched), error
+    faster = times.fused_s < times.reference_s
+    found = FusedAttention(
+        used=faster,
+        reason=None if faster else "slower than plain operations",
+        compile_s=watched.compile_s,
+        call_ms=times.fused_s * 1e3,
+        reference_ms=times.reference_s * 1e3,
+        rows=timing.ROWS,
+        keys=times.keys,
+    )
+    return found, error
+
+
+def _unused(reason: str, watched: Watched) -> FusedAttention:
+    return FusedAttention(used=False, reason=reason, compile_s=watched.compile_s)
+
+
+def told(verdict: FusedAttention) -> str:
+    """Return the verdict in words, for the log."""
+    said = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
+    if verdict.call_ms is not None and verdict.reference_ms is not None:
+        said.append(
+            f"{verdict.call_ms:.3f} ms a layer against {verdict.reference_ms:.3f} ms"
+            f" ({verdict.rows} rows of {verdict.keys} keys)"
+        )
+    if verdict.compile_s:
+        said.append(f"compiled in {verdict.compile_s:.1f} s")
+    return "; ".join(said)

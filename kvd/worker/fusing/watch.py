@@ -1,0 +1,118 @@
+"""Kernels that are looked at while they are checked: what is asked of them, and compiling them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvd.worker.attention.fused import Kernels
+from kvd.worker.cache.backend import Told
+from kvd.worker.selfcheck import Refused
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a kernel's text depends on."""
+
+    dtype: mx.Dtype
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    keys: tuple[tuple[int, int, bool], ...]
+    values: tuple[tuple[int, int, bool], ...]
+    scale: float
+    keep: int
+    sinks: mx.Dtype | None
+
+
+class Watched:
+    """`kernels`, each of which is called twice before it serves, to see how long compiling takes.
+
+    Raises `Refused` where they fail.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.compiled: dict[Asked, float] = {}
+        """Seconds that the first call took beyond the second."""
+
+    @property
+    def launches(self) -> int:
+        """As the kernels count them."""
+        return self._kernels.launches
+
+    @launches.setter
+    def launches(self, count: int) -> None:
+        self._kernels.launches = count
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that all of it took."""
+        return sum(self.compiled.values())
+
+    def decode_attention(
+        self,
+        queries: mx.array,
+        pages: mx.array,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        rows: mx.array,
+        splits: mx.array,
+        pools: Sequence[mx.array],
+        key_told: Told,
+        value_told: Told,
+        scale: float,
+        keep: int,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """As the kernels do."""
+        asked = Asked(
+            queries.dtype,
+            queries.shape[1],
+            tail_keys.shape[1],
+            tail_keys.shape[3],
+            tail_values.shape[3],
+            tuple(key_told),
+            tuple(value_told),
+            scale,
+            keep,
+            None if sinks is None else sinks.dtype,
+        )
+
+        def call() -> mx.array:
+            return self._kernels.decode_attention(
+                queries,
+                pages,
+                tail_keys,
+                tail_values,
+                rows,
+                splits,
+                pools,
+                key_told,
+                value_told,
+                scale,
+                keep,
+                sinks,
+            )
+
+        try:
+            if asked not in self.compiled:
+                mx.eval(queries, tail_keys, tail_values)
+                first, second = _seconds(call), _seconds(call)
+                self.compiled[asked] = max(0.0, first - second)
+            return call()
+        except MemoryError:
+            raise
+        except Exception as failed:  # compilers and drivers raise what they like
+            said = str(failed).strip().split("\n")[0][:200]
+            raise Refused(f"{type(failed).__name__}: {said}".removesuffix(": ")) from failed
+
+
+def _seconds(call: Callable[[], mx.array]) -> float:
+    start = time.perf_counter()
+    mx.eval(call())
+    return time.perf_counter() - start
