@@ -45,6 +45,8 @@ from kvd.kv import parse_kv
 from kvd.worker import probe, products, seam, siblings
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import ladder_of
+from kvd.worker.fusing.choice import kernels
+from kvd.worker.fusing.verdict import told
 from kvd.worker.model import default_dtype
 from kvd.worker.runner import Runner, on_cpu
 
@@ -81,10 +83,11 @@ class Bench:
         """Return our runner over pages of a scheme; the first time it is probed."""
         if kv not in self._served:
             settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(kv))))
-            served = probe.serve(self._ours, settings, self._vocabulary)
+            served = probe.serve(self._ours, settings, self._vocabulary, kernels=kernels())
             shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
             how = "compiled steps" if served.runner.compile() else "plain steps"
-            self.paths[kv] = f"{served.path}, {shared}, {how}"
+            fused = "" if served.fused is None else f"; {told(served.fused)}"
+            self.paths[kv] = f"{served.path}, {shared}, {how}{fused}"
             self._served[kv] = served.runner, Attentions(served.runner)
             mx.clear_cache()
             gc.collect()  # as the engine does after a load

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.attention.kernels.launch import Fused, find_language
 from kvd.worker.cache.backend import Backend
+from kvd.worker.fusing.choice import kernels
 from kvd.worker.runner import Runner
 
 CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
@@ -12,7 +11,7 @@ CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
 
 def here() -> list[str]:
     """Return what is compared on this device."""
-    return [CHOSEN] if find_language() is None else [FUSED, REFERENCE]
+    return [CHOSEN] if kernels() is None else [FUSED, REFERENCE]
 
 
 class Attentions:
@@ -32,9 +31,9 @@ class Attentions:
     def _backend(self, name: str) -> Backend | None:
         if name == CHOSEN:
             return self._chosen
-        language = find_language()
         if name == REFERENCE:
             return None
-        if language is None:
+        fused = kernels()
+        if fused is None:
             raise ValueError("there are no fused kernels for this device")
-        return FusedBackend(Fused(language), language.most_buffers)
+        return fused

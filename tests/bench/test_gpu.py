@@ -15,7 +15,6 @@ from bench.gpu.graph import computing, primitives
 from bench.gpu.loops import Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from kvd.worker import model, probe, seam
-from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from tests.attention.stand_in import StandIn
@@ -26,8 +25,7 @@ pytestmark = pytest.mark.mlx
 def test_it_runs_and_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attentions, "find_language", lambda: METAL)
-    monkeypatch.setattr(attentions, "Fused", lambda _: StandIn())
+    monkeypatch.setattr(attentions, "kernels", StandIn().backend)
     file = tmp_path / "gpu.json"
     gpu.main([
         "--shape", "tiny", "--rows", "2", "--tokens", "100", "--prefill", "300", "--runs", "1",
