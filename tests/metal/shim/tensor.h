@@ -42,3 +42,6 @@ inline void shim_multiply(
   }
 }
 #define MULTIPLY shim_multiply
+
+// What is asked for has to be there, if only the first byte of it is looked at.
+#define PREFETCH(place) ((void)*(const volatile char*)(place))

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from kvd.worker.attention.kernels import matrix
 from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.paging import begin_pages, look_ahead, turn_page
 from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tail_scores
 from kvd.worker.attention.kernels.shape import LANES, Shape
 from kvd.worker.attention.kernels.text import Text, literal
@@ -46,7 +47,7 @@ def split_source(shape: Shape, language: Language) -> str:
         text.add("if (is_tail) {")
         _attend(text, replace(shape, keys=(), values=()), language)
         text.add("} else {")
-        matrix.add_pages(text, shape)
+        matrix.add_pages(text, shape, language)
         text.add("}")
     else:
         _attend(text, shape, language)
@@ -67,16 +68,10 @@ top@ = LEAST;
     values.declare()
     text.add("""
 for (int item = first + part; item < last; item += PARTS) {
-int level = -1, start = tail_start + item * PAGE, count = PAGE;
-size_t page = 0;
-if (is_tail) {
-  count = min(count, tail_tokens - item * PAGE);
-} else {
-  level = SAME(pages[item * 3]);
-  page = size_t(SAME(pages[item * 3 + 1])) * HEADS + head;
-  start = pages[item * 3 + 2];
-}
+const int count = is_tail ? min(PAGE, tail_tokens - item * PAGE) : PAGE;
+if (is_tail) start = tail_start + item * PAGE;
 """)
+    look_ahead(text, shape, language)
     text.add(f"{text.vector} score0, score1;")
     levels = range(len(shape.keys))
     for level in levels:
@@ -93,7 +88,9 @@ if (is_tail) {
         text.add("}")
     text.add("if (is_tail) {")
     values.add_tail()
-    text.add("}\nSYNC_WARP();\n}")  # nobody needs the weights any more
+    text.add("}\nSYNC_WARP();")  # nobody needs the weights any more
+    turn_page(text)
+    text.add("}")
     values.settle()
     text.add(f"""
 total@ = SUM(total@);
@@ -142,11 +139,15 @@ SHARED {text.vector} totals[{warps}];
 const int split = block.x, head = block.y;
 const int row = splits[split * 4], is_tail = splits[split * 4 + 3];
 if (row < 0) return;
-const int first = is_tail ? 0 : splits[split * 4 + 1];
-const int tail = rows[row * 8], tail_tokens = rows[row * 8 + 1], tail_start = rows[row * 8 + 2];
-const int last = is_tail ? (tail_tokens + PAGE - 1) / PAGE : splits[split * 4 + 2];
-const int low = rows[row * 8 + 5], newest = tail_start + tail_tokens - 1;
 const int tile = warp % TILES, part = warp / TILES;
+const int first = splits[split * 4 + 1];
+int last = splits[split * 4 + 2];
+""")
+    begin_pages(text, shape, language)
+    text.add(f"""
+const int tail = rows[row * 8], tail_tokens = rows[row * 8 + 1], tail_start = rows[row * 8 + 2];
+if (is_tail) last = (tail_tokens + PAGE - 1) / PAGE;
+const int low = rows[row * 8 + 5], newest = tail_start + tail_tokens - 1;
 const int base = warp * REGION, query = tile * K_DIM;
 const int asking = (block.z * TILES + tile) * TILE;
 const int c = lane / 8, j = lane % 8;

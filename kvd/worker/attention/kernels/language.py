@@ -29,6 +29,8 @@ class Language:
     """Arrays of one kernel."""
     output: str
     """How a pointer to what a kernel writes begins."""
+    prefetch: bool
+    """Whether threads can ask for memory that they will read."""
     matrix: bool
     """Whether there are tensor cores (`kvd.worker.attention.kernels.matrix`)."""
 
@@ -68,6 +70,7 @@ METAL = Language(
     most_shared=32 * 1024,
     most_buffers=31,
     output="device",
+    prefetch=False,
     matrix=False,
 )
 
@@ -87,6 +90,9 @@ CUDA = Language(
 #define POWER(x) exp2f(x)
 #define NUMBER(word) __uint_as_float(word)
 #define BITS(word) __uint_as_float(word)
+#ifndef PREFETCH
+#define PREFETCH(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
+#endif
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
@@ -115,5 +121,6 @@ __device__ inline float SUM(float x) {
     most_shared=48 * 1024,
     most_buffers=128,
     output="",
+    prefetch=True,
     matrix=True,
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.paging import look_ahead, turn_page
 from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
 from kvd.worker.attention.kernels.text import Text
 
@@ -89,7 +90,7 @@ def fits(shape: Shape, language: Language) -> bool:
     )
 
 
-def add_pages(text: Text, shape: Shape) -> None:
+def add_pages(text: Text, shape: Shape, language: Language) -> None:
     """Attend to the split's pages; leave maxima, totals and outputs as the other way does."""
     sets = shape.v_dim // 64
     text.add(f"""
@@ -114,9 +115,10 @@ float sums[SETS][4][4] = {{}};
 float spread[SETS] = {{}};
 const int ago = {shape.queries - 1} - (asking + t) % {shape.queries};
 for (int item = first + part; item < last; item += PARTS) {{
-const int level = SAME(pages[item * 3]), start = SAME(pages[item * 3 + 2]);
-const size_t page = size_t(SAME(pages[item * 3 + 1])) * HEADS + head;
-float scores[4][4] = {{}};
+""")
+    look_ahead(text, shape, language)
+    text.add("""
+float scores[4][4] = {};
 float bias = 0;
 """)
     for level, side in enumerate(shape.keys):
@@ -128,7 +130,9 @@ float bias = 0;
         text.add(f"if (level == {level}) {{")
         _values(text, sets, level, side)
         text.add("}")
-    text.add("SYNC_WARP();\n}")
+    text.add("SYNC_WARP();")
+    turn_page(text)
+    text.add("}")
     _finish(text)
 
 
