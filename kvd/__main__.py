@@ -12,7 +12,7 @@ from kvd import exits
 from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.usage import Command, Group
 from kvd.home import locate
-from kvd.options import Options
+from kvd.options import Attention, Options
 from kvd.serve import become
 from kvd.units import parse_bytes
 from protocol.errors import KvdError
@@ -60,6 +60,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME|PATH|HUB_ID", help="Load at start; may be repeated."),
     ] = None,
+    attention: Annotated[
+        Attention | None,
+        typer.Option(help="What attends; reference: MLX's plain operations (default: auto)."),
+    ] = None,
     fake: Annotated[
         bool, typer.Option("--fake", metavar="", help="Use the fake engine: no model, no MLX.")
     ] = False,
@@ -76,6 +80,7 @@ def serve(
         budget_bytes=budget,
         models=tuple(model or ()),
         kv=kv or KVSpec(),
+        attention=attention,
         fake=fake,
     )
     become(options)

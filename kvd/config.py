@@ -16,6 +16,7 @@ from actors.archive import KEEP_S
 from actors.machines.lifecycle import Patience
 from kvd.kv import KVText, parse_kv
 from kvd.memory import nvidia
+from kvd.options import Attention
 from kvd.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.explain import explain
@@ -77,6 +78,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Linux without an accelerator: ``auto``, ``off``, or the library to preload into workers."""
     native: Literal["auto", "off"] = "auto"
     """The same machines: whether workers build and use operations of kvd's own."""
+    attention: Attention = "auto"
+    """``reference``: decode attention by MLX's plain operations, on any device."""
     watchdog: Patience = Patience()
     """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
     journal: Literal["memory", "disk"] = "memory"

@@ -91,6 +91,7 @@ class Daemon:
         if budget is None:
             budget = settings.budget_bytes
         library = blas.choose(settings.blas)
+        attention = options.attention or settings.attention
         self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
         self._journal = _journal_of(options.home, settings)
@@ -107,6 +108,7 @@ class Daemon:
                 fake=options.fake,
                 blas=library,
                 native=settings.native,
+                attention=attention,
                 calibration=options.home.calibration,
             ),
             readings,
@@ -115,7 +117,7 @@ class Daemon:
                 version=kvd.__version__, home=str(options.home.root), pid=os.getpid()
             ),
             settings=limits,
-            reckon=Files(machine(settings.native, limits)),
+            reckon=Files(machine(settings.native, limits, attention)),
             known=_known(options, settings),
             notify=_notify,
             archive=_archive_of(self._journal, settings),

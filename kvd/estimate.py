@@ -49,8 +49,15 @@ class Machine:
     prefill_chunk: int
     max_rows: int
     attention_scratch: int
+    plain_attention: bool = False
+    """Whether decode attention is MLX's plain operations all the same."""
     sharers: int = 0
     """Other processes that use the same libraries."""
+
+    @property
+    def native_attention(self) -> bool:
+        """Whether attention is one of kvd's own operations."""
+        return self.native and not self.plain_attention
 
     @property
     def interpreter(self) -> int:
@@ -73,8 +80,8 @@ class Files:
         return estimate(folder_of(source), kv, machine)
 
 
-def machine(native: str, settings: Settings) -> Machine:
-    """Return how models are kept here; ``native``: as in `kvd.config`."""
+def machine(native: str, settings: Settings, attention: str = "auto") -> Machine:
+    """Return how models are kept here; ``native`` and ``attention``: as in `kvd.config`."""
     on_cpu = sys.platform != "darwin" and not has_cuda_build()
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     return Machine(
@@ -83,6 +90,7 @@ def machine(native: str, settings: Settings) -> Machine:
         prefill_chunk=settings.prefill_chunk,
         max_rows=settings.max_rows,
         attention_scratch=settings.attention_scratch,
+        plain_attention=attention == "reference",
     )
 
 
@@ -101,9 +109,9 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         machine.interpreter
         + base.freed_bytes(on_cpu=machine.on_cpu)
         + base.LOOSE_BYTES
-        + base.traces_bytes(layers, native=machine.native)
+        + base.traces_bytes(layers, native=machine.native_attention)
         + base.step_bytes(config, machine.prefill_chunk + machine.max_rows, on_cpu=machine.on_cpu)
-        + base.scratch_bytes(machine.attention_scratch, native=machine.native)
+        + base.scratch_bytes(machine.attention_scratch, native=machine.native_attention)
     )
     costs = Costs(
         weights_bytes=weights,

@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvd.home import Home
 from protocol.types import KVSpec
+
+Attention = Literal["auto", "reference"]
+"""What attends in decode steps: the best that is right, or MLX's plain operations alone."""
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -22,6 +25,8 @@ class Options(msgspec.Struct, frozen=True):
     """Loaded at start, in place of those of the configuration."""
     kv: KVSpec = KVSpec()
     """Of those models."""
+    attention: Attention | None = None
+    """In place of the configuration's."""
     fake: bool = False
     """Workers run the fake engine: no model, no MLX."""
 

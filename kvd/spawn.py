@@ -47,10 +47,14 @@ class Spawner:
         fake: bool = False,
         blas: Path | None = None,
         native: str = "auto",
+        attention: str = "auto",
         calibration: Path | None = None,
     ) -> None:
         self._fake = fake
-        self._environment = environment(blas) | {"KVD_NATIVE": native}
+        self._environment = environment(blas) | {
+            "KVD_NATIVE": native,
+            "KVD_ATTENTION": attention,
+        }
         if calibration is not None:
             self._environment["KVD_CALIBRATION"] = str(calibration)
         self._watchers: set[asyncio.Task[None]] = set()

@@ -280,7 +280,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of one page in all layers."""
     kv_bytes_per_token: int
     attention_path: str
-    """Which decode attention was chosen, such as ``reference``."""
+    """Which decode attention was chosen: ``fused``, ``native`` or ``reference``, and how."""
     attention_error: float
     """The self-check's relative error against dense attention."""
     fused: FusedAttention | None = None
@@ -371,6 +371,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_used: int = 0
     pages_total: int = 0
     flushes: int = 0
+    kernel_launches: int = 0
+    """Attention kernels of kvd's own that decode steps have launched (`ModelInfo.fused`)."""
     prompt_tokens: int = 0
     """Of all requests, read or found in the cache."""
     computed_tokens: int = 0

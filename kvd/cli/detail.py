@@ -11,7 +11,15 @@ from rich.text import Text
 
 from kvd.cli import render
 from kvd.units import format_bytes
-from protocol.types import KVPart, KVSpec, MemoryUse, ModelInfo, ModelStatus, PrefixUse
+from protocol.types import (
+    FusedAttention,
+    KVPart,
+    KVSpec,
+    MemoryUse,
+    ModelInfo,
+    ModelStatus,
+    PrefixUse,
+)
 
 _GAP = 2
 
@@ -22,6 +30,8 @@ def page(value: ModelStatus) -> RenderableType:
     if info := value.info:
         lines.append(("model", f"{info.architecture}, {render.model_facts(info)}"))
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
+        if info.fused:
+            lines.append(("", _kernels(info.fused)))
     lines.append(("KV cache", _settings(value.kv, info)))
     if info:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
@@ -35,6 +45,13 @@ def page(value: ModelStatus) -> RenderableType:
     if value.error:
         parts.append(render.trouble(value))
     return Group(*parts)
+
+
+def _kernels(fused: FusedAttention) -> str:
+    said = "kernels" if fused.used else f"without kernels: {fused.reason}"
+    if fused.call_ms is not None and fused.reference_ms is not None:
+        said += f", {fused.call_ms:.2g} ms a layer against {fused.reference_ms:.2g} ms"
+    return said
 
 
 def _head(value: ModelStatus) -> Text:

@@ -6,8 +6,10 @@ take for a moment or grow by beside its pages. It is measured where that is poss
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
+from types import ModuleType
 
 import mlx.core as mx
 
@@ -15,17 +17,22 @@ from kvd.worker import describe, memory, model, probe, verdicts
 from kvd.worker.budget import mebibytes
 from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import floors_of, ladder_of
-from kvd.worker.engine import AskGrant
+from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.fusing import choice
+from kvd.worker.fusing.verdict import told
 from kvd.worker.native.step import Library
 from kvd.worker.runner import Runner
 from protocol import base
 from protocol.costs import Costs
 from protocol.errors import InsufficientMemory
-from protocol.types import ModelInfo
+from protocol.types import FusedAttention, ModelInfo
 from protocol.worker import Grant, LoadModel
 
 CHECKS_BYTES = 32 * 1024 * 1024
 """What converting weights and checking attention may take at least (measured: 16 MB)."""
+
+
+_log = logging.getLogger("kvd.worker")
 
 
 def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
@@ -39,6 +46,25 @@ def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSe
         keep=kv.keep if kv.max_kv_size else 0,
         scratch=command.attention_scratch,
     )
+
+
+def serve(
+    loaded: model.LoadedModel,
+    settings: CacheSettings,
+    library: ModuleType | None,
+    progress: ReportProgress,
+) -> probe.Served:
+    """Find the best way to serve the model that is right here, and allowed (`probe.serve`)."""
+    kernels = choice.kernels()
+    if choice.is_plain():
+        found = probe.serve(loaded.model, settings, loaded.vocab_size)
+        off = FusedAttention(used=False, reason="switched off")
+        return found if kernels is None else replace(found, fused=off)
+    found = probe.serve(loaded.model, settings, loaded.vocab_size, library, kernels)
+    if found.fused is not None:
+        progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
+        _log.info("%s", told(found.fused))
+    return found
 
 
 def info_of(
@@ -68,6 +94,7 @@ def info_of(
         kv_bytes_per_token=growing,
         attention_path=_path(served),
         attention_error=served.error,
+        fused=served.fused,
         kv=parts,
         kv_ladder=describe.ladder(cache),
         kv_calibrated=None if verdict is None else verdict.lowest,
@@ -91,7 +118,8 @@ def first_bytes(headers: model.Headers, command: LoadModel, *, packed: bool = Fa
     both fit in the scratch, which nothing else uses yet.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
-    scratch = base.scratch_bytes(command.attention_scratch, native=packed)
+    native = packed and not choice.is_plain()
+    scratch = base.scratch_bytes(command.attention_scratch, native=native)
     scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
     estimate = weights + scratch + freed_bytes() + base.LOOSE_BYTES
     return memory.footprint() + estimate

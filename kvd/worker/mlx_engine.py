@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker import loading, model, probe, replay, shortage, verdicts
+from kvd.worker import loading, model, replay, shortage, verdicts
 from kvd.worker.admission import Admission, Turn
 from kvd.worker.budget import PageBudget
 from kvd.worker.cache.composite import ModelCache
@@ -161,7 +161,7 @@ class MLXEngine:
         progress("checking attention", 0.8)
         verdict = verdicts.find(headers)
         settings = loading.settings_of(command, verdict)
-        served = probe.serve(loaded.model, settings, loaded.vocab_size, native.library)
+        served = loading.serve(loaded, settings, native.library, progress)
         self._runner = served.runner
         self._runner.compile()
         self._runner.group()
@@ -714,6 +714,7 @@ class MLXEngine:
             pages_used=cache.pages_used - cache.pages_idle,
             pages_total=cache.pages_total,
             flushes=cache.flushes,
+            kernel_launches=self._runner.launches,
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._prompts.computed,
             generated_tokens=self._generated_tokens,

@@ -57,6 +57,12 @@ class Runner:
         """Whether decode steps run as compiled functions."""
         return self._compiled is not None
 
+    @property
+    def launches(self) -> int:
+        """Attention kernels of our own that steps have launched so far, as far as can be known."""
+        backend = self.cache.backend if isinstance(self.cache, ModelCache) else None
+        return 0 if backend is None else backend.launched()
+
     def compile(self) -> bool:
         """Run decode steps as compiled functions from now on, if they do the same; return whether.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from kvd.worker import probe
+from kvd.worker import loading, probe
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
@@ -195,6 +196,33 @@ def test_the_environment_forces_plain_operations(
         monkeypatch.setenv(choice.VARIABLE, told)
 
     assert choice.is_plain() == plain
+
+
+@pytest.mark.parametrize(
+    ("told", "path", "reason"),
+    [("reference", "reference", "switched off"), ("auto", "fused", None)],
+)
+def test_loading_tries_kernels_unless_it_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch, told: str, path: str, reason: str | None
+) -> None:
+    monkeypatch.setenv(choice.VARIABLE, told)
+    monkeypatch.setattr(choice, "kernels", StandIn().backend)
+    stages: list[str] = []
+    loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB)
+    found = loading.serve(
+        loaded,  # type: ignore[arg-type]
+        CacheSettings(LADDER),
+        None,
+        lambda stage, _: stages.append(stage),
+    )
+
+    assert found.path.startswith(path)
+    assert found.fused is not None
+    assert found.fused.reason == reason
+    assert found.fused.used == (reason is None)
+    assert [stage.startswith("attention kernels compiled") for stage in stages] == (
+        [] if reason else [True]
+    )
 
 
 def test_the_cpu_has_no_kernels() -> None:

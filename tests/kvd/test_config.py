@@ -23,6 +23,7 @@ def test_a_file_with_everything(tmp_path):
         drain_timeout_s = 5
         blas = "off"
         native = "off"
+        attention = "reference"
         log_level = "debug"
         """
     )
@@ -33,6 +34,7 @@ def test_a_file_with_everything(tmp_path):
         ModelEntry("/models/qwen", alias="qwen", kv="k8v4"),
     ]
     assert [entry.kv_spec for entry in config.entries] == [KVSpec(8, 8), KVSpec(8, 4)]
+    assert config.attention == "reference"
     assert (config.max_rows, config.prefill_chunk, config.drain_timeout_s) == (16, 512, 5.0)
 
 

@@ -6,6 +6,7 @@ import os
 
 from structlog.testing import capture_logs
 
+import kvd.daemon
 from actors.ports import Notice
 from kvd.config import Config, parse
 from kvd.daemon import Daemon, Start, _notify, welcome
@@ -57,6 +58,20 @@ def test_the_command_lines_budget_wins_and_then_the_configurations(home: Home):
     assert daemon(home, settings)._budget == 2**31
 
 
+def test_the_command_lines_attention_wins_and_then_the_configurations(home: Home, monkeypatch):
+    said = []
+    monkeypatch.setattr(kvd.daemon, "Spawner", lambda **options: said.append(options["attention"]))
+    for settings, options in (
+        (Config(), {}),
+        (Config(attention="reference"), {}),
+        (Config(attention="reference"), {"attention": "auto"}),
+        (Config(), {"attention": "reference"}),
+    ):
+        daemon(home, settings, **options)
+
+    assert said == ["auto", "reference", "auto", "reference"]
+
+
 def test_the_welcome_suggests_what_is_there(home: Home):
     text = welcome(home, [MODEL], [])
     assert "serves demo (k8v8)" in text
@@ -78,5 +93,5 @@ def test_the_welcome_names_what_failed_and_suggests_nothing_of_it(home: Home):
 
 def test_what_the_command_line_said_reaches_the_daemon(tmp_path):
     root = tmp_path / os.fsdecode(b"caf\xe9 \xff")  # file names need not be UTF-8
-    said = Options(Home(root), 5, ("demo", "/ä"), KVSpec(8, 4, floors={-1: "k8v8"}), fake=True)
+    said = Options(Home(root), 5, ("demo", "/ä"), KVSpec(8, 4, floors={-1: "k8v8"}), "reference")
     assert Options.unpacked(said.packed()) == said

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvd.cli import detail, render
 from protocol.errors import ErrorInfo
-from protocol.types import KVPart, KVSpec, ModelStatus, PrefixUse
+from protocol.types import FusedAttention, KVPart, KVSpec, ModelStatus, PrefixUse
 from tests.kvd.stub import INFO, MODEL, daemon_status
 
 FULL = KVPart(
@@ -130,3 +130,13 @@ def test_the_table_of_all_points_here_where_there_is_a_reason():
     console = Console(width=80, file=io.StringIO(), highlight=False)
     console.print(render.status(daemon_status(MODEL), 80))
     assert "says why" not in console.file.getvalue()
+
+
+def test_what_came_of_kernels_is_said():
+    def text(**what: object) -> str:
+        info = msgspec.structs.replace(INFO, fused=FusedAttention(**what))  # type: ignore[arg-type]
+        return " ".join(shown(msgspec.structs.replace(MODEL, info=info), 120).split())
+
+    timed = {"call_ms": 0.1234, "reference_ms": 1.4}
+    assert "kernels, 0.12 ms a layer against 1.4 ms" in text(used=True, **timed)
+    assert "without kernels: switched off KV cache" in text(used=False, reason="switched off")

@@ -203,6 +203,11 @@ def test_the_environment_preloads_and_finds_us(monkeypatch):
     assert environment(None)["LD_PRELOAD"] == "/lib/other.so"
 
 
+def test_workers_learn_what_attends():
+    assert Spawner()._environment["KVD_ATTENTION"] == "auto"
+    assert Spawner(attention="reference")._environment["KVD_ATTENTION"] == "reference"
+
+
 def test_workers_learn_where_the_calibration_is(tmp_path, monkeypatch):
     monkeypatch.delenv(verdicts.FOLDER_VARIABLE, raising=False)
     assert Spawner(calibration=tmp_path)._environment[verdicts.FOLDER_VARIABLE] == str(tmp_path)
