@@ -165,7 +165,7 @@ class MLXEngine:
         self._runner = served.runner
         self._runner.compile()
         self._runner.group()
-        self._scratch_bytes = loading.scratch_bytes(command, self._runner)
+        self._scratch_bytes = loading.scratch_bytes(loaded, command, self._runner)
         self._text = Text(
             loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
         )
