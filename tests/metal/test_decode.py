@@ -115,9 +115,7 @@ def test_mlx_writes_the_same_text_around_the_kernels(part):
 def test_metal_would_take_every_variant():
     """Head sizes and bits all paired, groups of 32 (the most scales), few vectors and many."""
     taken = 0
-    for (k_dim, v_dim), bits, (repeats, queries) in product(
-        cases.DIMS, BITS, ((1, 1), (3, 1), (16, 8))
-    ):
+    for (k_dim, v_dim), bits, (repeats, queries) in product(cases.DIMS, BITS, ((1, 1), (16, 8))):
         case = Case(
             mx.float32, k_dim, v_dim, 1, repeats, queries, (f"k{bits}v{bits}g32",), ((0, 8),)
         )
@@ -126,7 +124,7 @@ def test_metal_would_take_every_variant():
         for launch in launches(step, "metal"):
             check_rules(launch)
             taken += 1
-    assert taken == 2 * 3 * len(cases.DIMS) * len(BITS)
+    assert taken == 2 * 2 * len(cases.DIMS) * len(BITS)
 
 
 def test_what_does_not_fit_into_metals_memory_is_refused():
