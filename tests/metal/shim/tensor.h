@@ -45,3 +45,5 @@ inline void shim_multiply(
 
 // What is asked for has to be there, if only the first byte of it is looked at.
 #define PREFETCH(place) ((void)*(const volatile char*)(place))
+
+#define POWER exp2f

@@ -47,7 +47,7 @@ def split_source(shape: Shape, language: Language) -> str:
         text.add("if (is_tail) {")
         _attend(text, replace(shape, keys=(), values=()), language)
         text.add("} else {")
-        matrix.add_pages(text, shape, language)
+        matrix.add_pages(text, shape)
         text.add("}")
     else:
         _attend(text, shape, language)
@@ -71,7 +71,7 @@ for (int item = first + part; item < last; item += PARTS) {
 const int count = is_tail ? min(PAGE, tail_tokens - item * PAGE) : PAGE;
 if (is_tail) start = tail_start + item * PAGE;
 """)
-    look_ahead(text, shape, language)
+    look_ahead(text)
     text.add(f"{text.vector} score0, score1;")
     levels = range(len(shape.keys))
     for level in levels:
@@ -143,7 +143,7 @@ const int tile = warp % TILES, part = warp / TILES;
 const int first = splits[split * 4 + 1];
 int last = splits[split * 4 + 2];
 """)
-    begin_pages(text, shape, language)
+    begin_pages(text)
     text.add(f"""
 const int tail = rows[row * 8], tail_tokens = rows[row * 8 + 1], tail_start = rows[row * 8 + 2];
 if (is_tail) last = (tail_tokens + PAGE - 1) / PAGE;
@@ -204,38 +204,58 @@ constexpr int THREADS = {combine_threads(shape)};
 const int row = block.x / VECTORS, place = block.x % VECTORS;
 {language.output} T* to = out + size_t(block.x) * V_DIM;
 if (row >= rows_shape[0]) {{
-  for (int d = me; d < V_DIM; d += THREADS) to[d] = T(0.0f);
+  if (me < V_DIM) to[me] = T(0.0f);
   return;
 }}
-const int first = rows[row * 8 + 6], last = rows[row * 8 + 7];
-float top = {_LEAST}, total = 0;
-for (int split = first; split < last; ++split) {{
-  top = max(top, weights[(size_t(split) * VECTORS + place) * 2]);
+const int first = rows[row * 8 + 6], count = rows[row * 8 + 7] - first;
+SHARED float shares[THREADS];
+SHARED float total_of[1];
+float top = {_LEAST};
+for (int split = lane; split < count; split += 32) {{
+  top = max(top, weights[(size_t(first + split) * VECTORS + place) * 2]);
 }}
+top = LARGEST(top);
 """)
     if shape.sinks:
         text.add(f"""
 const float sink = float(sinks[place / {shape.queries}]) * {literal(_LOG2_E)};
 top = max(top, sink);
-total = POWER(sink - top);
 """)
-    text.add("""
-for (int split = first; split < last; ++split) {
-  const size_t at = (size_t(split) * VECTORS + place) * 2;
-  total += weights[at + 1] * POWER(weights[at] - top);
-}
-for (int d = me; d < V_DIM; d += THREADS) {
-  float sum = 0;
-  for (int split = first; split < last; ++split) {
-    const size_t at = size_t(split) * VECTORS + place;
-    sum += outputs[at * V_DIM + d] * POWER(weights[at * 2] - top);
-  }
-  to[d] = T(total == 0 ? 0.0f : sum / total);
-}
+    text.add(f"""
+float total = {"lane == 0 ? POWER(sink - top) : 0.0f" if shape.sinks else "0"};
+float sum = 0;
+for (int begin = 0; begin < count; begin += THREADS) {{
+  SYNC_BLOCK();
+  if (begin + me < count) {{
+    const size_t at = (size_t(first + begin + me) * VECTORS + place) * 2;
+    shares[me] = POWER(weights[at] - top);
+  }}
+  SYNC_BLOCK();
+  const int here = min(THREADS, count - begin);
+  if (me < V_DIM) {{
+#pragma unroll 8
+    for (int split = 0; split < here; ++split) {{
+      const size_t at = size_t(first + begin + split) * VECTORS + place;
+      sum += outputs[at * V_DIM + me] * shares[split];
+    }}
+  }}
+  if (warp == 0) {{
+    for (int split = lane; split < here; split += 32) {{
+      total += weights[(size_t(first + begin + split) * VECTORS + place) * 2 + 1] * shares[split];
+    }}
+  }}
+}}
+if (warp == 0) {{
+  total = SUM(total);
+  if (lane == 0) total_of[0] = total;
+}}
+SYNC_BLOCK();
+total = total_of[0];
+if (me < V_DIM) to[me] = T(total == 0 ? 0.0f : sum / total);
 """)
     return str(text)
 
 
 def combine_threads(shape: Shape) -> int:
-    """Return the threads of a block that joins splits: a warp for each 32 channels, at most 8."""
-    return LANES * min(8, -(-shape.v_dim // LANES))
+    """Return the threads of a block that joins splits: one for each channel."""
+    return LANES * -(-shape.v_dim // LANES)

@@ -29,8 +29,6 @@ class Language:
     """Arrays of one kernel."""
     output: str
     """How a pointer to what a kernel writes begins."""
-    prefetch: bool
-    """Whether threads can ask for memory that they will read."""
     matrix: bool
     """Whether there are tensor cores (`kvd.worker.attention.kernels.matrix`)."""
 
@@ -70,7 +68,6 @@ METAL = Language(
     most_shared=32 * 1024,
     most_buffers=31,
     output="device",
-    prefetch=False,
     matrix=False,
 )
 
@@ -87,12 +84,15 @@ CUDA = Language(
 #define SYNC_WARP() __syncwarp()
 #define SWAP(x, bit) __shfl_xor_sync(0xffffffffu, x, bit)
 #define SAME(x) __shfl_sync(0xffffffffu, x, 0)
-#define POWER(x) exp2f(x)
+#ifndef POWER
+__device__ inline float POWER(float x) {  // exp2f also minds what is too small to matter
+  float found;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+#endif
 #define NUMBER(word) __uint_as_float(word)
 #define BITS(word) __uint_as_float(word)
-#ifndef PREFETCH
-#define PREFETCH(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
-#endif
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
@@ -121,6 +121,5 @@ __device__ inline float SUM(float x) {
     most_shared=48 * 1024,
     most_buffers=128,
     output="",
-    prefetch=True,
     matrix=True,
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.attention.kernels.language import Language
-from kvd.worker.attention.kernels.paging import look_ahead, turn_page
+from kvd.worker.attention.kernels.paging import ask_for_keys, ask_for_values, look_ahead, turn_page
 from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
 from kvd.worker.attention.kernels.text import Text
 
@@ -32,6 +32,9 @@ _STRIDE = FLOATS // 4
 """Floats between the weights of two vectors: more than 64, so that fewer lanes meet in a bank."""
 
 HEADER = """
+#ifndef PREFETCH
+#define PREFETCH(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
+#endif
 #ifndef MULTIPLY
 __device__ inline void MULTIPLY(float (&sums)[4], const uint (&left)[4], uint right0, uint right1) {
   asm volatile(
@@ -54,24 +57,36 @@ __device__ inline uint fused(uint x, uint factor, uint more) {
       *reinterpret_cast<__half2*>(&factor), *reinterpret_cast<__half2*>(&more));
   return *reinterpret_cast<const uint*>(&found);
 }
-// Eight numbers of x beside those of y, as halves: bits in the mantissa of 1024, which then goes.
-__device__ inline void beside(uint (&pairs)[8], uint x, uint y) {
+// Eight numbers of x beside those of y, as halves: in the mantissa of 1024, every other one of four
+// bits times 16.
+__device__ inline void raised(uint (&pairs)[8], uint x, uint y) {
   for (int half = 0; half < 2; ++half) {
-    uint four = __byte_perm(x, y, half ? 0x7632 : 0x5410);
+    const uint four = __byte_perm(x, y, half ? 0x7632 : 0x5410);
     for (int two = 0; two < 2; ++two) {
-      const int at = half * 4 + two * 2;
-      pairs[at] = fused((four & 0x000f000fu) | 0x64006400u, 0x3c003c00u, 0xe400e400u);
-      pairs[at + 1] = fused((four & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd400d400u);
-      four >>= 8;
+      const uint here = two ? four >> 8 : four;
+      pairs[half * 4 + two * 2] = (here & 0x000f000fu) | 0x64006400u;
+      pairs[half * 4 + two * 2 + 1] = (here & 0x00f000f0u) | 0x64006400u;
     }
   }
 }
-__device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
+__device__ inline void raised(uint (&pairs)[8], uint2 x, uint2 y) {
   for (int at = 0; at < 8; ++at) {
     const int byte = at % 4, pick = byte | byte << 4 | (byte + 4) << 8 | (byte + 4) << 12;
     const uint both = __byte_perm(at < 4 ? x.x : x.y, at < 4 ? y.x : y.y, pick);
-    pairs[at] = fused((both & 0x00ff00ffu) | 0x64006400u, 0x3c003c00u, 0xe400e400u);
+    pairs[at] = (both & 0x00ff00ffu) | 0x64006400u;
   }
+}
+// The same as they are.
+__device__ inline void beside(uint (&pairs)[8], uint x, uint y) {
+  raised(pairs, x, y);
+  for (int at = 0; at < 8; at += 2) {
+    pairs[at] = fused(pairs[at], 0x3c003c00u, 0xe400e400u);
+    pairs[at + 1] = fused(pairs[at + 1], 0x2c002c00u, 0xd400d400u);
+  }
+}
+__device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
+  raised(pairs, x, y);
+  for (int at = 0; at < 8; ++at) pairs[at] = fused(pairs[at], 0x3c003c00u, 0xe400e400u);
 }
 """
 
@@ -90,18 +105,20 @@ def fits(shape: Shape, language: Language) -> bool:
     )
 
 
-def add_pages(text: Text, shape: Shape, language: Language) -> None:
+def add_pages(text: Text, shape: Shape) -> None:
     """Attend to the split's pages; leave maxima, totals and outputs as the other way does."""
     sets = shape.v_dim // 64
     text.add(f"""
 constexpr int SETS = {sets};
 const int g = lane / 4, t = lane % 4, own = g / 2;
 const bool rest = g % 2;
-const float* question = reinterpret_cast<const float*>(asked + query) + own;
+const float* question = reinterpret_cast<const float*>(asked + query) + own % TILE * K_DIM;
 float* weights_of = reinterpret_cast<float*>(work + base);
-float raise = 0;
-for (int k = 0; own < TILE && k < K_DIM / 4; ++k) {{
-raise = max(raise, fabsf(question[(k * 4 + t) * TILE]));
+float raise = 0, q[K_DIM / 4];
+#pragma unroll
+for (int k = 0; k < K_DIM / 4; ++k) {{
+q[k] = reinterpret_cast<const float*>(asked + query)[(k * 4 + t) * TILE + own % TILE];
+raise = max(raise, fabsf(q[k]));
 }}
 raise = max(raise, SWAP(raise, 1));
 raise = max(raise, SWAP(raise, 2));
@@ -109,6 +126,14 @@ raise = max(raise, SWAP(raise, 2));
 const int exponent = int(__float_as_uint(raise) >> 23) - {_KEYS_UP};
 raise = raise == 0 ? 1.0f : __uint_as_float(uint(max(1, min(254, 253 - exponent))) << 23);
 }}
+SYNC_BLOCK();  // queries are put in other places: the channels of a vector side by side
+if (part == 0 && own < TILE && !rest) {{
+#pragma unroll
+for (int k = 0; k < K_DIM / 4; ++k) {{
+reinterpret_cast<float*>(asked + query)[own * K_DIM + k * 4 + t] = q[k] * raise;
+}}
+}}
+SYNC_BLOCK();
 const float lower = __shfl_sync(0xffffffffu, 1 / raise, 8 * t);
 float top = LEAST, total = 0;
 float sums[SETS][4][4] = {{}};
@@ -116,15 +141,18 @@ float spread[SETS] = {{}};
 const int ago = {shape.queries - 1} - (asking + t) % {shape.queries};
 for (int item = first + part; item < last; item += PARTS) {{
 """)
-    look_ahead(text, shape, language)
+    look_ahead(text)
+    ask_for_values(text, shape, "level", "page")
     text.add("""
-float scores[4][4] = {};
-float bias = 0;
+float scores[4][4] = {}, excess[4] = {}, bias = 0;
+const uint thousand[4] = {0x64006400u, 0x64006400u, 0x64006400u, 0x64006400u};
+float second = 1;  // of what every other token's score is a multiple
 """)
     for level, side in enumerate(shape.keys):
         text.add(f"if (level == {level}) {{")
         _scores(text, shape, level, side)
         text.add("}")
+    ask_for_keys(text, shape, "next_level", "next_page")
     _softmax(text)
     for level, side in enumerate(shape.values):
         text.add(f"if (level == {level}) {{")
@@ -138,6 +166,8 @@ float bias = 0;
 
 def _scores(text: Text, shape: Shape, level: int, side: Side) -> None:
     kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
+    if side.bits == 4:
+        text.add("second = 0.0625f;")
     steps = shape.k_dim // 16
     batch = max(n for n in range(1, _IN_FLIGHT // (4 * size) + 1) if steps % n == 0)
     read = """
@@ -157,7 +187,7 @@ const uint2* biases = reinterpret_cast<const uint2*>(key_biases{level} + page * 
 {kind} ahead[BATCH * 4];
 uint2 scales_ahead[BATCH], biases_ahead[BATCH];
 {read}
-#pragma unroll 1
+#pragma unroll
 for (int begin = 0; begin < STEPS; begin += BATCH) {{
 {kind} now[BATCH * 4];
 uint2 scales_now[BATCH], biases_now[BATCH];
@@ -176,21 +206,15 @@ biases += BATCH * 4;
 }}
 #pragma unroll
 for (int at = 0; at < BATCH; ++at) {{
-const float* q = question + ((begin + at) * 16 + t * 4) * TILE;
-float q0 = 0, q1 = 0, q2 = 0, q3 = 0;
-if (own < TILE) {{
-q0 = q[0] * raise;
-q1 = q[TILE] * raise;
-q2 = q[2 * TILE] * raise;
-q3 = q[3 * TILE] * raise;
-}}
+const float4 q = *reinterpret_cast<const float4*>(question + (begin + at) * 16 + t * 4);
 const uint2 s = scales_now[at], b = biases_now[at];
-bias += q0 * LOW(b.x) + q1 * HIGH(b.x) + q2 * LOW(b.y) + q3 * HIGH(b.y);
-const uint right0 = halves(q0 * LOW(s.x), q1 * HIGH(s.x), rest);
-const uint right1 = halves(q2 * LOW(s.y), q3 * HIGH(s.y), rest);
+bias += q.x * LOW(b.x) + q.y * HIGH(b.x) + q.z * LOW(b.y) + q.w * HIGH(b.y);
+const uint right0 = halves(q.x * LOW(s.x), q.y * HIGH(s.x), rest);
+const uint right1 = halves(q.z * LOW(s.y), q.w * HIGH(s.y), rest);
 uint pairs0[8], pairs1[8];
-beside(pairs0, now[at * 4], now[at * 4 + 1]);
-beside(pairs1, now[at * 4 + 2], now[at * 4 + 3]);
+raised(pairs0, now[at * 4], now[at * 4 + 1]);
+raised(pairs1, now[at * 4 + 2], now[at * 4 + 3]);
+MULTIPLY(excess, thousand, right0, right1);
 #pragma unroll
 for (int m = 0; m < 4; ++m) {{
 const uint left[4] = {{pairs0[2 * m], pairs0[2 * m + 1], pairs1[2 * m], pairs1[2 * m + 1]}};
@@ -208,14 +232,21 @@ bias += SWAP(bias, 1);
 bias += SWAP(bias, 2);
 bias = __shfl_sync(0xffffffffu, bias, 8 * t);
 float weight[8], peak = top;
+excess[0] += excess[1];
+#pragma unroll
+for (int i = 0; i < 8; ++i) {
+const float* both = scores[i / 2] + i % 2 * 2;
+weight[i] = ((both[0] + both[1] - excess[0]) * (i % 2 ? second : 1.0f) + bias) * lower;
+}
+if (start < low) {
 #pragma unroll
 for (int i = 0; i < 8; ++i) {
 const int position = start + 8 * g + i;
-const float* both = scores[i / 2] + i % 2 * 2;
-const bool seen = position >= low - ago || position < KEEP;
-weight[i] = seen ? (both[0] + both[1] + bias) * lower : LEAST;
-peak = max(peak, weight[i]);
+if (position < low - ago && position >= KEEP) weight[i] = LEAST;
 }
+}
+#pragma unroll
+for (int i = 0; i < 8; ++i) peak = max(peak, weight[i]);
 peak = max(peak, SWAP(peak, 4));
 peak = max(peak, SWAP(peak, 8));
 peak = max(peak, SWAP(peak, 16));
@@ -279,7 +310,7 @@ const {wide}* biases = reinterpret_cast<const {wide}*>(value_biases{level} + lin
 {kind} ahead[BATCH * SETS * 4];
 {wide} scales_ahead[BATCH], biases_ahead[BATCH];
 {read}
-#pragma unroll 1
+#pragma unroll
 for (int begin = 0; begin < STEPS; begin += BATCH) {{
 {kind} now[BATCH * SETS * 4];
 {wide} scales_now[BATCH], biases_now[BATCH];

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.shape import LANES, Shape
 from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
@@ -11,20 +10,18 @@ _LINE = 128
 """Bytes that memory gives at once."""
 
 
-def begin_pages(text: Text, shape: Shape, language: Language) -> None:
-    """Find the warp's first page, and ask for it: all that follows waits for that."""
+def begin_pages(text: Text) -> None:
+    """Find the warp's first page: all that follows waits for that."""
     text.add("int level = -1, start = 0;\nsize_t page = 0;\nif (!is_tail && first + part < last) {")
     _find(text, "first + part", "level", "page", "start")
-    _fetch_page(text, shape, language, "level", "page")
     text.add("}")
 
 
-def look_ahead(text: Text, shape: Shape, language: Language) -> None:
-    """Find the warp's next page, and ask for it while this one is attended to."""
+def look_ahead(text: Text) -> None:
+    """Find the warp's next page."""
     text.add("int next_level = -1, next_start = 0;\nsize_t next_page = 0;")
     text.add("if (!is_tail && item + PARTS < last) {")
     _find(text, "item + PARTS", "next_level", "next_page", "next_start")
-    _fetch_page(text, shape, language, "next_level", "next_page")
     text.add("}")
 
 
@@ -41,26 +38,29 @@ def _find(text: Text, item: str, level: str, page: str, start: str) -> None:
 """)
 
 
-def _fetch_page(text: Text, shape: Shape, language: Language, which: str, page: str) -> None:
-    """Ask for all of a page: one wait for memory, and not one for each batch of runs."""
-    if not language.prefetch:
-        return
-    itemsize = shape.dtype.size
-    for level, sides in enumerate(zip(shape.keys, shape.values, strict=True)):
-        text.add(f"if ({which} == {level}) {{")
-        dims = (shape.k_dim, shape.v_dim)
-        for side, what, dim in zip(sides, ("key", "value"), dims, strict=True):
-            elements = dim * PAGE_TOKENS
-            if side.packed:
-                scales = elements // side.group * itemsize
-                _fetch(text, f"{what}_scales{level}", page, scales)
-                _fetch(text, f"{what}_biases{level}", page, scales)
-            size = elements * side.bits // 8 if side.packed else elements * itemsize
-            _fetch(text, f"{what}s{level}", page, size)
+def ask_for_keys(text: Text, shape: Shape, level: str, page: str) -> None:
+    """Ask for a page's keys: one wait for memory, and not one for each batch of runs."""
+    _ask(text, shape, "key", level, page)
+
+
+def ask_for_values(text: Text, shape: Shape, level: str, page: str) -> None:
+    """Ask for a page's values."""
+    _ask(text, shape, "value", level, page)
+
+
+def _ask(text: Text, shape: Shape, what: str, level: str, page: str) -> None:
+    sides, dim = (shape.keys, shape.k_dim) if what == "key" else (shape.values, shape.v_dim)
+    for number, side in enumerate(sides):
+        elements = dim * PAGE_TOKENS
+        scales = elements // side.group * shape.dtype.size
+        text.add(f"if ({level} == {number}) {{")
+        _ask_array(text, f"{what}_scales{number}", page, scales)
+        _ask_array(text, f"{what}_biases{number}", page, scales)
+        _ask_array(text, f"{what}s{number}", page, elements * side.bits // 8)
         text.add("}")
 
 
-def _fetch(text: Text, array: str, page: str, size: int) -> None:
+def _ask_array(text: Text, array: str, page: str, size: int) -> None:
     """Ask for a page's part of an array: each line is for one lane."""
     place = f"reinterpret_cast<const char*>({array}) + {page} * {size}"
     lines = -(-size // _LINE)
