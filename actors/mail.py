@@ -332,6 +332,7 @@ class TurnAsked(_Message, frozen=True):
     worker: Ref[WorkerMail]
     life: int
     weight: float
+    step_s: float | None
 
 
 class TurnEnded(_Message, frozen=True):

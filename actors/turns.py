@@ -16,6 +16,7 @@ from protocol.worker import Turn
 if TYPE_CHECKING:
     from actors.mail import TurnsMail, WorkerMail
     from actors.runtime.actor import Ref
+    from protocol.worker import TurnOver
 
 
 @dataclass
@@ -53,9 +54,9 @@ class Turns(Actor["TurnsMail"]):
         match message:
             case mail.TurnAsked(model=model):
                 self._ring.workers[model] = (message.worker, message.life)
-                self._do(machine.Wanted(model, message.weight))
+                self._do(machine.Wanted(model, message.weight, message.step_s))
             case mail.TurnEnded(model=model, over=over):
-                self._do(machine.Over(model, over.seq, over.used_s, over.more))
+                self._do(_over(model, over))
             case mail.TurnsLost(model=model):
                 self._ring.workers.pop(model, None)
                 self._do(machine.Gone(model))
@@ -74,3 +75,7 @@ class Turns(Actor["TurnsMail"]):
             worker, life = self._ring.workers[give.model]
             worker.tell(mail.TurnGiven(Turn(seq=give.seq, slice_s=give.slice_s), life))
         self._alarm.set(self._ring.machine.deadline)
+
+
+def _over(model: str, over: TurnOver) -> machine.Over:
+    return machine.Over(model, over.seq, over.used_s, over.more, over.step_s, over.left_s)

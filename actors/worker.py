@@ -252,8 +252,9 @@ class Worker(Actor["WorkerMail"]):
                 berth.stats = stats
                 self._do(lifecycle.Alive())
                 self._publish()
-            case wire.TurnWanted():
-                around.turns.tell(mail.TurnAsked(berth.name, self.ref, berth.life, berth.weight))
+            case wire.TurnWanted(step_s=step_s):
+                asked = mail.TurnAsked(berth.name, self.ref, berth.life, berth.weight, step_s)
+                around.turns.tell(asked)
             case wire.TurnOver():
                 self._do(lifecycle.Alive())
                 around.turns.tell(mail.TurnEnded(berth.name, report))

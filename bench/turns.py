@@ -1,12 +1,16 @@
 r"""Two models at once: what one's prompts leave of the other's decoding, with turns and without.
 
     python -m bench.turns [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] [--rounds 3] \
-        [--json FILE]
+        [--weight 1] [--json FILE]
 
 A daemon of its own for each setting, with the model loaded twice. One of them decodes all the time;
 beside it the other does nothing, reads prompts that nobody has seen before, or decodes too. Steps
 a second and gaps are those of one row's stream as a client sees it, after the first second. The
 settings take turns, so that what else the machine does meets both.
+
+Two that decode share the accelerator without turns while their steps are short. With a weight
+other than 1 they take turns all the same: what both make then, beside what one makes alone, is what
+passing turns on costs.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 from bench.own import daemon
 from kvd.client import AsyncClient, AsyncCompletion
 from protocol.messages import Tokens
+from protocol.policy import ModelPolicy
 
 SETTINGS = ("off", "on")
 BESIDE = ("nothing", "prompts", "decoding")
@@ -36,10 +41,15 @@ _seeds = count(1)
 
 
 @contextlib.asynccontextmanager
-async def copies(turns: str, model: str) -> AsyncIterator[AsyncClient]:
+async def copies(turns: str, options: argparse.Namespace) -> AsyncIterator[AsyncClient]:
     """Run a daemon with two copies of the model, ``a`` and ``b``."""
+    policies = {"a": ModelPolicy(), "b": ModelPolicy(weight=options.weight)}
     async with daemon(f'turns = "{turns}"\n') as client:
-        for loading in [await client.load(model, alias=name) for name in ("a", "b")]:
+        loads = [
+            await client.load(options.model, alias=name, policy=policy)
+            for name, policy in policies.items()
+        ]
+        for loading in loads:
             await loading.result()
         yield client
 
@@ -134,7 +144,7 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     device = ""
     for number in range(options.rounds):
         for turns in SETTINGS:
-            async with copies(turns, options.model) as client:
+            async with copies(turns, options) as client:
                 info = (await client.status()).models[0].info
                 device = info.device if info is not None else ""
                 for beside in BESIDE:
@@ -185,6 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=8000)
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--weight", type=float, default=1.0, help="of the one beside it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     result = asyncio.run(compare(options))

@@ -237,8 +237,19 @@ class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
     rid: str
 
 
+LONG_STEP_S = 0.05
+"""A slice of an accelerator's time at weight 1. Workers whose steps together take no longer need no
+turns: nobody waits for another's step as long as for its slice."""
+
+
 class TurnWanted(_Report, tag="turn_wanted", frozen=True, kw_only=True):
-    """There is work from now on; begun already, unless the last `Turn` forbids it."""
+    """There is work from now on; begun already, unless the last `Turn` forbids it.
+
+    Said again when it becomes of another kind: prompts to read, or none any more.
+    """
+
+    step_s: float | None = None
+    """What a step of it takes while nobody else computes; absent: not known yet."""
 
 
 class TurnOver(_Report, tag="turn_over", frozen=True, kw_only=True):
@@ -249,6 +260,10 @@ class TurnOver(_Report, tag="turn_over", frozen=True, kw_only=True):
     """Of it, up to the end of its last step."""
     more: bool
     """There is work left; without, the next word about turns is `TurnWanted`."""
+    step_s: float | None = None
+    """As in `TurnWanted`."""
+    left_s: float = 0.0
+    """What a last step will probably take that is told with the next turn's end."""
 
 
 class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):

@@ -6,8 +6,13 @@ So one worker computes at a time, for a slice, and then the next. Deficit round 
 that each really used: a step cannot be cut, so a turn is overrun by up to a step, and who overran
 waits for as long as that takes the others.
 
-Work conserving: only workers that have work get turns, and while there is one of them it computes
-without any. A holder that is silent for too long loses its turn and gets no other until it speaks.
+Only where that is worth it: a worker that has work alone computes without turns, and so do several
+of one weight whose steps together are shorter than a slice, as they say once they have measured
+them in turns. Waiting for one step of everybody is then less than waiting for a slice, and what a
+step leaves of the accelerator is used.
+
+Work conserving: only workers that have work get turns. A holder that is silent for too long loses
+its turn and gets no other until it speaks.
 Does not know what is computed, nor whether a machine needs turns (`kvd.worker.gate`).
 """
 
@@ -17,7 +22,9 @@ import math
 
 import msgspec
 
-SLICE_S = 0.05
+from protocol.worker import LONG_STEP_S
+
+SLICE_S = LONG_STEP_S
 """A turn at weight 1: long beside what passing it on costs, short beside what a reader notices."""
 SHORTEST = 0.2
 """Of a slice: less credit than this is kept for the next round."""
@@ -32,19 +39,28 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wanted(_Tagged, frozen=True):
-    """A worker has work from now on. If it was alone last time it has begun already."""
+    """A worker has work from now on, or of another kind. If it was free last it has begun already.
+
+    ``step_s``: what its steps take alone; None: not known.
+    """
 
     model: str
     weight: float = 1.0
+    step_s: float | None = None
 
 
 class Over(_Tagged, frozen=True):
-    """A worker's turn is over; `more`: it wants another."""
+    """A worker's turn is over; `more`: it wants another.
+
+    ``left_s``: it has begun a last step that probably takes so long, for which the next one waits.
+    """
 
     model: str
     seq: int
     used_s: float
     more: bool
+    step_s: float | None = None
+    left_s: float = 0.0
 
 
 class Gone(_Tagged, frozen=True):
@@ -79,6 +95,9 @@ class Member(msgspec.Struct):
     """What it may use; below zero: what it used too much."""
     silent: bool = False
     """It let a turn lapse, and has not spoken since."""
+    step_s: float | None = None
+    free: bool | None = None
+    """Whether it was told to compute as it likes, or to do so in its turn; None: nothing yet."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -86,8 +105,8 @@ class Holder(msgspec.Struct, frozen=True):
 
     model: str
     seq: int
-    deadline: float | None
-    """When it is lost; None: nobody else wants one."""
+    deadline: float
+    """When it is lost."""
 
 
 class Debt(msgspec.Struct, frozen=True):
@@ -111,19 +130,18 @@ class Turns(msgspec.Struct):
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take an event and return who is to be told what."""
+        waits = 0.0
         match event:
             case Wanted():
-                waits = self._want(event, now)
+                self._want(event, now)
             case Over():
                 waits = self._over(event, now)
             case Gone(model=model):
-                waits = []
                 self._leave(model)
                 self.debts.pop(model, None)
             case Tick():
-                waits = []
                 self._lapse(now)
-        return [*waits, *self._settle(now)]
+        return self._settle(now, waits)
 
     @property
     def deadline(self) -> float | None:
@@ -132,16 +150,18 @@ class Turns(msgspec.Struct):
 
     def check(self) -> None:
         """Check the invariants."""
-        able = self._able
-        assert (self.holder is None) == (not able), "nobody computes, or one without work"
-        if self.holder is not None:
-            assert self.holder.model in able, "the turn of one who does not speak, or has no work"
-            alone = self.holder.deadline is None
-            assert alone == (len(able) == 1), "turns for one, or none for several"
+        able = [self.members[name] for name in self._able]
+        if self._is_shared:
+            assert self.holder is None, "a turn where none is needed"
+            assert all(member.free for member in able), "one waits for a turn that never comes"
+        else:
+            assert self.holder is not None, "nobody computes"
+            assert self.holder.model in self._able, "the turn of one who is silent, or has no work"
+            assert all(member.free is False for member in able), "one does as it likes"
         assert not self.debts.keys() & self.members.keys(), "owes twice"
         assert all(debt.seconds > 0 for debt in self.debts.values()), "owes nothing"
         for member in self.members.values():
-            most = (1 + SHORTEST) * self._quantum(member)
+            most = (1 + SHORTEST) * self._quantum(member) + self.slice_s
             assert -MOST_DEBT_S <= member.credit_s <= most + 1e-9, "credit out of bounds"
 
     # -- who wants --------------------------------------------------------------------------------
@@ -150,33 +170,46 @@ class Turns(msgspec.Struct):
     def _able(self) -> list[str]:
         return [name for name, member in self.members.items() if not member.silent]
 
+    @property
+    def _is_shared(self) -> bool:
+        """Whether those who have work compute at once."""
+        able = [self.members[name] for name in self._able]
+        if len(able) < 2:
+            return True
+        if len({member.weight for member in able}) > 1:
+            return False
+        steps = [math.inf if member.step_s is None else member.step_s for member in able]
+        return sum(steps) <= self.slice_s
+
     def _quantum(self, member: Member) -> float:
         return self.slice_s * member.weight
 
-    def _want(self, event: Wanted, now: float) -> list[Command]:
+    def _want(self, event: Wanted, now: float) -> None:
         debt = self.debts.pop(event.model, None)
         member = self.members.setdefault(event.model, Member(event.weight))
         member.silent = False
+        member.step_s = event.step_s
         if debt is not None:  # the time without work has paid for some of it
             member.credit_s = min(0.0, now - debt.since - debt.seconds)
-        if self.holder is None or self.holder.model == event.model:
-            return []
-        return [self._give(event.model, 0.0)]  # it computes already, if it was alone last time
 
-    def _over(self, event: Over, now: float) -> list[Command]:
+    def _over(self, event: Over, now: float) -> float:
+        """Return what the next one has to wait for."""
         member = self.members.get(event.model)
         if member is None:
-            return []
+            return 0.0
         member.silent = False
-        member.credit_s = max(-MOST_DEBT_S, member.credit_s - event.used_s)
-        held = self.holder is not None and self.holder.model == event.model
+        member.step_s = event.step_s
+        if not member.free:
+            member.credit_s = max(-MOST_DEBT_S, member.credit_s - event.used_s)
+        holder = self.holder
         if not event.more:
             self._leave(event.model)
             if member.credit_s < 0:
                 self.debts[event.model] = Debt(-member.credit_s, now)
-        elif held and self.holder is not None and event.seq == self.holder.seq:
+        elif holder is not None and (holder.model, holder.seq) == (event.model, event.seq):
             self.holder = None
-        return []
+            return min(event.left_s, self.slice_s)
+        return 0.0
 
     def _leave(self, model: str) -> None:
         self.members.pop(model, None)
@@ -184,39 +217,45 @@ class Turns(msgspec.Struct):
             self.holder = None
 
     def _lapse(self, now: float) -> None:
-        holder = self.holder
-        if holder is not None and holder.deadline is not None and now >= holder.deadline:
-            self.members[holder.model].silent = True
+        if self.holder is not None and now >= self.holder.deadline:
+            self.members[self.holder.model].silent = True
             self.holder = None
 
     # -- whose turn it is -------------------------------------------------------------------------
 
-    def _settle(self, now: float) -> list[Command]:
-        """Pass the turn on if nobody has it; bound it if it was without end and others came."""
-        able = self._able
-        if not able:
-            return []
-        if len(able) == 1:
-            return self._leave_alone(able[0])
-        holder = self.holder
-        if holder is None:
-            return [self._begin(self._next(), now)]
-        if holder.deadline is None:
-            member = self.members.pop(holder.model)
-            member.credit_s = self._quantum(member)
-            self.members[holder.model] = member  # behind the others
-            return [self._begin(holder.model, now)]
-        return []
+    def _settle(self, now: float, waits: float) -> list[Command]:
+        """Let all compute, or tell who has no turn to wait, and give the turn if nobody has it.
 
-    def _leave_alone(self, model: str) -> list[Command]:
-        """Let the only one compute as it likes; it owes nobody anything."""
-        holder = self.holder
-        if holder is not None and holder.deadline is None:
-            return []
-        self.members[model].credit_s = 0.0
-        give = self._give(model, None)
-        self.holder = Holder(model, give.seq, None)
-        return [give]
+        ``waits``: how long the one who gets it waits for the one before; it does not pay for that.
+        """
+        able = self._able
+        if self._is_shared:
+            self.holder = None
+            return [self._release(name) for name in able if not self.members[name].free]
+        going_on = next((name for name in able if self.members[name].free), None)
+        told = [
+            self._stop(name)
+            for name in able
+            if self.members[name].free is not False and name != going_on
+        ]
+        if going_on is not None:
+            member = self.members.pop(going_on)
+            member.free, member.credit_s = False, self._quantum(member)
+            self.members[going_on] = member  # behind the others
+        if self.holder is None:
+            holder = going_on or self._next()
+            self.members[holder].credit_s += waits
+            told.append(self._begin(holder, now))
+        return told
+
+    def _release(self, model: str) -> Command:
+        """Let one compute as it likes; it owes nobody anything."""
+        self.members[model].free, self.members[model].credit_s = True, 0.0
+        return self._give(model, None)
+
+    def _stop(self, model: str) -> Command:
+        self.members[model].free = False
+        return self._give(model, 0.0)  # it computes already, if it was free
 
     def _begin(self, model: str, now: float) -> Command:
         give = self._give(model, self.members[model].credit_s)

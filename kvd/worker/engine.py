@@ -85,6 +85,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether steps read prompts now, and may take long for it."""
+        ...
+
+    @property
     def next_deadline(self) -> float | None:
         """When there will be work even if no command comes, in monotonic seconds; None: never."""
         ...

@@ -344,6 +344,11 @@ class FakeEngine:
         return bool(self._reports or late or self._admission.has_work)
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether steps read prompts now, and may take long for it."""
+        return self._scheduler.prefilling > 0 or self._scheduler.waiting > 0
+
+    @property
     def next_deadline(self) -> float | None:
         """When a request's deadline comes."""
         return self._scheduler.next_deadline

@@ -1,20 +1,27 @@
 """Whether the worker may compute now: its side of the turns that the daemon gives. Pure.
 
 A worker computes freely until it is told to wait, says when it has work and when it has none, and
-passes a turn on after the step in which its slice ends. Knows no socket: what it returns is to be
-sent. Whose turn it is, and for how long, is the daemon's (`actors.machines.turns`).
+what its steps take. It passes a turn on before the step in which its slice will end: the way to the
+daemon and from there to the next worker takes as long as a short step, and the accelerator has one
+in flight meanwhile. What that step then takes is measured like all others and told with the next
+turn's end. Others would wait behind a long one in vain: then the turn is passed on after it. Knows
+no socket: what it returns is to be sent. Whose turn it is, and for how long, is the daemon's
+(`actors.machines.turns`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.worker import TurnOver, TurnWanted
+from protocol.worker import LONG_STEP_S, TurnOver, TurnWanted
 
 if TYPE_CHECKING:
     from protocol.types import TurnsMode
     from protocol.worker import Turn
 
+SHORT_S = 0.01
+"""Of a step, that the next worker may begin beside: some times what passing on takes. While a
+longer one is read, the next is in flight for long enough."""
 _FREE = float("inf")
 _WITHOUT = ("cpu", "none")
 """Devices that are no accelerators; the fake engine has none."""
@@ -32,9 +39,20 @@ class Gate:
         self._on = on
         self._working = False
         """As the daemon knows it."""
+        self._reads = False
+        """Whether steps read prompts."""
+        self._steps: dict[bool, float | None] = {False: None, True: None}
+        """What a step takes in a turn of ours, by whether it reads prompts."""
+        self._told: float | None = None
+        """Of these, as the daemon knows it."""
         self._seq = 0
         self._since = 0.0
         self._until = _FREE
+        self._carried = 0.0
+        """Used after its turn was passed on, and not told yet."""
+        self._began = 0.0
+        self._is_first = False
+        """Whether a step is the first of its turn: what it waits for was in flight before."""
         self.is_open = True
         """Whether a step may begin. A turn is good for one step at least, however late it comes."""
 
@@ -43,16 +61,36 @@ class Gate:
         """Whether there is no end of the turn to watch for."""
         return self._until == _FREE
 
-    def begin(self) -> TurnWanted | None:
-        """Say that there is work, if that is new."""
-        if self._working or not self._on:
-            return None
-        self._working = True
-        return TurnWanted()
+    @property
+    def is_timed(self) -> bool:
+        """Whether steps are to be told: in turns, and where others may compute at the same time."""
+        return self._until != _FREE or self._told is not None
 
-    def stepped(self, now: float) -> TurnOver | None:
-        """Pass the turn on if its time is over."""
-        return self._pass_on(now, more=True) if self.is_open and now >= self._until else None
+    def begin(self, *, reads: bool) -> TurnWanted | None:
+        """Say that there is work, if that is new, or of another kind; ``reads``: prompts."""
+        if not self._on or (self._working and reads == self._reads):
+            return None
+        self._working, self._reads = True, reads
+        return self._want()
+
+    def stepping(self, now: float) -> TurnOver | None:
+        """Begin a step; pass the turn on if it is a short one and the last."""
+        self._began = now
+        step_s = self._steps[self._reads]
+        if step_s is None or step_s > SHORT_S or now + step_s < self._until:
+            return None
+        return self._pass_on(now, more=True, left_s=step_s)
+
+    def stepped(self, now: float) -> TurnOver | TurnWanted | None:
+        """End a step; pass the turn on if its time is over and nobody knew before."""
+        took = now - self._began
+        if self.is_free:
+            return self._doubt() if took > 2 * LONG_STEP_S else None
+        self._learn(took)
+        if not self.is_open:
+            self._carried += took
+            return None
+        return self._pass_on(now, more=True) if now >= self._until else None
 
     def rest(self, now: float) -> TurnOver | None:
         """Say that there is no more work, if that is new."""
@@ -66,14 +104,38 @@ class Gate:
         self._seq = turn.seq
         self._since = now
         self._until = _FREE if turn.slice_s is None else now + turn.slice_s
+        self._is_first = True
         self.is_open = turn.slice_s != 0
+        if self.is_free:  # others do not wait for it
+            self._carried = 0.0
         if turn.slice_s and not self._working:
             return self._pass_on(now, more=False)
         return None
 
-    def _pass_on(self, now: float, *, more: bool) -> TurnOver:
+    def _learn(self, took: float) -> None:
+        known = self._steps[self._reads]
+        if known is None:
+            self._steps[self._reads] = took
+        elif not self._is_first or took > known:
+            self._steps[self._reads] = (known + took) / 2
+        self._is_first = False
+
+    def _doubt(self) -> TurnWanted | None:
+        """Ask for turns: steps are long, be it for those who compute at the same time."""
+        if self._told is None:
+            return None
+        self._steps[self._reads] = None
+        return self._want()
+
+    def _want(self) -> TurnWanted:
+        self._told = self._steps[self._reads]
+        return TurnWanted(step_s=self._told)
+
+    def _pass_on(self, now: float, *, more: bool, left_s: float = 0.0) -> TurnOver:
         used = 0.0
         if not self.is_free:
-            used = now - self._since if self.is_open else 0.0
+            used = self._carried + (now - self._since if self.is_open else 0.0)
+            self._carried = 0.0
             self.is_open = False
-        return TurnOver(seq=self._seq, used_s=used, more=more)
+        self._told = self._steps[self._reads]
+        return TurnOver(seq=self._seq, used_s=used, more=more, step_s=self._told, left_s=left_s)

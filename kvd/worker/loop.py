@@ -195,8 +195,11 @@ class Loop:
             self._link.send()
 
     def _step(self) -> None:
+        timed = self._gate.is_timed
+        if timed:
+            self._say(self._gate.stepping(self._clock()))
         reports = self._engine.step()
-        if not self._gate.is_free:  # before the tokens: others wait for it
+        if timed:  # before the tokens: others wait for it
             self._say(self._gate.stepped(self._clock()))
         for report in reports:
             if isinstance(report, (RowFinished, RowFailed)):
@@ -206,7 +209,7 @@ class Loop:
         self._tell_stats()
 
     def _has_turn(self) -> bool:
-        self._say(self._gate.begin())
+        self._say(self._gate.begin(reads=self._engine.reads_prompts))
         return self._gate.is_open
 
     def _await_turn(self) -> None:

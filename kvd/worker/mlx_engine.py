@@ -318,6 +318,11 @@ class MLXEngine:
         return due is not None and due <= self._clock()
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether steps read prompts now, and may take long for it."""
+        return self._scheduler.prefilling > 0 or self._scheduler.waiting > 0
+
+    @property
     def next_deadline(self) -> float | None:
         """When a step has something to do even if nothing happens, on the engine's clock."""
         return self._scheduler.next_deadline

@@ -96,14 +96,65 @@ def test_an_old_word_does_not_end_a_newer_turn():
     feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("b", 2, 0.0, more=False))  # a: 3, then free: 4
 
     assert feed(ring, 1.0, Over("a", 3, SLICE_S, more=True)) == []
-    assert ring.holder is not None
-    assert ring.holder.seq == 4
+    assert ring.members["a"].free
+    assert ring.members["a"].credit_s == 0.0
+
+
+def test_short_steps_need_no_turns_once_they_are_known_to_be_short():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"))  # a: 3
+
+    assert feed(ring, 0.05, Over("a", 3, SLICE_S, more=True, step_s=0.03)) == [
+        Give("b", 4, SLICE_S)
+    ]
+    assert feed(ring, 0.1, Over("b", 4, SLICE_S, more=True, step_s=0.02)) == [
+        Give("a", 5, None),
+        Give("b", 6, None),
+    ]
+    assert ring.deadline is None
+
+
+def test_who_waits_for_the_last_step_of_another_has_so_much_more_time():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+
+    assert feed(ring, 0.05, Over("a", 3, SLICE_S, more=True, left_s=0.004)) == [
+        Give("b", 4, SLICE_S + 0.004)
+    ]
+    assert feed(ring, 0.1, Over("b", 4, SLICE_S + 0.004, more=True)) == [Give("a", 5, SLICE_S)]
+
+
+def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.02))
+    assert [member.free for member in ring.members.values()] == [True, True]
+
+    assert feed(ring, 1.0, Wanted("b", step_s=0.3)) == [Give("b", 3, 0.0), Give("a", 4, SLICE_S)]
+    feed(ring, 1.0, Wanted("b", step_s=0.02))
+    assert feed(ring, 2.0, Wanted("c", step_s=0.021)) == [
+        Give("a", 7, 0.0),
+        Give("c", 8, 0.0),
+        Give("b", 9, SLICE_S),
+    ]
+    assert feed(ring, 2.0, Gone("c")) == [Give("a", 10, None), Give("b", 11, None)]
+
+
+def test_who_has_another_weight_takes_turns_however_short_its_steps_are():
+    ring = Turns()
+
+    assert feed(ring, 0.0, Wanted("a", 1.0, 0.001), Wanted("b", 2.0, 0.001)) == [
+        Give("a", 1, None),
+        Give("b", 2, 0.0),
+        Give("a", 3, SLICE_S),
+    ]
 
 
 names = st.sampled_from(["a", "b", "c"])
+step_times = st.none() | st.floats(0, 0.1)
+left = st.just(0.0) | st.floats(0, 0.1)
 spoken = st.one_of(
-    st.builds(Wanted, names, st.sampled_from([0.25, 1.0, 4.0])),
-    st.builds(Over, names, st.integers(0, 30), st.floats(0, 20), st.booleans()),
+    st.builds(Wanted, names, st.sampled_from([0.25, 1.0, 1.0, 4.0]), step_times),
+    st.builds(Over, names, st.integers(0, 30), st.floats(0, 20), st.booleans(), step_times, left),
     st.builds(Gone, names),
     st.builds(Tick),
 )
@@ -126,10 +177,11 @@ def test_whatever_workers_say_somebody_computes_and_the_story_replays(history):
 
 
 class Machine:
-    """The daemon's side between simulated workers."""
+    """The daemon's side between simulated workers, and the accelerator that they share."""
 
     def __init__(self) -> None:
         self.ring = Turns()
+        self.accelerator = asyncio.Lock()  # whoever comes first is served first
         self.workers: dict[str, Computer] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -179,13 +231,15 @@ class Computer:
                 self._say(self._gate.rest(clock()))
                 await self._woken.wait()
                 continue
-            self._say(self._gate.begin())
+            self._say(self._gate.begin(reads=False))
             if not self._gate.is_open:
                 await self._woken.wait()
                 continue
-            start = clock()
-            await asyncio.sleep(self._step_s)
-            self.steps.append((start, clock()))
+            self._say(self._gate.stepping(clock()))
+            async with self._machine.accelerator:
+                start = clock()
+                await asyncio.sleep(self._step_s)
+                self.steps.append((start, clock()))
             self.work -= 1
             self._say(self._gate.stepped(clock()))
 
@@ -198,9 +252,12 @@ class Computer:
             case None:
                 return
             case TurnWanted():
-                event = Wanted(self._name, self._weight)
+                event = Wanted(self._name, self._weight, report.step_s)
             case TurnOver():
-                event = Over(self._name, report.seq, report.used_s, report.more)
+                event = Over(
+                    *(self._name, report.seq, report.used_s, report.more),
+                    *(report.step_s, report.left_s),
+                )
         if self.alive:
             asyncio.get_running_loop().call_later(HOP_S, self._machine.hear, event)
 
@@ -250,11 +307,39 @@ async def test_a_decode_gets_its_turn_between_the_chunks_of_anothers_prompt():
     assert not overlaps, "both compute"
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.0])
 @simulated
-async def test_passing_turns_on_costs_less_than_a_hundredth_part():
-    workers, start, end = await simulate(20.0, (0.004, 1.0), (0.004, 1.0))
+async def test_passing_turns_on_costs_less_than_a_hundredth_part(weight):
+    workers, start, end = await simulate(20.0, (0.004, weight), (0.004, 1.0))
 
-    assert sum(worker.seconds(start, end) for worker in workers) > 0.985 * 20
+    assert sum(worker.seconds(start, end) for worker in workers) > 0.99 * 20
+
+
+@simulated
+async def test_workers_with_short_steps_compute_side_by_side_until_one_reads_a_prompt():
+    machine = Machine()
+    one, two = Computer(machine, "a", 0.004), Computer(machine, "b", 0.006)
+    tasks = [asyncio.create_task(worker.run()) for worker in (one, two)]
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(1.0)
+    calm, seen = loop.time(), machine.ring.seq
+    await asyncio.sleep(5.0)
+    assert machine.ring.seq == seen, "turns that nobody needs"
+    gaps = [b[0] - a[1] for a, b in pairwise(one.steps) if a[0] > calm]
+    assert max(gaps) < 0.006 + 1e-6, "somebody waits for a slice"
+
+    two._step_s = 0.3
+    start = loop.time()
+    await asyncio.sleep(10.0)
+    assert machine.ring.seq > seen
+    assert one.seconds(start, start + 10.0) > 0.4 * 10, "the prompt takes it all"
+    two._step_s = 0.006
+    await asyncio.sleep(3.0)
+    seen = machine.ring.seq
+    await asyncio.sleep(3.0)
+    assert machine.ring.seq == seen, "turns that nobody needs any more"
+    for task in tasks:
+        task.cancel()
 
 
 @simulated
