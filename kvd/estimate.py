@@ -105,13 +105,18 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     unit = next((one.charges[0] for one in kinds if one.window is None), tail)
     row = tail + (-(-tail // 3) if kv.prefix_cache else 0)  # with its first checkpoint
     layers = sum(one.layers for one in kinds)
+    parts = 0
+    if not (machine.on_cpu or machine.plain_attention):
+        parts = base.parts_bytes(config, machine.max_rows, _context(text))
     beside = (
         machine.interpreter
         + base.freed_bytes(on_cpu=machine.on_cpu)
         + base.LOOSE_BYTES
         + base.traces_bytes(layers, native=machine.native_attention)
         + base.step_bytes(config, machine.prefill_chunk + machine.max_rows, on_cpu=machine.on_cpu)
-        + base.scratch_bytes(machine.attention_scratch, native=machine.native_attention)
+        + base.scratch_bytes(
+            machine.attention_scratch, native=machine.native_attention, parts=parts
+        )
     )
     costs = Costs(
         weights_bytes=weights,

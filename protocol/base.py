@@ -24,6 +24,12 @@ NATIVE_TRACE_BYTES = 24 * 1024
 """The same where a layer's attention is one operation of `kvd.worker.native` (19 KB)."""
 CHUNK_COPIES = 8
 """Of the widest activations of prefilled tokens, alive at once (measured: 6)."""
+ROW_SPLITS = 33
+"""Parts in which kernels attend to a row of up to 131072 tokens (`kvd.worker.cache.splits`)."""
+SPLIT_TOKENS = 4096
+"""Tokens that one part has at most."""
+PARTS_ALIVE = 6
+"""Layers whose parts are there at once (measured, of lazy copies: 5.6 of 12 layers)."""
 LOOSE_BYTES = 32 * 1024 * 1024
 """Holes in malloc's heap, requests, and what libraries load when they are first used."""
 
@@ -33,13 +39,28 @@ def freed_bytes(*, on_cpu: bool) -> int:
     return FREED_BYTES_ON_CPU if on_cpu else FREED_BYTES
 
 
-def scratch_bytes(scratch: int, *, native: bool) -> int:
+def scratch_bytes(scratch: int, *, native: bool, parts: int = 0) -> int:
     """Return what of a step's scratch is charged, in bytes.
 
     kvd's own attention reads pages as they lie: it needs only the quarter that stepping down may
-    take (`kvd.worker.cache.composite.CacheSettings`).
+    take (`kvd.worker.cache.composite.CacheSettings`). ``parts``: what decode steps take
+    (`parts_bytes`); a prefill step, which the scratch is for, never runs beside one.
     """
-    return scratch // 4 if native else scratch
+    return max(scratch // 4 if native else scratch, parts)
+
+
+def parts_bytes(config: dict[str, Any], rows: int, context: int) -> int:
+    """Bound what decode attention by kernels takes for results that are not joined yet.
+
+    Of so many rows, one of which is as long as the context; padded as compiled steps are.
+    """
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads") or 0
+    size = text.get("head_dim") or (text.get("hidden_size") or 0) // max(1, heads)
+    splits = (rows * ROW_SPLITS + context // SPLIT_TOKENS) * 5 // 4
+    layers = min(PARTS_ALIVE, text.get("num_hidden_layers") or PARTS_ALIVE)
+    # Sums of each channel, the largest logit, and the sum of weights: float32.
+    return layers * splits * heads * (size + 2) * 4
 
 
 def traces_bytes(layers: int, *, native: bool) -> int:

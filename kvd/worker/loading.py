@@ -14,6 +14,7 @@ from types import ModuleType
 import mlx.core as mx
 
 from kvd.worker import describe, memory, model, probe, verdicts
+from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.budget import mebibytes
 from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import floors_of, ladder_of
@@ -146,13 +147,16 @@ def base_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) ->
         + base.LOOSE_BYTES
         + _traces_bytes(runner)
         + base.step_bytes(loaded.config, command.prefill_chunk + command.max_rows, on_cpu=_on_cpu())
-        + scratch_bytes(command, runner)
+        + scratch_bytes(loaded, command, runner)
     )
 
 
-def scratch_bytes(command: LoadModel, runner: Runner) -> int:
+def scratch_bytes(loaded: model.LoadedModel, command: LoadModel, runner: Runner) -> int:
     """Return what of a step's scratch this model is charged with."""
-    return base.scratch_bytes(command.attention_scratch, native=_is_native(runner))
+    parts = 0
+    if isinstance(runner.cache, ModelCache) and isinstance(runner.cache.backend, FusedBackend):
+        parts = base.parts_bytes(loaded.config, command.max_rows, loaded.context_length)
+    return base.scratch_bytes(command.attention_scratch, native=_is_native(runner), parts=parts)
 
 
 def _traces_bytes(runner: Runner) -> int:

@@ -6,6 +6,7 @@ themselves, run by the shim (`tests.metal`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -13,10 +14,14 @@ import numpy as np
 import pytest
 
 from kvd.worker.attention.decode import decode_attention
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.language import METAL
+from kvd.worker.attention.kernels.launch import Fused, Launch
 from kvd.worker.cache.batch import DecodeHandle
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from protocol import base
 from tests.attention.stand_in import StandIn
 from tests.attention.test_attention import assert_close, queries_for
 from tests.cache.helpers import Bench, DenseRow
@@ -112,6 +117,36 @@ def test_prefill_stays_with_plain_operations() -> None:
 
     assert step.backend is None
     assert kernels.launches == 0
+
+
+class Listening(Fused):
+    """Notes the shapes of what kernels leave, and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__(METAL)
+        self.left: list[list[tuple[int, ...]]] = []
+
+    def _fire(self, launch: Launch) -> list[mx.array]:
+        self.left.append(launch.output_shapes)
+        return [mx.zeros(shape) for shape in launch.output_shapes]
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 40_000), (3, 2_000), (2, 0)])
+def test_what_is_reserved_covers_what_kernels_leave_to_be_joined(rows: int, length: int) -> None:
+    kernels = Listening()
+    bench = Bench(LayerGeometry(2, 64, 128), Scheme(4, 4), layers=1)
+    bench.store.backend = FusedBackend(kernels, METAL.most_buffers)
+    mine = [bench.store.new_row() for _ in range(rows)]
+    for row in mine:
+        row.pages = bench.store.take_pages(0, length // 64)
+        row.length = length
+    step = bench.store.begin_decode(mine)
+    assert step.backend is not None
+    step.backend.padded().attend(mx.zeros((rows, 8, 1, 64)), bench.store.layers[0], 1.0, None)
+    taken = sum(4 * math.prod(shape) for shape in kernels.left[0])
+    config = {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
+
+    assert 0 < taken <= base.parts_bytes(config, rows, length)
 
 
 def test_lists_are_made_once_between_flushes() -> None:

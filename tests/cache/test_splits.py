@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.splits import PADDING, Splits, most_splits, split_pages
+from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.splits import MOST, PADDING, Splits, most_splits, split_pages
+from protocol import base
 
 pytestmark = pytest.mark.mlx
 
@@ -65,6 +67,12 @@ def test_long_rows_have_large_splits() -> None:
     assert all(
         max(needed[: at + 1]) <= most_splits(pages) for at, pages in enumerate(range(0, 5000, 7))
     )
+
+
+@given(st.integers(0, 100_000))
+def test_what_is_reserved_for_a_row_covers_its_splits(pages: int) -> None:
+    assert most_splits(pages) <= base.ROW_SPLITS + PAGE_TOKENS * pages // base.SPLIT_TOKENS
+    assert base.SPLIT_TOKENS == MOST * PAGE_TOKENS
 
 
 def test_padding_is_nobodys_and_made_once() -> None:

@@ -132,6 +132,15 @@ def test_right_numbers_without_a_launch_are_not_trusted() -> None:
     assert_unused(served(Silent()), "no kernel was launched")
 
 
+def test_heads_that_kernels_do_not_take_are_left_to_plain_operations() -> None:
+    kernels = StandIn()
+    model = model_of("llama", head_dim=60)
+    found = probe.serve(model, CacheSettings(LADDER), VOCAB, kernels=kernels.backend())
+
+    assert_unused(found, "no kernels for heads of 60 and 60")
+    assert kernels.launches == 0
+
+
 def test_a_dense_start_and_bounded_rows_are_checked_too() -> None:
     found = served(StandIn(), quantized_start=512, max_size=2048, keep=1000)
 

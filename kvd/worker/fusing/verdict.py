@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.shape import LANES
+from kvd.worker.attention.kernels.unpacking import RUN
 from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.scheme import LayerGeometry
 from kvd.worker.cache.store import KVStore
 from kvd.worker.fusing import timing
 from kvd.worker.fusing.watch import Watched
@@ -27,6 +30,10 @@ def judge(
     order: they must run at all, be right, and be faster.
     """
     watched = Watched(backend.kernels)
+    for geometry in (layer.geometry for store in stores for layer in store.layers):
+        if not takes(geometry):
+            sizes = f"{geometry.k_dim} and {geometry.v_dim}"
+            return _unused(f"there are no kernels for heads of {sizes}", watched), 0.0
     before = backend.launched()
     try:
         error = check(replace(backend, kernels=watched))
@@ -47,6 +54,12 @@ def judge(
         keys=times.keys,
     )
     return found, error
+
+
+def takes(geometry: LayerGeometry) -> bool:
+    """Return whether there are kernels for heads of these sizes: whole runs, one a lane at most."""
+    sizes = geometry.k_dim, geometry.v_dim
+    return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
 
 
 def _unused(reason: str, watched: Watched) -> FusedAttention:
