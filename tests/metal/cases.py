@@ -51,6 +51,16 @@ _TRIED = 100
 _ALONE = 20
 """What the first case of a value in a language counts, in pairs."""
 
+MATRIX = (
+    Case(mx.bfloat16, 64, 64, 2, 4, 1, ("k4v4",), ROWS[0], sinks=True),
+    Case(mx.float16, 128, 128, 2, 3, 2, ("k8v4", "k4v8"), ROWS[1], window=300, keep=70),
+    Case(mx.float16, 192, 128, 1, 8, 8, ("k8v8",), ROWS[3], padding=3),
+    Case(mx.bfloat16, 128, 128, 1, 16, 1, ("k4v4", "k8v8", "k4v8"), ROWS[4], sinks=True),
+    Case(mx.bfloat16, 64, 64, 2, 1, 5, ("k8v8", "k4v4"), ((4, 4), (1, 63)), window=100),
+)
+"""What CUDA's tensor cores take: only some bits, head sizes and groups; and all queries are in
+the tail, as they are where the newest 64 tokens are in no page."""
+
 Values = dict[str, Any]
 
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvd.worker.attention.kernels import matrix
 from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.attention.kernels.shape import fits
 from protocol.schemes import BITS
@@ -83,6 +84,13 @@ def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_kernels_attend_as_dense_attention_does(number):
     step, language = Step(cases.case_of(CHOSEN[number], number)), CHOSEN[number]["language"]
     assert_right(step, attend(step, language))
+
+
+@pytest.mark.parametrize("case", cases.MATRIX, ids=lambda case: case.name)
+def test_tensor_cores_attend_as_dense_attention_does(case):
+    step = Step(case)
+    assert matrix.fits(step.shape(), LANGUAGES["cuda"])
+    assert_right(step, attend(step, "cuda"))
 
 
 def test_every_value_of_each_dimension_is_run_in_both_languages():
