@@ -9,6 +9,7 @@ import atexit
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,21 @@ def library(wrapped: Wrapped, language: Language) -> Path:
     link = ("-shared", "-nostdlib", str(source), "-lm", "-lgcc")
     header = str(_header(language, flags))
     return _once(source.with_suffix(".so"), *flags, "-include", header, *link)
+
+
+def refused_by_clang(wrapped: Wrapped) -> str:
+    """Return what clang has against a Metal text whose address spaces are types; "": nothing.
+
+    Metal's own compiler is a clang, for C++14.
+    """
+    flags = ("-std=c++14", "-nostdinc", "-Wno-unknown-attributes", "-Wno-ignored-attributes")
+    path = _folder() / f"{hashlib.sha256(wrapped.text.encode()).hexdigest()[:24]}.metal.cpp"
+    # Attributes at that place are Apple's own.
+    path.write_text(re.sub(r"^template \[\[.*\]\] ", "template ", wrapped.text, flags=re.MULTILINE))
+    header = ("-include", str(SHIM / "spaces.h"))
+    command = [shutil.which("clang++") or "", *flags, *header, "-fsyntax-only", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr if done.returncode else ""
 
 
 def _text(wrapped: Wrapped, language: Language) -> str:

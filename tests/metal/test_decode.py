@@ -7,6 +7,7 @@ languages (half an hour on two cores); a number runs so many random cases.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -138,6 +139,15 @@ def test_metal_would_take_every_variant():
 def test_what_does_not_fit_into_metals_memory_is_refused():
     case = Case(k_dim=4096, v_dim=256, schemes=("k4v4g32",), rows=((0, 8),))
     assert not fits(Step(case).shape(), LANGUAGES["metal"])
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ to know address spaces")
+def test_clang_takes_the_text_with_its_address_spaces():
+    for number, values in enumerate(cases.values_of(10)):
+        for launch in launches(Step(cases.case_of(values, number)), "metal"):
+            assert build.refused_by_clang(wrap(launch, "metal")) == ""
+    lost = replace(launch, source=launch.source.replace("device T* to", "T* to"))
+    assert "address_space" in build.refused_by_clang(wrap(lost, "metal"))
 
 
 @pytest.mark.parametrize("barrier", ["SYNC_WARP();", "SYNC_BLOCK();"])
