@@ -63,6 +63,8 @@ MEASURED_TOKENS = (8, 520)
 """Lengths at which the cost of caches that are not ours is measured."""
 CHECKED_START = 128
 """Where rows of the check leave the dense top: one of them on the way, one before."""
+PAGELESS = (2, 40)
+"""Lengths of rows that are too short for a page."""
 CHECKED_WINDOW = 96
 """Tokens behind the first ones that rows of a bounded size see in the check."""
 
@@ -303,11 +305,22 @@ def _check_kernels(
     checks: Sequence[tuple[CacheSettings, Sequence[int]]],
     kernels: Backend,
 ) -> float:
-    """Check all that plain operations were checked on, and rows with pages on several levels."""
-    errors = [
-        _error(runner(limits), product, kernels, vocab_size, lengths) for limits, lengths in checks
-    ]
+    """Check all that plain operations were checked on, and what is a kernel of its own.
+
+    Those are rows without a page, each level alone, and rows with pages on several.
+    """
     settings = checks[0][0]
+    seen = {limits.ladder for limits, _ in checks}
+    lower = [
+        replace(settings, ladder=(scheme,))
+        for scheme in settings.ladder[1:]
+        if (scheme,) not in seen
+    ]
+    more = [(settings, PAGELESS), *((one, selfcheck.FEW) for one in lower)]
+    errors = [
+        _error(runner(limits), product, kernels, vocab_size, lengths)
+        for limits, lengths in (*checks, *more)
+    ]
     if len(settings.schemes) > 1:
         mixed = runner(settings)
         mixed.cache.use(product, kernels)

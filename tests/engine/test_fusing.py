@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker import loading, probe
+from kvd.worker import loading, probe, runner
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
@@ -19,6 +19,7 @@ from kvd.worker.fusing.timing import Times
 from kvd.worker.probe import Served
 from protocol.types import FusedAttention
 from tests.attention.stand_in import StandIn
+from tests.engine.driver import Driver
 from tests.engine.test_probe import VOCAB, model_of
 
 pytestmark = pytest.mark.mlx
@@ -33,11 +34,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Times:
     return times
 
 
-def served(kernels: StandIn, kind: str = "qwen3", **settings: Any) -> Served:
+def served(
+    kernels: StandIn, kind: str = "qwen3", ladder: tuple[Scheme, ...] = LADDER[::2], **settings: Any
+) -> Served:
     backend = kernels.backend()
     changes = {"sliding_window": 64, "sliding_window_pattern": 2}
     model = model_of(kind, **(changes if kind == "gemma3_text" else {}))
-    return probe.serve(model, CacheSettings(LADDER, **settings), VOCAB, kernels=backend)
+    return probe.serve(model, CacheSettings(ladder, **settings), VOCAB, kernels=backend)
 
 
 def assert_unused(found: Served, reason: str) -> None:
@@ -97,13 +100,15 @@ class Picky(StandIn):
 @pytest.mark.parametrize(
     "is_picked",
     [
+        lambda keys, values: not keys,
+        lambda keys, values: len(keys) == 1 and (keys[0][0], values[0][0]) == (8, 4),
         lambda keys, values: len(keys) == 1 and keys[0][0] == 4,
         lambda keys, values: len(keys) == len(LADDER),
     ],
-    ids=["the lowest level", "mixed levels"],
+    ids=["no pages", "a level in the middle", "the lowest level", "mixed levels"],
 )
 def test_kernels_that_are_wrong_for_some_levels_only_are_not_used(is_picked: Any) -> None:
-    assert_unused(served(Picky(is_picked)), "off by")
+    assert_unused(served(Picky(is_picked), ladder=LADDER), "off by")
 
 
 def test_kernels_that_do_not_compile_are_not_used() -> None:
@@ -220,7 +225,7 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
     loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB)
     found = loading.serve(
         loaded,  # type: ignore[arg-type]
-        CacheSettings(LADDER),
+        CacheSettings(),
         None,
         lambda stage, _: stages.append(stage),
     )
@@ -232,6 +237,27 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
     assert [stage.startswith("attention kernels compiled") for stage in stages] == (
         [] if reason else [True]
     )
+
+
+def test_an_engine_serves_with_kernels_and_counts_them(
+    monkeypatch: pytest.MonkeyPatch, demo: Driver
+) -> None:
+    kernels = StandIn()
+    monkeypatch.setattr(choice, "kernels", kernels.backend)
+    # Compiled ones are in `test_fused`; a compiler for the CPU takes its time over them.
+    monkeypatch.setattr(runner, "can_compile", lambda _: False)
+    fused = Driver("demo")
+    loaded = kernels.launches
+    prompt = list(range(5, 140))
+    texts = [driver.alone(prompt, max_tokens=20).text for driver in (demo, fused)]
+
+    assert texts[0] == texts[1]
+    assert demo.engine.stats().kernel_launches == 0
+    assert fused.info.attention_path.startswith("fused")
+    assert fused.info.fused is not None
+    # Two a layer and step.
+    assert kernels.launches - loaded >= 2 * fused.info.layers * 19
+    assert fused.engine.stats().kernel_launches == kernels.launches
 
 
 def test_the_cpu_has_no_kernels() -> None:
