@@ -38,8 +38,8 @@ def served(
     kernels: StandIn, kind: str = "qwen3", ladder: tuple[Scheme, ...] = LADDER[::2], **settings: Any
 ) -> Served:
     backend = kernels.backend()
-    changes = {"sliding_window": 64, "sliding_window_pattern": 2}
-    model = model_of(kind, **(changes if kind == "gemma3_text" else {}))
+    window = {"sliding_window": 64, "sliding_window_pattern": 2}
+    model = model_of(kind, **(window if kind == "gemma3_text" else {"num_hidden_layers": 1}))
     return probe.serve(model, CacheSettings(ladder, **settings), VOCAB, kernels=backend)
 
 
@@ -117,6 +117,16 @@ def test_kernels_that_do_not_compile_are_not_used() -> None:
 
     assert_unused(found, "RuntimeError: error: use of undeclared identifier")
     assert "the rest" not in str(found.fused)
+
+
+def test_kernels_that_fail_when_they_are_timed_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> Times:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(timing, "compare", failing)
+    assert_unused(served(StandIn()), "on longer rows they fail: RuntimeError: an illegal memory")
 
 
 def test_lack_of_memory_is_no_verdict_on_kernels() -> None:

@@ -12,8 +12,9 @@ from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.scheme import LayerGeometry
 from kvd.worker.cache.store import KVStore
 from kvd.worker.fusing import timing
-from kvd.worker.fusing.watch import Watched
+from kvd.worker.fusing.watch import Watched, first_line
 from kvd.worker.selfcheck import Refused
+from kvd.worker.shortage import shortage_of
 from protocol.types import FusedAttention
 
 Check = Callable[[Backend], float]
@@ -40,7 +41,12 @@ def judge(
     except Refused as refused:
         return _unused(str(refused), watched), 0.0
     launched = backend.launched() > before
-    times = timing.compare(stores, backend, watched.compiled) if launched else None
+    try:
+        times = timing.compare(stores, backend, watched.compiled) if launched else None
+    except Exception as failed:  # drivers raise what they like
+        if shortage_of(failed) is not None:
+            raise
+        return _unused(f"on longer rows they fail: {first_line(failed)}", watched), error
     if times is None:
         return _unused("no kernel was launched", watched), error
     faster = times.fused_s < times.reference_s

@@ -108,8 +108,13 @@ class Watched:
         except MemoryError:
             raise
         except Exception as failed:  # compilers and drivers raise what they like
-            said = str(failed).strip().split("\n")[0][:200]
-            raise Refused(f"{type(failed).__name__}: {said}".removesuffix(": ")) from failed
+            raise Refused(first_line(failed)) from failed
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, without the log that may follow."""
+    said = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
 def _seconds(call: Callable[[], mx.array]) -> float:
