@@ -201,6 +201,12 @@ class TurnGiven(_Message, frozen=True):
     life: int
 
 
+class WeightIs(_Message, frozen=True):
+    """The model's share of the accelerator from now on."""
+
+    weight: float
+
+
 class HasProcess(_Message, frozen=True):
     """The spawn has succeeded."""
 
@@ -252,6 +258,7 @@ WorkerMail = (
     | Commanded
     | StillWaits
     | TurnGiven
+    | WeightIs
     | HasProcess
     | HasNoProcess
     | Reported
@@ -342,6 +349,13 @@ class TurnEnded(_Message, frozen=True):
     over: TurnOver
 
 
+class TurnsWeighed(_Message, frozen=True):
+    """A model's weight is another."""
+
+    model: str
+    weight: float
+
+
 class TurnsLost(_Message, frozen=True):
     """A worker's process is gone."""
 
@@ -352,7 +366,7 @@ class TurnsRang(_Message, frozen=True):
     """A turn may have lapsed."""
 
 
-TurnsMail = TurnAsked | TurnEnded | TurnsLost | TurnsRang
+TurnsMail = TurnAsked | TurnEnded | TurnsWeighed | TurnsLost | TurnsRang
 
 # -- to the supervisor ----------------------------------------------------------------------------
 

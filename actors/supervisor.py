@@ -210,10 +210,13 @@ class Supervisor(Actor["SupervisorMail"]):
 
     def _set_policy(self, name: str, policy: ModelPolicy) -> None:
         """Let this hold from now on, whether the model is loaded or not."""
+        before = self._known(name).policy
         known = dataclasses.replace(self._known(name), policy=policy)
         self._house.catalogue.models[name] = known
         if (seat := self._house.seats.get(name)) is not None:
             seat.known = known
+            if policy.weight != before.weight:
+                seat.worker.tell(mail.WeightIs(policy.weight))
         self._govern(governing.PolicyIs(name, policy))
 
     def _ensure(self, name: str) -> None:

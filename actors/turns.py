@@ -57,6 +57,8 @@ class Turns(Actor["TurnsMail"]):
                 self._do(machine.Wanted(model, message.weight, message.step_s))
             case mail.TurnEnded(model=model, over=over):
                 self._do(_over(model, over))
+            case mail.TurnsWeighed(model=model, weight=weight):
+                self._do(machine.Weighed(model, weight))
             case mail.TurnsLost(model=model):
                 self._ring.workers.pop(model, None)
                 self._do(machine.Gone(model))

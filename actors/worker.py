@@ -137,6 +137,9 @@ class Worker(Actor["WorkerMail"]):
             case mail.StillWaits(life=life):
                 if life == berth.life and berth.process is not None:
                     self._do(lifecycle.Alive())
+            case mail.WeightIs(weight=weight):
+                berth.weight = weight
+                self._around.turns.tell(mail.TurnsWeighed(berth.name, weight))
             case mail.TurnGiven(turn=turn, life=life):
                 if life == berth.life:
                     self._send(turn)

@@ -63,6 +63,13 @@ class Over(_Tagged, frozen=True):
     left_s: float = 0.0
 
 
+class Weighed(_Tagged, frozen=True):
+    """A model has another weight from now on, whether it computes or not."""
+
+    model: str
+    weight: float
+
+
 class Gone(_Tagged, frozen=True):
     """The worker's process is gone."""
 
@@ -73,7 +80,7 @@ class Tick(_Tagged, frozen=True):
     """Time has passed."""
 
 
-Event = Wanted | Over | Gone | Tick
+Event = Wanted | Over | Weighed | Gone | Tick
 
 
 class Give(_Tagged, frozen=True):
@@ -136,6 +143,8 @@ class Turns(msgspec.Struct):
                 self._want(event, now)
             case Over():
                 waits = self._over(event, now)
+            case Weighed():
+                self._weigh(event)
             case Gone(model=model):
                 self._leave(model)
                 self.debts.pop(model, None)
@@ -191,6 +200,12 @@ class Turns(msgspec.Struct):
         member.step_s = event.step_s
         if debt is not None:  # the time without work has paid for some of it
             member.credit_s = min(0.0, now - debt.since - debt.seconds)
+
+    def _weigh(self, event: Weighed) -> None:
+        member = self.members.get(event.model)
+        if member is not None:
+            member.weight = event.weight
+            member.credit_s = min(member.credit_s, self._quantum(member))
 
     def _over(self, event: Over, now: float) -> float:
         """Return what the next one has to wait for."""

@@ -21,6 +21,7 @@ from actors.machines.turns import (
     Tick,
     Turns,
     Wanted,
+    Weighed,
 )
 from actors.runtime.journal import Journal, replay
 from kvd.worker.gate import Gate
@@ -155,6 +156,7 @@ left = st.just(0.0) | st.floats(0, 0.1)
 spoken = st.one_of(
     st.builds(Wanted, names, st.sampled_from([0.25, 1.0, 1.0, 4.0]), step_times),
     st.builds(Over, names, st.integers(0, 30), st.floats(0, 20), st.booleans(), step_times, left),
+    st.builds(Weighed, names, st.sampled_from([0.25, 1.0, 4.0])),
     st.builds(Gone, names),
     st.builds(Tick),
 )
@@ -413,6 +415,30 @@ async def test_a_models_weight_is_that_of_its_policy():
         await asyncio.sleep(0.1)
 
         assert it.spawn.last("a").commands[-1].slice_s == pytest.approx(3 * SLICE_S)
+
+
+@simulated
+async def test_another_weight_holds_from_the_next_turn_of_a_running_process():
+    async with world(load=("a", "b")) as it:
+        first, second = it.spawn.last("a"), it.spawn.last("b")
+        for process in (first, second):
+            process.say(TurnWanted())
+        await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
+        await asyncio.sleep(0.1)
+        turn = first.commands[-1]
+        first.say(TurnOver(seq=turn.seq, used_s=SLICE_S, more=True))
+        await asyncio.sleep(0.1)
+
+        assert second.commands[-1].slice_s == pytest.approx(3 * SLICE_S)
+
+
+def test_who_gets_another_weight_takes_turns_again():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.01))
+
+    assert feed(ring, 1.0, Weighed("a", 2.0)) == [Give("b", 3, 0.0), Give("a", 4, 2 * SLICE_S)]
+    assert feed(ring, 2.0, Weighed("a", 1.0)) == [Give("b", 5, None), Give("a", 6, None)]
+    assert feed(ring, 2.0, Weighed("c", 1.0)) == []
 
 
 @simulated
