@@ -543,7 +543,8 @@ def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
             return _died(m, error, now, attributable=not _lacks(error))
         case Draining():
             m.state = Stopped()
-            return [*_lose_rows(m, died.info()), Release()]
+            lost = DrainingError(f"{m.name} was being unloaded, and {died.message}").info()
+            return [*_lose_rows(m, lost), Release()]
         case _:
             # What took too much memory would take it again.
             own = e.starved or is_own_doing(e.returncode)

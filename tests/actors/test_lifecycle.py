@@ -285,6 +285,18 @@ def test_rows_die_with_their_process_and_are_named(m):
     assert lc.Release() == release
 
 
+def test_who_dies_while_it_is_unloaded_says_so(m):
+    ready(m)
+    feed(m, lc.Admit("a"), lc.Drain())
+    lost, release = feed(m, lc.Exited(-9))
+
+    assert (lost.rids, lost.error.code, lost.again) == (["a"], "draining", False)
+    assert "being unloaded" in lost.error.message
+    assert "SIGKILL" in lost.error.message
+    assert lc.Release() == release
+    assert lc.Stopped() == m.state
+
+
 def test_deadlines_of_the_phases(m):
     feed(m, lc.Start())
     assert m.deadline == NOW + 60

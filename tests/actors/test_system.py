@@ -435,6 +435,30 @@ async def test_unload_finishes_the_requests_and_frees_the_memory():
 
 
 @simulated
+@pytest.mark.parametrize("unloaded", [True, False])
+async def test_requests_outlive_a_worker_that_dies_in_its_drain_unless_somebody_unloads_it(
+    unloaded,
+):
+    async with world({"demo": [SLOW, SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=5)
+        await until(lambda: client.count(key) == 1)
+        if unloaded:
+            client.start(messages.Unload, model="demo")
+        else:
+            w.system._supervisor.tell(mail.EvictWanted("demo", requeue=False))
+        await until(lambda: w.state() == "draining")
+        w.spawn.last("demo").die(-9)
+        end = await client.end(key)
+
+        if unloaded:
+            assert end.error.code == "draining"
+            assert w.model() is None
+        else:
+            assert (end.reason, w.state()) == ("length", "ready")
+
+
+@simulated
 async def test_a_forced_unload_ends_the_requests_at_once():
     async with world({"demo": [SLOW]}) as w:
         client = w.client()
