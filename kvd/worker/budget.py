@@ -104,9 +104,9 @@ class PageBudget:
         total = self.base_bytes + pages * self.page_bytes
         return InsufficientMemory(
             f"the request needs {mebibytes(pages * self.page_bytes)} beside the model's"
-            f" {mebibytes(self.base_bytes)}, {mebibytes(total)} in all, and the whole budget is"
-            f" {mebibytes(self.budget_bytes)}: shorten the prompt, lower max_tokens or raise the"
-            " budget",
+            f" {mebibytes(self.base_bytes)}, {mebibytes(total)} in all, and the budget without what"
+            f" pinned models keep is {mebibytes(self.budget_bytes)}: shorten the prompt, lower"
+            " max_tokens or raise the budget",
             base_bytes=self.base_bytes,
             page_bytes=self.page_bytes,
             needed_bytes=total,
