@@ -24,8 +24,8 @@ NATIVE_TRACE_BYTES = 24 * 1024
 """The same where a layer's attention is one operation of `kvd.worker.native` (19 KB)."""
 CHUNK_COPIES = 8
 """Of the widest activations of prefilled tokens, alive at once (measured: 6)."""
-ROW_SPLITS = 33
-"""Parts in which kernels attend to a row of up to 131072 tokens (`kvd.worker.cache.splits`)."""
+ROW_SPLITS = 65
+"""Parts in which kernels attend to a row, as long as a part may grow (`kvd.worker.cache.splits`)."""
 SPLIT_TOKENS = 4096
 """Tokens that one part has at most."""
 PARTS_ALIVE = 6

@@ -11,7 +11,15 @@ from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.splits import MOST, PADDING, Splits, most_splits, split_pages
+from kvd.worker.cache.splits import (
+    LEAST,
+    MOST,
+    PADDING,
+    WANTED,
+    Splits,
+    most_splits,
+    split_pages,
+)
 from protocol import base
 
 pytestmark = pytest.mark.mlx
@@ -60,8 +68,8 @@ def test_long_rows_have_large_splits() -> None:
     sizes = [split_pages(pages) for pages in range(5000)]
     assert sizes == sorted(sizes)
     assert set(sizes) == {4, 8, 16, 32, 64}
-    assert split_pages(128) == 4
-    assert split_pages(129) == 8
+    assert split_pages(WANTED * LEAST) == LEAST
+    assert split_pages(WANTED * LEAST + 1) == 2 * LEAST
     # What is reserved for a row up to some length is enough for shorter ones too.
     needed = [len(splits_of([pages])[1][0]) for pages in range(0, 5000, 7)]
     assert all(
