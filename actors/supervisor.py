@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from actors.board import Board
     from actors.mail import GovernorMail, RouterMail, SupervisorMail, WorkerMail
     from actors.runtime.actor import Ref
+    from protocol.errors import ErrorInfo
     from protocol.types import ModelState, ModelStatus
 
 
@@ -60,6 +61,8 @@ class Seat:
     """The governor does: it stays known, and a request brings it back."""
     loaders: list[tuple[Later[ModelStatus], mail.Watcher | None]] = field(default_factory=list)
     unloaders: list[Later[int]] = field(default_factory=list)
+    before: Known | None = None
+    """The model as it was known before a load that does not wait for room."""
     again: list[tuple[Later[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
     """Loads that came while it was leaving to make room."""
 
@@ -184,10 +187,11 @@ class Supervisor(Actor["SupervisorMail"]):
 
     def _take_seat(self, name: str, known: Known, *, patient: bool) -> Seat:
         house = self._house
+        before = None if patient else house.catalogue.models.get(name)
         house.catalogue.models[name] = known
         self._board(name, known, patient=patient)
         worker = house.hire(name, known)
-        seat = house.seats[name] = Seat(name, known, worker)
+        seat = house.seats[name] = Seat(name, known, worker, before=before)
         house.router.tell(mail.ModelAdded(name, worker))
         worker.tell(mail.Order(lifecycle.Start()))
         return seat
@@ -277,7 +281,7 @@ class Supervisor(Actor["SupervisorMail"]):
         self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
         seat.worker.tell(mail.Order(lifecycle.Halt(reason) if force else lifecycle.Drain()))
 
-    def _leave(self, seat: Seat, *, freed_bytes: int) -> None:
+    def _leave(self, seat: Seat, *, freed_bytes: int, error: ErrorInfo | None = None) -> None:
         house = self._house
         del house.seats[seat.name]
         house.dismiss(seat.worker)
@@ -285,7 +289,7 @@ class Supervisor(Actor["SupervisorMail"]):
         if seat.resting:
             house.router.tell(mail.ModelAsleep(seat.name))
         else:
-            house.router.tell(mail.ModelForgotten(seat.name))
+            house.router.tell(mail.ModelForgotten(seat.name, error))
             self._forget(seat.name, keep=seat.known.listed and not seat.unloaders)
         for unloader in seat.unloaders:
             unloader.answer(freed_bytes)
@@ -312,14 +316,29 @@ class Supervisor(Actor["SupervisorMail"]):
                 self._answer_loaders(seat)
             case "failed" if news.error is not None:
                 self._fail_loaders(seat, from_info(news.error))
-                if news.refused and not seat.served:  # it is as if nobody had asked
-                    self._leave(seat, freed_bytes=news.freed_bytes)
+                if news.refused:
+                    self._refused(seat, news.error, freed_bytes=news.freed_bytes)
             case "backoff" if news.error is not None and news.error.code == InsufficientMemory.code:
                 self._fail_loaders(seat, from_info(news.error))  # nobody knows when it comes back
             case "stopped" if seat.leaving:
                 self._leave(seat, freed_bytes=news.freed_bytes)
             case _:
                 pass
+
+    def _refused(self, seat: Seat, error: ErrorInfo, *, freed_bytes: int) -> None:
+        """Leave all as if nobody had asked; a model that ran before stays, to say why it is gone.
+
+        Of a model that was known, requests wait on that came meanwhile: they bring it when there
+        is room, as if they had come first.
+        """
+        if seat.served:
+            self._house.router.tell(mail.ModelChanged(seat.name, "failed", error))
+        elif seat.before is not None and error.code == InsufficientMemory.code:
+            seat.resting = True
+            self._house.catalogue.models[seat.name] = seat.before
+            self._leave(seat, freed_bytes=freed_bytes)
+        else:
+            self._leave(seat, freed_bytes=freed_bytes, error=error)
 
     def _progressed(self, news: mail.LoadProgressed) -> None:
         seat = self._house.seats.get(news.name)

@@ -347,8 +347,12 @@ class Worker(Actor["WorkerMail"]):
             reason=error.message if error is not None else None,
         )
         self._publish()
-        self._around.router.tell(mail.ModelChanged(berth.name, _standing(state), error))
         refused = isinstance(state, lifecycle.Failed) and state.refused
+        if refused or (isinstance(state, lifecycle.Stopping) and state.then == "failed"):
+            # Whether requests for it wait on is the supervisor's word.
+            self._around.router.tell(mail.ModelChanged(berth.name, "waiting"))
+        else:
+            self._around.router.tell(mail.ModelChanged(berth.name, _standing(state), error))
         self._around.supervisor.tell(
             mail.WorkerChanged(berth.name, berth.state, error, refused, berth.freed_bytes)
         )

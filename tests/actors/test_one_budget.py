@@ -91,6 +91,29 @@ async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others
 
 
 @simulated
+@pytest.mark.parametrize("known", [{"big": Known("big", listed=True)}, {"big": Known("big")}, {}])
+async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known(known):
+    scripts = {"demo": [Script(weights=600)], "big": [BIG, BIG]}
+    async with world(scripts, known=known) as w:
+        await busy(w, "demo")
+        client = w.client()
+        load = client.start(messages.Load, model="big")
+        await until(lambda: w.model("big") is not None, 5)
+        key = client.generate("big")
+        refused = await client.end(load)
+        assert refused.error.code == "insufficient_memory"
+        await asyncio.sleep(10)
+
+        if known:
+            assert not [one for one in client.events[key] if messages.is_last(one)]
+            w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+            assert (await client.end(key)).reason == "length"
+        else:
+            assert (await client.end(key)).error.code == "insufficient_memory"
+            assert w.model("big") is None
+
+
+@simulated
 async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it():
     known = {"big": Known("big")}
     async with world({"demo": [Script(weights=600)], "big": [BIG]}, known=known) as w:
