@@ -25,7 +25,7 @@ NATIVE_TRACE_BYTES = 24 * 1024
 CHUNK_COPIES = 8
 """Of the widest activations of prefilled tokens, alive at once (measured: 6)."""
 ROW_SPLITS = 65
-"""Parts in which kernels attend to a row, as long as a part may grow (`kvd.worker.cache.splits`)."""
+"""Parts in which kernels attend to a row while these may grow (`kvd.worker.cache.splits`)."""
 SPLIT_TOKENS = 4096
 """Tokens that one part has at most."""
 PARTS_ALIVE = 6

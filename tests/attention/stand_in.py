@@ -22,12 +22,29 @@ class StandIn:
 
     def __init__(self, error: float = 0.0) -> None:
         self.launches = 0
+        self.attended = 0
+        """Calls of `decode_attention`; compiled steps make some when they are traced."""
         self.error = error
         """By how much its results are too large, relative."""
 
     def backend(self) -> FusedBackend:
         """A backend that attends with it."""
         return FusedBackend(self, METAL.most_buffers)
+
+    def append(
+        self,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: mx.array,
+        givers: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """As the kernel."""
+        self.launches += 1
+        taken = (mx.arange(tail_keys.shape[2]) == places[:, None])[:, None, :, None]
+        which = slice(tail_keys.shape[0]) if givers is None else givers
+        return mx.where(taken, keys[which], tail_keys), mx.where(taken, values[which], tail_values)
 
     def decode_attention(
         self,
@@ -46,6 +63,7 @@ class StandIn:
     ) -> mx.array:
         """As the kernels."""
         self.launches += 2
+        self.attended += 1
         batch, q_heads, _, k_dim = queries.shape
         count, heads = rows.shape[0], tail_keys.shape[1]
         # [rows, splits]: whose each split is, by what both of them say.

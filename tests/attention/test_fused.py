@@ -74,7 +74,8 @@ def test_rows_of_any_length_through_flushes_joins_and_leaves() -> None:
             rows.insert(0, bench.new(1400))
 
     bench.check()
-    assert kernels.launches == 2 * 2 * 14
+    assert kernels.attended == 2 * 14  # layers, steps
+    assert kernels.launches >= 2 * kernels.attended
 
 
 @pytest.mark.parametrize(
