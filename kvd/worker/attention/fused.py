@@ -51,6 +51,17 @@ class Kernels(Protocol):
     ) -> mx.array:
         """Attend the newest token of each row; ``[batch, q_heads, 1, v_dim]``, lazy."""
 
+    def append(
+        self,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: mx.array,
+        givers: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """Return tails with a token of each row in its place; lazy."""
+
 
 @dataclass(frozen=True)
 class FusedBackend:
@@ -106,8 +117,10 @@ class FusedStep:
         return FusedStep(kernels, kind, pages, splits, mx.array(told, mx.int32))
 
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token for each row into its tail: one fused operation as it is."""
-        layer.append_plainly(step, keys, values)
+        """Write one token for each row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
+        layer.tail_keys, layer.tail_values = self.kernels.append(
+            layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers
+        )
 
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None

@@ -15,7 +15,7 @@ import numpy as np
 
 LEAST, MOST = 4, 64
 """Pages of a split: fewer do not pay for combining them, more leave a long row to few groups."""
-WANTED = 32
+WANTED = 64
 """Splits of a row where these bounds allow it; its tail comes on top."""
 PADDING = -1
 """In the place of a row: nobody's split."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import decode, matrix
+from kvd.worker.attention.kernels import append, decode, matrix
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 
@@ -92,6 +92,25 @@ class Fused:
         joined = combine_launch(shape, self.language, batch, outputs, weights, rows, sinks)
         return self._fire(joined)[0]
 
+    def append(
+        self,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: mx.array,
+        givers: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """Return tails with a token of each row in its place.
+
+        Tails ``[tails, kv_heads, 192, dim]``; tokens ``[rows or more, kv_heads, 1, dim]``;
+        ``places [tails]`` int32: where each tail takes one, or -1; ``givers [tails]``: from which
+        row, None if the rows are the tails in their order.
+        """
+        launch = append_launch(self.language, tail_keys, tail_values, keys, values, places, givers)
+        new_keys, new_values = self._fire(launch)
+        return new_keys, new_values
+
     def _fire(self, launch: Launch) -> list[mx.array]:
         self.launches += 1
         return fire(launch, self.language)
@@ -121,7 +140,7 @@ def split_launch(
         input_names=tuple(names),
         output_names=("outputs", "weights"),
         source=text,
-        header=_header(shape, language),
+        header=_header(shape, language, warps * LANES),
         inputs=[queries, pages, tail_keys, tail_values, rows, splits, *pools],
         output_shapes=[(count, *each, shape.v_dim), (count, *each, 2)],
         output_dtypes=[mx.float32, mx.float32],
@@ -156,6 +175,39 @@ def combine_launch(
         grid=(batch * q_heads * shape.queries * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         template=(("T", shape.dtype),),
+    )
+
+
+def append_launch(
+    language: Language,
+    tail_keys: mx.array,
+    tail_values: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    places: mx.array,
+    givers: mx.array | None,
+) -> Launch:
+    """Return the launch that copies tails, and puts a token of each row in its place."""
+    _, heads, _, k_dim = tail_keys.shape
+    dtype, v_dim = tail_keys.dtype, tail_values.shape[-1]
+    text = _append_text(language, heads, k_dim, v_dim, dtype.size, givers is not None)
+    pieces = (tail_keys.nbytes + tail_values.nbytes) // append.PIECE
+    extra = [] if givers is None else [givers]
+    return Launch(
+        name=_name("append", text),
+        input_names=(
+            *("tail_keys", "tail_values", "keys", "values", "places"),
+            *(["givers"] if extra else []),
+        ),
+        output_names=("new_keys", "new_values"),
+        source=text,
+        header=language.header,
+        inputs=[tail_keys, tail_values, keys, values, places, *extra],
+        output_shapes=[tail_keys.shape, tail_values.shape],
+        output_dtypes=[dtype, dtype],
+        grid=(-(-pieces // append.THREADS) * append.THREADS, 1, 1),
+        threadgroup=(append.THREADS, 1, 1),
+        template=(),
     )
 
 
@@ -206,13 +258,23 @@ def _split_text(shape: Shape, language: Language) -> tuple[str, int, int]:
 
 
 @lru_cache(64)
+def _append_text(
+    language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, givers: bool
+) -> str:
+    return append.append_source(language, heads, k_dim, v_dim, itemsize, givers=givers)
+
+
+@lru_cache(64)
 def _combine_text(shape: Shape, language: Language) -> tuple[str, int]:
     return decode.combine_source(shape, language), decode.combine_threads(shape)
 
 
-def _header(shape: Shape, language: Language) -> str:
-    extra = matrix.HEADER if matrix.fits(shape, language) else ""
-    return language.header + language.dense[shape.dtype] + extra
+def _header(shape: Shape, language: Language, threads: int = 0) -> str:
+    """Return what comes before a kernel; ``threads``: of a block that attends to pages."""
+    header = language.header + language.dense[shape.dtype]
+    if threads and matrix.fits(shape, language):
+        header += matrix.header(threads)
+    return header
 
 
 @lru_cache(256)

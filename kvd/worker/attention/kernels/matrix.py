@@ -31,7 +31,7 @@ _IN_FLIGHT = 16
 _STRIDE = FLOATS // 4
 """Floats between the weights of two vectors: more than 64, so that fewer lanes meet in a bank."""
 
-HEADER = """
+_HEADER = """
 #ifndef PREFETCH
 #define PREFETCH(place) asm volatile("prefetch.global.L2 [%0];" ::"l"(place))
 #endif
@@ -88,6 +88,20 @@ __device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
   raised(pairs, x, y);
   for (int at = 0; at < 8; ++at) pairs[at] = fused(pairs[at], 0x3c003c00u, 0xe400e400u);
 }
+"""
+
+
+_RESIDENT = 512
+"""Threads for which a multiprocessor has registers at once: they wait for memory in turn."""
+
+
+def header(threads: int) -> str:
+    """Return what comes before the kernel, whose blocks have so many threads."""
+    blocks = max(1, _RESIDENT // threads)
+    # The attribute stands before the kernel, whose first line is MLX's.
+    return f"""{_HEADER}
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
 """
 
 

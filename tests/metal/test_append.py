@@ -1,0 +1,53 @@
+"""The kernel that writes a step's tokens into tails, in both languages."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.kernels.language import CUDA, METAL, Language
+from kvd.worker.attention.kernels.launch import append_launch
+from kvd.worker.cache.steps import TAIL_TOKENS
+from tests.metal.run import check_rules, run
+
+TAILS, HEADS, K_DIM, V_DIM = 3, 2, 80, 64
+
+
+def _noise(*shape: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+def _floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+@pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("places", "givers"),
+    [([5, TAIL_TOKENS - 1, 0], None), ([7, -1, 100], [1, 0, 0])],
+    ids=["rows are tails", "rows give"],
+)
+def test_each_tail_takes_its_token_and_is_else_what_it_was(
+    language: Language, dtype: mx.Dtype, places: list[int], givers: list[int] | None
+) -> None:
+    tails = [_noise(TAILS, HEADS, TAIL_TOKENS, dim, dtype=dtype) for dim in (K_DIM, V_DIM)]
+    new = [_noise(TAILS + 1, HEADS, 1, dim, dtype=dtype) for dim in (K_DIM, V_DIM)]
+    launch = append_launch(
+        language,
+        *tails,
+        *new,
+        mx.array(places, mx.int32),
+        None if givers is None else mx.array(givers, mx.int32),
+    )
+    if language is METAL:
+        check_rules(launch)
+
+    for before, tokens, got in zip(tails, new, run(launch, language.name), strict=True):
+        want = _floats(before)
+        for tail, place in enumerate(places):
+            if place >= 0:
+                giver = tail if givers is None else givers[tail]
+                want[tail, :, place] = _floats(tokens)[giver, :, 0]
+        assert np.array_equal(got, want)
