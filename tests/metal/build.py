@@ -34,10 +34,13 @@ _COMMON = (
     "-fno-rtti",
     "-fno-strict-aliasing",  # words are read as numbers
     f"-fsanitize={_CHECKS}",
+    "-fno-threadsafe-statics",  # threadgroup arrays are no statics that wait to be made
     "-fno-sanitize-recover=all",
     "-Wno-attributes",  # [[kernel]], [[buffer(0)]]
     "-Werror=vla",  # neither language has arrays of a length that is no constant
 )
+_RACES = ("-fsanitize=thread",)
+"""Calls before each access (`shim/races.h`): half as much again to compile."""
 _WISHED = (
     "-march=native",
     "-fcf-protection=none",
@@ -117,29 +120,29 @@ def runner() -> Path:
     """Return the program that runs a library."""
     path = _folder() / "runner"
     source = str(SHIM / "runner.cpp")
-    return _once(path, "-std=c++20", "-O1", "-rdynamic", source, "-ldl")
+    return _once(path, "-std=c++20", "-O2", "-rdynamic", source, "-ldl")
 
 
-def _header(language: Language, flags: tuple[str, ...]) -> Path:
+def _header(language: Language, flags: tuple[str, ...], races: bool) -> Path:
     """Return the language's header, compiled beside: half of a small kernel's time else."""
-    path = _written(f"{language}.h", f'#include "{SHIM / language}.h"\n')
+    path = _written(f"{language}{races:d}.h", f'#include "{SHIM / language}.h"\n')
     _once(path.with_suffix(".h.gch"), *flags, "-x", "c++-header", str(path))
     return path
 
 
-def library(wrapped: Wrapped, language: Language) -> Path:
+def library(wrapped: Wrapped, language: Language, *, races: bool = True) -> Path:
     """Return a kernel's library, from cache where the same text was compiled before.
 
     Raises `BuildFailed` where the compiler refuses it.
     """
     with _guard:
-        flags = _COMMON + _flags() + _BY_LANGUAGE[language]
+        flags = _COMMON + _flags() + _BY_LANGUAGE[language] + (_RACES if races else ())
     text = _text(wrapped, language)
     name = hashlib.sha256("\0".join((*flags, text)).encode()).hexdigest()[:24]
     source = _written(f"{name}.cpp", text)
     # Without start files and sanitizer libraries nothing but the kernel has variables.
     link = ("-shared", "-nostdlib", str(source), "-lm", "-lgcc")
-    header = str(_header(language, flags))
+    header = str(_header(language, flags, races))
     return _once(source.with_suffix(".so"), *flags, "-include", header, *link)
 
 

@@ -43,9 +43,9 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "window": WINDOWS,
     "sinks": (False, True),
     "padding": (0, 3),
-    "levels": (1, 2, 3),
+    "levels": (1, 2),
 }
-_TRIED = 100
+_TRIED = 250
 """Random cases, of which the one with the most new pairs is taken."""
 
 _ALONE = 20
@@ -53,9 +53,9 @@ _ALONE = 20
 
 MATRIX = (
     Case(mx.bfloat16, 64, 64, 2, 4, 1, ("k4v4",), ROWS[0], sinks=True),
-    Case(mx.float16, 128, 128, 2, 3, 2, ("k8v4", "k4v8"), ROWS[1], window=300, keep=70),
-    Case(mx.float16, 192, 128, 1, 8, 8, ("k8v8",), ROWS[3], padding=3),
-    Case(mx.bfloat16, 128, 128, 1, 16, 1, ("k4v4", "k8v8", "k4v8"), ROWS[4], sinks=True),
+    Case(mx.float16, 128, 128, 2, 3, 2, ("k8v4", "k4v8"), ROWS[1], 300, 70),
+    Case(mx.float16, 192, 128, 1, 8, 3, ("k8v8",), ((3, 65), (0, 9)), padding=3),
+    Case(mx.bfloat16, 128, 128, 1, 5, 1, ("k4v4", "k8v8", "k4v8"), ((6, 65),), sinks=True),
     Case(mx.bfloat16, 64, 64, 2, 1, 5, ("k8v8", "k4v4"), ((4, 4), (1, 63)), window=100),
 )
 """What CUDA's tensor cores take: only some bits, head sizes and groups; and all queries are in
@@ -66,7 +66,7 @@ Values = dict[str, Any]
 
 def values_of(count: int) -> list[Values]:
     """Return so many cases' values that have many pairs in common with no other."""
-    source = random.Random(0)
+    source = random.Random(6)  # one with which 20 cases have all values
     seen: set[Any] = set()
     found = []
     for _ in range(count):

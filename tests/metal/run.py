@@ -62,14 +62,15 @@ _DESCENDING = _Pass(descending=True, at_end=False, poison=0x7B, output_poison=0x
 _DIRTY = replace(_ASCENDING, poison=0x7B)
 
 
-def run(launch: Any, language: Language) -> list[np.ndarray]:
+def run(launch: Any, language: Language, *, races: bool = True) -> list[np.ndarray]:
     """Return the outputs of a launch: float32 for floating types, else as they are.
 
-    What a kernel has not written comes back as bytes of 0xff: NaN, or -1. Raises `KernelFault`.
+    What a kernel has not written comes back as bytes of 0xff: NaN, or -1. Without ``races`` those
+    are found only that make the two runs differ; it compiles faster. Raises `KernelFault`.
     """
     wrapped = wrap(launch, language)
     try:
-        library = build.library(wrapped, language)
+        library = build.library(wrapped, language, races=races)
     except build.BuildFailed as error:
         raise KernelFault(f"{language}: {launch.name} does not compile:\n{error}") from None
     inputs = [_numpy(array) for array in launch.inputs]

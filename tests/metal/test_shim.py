@@ -206,7 +206,7 @@ def test_reading_the_few_bytes_behind_an_odd_end_is_told(language):
 def test_writing_behind_an_end_is_told(language):
     wrong(
         language,
-        "y[@thread] = 0.0f; y[@thread + 1] = x[@thread];",
+        "y[@thread + 1] = x[@thread];",
         r"writes behind the end of buffer 'y': byte 128, element 32 of 32",
     )
 
@@ -214,7 +214,7 @@ def test_writing_behind_an_end_is_told(language):
 def test_writing_before_a_beginning_is_told(language):
     wrong(
         language,
-        "int i = int(@thread) - 1; y[i] = 0.0f; y[31] = 0.0f;",
+        "int i = int(@thread) - 1; y[i] = 0.0f;",
         r"writes before the beginning of buffer 'y': byte -4",
     )
 
@@ -276,15 +276,43 @@ def test_a_shuffle_that_some_lanes_pass_by_is_told(language):
     wrong(language, source, r"(simd_max|__shfl_xor_sync) is reached by 31 of 32 threads")
 
 
+MISSING = """
+@shared float sums[32];
+sums[@thread] = 0.0f;
+@barrier;
+sums[@thread] = x[@thread];
+y[@thread] = sums[31 - @thread];
+"""
+
+
 def test_a_missing_barrier_is_told(language):
-    source = """
+    wrong(
+        language,
+        MISSING,
+        r"race: (reads|writes to) threadgroup memory that thread \(\d+, 0, 0\) of threadgroup .*"
+        r" has (written|read), with no barrier between, .* line (5|6): ",
+    )
+
+
+def test_a_missing_barrier_is_told_by_the_order_too(language):
+    with pytest.raises(KernelFault, match="depends on the order in which threads run: a barrier"):
+        run(small(language, MISSING), language, races=False)
+
+
+def test_a_shuffle_is_no_barrier(language):
+    word = {"metal": "simd_sum(x[0])"}.get(language, "__shfl_xor_sync(0xffffffff, x[0], 1)")
+    source = f"""
     @shared float sums[32];
-    sums[@thread] = 0.0f;
-    @barrier;
     sums[@thread] = x[@thread];
-    y[@thread] = sums[31 - @thread];
+    float other = {word};
+    y[@thread] = sums[31 - @thread] + other;
     """
-    wrong(language, source, r"depends on the order in which threads run: a barrier is missing")
+    run(small(language, source), language, races=False)
+    wrong(language, source, "race: reads threadgroup memory that thread .* has written.* line 5")
+
+
+def test_two_threads_that_write_the_same_are_told(language):
+    wrong(language, "y[@thread / 2] = 1.0f;", "race: two threads use byte 0 of output 'y'")
 
 
 def test_a_barrier_between_makes_it_right(language):
@@ -309,12 +337,12 @@ def test_simdgroups_need_a_barrier_between_them(language):
     y[@thread] = sums[63 - @thread];
     """
     wide = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(64,)]}
-    wrong(language, source, "a barrier is missing", **wide)
+    wrong(language, source, "race: ", **wide)
 
 
 @pytest.mark.parametrize("read", ["sums[@lane]", "max(sums[@lane], 1.0f)"])
 def test_threadgroup_memory_that_nobody_has_written_is_told(language, read):
-    source = f"@shared float sums[32]; sums[0] = 1.0f; @barrier; y[@thread] = {read};"
+    source = f"@shared float sums[32]; if (@lane == 0) sums[0] = 1.0f; @barrier; y[@lane] = {read};"
     wrong(language, source, "depends on memory that nobody has written")
 
 

@@ -4,6 +4,13 @@
 // place through `shim_thread`; the runner changes it at every switch.
 #pragma once
 
+// Kernels are compiled as they stand; what stands for the language runs faster. Ends in metal.h
+// and cuda.h.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+#endif
+
 #include <bit>
 #include <cfloat>
 #include <cstdint>

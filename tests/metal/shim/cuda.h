@@ -187,3 +187,7 @@ struct Strides {
   int64_t operator[](int at) const { return values[at]; }
 };
 } // namespace mlx::core::cu
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif

@@ -294,6 +294,10 @@ inline uint threads_per_simdgroup() { return 32; }
 inline uint3 threads_per_threadgroup() { return of(shim_thread->size); }
 } // namespace shim
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
+
 #define M_LOG2E_F 1.44269504088896340736f
 #define METAL_FUNC inline __attribute__((always_inline))
 

@@ -38,6 +38,8 @@ struct Thread {
   ShimPoint point;
   const char* what;
   uint32_t line;
+  uint32_t group_barriers; // that it has passed
+  uint32_t simd_barriers;  // those of the group included
   unsigned char slot[SHIM_SLOT];
 };
 
@@ -45,11 +47,12 @@ std::vector<memory::Buffer> buffers;
 std::vector<void*> arguments;
 std::vector<Thread> threads; // of the threadgroup that runs
 std::vector<unsigned char> slots; // of all simdgroups, what their lanes handed over last
-char* stacks;
+char *stacks, *stacks_end;
 fibers::Fiber scheduler;
 Thread* running;
 Entry entry;
 char* library_base;
+char *shared_begin, *shared_end; // threadgroup memory
 unsigned char poison;
 unsigned char output_poison;
 
@@ -89,6 +92,8 @@ void wait_here(ShimPoint point, const char* what, uint32_t line) {
   running->what = what;
   running->line = line;
   fibers::change(running->fiber, scheduler);
+  running->group_barriers += point == SHIM_GROUP_BARRIER;
+  running->simd_barriers += point != SHIM_SIMD_OPERATION;
 }
 
 bool same_point(const Thread& a, const Thread& b) {
@@ -172,6 +177,12 @@ void run_group(bool descending) {
   }
 }
 
+} // namespace
+
+#include "races.h"
+
+namespace {
+
 void start_group(const uint32_t (&group)[3], const uint32_t (&full)[3], const uint32_t (&grid)[3],
                  const uint32_t (&groups)[3], bool partial) {
   ShimThread about = {};
@@ -193,6 +204,7 @@ void start_group(const uint32_t (&group)[3], const uint32_t (&full)[3], const ui
     about.position[1] = uint32_t(at / about.size[0] % about.size[1]);
     about.position[2] = uint32_t(at / about.size[0] / about.size[1]);
     threads[at].about = about;
+    threads[at].group_barriers = threads[at].simd_barriers = 0;
     fibers::start(threads[at].fiber, stacks + at * each + memory::page(), thread_main);
   }
 }
@@ -242,15 +254,16 @@ void run_grid(const Request& request, void (*memory_of)(char**, char**)) {
   for (int axis = 0; axis < 3; ++axis) {
     groups[axis] = (request.grid[axis] + request.threadgroup[axis] - 1) / request.threadgroup[axis];
   }
-  char *begin, *end;
-  memory_of(&begin, &end);
+  memory_of(&shared_begin, &shared_end);
+  const size_t shared = size_t(shared_end - shared_begin);
   flush_denormals(request.flush);
   size_t count = size_t(groups[0]) * groups[1] * groups[2];
   for (size_t place = 0; place < count; ++place) {
     size_t at = request.descending ? count - 1 - place : place;
     uint32_t group[3] = {uint32_t(at % groups[0]), uint32_t(at / groups[0] % groups[1]),
                          uint32_t(at / groups[0] / groups[1])};
-    memset(begin, int(request.poison), size_t(end - begin));
+    memset(shared_begin, int(request.poison), shared);
+    races::watch(shared);
     start_group(group, request.threadgroup, request.grid, groups, request.partial);
     run_group(request.descending);
   }
@@ -269,8 +282,7 @@ void on_fault(int signal, siginfo_t* about, void* context) {
 #endif
   if (signal == SIGSEGV || signal == SIGBUS) {
     const char* address = static_cast<const char*>(about->si_addr);
-    size_t each = fibers::STACK + memory::page();
-    if (address >= stacks && address < stacks + 1024 * each) {
+    if (address >= stacks && address < stacks_end) {
       fail(0, at, "a thread's local variables need more than %zu bytes", fibers::STACK);
     }
     std::string where = memory::describe(buffers, address);
@@ -308,7 +320,9 @@ const unsigned char* shim_exchange(const char* what, uint32_t line, const void* 
   return &slots[running->about.index / SHIM_LANES * SHIM_LANES * SHIM_SLOT];
 }
 
-void shim_fail(const char* message) { fail(0, __builtin_return_address(0), "%s", message); }
+void shim_fail(const char* message) {
+  fail(0, static_cast<const char*>(__builtin_return_address(0)) - 1, "%s", message);
+}
 }
 
 #include "checks.h"
@@ -326,6 +340,7 @@ int main(int, char** argv) {
   dladdr(reinterpret_cast<void*>(entry), &about);
   library_base = static_cast<char*>(about.dli_fbase);
   stacks = fibers::stacks(1024);
+  stacks_end = stacks + 1024 * (fibers::STACK + memory::page());
   catch_faults();
 
   Request request;
@@ -343,7 +358,14 @@ int main(int, char** argv) {
     buffers.push_back(buffer);
     arguments.push_back(buffer.data);
   }
+  for (const memory::Buffer& buffer : buffers) {
+    if (buffer.output) {
+      races::outputs.push_back({&buffer, std::vector<uint64_t>((buffer.size + 1) / 2)});
+    }
+  }
+  races::watching = !request.descending;
   run_grid(request, memory_of);
+  races::watching = false;
   for (const memory::Buffer& buffer : buffers) {
     if (!buffer.output) {
       continue;
