@@ -101,7 +101,7 @@ class ModelCache:
         self.access = {kind: (access or {}).get(kind, Access.PAGES) for kind in layout.kinds}
         self.stores: list[KVStore] = []
         self.backend: Backend | None = None
-        """What attends in the place of plain operations, in all stores."""
+        """What attends in the place of plain operations, in stores that are read as pages."""
         self.states = StateStore(list(layout.states()))
         self._store_of = {kind: index for index, kind in enumerate(layout.kinds)}
         for kind in layout.kinds:
@@ -572,9 +572,9 @@ class ModelCache:
 
     def use(self, page_product: Callable[..., mx.array], backend: Backend | None = None) -> None:
         """Multiply pages in this way from now on, where the backend does not attend."""
-        for store in self.stores:
+        for store, access in zip(self.stores, self.access.values(), strict=True):
             store.page_product = page_product
-            store.backend = backend
+            store.backend = backend if access is Access.PAGES else None
         self.backend = backend
 
     # Giving memory back.

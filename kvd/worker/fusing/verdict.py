@@ -35,14 +35,12 @@ def judge(
         if not takes(geometry):
             sizes = f"{geometry.k_dim} and {geometry.v_dim}"
             return _unused(f"there are no kernels for heads of {sizes}", watched), 0.0
-    before = backend.launched()
     try:
         error = check(replace(backend, kernels=watched))
     except Refused as refused:
         return _unused(str(refused), watched), 0.0
-    launched = backend.launched() > before
     try:
-        times = timing.compare(stores, backend, watched.compiled) if launched else None
+        times = timing.compare(stores, backend, watched.compiled)
     except Exception as failed:  # drivers raise what they like
         if shortage_of(failed) is not None:
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -39,6 +40,7 @@ class Watched:
         self._kernels = kernels
         self.compiled: dict[Asked, float] = {}
         """Seconds that the first call took beyond the second."""
+        self._appends: dict[tuple[object, ...], float] = {}
 
     @property
     def launches(self) -> int:
@@ -52,7 +54,7 @@ class Watched:
     @property
     def compile_s(self) -> float:
         """Seconds that all of it took."""
-        return sum(self.compiled.values())
+        return sum(self.compiled.values()) + sum(self._appends.values())
 
     def decode_attention(
         self,
@@ -83,8 +85,8 @@ class Watched:
             None if sinks is None else sinks.dtype,
         )
 
-        def call() -> mx.array:
-            return self._kernels.decode_attention(
+        def call() -> list[mx.array]:
+            found = self._kernels.decode_attention(
                 queries,
                 pages,
                 tail_keys,
@@ -98,17 +100,52 @@ class Watched:
                 keep,
                 sinks,
             )
+            return [found]
 
+        return self._called(call, self.compiled, asked, [queries, tail_keys, tail_values])[0]
+
+    def append(
+        self,
+        tail_keys: mx.array,
+        tail_values: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: mx.array,
+        givers: mx.array | None,
+    ) -> tuple[mx.array, mx.array]:
+        """As the kernels do."""
+
+        def call() -> list[mx.array]:
+            found = self._kernels.append(tail_keys, tail_values, keys, values, places, givers)
+            return list(found)
+
+        text = tail_keys.dtype, *tail_keys.shape[1:], *tail_values.shape[1:], givers is None
+        given = [tail_keys, tail_values, keys, values]
+        new_keys, new_values = self._called(call, self._appends, text, given)
+        return new_keys, new_values
+
+    def _called(
+        self,
+        call: Callable[[], list[mx.array]],
+        compiled: dict[Any, float],
+        text: object,
+        given: list[mx.array],
+    ) -> list[mx.array]:
+        """Call kernels, the first time that their text is asked for twice more."""
+        before = self.launches
         try:
-            if asked not in self.compiled:
-                mx.eval(queries, tail_keys, tail_values)
+            if text not in compiled:
+                mx.eval(given)
                 first, second = _seconds(call), _seconds(call)
-                self.compiled[asked] = max(0.0, first - second)
-            return call()
+                compiled[text] = max(0.0, first - second)
+            found = call()
         except MemoryError:
             raise
         except Exception as failed:  # compilers and drivers raise what they like
             raise Refused(first_line(failed)) from failed
+        if self.launches <= before:
+            raise Refused("no kernel was launched")
+        return found
 
 
 def first_line(error: Exception) -> str:
@@ -117,7 +154,7 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said}".removesuffix(": ")
 
 
-def _seconds(call: Callable[[], mx.array]) -> float:
+def _seconds(call: Callable[[], list[mx.array]]) -> float:
     start = time.perf_counter()
     mx.eval(call())
     return time.perf_counter() - start
