@@ -60,10 +60,12 @@ def serve(
     if choice.is_plain():
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
         off = FusedAttention(used=False, reason="switched off")
-        return found if kernels is None else replace(found, fused=off)
-    found = probe.serve(loaded.model, settings, loaded.vocab_size, library, kernels)
+        found = found if kernels is None else replace(found, fused=off)
+    else:
+        found = probe.serve(loaded.model, settings, loaded.vocab_size, library, kernels)
+        if found.fused is not None:
+            progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
     if found.fused is not None:
-        progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
         _log.info("%s", told(found.fused))
     return found
 

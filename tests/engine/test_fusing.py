@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -227,8 +228,13 @@ def test_the_environment_forces_plain_operations(
     [("reference", "reference", "switched off"), ("auto", "fused", None)],
 )
 def test_loading_tries_kernels_unless_it_is_told_not_to(
-    monkeypatch: pytest.MonkeyPatch, told: str, path: str, reason: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    told: str,
+    path: str,
+    reason: str | None,
 ) -> None:
+    caplog.set_level(logging.INFO, "kvd.worker")
     monkeypatch.setenv(choice.VARIABLE, told)
     monkeypatch.setattr(choice, "kernels", StandIn().backend)
     stages: list[str] = []
@@ -247,6 +253,7 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
     assert [stage.startswith("attention kernels compiled") for stage in stages] == (
         [] if reason else [True]
     )
+    assert f"fused attention is {'not used: switched off' if reason else 'used'}" in caplog.text
 
 
 def test_an_engine_serves_with_kernels_and_counts_them(
