@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.metal import build
+from tests.metal.wrap import Language
 
 
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
     if build.compiler() is None:
         pytest.skip("no g++ on Linux: kernels cannot run without a GPU here")
+
+
+@pytest.fixture(params=["metal", "cuda"])
+def language(request: pytest.FixtureRequest) -> Language:
+    return request.param

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from tests.metal.wrap import Language
+
 Triple = tuple[int, int, int]
 
 
@@ -24,3 +26,32 @@ class Small:
     template: tuple[tuple[str, int | bool | mx.Dtype], ...] = ()
     header: str = ""
     name: str = "small"
+
+
+# The two languages differ in these words; the rest of the kernels below is C++.
+WORDS: dict[Language, dict[str, str]] = {
+    "metal": {
+        "@shared": "threadgroup",
+        "@barrier": "threadgroup_barrier(mem_flags::mem_threadgroup)",
+        "@thread": "thread_index_in_threadgroup",
+        "@lane": "thread_index_in_simdgroup",
+        "@group": "threadgroup_position_in_grid.x",
+        "@device": "device",
+    },
+    "cuda": {
+        "@shared": "__shared__",
+        "@barrier": "__syncthreads()",
+        "@thread": "threadIdx.x",
+        "@lane": "(threadIdx.x % 32)",
+        "@group": "blockIdx.x",
+        "@device": "",
+    },
+}
+
+
+def small(language: Language, source: str, x: mx.array | None = None, **about) -> Small:
+    """Return a kernel over `x` (0 to 31 else) whose source is in neither language."""
+    for word, meaning in WORDS[language].items():
+        source = source.replace(word, meaning)
+    x = mx.arange(32, dtype=mx.float32) if x is None else x
+    return Small(source, [x], **about)

@@ -47,12 +47,15 @@ inline long number(const Type* type, uintptr_t value) {
   return sign && bits < 64 ? long(value << (64 - bits)) >> (64 - bits) : long(value);
 }
 
+// The body's line, or 0: somewhere in a header.
+inline uint32_t line(const Location& at) { return strcmp(at.file, "body") ? 0 : at.line; }
+
 } // namespace checks
 
 extern "C" {
 
 void __ubsan_handle_out_of_bounds_abort(checks::Bounds* found, uintptr_t index) {
-  fail(found->at.line, nullptr, "index %ld is outside of an array of type %s",
+  fail(checks::line(found->at), nullptr, "index %ld is outside of an array of type %s",
        checks::number(found->index, index), found->array->name);
 }
 
@@ -66,34 +69,34 @@ void __ubsan_handle_type_mismatch_v1_abort(checks::Mismatch* found, uintptr_t ad
         where = " in buffer '" + buffer.name + "', byte " + std::to_string(offset);
       }
     }
-    fail(found->at.line, nullptr, "misaligned access%s: type %s needs a multiple of %u",
+    fail(checks::line(found->at), nullptr, "misaligned access%s: type %s needs a multiple of %u",
          where.c_str(), found->type->name, 1u << found->log_alignment);
   }
-  fail(found->at.line, nullptr, "access through a null pointer, type %s", found->type->name);
+  fail(checks::line(found->at), nullptr, "access through a null pointer, type %s", found->type->name);
 }
 
 void __ubsan_handle_shift_out_of_bounds_abort(checks::Shift* found, uintptr_t, uintptr_t by) {
-  fail(found->at.line, nullptr, "shift of type %s by %ld", found->left->name,
+  fail(checks::line(found->at), nullptr, "shift of type %s by %ld", found->left->name,
        checks::number(found->right, by));
 }
 
 void __ubsan_handle_add_overflow_abort(checks::Overflow* found, uintptr_t, uintptr_t) {
-  fail(found->at.line, nullptr, "a sum overflows type %s", found->type->name);
+  fail(checks::line(found->at), nullptr, "a sum overflows type %s", found->type->name);
 }
 void __ubsan_handle_sub_overflow_abort(checks::Overflow* found, uintptr_t, uintptr_t) {
-  fail(found->at.line, nullptr, "a difference overflows type %s", found->type->name);
+  fail(checks::line(found->at), nullptr, "a difference overflows type %s", found->type->name);
 }
 void __ubsan_handle_mul_overflow_abort(checks::Overflow* found, uintptr_t, uintptr_t) {
-  fail(found->at.line, nullptr, "a product overflows type %s", found->type->name);
+  fail(checks::line(found->at), nullptr, "a product overflows type %s", found->type->name);
 }
 void __ubsan_handle_negate_overflow_abort(checks::Overflow* found, uintptr_t) {
-  fail(found->at.line, nullptr, "a negation overflows type %s", found->type->name);
+  fail(checks::line(found->at), nullptr, "a negation overflows type %s", found->type->name);
 }
 void __ubsan_handle_divrem_overflow_abort(checks::Overflow* found, uintptr_t, uintptr_t) {
-  fail(found->at.line, nullptr, "division by zero or overflow, type %s", found->type->name);
+  fail(checks::line(found->at), nullptr, "division by zero or overflow, type %s", found->type->name);
 }
 void __ubsan_handle_float_cast_overflow_abort(checks::Cast* found, uintptr_t) {
-  fail(found->at.line, nullptr, "a number of type %s does not fit into %s", found->from->name,
+  fail(checks::line(found->at), nullptr, "a number of type %s does not fit into %s", found->from->name,
        found->to->name);
 }
 }
