@@ -61,7 +61,8 @@ class Fused:
     ) -> mx.array:
         """Attend the newest tokens of rows to all that they see.
 
-        ``queries``: ``[batch, q_heads, L, k_dim]``, rows first, then padding; ``pages [n, 3]``
+        ``queries``: ``[batch, q_heads, L, k_dim]``, of the newest tokens, all of them in the tails,
+        rows first, then padding; ``pages [n, 3]``
         int32: level, slot, position of the first token; tails ``[tails, kv_heads, 192, dim]``;
         ``rows [rows, 8]`` int32: slot of the tail, tokens in it, position of its first token,
         first page, end page, the first position that the newest token sees beside the ``keep``
