@@ -93,8 +93,10 @@ class Runner:
     def group(self) -> bool:
         """Let `prefill_group` take several rows, if that does the same; return whether.
 
-        On the CPU the same to the bit, elsewhere but for rounding. The cache must be empty, and is
-        again.
+        On the CPU the same to the bit, elsewhere but for rounding. Not where shapes are planned:
+        several rows come in many, take as long as one after the other, and a row's numbers would
+        depend on its company; there passes of one row become wider. The cache must be empty, and
+        is again.
         """
         cache = self.cache
         least = token_floor(self.model) if on_cpu() else 1
@@ -113,15 +115,16 @@ class Runner:
                 self.prefill_group(pairs[1], chunks)
             alone, together = (self.decode(pair, tokens) for pair in pairs)
             mx.eval(alone, together, cache.arrays())
-            self.groups = _agree(alone, together, exactly=on_cpu())
+            agree = _agree(alone, together, exactly=on_cpu())
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            self.groups = False  # the model takes several rows of one token each, and no more
+            agree = False  # the model takes several rows of one token each, and no more
         cache.end_pass()
         for row in (row for pair in pairs for row in pair):
             cache.free(row)
         cache.shrink()
-        if not self.groups:
+        if not agree:
             self._least, self._widens = 1, False
+        self.groups = agree and not shapes.are_planned()
         return self.groups
 
     def width(self, tokens: int) -> int:

@@ -71,7 +71,7 @@ def runner_of(name: str) -> Runner:
     model = build(name)[0]
     cache = ModelCache(find_layout(model), CacheSettings((Scheme(16, 16),)))
     runner = Runner(model, cache)
-    assert runner.group()
+    assert runner.group() != shapes.are_planned()  # several rows come in too many shapes
     return runner
 
 
