@@ -24,6 +24,7 @@ from protocol.schemes import BITS
 from tests.metal import build, cases
 from tests.metal.decoding import LANGUAGES, Case, Step
 from tests.metal.printed import printed_by_mlx
+from tests.metal.right import assert_right
 from tests.metal.rules import check_rules
 from tests.metal.run import KernelFault, run
 from tests.metal.wrap import Language, wrap
@@ -32,8 +33,6 @@ pytestmark = pytest.mark.mlx
 
 WANTED = os.environ.get("KVD_KERNELS", "20")
 CHOSEN = list(cases.all_values()) if WANTED == "all" else cases.values_of(int(WANTED))
-BOUNDS = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-3}
-"""Of the relative error, results rounded to the dtype included."""
 
 
 def launches(step: Step, language: Language) -> list[Launch]:
@@ -52,23 +51,6 @@ def attend(step: Step, language: Language, *, races: bool = True) -> np.ndarray:
 def looks_for_races(number: int) -> bool:
     """Return whether a case does: a third, since that takes its time."""
     return WANTED == "all" or number % 3 == 0
-
-
-def assert_right(step: Step, got: np.ndarray) -> None:
-    want, rows = step.expected(), len(step.case.rows)
-    assert got.shape == want.shape
-    assert np.isfinite(got).all()
-    assert (got[rows:] == 0).all()
-    bound = BOUNDS[step.case.dtype]
-    wanted = want[:rows].reshape(rows, -1, want.shape[-1])
-    difference = got[:rows].reshape(wanted.shape) - wanted
-    assert (_norm(difference, (1, 2)) <= bound * _norm(wanted, (1, 2))).all()
-    # Rounding alone can take a single vector a little beyond.
-    assert (_norm(difference, 2) <= 2 * bound * _norm(wanted, 2)).all()
-
-
-def _norm(of: np.ndarray, axes: int | tuple[int, ...]) -> np.ndarray:
-    return np.sqrt((of**2).sum(axes))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,48 @@
+"""The decode kernels on this machine's GPU, where it has one: the same cases, and long rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.kernels.launch import find_language, fire
+from tests.metal import cases
+from tests.metal.decoding import LANGUAGES, Case, Step
+from tests.metal.right import assert_right
+
+LANGUAGE = find_language()
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(LANGUAGE is None, reason="needs a GPU that the kernels are for"),
+]
+
+CHOSEN = cases.values_of(60)
+LONG = ((624, 64), (0, 1), (62, 127), (1, 64))
+"""Up to 40 000 tokens, and very unequal."""
+
+
+def attend(step: Step) -> np.ndarray:
+    (language,) = (name for name, one in LANGUAGES.items() if one is LANGUAGE)
+    split = fire(step.split(language), LANGUAGES[language])
+    (out,) = fire(step.combine(language, *split), LANGUAGES[language])
+    return np.array(out.astype(mx.float32))
+
+
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_kernels_attend_as_dense_attention_does(number: int) -> None:
+    step = Step(cases.case_of(CHOSEN[number], number))
+    assert_right(step, attend(step))
+
+
+@pytest.mark.parametrize("case", cases.MATRIX, ids=lambda case: case.name)
+def test_tensor_cores_attend_as_dense_attention_does(case: Case) -> None:
+    step = Step(case)
+    assert_right(step, attend(step))
+
+
+@pytest.mark.parametrize("schemes", [("k4v4",), ("k8v8",), ("k8v8", "k8v4", "k4v4"), ("k16v16",)])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
+def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, ...]) -> None:
+    step = Step(Case(dtype, 128, 128, 2, 4, 1, schemes, LONG))
+    assert_right(step, attend(step))
