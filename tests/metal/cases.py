@@ -28,6 +28,8 @@ ROWS = (
     ((33, 65),),
     ((0, 12), (0, 191)),  # no pages at all
 )
+LONG = ((624, 64), (0, 1), (62, 127), (1, 64))
+"""Up to 40 000 tokens, and very unequal."""
 WINDOWS = ((None, 0), (100, 0), (300, 70), (9, 4), (64, 0))
 VALUES: dict[str, tuple[Any, ...]] = {
     "language": ("metal", "cuda"),

@@ -83,6 +83,12 @@ def test_tensor_cores_attend_as_dense_attention_does(case):
     assert_right(step, attend(step, "cuda", races=case == cases.MATRIX[0] or WANTED == "all"))
 
 
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+def test_rows_may_be_long_and_very_unequal(language):
+    step = Step(Case(mx.bfloat16, 64, 64, 1, 4, 1, ("k8v8", "k4v4"), cases.LONG))
+    assert_right(step, attend(step, language, races=False))
+
+
 def test_every_value_of_each_dimension_is_run_in_both_languages():
     if WANTED == "20":
         assert cases.missing(CHOSEN) == []

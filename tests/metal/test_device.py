@@ -18,8 +18,6 @@ pytestmark = [
 ]
 
 CHOSEN = cases.values_of(60)
-LONG = ((624, 64), (0, 1), (62, 127), (1, 64))
-"""Up to 40 000 tokens, and very unequal."""
 
 
 def attend(step: Step) -> np.ndarray:
@@ -44,5 +42,5 @@ def test_tensor_cores_attend_as_dense_attention_does(case: Case) -> None:
 @pytest.mark.parametrize("schemes", [("k4v4",), ("k8v8",), ("k8v8", "k8v4", "k4v4"), ("k16v16",)])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
 def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, ...]) -> None:
-    step = Step(Case(dtype, 128, 128, 2, 4, 1, schemes, LONG))
+    step = Step(Case(dtype, 128, 128, 2, 4, 1, schemes, cases.LONG))
     assert_right(step, attend(step))
