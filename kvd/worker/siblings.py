@@ -117,6 +117,23 @@ class Sibling(nn.Module):  # type: ignore[misc]
         return self.joined.part(x, self._member)
 
 
+class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
+    """`nn.Embedding` whose few rows of logits are a product of ours as well."""
+
+    def __init__(self, embedding: nn.Embedding, product: Product) -> None:
+        nn.Module.__init__(self)  # MLX's own makes random weights first
+        self.weight = embedding.weight
+        self._product = product
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Multiply ``[..., inputs]`` to logits, ``[..., vocab]``."""
+        sizes = [self.weight.shape[0]]
+        if fits(x, sizes) and x.dtype == self.weight.dtype:
+            return self._product(x, self.weight, sizes)[0]
+        logits: mx.array = super().as_linear(x)
+        return logits
+
+
 def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
 
@@ -134,6 +151,8 @@ def join(model: Any, product: Product | None = None) -> None:
         for name, child in list(module.items()):
             if _is_plain(child):
                 _replace(module, (name,), [child], product)
+            elif product is not None and type(child) is nn.Embedding:
+                module[name] = TiedEmbedding(child, product)
 
 
 def dtype_of(model: Any) -> mx.Dtype | None:

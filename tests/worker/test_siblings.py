@@ -152,3 +152,26 @@ def test_layers_that_differ_are_not_joined() -> None:
 
 def _arrays(model: Any) -> list[mx.array]:
     return [array for _, array in nn.utils.tree_flatten(model.parameters())]
+
+
+def test_logits_of_few_rows_are_our_product_too() -> None:
+    asked = []
+
+    def product(x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+        asked.append((x.shape, list(sizes)))
+        return [x @ weight.T]
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(48, 32)
+
+    plain, joined = Tied(), Tied()
+    siblings.join(joined, product)
+    joined.update(plain.parameters())
+    tokens, few, many = mx.array([[3, 47]]), mx.random.normal((8, 1, 32)), mx.zeros((1, 9, 32))
+
+    assert_same([joined.embed_tokens(tokens)], [plain.embed_tokens(tokens)])
+    for x in (few, many, few.astype(mx.float16)):
+        assert_same([joined.embed_tokens.as_linear(x)], [plain.embed_tokens.as_linear(x)])
+    assert asked == [((8, 1, 32), [48])]
