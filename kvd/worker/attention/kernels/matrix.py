@@ -240,6 +240,7 @@ MULTIPLY(scores[m], left, right0, right1);
 
 
 def _softmax(text: Text) -> None:
+    """Make of scores weights. Pages come before all queries: only a window hides some of one."""
     text.add(
         """
 bias += SWAP(bias, 1);
