@@ -83,6 +83,19 @@ def test_tensor_cores_attend_as_dense_attention_does(case):
     assert_right(step, attend(step, "cuda", races=case == cases.MATRIX[0] or WANTED == "all"))
 
 
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_a_scale_that_exceeds_half_floats_gives_no_number(side):
+    step = Step(replace(cases.MATRIX[0], rows=((1, 70), (0, 9)), sinks=False))
+    assert matrix.fits(step.shape(), LANGUAGES["cuda"])
+    (pool,) = step.pools
+    words, scales, biases = getattr(pool, side)
+    setattr(pool, side, (words, scales * 1e6, biases))
+    got = attend(step, "cuda", races=False)
+
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
 @pytest.mark.parametrize("language", ["metal", "cuda"])
 def test_rows_may_be_long_and_very_unequal(language):
     step = Step(Case(mx.bfloat16, 64, 64, 1, 4, 1, ("k8v8", "k4v4"), cases.LONG))
