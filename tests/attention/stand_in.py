@@ -6,13 +6,11 @@ for each row what its splits say that it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.given import Append, Attention
 from kvd.worker.attention.kernels.language import METAL
-from kvd.worker.cache.backend import Told
 from kvd.worker.cache.packed import take, unpack
 from kvd.worker.cache.scheme import PAGE_TOKENS, Packing
 
@@ -31,39 +29,25 @@ class StandIn:
         """A backend that attends with it."""
         return FusedBackend(self, METAL.most_buffers)
 
-    def append(
-        self,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: mx.array,
-        givers: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
+    def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """As the kernel."""
         self.launches += 1
-        taken = (mx.arange(tail_keys.shape[2]) == places[:, None])[:, None, :, None]
-        which = slice(tail_keys.shape[0]) if givers is None else givers
-        return mx.where(taken, keys[which], tail_keys), mx.where(taken, values[which], tail_values)
+        tails = given.tail_keys.shape
+        which = mx.arange(tails[0]) if given.givers is None else given.givers
+        taken = (mx.arange(tails[2]) == given.places[:, None])[:, None, :, None]
+        return (
+            mx.where(taken, given.keys[which], given.tail_keys),
+            mx.where(taken, given.values[which], given.tail_values),
+        )
 
-    def decode_attention(
-        self,
-        queries: mx.array,
-        pages: mx.array,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        rows: mx.array,
-        splits: mx.array,
-        pools: Sequence[mx.array],
-        key_told: Told,
-        value_told: Told,
-        scale: float,
-        keep: int,
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def decode_attention(self, given: Attention) -> mx.array:
         """As the kernels."""
         self.launches += 2
         self.attended += 1
+        queries, pages, rows, splits = given.queries, given.pages, given.rows, given.splits
+        tail_keys, tail_values, keep, sinks = (
+            given.tail_keys, given.tail_values, given.keep, given.sinks,
+        )  # fmt: skip
         batch, q_heads, _, k_dim = queries.shape
         count, heads = rows.shape[0], tail_keys.shape[1]
         # [rows, splits]: whose each split is, by what both of them say.
@@ -77,8 +61,8 @@ class StandIn:
         held = mine.astype(mx.float32) @ inside.astype(mx.float32)
         tails = (mine & (splits[:, 3] == 1)).sum(1)
 
-        if pools:
-            keys, values = _dense(pages, pools, key_told, value_told)
+        if given.pools:
+            keys, values = _dense(given)
         else:
             shape = (pages.shape[0], heads, PAGE_TOKENS)
             keys, values = mx.zeros((*shape, k_dim)), mx.zeros((*shape, tail_values.shape[-1]))
@@ -91,7 +75,7 @@ class StandIn:
         newest = (mx.arange(length) < rows[:, 1:2]) & (tails == 1)[:, None]
         newest = newest & ((places >= lows) | (places < keep))
 
-        q = queries[:count].astype(mx.float32).reshape(count, heads, -1, k_dim) * scale
+        q = queries[:count].astype(mx.float32).reshape(count, heads, -1, k_dim) * given.scale
         keys = keys.swapaxes(0, 1).flatten(1, 2)  # [heads, tokens, dim]
         values = values.swapaxes(0, 1).flatten(1, 2)
         slots = rows[:, 0]
@@ -115,13 +99,11 @@ class StandIn:
         return mx.pad(found.astype(queries.dtype), [(0, batch - count), (0, 0), (0, 0), (0, 0)])
 
 
-def _dense(
-    pages: mx.array, pools: Sequence[mx.array], key_told: Told, value_told: Told
-) -> tuple[mx.array, mx.array]:
+def _dense(given: Attention) -> tuple[mx.array, mx.array]:
     """Return all pages dense, ``[pages, heads, 64, dim]`` of keys and of values."""
-    left = iter(pools)
+    left, pages = iter(given.pools), given.pages
     sides: list[list[mx.array]] = [[], []]
-    for told in zip(key_told, value_told, strict=True):
+    for told in zip(given.key_told, given.value_told, strict=True):
         for side, (bits, group, along_tokens) in enumerate(told):
             level = len(sides[side])
             packing = Packing(bits, group, per_token=not along_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from kvd.worker import loading, probe, runner
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.given import Attention
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.fusing import choice, timing, verdict
@@ -89,12 +89,11 @@ class Picky(StandIn):
         self.is_picked = is_picked
         self.failure = failure
 
-    def decode_attention(self, *given: Any) -> mx.array:
-        key_told, value_told = given[7], given[8]
-        picked = self.is_picked(key_told, value_told)
+    def decode_attention(self, given: Attention) -> mx.array:
+        picked = self.is_picked(given.key_told, given.value_told)
         if picked and self.failure is not None:
             raise self.failure
-        found = super().decode_attention(*given)
+        found = super().decode_attention(given)
         return found * 0.5 if picked else found
 
 
@@ -138,8 +137,8 @@ def test_lack_of_memory_is_no_verdict_on_kernels() -> None:
 class Silent(StandIn):
     """Right, but nothing was launched for it."""
 
-    def decode_attention(self, *given: Any) -> mx.array:
-        found = super().decode_attention(*given)
+    def decode_attention(self, given: Attention) -> mx.array:
+        found = super().decode_attention(given)
         self.launches = 0
         return found
 
@@ -177,11 +176,10 @@ def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyP
     seen: list[tuple[Any, ...]] = []
 
     class Noting(StandIn):
-        def decode_attention(self, *given: Any) -> mx.array:
-            queries, pages, tails = given[:3]
-            splits: Sequence[int] = given[5].shape
-            seen.append((queries.shape, pages.shape[0], tails.shape[0], splits[0]))
-            return super().decode_attention(*given)
+        def decode_attention(self, given: Attention) -> mx.array:
+            lists = given.pages, given.tail_keys, given.splits
+            seen.append((given.queries.shape, *(one.shape[0] for one in lists)))
+            return super().decode_attention(given)
 
     found = served(Noting())
     assert isinstance(found.fused, FusedAttention)

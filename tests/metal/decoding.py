@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.attention.kernels import launch as launches
+from kvd.worker.attention.kernels.given import Attention
 from kvd.worker.attention.kernels.language import CUDA, METAL
 from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.attention.kernels.shape import Shape, Side
@@ -176,20 +177,28 @@ class Step:
             keys, values, self.scale, case.keep, case.sinks,
         )  # fmt: skip
 
+    def given(self) -> Attention:
+        """Return what the kernels are given."""
+        shape = self.shape()
+        keys, values = (
+            [(one.bits, one.group, one.along_tokens) for one in side]
+            for side in (shape.keys, shape.values)
+        )
+        return Attention(
+            self.queries, self.pages, self.tail_keys, self.tail_values, self.rows, self.splits,
+            [array for pool in self.pools for array in pool.arrays()],
+            keys, values, self.scale, self.case.keep, self.sinks,
+        )  # fmt: skip
+
     def split(self, language: Language) -> Launch:
         """Return the first launch."""
-        arrays = [array for pool in self.pools for array in pool.arrays()]
-        return launches.split_launch(
-            self.shape(), LANGUAGES[language], self.queries, self.pages, self.tail_keys,
-            self.tail_values, self.rows, self.splits, arrays,
-        )  # fmt: skip
+        return launches.split_launch(self.shape(), LANGUAGES[language], self.given())
 
     def combine(self, language: Language, outputs: Any, weights: Any) -> Launch:
         """Return the second launch, over what the first one has written."""
         return launches.combine_launch(
-            self.shape(), LANGUAGES[language], self.queries.shape[0], mx.array(outputs),
-            mx.array(weights), self.rows, self.sinks,
-        )  # fmt: skip
+            self.shape(), LANGUAGES[language], self.given(), mx.array(outputs), mx.array(weights)
+        )
 
     def expected(self) -> np.ndarray:
         """Return dense attention, ``[batch, q_heads, L, v_dim]`` float64, zero for the padding."""

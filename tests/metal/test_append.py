@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvd.worker.attention.kernels.given import Append
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import append_launch
 from kvd.worker.cache.steps import TAIL_TOKENS
@@ -36,10 +37,12 @@ def test_each_tail_takes_its_token_and_is_else_what_it_was(
     new = [_noise(TAILS + 1, HEADS, 1, dim, dtype=dtype) for dim in (K_DIM, V_DIM)]
     launch = append_launch(
         language,
-        *tails,
-        *new,
-        mx.array(places, mx.int32),
-        None if givers is None else mx.array(givers, mx.int32),
+        Append(
+            *tails,
+            *new,
+            mx.array(places, mx.int32),
+            None if givers is None else mx.array(givers, mx.int32),
+        ),
     )
     if language is METAL:
         check_rules(launch)

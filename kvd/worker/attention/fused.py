@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
-from kvd.worker.cache.backend import Told, pools_of, rows_of
+from kvd.worker.attention.kernels.given import Append, Attention
+from kvd.worker.cache.backend import pools_of, rows_of
 from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.shapes import listed, rounded
 from kvd.worker.cache.splits import Splits
@@ -34,32 +35,10 @@ class Kernels(Protocol):
     launches: int
     """Kernels that were put into graphs so far, or replayed with one."""
 
-    def decode_attention(
-        self,
-        queries: mx.array,
-        pages: mx.array,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        rows: mx.array,
-        splits: mx.array,
-        pools: Sequence[mx.array],
-        key_told: Told,
-        value_told: Told,
-        scale: float,
-        keep: int,
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def decode_attention(self, given: Attention) -> mx.array:
         """Attend the newest token of each row; ``[batch, q_heads, 1, v_dim]``, lazy."""
 
-    def append(
-        self,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: mx.array,
-        givers: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
+    def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """Return tails with a token of each row in its place; lazy."""
 
 
@@ -119,7 +98,7 @@ class FusedStep:
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token for each row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
         layer.tail_keys, layer.tail_values = self.kernels.append(
-            layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers
+            Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
         )
 
     def attend(
@@ -127,16 +106,18 @@ class FusedStep:
     ) -> mx.array:
         """Attend one query a row: as `kvd.worker.attention.decode.decode_attention`."""
         return self.kernels.decode_attention(
-            queries,
-            self.pages.array,
-            layer.tail_keys,
-            layer.tail_values,
-            self.rows,
-            self.splits.array,
-            *pools_of(layer, self.pages),
-            scale,
-            self.kind.keep,
-            sinks,
+            Attention(
+                queries,
+                self.pages.array,
+                layer.tail_keys,
+                layer.tail_values,
+                self.rows,
+                self.splits.array,
+                *pools_of(layer, self.pages),
+                scale,
+                self.kind.keep,
+                sinks,
+            )
         )
 
     def padded(self) -> FusedStep:

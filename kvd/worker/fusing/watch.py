@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from kvd.worker.attention.fused import Kernels
-from kvd.worker.cache.backend import Told
+from kvd.worker.attention.kernels.given import Append, Attention
 from kvd.worker.selfcheck import Refused
 
 
@@ -56,72 +56,38 @@ class Watched:
         """Seconds that all of it took."""
         return sum(self.compiled.values()) + sum(self._appends.values())
 
-    def decode_attention(
-        self,
-        queries: mx.array,
-        pages: mx.array,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        rows: mx.array,
-        splits: mx.array,
-        pools: Sequence[mx.array],
-        key_told: Told,
-        value_told: Told,
-        scale: float,
-        keep: int,
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def decode_attention(self, given: Attention) -> mx.array:
         """As the kernels do."""
         asked = Asked(
-            queries.dtype,
-            queries.shape[1],
-            tail_keys.shape[1],
-            tail_keys.shape[3],
-            tail_values.shape[3],
-            tuple(key_told),
-            tuple(value_told),
-            scale,
-            keep,
-            None if sinks is None else sinks.dtype,
+            given.queries.dtype,
+            given.queries.shape[1],
+            given.tail_keys.shape[1],
+            given.tail_keys.shape[3],
+            given.tail_values.shape[3],
+            tuple(given.key_told),
+            tuple(given.value_told),
+            given.scale,
+            given.keep,
+            None if given.sinks is None else given.sinks.dtype,
         )
 
         def call() -> list[mx.array]:
-            found = self._kernels.decode_attention(
-                queries,
-                pages,
-                tail_keys,
-                tail_values,
-                rows,
-                splits,
-                pools,
-                key_told,
-                value_told,
-                scale,
-                keep,
-                sinks,
-            )
-            return [found]
+            return [self._kernels.decode_attention(given)]
 
-        return self._called(call, self.compiled, asked, [queries, tail_keys, tail_values])[0]
+        arrays = [given.queries, given.tail_keys, given.tail_values]
+        return self._called(call, self.compiled, asked, arrays)[0]
 
-    def append(
-        self,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: mx.array,
-        givers: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
+    def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """As the kernels do."""
+        tails = given.tail_keys, given.tail_values
 
         def call() -> list[mx.array]:
-            found = self._kernels.append(tail_keys, tail_values, keys, values, places, givers)
-            return list(found)
+            return list(self._kernels.append(given))
 
-        text = tail_keys.dtype, *tail_keys.shape[1:], *tail_values.shape[1:], givers is None
-        given = [tail_keys, tail_values, keys, values]
-        new_keys, new_values = self._called(call, self._appends, text, given)
+        shapes = (tuple(tail.shape[1:]) for tail in tails)
+        text = given.tail_keys.dtype, *shapes, given.givers is None
+        arrays = [*tails, given.keys, given.values]
+        new_keys, new_values = self._called(call, self._appends, text, arrays)
         return new_keys, new_values
 
     def _called(

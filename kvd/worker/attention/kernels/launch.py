@@ -1,9 +1,8 @@
-"""From a decode step's arrays to two launches, and to MLX."""
+"""From a decode step's arrays to launches, and to MLX."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.kernels import append, decode, matrix
+from kvd.worker.attention.kernels.given import Append, Attention
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
-
-Told = Sequence[tuple[int, int, bool]]
-"""For each level, bits, group, and whether groups run along the page's tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,79 +34,35 @@ class Launch:
 
 
 class Fused:
-    """Attention of decode steps by kernels, two a layer."""
+    """The kernels of decode steps, three a layer: one for tails, two that attend."""
 
     def __init__(self, language: Language) -> None:
         self.language = language
         self.launches = 0
         """Kernels that were put into graphs so far."""
 
-    def decode_attention(
-        self,
-        queries: mx.array,
-        pages: mx.array,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        rows: mx.array,
-        splits: mx.array,
-        pools: Sequence[mx.array],
-        key_told: Told,
-        value_told: Told,
-        scale: float,
-        keep: int,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """Attend the newest tokens of rows to all that they see.
-
-        ``queries``: ``[batch, q_heads, L, k_dim]``, of the newest tokens, all of them in the tails,
-        rows first, then padding; ``pages [n, 3]``
-        int32: level, slot, position of the first token; tails ``[tails, kv_heads, 192, dim]``;
-        ``rows [rows, 8]`` int32: slot of the tail, tokens in it, position of its first token,
-        first page, end page, the first position that the newest token sees beside the ``keep``
-        first ones (those before it see one more each), first split, end split; ``splits [n, 4]``
-        int32: row or -1, first page, end page, whether it is the tail. ``pools``: the arrays of
-        each level, packed as told. ``sinks``: ``[q_heads]`` logits. Returns
-        ``[batch, q_heads, L, v_dim]`` in the queries' dtype, zero for the padding.
-        """
-        batch, q_heads, count, k_dim = queries.shape
-        kv_heads = tail_keys.shape[1]
+    def decode_attention(self, given: Attention) -> mx.array:
+        """Return ``[batch, q_heads, L, v_dim]``, zero for the padding; lazy."""
+        q_heads, kv_heads = given.queries.shape[1], given.tail_keys.shape[1]
         shape = Shape(
-            queries.dtype,
-            k_dim,
-            tail_values.shape[-1],
+            given.queries.dtype,
+            given.queries.shape[3],
+            given.tail_values.shape[3],
             kv_heads,
             q_heads // kv_heads,
-            count,
-            tuple(Side(*one) for one in key_told),
-            tuple(Side(*one) for one in value_told),
-            scale,
-            keep,
-            sinks is not None,
+            given.queries.shape[2],
+            tuple(Side(*one) for one in given.key_told),
+            tuple(Side(*one) for one in given.value_told),
+            given.scale,
+            given.keep,
+            given.sinks is not None,
         )
-        split = split_launch(
-            shape, self.language, queries, pages, tail_keys, tail_values, rows, splits, pools
-        )
-        outputs, weights = self._fire(split)
-        joined = combine_launch(shape, self.language, batch, outputs, weights, rows, sinks)
-        return self._fire(joined)[0]
+        outputs, weights = self._fire(split_launch(shape, self.language, given))
+        return self._fire(combine_launch(shape, self.language, given, outputs, weights))[0]
 
-    def append(
-        self,
-        tail_keys: mx.array,
-        tail_values: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        places: mx.array,
-        givers: mx.array | None,
-    ) -> tuple[mx.array, mx.array]:
-        """Return tails with a token of each row in its place.
-
-        Tails ``[tails, kv_heads, 192, dim]``; tokens ``[rows or more, kv_heads, 1, dim]``;
-        ``places [tails]`` int32: where each tail takes one, or -1; ``givers [tails]``: from which
-        row, None if the rows are the tails in their order.
-        """
-        launch = append_launch(self.language, tail_keys, tail_values, keys, values, places, givers)
-        new_keys, new_values = self._fire(launch)
+    def append(self, given: Append) -> tuple[mx.array, mx.array]:
+        """Return the tails' keys and values with the tokens in their places; lazy."""
+        new_keys, new_values = self._fire(append_launch(self.language, given))
         return new_keys, new_values
 
     def _fire(self, launch: Launch) -> list[mx.array]:
@@ -117,32 +70,30 @@ class Fused:
         return fire(launch, self.language)
 
 
-def split_launch(
-    shape: Shape,
-    language: Language,
-    queries: mx.array,
-    pages: mx.array,
-    tail_keys: mx.array,
-    tail_values: mx.array,
-    rows: mx.array,
-    splits: mx.array,
-    pools: Sequence[mx.array],
-) -> Launch:
+def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     """Return the launch that attends to each split for itself.
 
     Its outputs: sums ``[splits, kv_heads, vectors, v_dim]``, and maximum (of base-2 logits) and
     sum of weights ``[splits, kv_heads, vectors, 2]``; float32, undefined for padding.
     """
     text, tiles, warps = _split_text(shape, language)
-    count, each = splits.shape[0], (shape.kv_heads, shape.vectors)
-    names = ["queries", "pages", "tail_keys", "tail_values", "rows", "splits", *_pool_names(shape)]
+    count, each = given.splits.shape[0], (shape.kv_heads, shape.vectors)
+    arrays = {
+        "queries": given.queries,
+        "pages": given.pages,
+        "tail_keys": given.tail_keys,
+        "tail_values": given.tail_values,
+        "rows": given.rows,
+        "splits": given.splits,
+        **dict(zip(_pool_names(shape), given.pools, strict=True)),
+    }
     return Launch(
         name=_name("split", text),
-        input_names=tuple(names),
+        input_names=tuple(arrays),
         output_names=("outputs", "weights"),
         source=text,
         header=_header(shape, language, warps * LANES),
-        inputs=[queries, pages, tail_keys, tail_values, rows, splits, *pools],
+        inputs=list(arrays.values()),
         output_shapes=[(count, *each, shape.v_dim), (count, *each, 2)],
         output_dtypes=[mx.float32, mx.float32],
         grid=(count * warps * LANES, shape.kv_heads, -(-shape.tiles // tiles)),
@@ -152,25 +103,19 @@ def split_launch(
 
 
 def combine_launch(
-    shape: Shape,
-    language: Language,
-    batch: int,
-    outputs: mx.array,
-    weights: mx.array,
-    rows: mx.array,
-    sinks: mx.array | None,
+    shape: Shape, language: Language, given: Attention, outputs: mx.array, weights: mx.array
 ) -> Launch:
     """Return the launch that joins the splits of each row, ``[batch, q_heads, L, v_dim]``."""
     text, threads = _combine_text(shape, language)
-    q_heads = shape.kv_heads * shape.repeats
-    extra = [] if sinks is None else [sinks]
+    batch, q_heads = given.queries.shape[:2]
+    extra = [] if given.sinks is None else [given.sinks]
     return Launch(
         name=_name("combine", text),
         input_names=("outputs", "weights", "rows", *(["sinks"] if extra else [])),
         output_names=("out",),
         source=text,
         header=_header(shape, language),
-        inputs=[outputs, weights, rows, *extra],
+        inputs=[outputs, weights, given.rows, *extra],
         output_shapes=[(batch, q_heads, shape.queries, shape.v_dim)],
         output_dtypes=[shape.dtype],
         grid=(batch * q_heads * shape.queries * threads, 1, 1),
@@ -179,32 +124,28 @@ def combine_launch(
     )
 
 
-def append_launch(
-    language: Language,
-    tail_keys: mx.array,
-    tail_values: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    places: mx.array,
-    givers: mx.array | None,
-) -> Launch:
+def append_launch(language: Language, given: Append) -> Launch:
     """Return the launch that copies tails, and puts a token of each row in its place."""
-    _, heads, _, k_dim = tail_keys.shape
-    dtype, v_dim = tail_keys.dtype, tail_values.shape[-1]
-    text = _append_text(language, heads, k_dim, v_dim, dtype.size, givers is not None)
-    pieces = (tail_keys.nbytes + tail_values.nbytes) // append.PIECE
-    extra = [] if givers is None else [givers]
+    _, heads, _, k_dim = given.tail_keys.shape
+    dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
+    text = _append_text(language, heads, k_dim, v_dim, dtype.size, given.givers is not None)
+    pieces = (given.tail_keys.nbytes + given.tail_values.nbytes) // append.PIECE
+    arrays = {
+        "tail_keys": given.tail_keys,
+        "tail_values": given.tail_values,
+        "keys": given.keys,
+        "values": given.values,
+        "places": given.places,
+        **({} if given.givers is None else {"givers": given.givers}),
+    }
     return Launch(
         name=_name("append", text),
-        input_names=(
-            *("tail_keys", "tail_values", "keys", "values", "places"),
-            *(["givers"] if extra else []),
-        ),
+        input_names=tuple(arrays),
         output_names=("new_keys", "new_values"),
         source=text,
         header=language.header,
-        inputs=[tail_keys, tail_values, keys, values, places, *extra],
-        output_shapes=[tail_keys.shape, tail_values.shape],
+        inputs=list(arrays.values()),
+        output_shapes=[given.tail_keys.shape, given.tail_values.shape],
         output_dtypes=[dtype, dtype],
         grid=(-(-pieces // append.THREADS) * append.THREADS, 1, 1),
         threadgroup=(append.THREADS, 1, 1),

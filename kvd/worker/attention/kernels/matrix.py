@@ -109,6 +109,7 @@ def fits(shape: Shape, language: Language) -> bool:
     """Return whether pages of all levels can be attended to this way."""
     return (
         language.matrix
+        and bool(shape.keys)
         and shape.dtype != mx.float32
         and shape.k_dim % 16 == 0
         and shape.v_dim % 64 == 0

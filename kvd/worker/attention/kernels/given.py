@@ -1,0 +1,58 @@
+"""What the kernels of one layer and step are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+Told = Sequence[tuple[int, int, bool]]
+"""For each level, bits, group, and whether groups run along the page's tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Newest tokens of rows attend to all that they see."""
+
+    queries: mx.array
+    """``[batch, q_heads, L, k_dim]``, of the newest tokens, all of them in the tails; rows first,
+    then padding."""
+    pages: mx.array
+    """``[n, 3]`` int32: level, slot, position of the first token."""
+    tail_keys: mx.array
+    """``[tails, kv_heads, 192, k_dim]``."""
+    tail_values: mx.array
+    """``[tails, kv_heads, 192, v_dim]``."""
+    rows: mx.array
+    """``[rows, 8]`` int32: slot of the tail, tokens in it, position of its first token, first page,
+    end page, the first position that the newest token sees beside the `keep` first ones (those
+    before it see one more each), first split, end split."""
+    splits: mx.array
+    """``[n, 4]`` int32: row or -1, first page, end page, whether it is the tail."""
+    pools: Sequence[mx.array]
+    """The arrays of each level, packed as told."""
+    key_told: Told
+    value_told: Told
+    scale: float
+    keep: int
+    sinks: mx.array | None
+    """``[q_heads]`` logits, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Append:
+    """Tails take a token of each row."""
+
+    tail_keys: mx.array
+    """``[tails, kv_heads, 192, k_dim]``."""
+    tail_values: mx.array
+    """``[tails, kv_heads, 192, v_dim]``."""
+    keys: mx.array
+    """``[rows or more, kv_heads, 1, k_dim]``."""
+    values: mx.array
+    """``[rows or more, kv_heads, 1, v_dim]``."""
+    places: mx.array
+    """``[tails]`` int32: where each takes a token, or -1."""
+    givers: mx.array | None
+    """``[tails]``: from which row; None if the rows are the tails in their order."""
