@@ -41,7 +41,7 @@ from tests.dropin.dense import TAIL_BYTES, DenseSequence, Sides, Tag, Twin, page
 
 pytestmark = pytest.mark.mlx
 
-CI_STEPS = 15_000
+CI_STEPS = 10_000
 STEPS = int(os.environ.get("KVD_DROPIN_STEPS", CI_STEPS))
 STEPS_AN_EXAMPLE = 50
 MOST_CACHES, MOST_ROWS, MOST_TOKENS = 6, 4, 500
