@@ -4,8 +4,9 @@ A worker computes freely until it is told to wait, says when it has work and whe
 what its steps take. It passes a turn on before the step in which its slice will end: the way to the
 daemon and from there to the next worker takes as long as a short step, and the accelerator has one
 in flight meanwhile. What that step then takes is measured like all others and told with the next
-turn's end. Others would wait behind a long one in vain: then the turn is passed on after it. Knows
-no socket: what it returns is to be sent. Whose turn it is, and for how long, is the daemon's
+turn's end. Others would wait behind a long one in vain: then the turn is passed on after it, and
+so it is where prompts are read, whose next chunk may be a long one after many short. Knows no
+socket: what it returns is to be sent. Whose turn it is, and for how long, is the daemon's
 (`actors.machines.turns`).
 """
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 SHORT_S = 0.01
 """Of a step, that the next worker may begin beside: some times what passing on takes. While a
 longer one is read, the next is in flight for long enough."""
+_FORGOTTEN = 1 / 32
+"""Of how much longer than this one the longest chunk was: the next long one may be some time off."""
 _FREE = float("inf")
 _WITHOUT = ("cpu", "none")
 """Devices that are no accelerators; the fake engine has none."""
@@ -42,7 +45,8 @@ class Gate:
         self._reads = False
         """Whether steps read prompts."""
         self._steps: dict[bool, float | None] = {False: None, True: None}
-        """What a step takes in a turn of ours, by whether it reads prompts."""
+        """What a step takes in a turn of ours, by whether it reads prompts: on average where it does
+        not, and at most, of late, where it does."""
         self._told: float | None = None
         """Of these, as the daemon knows it."""
         self._seq = 0
@@ -76,7 +80,7 @@ class Gate:
     def stepping(self, now: float) -> TurnOver | None:
         """Begin a step; pass the turn on if it is a short one and the last."""
         self._began = now
-        step_s = self._steps[self._reads]
+        step_s = None if self._reads else self._steps[False]
         if step_s is None or step_s > SHORT_S or now + step_s < self._until:
             return None
         return self._pass_on(now, more=True, left_s=step_s)
@@ -116,8 +120,10 @@ class Gate:
         known = self._steps[self._reads]
         if known is None:
             self._steps[self._reads] = took
+        elif self._reads:
+            self._steps[True] = max(took, known + (took - known) * _FORGOTTEN)
         elif not self._is_first or took > known:
-            self._steps[self._reads] = (known + took) / 2
+            self._steps[False] = (known + took) / 2
         self._is_first = False
 
     def _doubt(self) -> TurnWanted | None:

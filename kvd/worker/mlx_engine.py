@@ -211,7 +211,6 @@ class MLXEngine:
             max_rows=command.max_rows,
             chunk=chunk,
             group=self._runner.groups,
-            width=self._runner.width,
             sizes=sizes,
         )
         self._admission = Admission(

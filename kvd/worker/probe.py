@@ -294,6 +294,7 @@ def _with_kernels(found: Served, kernels: FusedBackend, check: verdict.Check) ->
     if not judged.used:
         return replace(found, fused=judged)
     cache.use(paged[0].page_product, kernels)
+    kernels.kernels.launches = 0  # those of the check are not the engine's
     error = max(error, found.error)
     return replace(found, path="fused", error=error, fused=judged)
 

@@ -103,6 +103,7 @@ class Runner:
         if not isinstance(cache, ModelCache) or not cache.can_group or least is None:
             return False
         self._least = least
+        widens = shapes.are_planned()
         pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
         tokens = mx.array([1] * len(pairs[0]), mx.int32)
         try:
@@ -111,8 +112,12 @@ class Runner:
                 self._widens = False
                 for row, chunk in zip(pairs[0], chunks, strict=True):
                     self.prefill(row, chunk)
-                self._widens = shapes.are_planned()
-                self.prefill_group(pairs[1], chunks)
+                self._widens = widens
+                if widens:
+                    for row, chunk in zip(pairs[1], chunks, strict=True):
+                        self.prefill(row, chunk)
+                else:
+                    self.prefill_group(pairs[1], chunks)
             alone, together = (self.decode(pair, tokens) for pair in pairs)
             mx.eval(alone, together, cache.arrays())
             agree = _agree(alone, together, exactly=on_cpu())
@@ -124,7 +129,7 @@ class Runner:
         cache.shrink()
         if not agree:
             self._least, self._widens = 1, False
-        self.groups = agree and not shapes.are_planned()
+        self.groups = agree and not widens
         return self.groups
 
     def width(self, tokens: int) -> int:

@@ -53,7 +53,7 @@ from kvd.worker.scheduling.row import Chunk, Row
 from kvd.worker.scheduling.sharing import is_being_read, not_waiting
 from kvd.worker.scheduling.sizes import Sizes
 from kvd.worker.scheduling.states import States
-from kvd.worker.scheduling.turns import Turns, Width
+from kvd.worker.scheduling.turns import Turns
 from protocol.errors import InvalidRequest, LocalProtocolError
 
 __all__ = ["AGE", "Chunk", "Plan", "Scheduler", "Sizes"]
@@ -68,8 +68,7 @@ class Scheduler:
     ``max_rows``: places, one for each choice that runs. ``chunk``: tokens of a prefill chunk, the
     grid. ``sizes``: the pages that requests fill at most. ``budget``: tokens of a step, decoded and
     prefilled ones; a chunk and one for each place unless told. ``group``: whether the engine can
-    prefill several rows in a pass, and ``width`` how wide that is (`scheduling.turns`). ``age``:
-    see `scheduling.line`.
+    prefill several rows in a pass (`scheduling.turns`). ``age``: see `scheduling.line`.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Scheduler:
         sizes: Sizes | None = None,
         budget: int | None = None,
         group: bool = False,
-        width: Width = int,
         age: int = AGE,
     ) -> None:
         budget = chunk + max_rows if budget is None else budget
@@ -101,7 +99,7 @@ class Scheduler:
         self._too_large: Callable[[int, int], bool] = _never
         self._line = Line(age)
         self._states = States(self._line)
-        self._turns = Turns(chunk=chunk, budget=budget, group=group, width=width)
+        self._turns = Turns(chunk=chunk, budget=budget, group=group)
         self._decoding = 0
         """Tokens that the planned step decodes."""
         self._planned: dict[str, Chunk] = {}

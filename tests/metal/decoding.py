@@ -187,7 +187,7 @@ class Step:
         return Attention(
             self.queries, self.pages, self.tail_keys, self.tail_values, self.rows, self.splits,
             [array for pool in self.pools for array in pool.arrays()],
-            keys, values, self.scale, self.case.keep, self.sinks,
+            keys, values, (keys, values), self.scale, self.case.keep, self.sinks,
         )  # fmt: skip
 
     def split(self, language: Language) -> Launch:

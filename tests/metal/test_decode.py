@@ -124,6 +124,17 @@ def test_a_row_does_not_depend_on_its_company(language):
     ).all()
 
 
+@pytest.mark.parametrize("foreign", ["k16v16", "k6v6g32", "k8v4"])
+def test_nor_on_the_levels_of_its_company(foreign):
+    shape = Step(Case(mx.bfloat16, 128, 128, schemes=("k4v4", foreign))).shape()
+    mixed = replace(shape, ladder=tuple(zip(shape.keys, shape.values, strict=True)))
+    alone = replace(mixed, keys=shape.keys[:1], values=shape.values[:1])
+    for language in LANGUAGES.values():
+        assert mixed.plan(language) == alone.plan(language)
+        assert (mixed.tile, mixed.region) == (alone.tile, alone.region)
+        assert matrix.fits(mixed, language) == matrix.fits(alone, language)
+
+
 @pytest.mark.parametrize("part", [0, 1])
 def test_mlx_writes_the_same_text_around_the_kernels(part):
     case = Case(dtype=mx.float16, schemes=("k3v5", "k16v16"), sinks=True, padding=1)

@@ -239,18 +239,3 @@ def test_a_stream_of_short_prompts_takes_half_of_the_turns_at_most(streams):
             count += 1
         run(turns, rows, 1)
     assert rows[0].left == 0
-
-
-@given(sizes=st.lists(st.integers(1, 200), min_size=2, max_size=12))
-def test_a_group_fits_the_budget_as_wide_as_the_engine_makes_it(sizes):
-    turns = turns_of(group=True, width=lambda tokens: -(-tokens // 64) * 64)
-    chunks = turns.choose(rows_of(*sizes))
-    width = -(-max(chunk.length for chunk in chunks) // 64) * 64
-    assert len(chunks) == 1 or width * len(chunks) <= C
-
-
-def test_short_prompts_are_wider_than_they_look():
-    """Ten tokens are 64 to a device that reads whole pages: four of them fill a step."""
-    wide = turns_of(group=True, width=lambda tokens: -(-tokens // 64) * 64)
-    assert [len(group) for group in run(wide, rows_of(*[10] * 6))] == [4, 2]
-    assert [len(group) for group in run(turns_of(group=True), rows_of(*[10] * 6))] == [6]

@@ -113,5 +113,13 @@ def pools_of(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], Told, 
     )
 
 
+def ladder_of(layer: LayerStore) -> tuple[Told, Told]:
+    """Return how all levels of a layer pack keys and values."""
+    return (
+        [_told(pool.key_packing) for pool in layer.pools],
+        [_told(pool.value_packing) for pool in layer.pools],
+    )
+
+
 def _told(packing: Packing) -> tuple[int, int, bool]:
     return packing.bits, packing.group, not packing.per_token

@@ -21,9 +21,8 @@ left.
 **Groups.** Where the engine can, rows whose chunk is their last run in one forward pass with the
 one whose turn it is, as far as three things go:
 
-* the pass, padded to the longest and as the engine widens it, fills at most what decoding leaves of
-  the step's budget;
-* a quarter at most is padding to the longest;
+* padding all to the longest fills at most what decoding leaves of the step's budget;
+* a quarter of that at most is padding;
 * what is dense for a moment, their chunks and the tails in front of them, is no more than a single
   chunk of that size may have. So what is reserved for one prefill holds a group as well.
 
@@ -34,7 +33,7 @@ result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.scheduling.row import Chunk, Row
@@ -46,20 +45,14 @@ PADDING = 4
 LONGEST_TAIL = 2 * PAGE_TOKENS - 1
 """Tokens in front of a chunk that are not in a page."""
 
-Width = Callable[[int], int]
-
 
 class Turns:
-    """Chooses chunks of ``chunk`` tokens, or groups; ``budget``: tokens of a step.
+    """Chooses chunks of ``chunk`` tokens, or groups; ``budget``: tokens of a step."""
 
-    ``width``: what the engine makes of the longest chunk's tokens in a group.
-    """
-
-    def __init__(self, *, chunk: int, budget: int, group: bool, width: Width = int) -> None:
+    def __init__(self, *, chunk: int, budget: int, group: bool) -> None:
         self._chunk = chunk
         self._budget = budget
         self._group = group
-        self._width = width
         self._express = False
         """Whether the next turn is an express one."""
 
@@ -98,17 +91,18 @@ class Turns:
         if not self._is_last(lead):
             return members
         for row in line:
-            if row is not lead and self._is_last(row) and self._go_together([*members, row], room):
+            if row is not lead and self._is_last(row) and _go_together([*members, row], room):
                 members.append(row)
         return members
 
-    def _go_together(self, rows: list[Row], room: int) -> bool:
-        """Return whether the last chunks of these rows make a group."""
-        longest = max(row.left for row in rows)
-        real, padded = sum(row.left for row in rows), len(rows) * longest
-        tails = sum(row.prefilled - PAGE_TOKENS * full_pages(row.prefilled) for row in rows)
-        fits = len(rows) * self._width(longest) <= room and tails + real <= room + LONGEST_TAIL
-        return fits and (padded - real) * PADDING <= padded
-
     def _is_last(self, row: Row) -> bool:
         return self.cut(row) == row.prefill_end
+
+
+def _go_together(rows: list[Row], room: int) -> bool:
+    """Return whether the last chunks of these rows make a group."""
+    real = sum(row.left for row in rows)
+    padded = len(rows) * max(row.left for row in rows)
+    tails = sum(row.prefilled - PAGE_TOKENS * full_pages(row.prefilled) for row in rows)
+    fits = padded <= room and tails + real <= room + LONGEST_TAIL
+    return fits and (padded - real) * PADDING <= padded

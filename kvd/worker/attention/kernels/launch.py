@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.kernels import append, decode, matrix
-from kvd.worker.attention.kernels.given import Append, Attention
+from kvd.worker.attention.kernels.given import Append, Attention, Told
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 
@@ -51,11 +51,12 @@ class Fused:
             kv_heads,
             q_heads // kv_heads,
             given.queries.shape[2],
-            tuple(Side(*one) for one in given.key_told),
-            tuple(Side(*one) for one in given.value_told),
+            _sides(given.key_told),
+            _sides(given.value_told),
             given.scale,
             given.keep,
             given.sinks is not None,
+            tuple(zip(*map(_sides, given.ladder), strict=True)),
         )
         outputs, weights = self._fire(split_launch(shape, self.language, given))
         return self._fire(combine_launch(shape, self.language, given, outputs, weights))[0]
@@ -68,6 +69,10 @@ class Fused:
     def _fire(self, launch: Launch) -> list[mx.array]:
         self.launches += 1
         return fire(launch, self.language)
+
+
+def _sides(told: Told) -> tuple[Side, ...]:
+    return tuple(Side(*one) for one in told)
 
 
 def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:

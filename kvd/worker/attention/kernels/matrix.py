@@ -20,6 +20,7 @@ from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.paging import ask_for_keys, ask_for_values, look_ahead, turn_page
 from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
 from kvd.worker.attention.kernels.text import Text
+from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _KEYS_UP = 6
 """Binary places by which queries, at most 1 by then, are raised: halves lose little below, and
@@ -114,10 +115,13 @@ def fits(shape: Shape, language: Language) -> bool:
         and shape.k_dim % 16 == 0
         and shape.v_dim % 64 == 0
         and shape.v_dim <= 128  # outputs take a quarter of that in registers
-        and all(side.bits in (4, 8) and side.group == 64 for side in (*shape.keys, *shape.values))
-        and all(side.along_tokens for side in shape.keys)
-        and not any(side.along_tokens for side in shape.values)
+        and all(_fits(keys) and keys.along_tokens for keys, _ in shape.every_level)
+        and all(_fits(values) and not values.along_tokens for _, values in shape.every_level)
     )
+
+
+def _fits(side: Side) -> bool:
+    return side.bits in (4, 8) and side.group == PAGE_TOKENS
 
 
 def add_pages(text: Text, shape: Shape) -> None:

@@ -63,6 +63,14 @@ class Shape:
     keep: int = 0
     """First tokens that every query sees, whatever its window."""
     sinks: bool = False
+    ladder: tuple[tuple[Side, Side], ...] = ()
+    """Keys and values of all levels that the layer has. How work is shared out follows from these
+    and not from the levels that occur, so that a row gets the same numbers in any company."""
+
+    @cached_property
+    def every_level(self) -> tuple[tuple[Side, Side], ...]:
+        """The ladder, or the levels that occur where nothing is said of others."""
+        return self.ladder or tuple(zip(self.keys, self.values, strict=True))
 
     @property
     def vectors(self) -> int:
@@ -72,11 +80,11 @@ class Shape:
     @cached_property
     def by_channel(self) -> bool:
         """Whether values of some level are quantized per channel."""
-        return any(side.packed and side.along_tokens for side in self.values)
+        return any(side.packed and side.along_tokens for _, side in self.every_level)
 
     @property
     def by_token(self) -> list[tuple[int, Side]]:
-        """Levels whose values are quantized per token."""
+        """Levels that occur and whose values are quantized per token."""
         return [(n, s) for n, s in enumerate(self.values) if s.packed and not s.along_tokens]
 
     @cached_property
@@ -96,8 +104,12 @@ class Shape:
     @cached_property
     def region(self) -> int:
         """Entries of shared memory that each warp has for itself: vectors of the tile's size."""
-        keys = [side.groups(self.k_dim) * self.k_dim for side in self.keys if side.packed]
-        weights = [PAGE_TOKENS * side.groups(self.v_dim) for _, side in self.by_token]
+        keys = [one.groups(self.k_dim) * self.k_dim for one, _ in self.every_level if one.packed]
+        weights = [
+            PAGE_TOKENS * one.groups(self.v_dim)
+            for _, one in self.every_level
+            if one.packed and not one.along_tokens
+        ]
         fewest = -(-FLOATS // self.tile)
         return max([self.v_dim, PAGE_TOKENS, fewest, *keys, *weights])
 
