@@ -55,12 +55,18 @@ def parts_bytes(config: dict[str, Any], rows: int, context: int) -> int:
     Of so many rows, one of which is as long as the context; padded as compiled steps are.
     """
     text = config.get("text_config") or config
-    heads = text.get("num_attention_heads") or 0
-    size = text.get("head_dim") or (text.get("hidden_size") or 0) // max(1, heads)
+    heads = _first(text, "num_attention_heads", "n_head", "n_heads")
+    width = _first(text, "hidden_size", "n_embd", "d_model")
+    size = text.get("head_dim") or width // max(1, heads)
     splits = (rows * ROW_SPLITS + context // SPLIT_TOKENS) * 5 // 4
     layers = min(PARTS_ALIVE, text.get("num_hidden_layers") or PARTS_ALIVE)
     # Sums of each channel, the largest logit, and the sum of weights: float32.
     return layers * splits * heads * (size + 2) * 4
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """Return a number that configurations know by several names; 0 if this one has none."""
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def traces_bytes(layers: int, *, native: bool) -> int:

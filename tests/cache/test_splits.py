@@ -127,3 +127,10 @@ def test_a_list_has_all_pages_with_their_positions(
     ] == [(page.level, page.slot, start) for page, start in pages]
     assert found.shape == (max(1, len(pages)), 3)
     assert np.array(listed.padded(100).array)[len(pages) :].sum() == 0
+
+
+def test_heads_are_known_by_other_names_too() -> None:
+    told = {"num_attention_heads": 12, "hidden_size": 768, "num_hidden_layers": 12}
+    other = {"n_head": 12, "n_embd": 768, "num_hidden_layers": 12}
+
+    assert base.parts_bytes(other, 4, 1000) == base.parts_bytes(told, 4, 1000) > 0
