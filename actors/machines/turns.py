@@ -103,6 +103,7 @@ class Member(msgspec.Struct):
     silent: bool = False
     """It let a turn lapse, and has not spoken since."""
     step_s: float | None = None
+    """In turns, shorter ones count from the end of its next."""
     free: bool | None = None
     """Whether it was told to compute as it likes, or to do so in its turn; None: nothing yet."""
 
@@ -197,7 +198,8 @@ class Turns(msgspec.Struct):
         debt = self.debts.pop(event.model, None)
         member = self.members.setdefault(event.model, Member(event.weight))
         member.silent = False
-        member.step_s = event.step_s
+        if member.free is not False or _is_longer(event.step_s, member.step_s):
+            member.step_s = event.step_s  # else it owes for the long ones, and says so when it ends
         if debt is not None:  # the time without work has paid for some of it
             member.credit_s = min(0.0, now - debt.since - debt.seconds)
 
@@ -304,3 +306,8 @@ class Turns(msgspec.Struct):
     def _earn(self, member: Member, rounds: int) -> None:
         quantum = self._quantum(member)
         member.credit_s = min(member.credit_s + rounds * quantum, (1 + SHORTEST) * quantum)
+
+
+def _is_longer(step_s: float | None, known_s: float | None) -> bool:
+    """Return whether steps take longer than was known; ones that nobody knows are the longest."""
+    return known_s is not None and (step_s is None or step_s > known_s)

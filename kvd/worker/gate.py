@@ -24,7 +24,7 @@ SHORT_S = 0.01
 """Of a step, that the next worker may begin beside: some times what passing on takes. While a
 longer one is read, the next is in flight for long enough."""
 _FORGOTTEN = 1 / 32
-"""Of how much longer than this one the longest chunk was: the next long one may be some time off."""
+"""Of what the longest chunk took more than this one: the next long one may be some time off."""
 _FREE = float("inf")
 _WITHOUT = ("cpu", "none")
 """Devices that are no accelerators; the fake engine has none."""
@@ -45,8 +45,8 @@ class Gate:
         self._reads = False
         """Whether steps read prompts."""
         self._steps: dict[bool, float | None] = {False: None, True: None}
-        """What a step takes in a turn of ours, by whether it reads prompts: on average where it does
-        not, and at most, of late, where it does."""
+        """What a step takes in a turn of ours, by whether it reads prompts: the average where it
+        does not, the most of late where it does."""
         self._told: float | None = None
         """Of these, as the daemon knows it."""
         self._seq = 0
@@ -89,7 +89,7 @@ class Gate:
         """End a step; pass the turn on if its time is over and nobody knew before."""
         took = now - self._began
         if self.is_free:
-            return self._doubt() if took > 2 * LONG_STEP_S else None
+            return self._doubt(took) if took > 2 * LONG_STEP_S else None
         self._learn(took)
         if not self.is_open:
             self._carried += took
@@ -126,11 +126,15 @@ class Gate:
             self._steps[False] = (known + took) / 2
         self._is_first = False
 
-    def _doubt(self) -> TurnWanted | None:
-        """Ask for turns: steps are long, be it for those who compute at the same time."""
+    def _doubt(self, took: float) -> TurnWanted | None:
+        """Ask for turns: steps are long, be it for those who compute at the same time.
+
+        What they take alone is measured anew; among chunks the long ones may be rare, so that this
+        one counts until it is forgotten.
+        """
         if self._told is None:
             return None
-        self._steps[self._reads] = None
+        self._steps[self._reads] = took if self._reads else None
         return self._want()
 
     def _want(self) -> TurnWanted:

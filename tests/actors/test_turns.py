@@ -131,13 +131,32 @@ def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
     assert [member.free for member in ring.members.values()] == [True, True]
 
     assert feed(ring, 1.0, Wanted("b", step_s=0.3)) == [Give("b", 3, 0.0), Give("a", 4, SLICE_S)]
-    feed(ring, 1.0, Wanted("b", step_s=0.02))
-    assert feed(ring, 2.0, Wanted("c", step_s=0.021)) == [
-        Give("a", 7, 0.0),
-        Give("c", 8, 0.0),
-        Give("b", 9, SLICE_S),
+    feed(ring, 1.1, Over("a", 4, SLICE_S, more=True, step_s=0.01))  # b: 5
+    assert feed(ring, 1.2, Over("b", 5, SLICE_S, more=True, step_s=0.02)) == [
+        Give("a", 6, None),
+        Give("b", 7, None),
     ]
-    assert feed(ring, 2.0, Gone("c")) == [Give("a", 10, None), Give("b", 11, None)]
+    assert feed(ring, 2.0, Wanted("c", step_s=0.021)) == [
+        Give("b", 8, 0.0),
+        Give("c", 9, 0.0),
+        Give("a", 10, SLICE_S),
+    ]
+    assert feed(ring, 2.0, Gone("c")) == [Give("b", 11, None), Give("a", 12, None)]
+
+
+def test_who_overran_is_not_forgiven_because_its_next_steps_are_short():
+    ring = Turns()
+    feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.3))  # a: 3
+    feed(ring, 0.1, Over("a", 3, SLICE_S, more=True, step_s=0.01))  # b: 4
+    turns = feed(ring, 0.4, Over("b", 4, 0.3, more=True, step_s=0.3))
+    assert feed(ring, 0.4, Wanted("b", step_s=0.01)) == []
+
+    while turns[-1].model == "a":
+        turns += feed(ring, 1.0, Over("a", turns[-1].seq, SLICE_S, more=True, step_s=0.01))
+    assert len(turns) - 1 == round(0.3 / SLICE_S)
+    seq = turns[-1].seq
+    gives = feed(ring, 1.0, Over("b", seq, SLICE_S, more=True, step_s=0.01))
+    assert gives == [Give("a", seq + 1, None), Give("b", seq + 2, None)]
 
 
 def test_who_has_another_weight_takes_turns_however_short_its_steps_are():
@@ -204,13 +223,15 @@ HOP_S = 0.0003
 
 
 class Computer:
-    """A worker with the real gate, whose steps take `step_s`."""
+    """A worker with the real gate, whose steps take `step_s`, or what a `cycle` of them says."""
 
     def __init__(self, machine: Machine, name: str, step_s: float, weight: float = 1.0) -> None:
         self.steps: list[tuple[float, float]] = []
         self.work = 10**9
         """Steps to do."""
         self.alive = True
+        self.cycle: list[tuple[bool, float]] = []
+        """Steps that repeat: whether one reads prompts, and what it takes."""
         self._machine, self._name, self._step_s, self._weight = machine, name, step_s, weight
         self._gate = Gate(on=True)
         self._woken = asyncio.Event()
@@ -233,17 +254,24 @@ class Computer:
                 self._say(self._gate.rest(clock()))
                 await self._woken.wait()
                 continue
-            self._say(self._gate.begin(reads=False))
+            reads, step_s = self._next_step
+            self._say(self._gate.begin(reads=reads))
             if not self._gate.is_open:
                 await self._woken.wait()
                 continue
             self._say(self._gate.stepping(clock()))
             async with self._machine.accelerator:
                 start = clock()
-                await asyncio.sleep(self._step_s)
+                await asyncio.sleep(step_s)
                 self.steps.append((start, clock()))
             self.work -= 1
             self._say(self._gate.stepped(clock()))
+
+    @property
+    def _next_step(self) -> tuple[bool, float]:
+        if not self.cycle:
+            return False, self._step_s
+        return self.cycle[len(self.steps) % len(self.cycle)]
 
     def seconds(self, start: float, end: float) -> float:
         return sum(b - a for a, b in self.steps if a >= start and b <= end)
@@ -307,6 +335,46 @@ async def test_a_decode_gets_its_turn_between_the_chunks_of_anothers_prompt():
 
     assert max(gaps) < 0.3 + 3 * HOP_S + 0.001, "two chunks in a row"
     assert not overlaps, "both compute"
+
+
+async def shared_with(seconds: float, *cycle: tuple[bool, float]) -> tuple[Computer, Computer]:
+    """Let a decode of 4 ms a step compute beside one whose steps repeat; return both."""
+    machine = Machine()
+    decoder, other = Computer(machine, "a", 0.004), Computer(machine, "b", 0.004)
+    other.cycle = list(cycle)
+    tasks = [asyncio.create_task(worker.run()) for worker in (decoder, other)]
+    await asyncio.sleep(seconds)
+    for task in tasks:
+        task.cancel()
+    return decoder, other
+
+
+@pytest.mark.parametrize("chunk_s", [0.06, 0.3, 1.0])
+@pytest.mark.parametrize("decodes", [1, 3, 10, 50])
+@simulated
+async def test_prompts_shorter_than_their_debt_do_not_take_it_all(chunk_s, decodes):
+    start = asyncio.get_running_loop().time()
+    cycle = [(True, chunk_s), *[(False, 0.004)] * decodes]
+    decoder, chat = await shared_with(60.0, *cycle)
+    mine, its = decoder.seconds(start, start + 60), chat.seconds(start, start + 60)
+
+    assert mine + its > 0.97 * 60, "the accelerator stood still"
+    assert mine > 20
+
+
+@simulated
+async def test_many_short_chunks_do_not_hide_the_long_ones_between_them():
+    start = asyncio.get_running_loop().time()
+    decoder, reader = await shared_with(60.0, *[(True, 0.006)] * 19, (True, 0.3))
+    overlaps = [
+        (a, b)
+        for a in decoder.steps
+        for b in reader.steps[20:]  # by then it has measured a long one
+        if a[0] < b[1] - 1e-9 and b[0] < a[1]
+    ]
+
+    assert not overlaps, "both compute"
+    assert decoder.seconds(start, start + 60) > 0.45 * 60
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.0])

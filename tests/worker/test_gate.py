@@ -91,6 +91,49 @@ def test_a_slice_of_short_steps_is_passed_on_before_the_last_which_is_told_the_n
     assert again.used_s == pytest.approx(0.005)
 
 
+def test_who_reads_prompts_passes_on_after_a_step_however_short_the_last_were():
+    gate = Gate(on=True)
+    gate.begin(reads=True)
+    gate.take(Turn(seq=1, slice_s=0.02), 10.0)
+    assert [step(gate, 10.0 + n * 0.006, 0.006) for n in range(3)] == [[], [], []]
+
+    assert gate.stepping(10.018) is None, "the next chunk may be a long one"
+    over = gate.stepped(10.318)
+    assert isinstance(over, TurnOver)
+    assert (over.used_s, over.left_s) == (pytest.approx(0.318), 0.0)
+    assert over.step_s == pytest.approx(0.3)
+
+
+def test_a_long_chunk_is_remembered_over_many_short_ones_and_forgotten_at_last():
+    gate = Gate(on=True)
+    gate.begin(reads=True)
+    gate.take(Turn(seq=1, slice_s=9.0), 10.0)
+    told = []
+    for chunk_s in (0.3, *[0.006] * 200):
+        step(gate, 10.0, chunk_s)
+        gate.begin(reads=False)
+        told.append(gate.begin(reads=True).step_s)
+
+    assert told[0] == pytest.approx(0.3)
+    assert told[20] > 2 * LONG_STEP_S
+    assert told[-1] == pytest.approx(0.006, rel=0.2)
+
+
+def test_a_long_chunk_in_company_counts_however_short_the_next_are():
+    gate = Gate(on=True)
+    gate.begin(reads=True)
+    gate.take(Turn(seq=1, slice_s=0.01), 10.0)
+    step(gate, 10.0, 0.006)
+    step(gate, 10.006, 0.006)  # tells it
+    gate.take(Turn(seq=2, slice_s=None), 10.1)
+
+    assert step(gate, 10.1, 0.3) == [TurnWanted(step_s=pytest.approx(0.3))]
+    gate.take(Turn(seq=3, slice_s=0.012), 11.0)
+    step(gate, 11.0, 0.006)
+    (over,) = step(gate, 11.006, 0.006)
+    assert over.step_s > 2 * LONG_STEP_S
+
+
 def test_what_the_last_step_took_is_told_by_who_rests_and_forgotten_by_who_is_alone():
     gates = [Gate(on=True), Gate(on=True)]
     for gate in gates:
