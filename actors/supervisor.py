@@ -124,7 +124,7 @@ class Supervisor(Actor["SupervisorMail"]):
             case mail.EvictWanted(name=name, requeue=requeue):
                 self._evict(name, requeue=requeue)
             case mail.PinWanted(name=name, pinned=pinned):
-                self._set_policy(name, replace(self._known(name).policy, pinned=pinned))
+                self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
             case mail.UnloadWanted(name=name, force=force):
                 return self._unload(name, force=force)
             case mail.DrainWanted():
@@ -172,10 +172,11 @@ class Supervisor(Actor["SupervisorMail"]):
         elif seat.state == "ready":  # (5)
             self._renew(seat, wanted)
             return house.board.model(name)
-        elif seat.state == "failed":  # (6)
-            self._board(seat.name, seat.known, patient=False)
-            seat.worker.tell(mail.Order(lifecycle.Start()))
-        self._renew(seat, wanted)
+        else:
+            if seat.state == "failed":  # (6)
+                self._board(seat.name, seat.known, patient=False)
+                seat.worker.tell(mail.Order(lifecycle.Start()))
+            self._renew(seat, wanted)
         later: Later[ModelStatus] = Later()
         seat.loaders.append((later, wanted.watcher))  # (7)
         return later
@@ -203,8 +204,8 @@ class Supervisor(Actor["SupervisorMail"]):
         self._house.governor.tell(mail.Governed(event))
 
     def _renew(self, seat: Seat, wanted: mail.LoadWanted) -> None:
-        if wanted.policy is not None:
-            self._set_policy(seat.name, wanted.policy)
+        if (told := wanted.policy) is not None:
+            self._set_policy(seat.name, lambda _: told)
 
     def _known(self, name: str) -> Known:
         known = self._house.catalogue.models.get(name)
@@ -212,16 +213,18 @@ class Supervisor(Actor["SupervisorMail"]):
             raise UnknownModel(self._missing(name), model=name)
         return known
 
-    def _set_policy(self, name: str, policy: ModelPolicy) -> None:
-        """Let this hold from now on, whether the model is loaded or not."""
-        before = self._known(name).policy
-        known = dataclasses.replace(self._known(name), policy=policy)
+    def _set_policy(self, name: str, change: Callable[[ModelPolicy], ModelPolicy]) -> None:
+        """Let this hold from now on, whether the model is loaded or not, or its load is refused."""
+        before = self._known(name)
+        known = _with_policy(before, change)
         self._house.catalogue.models[name] = known
         if (seat := self._house.seats.get(name)) is not None:
             seat.known = known
-            if policy.weight != before.weight:
-                seat.worker.tell(mail.WeightIs(policy.weight))
-        self._govern(governing.PolicyIs(name, policy))
+            if seat.before is not None:
+                seat.before = _with_policy(seat.before, change)
+            if known.policy.weight != before.policy.weight:
+                seat.worker.tell(mail.WeightIs(known.policy.weight))
+        self._govern(governing.PolicyIs(name, known.policy))
 
     def _ensure(self, name: str) -> None:
         """Bring a model that a request names, or tell the router that it is not known.
@@ -328,17 +331,18 @@ class Supervisor(Actor["SupervisorMail"]):
     def _refused(self, seat: Seat, error: ErrorInfo, *, freed_bytes: int) -> None:
         """Leave all as if nobody had asked; a model that ran before stays, to say why it is gone.
 
-        Of a model that was known, requests wait on that came meanwhile: they bring it when there
-        is room, as if they had come first.
+        A model that was known is so again, from where it was, and requests wait on that came
+        meanwhile: they bring it when there is room, as if they had come first. Not so where an
+        unload was ordered, of which the worker had not heard yet.
         """
         if seat.served:
             self._house.router.tell(mail.ModelChanged(seat.name, "failed", error))
-        elif seat.before is not None and error.code == InsufficientMemory.code:
-            seat.resting = True
+            return
+        ordered = seat.leaving and not seat.resting
+        seat.resting = seat.before is not None and not ordered
+        if seat.before is not None:
             self._house.catalogue.models[seat.name] = seat.before
-            self._leave(seat, freed_bytes=freed_bytes)
-        else:
-            self._leave(seat, freed_bytes=freed_bytes, error=error)
+        self._leave(seat, freed_bytes=freed_bytes, error=error)
 
     def _progressed(self, news: mail.LoadProgressed) -> None:
         seat = self._house.seats.get(news.name)
@@ -403,6 +407,10 @@ class Supervisor(Actor["SupervisorMail"]):
 def short_name(source: str) -> str:
     """Return the name that a model gets without an alias: the last part of where it comes from."""
     return source.rstrip("/").rpartition("/")[2] or source
+
+
+def _with_policy(known: Known, change: Callable[[ModelPolicy], ModelPolicy]) -> Known:
+    return dataclasses.replace(known, policy=change(known.policy))
 
 
 def _is_same(known: Known, wanted: mail.LoadWanted) -> bool:

@@ -1,0 +1,148 @@
+"""A load that is refused leaves all as if nobody had asked; what was said meanwhile holds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from actors import mail
+from actors.catalogue import Known
+from protocol import errors, messages
+from protocol.policy import ModelPolicy
+from protocol.types import Offer, WorkerStats
+from protocol.worker import Stats
+from tests.sim.fakes import Script
+from tests.sim.loop import simulated, until
+from tests.sim.world import SimClient, World, world
+
+BIG = Script(weights=600)
+BROKEN = Script(load_error=errors.InvalidModel("config.json is missing", file="x").info())
+CROWDED = {"demo": [BIG], "big": [BIG]}
+"""There is room for one of the two."""
+
+
+def known(source: str = "big", *, listed: bool = True) -> dict[str, Known]:
+    return {"big": Known(source, listed=listed)}
+
+
+async def busy(w: World) -> None:
+    """Have the other model say that it has a request, as a real one does."""
+    w.spawn.last("demo").say(Stats(stats=WorkerStats(step=1, offer=Offer(rows=1, base=600))))
+    await until(lambda: w.system._ledger.machine.tenants["demo"].idle_since is None, 1)
+
+
+def idle(w: World) -> None:
+    w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+
+
+async def start_load(w: World, client: SimClient, source: str = "big", **fields: object) -> str:
+    key = client.start(messages.Load, model=source, alias="big", **fields)
+    await until(lambda: w.state("big") == "loading", 5)
+    return key
+
+
+async def cross(w: World, message: object) -> object:
+    """Have the supervisor hear this, and the worker only after the end of its process."""
+    loop, process = asyncio.get_running_loop(), w.spawn.last("big")
+    gone = process._on_exit
+    crossed: asyncio.Future[asyncio.Task[object]] = loop.create_future()
+
+    def on_exit(end) -> None:
+        crossed.set_result(loop.create_task(w.system._supervisor.ask(message)))
+        loop.call_soon(gone, end)  # in the same turn: neither actor has run between the two
+
+    process._on_exit = on_exit
+    return await (await crossed)
+
+
+@simulated
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_model_is_known_from_where_it_was_after_another_failed_to_load_as_it(listed):
+    scripts = {"big": [BROKEN, Script()]}
+    async with world(scripts, known=known("/a/big", listed=listed)) as w:
+        client = w.client()
+        load = await start_load(w, client, "/other/thing")
+        assert (await client.end(load)).error.code == "invalid_model"
+
+        assert (await client.end(client.generate("big"))).reason == "length"
+        assert w.model("big").source == "/a/big"
+
+
+@simulated
+async def test_what_came_while_another_failed_to_load_as_a_model_gets_the_model_itself():
+    async with world({"big": [BROKEN, Script()]}, known=known("/a/big")) as w:
+        client = w.client()
+        load = await start_load(w, client, "/other/thing")
+        key = client.generate("big")
+        assert (await client.end(load)).error.code == "invalid_model"
+
+        assert (await client.end(key)).reason == "length"
+        assert w.model("big").source == "/a/big"
+
+
+@simulated
+async def test_what_waits_for_a_model_that_is_broken_itself_ends_with_it():
+    async with world({"big": [BROKEN]}, known=known()) as w:
+        client = w.client()
+        load = await start_load(w, client)
+        key = client.generate("big")
+        assert (await client.end(load)).error.code == "invalid_model"
+
+        assert (await client.end(key, 60)).error.code == "invalid_model"
+        assert w.spawn.attempts["big"] == 2
+
+
+@simulated
+async def test_a_pin_that_came_during_a_load_holds_and_what_that_load_said_does_not():
+    async with world(CROWDED, known=known()) as w:
+        await busy(w)
+        client = w.client()
+        load = await start_load(w, client, policy=ModelPolicy(priority=3))
+        await client.ask(messages.Pin, model="big")
+        assert (await client.end(load)).error.code == "insufficient_memory"
+        idle(w)
+
+        assert (await client.end(client.generate("big"))).reason == "length"
+        assert (w.model("big").pinned, w.model("big").priority) == (True, 0)
+
+
+@simulated
+async def test_what_a_load_that_joins_says_of_a_model_holds_when_both_are_refused():
+    async with world(CROWDED, known=known()) as w:
+        await busy(w)
+        one, two = w.client(), w.client()
+        load = await start_load(w, one)
+        joined = await start_load(w, two, policy=ModelPolicy(priority=3))
+        for client, key in ((one, load), (two, joined)):
+            assert (await client.end(key)).error.code == "insufficient_memory"
+        idle(w)
+
+        assert (await one.end(one.generate("big"))).reason == "length"
+        assert w.model("big").priority == 3
+
+
+@simulated
+async def test_an_unload_that_crosses_a_refusal_holds():
+    async with world(CROWDED, known=known()) as w:
+        await busy(w)
+        client = w.client()
+        load = await start_load(w, client)
+
+        assert await cross(w, mail.UnloadWanted("big", force=False)) == 0
+        assert (await client.end(load)).error.code == "draining"
+        assert w.model("big") is None
+        with pytest.raises(errors.UnknownModel):
+            await client.ask(messages.Pin, model="big")
+
+
+@simulated
+async def test_an_eviction_that_crosses_a_refusal_makes_no_model_known():
+    async with world({"big": [BROKEN]}) as w:
+        client = w.client()
+        load = await start_load(w, client)
+        await cross(w, mail.EvictWanted("big", requeue=False))
+
+        assert (await client.end(load)).error.code == "insufficient_memory"
+        assert (await client.end(client.generate("big"))).error.code == "unknown_model"
+        assert w.spawn.attempts["big"] == 1
