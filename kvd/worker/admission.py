@@ -95,14 +95,14 @@ class Admission:
     @property
     def has_work(self) -> bool:
         """Whether another `turn` or `rest` would do something now."""
-        scheduler = self.scheduler
-        news = self._news and not self.closed
         return bool(
-            scheduler.active
-            or (scheduler.waiting and news)
-            or self._has_positions
-            or self._can_rest
+            self.scheduler.active or self.may_admit or self._has_positions or self._can_rest
         )
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a request waits for which the next `turn` may have room; it has looked else."""
+        return self.scheduler.waiting > 0 and self._news and not self.closed
 
     @property
     def _has_positions(self) -> bool:

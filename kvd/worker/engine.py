@@ -86,7 +86,7 @@ class Engine(Protocol):
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether steps read prompts now, and may take long for it."""
+        """Whether steps read prompts now, and may take long for it; who waits for room has none."""
         ...
 
     @property

@@ -346,7 +346,7 @@ class FakeEngine:
     @property
     def reads_prompts(self) -> bool:
         """Whether steps read prompts now, and may take long for it."""
-        return self._scheduler.prefilling > 0 or self._scheduler.waiting > 0
+        return self._scheduler.prefilling > 0 or self._admission.may_admit
 
     @property
     def next_deadline(self) -> float | None:

@@ -124,6 +124,7 @@ class Loop:
                 self._serve()
         except _Stopped:
             pass
+        self._say(self._gate.rest(self._clock()))  # others need not wait for the process's end
         self._engine.close()
         self._link.flush()
 

@@ -509,3 +509,19 @@ def test_streams_go_on_from_any_word(settings):
         for report in said([one.again() for one in heard.values() if one.end is None]):
             heard[report.rid].hear(report)
         assert {rid: one.all() for rid, one in heard.items()} == right, f"cut at {cut}"
+
+
+def test_requests_that_wait_for_a_place_make_no_step_one_that_reads_prompts():
+    engine = loaded(max_rows=1)
+    for rid in ("a", "b"):
+        engine.submit(submit(rid, max_tokens=8))
+    read = []
+    while engine.has_work:
+        read.append(engine.reads_prompts)
+        for report in engine.step():
+            if isinstance(report, GrantWanted):
+                engine.granted(grant_of(report))
+
+    assert read[0], "a begins"
+    assert not any(read[1:8]), "b has no place yet"
+    assert sum(read[8:]) == 1, "b begins"

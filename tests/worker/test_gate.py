@@ -289,6 +289,21 @@ def test_a_worker_passes_its_turn_on_between_two_steps(peer):
     assert peer.join() == "done"
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_worker_that_is_stopped_gives_its_turn_back(peer, drain):
+    peer.load("fake:tps=0,pages=4000", turns="on")
+    peer.send(Turn(seq=1, slice_s=0.0), submit("a", max_tokens=3000 if drain else 10_000))
+    peer.wait_for(lambda: peer.of(TurnWanted))
+    peer.send(Turn(seq=2, slice_s=60.0))
+    peer.wait_for(lambda: peer.of(RowTokens))
+    peer.send(Stop(drain=drain))
+    peer.read_all()
+
+    assert peer.join() == "done"
+    (over,) = peer.of(TurnOver)
+    assert (over.seq, over.more) == (2, False)
+
+
 def test_nobody_hears_of_turns_where_they_are_off(peer):
     peer.load("fake:tps=0", turns="off")
     peer.send(submit("a", max_tokens=8))
