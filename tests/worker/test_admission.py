@@ -477,7 +477,8 @@ class Traffic(RuleBasedStateMachine):
             self.held = Held(cached=self.held.cached - turn.evict_pages)
             self.hold(spare=False)
         if turn.refused is not None:
-            assert self.admission.budget.too_large(sum(self.scheduler.footing(turn.refused[0])))
+            pages, places = self.scheduler.footing(turn.refused[0])
+            assert self.admission.budget.too_large(pages + places * ROW_PAGES)
             self._finish(turn.refused[0])
         if turn.spill:
             assert not self.running
