@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -26,7 +27,7 @@ class NoKernelsError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Path:
+class Path(ABC):
     """One way to attend on one shape."""
 
     name: str
@@ -38,9 +39,9 @@ class Path:
     """``[calls, rows, q_heads, 1, dim]``."""
     bound: float
 
+    @abstractmethod
     def error(self, got: mx.array) -> float:
         """Return the relative error of the first call's result."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from kvd.worker.probe import find_layout
 from kvd.worker.runner import Row, Runner
 from tests.architectures.zoo import build
 from tests.attention.test_group import Group, bench_of
+from tests.engine.held import held
 
 pytestmark = pytest.mark.mlx
 
@@ -73,15 +74,6 @@ def runner_of(name: str) -> Runner:
     runner = Runner(model, cache)
     assert runner.group() != shapes.are_planned()  # several rows come in too many shapes
     return runner
-
-
-def held(runner: Runner, row: Row) -> list[mx.array]:
-    return [
-        side
-        for store, one in zip(runner.cache.stores, row.rows, strict=True)
-        for layer in range(len(store.layers))
-        for side in store.read(one, layer)
-    ]
 
 
 def read(runner: Runner) -> tuple[list[Row], mx.array]:

@@ -22,6 +22,7 @@ from protocol.types import Sampling
 from tests.architectures.reference import TOKENS
 from tests.architectures.zoo import build
 from tests.engine.driver import Driver, Outcome
+from tests.engine.held import held
 from tests.engine.test_mlx_engine import prompt_of
 
 pytestmark = pytest.mark.mlx
@@ -66,16 +67,6 @@ def two_runners(
     assert alone.group()
     assert together.group()
     return alone, together
-
-
-def held(runner: Runner, row: Row) -> list[mx.array]:
-    """All that a row has."""
-    return [
-        side
-        for store, one in zip(runner.cache.stores, row.rows, strict=True)
-        for layer in range(len(store.layers))
-        for side in store.read(one, layer)
-    ]
 
 
 def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
