@@ -17,7 +17,7 @@ def library() -> Backend | None:
     return Library(build.load()) if build.compiler() is not None else None
 
 
-PLAIN_ONLY = ("test_fused", "test_seam", "test_tiles")
+PLAIN_ONLY = ("test_fused", "test_prefill", "test_seam", "test_tiles")
 """What has nothing to do with how decode steps attend."""
 
 
