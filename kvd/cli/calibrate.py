@@ -6,6 +6,7 @@ starts it and shows what it says.
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
+from kvd.cli.options import LEVELS, takes_kv
 from kvd.cli.tool import run_tool
 from kvd.home import locate
 from kvd.sources import absolute
@@ -28,6 +30,7 @@ from protocol.types import KVSpec
 _GAP = 2
 
 
+@functools.partial(takes_kv, only=LEVELS)
 def calibrate(
     context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to measure.")],

@@ -1,199 +1,46 @@
-"""`kvctl chat`: turns, history and /commands. Replies go to stdout, all else to stderr."""
+"""`kvctl chat`: its options; the conversation itself is in `kvd.cli.conversation`."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated
 
-from kvd.cli.common import Terms, escape, model_in, talk
-from kvd.cli.stream import Stream
-from kvd.client import Client, Completion
-from kvd.client.options import check_number
-from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning
-from protocol.types import ChatMessage
+import typer
+
+from kvd.cli import sampling as how
+from kvd.cli.common import HomeOption, JsonOption, ModelArgument, SocketOption, terms
+from kvd.cli.conversation import Chat, Settings
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What `/set` changes."""
-
-    max_tokens: int | None = None
-    temperature: float = 0.7
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-
-
-_INTEGERS = {"max_tokens", "top_k", "seed"}
-
-
-class Chat:
-    """One conversation. Lives until /exit or the end of input, whatever a reply does."""
-
-    def __init__(
-        self,
-        client: Client,
-        model: str,
-        settings: Settings,
-        terms: Terms,
-        *,
-        system: str | None = None,
-    ) -> None:
-        self._client = client
-        self._model = model
-        self._settings = settings
-        self._terms = terms
-        self._system = system
-        self._turns: list[ChatMessage] = []
-        self._commands: dict[str, tuple[Callable[[str], object], str]] = {
-            "help": (self._help, "show this"),
-            "new": (self._new, "forget the conversation"),
-            "retry": (self._retry, "ask the last question again"),
-            "system": (self._set_system, "TEXT  set the system message, and start anew"),
-            "set": (
-                self._set,
-                "NAME VALUE  change a sampling value, or to default; alone: show",
-            ),
-            "history": (self._history, "show the conversation so far"),
-            "exit": (self._exit, "leave (also Ctrl-D)"),
-        }
-
-    def run(self) -> None:
-        """Converse until the user leaves."""
-        for name, value in asdict(self._settings).items():
-            check_number(name, value)
-        self._require_model()
-        interactive = sys.stdin.isatty()
-        if interactive:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401, PLC0415 - input() edits lines and remembers them
-            talk(f"[bold]{escape(self._model)}[/]  /help lists commands, Ctrl-C ends a reply")
-        while True:
-            try:
-                line = input("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
-            except EOFError:
-                break
-            except KeyboardInterrupt:
-                talk("\n[dim]Ctrl-D or /exit leaves[/]")
-                continue
-            try:
-                self._line(line.strip())
-            except _Leave:
-                break
-        if interactive:
-            talk("")
-
-    def _require_model(self) -> None:
-        """Say now, and not after the first question, that there is no such model."""
-        model_in(self._client.status(), self._model)
-
-    def _line(self, line: str) -> None:
-        if line.startswith("/"):
-            name, _, rest = line[1:].partition(" ")
-            if name in {"quit", "bye"}:
-                name = "exit"
-            if name not in self._commands:
-                talk(f"[yellow]no command /{escape(name)}[/]; /help lists them")
-                return
-            self._commands[name][0](rest.strip())
-        elif line:
-            self._ask(line)
-
-    def _ask(self, text: str) -> None:
-        self._turns.append(ChatMessage("user", text))
-        messages = [ChatMessage("system", self._system)] if self._system else []
-        try:
-            completion = self._client.generate(
-                self._model, messages=[*messages, *self._turns], **asdict(self._settings)
-            )
-            self._stream(completion)
-        except NotRunning:
-            raise
-        except KvdError as error:
-            self._turns.pop()
-            self._terms.complain(error)
-            if isinstance(error, ContextTooLong):
-                talk("[dim]hint:[/] /new starts a new conversation")
-            elif error.retryable:
-                talk(f"[dim]hint:[/] ask again: {escape(text)}")
-            return
-        if completion.text_so_far:
-            self._turns.append(ChatMessage("assistant", completion.text_so_far))
-        else:
-            self._turns.pop()  # two questions in a row are no conversation
-
-    def _stream(self, completion: Completion) -> None:
-        stream = Stream(completion)
-        for event in stream:
-            if self._terms.json:
-                self._terms.print_json(event)
-            else:
-                stream.show(event)
-        if self._terms.json:
-            return
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        if completion.reason == "stop" and not completion.text_so_far:
-            talk("[dim]an empty reply[/]")
-        if completion.reason == "cancelled":
-            talk("[dim]cancelled[/]")
-        elif completion.reason == "length":
-            talk("[dim]cut: the reply was as long as it may be (/set max_tokens)[/]")
-
-    def _help(self, _: str) -> None:
-        for name, (_do, text) in self._commands.items():
-            talk(f"  [bold]/{name}[/]  {escape(text)}")
-
-    def _new(self, _: str) -> None:
-        self._turns.clear()
-        talk("[dim]new conversation[/]")
-
-    def _retry(self, _: str) -> None:
-        while self._turns and self._turns[-1].role == "assistant":
-            self._turns.pop()
-        if self._turns:
-            self._ask(self._turns.pop().content)
-        else:
-            talk("[yellow]nothing to ask again[/]")
-
-    def _set_system(self, text: str) -> None:
-        self._system = text or None
-        self._new("")
-
-    def _set(self, text: str) -> None:
-        name, _, value = text.partition(" ")
-        if name in {field.name for field in fields(Settings)}:
-            try:
-                number: Any = getattr(Settings(), name)
-                if value != "default":
-                    number = int(value) if name in _INTEGERS else float(value)
-                    check_number(name, number)
-                self._settings = replace(self._settings, **{name: number})
-            except ValueError:
-                talk(f"[yellow]{escape(value)!r} is no value for {name}[/]")
-                return
-            except InvalidRequest as error:
-                talk(f"[yellow]{escape(error.message)}[/]")
-                return
-        elif name:
-            talk(f"[yellow]no setting {escape(name)}[/]")
-        for name, number in asdict(self._settings).items():
-            talk(f"  {name:18} {'default' if number is None else number}")
-
-    def _history(self, _: str) -> None:
-        for turn in self._turns:
-            talk(f"[bold]{turn.role}[/]  {escape(turn.content)}")
-
-    def _exit(self, _: str) -> None:
-        raise _Leave
-
-
-class _Leave(Exception):
-    pass
+def chat(
+    context: typer.Context,
+    model: ModelArgument,
+    *,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    max_tokens: how.MaxTokens = None,
+    temperature: how.Temperature = 0.7,
+    top_p: how.TopP = 1.0,
+    top_k: how.TopK = 0,
+    min_p: how.MinP = 0.0,
+    seed: how.Seed = None,
+    repetition_penalty: how.RepetitionPenalty = 1.0,
+    presence_penalty: how.PresencePenalty = 0.0,
+    frequency_penalty: how.FrequencyPenalty = 0.0,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Converse with a model; /help lists the commands."""
+    wanted = terms(context, home, socket, json=json)
+    settings = Settings(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
+    with wanted.connected() as client:
+        Chat(client, model, settings, wanted, system=system).run()

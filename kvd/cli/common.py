@@ -33,6 +33,8 @@ SocketOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print the data as JSON.")]
 
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
+
 WIDE_PIPE = 200
 """Columns for tables that go into a pipe or a file, where nothing should be cut."""
 

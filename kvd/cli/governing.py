@@ -12,6 +12,7 @@ from rich.text import Text
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
+    ModelArgument,
     SocketOption,
     stdout_console,
     talk,
@@ -22,7 +23,6 @@ from protocol.explain import explain
 from protocol.messages import Happened
 from protocol.policy import ModelPolicy
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
 _LOUD = {
     "evict": "yellow",
     "requeue": "yellow",

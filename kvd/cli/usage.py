@@ -32,6 +32,12 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A group with such a page."""
 
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for one in self.params:
+            if getattr(one, "is_flag", False):
+                _bare(one)
+
     def get_help_option(self, ctx: Any) -> Any:
         """Return ``--help``, which is a flag."""
         return _bare(super().get_help_option(ctx))

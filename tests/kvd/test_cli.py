@@ -439,7 +439,7 @@ def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch
 
 
 def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Home, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvd.cli.app"], "_GONE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvd.cli.ending"], "_GONE_S", 0.05)
     home.create()
     with stub_daemon(home.socket, well), hold_lock(home):
         code, out, err = kvctl("shutdown")

@@ -1,0 +1,105 @@
+"""`kvctl load` and `unload`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvd.cli import governing, render
+from kvd.cli.common import (
+    HomeOption,
+    JsonOption,
+    ModelArgument,
+    SocketOption,
+    Terms,
+    stderr_console,
+    stdout_console,
+    talk,
+    terms,
+)
+from kvd.cli.options import takes_kv
+from kvd.client import Load
+from kvd.sources import absolute
+from kvd.units import format_bytes
+from protocol.messages import Loading
+from protocol.types import KVSpec, ModelStatus
+
+
+@takes_kv
+def load(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.")],
+    *,
+    alias: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The name that requests use.")
+    ] = None,
+    pin: Annotated[
+        bool, typer.Option("--pin", metavar="", help="Never unload it to make room.")
+    ] = False,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", help="Models of lower priority make room first.")
+    ] = None,
+    idle_ttl: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Unload it when idle for so long.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="The most of prompt and completion.")
+    ] = None,
+    kv: KVSpec | None,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        policy = governing.policy(pin=pin, priority=priority, ttl=idle_ttl, context=max_context)
+        loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
+        loaded = _follow(loading, wanted)
+        if wanted.json:
+            wanted.print_json(loaded)
+        else:
+            stdout_console().print(render.model(loaded), soft_wrap=True)
+
+
+def _follow(loading: Load, wanted: Terms) -> ModelStatus:
+    """Show the progress to a person; wait for the end."""
+    console = stderr_console()
+    if wanted.json or not console.is_terminal:
+        return loading.result
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        for event in loading:
+            if isinstance(event, Loading):
+                progress.update(task, description=event.stage, completed=event.fraction)
+    return loading.result
+
+
+def unload(
+    context: typer.Context,
+    model: ModelArgument,
+    *,
+    force: Annotated[
+        bool,
+        typer.Option("--force", metavar="", help="End its requests instead of finishing them."),
+    ] = False,
+    home: HomeOption = None,
+    socket: SocketOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Finish a model's requests, then give its memory back."""
+    wanted = terms(context, home, socket, json=json)
+    with wanted.connected() as client:
+        done = client.unload(model, force=force)
+        if wanted.json:
+            wanted.print_json({"model": done.model, "freed_bytes": done.freed_bytes})
+        else:
+            talk(f"{done.model} unloaded, {format_bytes(done.freed_bytes)} freed")
