@@ -13,6 +13,10 @@ from actors.runtime.actor import Ask
 from protocol.types import ModelStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from actors.catalogue import Known
     from actors.machines import lifecycle
     from actors.machines.admission import Standing
     from actors.machines.gauge import Pressure
@@ -412,6 +416,23 @@ class PinWanted(Ask[None], frozen=True):
     pinned: bool
 
 
+class ListWanted(Ask[bool], frozen=True):
+    """A model is in the configuration from now on, and these fields of its policy are new.
+
+    Answered with whether `known` is how it is loaded: not while it is loaded otherwise.
+    """
+
+    name: str
+    known: Known
+    policy: Mapping[str, Any]
+
+
+class UnlistWanted(Ask[None], frozen=True):
+    """A model is not in the configuration any more; if it is loaded it stays so."""
+
+    name: str
+
+
 class UnloadWanted(Ask[int], frozen=True):
     """Unload a model; answered with the bytes that became free."""
 
@@ -459,6 +480,8 @@ SupervisorMail = (
     | EnsureLoaded
     | EvictWanted
     | PinWanted
+    | ListWanted
+    | UnlistWanted
     | UnloadWanted
     | DrainWanted
     | ShutdownWanted

@@ -114,7 +114,7 @@ class Supervisor(Actor["SupervisorMail"]):
             seat.unloaders.clear()
             seat.again.clear()
 
-    def receive(self, message: SupervisorMail) -> object:  # noqa: C901 - one match over one union
+    def receive(self, message: SupervisorMail) -> object:  # noqa: C901, PLR0912 - one match, one union
         """Handle a message."""
         match message:
             case mail.LoadWanted():
@@ -125,6 +125,10 @@ class Supervisor(Actor["SupervisorMail"]):
                 self._evict(name, requeue=requeue)
             case mail.PinWanted(name=name, pinned=pinned):
                 self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
+            case mail.ListWanted():
+                return self._list(message)
+            case mail.UnlistWanted(name=name):
+                self._unlist(name)
             case mail.UnloadWanted(name=name, force=force):
                 return self._unload(name, force=force)
             case mail.DrainWanted():
@@ -225,6 +229,39 @@ class Supervisor(Actor["SupervisorMail"]):
             if known.policy.weight != before.policy.weight:
                 seat.worker.tell(mail.WeightIs(known.policy.weight))
         self._govern(governing.PolicyIs(name, known.policy))
+
+    def _list(self, wanted: mail.ListWanted) -> bool:
+        """Take a model as the configuration says; how it is loaded holds while it is loaded."""
+        house, name = self._house, wanted.name
+        before = house.catalogue.models.get(name)
+        if before is None:
+            house.catalogue.models[name] = wanted.known
+            return True
+        as_said = _is_loaded_as(before, wanted.known)
+        if not as_said and name not in house.seats:
+            policy = replace(before.policy, max_context=wanted.known.policy.max_context)
+            house.catalogue.models[name] = dataclasses.replace(wanted.known, policy=policy)
+            as_said = True
+        if not as_said and not before.listed:
+            return False  # somebody loaded another model under this name
+        self._set_listed(name, listed=True)
+        self._set_policy(name, lambda policy: replace(policy, **wanted.policy))
+        return as_said
+
+    def _unlist(self, name: str) -> None:
+        if name in self._house.seats:
+            self._set_listed(name, listed=False)
+        elif name in self._house.catalogue.models:
+            self._forget(name)
+
+    def _set_listed(self, name: str, *, listed: bool) -> None:
+        seat = self._house.seats.get(name)
+        known = dataclasses.replace(self._known(name), listed=listed)
+        self._house.catalogue.models[name] = known
+        if seat is not None:
+            seat.known = known
+            if seat.before is not None:
+                seat.before = dataclasses.replace(seat.before, listed=listed)
 
     def _ensure(self, name: str) -> None:
         """Bring a model that a request names, or tell the router that it is not known.
@@ -411,6 +448,11 @@ def short_name(source: str) -> str:
 
 def _with_policy(known: Known, change: Callable[[ModelPolicy], ModelPolicy]) -> Known:
     return dataclasses.replace(known, policy=change(known.policy))
+
+
+def _is_loaded_as(known: Known, wanted: Known) -> bool:
+    same_context = known.policy.max_context == wanted.policy.max_context
+    return (known.source, known.kv) == (wanted.source, wanted.kv) and same_context
 
 
 def _is_same(known: Known, wanted: mail.LoadWanted) -> bool:

@@ -255,6 +255,21 @@ class System:
         """
         return await self._supervisor.ask(mail.LoadWanted(model, alias, kv or KVSpec(), policy))
 
+    async def set_budget(self, total_bytes: int) -> None:
+        """Let so much be granted in all from now on; what is granted above it is worked off."""
+        await self._services.governor.ask(mail.BudgetWanted(total_bytes))
+
+    async def list_model(self, name: str, known: Known, policy: Mapping[str, Any]) -> bool:
+        """Know a model of the configuration, and set these fields of its policy.
+
+        Return whether it is loaded from now on as `known` says; not while it is loaded otherwise.
+        """
+        return await self._supervisor.ask(mail.ListWanted(name, known, policy))
+
+    async def unlist_model(self, name: str) -> None:
+        """Forget that a model is in the configuration; if it is loaded it stays so."""
+        await self._supervisor.ask(mail.UnlistWanted(name))
+
     def status(self) -> DaemonStatus:
         """Collect the newest snapshots; never waits for anyone."""
         identity, ledger = self._identity, self._ledger

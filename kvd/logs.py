@@ -61,6 +61,11 @@ def setup(folder: Path | None, level: str = "info") -> None:
     )
 
 
+def set_level(level: str) -> None:
+    """Log from this level on, from now on."""
+    logging.getLogger().setLevel(level.upper())
+
+
 def _person() -> list[Any]:
     colours = "NO_COLOR" not in os.environ
     return [_brief, structlog.dev.ConsoleRenderer(colors=colours)]
