@@ -32,11 +32,10 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """A group with such a page."""
 
-    def __init__(self, **attributes: Any) -> None:
-        super().__init__(**attributes)
-        for one in self.params:
-            if getattr(one, "is_flag", False):
-                _bare(one)
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options; those of completion are flags as well."""
+        found: list[Any] = super().get_params(ctx)
+        return [_bare(one) if getattr(one, "is_flag", False) else one for one in found]
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return ``--help``, which is a flag."""
