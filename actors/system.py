@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from actors import mail
 from actors.archive import Archive
 from actors.board import Board
+from actors.caller import Call, Caller
 from actors.catalogue import Catalogue, Known
 from actors.client import Client, Services, Socket
 from actors.events import Events
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from actors.ports import Notify, ReadMemory, Reckon, SpawnWorker
     from actors.runtime.actor import Actor, Ref
     from protocol.costs import Estimate
+    from protocol.messages import Event, Generate
     from protocol.policy import ModelPolicy
     from protocol.types import TurnsMode
 
@@ -59,6 +61,8 @@ class Identity:
     version: str
     home: str
     pid: int
+    http: tuple[str, ...] = ()
+    """Where it answers HTTP."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +245,22 @@ class System:
         client = self._tree.start(child)
         return Connection(client, lambda: self._tree.stop(client))
 
+    def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
+        """Run a request of somebody in this process.
+
+        Its events go to `deliver`, on the event loop and never before this returns. The last one
+        is always told, unless `Call.cancel` comes first: then nothing more is. `deliver` must not
+        block; whoever reads slowly bounds what is not read, and cancels.
+        """
+        number = next(self._numbers)
+        rid = f"{self._services.run}{number}.1"
+        child = Child(
+            f"caller-{number}",
+            lambda: Caller(rid, request, deliver, self._services.router),
+            "temporary",
+        )
+        return Call(self._tree.start(child))
+
     async def load(
         self,
         model: str,
@@ -286,6 +306,7 @@ class System:
             host=self._memory.host(),
             models=self._board.all(),
             asleep=sorted(set(self._catalogue.models) - set(self._board.models)),
+            http=list(identity.http),
         )
 
     async def drain(self) -> None:

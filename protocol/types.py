@@ -13,6 +13,7 @@ from msgspec import Meta
 from protocol.costs import Costs
 from protocol.errors import ErrorInfo
 from protocol.schemes import Scheme
+from protocol.spread import Spread
 
 MAX_BYTES = 2**63 - 1
 """Of sizes in bytes."""
@@ -383,6 +384,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryUse = MemoryUse()
     prefix: PrefixUse = PrefixUse()
     offer: Offer = Offer()
+    phases: dict[str, Spread] = {}
+    """How long it was in each phase of its steps (`protocol.worker.Phase`), each time."""
 
 
 ModelState = Literal[
@@ -441,3 +444,5 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelStatus]
     asleep: list[str] = []
     """Models that are known and not loaded: a request brings them."""
+    http: list[str] = []
+    """Where it answers HTTP: ``http://127.0.0.1:11711``, ``unix:/home/you/.kvd/http.sock``."""
