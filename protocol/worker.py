@@ -230,6 +230,12 @@ class RowParked(_Report, tag="parked", frozen=True, kw_only=True):
     """What it gave back."""
     where: Where
 
+class RowBegun(_Report, tag="begun", frozen=True, kw_only=True):
+    """The request has its memory and its place: from now on its prompt is read."""
+
+    rid: str
+
+
 
 class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
     """The request goes on."""
@@ -364,3 +370,4 @@ Report = (
     | Entered
     | Stats
 )
+    | RowBegun

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from kvd.worker.admission import Admission, Held
+from kvd.worker.admission import Admission, Held, Turn
 from kvd.worker.budget import PageBudget, mebibytes
 from kvd.worker.cache.prefix import PrefixTree
 from kvd.worker.choices import Choices, check_ids, late
@@ -57,6 +57,7 @@ from protocol.worker import (
     LoadModel,
     Reclaim,
     Report,
+    RowBegun,
     RowFailed,
     RowPrompt,
     RowTokens,
@@ -364,7 +365,7 @@ class FakeEngine:
     # The step.
 
     def watch(self, on_phase: OnPhase) -> None:
-        """Say before each step that it decodes."""
+        """Call this before each phase of a step from now on."""
         self._on_phase = on_phase
 
     def step(self) -> list[Report]:
@@ -378,11 +379,11 @@ class FakeEngine:
             self._hang()
         for rid in self._scheduler.expired(self.clock()):
             self._fail(self._rows[rid], late(self._rows[rid].made))
-        turn = self._admission.turn(self._held)
+        turn = self._take_turn()
         if turn.evict_pages and self._remembered.tree.evict(
             turn.evict_pages * self._model.page_bytes
         ):
-            turn = self._admission.turn(self._held)
+            turn = self._take_turn()
         plan = turn.plan
         self._tell(turn.wish)
         self._reports += turn.queued
@@ -399,7 +400,9 @@ class FakeEngine:
         self._tell(self._admission.rest(self._held.cached))
         reports, self._reports = self._reports, []
         return reports
+            self._on_phase("prefill")
 
+            self._on_phase("decode")
     def _wait_for_turn(self) -> None:
         if self._model.tps <= 0:
             return
@@ -407,6 +410,12 @@ class FakeEngine:
         if self._next_step_at > now:
             self.sleep(self._next_step_at - now)
         self._next_step_at = max(now, self._next_step_at) + 1.0 / self._model.tps
+    def _take_turn(self) -> Turn:
+        turn = self._admission.turn(self._held)
+        begun = [rid for rid in turn.plan.admitted if rid not in turn.plan.restored]
+        self._reports += [RowBegun(rid=rid) for rid in begun]
+        return turn
+
 
     def _prefill(self) -> None:
         for chunk in next_chunks(self._scheduler, self._is_known, self._begin):

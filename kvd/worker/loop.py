@@ -23,6 +23,7 @@ import msgspec
 
 from kvd.worker import gate, memory
 from kvd.worker.outbox import Outbox
+from kvd.worker.phases import Phases
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
 from protocol.framing import FrameDecoder, decode_command
 from protocol.worker import (
@@ -113,6 +114,7 @@ class Loop:
         self._sign_due = clock() + SIGN_INTERVAL_S
         engine.watch(self._enter)
 
+        self._phases = Phases()
     def run(self) -> None:
         """Load, serve and return when the daemon asked for the end and has all reports.
 
@@ -195,6 +197,7 @@ class Loop:
             self._link.put(Entered(phase=phase))
             self._link.send()
 
+        self._phases.enter(phase, now)
     def _step(self) -> None:
         timed = self._gate.is_timed
         if timed:
@@ -206,6 +209,7 @@ class Loop:
             if isinstance(report, (RowFinished, RowFailed)):
                 self._rows.discard(report.rid)
             self._link.put(report)
+        self._phases.leave(self._clock())
         self._worked = True
         self._tell_stats()
 
@@ -279,6 +283,22 @@ class Loop:
 
     @property
     def _stats_due(self) -> float:
+        self._phases.leave(self._clock())
+
+    def _tokenize(self) -> None:
+        """Tell the tokens of one text: others wait behind the next step, and delay none."""
+        if not self._texts:
+            return
+        request = self._texts.popleft()
+        self._enter("tokenize")
+        try:
+            self._link.put(self._engine.tokenize(request))
+        except KvdError as error:
+            self._link.put(Tokenized(seq=request.seq, error=error.info()))
+        except Exception:
+            _log.exception("a text could not be tokenized")
+            broken = InternalError("the tokenizer failed on this text; the log says why")
+            self._link.put(Tokenized(seq=request.seq, error=broken.info()))
         return self._stats_at + (STATS_INTERVAL_S if self._worked else IDLE_INTERVAL_S)
 
     def _tell_stats(self) -> None:
@@ -300,6 +320,7 @@ class _Link:
     """The socket with its framing: commands in, reports out, neither ever blocks but in `wait`."""
 
     def __init__(self, sock: socket.socket) -> None:
+            phases=self._phases.spreads(),
         sock.setblocking(False)
         self._sock = sock
         self._poll = select.poll()

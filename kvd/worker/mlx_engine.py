@@ -66,6 +66,7 @@ from protocol.worker import (
     LoadModel,
     Reclaim,
     Report,
+    RowBegun,
     RowFailed,
     RowTokens,
     StartLevel,
@@ -459,6 +460,8 @@ class MLXEngine:
         if turn.spill:
             self._parking.spill()
         return turn
+            if rid not in turn.plan.restored:
+                self._report(RowBegun(rid=rid))
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
         live = []

@@ -1,0 +1,23 @@
+"""How often something took how long: what a worker counts of its steps, and what travels of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+SPAN_BOUNDS_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+)  # fmt: skip
+"""Of a worker's phases: from a small model's decode step to a chunk of 8B parameters on a CPU."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Times by size: ``counts[i]`` took at most ``SPAN_BOUNDS_S[i]``, the last ones longer."""
+
+    counts: tuple[int, ...] = (0,) * (len(SPAN_BOUNDS_S) + 1)
+    """Of each size alone."""
+    total_s: float = 0.0
+    """Of all of them."""
+
+    def __add__(self, other: Spread) -> Spread:
+        counts = tuple(ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True))
+        return Spread(counts, self.total_s + other.total_s)
