@@ -16,6 +16,7 @@ from actors import mail
 from actors.events import concerns
 from actors.runtime.actor import Actor, MailboxFull
 from protocol import messages
+from protocol import worker as wire
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
 from protocol.session import ServerSession
 
@@ -127,7 +128,7 @@ class Client(Actor["ClientMail"]):
         except MailboxFull as error:
             self._fail(request.id, Overloaded(error.message, retry_after_s=1.0))
 
-    def _start(self, request: Request) -> None:  # noqa: C901 - one match over one union
+    def _start(self, request: Request) -> None:  # noqa: C901, PLR0912 - one match over one union
         services = self._services
         match request:
             case messages.Hello(id=key):
@@ -159,6 +160,12 @@ class Client(Actor["ClientMail"]):
                     key,
                     services.explain(request),
                     lambda it: messages.Explained(id=key, forecast=it),
+                )
+            case messages.Tokenize(id=key):
+                self._answer(
+                    key,
+                    services.supervisor.ask(mail.TokensWanted(request.model, _texts(request))),
+                    lambda it: _tokens(key, it),
                 )
             case messages.Configure(id=key, budget_bytes=total):
                 self._answer(
@@ -264,3 +271,15 @@ class Client(Actor["ClientMail"]):
         """Say of the connection why it ends."""
         if self._socket is not None:
             self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))
+
+
+def _texts(asked: messages.Tokenize) -> wire.Tokenize:
+    return wire.Tokenize(
+        seq=0, prompt=asked.prompt, messages=asked.messages, most=asked.most, texts=asked.texts
+    )
+
+
+def _tokens(key: str, told: wire.Tokenized) -> Event:
+    if told.error is not None:
+        return messages.Error(id=key, error=told.error)
+    return messages.Tokenized(id=key, count=told.count, tokens=told.tokens, texts=told.texts)

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from protocol.messages import Attach, Event, Generate
     from protocol.policy import ModelPolicy
     from protocol.types import KVSpec, ModelState, Offer
-    from protocol.worker import Grant, Reclaim, Report, StartLevel, Submit, Turn, TurnOver
+    from protocol.worker import (
+        Grant,
+        Reclaim,
+        Report,
+        StartLevel,
+        Submit,
+        Tokenize,
+        Tokenized,
+        Turn,
+        TurnOver,
+    )
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -211,6 +221,12 @@ class WeightIs(_Message, frozen=True):
     weight: float
 
 
+class TokensAsked(Ask[Tokenized], frozen=True):
+    """Have the process tell a text's tokens."""
+
+    command: Tokenize
+
+
 class HasProcess(_Message, frozen=True):
     """The spawn has succeeded."""
 
@@ -263,6 +279,7 @@ WorkerMail = (
     | StillWaits
     | TurnGiven
     | WeightIs
+    | TokensAsked
     | HasProcess
     | HasNoProcess
     | Reported
@@ -440,6 +457,13 @@ class UnloadWanted(Ask[int], frozen=True):
     force: bool
 
 
+class TokensWanted(Ask[Tokenized], frozen=True):
+    """Tell a text's tokens; a model that is known and not loaded comes for it."""
+
+    name: str
+    command: Tokenize
+
+
 class DrainWanted(Ask[None], frozen=True):
     """Take no new work; answered when nothing runs any more."""
 
@@ -483,6 +507,7 @@ SupervisorMail = (
     | ListWanted
     | UnlistWanted
     | UnloadWanted
+    | TokensWanted
     | DrainWanted
     | ShutdownWanted
     | NothingRuns

@@ -19,12 +19,14 @@ from actors.catalogue import Catalogue, Known
 from actors.machines import governing, lifecycle
 from actors.runtime.actor import Actor, Later
 from protocol import messages
+from protocol import worker as wire
 from protocol.errors import (
     Draining,
     InsufficientMemory,
     InvalidRequest,
     KvdError,
     ModelExists,
+    ModelFailed,
     UnknownModel,
     from_info,
 )
@@ -63,6 +65,8 @@ class Seat:
     unloaders: list[Later[int]] = field(default_factory=list)
     before: Known | None = None
     """The model as it was known before a load that does not wait for room."""
+    askers: list[tuple[Later[wire.Tokenized], wire.Tokenize]] = field(default_factory=list)
+    """Texts to tell the tokens of when it is ready."""
     again: list[tuple[Later[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
     """Loads that came while it was leaving to make room."""
 
@@ -113,6 +117,7 @@ class Supervisor(Actor["SupervisorMail"]):
             seat.loaders.clear()
             seat.unloaders.clear()
             seat.again.clear()
+            seat.askers.clear()
 
     def receive(self, message: SupervisorMail) -> object:  # noqa: C901, PLR0912 - one match, one union
         """Handle a message."""
@@ -131,6 +136,8 @@ class Supervisor(Actor["SupervisorMail"]):
                 self._unlist(name)
             case mail.UnloadWanted(name=name, force=force):
                 return self._unload(name, force=force)
+            case mail.TokensWanted():
+                return self._tokenize(message)
             case mail.DrainWanted():
                 return self._drain()
             case mail.ShutdownWanted(force=force, watcher=watcher):
@@ -278,6 +285,29 @@ class Supervisor(Actor["SupervisorMail"]):
         error = UnknownModel(f"{self._missing(name)}; load it first", model=name)
         house.router.tell(mail.ModelForgotten(name, error.info()))
 
+    def _tokenize(self, wanted: mail.TokensWanted) -> Later[wire.Tokenized]:
+        """Have a model's process tell a text's tokens, when it runs."""
+        name, house = wanted.name, self._house
+        known = self._known(name)
+        if house.draining:
+            raise Draining("the daemon takes no new work")
+        seat = house.seats.get(name) or self._take_seat(name, known, patient=True)
+        if seat.leaving:
+            raise Draining(f"{name} is being unloaded; ask again when that is done")
+        if seat.state == "failed":
+            error = house.board.model(name).error
+            raise from_info(error) if error else ModelFailed(f"{name} was given up", model=name)
+        later: Later[wire.Tokenized] = Later()
+        seat.askers.append((later, wanted.command))
+        if seat.state == "ready":
+            self._ask_tokens(seat)
+        return later
+
+    def _ask_tokens(self, seat: Seat) -> None:
+        askers, seat.askers = seat.askers, []
+        for later, command in askers:
+            self.pipe(seat.worker.ask(mail.TokensAsked(command)), later.answer, later.fail)
+
     def _missing(self, name: str) -> str:
         names = ", ".join(sorted(self._house.seats)) or "none"
         return f"no model {name!r} is loaded (loaded: {names})"
@@ -354,6 +384,7 @@ class Supervisor(Actor["SupervisorMail"]):
             case "ready":
                 seat.served = True
                 self._answer_loaders(seat)
+                self._ask_tokens(seat)
             case "failed" if news.error is not None:
                 self._fail_loaders(seat, from_info(news.error))
                 if news.refused:
@@ -397,8 +428,11 @@ class Supervisor(Actor["SupervisorMail"]):
 
     def _fail_loaders(self, seat: Seat, error: KvdError) -> None:
         loaders, seat.loaders = seat.loaders, []
-        for later, _ in loaders:
-            later.fail(error)
+        askers, seat.askers = seat.askers, []
+        for loader, _ in loaders:
+            loader.fail(error)
+        for asker, _ in askers:
+            asker.fail(error)
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -10,14 +10,16 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never, cast
 
+from msgspec.structs import replace
+
 from actors import mail
 from actors.machines import governing, lifecycle
 from actors.ports import Notice
-from actors.runtime.actor import Actor, MailboxFull
+from actors.runtime.actor import Actor, Later, MailboxFull
 from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
 from protocol import worker as wire
-from protocol.errors import ErrorInfo
+from protocol.errors import ErrorInfo, WorkerDied
 from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerStats
 
 if TYPE_CHECKING:
@@ -58,6 +60,10 @@ class Berth:
     """What a process said before the spawn told us of it."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
     """Not yet sent."""
+    texts: dict[int, Later[wire.Tokenized]] = field(default_factory=dict)
+    """Who waits for the tokens of a text, by the number that the process knows it by."""
+    asked: int = 0
+    """Such texts so far."""
     serving: bool = False
     """As the governor knows it: there are requests in the process."""
     granted_bytes: int = 0
@@ -118,7 +124,7 @@ class Worker(Actor["WorkerMail"]):
         running = self._berth.machine.pid is not None
         assert running == (self._berth.process is not None), "a process, or none?"
 
-    def receive(self, message: WorkerMail) -> None:  # noqa: C901, PLR0912 - one match
+    def receive(self, message: WorkerMail) -> object:  # noqa: C901, PLR0912 - one match
         """Handle a message."""
         berth = self._berth
         match message:
@@ -143,6 +149,8 @@ class Worker(Actor["WorkerMail"]):
             case mail.TurnGiven(turn=turn, life=life):
                 if life == berth.life:
                     self._send(turn)
+            case mail.TokensAsked(command=command):
+                return self._tokenize(command)
             case mail.HasProcess(process=process):
                 self._has_process(process)
             case mail.HasNoProcess(error=error):
@@ -154,6 +162,18 @@ class Worker(Actor["WorkerMail"]):
                 self._do(lifecycle.Tick())
             case _:
                 assert_never(message)
+        return None
+
+    def _tokenize(self, asked: wire.Tokenize) -> Later[wire.Tokenized]:
+        """Ask the process; it answers between two steps, or dies first."""
+        berth = self._berth
+        if berth.process is None or berth.info is None:
+            raise _untold(berth.name)
+        later: Later[wire.Tokenized] = Later()
+        berth.asked += 1
+        berth.texts[berth.asked] = later
+        self._send(replace(asked, seq=berth.asked))
+        return later
 
     def _ask(self, wish: wire.GrantWanted) -> None:
         berth = self._berth
@@ -226,6 +246,9 @@ class Worker(Actor["WorkerMail"]):
     def _has_exited(self, end: Exit) -> None:
         pid, self._berth.process = self._berth.machine.pid, None
         self._berth.stats = WorkerStats()
+        for later in self._berth.texts.values():
+            later.fail(_untold(self._berth.name))
+        self._berth.texts.clear()
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
         self._do(lifecycle.Exited(end.returncode, end.starved))
 
@@ -249,6 +272,10 @@ class Worker(Actor["WorkerMail"]):
                 self._ask(report)
             case wire.Entered(phase=phase):
                 self._do(lifecycle.Entered(phase))
+            case wire.Tokenized(seq=seq):
+                self._do(lifecycle.Alive())
+                if (asker := berth.texts.pop(seq, None)) is not None:
+                    asker.answer(report)
             case wire.Stats(stats=stats):
                 if stats.offer != berth.stats.offer:
                     self._govern(governing.Offered(berth.name, stats.offer))
@@ -384,6 +411,10 @@ class Worker(Actor["WorkerMail"]):
 
     def _notify(self, event: str, *, level: Level = "info", **fields: object) -> None:
         self._around.notify(Notice(event, level, {"model": self._berth.name, **fields}))
+
+
+def _untold(name: str) -> WorkerDied:
+    return WorkerDied(f"{name}'s process ended before it told the tokens", model=name)
 
 
 def _standing(state: lifecycle.State) -> Standing:

@@ -47,6 +47,8 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 MOST_ROWS = 65_536
 """That `explain` reckons with."""
+MOST_TOLD = 65_536
+"""Token ids that `tokenize` tells."""
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
@@ -186,6 +188,21 @@ class Explain(_Request, tag="explain", frozen=True, kw_only=True):
     """Of a model that is neither loaded nor known; absent: what ``load`` has without it."""
 
 
+class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
+    """Tell the tokens of a text, as ``generate`` would read it; nothing runs for it.
+
+    Exactly one of ``prompt`` and ``messages`` is given.
+    """
+
+    model: Name
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    most: Annotated[int, Meta(ge=0, le=MOST_TOLD)] = MOST_TOLD
+    """Tell so many of the first tokens at most; 0: only how many there are."""
+    texts: bool = False
+    """Tell each token's text too."""
+
+
 class Drain(_Request, tag="drain", frozen=True, kw_only=True):
     """Take no new work, finish what runs; the daemon stays up."""
 
@@ -206,6 +223,7 @@ Request = (
     | Configure
     | Events
     | Explain
+    | Tokenize
     | Generate
     | Attach
     | Cancel
@@ -372,6 +390,17 @@ class Explained(_Event, tag="explain", frozen=True, kw_only=True):
     forecast: Forecast
 
 
+class Tokenized(_Event, tag="tokenized", frozen=True, kw_only=True):
+    """Answers ``tokenize``."""
+
+    count: int
+    """Of all tokens."""
+    tokens: list[int] = []
+    """The first of them, as many as were asked for."""
+    texts: list[str] = []
+    """Theirs, if asked for; bytes that are no UTF-8 show as U+FFFD."""
+
+
 class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
     """Answers ``cancel``; ``found`` is false if the target was over already."""
 
@@ -412,6 +441,7 @@ Event = (
     | Happened
     | EventsOver
     | Explained
+    | Tokenized
     | Cancelled
     | Drained
     | Bye

@@ -93,6 +93,18 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Tokens of the prompt whose logprobs were sent already."""
 
 
+class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
+    """Tell the tokens of a text, between two steps; answered by `Tokenized`."""
+
+    seq: int
+    """The daemon's own, to know the answer by."""
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    most: int = 0
+    """Tell so many of them."""
+    texts: bool = False
+
+
 class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
     """End a request within a step; it reports ``finished`` with reason ``cancelled``."""
 
@@ -155,7 +167,7 @@ class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     drain: bool = True
 
 
-Command = LoadModel | Submit | CancelRow | Grant | Reclaim | StartLevel | Turn | Stop
+Command = LoadModel | Submit | Tokenize | CancelRow | Grant | Reclaim | StartLevel | Turn | Stop
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
@@ -218,6 +230,12 @@ class RowQueued(_Report, tag="queued", frozen=True, kw_only=True):
     """1: it is next."""
 
 
+class RowBegun(_Report, tag="begun", frozen=True, kw_only=True):
+    """The request has its memory and its place: from now on its prompt is read."""
+
+    rid: str
+
+
 Where = Literal["memory", "disk", "recompute"]
 """Where a parked row's keys and values are until it goes on."""
 
@@ -229,12 +247,6 @@ class RowParked(_Report, tag="parked", frozen=True, kw_only=True):
     nbytes: int
     """What it gave back."""
     where: Where
-
-class RowBegun(_Report, tag="begun", frozen=True, kw_only=True):
-    """The request has its memory and its place: from now on its prompt is read."""
-
-    rid: str
-
 
 
 class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
@@ -270,6 +282,17 @@ class TurnOver(_Report, tag="turn_over", frozen=True, kw_only=True):
     """As in `TurnWanted`."""
     left_s: float = 0.0
     """What a last step will probably take that is told with the next turn's end."""
+
+
+class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
+    """Answers `Tokenize`."""
+
+    seq: int
+    count: int = 0
+    tokens: list[int] = []
+    texts: list[str] = []
+    error: ErrorInfo | None = None
+    """Of a text that has no tokens."""
 
 
 class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
@@ -358,8 +381,10 @@ Report = (
     | Reclaimed
     | TurnWanted
     | TurnOver
+    | Tokenized
     | RowAccepted
     | RowQueued
+    | RowBegun
     | RowParked
     | RowResumed
     | RowPrompt
@@ -370,4 +395,3 @@ Report = (
     | Entered
     | Stats
 )
-    | RowBegun

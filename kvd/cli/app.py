@@ -21,6 +21,7 @@ COMMANDS = (
     Lazy("explain", "kvd.cli.forecast:explain", _MODELS),
     Lazy("generate", "kvd.cli.generate:generate", _TEXT),
     Lazy("chat", "kvd.cli.chat:chat", _TEXT),
+    Lazy("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
     Lazy("attach", "kvd.cli.generate:attach", _TEXT),
     Lazy("config", "kvd.cli.governing:config", _DAEMON),
     Lazy("drain", "kvd.cli.ending:drain", _DAEMON),

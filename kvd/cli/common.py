@@ -18,7 +18,7 @@ from kvd import exits
 from kvd.client import Client
 from kvd.exits import Exit
 from kvd.home import locate
-from protocol.errors import KvdError, UnknownModel
+from protocol.errors import InvalidRequest, KvdError, UnknownModel
 from protocol.types import DaemonStatus, ModelStatus
 
 HomeOption = Annotated[
@@ -130,6 +130,14 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """Return a console for talk."""
     return Console(stderr=True, highlight=False)
+
+
+def stdin() -> str:
+    """Return all of stdin; raises `InvalidRequest` for what is no text."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
 
 
 def talk(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -13,6 +12,7 @@ from kvd.cli.common import (
     JsonOption,
     SocketOption,
     Terms,
+    stdin,
     stdout_console,
     talk,
     terms,
@@ -21,7 +21,7 @@ from kvd.cli.logprobs import probabilities
 from kvd.cli.stream import Several, Stream
 from kvd.client import Completion
 from kvd.exits import Exit
-from protocol.errors import InvalidRequest, NotRunning
+from protocol.errors import NotRunning
 
 _END = "Where it ends"
 _MORE = "What is told, and when"
@@ -121,7 +121,7 @@ def generate(
     with wanted.connected() as client:
         completion = client.generate(
             model,
-            _stdin() if prompt == "-" else prompt,
+            stdin() if prompt == "-" else prompt,
             max_tokens=max_tokens,
             n=n,
             temperature=temperature,
@@ -197,10 +197,3 @@ def _show_logprobs(completion: Completion) -> None:
         if tokens:
             console.print()
             console.print(probabilities(title, tokens, console.width))
-
-
-def _stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error

@@ -21,7 +21,7 @@ from kvd.client.exchange import (
     socket_path,
     unreachable,
 )
-from kvd.client.options import Messages, Options, generate_request
+from kvd.client.options import Messages, Options, generate_request, turns
 from protocol import messages as m
 from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy
@@ -169,6 +169,29 @@ class AsyncClient:
         number = self._exchange.next_id()
         request = m.Explain(id=number, model=model, rows=rows, context=context, kv=kv)
         return expect(await self._call(request), m.Explained).forecast
+
+    async def tokenize(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        most: int = m.MOST_TOLD,
+        texts: bool = False,
+    ) -> m.Tokenized:
+        """Tell the tokens that a model reads for a text, or so many of them; 0: only the count.
+
+        With ``messages`` as its chat template has it. Nothing runs for it.
+        """
+        request = m.Tokenize(
+            id=self._exchange.next_id(),
+            model=model,
+            prompt=prompt,
+            messages=turns(messages),
+            most=most,
+            texts=texts,
+        )
+        return expect(await self._call(request), m.Tokenized)
 
     async def drain(self) -> None:
         """Have the daemon take no new work; returns when nothing runs any more."""

@@ -105,15 +105,12 @@ def generate_request(
         drawn["logit_bias"] = dict(drawn["logit_bias"])
     for name in ("stop", "stop_tokens"):
         said[name] = list(said.get(name, ()))
-    turns = None
-    if messages is not None:
-        turns = [one if isinstance(one, ChatMessage) else _turn(*one) for one in messages]
     try:
         return Generate(
             id=request_id,
             model=model,
             prompt=prompt,
-            messages=turns,
+            messages=turns(messages),
             tokens=tokens,
             sampling=Sampling(**drawn),
             **said,
@@ -121,6 +118,13 @@ def generate_request(
     except ValueError as error:  # what its fields are together
         name, _, text = str(error).partition(": ")
         raise InvalidRequest(f"{name} {text}", field=name) from error
+
+
+def turns(messages: Messages | None) -> list[ChatMessage] | None:
+    """Return a conversation as it travels."""
+    if messages is None:
+        return None
+    return [one if isinstance(one, ChatMessage) else _turn(*one) for one in messages]
 
 
 def _turn(role: Any, content: str) -> ChatMessage:

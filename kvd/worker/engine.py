@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from protocol.worker import Grant, LoadModel, Phase, Reclaim, Report, StartLevel, Submit
+from protocol.worker import (
+    Grant,
+    LoadModel,
+    Phase,
+    Reclaim,
+    Report,
+    StartLevel,
+    Submit,
+    Tokenize,
+    Tokenized,
+)
 
 if TYPE_CHECKING:
     from protocol.types import ModelInfo, WorkerStats
@@ -47,6 +57,10 @@ class Engine(Protocol):
 
         A `KvdError` fails this request alone; nothing of it stays in the engine then.
         """
+        ...
+
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return the tokens of a text, as `submit` would read it; a `KvdError` says why not."""
         ...
 
     def cancel(self, rid: str) -> None:

@@ -63,6 +63,8 @@ from protocol.worker import (
     RowTokens,
     StartLevel,
     Submit,
+    Tokenize,
+    Tokenized,
 )
 
 if TYPE_CHECKING:
@@ -327,6 +329,13 @@ class FakeEngine:
                 )
         return reports
 
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return the bytes of a text: they are its tokens."""
+        prompt = list(_prompt_of(request))
+        told = prompt[: request.most]
+        texts = [chr(token) for token in told] if request.texts else []
+        return Tokenized(seq=request.seq, count=len(prompt), tokens=told, texts=texts)
+
     def cancel(self, rid: str) -> None:
         """End a row; the next step says so."""
         if (row := self._rows.get(rid)) is not None:
@@ -393,16 +402,22 @@ class FakeEngine:
         for rid in plan.restored:
             self._reclaiming.restore(rid)
         if plan.group:
+            self._on_phase("prefill")
             self._prefill()
+            self._on_phase("decode")
         self._most_rows = max(self._most_rows, len(plan.decode))
         for rid in plan.decode:
             self._advance(self._rows[rid])
         self._tell(self._admission.rest(self._held.cached))
         reports, self._reports = self._reports, []
         return reports
-            self._on_phase("prefill")
 
-            self._on_phase("decode")
+    def _take_turn(self) -> Turn:
+        turn = self._admission.turn(self._held)
+        begun = [rid for rid in turn.plan.admitted if rid not in turn.plan.restored]
+        self._reports += [RowBegun(rid=rid) for rid in begun]
+        return turn
+
     def _wait_for_turn(self) -> None:
         if self._model.tps <= 0:
             return
@@ -410,12 +425,6 @@ class FakeEngine:
         if self._next_step_at > now:
             self.sleep(self._next_step_at - now)
         self._next_step_at = max(now, self._next_step_at) + 1.0 / self._model.tps
-    def _take_turn(self) -> Turn:
-        turn = self._admission.turn(self._held)
-        begun = [rid for rid in turn.plan.admitted if rid not in turn.plan.restored]
-        self._reports += [RowBegun(rid=rid) for rid in begun]
-        return turn
-
 
     def _prefill(self) -> None:
         for chunk in next_chunks(self._scheduler, self._is_known, self._begin):
@@ -576,11 +585,17 @@ def _kv_part(kv: KVSpec, token_bytes: int) -> KVPart:
     )
 
 
-def _prompt_of(request: Submit) -> bytes:
+def _prompt_of(request: Submit | Tokenize) -> bytes:
     match request:
-        case Submit(prompt=str(prompt), messages=None, tokens=None):
+        case (
+            Submit(prompt=str(prompt), messages=None, tokens=None)
+            | Tokenize(prompt=str(prompt), messages=None)
+        ):
             found = prompt.encode("utf-8", "replace")
-        case Submit(prompt=None, messages=list(messages), tokens=None):
+        case (
+            Submit(prompt=None, messages=list(messages), tokens=None)
+            | Tokenize(prompt=None, messages=list(messages))
+        ):
             found = "".join(f"{one.role}: {one.content}\n" for one in messages).encode()
         case Submit(prompt=None, messages=None, tokens=list(tokens)):
             if any(not 0 <= token < VOCABULARY for token in tokens):

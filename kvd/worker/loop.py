@@ -47,6 +47,8 @@ from protocol.worker import (
     Stats,
     Stop,
     Submit,
+    Tokenize,
+    Tokenized,
     Turn,
     TurnOver,
     TurnWanted,
@@ -101,6 +103,8 @@ class Loop:
         self._footprint = footprint
         self._rows: set[str] = set()
         """Accepted and not over: what a drain waits for."""
+        self._texts: deque[Tokenize] = deque()
+        """To be told the tokens of."""
         self._stopping = False
         self._grants = 0
         """Requests for memory so far, of the load."""
@@ -110,11 +114,11 @@ class Loop:
         """Whether there was a step since the last counters."""
         self._phase: Phase = "idle"
         """As the daemon knows it."""
+        self._phases = Phases()
         self._gate = gate.Gate(on=False)
         self._sign_due = clock() + SIGN_INTERVAL_S
         engine.watch(self._enter)
 
-        self._phases = Phases()
     def run(self) -> None:
         """Load, serve and return when the daemon asked for the end and has all reports.
 
@@ -179,37 +183,39 @@ class Loop:
             self._link.pump()
             while self._link.commands:
                 self._obey(self._link.commands.popleft())
+            self._tokenize()
             if self._stopping and not self._rows:
                 return
             if not self._engine.has_work:
-                self._rest()
+                if not self._texts:
+                    self._rest()
             elif self._has_turn():
                 self._step()
-            else:
+            elif not self._texts:
                 self._await_turn()
 
     def _enter(self, phase: Phase) -> None:
         """Tell the daemon before a phase begins: nothing can be told from within."""
         now = self._clock()
+        self._phases.enter(phase, now)
         if phase != self._phase or now >= self._sign_due:
             self._phase = phase
             self._sign_due = now + SIGN_INTERVAL_S
             self._link.put(Entered(phase=phase))
             self._link.send()
 
-        self._phases.enter(phase, now)
     def _step(self) -> None:
         timed = self._gate.is_timed
         if timed:
             self._say(self._gate.stepping(self._clock()))
         reports = self._engine.step()
+        self._phases.leave(self._clock())
         if timed:  # before the tokens: others wait for it
             self._say(self._gate.stepped(self._clock()))
         for report in reports:
             if isinstance(report, (RowFinished, RowFailed)):
                 self._rows.discard(report.rid)
             self._link.put(report)
-        self._phases.leave(self._clock())
         self._worked = True
         self._tell_stats()
 
@@ -239,10 +245,12 @@ class Loop:
             self._link.wait(max(0.0, due - self._clock()))
             self._tell_stats()
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command) -> None:  # noqa: C901 - one match over one union
         match command:
             case Submit():
                 self._submit(command)
+            case Tokenize():
+                self._texts.append(command)
             case CancelRow():
                 self._engine.cancel(command.rid)
             case Grant():
@@ -275,14 +283,6 @@ class Loop:
         else:
             self._rows.add(request.rid)
             self._link.put(RowAccepted(rid=request.rid, prompt_tokens=prompt_tokens))
-
-    def _refuse(self, request: Submit, error: KvdError) -> None:
-        self._link.put(RowFailed(rid=request.rid, error=error.info()))
-
-    # Counters.
-
-    @property
-    def _stats_due(self) -> float:
         self._phases.leave(self._clock())
 
     def _tokenize(self) -> None:
@@ -295,10 +295,18 @@ class Loop:
             self._link.put(self._engine.tokenize(request))
         except KvdError as error:
             self._link.put(Tokenized(seq=request.seq, error=error.info()))
-        except Exception:
+        except Exception:  # noqa: BLE001 - what a tokenizer raises must not cost the rows
             _log.exception("a text could not be tokenized")
             broken = InternalError("the tokenizer failed on this text; the log says why")
             self._link.put(Tokenized(seq=request.seq, error=broken.info()))
+
+    def _refuse(self, request: Submit, error: KvdError) -> None:
+        self._link.put(RowFailed(rid=request.rid, error=error.info()))
+
+    # Counters.
+
+    @property
+    def _stats_due(self) -> float:
         return self._stats_at + (STATS_INTERVAL_S if self._worked else IDLE_INTERVAL_S)
 
     def _tell_stats(self) -> None:
@@ -312,6 +320,7 @@ class Loop:
         return msgspec.structs.replace(
             stats,
             tokens_per_s=self._rate.at(now, stats.generated_tokens),
+            phases=self._phases.spreads(),
             memory=msgspec.structs.replace(stats.memory, footprint=self._footprint()),
         )
 
@@ -320,7 +329,6 @@ class _Link:
     """The socket with its framing: commands in, reports out, neither ever blocks but in `wait`."""
 
     def __init__(self, sock: socket.socket) -> None:
-            phases=self._phases.spreads(),
         sock.setblocking(False)
         self._sock = sock
         self._poll = select.poll()

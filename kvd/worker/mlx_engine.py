@@ -71,6 +71,8 @@ from protocol.worker import (
     RowTokens,
     StartLevel,
     Submit,
+    Tokenize,
+    Tokenized,
 )
 
 DEFAULT_MAX_TOKENS = 512
@@ -297,6 +299,10 @@ class MLXEngine:
         self._prompt_tokens += len(prompt)
         return len(prompt)
 
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return the tokens of a text."""
+        return self._text.tokenize(request)
+
     def cancel(self, rid: str) -> None:
         """End a row now; its place is free when no step in flight reads it."""
         request = self._requests.get(rid)
@@ -454,14 +460,14 @@ class MLXEngine:
             request.level = self._scheduler.level(rid)
             request.over.runs_on(request.level)
             request.reader.lowered = request.level > 0
+            if rid not in turn.plan.restored:
+                self._report(RowBegun(rid=rid))
         for rid in turn.plan.restored:
             self._on_phase("pools")
             self._parking.restore(self._requests[rid])
         if turn.spill:
             self._parking.spill()
         return turn
-            if rid not in turn.plan.restored:
-                self._report(RowBegun(rid=rid))
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
         live = []

@@ -18,12 +18,13 @@ from kvd.worker.names import Names
 from kvd.worker.stops import StopFilter
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
 from protocol.types import TokenLogprob
+from protocol.worker import Tokenized
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from protocol.types import ChatMessage
-    from protocol.worker import Submit
+    from protocol.worker import Submit, Tokenize
 
     Scores = Sequence[tuple[int, float]]
 
@@ -117,6 +118,18 @@ class Text:
         if len(tokens) >= self.context_length:
             raise self._too_long(f"has {len(tokens)} tokens", len(tokens))
         return tokens
+
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return a text's tokens, of which there may be none, and more than the context has."""
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
+        if request.prompt is not None:
+            tokens = self._encode_prompt(request.prompt)
+        else:
+            tokens = self._encode_messages(request.messages or [])
+        told = tokens[: request.most]
+        texts = [self._names.of(token)[0] for token in told] if request.texts else []
+        return Tokenized(seq=request.seq, count=len(tokens), tokens=told, texts=texts)
 
     def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
         """Begin the completion of a request with these prompt tokens."""
