@@ -71,8 +71,6 @@ from protocol.worker import (
     RowTokens,
     StartLevel,
     Submit,
-    Tokenize,
-    Tokenized,
 )
 
 DEFAULT_MAX_TOKENS = 512
@@ -298,10 +296,6 @@ class MLXEngine:
         self._prompts.expect(accepted)
         self._prompt_tokens += len(prompt)
         return len(prompt)
-
-    def tokenize(self, request: Tokenize) -> Tokenized:
-        """Return the tokens of a text."""
-        return self._text.tokenize(request)
 
     def cancel(self, rid: str) -> None:
         """End a row now; its place is free when no step in flight reads it."""
