@@ -93,6 +93,18 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     """Tokens of the prompt whose logprobs were sent already."""
 
 
+class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
+    """Tell the tokens of a text, between two steps; answered by `Tokenized`."""
+
+    seq: int
+    """The daemon's own, to know the answer by."""
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    most: int = 0
+    """Tell so many of them."""
+    texts: bool = False
+
+
 class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
     """End a request within a step; it reports ``finished`` with reason ``cancelled``."""
 
@@ -155,7 +167,7 @@ class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     drain: bool = True
 
 
-Command = LoadModel | Submit | CancelRow | Grant | Reclaim | StartLevel | Turn | Stop
+Command = LoadModel | Submit | Tokenize | CancelRow | Grant | Reclaim | StartLevel | Turn | Stop
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
@@ -272,6 +284,17 @@ class TurnOver(_Report, tag="turn_over", frozen=True, kw_only=True):
     """What a last step will probably take that is told with the next turn's end."""
 
 
+class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
+    """Answers `Tokenize`."""
+
+    seq: int
+    count: int = 0
+    tokens: list[int] = []
+    texts: list[str] = []
+    error: ErrorInfo | None = None
+    """Of a text that has no tokens."""
+
+
 class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
     """The request is tokenized and fits; it runs or waits for a place."""
 
@@ -358,6 +381,7 @@ Report = (
     | Reclaimed
     | TurnWanted
     | TurnOver
+    | Tokenized
     | RowAccepted
     | RowQueued
     | RowBegun

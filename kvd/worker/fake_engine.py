@@ -63,6 +63,8 @@ from protocol.worker import (
     RowTokens,
     StartLevel,
     Submit,
+    Tokenize,
+    Tokenized,
 )
 
 if TYPE_CHECKING:
@@ -327,6 +329,13 @@ class FakeEngine:
                 )
         return reports
 
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return the bytes of a text: they are its tokens."""
+        prompt = list(_prompt_of(request))
+        told = prompt[: request.most]
+        texts = [chr(token) for token in told] if request.texts else []
+        return Tokenized(seq=request.seq, count=len(prompt), tokens=told, texts=texts)
+
     def cancel(self, rid: str) -> None:
         """End a row; the next step says so."""
         if (row := self._rows.get(rid)) is not None:
@@ -576,11 +585,17 @@ def _kv_part(kv: KVSpec, token_bytes: int) -> KVPart:
     )
 
 
-def _prompt_of(request: Submit) -> bytes:
+def _prompt_of(request: Submit | Tokenize) -> bytes:
     match request:
-        case Submit(prompt=str(prompt), messages=None, tokens=None):
+        case (
+            Submit(prompt=str(prompt), messages=None, tokens=None)
+            | Tokenize(prompt=str(prompt), messages=None)
+        ):
             found = prompt.encode("utf-8", "replace")
-        case Submit(prompt=None, messages=list(messages), tokens=None):
+        case (
+            Submit(prompt=None, messages=list(messages), tokens=None)
+            | Tokenize(prompt=None, messages=list(messages))
+        ):
             found = "".join(f"{one.role}: {one.content}\n" for one in messages).encode()
         case Submit(prompt=None, messages=None, tokens=list(tokens)):
             if any(not 0 <= token < VOCABULARY for token in tokens):

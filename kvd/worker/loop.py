@@ -47,6 +47,8 @@ from protocol.worker import (
     Stats,
     Stop,
     Submit,
+    Tokenize,
+    Tokenized,
     Turn,
     TurnOver,
     TurnWanted,
@@ -101,6 +103,8 @@ class Loop:
         self._footprint = footprint
         self._rows: set[str] = set()
         """Accepted and not over: what a drain waits for."""
+        self._texts: deque[Tokenize] = deque()
+        """To be told the tokens of."""
         self._stopping = False
         self._grants = 0
         """Requests for memory so far, of the load."""
@@ -179,13 +183,15 @@ class Loop:
             self._link.pump()
             while self._link.commands:
                 self._obey(self._link.commands.popleft())
+            self._tokenize()
             if self._stopping and not self._rows:
                 return
             if not self._engine.has_work:
-                self._rest()
+                if not self._texts:
+                    self._rest()
             elif self._has_turn():
                 self._step()
-            else:
+            elif not self._texts:
                 self._await_turn()
 
     def _enter(self, phase: Phase) -> None:
@@ -239,10 +245,12 @@ class Loop:
             self._link.wait(max(0.0, due - self._clock()))
             self._tell_stats()
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: Command) -> None:  # noqa: C901 - one match over one union
         match command:
             case Submit():
                 self._submit(command)
+            case Tokenize():
+                self._texts.append(command)
             case CancelRow():
                 self._engine.cancel(command.rid)
             case Grant():

@@ -71,6 +71,8 @@ from protocol.worker import (
     RowTokens,
     StartLevel,
     Submit,
+    Tokenize,
+    Tokenized,
 )
 
 DEFAULT_MAX_TOKENS = 512
@@ -296,6 +298,10 @@ class MLXEngine:
         self._prompts.expect(accepted)
         self._prompt_tokens += len(prompt)
         return len(prompt)
+
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return the tokens of a text."""
+        return self._text.tokenize(request)
 
     def cancel(self, rid: str) -> None:
         """End a row now; its place is free when no step in flight reads it."""
