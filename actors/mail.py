@@ -11,6 +11,7 @@ import msgspec
 
 from actors.runtime.actor import Ask
 from protocol.types import ModelStatus
+from protocol.worker import Tokenized
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
         StartLevel,
         Submit,
         Tokenize,
-        Tokenized,
         Turn,
         TurnOver,
     )
