@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from actors.machines.admission import Desk
 from actors.machines.governor import Governor as GovernorMachine
 from actors.machines.ladder import Ladder
 from actors.machines.lifecycle import Lifecycle, Patience
-from actors.ports import Notice
+from actors.ports import Notice, unobserved
 from actors.readings import Readings, Scale
 from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
@@ -41,8 +42,9 @@ from protocol.worker import LoadModel
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from actors.jobs import Stage
     from actors.mail import ClientMail, SupervisorMail, WorkerMail
-    from actors.ports import Notify, ReadMemory, Reckon, SpawnWorker
+    from actors.ports import Notify, Observe, ReadMemory, Reckon, SpawnWorker
     from actors.runtime.actor import Actor, Ref
     from protocol.costs import Estimate
     from protocol.messages import Event, Generate
@@ -87,6 +89,14 @@ class Settings:
     """Unread events that a connection may have before it is closed with `slow_reader`."""
     patience: Patience = field(default_factory=Patience)
     """How long a worker may be silent in each phase before it is ended."""
+
+
+@dataclass
+class ConfigNews:
+    """What came of the last reload of the configuration, for `status`."""
+
+    waits: list[str] = field(default_factory=list)
+    error: str | None = None
 
 
 SETTLE_S = 1.0
@@ -149,21 +159,25 @@ class System:
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: Notify = silent,
         archive: Archive | None = None,
+        observe: Observe = unobserved,
+        metrics: Callable[[], str] = str,
     ) -> None:
         self._spawn = spawn
         self._memory = memory
         self._identity = identity
         self._settings = settings or Settings()
+        self.config = ConfigNews()
         self._notify = notify
         self._board = Board()
-        self._events = Events(notify)
+        self._events = Events(notify, observe)
         self._ledger = Ledger(Ladder(GovernorMachine(budget_bytes)), self._events)
         self._catalogue = Catalogue(dict(known or {}))
         self._reckon = reckon
         self._board.policies = self._catalogue.policies
         desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
         self._archive = archive or Archive()
-        self._office = Office(desk, draw_seed, self._board, notify, self._archive)
+        self._observe, self._metrics = observe, metrics
+        self._office = Office(desk, draw_seed, self._board, notify, self._archive, observe=observe)
         self._ring = Ring()
         self._tree = Tree(self._on_fault, notify)
         self._numbers = count(1)
@@ -207,6 +221,7 @@ class System:
             supervisor=self._supervisor,
             board=self._board,
             notify=self._notify,
+            observe=self._observe,
         )
         self._services = Services(
             router=router,
@@ -215,6 +230,7 @@ class System:
             events=self._events,
             explain=Explainer(self._board, self._catalogue, self._ledger.machine, self._reckon),
             status=self.status,
+            metrics=self._metrics,
             run=f"{secrets.token_hex(4)}-" if self._archive.records is not None else "",
             version=self._identity.version,
             pid=self._identity.pid,
@@ -306,8 +322,19 @@ class System:
             host=self._memory.host(),
             models=self._board.all(),
             asleep=sorted(set(self._catalogue.models) - set(self._board.models)),
+            config_waits=self.config.waits,
+            config_error=self.config.error,
             http=list(identity.http),
         )
+
+    def knows(self, model: str) -> bool:
+        """Return whether requests may name this model, loaded or not."""
+        return model in self._catalogue.models or model in self._board.models
+
+    def census(self) -> Counter[tuple[str, Stage]]:
+        """Count the requests of each model that wait, run and rest."""
+        requests, jobs = self._office.machine.requests, self._office.jobs
+        return Counter((requests[rid].model, job.stage) for rid, job in jobs.items())
 
     async def drain(self) -> None:
         """Take no new work; return when nothing runs any more. Models stay loaded."""

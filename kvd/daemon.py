@@ -21,8 +21,6 @@ import structlog
 
 import kvd
 from actors.archive import Archive
-from actors.catalogue import Known
-from actors.supervisor import short_name
 from actors.system import Identity, Settings, System, SystemFault
 from kvd import blas, config, listen, logs, memory
 from kvd.estimate import Files, machine
@@ -30,18 +28,23 @@ from kvd.exits import Exit
 from kvd.home import check_socket_path
 from kvd.journal import DiskJournal
 from kvd.options import Options
+from kvd.reload import Reloader, known_as, named
+from kvd.service import activation
+from kvd.service.notify import Notifier
 from kvd.sources import absolute
 from kvd.spawn import Spawner
 from kvd.units import format_bytes
-from protocol.errors import KvdError
+from protocol.errors import ConfigError, KvdError
 from protocol.policy import ModelPolicy
 from protocol.types import KVSpec
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable, Coroutine
 
+    from actors.catalogue import Known
     from actors.ports import Notice
-    from kvd.config import Config
+    from kvd.config import Config, ModelEntry
     from kvd.home import Home
     from protocol.types import ModelStatus
 
@@ -64,13 +67,18 @@ class Start:
 def run(options: Options) -> Exit:
     """Serve until told to stop; raises KvdError if it cannot even start."""
     os.umask(0o077)  # what we write, and what workers write, is the user's own
+    manager, given = Notifier.from_environment(), activation.take()
     home = options.home
     check_socket_path(home.socket)
     home.create()
     settings = config.load(home.config)
     with listen.hold_lock(home):
         logs.setup(home.logs, settings.log_level)
-        daemon = Daemon(options, settings)
+        daemon = Daemon(options, settings, manager)
+        if activation.KVD in given:  # the path is the manager's, and outlives us
+            (listener,) = given[activation.KVD]
+            with contextlib.closing(listener):
+                return asyncio.run(daemon.serve(listener))
         listener = listen.bind(home.socket)
         try:
             return asyncio.run(daemon.serve(listener))
@@ -82,9 +90,10 @@ def run(options: Options) -> Exit:
 class Daemon:
     """One run of the daemon."""
 
-    def __init__(self, options: Options, settings: Config) -> None:
+    def __init__(self, options: Options, settings: Config, manager: Notifier | None = None) -> None:
         self._options = options
         self._settings = settings
+        self._manager = manager or Notifier()
         self._log = structlog.get_logger("kvd.daemon")
         readings = memory.reader()
         budget = options.budget_bytes
@@ -122,7 +131,16 @@ class Daemon:
             notify=_notify,
             archive=_archive_of(self._journal, settings),
         )
+        self._reloader = Reloader(
+            options,
+            settings,
+            self._system,
+            default_budget=lambda: memory.default_budget(readings.host()),
+            bring=self._bring,
+        )
         self._stops: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """What signals have begun beside a stop."""
         self._signalled_at = float("-inf")
 
     async def serve(self, listener: socket.socket) -> Exit:
@@ -142,15 +160,18 @@ class Daemon:
         )
         loading = asyncio.create_task(self._load_models(), name="models at start")
         loading.add_done_callback(self._check)
+        self._manager.ready(f"serves {self._options.home.socket}")
         try:
             await asyncio.shield(self._system.finished)
         except SystemFault as fault:
             self._log.critical("daemon failed", reason=str(fault), exc_info=fault)
             return Exit.FAILED
         finally:
-            loading.cancel()
+            for task in (loading, *self._tasks):
+                task.cancel()
             server.close()
-            await asyncio.gather(loading, *self._stops, return_exceptions=True)
+            await asyncio.gather(loading, *self._tasks, *self._stops, return_exceptions=True)
+            self._manager.close()
             if self._journal is not None:
                 self._journal.close()
         self._log.info("daemon stopped", uptime_s=round(time.monotonic() - started, 1))
@@ -175,11 +196,7 @@ class Daemon:
         if options.models:
             return [Start(absolute(model), kv=options.kv) for model in options.models]
         home = options.home.root
-        return [
-            Start(absolute(entry.source, home), entry.alias, entry.kv_spec, entry.policy)
-            for entry in self._settings.entries
-            if entry.load == "start"
-        ]
+        return [_start_of(entry, home) for entry in self._settings.entries if entry.load == "start"]
 
     async def _load(self, start: Start) -> ModelStatus | KvdError:
         try:
@@ -195,8 +212,12 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
-        # A terminal that goes away ends the daemon as it would any program in its foreground.
-        loop.add_signal_handler(signal.SIGHUP, self._signalled, signal.SIGHUP)
+        # A terminal that goes away ends what it started; `nohup` says that this one stays.
+        stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN or not _has_terminal()
+        if stays:
+            loop.add_signal_handler(signal.SIGHUP, self._begin, self._reload)
+        else:
+            loop.add_signal_handler(signal.SIGHUP, self._signalled, signal.SIGHUP)
 
     def _signalled(self, number: signal.Signals) -> None:
         """Drain at the first signal; force at the second."""
@@ -209,17 +230,52 @@ class Daemon:
         task.add_done_callback(self._check)
         self._stops.add(task)
 
+    def _begin(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Have it done beside the rest, unless we are about to end."""
+        if self._stops:
+            return
+        task = asyncio.create_task(work(), name=getattr(work, "__name__", "work"))
+        task.add_done_callback(self._check)
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
+
+    async def _reload(self) -> None:
+        """Read the configuration again; a wrong one is refused, and the one before holds on."""
+        self._manager.reloading()
+        self._log.info("reads the configuration again", path=str(self._options.home.config))
+        news = self._system.config
+        try:
+            changes = await self._reloader.reload()
+        except ConfigError as error:
+            news.error = error.message
+            self._log.error("configuration refused", reason=error.message, key=error.detail["key"])
+        else:
+            news.error, news.waits = None, list(self._reloader.waiting)
+            done = sum(not change.waits for change in changes)
+            self._log.info("configuration read", changed=done, waiting=news.waits)
+        self._manager.ready(_told(news.error, news.waits))
+
+    def _bring(self, entry: ModelEntry) -> None:
+        """Load a model that the configuration has now."""
+
+        async def bring() -> None:
+            await self._load(_start_of(entry, self._options.home.root))
+
+        self._begin(bring)
+
     def _check(self, task: asyncio.Task[None]) -> None:
         """Log what a task of ours died of: a bug."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("task failed", task=task.get_name(), exc_info=error)
 
     async def _stop(self, *, force: bool) -> None:
+        patience = self._reloader.settings.drain_timeout_s
+        self._manager.stopping("ends what runs" if force else "finishes what runs", patience)
         if not force:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.drain_timeout_s):
+                async with asyncio.timeout(patience):
                     return await asyncio.shield(self._system.stop())
-            self._log.warning("drain took too long", timeout_s=self._settings.drain_timeout_s)
+            self._log.warning("drain took too long", timeout_s=patience)
         return await self._system.stop(force=True)
 
 
@@ -237,12 +293,28 @@ def _archive_of(journal: DiskJournal | None, settings: Config) -> Archive:
 
 def _known(options: Options, settings: Config) -> dict[str, Known]:
     """Return the models of the configuration: a request brings them, loaded at start or not."""
-    known = {}
-    for entry in settings.entries:
-        source = absolute(entry.source, options.home.root)
-        name = entry.alias or short_name(source)
-        known[name] = Known(source, entry.kv_spec, entry.policy, listed=True)
-    return known
+    root = options.home.root
+    return {name: known_as(entry, root) for name, entry in named(settings).items()}
+
+
+def _start_of(entry: ModelEntry, root: Path) -> Start:
+    return Start(absolute(entry.source, root), entry.alias, entry.kv_spec, entry.policy)
+
+
+def _has_terminal() -> bool:
+    """Return whether a terminal controls us, which is gone one day."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _told(error: str | None, waits: list[str]) -> str:
+    """Return for the service manager what came of a reload."""
+    if error is not None:
+        return f"serves with the configuration before: {error}"
+    return f"serves; {', '.join(waits)} hold from the next start on" if waits else "serves"
 
 
 def _notify(notice: Notice) -> None:

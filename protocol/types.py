@@ -444,5 +444,9 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelStatus]
     asleep: list[str] = []
     """Models that are known and not loaded: a request brings them."""
+    config_waits: list[str] = []
+    """Keys of `config.toml` that have changed and do not hold yet, as of the last reload."""
+    config_error: str | None = None
+    """Why the last reload was refused; the configuration before it holds."""
     http: list[str] = []
     """Where it answers HTTP: ``http://127.0.0.1:11711``, ``unix:/home/you/.kvd/http.sock``."""

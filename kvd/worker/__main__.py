@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 def main() -> NoReturn:
     """Run until the daemon wants no more, or is gone."""
     arguments = _arguments()
-    # A terminal's Ctrl-C reaches the whole process group; the daemon drains and then stops us.
+    # A terminal's Ctrl-C and its end reach the whole process group; the daemon drains, or goes on,
+    # and then stops us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     sock = socket.socket(fileno=arguments.fd)

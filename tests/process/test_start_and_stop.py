@@ -27,7 +27,7 @@ def test_folder_and_socket_are_private(daemon: Daemon):
     assert folder_mode(daemon.home.logs / "kvd.log") == 0o600
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_an_idle_daemon_with_0(daemon: Daemon, number):
     daemon.load(source(tps=100), "m")
     worker = daemon.worker_pid("m")

@@ -1,0 +1,209 @@
+"""SIGHUP, and what the service manager hears and gives: real daemons, real sockets."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.home import Home
+from tests.process.helpers import DEADLINE_S, Daemon, Reader, alive, source, wait_for, written
+
+
+def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+    return [line for line in daemon.log() if line["event"] == name]
+
+
+def hang_up(daemon: Daemon) -> None:
+    """Send SIGHUP and wait until the daemon has read its configuration."""
+    before = len(events(daemon, "reads the configuration again"))
+    done = ("configuration read", "configuration refused")
+    daemon.signal(signal.SIGHUP)
+    wait_for("it was read", lambda: sum(len(events(daemon, one)) for one in done) > before)
+
+
+def test_a_hang_up_without_a_terminal_reads_the_configuration(home: Home, make_daemon):
+    model = f'{{source = "{source(tps=50)}", alias = "m"}}'
+    written(home, f'budget = "1GiB"\nmodels = [{model}]')
+    daemon = make_daemon().start()
+    wait_for("m is ready", lambda: "ready" in daemon.kvctl("status").stdout)
+    running = Reader(daemon, "m", max_tokens=10_000).begun()
+    worker = daemon.worker_pid("m")
+    more = f'{{source = "{source(tps=100)}", alias = "more"}}'
+    changed = model.replace("}", ", pinned = true}", 1)
+    home.config.write_text(f'budget = "2GiB"\nmax_rows = 7\nmodels = [{changed}, {more}]')
+    hang_up(daemon)
+    with daemon.client() as kvd:
+        status = kvd.status()
+        assert (status.budget_bytes, status.config_waits) == (2 * 2**30, ["max_rows"])
+        wait_for("more is ready", lambda: len(kvd.status().models) == 2)
+        assert daemon.model("m").pinned
+        (waits,) = events(daemon, "setting waits for a restart of the daemon")
+        assert (waits["key"], waits["before"], waits["after"]) == ("max_rows", 32, 7)
+
+        home.config.write_text('budget = "3GiB"\nbugdet = 1')
+        hang_up(daemon)
+        status = kvd.status()
+        assert status.budget_bytes == 2 * 2**30
+        assert "did you mean budget?" in (status.config_error or "")
+        (refused,) = events(daemon, "configuration refused")
+        assert refused["key"] == "bugdet"
+
+        home.config.write_text("")
+        hang_up(daemon)
+        status = kvd.status()
+        assert (status.config_error, status.config_waits) == (None, [])
+    assert (daemon.worker_pid("m"), running.error) == (worker, None)
+
+
+class Terminal:
+    """A terminal that a daemon is started from."""
+
+    def __init__(self, daemon: Daemon, *before: str) -> None:
+        ours, theirs = pty.openpty()
+        self._ours = ours
+        command = [sys.executable, "-m", "kvd", "serve", "--home", str(daemon.home.root), "--fake"]
+        own_terminal = "import os,sys;os.setsid();fd=os.open(sys.argv[1],os.O_RDWR);os.close(fd);"
+        start = [sys.executable, "-c", own_terminal + "os.execvp(sys.argv[2],sys.argv[2:])"]
+        with daemon.output.open("w") as out, daemon.errors.open("w") as err:
+            daemon.process = subprocess.Popen(
+                [*start, os.ttyname(theirs), *before, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                text=True,
+            )
+        wait_for("it answers", daemon.answers)
+        wait_for(
+            "it serves", lambda: "daemon started" in (daemon.home.logs / "kvd.log").read_text()
+        )
+        os.close(theirs)
+
+    def close(self) -> None:
+        os.close(self._ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a terminal is had by opening it")
+def test_the_end_of_its_terminal_stops_it_and_what_runs_is_finished(make_daemon):
+    daemon = make_daemon()
+    terminal = Terminal(daemon)
+    daemon.load(source(tps=50), "m")
+    running, worker = Reader(daemon, "m", max_tokens=30).begun(), daemon.worker_pid("m")
+    terminal.close()
+    assert daemon.wait() == 0
+    assert running.finished().error is None
+    assert len(running.completion.tokens) == 30
+    assert not alive(worker)
+    assert not events(daemon, "reads the configuration again")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a terminal is had by opening it")
+def test_nohup_lets_it_stay(make_daemon):
+    daemon = make_daemon()
+    terminal = Terminal(daemon, shutil.which("nohup") or "nohup")
+    daemon.load(source(tps=50), "m")
+    worker = daemon.worker_pid("m")
+    terminal.close()
+    wait_for("it heard of it", lambda: events(daemon, "configuration read"))
+    assert daemon.answers()
+    assert daemon.worker_pid("m") == worker
+
+
+class Manager:
+    """systemd's end of sd_notify."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._socket.settimeout(DEADLINE_S)
+        self.heard: list[dict[str, str]] = []
+
+    def hear(self, key: str) -> dict[str, str]:
+        """Return the next message that has this key."""
+        while True:
+            text = self._socket.recv(4096).decode()
+            self.heard.append(dict(line.split("=", 1) for line in text.splitlines()))
+            if key in self.heard[-1]:
+                return self.heard[-1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def manager(home: Home):
+    subject = Manager(home.root.parent / "n")
+    yield subject
+    subject.close()
+
+
+def test_the_manager_hears_of_start_life_reload_and_stop(
+    home: Home, make_daemon, manager: Manager, monkeypatch
+):
+    monkeypatch.setenv("NOTIFY_SOCKET", str(manager.path))
+    monkeypatch.setenv("WATCHDOG_USEC", "100000")
+    written(home, "drain_timeout_s = 12")
+    daemon = make_daemon()
+    daemon.launch()
+    assert manager.hear("READY")["STATUS"] == f"serves {home.socket}"
+    assert daemon.answers()  # whoever was told can connect
+    assert manager.hear("WATCHDOG") == manager.hear("WATCHDOG") == {"WATCHDOG": "1"}
+    daemon.load(source(tps=100), "m")
+    environment = Path(f"/proc/{daemon.worker_pid('m')}/environ")
+    if environment.exists():  # what we start does not speak in our name
+        assert b"NOTIFY_SOCKET" not in environment.read_bytes()
+        assert b"WATCHDOG" not in environment.read_bytes()
+    home.config.write_text("max_rows = 3")
+    daemon.signal(signal.SIGHUP)
+    assert int(manager.hear("RELOADING")["MONOTONIC_USEC"]) > 0
+    assert manager.hear("READY")["STATUS"] == "serves; max_rows hold from the next start on"
+    daemon.signal(signal.SIGTERM)
+    stopping = manager.hear("STOPPING")
+    assert stopping["EXTEND_TIMEOUT_USEC"] == str(int((30 + 15) * 1e6))
+    assert daemon.wait() == 0
+
+
+def test_a_socket_of_the_managers_is_served_and_stays(home: Home, make_daemon):
+    home.create()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(home.socket))
+    listener.listen()
+    early = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    early.connect(str(home.socket))  # before there is a daemon
+    early.sendall(b'{"v":1,"id":"1","op":"status"}\n')
+    early.settimeout(DEADLINE_S)
+    daemon = make_daemon()
+    # LISTEN_PID is the daemon's own, which only it can know: a shell becomes it.
+    script = 'exec 3<&"$1"; shift; LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=kvd exec "$@"'
+    command = [sys.executable, "-m", "kvd", "serve", "--home", str(home.root), "--fake"]
+    for _ in range(2):
+        with daemon.output.open("w") as out, daemon.errors.open("w") as err:
+            daemon.process = subprocess.Popen(
+                ["bash", "-c", script, "sh", str(listener.fileno()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                pass_fds=[listener.fileno()],
+                text=True,
+                start_new_session=True,
+            )
+        wait_for("the daemon answers", daemon.answers)
+        daemon.load(source(tps=100), "m")
+        environment = Path(f"/proc/{daemon.worker_pid('m')}/environ")
+        if environment.exists():
+            assert b"LISTEN_FDS" not in environment.read_bytes()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+        assert home.socket.is_socket()
+    assert b'"event":"status"' in early.recv(65536)
+    early.close()
+    listener.close()
