@@ -56,6 +56,7 @@ class Services:
     events: Events
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     status: Callable[[], DaemonStatus]
+    metrics: Callable[[], str]
     run: str
     """Sets this daemon's requests apart from those of others that are still kept."""
     version: str
@@ -143,6 +144,8 @@ class Client(Actor["ClientMail"]):
                 )
             case messages.Status(id=key):
                 self._send(messages.StatusReply(id=key, status=services.status()))
+            case messages.Metrics(id=key):
+                self._send(messages.MetricsReply(id=key, text=services.metrics()))
             case messages.Generate():
                 self._generate(request)
             case messages.Attach(id=key):

@@ -11,13 +11,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from actors.ports import Notice
+from actors import moments
+from actors.ports import Notice, unobserved
 from protocol.messages import Happened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
-    from actors.ports import Level, Notify
+    from actors.ports import Level, Notify, Observe
 
 MOST = 4096
 """Records that are kept: about a day of a busy daemon, in two megabytes."""
@@ -28,6 +29,7 @@ class Events:
     """The newest records."""
 
     notify: Notify
+    observe: Observe = unobserved
     clock: Callable[[], float] = time.time
     records: deque[Happened] = field(default_factory=lambda: deque(maxlen=MOST))
     last: int = 0
@@ -57,6 +59,7 @@ class Events:
             numbers=numbers or {},
         )
         self.records.append(happened)
+        self.observe(moments.Acted(model or "", kind))
         fields = {"model": model or None, "reason": reason, "wisher": wisher, "numbers": numbers}
         self.notify(Notice(f"governor_{kind}", level, fields))
         for tell in list(self.followers.values()):

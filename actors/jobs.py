@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from msgspec.structs import replace
 
+from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.types import Usage
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from actors.mail import ClientMail
     from actors.runtime.actor import Ref
     from protocol.messages import Event, FinishReason
+
+
+Stage = Literal["waiting", "running", "parked"]
 
 
 @dataclass
@@ -45,6 +49,7 @@ class Job:
     """The client's own."""
     client: Ref[ClientMail]
     submit: wire.Submit
+    timing: Timing
     deadline: float | None = None
     """On the event loop's clock."""
     name: str = ""
@@ -57,6 +62,8 @@ class Job:
     """Nothing new was heard since a worker got it."""
     lined_up: bool = False
     """The worker said that it waits in its queue."""
+    running: bool = False
+    """Its worker has given it memory and a place."""
     resting: bool = False
     """The client was told that it is parked."""
     replayed: bool = False
@@ -65,6 +72,13 @@ class Job:
 
     def __post_init__(self) -> None:
         self.choices = self.choices or [Sent() for _ in range(self.submit.n)]
+
+    @property
+    def stage(self) -> Stage:
+        """Where it is, as its client may know it."""
+        if self.resting:
+            return "parked"
+        return "running" if self.running else "waiting"
 
     @property
     def seed(self) -> int:
@@ -82,13 +96,13 @@ class Job:
 
     def lost(self) -> Event | None:
         """Note that its worker died; return what its client is told."""
-        self.replayed = True
+        self.replayed, self.running = True, False
         if self.resting or self.prompt_tokens is None:  # it knows of no worker
             return None
         self.resting = True
         return messages.Parked(id=self.id, reason="restart")
 
-    def hear(self, report: wire.Report) -> Event | None:  # noqa: PLR0911 - one match
+    def hear(self, report: wire.Report) -> Event | None:  # noqa: C901, PLR0911 - one match
         """Take a worker's word; return what the client is told, if anything."""
         match report:
             case wire.RowTokens(choice=choice):
@@ -97,9 +111,14 @@ class Job:
                 return self._accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
+            case wire.RowBegun():
+                self.running = True
+                return None
             case wire.RowParked():
+                self.running = False
                 return self._rest()
             case wire.RowResumed():
+                self.running = True
                 return self._resume()
             case wire.RowPrompt(index=index, logprobs=told):
                 self.prompt_told = index + len(told)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from actors.moments import Moment
 from protocol.costs import Estimate
 from protocol.types import HostMemory, KVSpec
 from protocol.worker import Command, Report
@@ -100,7 +101,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that a log should have, as a value: adapters turn it into lines or metrics."""
+    """Something that a log should have, as a value: adapters turn it into lines."""
 
     event: str
     """Such as ``model_state``, ``worker_exit``, ``request_done``, ``actor_failed``."""
@@ -112,3 +113,10 @@ class Notice:
 
 Notify = Callable[[Notice], None]
 """Called on the event loop; must not block, must not raise."""
+
+Observe = Callable[[Moment], None]
+"""The same, for each token that goes to a client and for all else that may be counted: quick."""
+
+
+def unobserved(_: Moment) -> None:
+    """Count nothing."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from actors.jobs import Job
+from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import InvalidRequest
@@ -109,7 +110,7 @@ class Saved:
 
     def job(self, request: messages.Attach, client: Ref[ClientMail], deadline: float | None) -> Job:
         """Return it as a request that runs again, for the client that came for it."""
-        job = Job(request.id, client, self.submit, deadline)
+        job = Job(request.id, client, self.submit, Timing(self.model), deadline)
         job.prompt_tokens, job.prompt_told = self.prompt_tokens, len(self.prompt)
         job.replayed = True
         for sent, answer in zip(job.choices, self.answers, strict=True):

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, assert_never
 
 from msgspec.structs import replace
 
-from actors import mail
+from actors import mail, moments
 from actors.archive import Archive
 from actors.jobs import Job
 from actors.machines import admission, lifecycle
-from actors.ports import Notice
+from actors.ports import Notice, unobserved
 from actors.runtime.actor import Actor, Later
 from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
+from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import KvdError, UnknownRequest
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from actors.board import Board
     from actors.events import Events
     from actors.mail import RouterMail, WorkerMail
-    from actors.ports import Level, Notify
+    from actors.moments import Moment
+    from actors.ports import Level, Notify, Observe
     from actors.runtime.actor import Ref
     from protocol.messages import Event, Generate
 
@@ -50,6 +52,7 @@ class Office:
     notify: Notify
     archive: Archive = field(default_factory=Archive)
     events: Events | None = None
+    observe: Observe = unobserved
     summon: Callable[[str], None] = lambda _model: None
     """Tell the supervisor of a model that a request names and that is not here."""
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -155,7 +158,9 @@ class Router(Actor["RouterMail"]):
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
         office, rid = self._office, wanted.rid
         name = office.archive.name(rid)
-        office.jobs[rid] = Job(request.id, wanted.client, submit, deadline, name)
+        timing = Timing(request.model, _now())
+        office.jobs[rid] = Job(request.id, wanted.client, submit, timing, deadline, name)
+        office.observe(moments.Arrived(request.model))
         self._do(admission.Arrived(rid, request.model, _size(submit), deadline))
         if rid in office.jobs:  # not refused; no worker has had the time to say anything
             office.archive.asked(rid, request.model, submit)
@@ -179,6 +184,7 @@ class Router(Actor["RouterMail"]):
             return
         deadline = office.archive.deadline_of(saved)
         office.jobs[rid] = saved.job(request, wanted.client, deadline)
+        office.observe(moments.Arrived(saved.model))
         self._do(admission.Arrived(rid, saved.model, _size(saved.submit), deadline))
 
     def _expire(self) -> None:
@@ -199,6 +205,8 @@ class Router(Actor["RouterMail"]):
             if job.fresh:
                 job.fresh = False
                 self._do(admission.Gained(rid))
+        elif isinstance(report, wire.RowBegun):
+            self._observe(job.timing.begins(_now()))
         elif isinstance(report, wire.RowQueued):
             if not job.lined_up:
                 job.lined_up = True
@@ -253,7 +261,12 @@ class Router(Actor["RouterMail"]):
             case _:
                 assert_never(command)
 
+    def _observe(self, moment: Moment | None) -> None:
+        if moment is not None:
+            self._office.observe(moment)
+
     def _tell(self, job: Job, event: Event) -> None:
+        self._observe(job.timing.told(event, _now()))
         if messages.is_last(event):
             ended = event.reason if isinstance(event, messages.Done) else "error"
             code = event.error.code if isinstance(event, messages.Error) else None

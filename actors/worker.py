@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 
 from msgspec.structs import replace
 
-from actors import mail
+from actors import mail, moments
 from actors.machines import governing, lifecycle
 from actors.ports import Notice
 from actors.runtime.actor import Actor, Later, MailboxFull
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from actors.board import Board
     from actors.machines.admission import Standing
     from actors.mail import GovernorMail, RouterMail, SupervisorMail, TurnsMail, WorkerMail
-    from actors.ports import Exit, Level, Notify, SpawnWorker, WorkerProcess
+    from actors.ports import Exit, Level, Notify, Observe, SpawnWorker, WorkerProcess
     from actors.runtime.actor import Ref
 
 
@@ -41,6 +41,7 @@ class Surroundings:
     supervisor: Ref[SupervisorMail]
     board: Board
     notify: Notify
+    observe: Observe
 
 
 @dataclass
@@ -280,6 +281,7 @@ class Worker(Actor["WorkerMail"]):
                 if stats.offer != berth.stats.offer:
                     self._govern(governing.Offered(berth.name, stats.offer))
                 berth.stats = stats
+                around.observe(moments.Counted(berth.name, berth.life, stats))
                 self._do(lifecycle.Alive())
                 self._publish()
             case wire.TurnWanted(step_s=step_s):
@@ -295,6 +297,7 @@ class Worker(Actor["WorkerMail"]):
                 wire.RowAccepted()
                 | wire.RowPrompt()
                 | wire.RowQueued()
+                | wire.RowBegun()
                 | wire.RowParked()
                 | wire.RowResumed()
             ):
@@ -373,6 +376,8 @@ class Worker(Actor["WorkerMail"]):
             state=berth.state,
             reason=error.message if error is not None else None,
         )
+        cause = lifecycle.cause_of(error)
+        self._around.observe(moments.Became(berth.name, berth.state, cause))
         self._publish()
         refused = isinstance(state, lifecycle.Failed) and state.refused
         if refused or (isinstance(state, lifecycle.Stopping) and state.then == "failed"):

@@ -66,6 +66,10 @@ class Status(_Request, tag="status", frozen=True, kw_only=True):
     """Ask for everything that `kvctl status` shows."""
 
 
+class Metrics(_Request, tag="metrics", frozen=True, kw_only=True):
+    """Ask for what Prometheus reads."""
+
+
 class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Load a model: an embedded name, a folder's absolute path, or a Hub id."""
 
@@ -216,6 +220,7 @@ class Shutdown(_Request, tag="shutdown", frozen=True, kw_only=True):
 Request = (
     Hello
     | Status
+    | Metrics
     | Load
     | Unload
     | Pin
@@ -249,6 +254,13 @@ class StatusReply(_Event, tag="status", frozen=True, kw_only=True):
     """Everything that `kvctl status` shows."""
 
     status: DaemonStatus
+
+
+class MetricsReply(_Event, tag="metrics", frozen=True, kw_only=True):
+    """Answers ``metrics``."""
+
+    text: str
+    """In Prometheus's text format."""
 
 
 class Loading(_Event, tag="loading", frozen=True, kw_only=True):
@@ -425,6 +437,7 @@ class Error(_Event, tag="error", frozen=True, kw_only=True):
 Event = (
     HelloReply
     | StatusReply
+    | MetricsReply
     | Loading
     | Loaded
     | Unloaded

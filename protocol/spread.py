@@ -19,5 +19,7 @@ class Spread(msgspec.Struct, frozen=True):
     """Of all of them."""
 
     def __add__(self, other: Spread) -> Spread:
-        counts = tuple(ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True))
+        counts = tuple(
+            ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)
+        )
         return Spread(counts, self.total_s + other.total_s)

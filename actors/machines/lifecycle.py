@@ -395,7 +395,9 @@ def _spawned_too_late(m: Lifecycle, e: Event, _now: float) -> list[Command]:
 
 def _spawn_failed(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(e, SpawnFailed)
-    error = WorkerDied(f"the process of {m.name} could not be started: {e.reason}").info()
+    error = WorkerDied(
+        f"the process of {m.name} could not be started: {e.reason}", cause="not_started"
+    ).info()
     if isinstance(m.state, Stopping) and m.state.then == "stopped":
         m.state = Stopped()
         return [Release()]
@@ -529,7 +531,9 @@ def _forget(m: Lifecycle, _e: Event, _now: float) -> list[Command]:
 def _exited(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(e, Exited)
     why = ", by the kernel, for want of memory" if e.starved else ""
-    died = WorkerDied(f"the worker of {m.name} {describe(e.returncode)}{why}", exit=e.returncode)
+    died = WorkerDied(
+        f"the worker of {m.name} {describe(e.returncode)}{why}", exit=e.returncode, cause=_cause(e)
+    )
     match m.state:
         case Stopping(then="stopped", reason=reason):
             lost = DrainingError(reason or f"{m.name} was stopped to be unloaded").info()
@@ -594,7 +598,7 @@ def _lose_rows(
 def _fault(m: Lifecycle, e: Event, now: float) -> list[Command]:
     assert isinstance(m.state, Spawning | Loading | Ready | Draining | Stopping)
     assert isinstance(e, Fault)
-    error = WorkerDied(f"the worker of {m.name} was killed: {e.reason}").info()
+    error = WorkerDied(f"the worker of {m.name} was killed: {e.reason}", cause="broke_rules").info()
     deadline = now + m.patience.terminated_s
     if isinstance(m.state, Stopping):
         m.state = replace(m.state, pressure="killed", deadline=deadline)
@@ -614,6 +618,7 @@ def _hung(m: Lifecycle, _e: Event, now: float) -> list[Command]:
         f"the worker of {m.name} was ended: it gave no sign of life for {patience:g} s ({phase})",
         phase=phase,
         patience_s=patience,
+        cause="hung",
     ).info()
     then: Literal["stopped", "restart"]
     then = "stopped" if isinstance(m.state, Draining) else "restart"
@@ -771,6 +776,22 @@ OWN_SIGNALS = frozenset(
 )
 """What a process brings upon itself; every other signal is sent by somebody: the user, a service
 manager."""
+
+
+def _cause(e: Exited) -> str:
+    if e.starved:
+        return "out_of_memory"
+    return "crashed" if is_own_doing(e.returncode) else "killed"
+
+
+CAUSES = ("crashed", "killed", "out_of_memory", "hung", "not_started", "broke_rules", "no_memory")
+
+
+def cause_of(error: ErrorInfo | None) -> str:
+    """Return in a word why a worker does not run: one of `CAUSES`, or the code of its error."""
+    if error is None:
+        return ""
+    return str(error.detail.get("cause", "no_memory" if _lacks(error) else error.code))
 
 
 def is_own_doing(returncode: int) -> bool:

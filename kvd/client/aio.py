@@ -79,6 +79,11 @@ class AsyncClient:
         reply = await self._quick(m.Status(id=self._exchange.next_id()))
         return expect(reply, m.StatusReply).status
 
+    async def metrics(self) -> str:
+        """Ask for what Prometheus reads, in its text format."""
+        reply = await self._quick(m.Metrics(id=self._exchange.next_id()))
+        return expect(reply, m.MetricsReply).text
+
     async def load(
         self,
         model: str,

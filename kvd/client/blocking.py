@@ -72,6 +72,11 @@ class Client:
         reply = self._quick(m.Status(id=self._exchange.next_id()))
         return expect(reply, m.StatusReply).status
 
+    def metrics(self) -> str:
+        """Ask for what Prometheus reads, in its text format."""
+        reply = self._quick(m.Metrics(id=self._exchange.next_id()))
+        return expect(reply, m.MetricsReply).text
+
     def load(
         self,
         model: str,

@@ -332,7 +332,7 @@ def test_the_error_of_a_stuck_process_names_its_phase_and_the_next_one_starts_id
     assert (lost.rids, release) == (["a"], lc.Release())
     assert lost.error.code == "worker_died"
     assert lost.error.retryable
-    assert lost.error.detail == {"phase": "flush", "patience_s": 300.0}
+    assert lost.error.detail == {"phase": "flush", "patience_s": 300.0, "cause": "hung"}
     feed(m, lc.Tick(), now=m.deadline)
     ready(m, now=NOW + 400)
     assert m.phase == "idle"
