@@ -8,6 +8,7 @@ records (`actors.archive`) it also goes on after the daemon's own death, when it
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import TYPE_CHECKING, assert_never
@@ -61,6 +62,12 @@ class Office:
     def __post_init__(self) -> None:
         self.journal: Journal[admission.Event, admission.Command] = Journal(self.machine)
         self.board.requests = self.machine.counts
+        self.board.parked = self.parked
+
+    def parked(self) -> Counter[str]:
+        """Count the requests that rest, by model."""
+        requests = self.machine.requests
+        return Counter(requests[rid].model for rid, job in self.jobs.items() if job.resting)
 
     def check(self) -> None:
         """Check the invariants."""

@@ -406,6 +406,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     granted_bytes: int = 0
     requests: int = 0
     """Requests that the daemon holds for it, queued or running."""
+    parked: int = 0
+    """Of these, those that gave their memory to others, or wait for its process, and go on."""
     pinned: bool = False
     """Never unloaded to make room."""
     priority: int = 0
