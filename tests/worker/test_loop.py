@@ -18,6 +18,7 @@ from protocol.worker import (
     Reclaim,
     Reclaimed,
     RowAccepted,
+    RowBegun,
     RowFailed,
     RowFinished,
     RowParked,
@@ -55,12 +56,12 @@ def test_a_life_from_start_to_stop(start):
     peer.read_all()
     assert peer.join() == "done"
     phases = [report.phase for report in peer.of(Entered)]
-    assert phases[:3] == ["tokenize", "decode", "idle"]
+    assert phases == ["tokenize", "decode", "prefill", "decode", "idle"]
     signs = (Entered, Progress, Stats)
     kinds = [type(report) for report in peer.reports if not isinstance(report, signs)]
-    assert kinds[:4] == [Started, GrantWanted, Ready, RowAccepted]
+    assert kinds[:5] == [Started, GrantWanted, Ready, RowAccepted, RowBegun]
     assert kinds[-1] is RowFinished
-    assert set(kinds[4:-1]) == {RowTokens}
+    assert set(kinds[5:-1]) == {RowTokens}
     assert peer.of(RowAccepted) == [RowAccepted(rid="a", prompt_tokens=5)]
     assert peer.of(RowFinished) == [
         RowFinished(rid="a", reason="length", usage=Usage(prompt_tokens=5, completion_tokens=3))
