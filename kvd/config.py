@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from actors.archive import KEEP_S
 from actors.machines.lifecycle import Patience
+from kvd.http.settings import HttpSettings
 from kvd.kv import KVText, parse_kv
 from kvd.memory import nvidia
 from kvd.options import Attention
@@ -91,6 +92,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parked_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
     """Of one model's parked rows on the disk; beyond it they are computed again. 0: all are."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    http: HttpSettings = HttpSettings()
+    """Where and for whom OpenAI's HTTP interface answers."""
 
     @property
     def chunk(self) -> int:
@@ -152,6 +155,8 @@ def _check_texts(config: Config, path: str) -> None:
         _ = config.journal_bytes
         key = "parked_limit"
         _ = config.parked_bytes
+        key = "http.body_limit"
+        _ = config.http.body_bytes
         for index, entry in enumerate(config.entries):
             key = f"models[{index}].kv"
             _ = entry.kv_spec

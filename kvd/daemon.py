@@ -26,6 +26,7 @@ from kvd import blas, config, listen, logs, memory
 from kvd.estimate import Files, machine
 from kvd.exits import Exit
 from kvd.home import check_socket_path
+from kvd.http.doors import open_doors
 from kvd.journal import DiskJournal
 from kvd.options import Options
 from kvd.reload import Reloader, known_as, named
@@ -40,12 +41,14 @@ from protocol.types import KVSpec
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from actors.catalogue import Known
     from actors.ports import Notice
     from kvd.config import Config, ModelEntry
     from kvd.home import Home
+    from kvd.http.doors import Door
+    from kvd.http.server import Server
     from protocol.types import ModelStatus
 
 
@@ -67,31 +70,41 @@ class Start:
 def run(options: Options) -> Exit:
     """Serve until told to stop; raises KvdError if it cannot even start."""
     os.umask(0o077)  # what we write, and what workers write, is the user's own
+    if _by_launchd():
+        logs.bound(sys.stderr.fileno())
     manager, given = Notifier.from_environment(), activation.take()
     home = options.home
     check_socket_path(home.socket)
     home.create()
     settings = config.load(home.config)
     with listen.hold_lock(home):
-        logs.setup(home.logs, settings.log_level)
-        daemon = Daemon(options, settings, manager)
-        if activation.KVD in given:  # the path is the manager's, and outlives us
-            (listener,) = given[activation.KVD]
-            with contextlib.closing(listener):
-                return asyncio.run(daemon.serve(listener))
-        listener = listen.bind(home.socket)
-        try:
+        logs.setup(home.logs, settings.log_level, aloud=not _by_launchd())
+        with contextlib.ExitStack() as opened:
+            doors = open_doors(home, settings.http, given.get(activation.HTTP, ()))
+            for door in doors:
+                opened.callback(door.close)
+            daemon = Daemon(options, settings, manager, doors)
+            if activation.KVD in given:  # the path is the manager's, and outlives us
+                (listener,) = given[activation.KVD]
+            else:
+                listener = listen.bind(home.socket)
+                opened.callback(home.socket.unlink, missing_ok=True)
+            opened.callback(listener.close)
             return asyncio.run(daemon.serve(listener))
-        finally:
-            listener.close()
-            home.socket.unlink(missing_ok=True)
 
 
 class Daemon:
     """One run of the daemon."""
 
-    def __init__(self, options: Options, settings: Config, manager: Notifier | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        settings: Config,
+        manager: Notifier | None = None,
+        doors: Sequence[Door] = (),
+    ) -> None:
         self._options = options
+        self._doors = doors
         self._settings = settings
         self._manager = manager or Notifier()
         self._log = structlog.get_logger("kvd.daemon")
@@ -104,7 +117,7 @@ class Daemon:
         self._budget = memory.default_budget(readings.host()) if budget is None else budget
         self._blas = library
         self._journal = _journal_of(options.home, settings)
-        limits = Settings(
+        limits = self._limits = Settings(
             max_rows=settings.max_rows,
             prefill_chunk=settings.chunk,
             turns=settings.turns,
@@ -123,7 +136,10 @@ class Daemon:
             readings,
             budget_bytes=self._budget,
             identity=Identity(
-                version=kvd.__version__, home=str(options.home.root), pid=os.getpid()
+                version=kvd.__version__,
+                home=str(options.home.root),
+                pid=os.getpid(),
+                http=tuple(door.address for door in doors),
             ),
             settings=limits,
             reckon=Files(machine(settings.native, limits, attention)),
@@ -150,16 +166,18 @@ class Daemon:
         await self._system.start()
         server = await listen.serve(listener, self._system.connect)
         self._take_signals()
+        loading = asyncio.create_task(self._load_models(), name="models at start")
+        loading.add_done_callback(self._check)
+        web = await self._serve_http(starting=lambda: not loading.done())
         self._log.info(
             "daemon started",
             version=kvd.__version__,
             pid=os.getpid(),
             socket=str(self._options.home.socket),
+            http=", ".join(door.address for door in self._doors) or None,
             budget=format_bytes(self._budget),
             blas=str(self._blas) if self._blas else None,
         )
-        loading = asyncio.create_task(self._load_models(), name="models at start")
-        loading.add_done_callback(self._check)
         self._manager.ready(f"serves {self._options.home.socket}")
         try:
             await asyncio.shield(self._system.finished)
@@ -170,12 +188,26 @@ class Daemon:
             for task in (loading, *self._tasks):
                 task.cancel()
             server.close()
+            if web is not None:
+                await web.close()
             await asyncio.gather(loading, *self._tasks, *self._stops, return_exceptions=True)
             self._manager.close()
             if self._journal is not None:
                 self._journal.close()
         self._log.info("daemon stopped", uptime_s=round(time.monotonic() - started, 1))
         return Exit.OK
+
+    async def _serve_http(self, *, starting: Callable[[], bool]) -> Server | None:
+        if not self._doors:
+            return None
+        from kvd.http.server import Server  # noqa: PLC0415 - 11 MB that not everybody wants
+
+        unread = self._limits.slow_reader_bytes
+        web = Server(
+            self._system, self._settings.http, self._doors, unread_limit=unread, starting=starting
+        )
+        await web.start()
+        return web
 
     async def _load_models(self) -> None:
         """Load the models of command line or configuration, one after the other, and say so."""
@@ -189,7 +221,8 @@ class Daemon:
                 loaded.append(loading)
         if self._system.status().state == "serving":
             with contextlib.suppress(OSError):  # nobody has to read it
-                print(welcome(self._options.home, loaded, failed), flush=True)  # noqa: T201
+                http = [door.address for door in self._doors]
+                print(welcome(self._options.home, loaded, failed, http), flush=True)  # noqa: T201
 
     def _starts(self) -> list[Start]:
         options = self._options
@@ -301,6 +334,11 @@ def _start_of(entry: ModelEntry, root: Path) -> Start:
     return Start(absolute(entry.source, root), entry.alias, entry.kv_spec, entry.policy)
 
 
+def _by_launchd() -> bool:
+    """Return whether stderr is a file of launchd's, for what goes wrong before there is a log."""
+    return os.environ.get("KVD_SERVICE") == "launchd"
+
+
 def _has_terminal() -> bool:
     """Return whether a terminal controls us, which is gone one day."""
     try:
@@ -329,7 +367,12 @@ _OF_THE_LOG = frozenset({"level", "event", "exc_info", "logger", "timestamp"})
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
-def welcome(home: Home, loaded: list[ModelStatus], failed: list[tuple[str, str]]) -> str:
+def welcome(
+    home: Home,
+    loaded: list[ModelStatus],
+    failed: list[tuple[str, str]],
+    http: Sequence[str] = (),
+) -> str:
     """Return what a person reads once the daemon is up: where it is, and what to try."""
     kvctl = _command("kvctl")
     if home.root != Path("~/.kvd").expanduser():
@@ -347,6 +390,7 @@ def welcome(home: Home, loaded: list[ModelStatus], failed: list[tuple[str, str]]
     lines = [f"kvd {kvd.__version__} serves {models}"]
     lines += [f"failed  {name}: {reason}" for name, reason in failed]
     lines.append(f"socket  {home.socket}")
+    lines += [f"http    {address}/v1" for address in http if address.startswith("http:")]
     lines += [("try     " if i == 0 else "        ") + line for i, line in enumerate(tries)]
     return "\n".join([*lines, "stop    Ctrl-C"])
 

@@ -21,8 +21,8 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 
 
 _OURS = {
-    "kvd.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration", "journal",
-    "parked", ".DS_Store",
+    "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
+    "journal", "parked", ".DS_Store",
 }  # fmt: skip
 """What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
@@ -37,6 +37,11 @@ class Home:
     def socket(self) -> Path:
         """The Unix socket, mode 0600."""
         return self.root / "kvd.sock"
+
+    @property
+    def http_socket(self) -> Path:
+        """The same for HTTP."""
+        return self.root / "http.sock"
 
     @property
     def lock(self) -> Path:

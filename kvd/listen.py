@@ -61,6 +61,20 @@ def hold_lock(home: Home) -> Iterator[None]:
         os.close(fd)
 
 
+def holder(home: Home) -> int | None:
+    """Return who holds the home, None if nobody does."""
+    try:
+        with home.lock.open("rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                said = lock.read(32).strip()
+                return int(said) if said.isdigit() else 0
+    except OSError:
+        pass
+    return None
+
+
 def bind(path: Path) -> socket.socket:
     """Return a listening socket, mode 0600. The caller holds the home's lock.
 
@@ -93,6 +107,11 @@ def peer_uid(peer: socket.socket) -> int:
         return int(struct.unpack_from("II", credentials)[1])
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
+
+
+def is_ours(uid: int) -> bool:
+    """Return whether this user may talk to the daemon; root could become us anyway."""
+    return uid in {os.geteuid(), 0}
 
 
 def hung_up(peer: socket.socket) -> bool:
@@ -149,7 +168,7 @@ class ClientPort(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         uid = self._uid_of(transport.get_extra_info("socket"))
-        if uid in {os.geteuid(), 0}:  # root could become us anyway
+        if is_ours(uid):
             self._conversation = self._connect(
                 write=self.write, close=self.close, backlog=transport.get_write_buffer_size
             )

@@ -1,0 +1,266 @@
+"""From the daemon's events to OpenAI's answers: whole, or as a stream of chunks. Sans-io.
+
+Both hear the events of all calls of one HTTP request; choice c of prompt p is number p * n + c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+import kvd
+from kvd.http.responses import Answer, Choice, Extension, FinishReason, Usage
+from kvd.http.shapes import Shape, text_of
+from kvd.http.tally import Tally
+from protocol import messages
+from protocol.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from protocol.messages import Event, Generate
+
+DONE = b"data: [DONE]\n\n"
+_FINGERPRINT = f"kvd-{kvd.__version__}"
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all chunks of an answer have in common."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    shape: Shape
+
+    def whole(self, choices: list[Choice], usage: Usage, extension: Extension) -> bytes:
+        """Return the body of an answer in one piece."""
+        return _json.encode(self._answer(self.shape.whole_object, choices, usage, extension))
+
+    def chunk(
+        self,
+        choices: list[Choice],
+        usage: Usage | UnsetType | None = UNSET,
+        extension: Extension | UnsetType = UNSET,
+    ) -> bytes:
+        """Return a chunk as the event of a stream."""
+        answer = self._answer(self.shape.chunk_object, choices, usage, extension)
+        return b"data: " + _json.encode(answer) + b"\n\n"
+
+    def _answer(
+        self,
+        kind: str,
+        choices: list[Choice],
+        usage: Usage | UnsetType | None,
+        extension: Extension | UnsetType,
+    ) -> Answer:
+        return Answer(
+            id=f"{self.shape.prefix}{self.id}",
+            object=kind,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=_FINGERPRINT,
+            choices=choices,
+            usage=usage,
+            kvd=extension,
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked for, as far as answers depend on it."""
+
+    calls: list[Generate]
+    n: int
+    echo: bool = False
+    include_usage: bool = False
+
+
+@dataclass
+class _Prompt:
+    """What an echo of it needs."""
+
+    text: str | None
+    told: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def echo(self) -> str:
+        return text_of(self.told) if self.text is None else self.text
+
+
+@dataclass
+class _Text:
+    """What came of one choice; of a stream only how much."""
+
+    index: int
+    begun: bool = False
+    length: int = 0
+    pieces: list[str] = field(default_factory=list)
+    told: list[TokenLogprob] = field(default_factory=list)
+    reason: FinishReason | None = None
+    ended: bool = False
+    """That was said."""
+
+
+class _Hearing:
+    """What both kinds of answers do with events."""
+
+    def __init__(self, head: Head, asked: Asked, now: float) -> None:
+        self.head = head
+        self.asked = asked
+        self.tally = Tally(len(asked.calls), now)
+        self._prompts = [_Prompt(call.prompt) for call in asked.calls]
+        self._texts = [_Text(index) for index in range(len(asked.calls) * asked.n)]
+
+    def _text(self, number: int, choice: int) -> _Text:
+        return self._texts[number * self.asked.n + choice]
+
+    def _echo(self, number: int) -> tuple[str, list[TokenLogprob]]:
+        prompt, call = self._prompts[number], self.asked.calls[number]
+        return prompt.echo, prompt.told if call.logprobs is not None else []
+
+
+class Whole(_Hearing):
+    """An answer in one piece: `hear` until `over`, then take `body`."""
+
+    def hear(self, number: int, event: Event, now: float) -> None:
+        """Take an event of the call of this number."""
+        self.tally.hear(number, event, now)
+        match event:
+            case messages.Tokens():
+                text = self._text(number, event.choice)
+                text.pieces.append(event.text)
+                text.told += event.logprobs or ()
+            case messages.PromptLogprobs(logprobs=told):
+                self._prompts[number].told += told
+            case messages.ChoiceFinished(choice=choice, reason=reason):
+                self._text(number, choice).reason = _reason(reason)
+            case messages.Done(reason=reason):
+                for choice in range(self.asked.n):
+                    text = self._text(number, choice)
+                    text.reason = text.reason or _reason(reason)
+            case _:
+                pass
+
+    @property
+    def over(self) -> bool:
+        """Whether all has come."""
+        return self.tally.over
+
+    def body(self) -> bytes:
+        """Return the answer."""
+        choices = [
+            self._choice(number, choice)
+            for number in range(len(self.asked.calls))
+            for choice in range(self.asked.n)
+        ]
+        return self.head.whole(choices, self.tally.usage, self.tally.extension)
+
+    def _choice(self, number: int, choice: int) -> Choice:
+        text = self._text(number, choice)
+        said, told = "".join(text.pieces), text.told
+        if self.asked.echo:
+            before, before_told = self._echo(number)
+            said, told = before + said, before_told + told
+        has_told = self.asked.calls[number].logprobs is not None
+        assert text.reason is not None, "a choice without its end"
+        return self.head.shape.whole(text.index, said, told if has_told else None, text.reason)
+
+
+class Streamed(_Hearing):
+    """An answer in chunks: write what `hear` returns; after the last event nothing follows."""
+
+    def hear(self, number: int, event: Event, now: float) -> bytes:  # noqa: PLR0911 - one match
+        """Take an event of the call of this number; return what is to be written for it."""
+        self.tally.hear(number, event, now)
+        match event:
+            case messages.Tokens():
+                return self._tokens(number, event)
+            case messages.PromptLogprobs(logprobs=told):
+                self._prompts[number].told += told
+                return b""
+            case messages.ChoiceFinished(choice=choice, reason=reason):
+                return self._finished(number, choice, _reason(reason))
+            case messages.Done(reason=reason):
+                return self._done(number, _reason(reason))
+            case messages.Queued(position=position):
+                return comment(f"queued, position {position}")
+            case messages.Parked(reason=reason):
+                return comment(f"parked, {reason}")
+            case messages.Resumed():
+                return comment("resumed")
+            case _:
+                return b""
+
+    def _tokens(self, number: int, event: messages.Tokens) -> bytes:
+        text = self._text(number, event.choice)
+        opening = self._begin(number, text)
+        if not event.text and event.logprobs is None:
+            return opening  # it may become a stop text, or is half a character
+        piece = self.head.shape.piece(text.index, event.text, event.logprobs, text.length)
+        text.length += _length(event.text, event.logprobs)
+        return opening + self._chunk([piece])
+
+    def _begin(self, number: int, text: _Text) -> bytes:
+        """Return what comes before the first token: who speaks, or the prompt."""
+        if text.begun:
+            return b""
+        text.begun = True
+        choices: list[Choice] = []
+        if (opening := self.head.shape.opening(text.index)) is not None:
+            choices.append(opening)
+        if self.asked.echo:
+            before, told = self._echo(number)
+            has_told = self.asked.calls[number].logprobs is not None
+            choices.append(self.head.shape.piece(text.index, before, told if has_told else None, 0))
+            text.length = _length(before, told if has_told else None)
+        return b"".join(self._chunk([choice]) for choice in choices)
+
+    def _finished(self, number: int, choice: int, reason: FinishReason) -> bytes:
+        """Take the end of one of several choices; that of the last comes with what all took."""
+        self._text(number, choice).reason = reason
+        if len(self._running(number)) == 1:
+            return b""
+        return self._end(self._text(number, choice), number, UNSET)
+
+    def _done(self, number: int, reason: FinishReason) -> bytes:
+        over = self.tally.over
+        said = b""
+        for text in (running := self._running(number)):
+            text.reason = text.reason or reason
+            last = over and text is running[-1]
+            said += self._end(text, number, self.tally.extension if last else UNSET)
+        if not over:
+            return said
+        if self.asked.include_usage:
+            said += self.head.chunk([], self.tally.usage, self.tally.extension)
+        return said + DONE
+
+    def _running(self, number: int) -> list[_Text]:
+        texts = [self._text(number, choice) for choice in range(self.asked.n)]
+        return [text for text in texts if not text.ended]
+
+    def _end(self, text: _Text, number: int, extension: Extension | UnsetType) -> bytes:
+        assert text.reason is not None, "an end without a reason"
+        text.ended = True
+        ending = self.head.shape.ending(text.index, text.reason)
+        return self._begin(number, text) + self._chunk([ending], extension)
+
+    def _chunk(self, choices: list[Choice], extension: Extension | UnsetType = UNSET) -> bytes:
+        return self.head.chunk(choices, None if self.asked.include_usage else UNSET, extension)
+
+
+def comment(text: str) -> bytes:
+    """Return a line that clients of event streams skip and people see."""
+    return f": {text}\n\n".encode()
+
+
+def _length(text: str, told: list[TokenLogprob] | None) -> int:
+    return len(text) if told is None else sum(len(one.text) for one in told)
+
+
+def _reason(reason: messages.FinishReason) -> FinishReason:
+    return "length" if reason == "length" else "stop"

@@ -1,0 +1,126 @@
+"""Errors in OpenAI's form: which status a code of ours has, and what its clients may do about it.
+
+``code`` is OpenAI's where it has one for the case, else kvd's own; ``error.kvd`` always has ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from protocol.errors import ErrorInfo
+
+INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """What is answered in the place of a result."""
+
+    status: int
+    message: str
+    type: str
+    code: str
+    param: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    info: ErrorInfo | None = None
+    """As it is on kvd's own socket, if it is there too."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The object that OpenAI's clients look into."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.info is not None:
+            said = {"code": self.info.code, "retryable": self.info.retryable}
+            error["kvd"] = said | ({"detail": self.info.detail} if self.info.detail else {})
+        return {"error": error}
+
+    def encoded(self) -> bytes:
+        """Return that as JSON."""
+        return msgspec.json.encode(self.body, enc_hook=str)
+
+
+@dataclass(frozen=True)
+class _Form:
+    status: int
+    type: str
+    code: str | None = None
+    """OpenAI's; None: ours."""
+
+
+_FORMS = {
+    "invalid_request": _Form(400, INVALID),
+    "empty_prompt": _Form(400, INVALID),
+    "context_too_long": _Form(400, INVALID, "context_length_exceeded"),
+    "frame_too_large": _Form(413, INVALID),
+    "unknown_model": _Form(404, INVALID, "model_not_found"),
+    "overloaded": _Form(429, "rate_limit_error", "rate_limit_exceeded"),
+    "draining": _Form(503, _SERVER),
+    "worker_died": _Form(503, _SERVER),
+    "model_failed": _Form(503, _SERVER),
+    "insufficient_memory": _Form(503, _SERVER),
+    "deadline_exceeded": _Form(504, _SERVER),
+    "invalid_model": _Form(500, _SERVER),
+    "unsupported_model": _Form(500, _SERVER),
+    "quarantined": _Form(500, _SERVER),
+    "numerical_error": _Form(500, _SERVER),
+    "slow_reader": _Form(500, _SERVER),
+}
+_OTHER = _Form(500, _SERVER)
+
+_RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
+"""Where the error does not say it."""
+_FINAL = frozenset({"deadline_exceeded"})
+"""Worth a retry, but not by itself: the time that the client gave is over."""
+
+
+def of(info: ErrorInfo) -> Refusal:
+    """Return how an error of the protocol is answered."""
+    form = _FORMS.get(info.code, _OTHER)
+    again = info.retryable and info.code not in _FINAL
+    # OpenAI's clients heed this before they look at the status.
+    headers = {"x-should-retry": "true" if again else "false"}
+    wait_s = info.detail.get("retry_after_s", _RETRY_AFTER_S.get(info.code))
+    if again and wait_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+    param = "model" if info.code == "unknown_model" else info.detail.get("field")
+    code = form.code or info.code
+    return Refusal(form.status, info.message, form.type, code, param, headers, info)
+
+
+def unauthorized(message: str) -> Refusal:
+    """Return the answer to a request without a key, or with a wrong one."""
+    headers = {"WWW-Authenticate": 'Bearer realm="kvd"'}
+    return Refusal(401, message, "authentication_error", "invalid_api_key", headers=headers)
+
+
+def forbidden(message: str, code: str) -> Refusal:
+    """Return the answer to somebody who may not even ask."""
+    return Refusal(403, message, "permission_error", code)
+
+
+def too_large(limit: int) -> Refusal:
+    """Return the answer to a body over the limit."""
+    message = f"the request has more than {limit} bytes (body_limit of [http] in config.toml)"
+    return Refusal(413, message, INVALID, "request_too_large", headers={"Connection": "close"})
+
+
+def too_slow(seconds: float) -> Refusal:
+    """Return the answer to a body that did not come."""
+    message = f"the request's body did not come within {seconds:g} s"
+    return Refusal(408, message, INVALID, "request_timeout", headers={"Connection": "close"})
+
+
+def plain(status: int, reason: str) -> Refusal:
+    """Return the answer for what the HTTP library found: no such path, no such method."""
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
+    return Refusal(status, reason, _SERVER if status >= 500 else INVALID, code)

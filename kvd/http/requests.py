@@ -1,0 +1,160 @@
+"""OpenAI's requests as types, with kvd's own settings beside them, under vLLM's names.
+
+A field that is not here is refused, as OpenAI does: what is silently ignored is found out too late.
+Those that change nothing here are taken and ignored; those that would and cannot (`UNSUPPORTED`)
+are refused unless they say what holds anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.types import (
+    MAX_INT,
+    MOST_LOGPROBS,
+    Choices,
+    DeadlineSeconds,
+    LogitBias,
+    Name,
+    Penalty,
+    Priority,
+    Salt,
+    StopTexts,
+    StopTokens,
+    TokenId,
+)
+
+MOST_PROMPTS = 64
+"""In one request for completions."""
+
+Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a stream is told."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # there is none
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    model: Name
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=10.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    stop: str | StopTexts | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
+
+    # kvd's own.
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    stop_token_ids: StopTokens | None = None
+    ignore_eos: bool | None = None
+    priority: Priority | None = None
+    deadline_s: DeadlineSeconds | None = None
+    cache_salt: Salt | None = None
+
+    # They change nothing here.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    # They would; see UNSUPPORTED.
+    use_beam_search: Any = None
+    include_stop_str_in_output: Any = None
+    response_format: Any = None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A piece of a message; only texts are supported."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One turn of a conversation.
+
+    Other fields are ignored: clients send back the messages that they got, with all that was in
+    them.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+
+class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    """``max_tokens`` by its newer name; where both are given, this one holds."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    prediction: Any = None  # it could only make an answer quicker
+
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    """A text, tokens, or a list of either: each is completed on its own."""
+    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    suffix: Any = None
+    best_of: Any = None
+
+
+_NO_GRAMMAR = "kvd does not constrain what a model writes yet"
+_NO_TOOLS = "kvd does not know tools yet"
+_TEXT_ONLY = "kvd writes text only"
+_NO_KNOB = "models are served as they are; say it in the system message"
+UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
+    "tools": (_NO_TOOLS, ([],)),
+    "tool_choice": (_NO_TOOLS, ("none", "auto")),
+    "parallel_tool_calls": (_NO_TOOLS, (True, False)),
+    "functions": (_NO_TOOLS, ([],)),
+    "function_call": (_NO_TOOLS, ("none", "auto")),
+    "tool_calls": (_NO_TOOLS, ([],)),
+    "modalities": (_TEXT_ONLY, (["text"],)),
+    "audio": (_TEXT_ONLY, ()),
+    "reasoning_effort": (_NO_KNOB, ()),
+    "verbosity": (_NO_KNOB, ("medium",)),
+    "web_search_options": ("kvd searches nothing", ()),
+    "suffix": ("kvd writes from left to right only", ("",)),
+    "best_of": ("ask for n and choose by logprobs", (1,)),
+    "use_beam_search": ("kvd draws token by token", (False,)),
+    "include_stop_str_in_output": ("stop texts are never sent", (False,)),
+}
+"""Why not, and which values are taken all the same since they ask for nothing."""

@@ -1,0 +1,214 @@
+"""The server: connections on the doors, the guard before the routes, one form for all errors."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+import kvd
+from kvd import listen
+from kvd.http import errors
+from kvd.http.guard import Guard
+from kvd.http.routes import OPEN_PATHS, Routes
+from protocol.errors import InternalError, KvdError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from kvd.http.doors import Door
+    from kvd.http.port import Backend, Metrics
+    from kvd.http.settings import HttpSettings
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+MOST_CONNECTIONS = 4096
+"""On all doors together; each takes some 20 KiB, and a file descriptor."""
+_FAREWELL_S = 2.0
+"""How long the last answers may take to be written when the daemon ends."""
+_ID = "x-request-id"
+
+_log = structlog.get_logger("kvd.http")
+
+
+class Server:
+    """HTTP on some doors: `start`, and `close` when the daemon's actors have ended."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        settings: HttpSettings,
+        doors: Sequence[Door],
+        *,
+        unread_limit: int,
+        metrics: Metrics | None = None,
+        starting: Callable[[], bool] = lambda: False,
+        uid_of: Callable[[socket.socket], int] = listen.peer_uid,
+    ) -> None:
+        self._settings = settings
+        self._doors = doors
+        self._guard = Guard(settings)
+        self._uid_of = uid_of
+        routes = Routes(
+            backend, settings, metrics, starting, unread_limit, started_at=int(time.time())
+        )
+        app = web.Application(
+            middlewares=[self._answer_for, self._admit], client_max_size=settings.body_bytes
+        )
+        app.add_routes(routes.table())
+        app.on_response_prepare.append(_complete)
+        self._runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            access_log=None,
+            logger=_Faults(),
+            handler_cancellation=True,
+            keepalive_timeout=settings.idle_timeout_s,
+            shutdown_timeout=_FAREWELL_S,
+        )
+        self._servers: list[asyncio.Server] = []
+
+    async def start(self) -> None:
+        """Accept clients."""
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        for door in self._doors:
+            unix = door.listener.family == socket.AF_UNIX
+            make = loop.create_unix_server if unix else loop.create_server
+            self._servers.append(await make(self._connected, sock=door.listener))
+
+    async def close(self) -> None:
+        """Accept nobody, let the last answers go out for a moment, and end all connections."""
+        for server in self._servers:
+            server.close()
+        await self._runner.cleanup()
+
+    def _connected(self) -> asyncio.BaseProtocol:
+        server = self._runner.server
+        assert server is not None, "start first"
+        if len(server.connections) < MOST_CONNECTIONS:
+            return server()
+        _log.warning("too many connections", most=MOST_CONNECTIONS)
+        return _Full()
+
+    # -- around every handler ---------------------------------------------------------------------
+
+    @web.middleware
+    async def _answer_for(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer errors in OpenAI's form, and note what was asked."""
+        number = request["id"] = f"req_{secrets.token_hex(8)}"
+        began = time.monotonic()
+        try:
+            response = await handler(request)
+        except errors.Refusal as refusal:
+            response = _refused(refusal)
+        except KvdError as error:
+            response = _refused(errors.of(error.info()))
+        except web.HTTPException as found:
+            response = _refused(errors.plain(found.status, found.reason))
+            if "Allow" in found.headers:
+                response.headers["Allow"] = found.headers["Allow"]
+        except ConnectionError:
+            raise
+        except Exception:  # noqa: BLE001 - a bug costs the request that found it
+            _log.exception("a handler failed", path=request.path, request=number)
+            failed = InternalError("kvd failed in this request; its log has the reason")
+            response = _refused(errors.of(failed.info()))
+        _log.debug(
+            "http",
+            method=request.method,
+            path=request.path,
+            status=response.status,
+            key=request.get("key"),
+            seconds=round(time.monotonic() - began, 3),
+        )
+        return response
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let in whom the guard lets in; by the Unix socket the kernel says who it is."""
+        uid = self._uid(request)
+        if uid is not None:
+            if not listen.is_ours(uid):
+                _log.warning("another user was refused", uid=uid)
+                raise errors.forbidden("this daemon serves another user", "permission_denied")
+            return await handler(request)
+        host = request.headers.get("Host")
+        self._guard.check_host(host)
+        page = request["page"] = self._guard.check_origin(request.headers.get("Origin"), host)
+        if request.method == "OPTIONS" and page is not None:
+            return _preflight(request)
+        if request.path not in OPEN_PATHS:
+            request["key"] = self._guard.check_key(request.headers.get("Authorization"))
+        return await handler(request)
+
+    def _uid(self, request: web.Request) -> int | None:
+        """Return the user on the other end, or None where it came by TCP."""
+        transport = request.transport
+        peer = None if transport is None else transport.get_extra_info("socket")
+        if peer is None:
+            raise ConnectionResetError("the client is gone")
+        return self._uid_of(peer) if peer.family == socket.AF_UNIX else None
+
+
+async def _complete(request: web.Request, response: web.StreamResponse) -> None:
+    """Add what every answer has, also a stream, before its headers go out."""
+    response.headers[_ID] = request["id"]
+    response.headers["Server"] = f"kvd/{kvd.__version__}"
+    if (page := request.get("page")) is not None:
+        response.headers["Access-Control-Allow-Origin"] = page
+        response.headers["Access-Control-Expose-Headers"] = _ID
+        response.headers["Vary"] = "Origin"
+
+
+def _refused(refusal: errors.Refusal) -> web.Response:
+    return web.Response(
+        body=refusal.encoded(),
+        status=refusal.status,
+        headers=refusal.headers,
+        content_type="application/json",
+    )
+
+
+def _preflight(request: web.Request) -> web.Response:
+    """Let a page that may use us send what it is about to send."""
+    wanted = request.headers.get("Access-Control-Request-Headers", "Authorization, Content-Type")
+    headers = {
+        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Headers": wanted,
+        "Access-Control-Max-Age": "600",
+    }
+    return web.Response(status=204, headers=headers)
+
+
+class _Full(asyncio.Protocol):
+    """Turns a connection away."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say so, and close."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
+        transport.write(b"Connection: close\r\nContent-Length: 0\r\n\r\n")
+        transport.close()
+
+
+class _Faults:
+    """The library's log: what strangers send is no fault of ours."""
+
+    def exception(self, message: str, *arguments: object, exc_info: object = None) -> None:
+        """Log a fault; bytes that are no HTTP only for those who look closely."""
+        if isinstance(exc_info, HttpProcessingError):
+            _log.debug("not HTTP", reason=exc_info.message)
+        else:
+            _log.error(message % arguments, exc_info=exc_info)
+
+    def debug(self, message: str, *arguments: object, exc_info: object = None) -> None:
+        """Log what is of interest to the library's own people: not at all."""
+
+    warning = debug
