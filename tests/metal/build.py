@@ -151,12 +151,28 @@ def refused_by_clang(wrapped: Wrapped) -> str:
 
     Metal's own compiler is a clang, for C++14.
     """
-    flags = ("-std=c++14", "-nostdinc", "-Wno-unknown-attributes", "-Wno-ignored-attributes")
     path = _folder() / f"{hashlib.sha256(wrapped.text.encode()).hexdigest()[:24]}.metal.cpp"
     # Attributes at that place are Apple's own.
     path.write_text(re.sub(r"^template \[\[.*\]\] ", "template ", wrapped.text, flags=re.MULTILINE))
-    header = ("-include", str(SHIM / "spaces.h"))
-    command = [shutil.which("clang++") or "", *flags, *header, "-fsyntax-only", str(path)]
+    clang = find_clang()
+    assert clang is not None
+    return _clang(clang, "-include", str(SHIM / "spaces.h"), str(path))
+
+
+@functools.cache
+def find_clang() -> str | None:
+    """Return a clang that computes with both half formats on this machine: 17 and newer."""
+    path = _folder() / "halves.cpp"
+    path.write_text("float widened(__bf16 x, _Float16 y) { return float(x) + float(y); }\n")
+    names = ("clang++", *(f"clang++-{version}" for version in range(30, 16, -1)))
+    there = (found for name in names if (found := shutil.which(name)))
+    return next((clang for clang in there if not _clang(clang, str(path))), None)
+
+
+def _clang(clang: str, *arguments: str) -> str:
+    """Return what it has against a file; "": nothing."""
+    flags = ("-std=c++14", "-nostdinc", "-Wno-unknown-attributes", "-Wno-ignored-attributes")
+    command = [clang, *flags, "-fsyntax-only", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stderr if done.returncode else ""
 

@@ -15,7 +15,9 @@ LANES = 32
 """Threads of a warp (CUDA), or simdgroup (Metal)."""
 WARPS = 4
 """Of a block; more where there are more tiles, fewer where shared memory is short."""
-MOST_WARPS = 16
+MOST_WARPS = 8
+"""256 threads can start with 255 registers each, CUDA's most. A block of more is silently
+not run there if its threads use many (480 with 186 were too many)."""
 FLOATS = 4 * 72
 """That a warp has in shared memory at least: weights of four vectors, see `matrix`."""
 
