@@ -97,6 +97,7 @@ class ConfigNews:
 
     waits: list[str] = field(default_factory=list)
     error: str | None = None
+    reloads: int = 0
 
 
 SETTLE_S = 1.0
@@ -324,12 +325,18 @@ class System:
             asleep=sorted(set(self._catalogue.models) - set(self._board.models)),
             config_waits=self.config.waits,
             config_error=self.config.error,
+            config_reloads=self.config.reloads,
             http=list(identity.http),
         )
 
     def knows(self, model: str) -> bool:
         """Return whether requests may name this model, loaded or not."""
         return model in self._catalogue.models or model in self._board.models
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are requests."""
+        return bool(self._office.jobs)
 
     def census(self) -> Counter[tuple[str, Stage]]:
         """Count the requests of each model that wait, run and rest."""

@@ -28,6 +28,7 @@ from kvd.exits import Exit
 from kvd.home import check_socket_path
 from kvd.http.doors import open_doors
 from kvd.journal import DiskJournal
+from kvd.metrics.exposition import Exposition
 from kvd.options import Options
 from kvd.reload import Reloader, known_as, named
 from kvd.service import activation
@@ -125,6 +126,7 @@ class Daemon:
             parked_folder=str(options.home.parked),
             parked_bytes=settings.parked_bytes,
         )
+        self._metrics = Exposition(lambda: self._system)
         self._system = System(
             Spawner(
                 fake=options.fake,
@@ -146,6 +148,8 @@ class Daemon:
             known=_known(options, settings),
             notify=_notify,
             archive=_archive_of(self._journal, settings),
+            observe=self._metrics.tally,
+            metrics=self._metrics.text,
         )
         self._reloader = Reloader(
             options,
@@ -164,6 +168,7 @@ class Daemon:
         started = time.monotonic()
         shutil.rmtree(self._options.home.parked, ignore_errors=True)  # nobody comes back for it
         await self._system.start()
+        self._metrics.start()
         server = await listen.serve(listener, self._system.connect)
         self._take_signals()
         loading = asyncio.create_task(self._load_models(), name="models at start")
@@ -187,6 +192,7 @@ class Daemon:
         finally:
             for task in (loading, *self._tasks):
                 task.cancel()
+            self._metrics.stop()
             server.close()
             if web is not None:
                 await web.close()
@@ -204,7 +210,12 @@ class Daemon:
 
         unread = self._limits.slow_reader_bytes
         web = Server(
-            self._system, self._settings.http, self._doors, unread_limit=unread, starting=starting
+            self._system,
+            self._settings.http,
+            self._doors,
+            metrics=self._metrics.answer,
+            unread_limit=unread,
+            starting=starting,
         )
         await web.start()
         return web
@@ -286,6 +297,7 @@ class Daemon:
             news.error, news.waits = None, list(self._reloader.waiting)
             done = sum(not change.waits for change in changes)
             self._log.info("configuration read", changed=done, waiting=news.waits)
+        news.reloads += 1
         self._manager.ready(_told(news.error, news.waits))
 
     def _bring(self, entry: ModelEntry) -> None:

@@ -29,5 +29,5 @@ class Backend(Protocol):
         ...
 
 
-Metrics = Callable[[], tuple[bytes, str]]
-"""The exposition for Prometheus, and its content type."""
+Metrics = Callable[[str], tuple[bytes, str]]
+"""The exposition for Prometheus, and its content type, for who sends this ``Accept``."""

@@ -82,11 +82,11 @@ class Routes:
         ready, said = models.readiness(self.backend.status(), starting=self.starting())
         return _json(said, status=200 if ready else 503)
 
-    async def exposition(self, _: web.Request) -> web.Response:
+    async def exposition(self, request: web.Request) -> web.Response:
         """Tell Prometheus."""
         if self.metrics is None:
             raise errors.plain(404, "this daemon exports no metrics")
-        body, kind = self.metrics()
+        body, kind = self.metrics(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": kind})
 
     # -- models -----------------------------------------------------------------------------------

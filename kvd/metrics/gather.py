@@ -1,0 +1,172 @@
+"""A snapshot of everything, as samples: what was counted, and what is so at this moment."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from actors.jobs import Stage
+from actors.machines.gauge import Pressure
+from kvd.metrics import catalogue as c
+from kvd.metrics.samples import Buckets, Samples
+from protocol.types import ModelState
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvd.metrics.histogram import Histogram
+    from kvd.metrics.process import Process
+    from kvd.metrics.tally import OfModel, Tally
+    from protocol.types import DaemonStatus, HostMemory, MemoryUse, ModelInfo, ModelStatus, Offer
+
+STAGES, STATES, PRESSURES = get_args(Stage), get_args(ModelState), get_args(Pressure)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is known at a scrape."""
+
+    status: DaemonStatus
+    requests: Mapping[tuple[str, Stage], int]
+    """By model and what they do."""
+    tally: Tally
+    lag: Histogram
+    process: Process
+    started_at: float
+    """Of the daemon, in seconds since 1970."""
+
+
+def samples_of(it: Snapshot) -> Samples:
+    """Return all samples."""
+    found = Samples()
+    _daemon(found, it)
+    _host(found, it.status.host)
+    for model in it.status.models:
+        _model(found, model)
+    _requests(found, it)
+    for name, counted in it.tally.models.items():
+        _counted(found, name, counted)
+    return found
+
+
+def _daemon(to: Samples, it: Snapshot) -> None:
+    status, process = it.status, it.process
+    to.put(c.BUDGET, status.budget_bytes)
+    to.put(c.GRANTED, status.granted_bytes)
+    to.put(c.VIOLATIONS, status.violations)
+    to.put(c.ASLEEP, len(status.asleep))
+    to.put(c.BUILD, 1, status.version, platform.python_version())
+    to.put(c.DRAINING, int(status.state == "draining"))
+    to.put(c.LAG, _buckets(it.lag))
+    to.put(c.FOOTPRINT, status.footprint_bytes)
+    to.put(c.CPU, process.cpu_s)
+    to.put(c.FILES, process.open_files)
+    to.put(c.MOST_FILES, process.most_files)
+    to.put(c.STARTED, it.started_at)
+
+
+def _host(to: Samples, host: HostMemory) -> None:
+    to.put(c.HOST_MEMORY, host.total)
+    to.put(c.HOST_AVAILABLE, host.available)
+    if host.accelerator_limit is not None:
+        to.put(c.ACCELERATOR_LIMIT, host.accelerator_limit)
+    to.put_one_of(c.HOST_PRESSURE, host.pressure, PRESSURES)
+
+
+def _model(to: Samples, model: ModelStatus) -> None:
+    name, stats = model.name, model.stats
+    to.put_one_of(c.STATE, model.state, STATES, name)
+    to.put(c.MODEL_GRANTED, model.granted_bytes, name)
+    to.put(c.MODEL_FOOTPRINT, stats.memory.footprint, name)
+    to.put_all(c.MODEL_MEMORY, _kinds(stats.memory), name)
+    to.put(c.ALLOCATOR_ACTIVE, stats.memory.active, name)
+    to.put_all(c.KV_LEVEL, _levels(stats.memory, model.info), name)
+    free = max(0, stats.pages_total - stats.pages_used)
+    to.put_all(c.KV_PAGES, {"used": stats.pages_used, "free": free}, name)
+    to.put(c.START_LEVEL, stats.offer.level, name)
+    to.put_all(c.RECLAIMABLE, _means(stats.offer), name)
+    to.put(c.PREFIX_CHECKPOINTS, stats.prefix.checkpoints, name)
+    to.put(c.PREFIX_BYTES, stats.prefix.held, name)
+    if (info := model.info) is not None:
+        to.put(c.INFO, 1, name, info.architecture, info.dtype, info.kv_scheme, info.device)
+        to.put(c.ATTENTION, 1, name, info.attention_path)
+
+
+def _kinds(memory: MemoryUse) -> dict[str, int]:
+    return {
+        "weights": memory.weights,
+        "kv_pages_used": memory.kv_pages_used,
+        "kv_pages_free": max(0, memory.kv_pages - memory.kv_pages_used),
+        "kv_tails": memory.kv_tails,
+        "scratch": memory.scratch,
+        "allocator_cache": memory.cache,
+    }
+
+
+def _levels(memory: MemoryUse, info: ModelInfo | None) -> dict[str, int]:
+    """Return the bytes on each level, by its scheme."""
+    if info is None:
+        return {}
+    names = info.kv_ladder or [info.kv_scheme]
+    held = memory.kv_levels or (memory.kv_pages_used,)
+    return {name: held[at] if at < len(held) else 0 for at, name in enumerate(names)}
+
+
+def _means(offer: Offer) -> dict[str, int]:
+    return {
+        "spare": offer.spare,
+        "prefixes": offer.prefixes,
+        "level": sum(offer.levels),
+        "park": offer.park,
+    }
+
+
+def _requests(to: Samples, it: Snapshot) -> None:
+    for model in it.status.models:
+        to.put_all(c.REQUESTS, dict.fromkeys(STAGES, 0), model.name)
+    sums: dict[tuple[str, str], int] = {}
+    for (asked, stage), count in it.requests.items():
+        key = it.tally.name(asked), stage
+        sums[key] = sums.get(key, 0) + count
+    for (name, does), count in sums.items():
+        to.put(c.REQUESTS, count, name, does)
+
+
+def _counted(to: Samples, name: str, it: OfModel) -> None:
+    to.put(c.RECEIVED, it.received, name)
+    to.put_all(c.FAILED, it.failed, name)
+    to.put_all(c.ACTIONS, it.actions, name)
+    if not name:  # what belongs to no model was refused, and has no more to tell
+        return
+    to.put_all(c.FINISHED, it.finished, name)
+    to.put_all(c.PARKED, it.parked, name)
+    to.put(c.RESUMED, it.resumed, name)
+    to.put(c.PROMPT_TOKENS, it.prompt_tokens, name)
+    to.put(c.GENERATED, it.generated, name)
+    to.put(c.LOADS, it.loads, name)
+    to.put_all(c.RESTARTS, it.restarts, name)
+    to.put(c.QUEUE_TIME, _buckets(it.queue), name)
+    to.put(c.FIRST_TOKEN, _buckets(it.first), name)
+    to.put(c.TOKEN_GAP, _buckets(it.gaps), name)
+    to.put(c.WHOLE_TIME, _buckets(it.whole), name)
+    _of_workers(to, name, it)
+
+
+def _of_workers(to: Samples, name: str, it: OfModel) -> None:
+    total = it.lives.total
+    to.put(c.ALLOCATOR_PEAK, it.lives.peak, name)
+    to.put(c.STEPS, total.step, name)
+    to.put(c.FLUSHES, total.flushes, name)
+    to.put(c.LAUNCHES, total.kernel_launches, name)
+    to.put(c.COMPUTED_TOKENS, total.computed_tokens, name)
+    to.put(c.PREFIX_LOOKUPS, total.prefix.queries, name)
+    to.put(c.PREFIX_QUERIES, total.prefix.query_tokens, name)
+    to.put(c.PREFIX_HITS, total.prefix.hit_tokens, name)
+    to.put(c.PREFIX_EVICTED, total.prefix.evicted, name)
+    for phase, spread in total.phases.items():
+        to.put(c.PHASES, Buckets(spread.counts, spread.total_s), name, phase)
+
+
+def _buckets(it: Histogram) -> Buckets:
+    return Buckets(it.counts, it.total)

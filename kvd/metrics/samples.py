@@ -1,0 +1,45 @@
+"""One scrape's values, by metric: filled by `kvd.metrics.gather`, written by `kvd.metrics.text`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from kvd.metrics.catalogue import Metric
+
+Labels = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """A histogram's: how many were of each size, and the sum of all."""
+
+    counts: Sequence[int]
+    total: float
+
+
+Value = int | float | Buckets
+
+
+@dataclass
+class Samples:
+    """Values by metric and labels."""
+
+    found: dict[Metric, dict[Labels, Value]] = field(default_factory=dict)
+
+    def put(self, metric: Metric, value: Value, *labels: str) -> None:
+        """Say what a series is now."""
+        self.found.setdefault(metric, {})[labels] = value
+
+    def put_all(self, metric: Metric, values: Mapping[str, int], *labels: str) -> None:
+        """Say it of several, whose last label is the key."""
+        for name, value in values.items():
+            self.put(metric, value, *labels, name)
+
+    def put_one_of(self, metric: Metric, this: str, words: Iterable[str], *labels: str) -> None:
+        """Say which of these words holds."""
+        for word in words:
+            self.put(metric, int(word == this), *labels, word)

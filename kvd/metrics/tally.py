@@ -1,0 +1,154 @@
+"""What is counted of moments (`actors.moments`), by model: the observer that a daemon has.
+
+Each moment costs about a microsecond; there is one for each token that goes to a client. Only
+models that are known have counters of their own: what is asked for under any other name counts for
+none (``""``). A model that is gone keeps its counters for a while, so that its last ones are still
+read; of those only the newest few are kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+
+from actors import moments
+from actors.machines.lifecycle import CAUSES
+from kvd.metrics import bounds
+from kvd.metrics.histogram import Histogram
+from kvd.metrics.lives import Lives
+from protocol.messages import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actors.moments import Moment
+
+MOST_GONE = 16
+"""Models that are gone whose counters are kept."""
+NOBODY = ""
+"""The model of what belongs to none."""
+FAILURES = (
+    "deadline_exceeded", "insufficient_memory", "internal", "model_failed", "numerical_error",
+    "overloaded", "quarantined", "worker_died",
+)  # fmt: skip
+"""Codes that are there from the start: of a series that begins with 1 no rise is seen."""
+PARKINGS = ("memory", "restart")
+
+
+def _from_zero(*names: str) -> Callable[[], Counter[str]]:
+    return lambda: Counter(dict.fromkeys(names, 0))
+
+
+@dataclass
+class OfModel:
+    """What is counted of one model."""
+
+    received: int = 0
+    prompt_tokens: int = 0
+    generated: int = 0
+    finished: Counter[str] = field(default_factory=_from_zero(*get_args(FinishReason)))
+    failed: Counter[str] = field(default_factory=_from_zero(*FAILURES))
+    parked: Counter[str] = field(default_factory=_from_zero(*PARKINGS))
+    resumed: int = 0
+    actions: Counter[str] = field(default_factory=Counter)
+    restarts: Counter[str] = field(default_factory=_from_zero(*CAUSES))
+    loads: int = 0
+    queue: Histogram = field(default_factory=lambda: Histogram(bounds.QUEUE_S))
+    first: Histogram = field(default_factory=lambda: Histogram(bounds.FIRST_TOKEN_S))
+    gaps: Histogram = field(default_factory=lambda: Histogram(bounds.TOKEN_S))
+    whole: Histogram = field(default_factory=lambda: Histogram(bounds.REQUEST_S))
+    lives: Lives = field(default_factory=Lives)
+
+
+class Tally:
+    """Counts moments; call it with each (`actors.ports.Observe`)."""
+
+    def __init__(self, knows: Callable[[str], bool]) -> None:
+        self.models: dict[str, OfModel] = {NOBODY: OfModel(failed=Counter(unknown_model=0))}
+        self._knows = knows
+        self._hear: dict[type[Moment], Callable[[OfModel, Any], None]] = {
+            moments.Spoke: _spoke,
+            moments.Counted: _counted,
+            moments.Arrived: _arrived,
+            moments.Taken: _taken,
+            moments.Begun: _begun,
+            moments.Parked: _parked,
+            moments.Resumed: _resumed,
+            moments.Finished: _finished,
+            moments.Failed: _failed,
+            moments.Acted: _acted,
+            moments.Became: _became,
+        }
+
+    def __call__(self, moment: Moment) -> None:
+        """Count a moment."""
+        found = self.models.get(moment.model)
+        self._hear[type(moment)](found or self._of(moment.model), moment)
+
+    def name(self, model: str) -> str:
+        """Return the name that this model's things are counted under."""
+        return model if model in self.models else NOBODY
+
+    def _of(self, model: str) -> OfModel:
+        if not self._knows(model):
+            return self.models[NOBODY]
+        gone = [name for name in self.models if name != NOBODY and not self._knows(name)]
+        for name in gone[: max(0, len(gone) - MOST_GONE)]:
+            del self.models[name]
+        return self.models.setdefault(model, OfModel())
+
+
+def _arrived(of: OfModel, _: moments.Arrived) -> None:
+    of.received += 1
+
+
+def _taken(of: OfModel, moment: moments.Taken) -> None:
+    of.prompt_tokens += moment.prompt_tokens
+
+
+def _begun(of: OfModel, moment: moments.Begun) -> None:
+    of.queue.observe(moment.waited_s)
+
+
+def _spoke(of: OfModel, moment: moments.Spoke) -> None:
+    """Count tokens; several that came at once have taken as long each."""
+    count = moment.tokens
+    of.generated += count
+    if moment.gap_s is not None:
+        of.gaps.observe(moment.gap_s / count, count)
+    elif moment.first_s is not None:
+        of.first.observe(moment.first_s)
+
+
+def _parked(of: OfModel, moment: moments.Parked) -> None:
+    of.parked[moment.reason] += 1
+
+
+def _resumed(of: OfModel, _: moments.Resumed) -> None:
+    of.resumed += 1
+
+
+def _finished(of: OfModel, moment: moments.Finished) -> None:
+    of.finished[moment.reason] += 1
+    if moment.took_s is not None:
+        of.whole.observe(moment.took_s)
+
+
+def _failed(of: OfModel, moment: moments.Failed) -> None:
+    of.failed[moment.code] += 1
+
+
+def _acted(of: OfModel, moment: moments.Acted) -> None:
+    of.actions[moment.kind] += 1
+
+
+def _counted(of: OfModel, moment: moments.Counted) -> None:
+    of.lives.hear(moment.life, moment.stats)
+
+
+def _became(of: OfModel, moment: moments.Became) -> None:
+    if moment.state == "ready":
+        of.loads += 1
+    elif moment.state == "backoff":
+        of.restarts[moment.cause] += 1
