@@ -450,5 +450,7 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of `config.toml` that have changed and do not hold yet, as of the last reload."""
     config_error: str | None = None
     """Why the last reload was refused; the configuration before it holds."""
+    config_reloads: int = 0
+    """How often it was read again."""
     http: list[str] = []
     """Where it answers HTTP: ``http://127.0.0.1:11711``, ``unix:/home/you/.kvd/http.sock``."""
