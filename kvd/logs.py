@@ -6,9 +6,12 @@ lines into a rotating file of the home. What the libraries log passes through th
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import logging.handlers
 import os
+import stat
 import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -27,17 +30,22 @@ FILE_BYTES = 8 * 1024 * 1024
 FILES_KEPT = 5
 
 
-def setup(folder: Path | None, level: str = "info") -> None:
-    """Send logs to stderr, and to `kvd.log` in this folder unless it is None."""
+def setup(folder: Path | None, level: str = "info", *, aloud: bool = True) -> None:
+    """Send logs to stderr, and to `kvd.log` in this folder unless it is None.
+
+    Not `aloud`: to the file alone.
+    """
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    console = logging.StreamHandler(sys.stderr)
-    console.setFormatter(_formatter(shared, _person() if sys.stderr.isatty() else _machine()))
-    handlers: list[logging.Handler] = [console]
+    handlers: list[logging.Handler] = []
+    if aloud:
+        console = logging.StreamHandler(sys.stderr)
+        console.setFormatter(_formatter(shared, _person() if sys.stderr.isatty() else _machine()))
+        handlers.append(console)
     if folder is not None:
         path = folder / "kvd.log"
         try:
@@ -59,6 +67,19 @@ def setup(folder: Path | None, level: str = "info") -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
+
+
+def bound(fd: int, most: int = FILE_BYTES) -> None:
+    """Empty the file behind a descriptor, if there is one and it has grown beyond `most`.
+
+    For the file that launchd gives us as stderr, which nobody else keeps small.
+    """
+    with contextlib.suppress(OSError):
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode) and found.st_size > most:
+            os.ftruncate(fd, 0)
+            # Or the next line would stand behind a hole of the old size.
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def set_level(level: str) -> None:

@@ -32,6 +32,7 @@ The tree (`code` in brackets; * = worth a retry as it is)::
      ├── NotRunning                               [not_running]         *
      ├── AlreadyRunning                           [already_running]
      ├── ConfigError                              [config_error]
+     ├── ServiceError                             [service_error]
      └── InternalError                            [internal]
 """
 
@@ -243,6 +244,12 @@ class ConfigError(KvdError):
     """The configuration is wrong; ``detail["key"]`` names the place."""
 
     code = "config_error"
+
+
+class ServiceError(KvdError):
+    """The service manager, launchd or systemd, is not there or did not do it."""
+
+    code = "service_error"
 
 
 class InternalError(KvdError):

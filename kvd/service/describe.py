@@ -1,0 +1,83 @@
+"""What is to be run as a service: the daemon of one home. Knows neither launchd nor systemd."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvd.config import Config
+from kvd.home import Home, locate
+
+STOP_SLACK_S = 15
+"""Beyond the drain: for the workers to end, before the manager kills what is left."""
+OPEN_FILES = 8192
+"""Each client takes one; the usual 256 of macOS and 1024 of Linux are soon gone."""
+_PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "XDG_CACHE_HOME")
+"""Where models are found: the service has to look there too. Secrets stay out of its file."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One home's daemon."""
+
+    home: Path
+    program: tuple[str, ...]
+    """With an absolute path."""
+    drain_s: float = Config().drain_timeout_s
+    on_demand: bool = False
+    """Started by the first client, and not with the session."""
+    http: tuple[str, int] | None = None
+    """Address and port that the manager listens on for us, with `on_demand`."""
+    http_socket: bool = False
+    """The same of ``http.sock``."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """``kvd``; of another home than the usual one it says of which."""
+        if self.home == locate("~/.kvd").root:
+            return "kvd"
+        return f"kvd-{hashlib.sha256(os.fsencode(self.home)).hexdigest()[:8]}"
+
+    @property
+    def command(self) -> list[str]:
+        """All of the command line."""
+        return [*self.program, "serve", "--home", str(self.home)]
+
+    @property
+    def stop_s(self) -> int:
+        """The seconds that a stop may take before the manager kills."""
+        return math.ceil(self.drain_s) + STOP_SLACK_S
+
+    @property
+    def sockets(self) -> list[Path]:
+        """The Unix sockets that the manager listens on, the protocol's first."""
+        home = Home(self.home)
+        return [home.socket, home.http_socket] if self.http_socket else [home.socket]
+
+
+def describe(home: Home, settings: Config, *, on_demand: bool = False) -> Service:
+    """Return the service of this home, with this configuration and this installation of kvd."""
+    http = settings.http
+    port = 11711 if http.port is None else http.port
+    tcp = http.enabled and http.tcp and port != 0
+    return Service(
+        home=home.root,
+        program=program(),
+        drain_s=settings.drain_timeout_s,
+        on_demand=on_demand,
+        http=(http.host, port) if tcp else None,
+        http_socket=http.enabled,
+        variables={name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)},
+    )
+
+
+def program() -> tuple[str, ...]:
+    """Return how to call the `kvd` that belongs to this interpreter."""
+    script = Path(sys.executable).with_name("kvd")
+    return (str(script),) if script.exists() else (sys.executable, "-P", "-m", "kvd")
