@@ -14,6 +14,7 @@ _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"
 COMMANDS = (
     Lazy("status", "kvd.cli.status:status", _WATCH),
     Lazy("events", "kvd.cli.governing:events", _WATCH),
+    Lazy("metrics", "kvd.cli.metrics:metrics", _WATCH),
     Lazy("load", "kvd.cli.loading:load", _MODELS),
     Lazy("unload", "kvd.cli.loading:unload", _MODELS),
     Lazy("pin", "kvd.cli.governing:pin", _MODELS),
@@ -26,6 +27,7 @@ COMMANDS = (
     Lazy("config", "kvd.cli.governing:config", _DAEMON),
     Lazy("drain", "kvd.cli.ending:drain", _DAEMON),
     Lazy("shutdown", "kvd.cli.ending:shutdown", _DAEMON),
+    Lazy("service", "kvd.cli.service:app", _DAEMON),
     Lazy("bench-kv", "kvd.cli.bench_kv:bench_kv", _MEASURE),
     Lazy("calibrate", "kvd.cli.calibrate:calibrate", _MEASURE),
 )
