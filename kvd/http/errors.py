@@ -92,6 +92,7 @@ def of(info: ErrorInfo) -> Refusal:
     wait_s = info.detail.get("retry_after_s", _RETRY_AFTER_S.get(info.code))
     if again and wait_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+        headers["retry-after-ms"] = str(round(1000 * wait_s))  # OpenAI's clients prefer it
     param = "model" if info.code == "unknown_model" else info.detail.get("field")
     code = form.code or info.code
     return Refusal(form.status, info.message, form.type, code, param, headers, info)

@@ -30,9 +30,17 @@ if TYPE_CHECKING:
 
 MOST_CONNECTIONS = 4096
 """On all doors together; each takes some 20 KiB, and a file descriptor."""
-_FAREWELL_S = 2.0
+_FAREWELL_S = 1.0
 """How long the last answers may take to be written when the daemon ends."""
+_LINGER_S = 2.0
+"""How long a client that is still sending may take to read why it was refused."""
 _ID = "x-request-id"
+_NUMBER = web.RequestKey("number", str)
+"""What the answer and the log call a request by."""
+_PAGE = web.RequestKey("page", str)
+"""The origin whose page may read the answer, if one asks."""
+_OWNER = web.RequestKey("owner", str)
+"""The name of its API key."""
 
 _log = structlog.get_logger("kvd.http")
 
@@ -70,6 +78,7 @@ class Server:
             logger=_Faults(),
             handler_cancellation=True,
             keepalive_timeout=settings.idle_timeout_s,
+            lingering_time=_LINGER_S,
             shutdown_timeout=_FAREWELL_S,
         )
         self._servers: list[asyncio.Server] = []
@@ -102,7 +111,7 @@ class Server:
     @web.middleware
     async def _answer_for(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer errors in OpenAI's form, and note what was asked."""
-        number = request["id"] = f"req_{secrets.token_hex(8)}"
+        number = request[_NUMBER] = f"req_{secrets.token_hex(8)}"
         began = time.monotonic()
         try:
             response = await handler(request)
@@ -125,7 +134,7 @@ class Server:
             method=request.method,
             path=request.path,
             status=response.status,
-            key=request.get("key"),
+            key=request.get(_OWNER),
             seconds=round(time.monotonic() - began, 3),
         )
         return response
@@ -141,11 +150,15 @@ class Server:
             return await handler(request)
         host = request.headers.get("Host")
         self._guard.check_host(host)
-        page = request["page"] = self._guard.check_origin(request.headers.get("Origin"), host)
+        page = self._guard.check_origin(request.headers.get("Origin"), host)
+        if page is not None:
+            request[_PAGE] = page
         if request.method == "OPTIONS" and page is not None:
             return _preflight(request)
         if request.path not in OPEN_PATHS:
-            request["key"] = self._guard.check_key(request.headers.get("Authorization"))
+            owner = self._guard.check_key(request.headers.get("Authorization"))
+            if owner is not None:
+                request[_OWNER] = owner
         return await handler(request)
 
     def _uid(self, request: web.Request) -> int | None:
@@ -159,9 +172,9 @@ class Server:
 
 async def _complete(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer has, also a stream, before its headers go out."""
-    response.headers[_ID] = request["id"]
+    response.headers[_ID] = request[_NUMBER]
     response.headers["Server"] = f"kvd/{kvd.__version__}"
-    if (page := request.get("page")) is not None:
+    if (page := request.get(_PAGE)) is not None:
         response.headers["Access-Control-Allow-Origin"] = page
         response.headers["Access-Control-Expose-Headers"] = _ID
         response.headers["Vary"] = "Origin"

@@ -1,0 +1,146 @@
+"""The real server on a free port, in this process, over a daemon that says what it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvd.home import Home
+from kvd.http.doors import open_doors
+from kvd.http.port import Metrics
+from kvd.http.server import Server
+from kvd.http.settings import HttpSettings
+from protocol import messages
+from protocol.errors import KvdError
+from protocol.messages import Event, Generate
+from protocol.types import DaemonStatus, HostMemory, ModelStatus, Usage
+
+Script = Callable[[Generate], Sequence[Event]]
+
+
+def says(*texts: str) -> Script:
+    """Accept, say these texts a token each, and be done."""
+
+    def script(request: Generate) -> Sequence[Event]:
+        spoken = [
+            messages.Tokens(id="http", index=i, tokens=[i], text=text)
+            for i, text in enumerate(texts)
+        ]
+        usage = Usage(prompt_tokens=3, completion_tokens=len(texts), levels=[0])
+        seed = request.sampling.seed or 7
+        return [
+            messages.Accepted(id="http", prompt_tokens=3, seed=seed),
+            *spoken,
+            messages.Done(id="http", reason="stop", usage=usage),
+        ]
+
+    return script
+
+
+def fails(error: KvdError, *before: Event) -> Script:
+    return lambda _: [*before, messages.Error(id="http", error=error.info())]
+
+
+def hangs(*before: Event) -> Script:
+    return lambda _: before
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 - it is told by nobody
+            await asyncio.sleep(0.005)
+
+
+@dataclass
+class Call:
+    request: Generate
+    deliver: Callable[[Event], None]
+    cancelled: int = 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+@dataclass
+class Scripted:
+    """A daemon whose requests go as the scripts say, one after the other; the last one repeats."""
+
+    scripts: list[Script] = field(default_factory=lambda: [says("Hello", " there")])
+    calls: list[Call] = field(default_factory=list)
+    models: list[ModelStatus] = field(
+        default_factory=lambda: [ModelStatus(name="m", source="fake:", state="ready")]
+    )
+    asleep: list[str] = field(default_factory=list)
+    state: str = "serving"
+
+    def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
+        script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
+        call = Call(request, deliver)
+        self.calls.append(call)
+        for event in script(request):
+            asyncio.get_running_loop().call_soon(deliver, event)
+        return call
+
+    def status(self) -> DaemonStatus:
+        return DaemonStatus(
+            version="0",
+            pid=1,
+            uptime_s=1.0,
+            home="/",
+            state=self.state,
+            budget_bytes=0,
+            granted_bytes=0,
+            footprint_bytes=0,
+            host=HostMemory(total=0, available=0),
+            models=self.models,
+            asleep=self.asleep,
+        )
+
+    async def settled(self) -> None:
+        """Wait until every call was given back."""
+        await until(lambda: self.calls and all(call.cancelled for call in self.calls))
+
+
+@dataclass(frozen=True)
+class Stage:
+    backend: Scripted
+    url: str
+    """Of TCP."""
+    socket: str
+    port: int
+
+
+@asynccontextmanager
+async def serving(
+    home: Home,
+    *scripts: Script,
+    backend: Scripted | None = None,
+    metrics: Metrics | None = None,
+    starting: bool = False,
+    unread_limit: int = 4 * 2**20,
+    uid_of: Callable[..., int] | None = None,
+    **settings,
+) -> AsyncIterator[Stage]:
+    home.create()
+    backend = backend or (Scripted(list(scripts)) if scripts else Scripted())
+    http = HttpSettings(**{"port": 0} | settings)
+    doors = open_doors(home, http)
+    server = Server(
+        backend,
+        http,
+        doors,
+        unread_limit=unread_limit,
+        metrics=metrics,
+        starting=lambda: starting,
+        **({"uid_of": uid_of} if uid_of else {}),
+    )
+    await server.start()
+    try:
+        url = doors[0].address
+        yield Stage(backend, url, str(home.http_socket), int(url.rpartition(":")[2]))
+    finally:
+        await server.close()
+        for door in doors:
+            door.close()

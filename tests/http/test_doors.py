@@ -1,0 +1,140 @@
+"""Where the daemon listens: defaults, ports that are taken, addresses that others can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+import pytest
+from structlog.testing import capture_logs
+
+import kvd.http.doors
+from kvd.config import parse
+from kvd.home import Home
+from kvd.http import keys
+from kvd.http.doors import open_doors
+from kvd.http.settings import HttpSettings
+from protocol.errors import ConfigError
+
+KEYS = {"me": keys.hashed("x")}
+
+
+@contextlib.contextmanager
+def opened(home: Home, given=(), **settings):
+    home.create()
+    doors = open_doors(home, HttpSettings(**{"port": 0} | settings), given)
+    try:
+        yield doors
+    finally:
+        for door in doors:
+            door.close()
+
+
+@pytest.fixture
+def taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_by_default_this_machine_and_this_user(home: Home):
+    with opened(home) as (tcp, unix):
+        port = tcp.listener.getsockname()[1]
+        assert tcp.address == f"http://127.0.0.1:{port}"
+        assert unix.address == f"unix:{home.root}/http.sock"
+        assert (home.http_socket.stat().st_mode & 0o777) == 0o600
+        socket.create_connection(("127.0.0.1", port)).close()
+    assert not home.http_socket.exists()
+
+
+def test_it_may_be_off_or_on_the_unix_socket_alone(home: Home):
+    with opened(home, enabled=False) as doors:
+        assert doors == []
+    with opened(home, tcp=False) as doors:
+        assert [door.address for door in doors] == [f"unix:{home.http_socket}"]
+
+
+def test_a_default_port_that_is_taken_is_done_without(home: Home, taken, monkeypatch):
+    monkeypatch.setattr(kvd.http.doors, "DEFAULT_PORT", taken)
+    with capture_logs() as logs, opened(home, port=None) as doors:
+        assert [door.address for door in doors] == [f"unix:{home.http_socket}"]
+    assert [(one["log_level"], str(taken) in one["address"]) for one in logs] == [("warning", True)]
+
+
+def test_a_port_of_the_configuration_that_is_taken_ends_the_start(home: Home, taken):
+    said = f"port {taken}: another program has it"
+    with pytest.raises(ConfigError, match=said) as caught, opened(home, port=taken):
+        pass
+    assert caught.value.detail["key"] == "http.port"
+    assert not home.http_socket.exists()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_keys_nobody_else_may_reach_it(home: Home, host):
+    with pytest.raises(ConfigError, match="API key") as caught, opened(home, host=host):
+        pass
+    assert caught.value.detail["key"] == "http.keys"
+    assert not home.http_socket.exists()
+    with opened(home, host=host, keys=KEYS) as (tcp, _):
+        assert tcp.listener.getsockname()[0] == host
+
+
+def test_a_name_is_all_of_its_addresses_on_one_port(home: Home, monkeypatch):
+    both = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+    monkeypatch.setattr(kvd.http.doors, "_resolve", lambda _: both)
+    with opened(home, host="localhost") as (four, six, _):
+        port = four.listener.getsockname()[1]
+        assert (four.address, six.address) == (f"http://127.0.0.1:{port}", f"http://[::1]:{port}")
+
+
+def test_a_name_that_is_none(home: Home):
+    with pytest.raises(ConfigError) as caught, opened(home, host="no such host"):
+        pass
+    assert caught.value.detail["key"] == "http.host"
+
+
+def test_an_address_of_another_machine(home: Home):
+    with pytest.raises(ConfigError) as caught, opened(home, host="192.0.2.1", keys=KEYS):
+        pass
+    assert caught.value.detail["key"] == "http.host"
+
+
+def test_sockets_of_the_service_manager_take_the_place_of_ours(home: Home):
+    given = socket.create_server(("127.0.0.1", 0))
+    with opened(home, [given]) as (tcp, unix):
+        assert tcp.listener is given
+        assert unix.path == home.http_socket
+    everywhere = socket.create_server(("0.0.0.0", 0))
+    with pytest.raises(ConfigError, match="API key"), opened(home, [everywhere]):
+        pass
+
+
+def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(home: Home):
+    with opened(home):
+        left = home.root / "left"
+        os.link(home.http_socket, left)
+    left.rename(home.http_socket)
+    with opened(home):
+        pass
+    home.http_socket.write_text("mine")
+    with pytest.raises(ConfigError, match="in the way"), opened(home):
+        pass
+    assert home.http_socket.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("port = 70000", "http.port"),
+        ("prot = 1", "http.prot"),
+        ('body_limit = "1GiB"', "http.body_limit"),
+        ('body_limit = "much"', "http.body_limit"),
+        ('origins = ["chat.example"]', "http.origins[0]"),
+        ('keys = {me = "secret"}', "http.keys"),
+        ('host = ""', "http.host"),
+    ],
+)
+def test_a_wrong_table_names_the_key(table, key):
+    with pytest.raises(ConfigError) as caught:
+        parse(f"[http]\n{table}")
+    assert caught.value.detail["key"].startswith(key)
