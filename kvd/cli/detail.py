@@ -37,6 +37,7 @@ def page(value: ModelStatus) -> RenderableType:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
         lines.append(("", info.kv_layout + size))
     lines += _memory(value.stats.memory, value.granted_bytes)
+    lines += _rows(value)
     if value.kv.prefix_cache and info:
         lines.append(("prompts", _prompts(value.stats.prefix)))
     parts: list[RenderableType] = [_head(value), _pairs(lines)]
@@ -98,6 +99,28 @@ def _memory(use: MemoryUse, granted: int) -> list[tuple[str, str]]:
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in kinds if count)
     whole = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
     return [("memory", f"{whole}: {text}" if text else whole)]
+
+
+def _rows(value: ModelStatus) -> list[tuple[str, str]]:
+    stats = value.stats
+    parts = [
+        f"{stats.rows_running} running" if stats.rows_running else "",
+        f"{stats.rows_prefilling} reading prompts" if stats.rows_prefilling else "",
+        f"{waits} waiting" if (waits := render.waiting(value)) else "",
+        f"{value.parked} parked" if value.parked else "",
+    ]
+    said = ", ".join(part for part in parts if part) or "none"
+    if stats.max_rows_in_step:
+        said += f"; at most {stats.max_rows_in_step} in a step so far"
+    if stats.offer.level:
+        said += f"; new ones start at {render.ladder(value)[stats.offer.level]}"
+    return [("rows", said), ("pages", _pages(value))]
+
+
+def _pages(value: ModelStatus) -> str:
+    stats = value.stats
+    said = f"{stats.pages_used} of {stats.pages_total} used"
+    return f"{said}, on {render.levels(value).plain}" if sum(stats.memory.kv_levels) else said
 
 
 def _prompts(use: PrefixUse) -> str:

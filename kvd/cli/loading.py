@@ -61,7 +61,8 @@ def load(
         if wanted.json:
             wanted.print_json(loaded)
         else:
-            stdout_console().print(render.model(loaded), soft_wrap=True)
+            console = stdout_console()
+            console.print(render.model(loaded, console.width))
 
 
 def _follow(loading: Load, wanted: Terms) -> ModelStatus:

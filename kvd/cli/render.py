@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,13 +20,15 @@ _COLOURS = {
     "stopped": "dim",
 }
 _PRESSURE = {"warning": "yellow", "critical": "bold red"}
+_LEVELS = ("green", "yellow", "red")
+"""Of the ladder's rungs, from its top down; what is below has the last one."""
 _COLUMNS = (
-    *("MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"),
-    *("GRANTED", "KV USED", "HITS", "CONTEXT", "ATTENTION", "PID", "SOURCE"),
+    *("MODEL", "STATE", "ROWS", "WAIT", "PARKED", "TOK/S", "KV", "LEVELS"),
+    *("GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"),
 )
 _DROPPED = (
-    *("SOURCE", "PID", "ATTENTION", "CONTEXT", "HITS", "KV USED", "GRANTED"),
-    *("PAGES", "KV", "TOK/S", "ROWS", "MEMORY"),
+    *("SOURCE", "PID", "ATTENTION", "CONTEXT", "PAGES", "HITS", "MEMORY"),
+    *("GRANTED", "LEVELS", "KV", "TOK/S", "PARKED", "WAIT", "ROWS"),
 )
 """What is left out where it does not fit, in this order."""
 _FOLDED = {"MODEL": "bold", "SOURCE": ""}
@@ -33,15 +36,17 @@ _FOLDED = {"MODEL": "bold", "SOURCE": ""}
 _NAME, _SOURCE = 16, 24
 """Cells that a name and a source have at least, if they need them."""
 _GAP = 2
-_TEXTS = {"STATE", "KV", "ATTENTION"}
+_TEXTS = {"STATE", "LEVELS", "ATTENTION"}
 """Columns that are no numbers."""
 _BAR = 20
-"""Cells of the budget's bar."""
+"""Cells of the budget's bar, of 80; wider where there is more room."""
+_TIGHT, _FULL = 0.85, 0.95
+"""Shares of the budget from which on its bar changes colour."""
 
 
 def status(value: DaemonStatus, width: int) -> RenderableType:
     """Return all of `kvctl status`."""
-    parts: list[RenderableType] = [_daemon(value), _memory(value)]
+    parts: list[RenderableType] = [daemon(value), budget(value, width)]
     if value.asleep:
         names = ", ".join(value.asleep)
         parts.append(Text(f"not loaded, until a request names them: {names}", style="dim"))
@@ -55,14 +60,17 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def model(value: ModelStatus) -> Text:
-    """Return one line about a model, as `load` says it."""
+def model(value: ModelStatus, width: int) -> RenderableType:
+    """Return what `load` says of a model: a line, or two where one is too long."""
     # What it got: a calibration may have lifted what was asked for.
     scheme = value.info.kv_scheme if value.info else value.kv.name
     line = Text.assemble((value.name, "bold"), " ", state(value), f"  {scheme}")
-    if value.info:
-        line.append(f"  {model_facts(value.info)}, attention {value.info.attention_path}")
-    return line
+    if value.info is None:
+        return line
+    facts = f"{model_facts(value.info)}, attention {value.info.attention_path}"
+    if line.cell_len + len(facts) + _GAP <= width:
+        return line.append(f"  {facts}")
+    return Group(line, Padding(Text(facts), (0, 0, 0, _GAP)))
 
 
 def model_facts(info: ModelInfo) -> str:
@@ -87,7 +95,8 @@ def _without_pages(value: ModelStatus) -> Text:
     )
 
 
-def _daemon(value: DaemonStatus) -> Text:
+def daemon(value: DaemonStatus) -> Text:
+    """Return the line about the daemon itself."""
     colour = "green" if value.state == "serving" else "yellow"
     return Text.assemble(
         ("kvd ", "bold"),
@@ -97,21 +106,27 @@ def _daemon(value: DaemonStatus) -> Text:
     )
 
 
-def _memory(value: DaemonStatus) -> Text:
-    share = min(1.0, value.granted_bytes / value.budget_bytes) if value.budget_bytes else 0.0
-    filled = round(share * _BAR)
-    line = Text.assemble(
-        "budget ",
-        ("█" * filled, "cyan"),
-        ("░" * (_BAR - filled), "dim"),
-        f" {format_bytes(value.granted_bytes)} of {format_bytes(value.budget_bytes)}",
-        f"  host {format_bytes(value.host.available)} free",
-    )
+def budget(value: DaemonStatus, width: int) -> Text:
+    """Return the line about the budget: what is granted of it, and what the machine has left."""
+    total, granted = value.budget_bytes, value.granted_bytes
+    share = granted / total if total else 0.0
+    style = "cyan" if share < _TIGHT else "yellow" if share < _FULL else "red"
+    line = Text.assemble("budget ", bar(min(1.0, share), max(8, _BAR * width // 80), style))
+    line.append(f" {format_bytes(granted)} of {format_bytes(total)}, {share:.0%}")
+    if granted > total:
+        line.append(f"  {format_bytes(granted - total)} above it, being worked off", "yellow")
+    line.append(f"  host {format_bytes(value.host.available)} free")
     if value.violations:
         line.append(f"  exceeded {value.violations} times: a bug, see the log", "bold red")
     if value.host.pressure != "normal":
         line.append(f"  pressure {value.host.pressure}", _PRESSURE[value.host.pressure])
     return line
+
+
+def bar(share: float, cells: int, style: str) -> Text:
+    """Return a bar of so many cells, filled up to a share."""
+    filled = round(share * cells) if share < _FULL else int(share * cells)
+    return Text.assemble(("█" * filled, style), ("░" * (cells - filled), "dim"))
 
 
 def _models(models: list[ModelStatus], width: int) -> Table:
@@ -123,11 +138,12 @@ def _models(models: list[ModelStatus], width: int) -> Table:
     }
     sizes["MODEL"] = min(sizes["MODEL"], _NAME + _GAP)
     sizes["SOURCE"] = min(sizes["SOURCE"], _SOURCE + _GAP)
-    shown = list(_COLUMNS)
+    shown = [name for name in _COLUMNS if any(str(cells[name]) for cells in rows)]
     for name in _DROPPED:
         if sum(sizes[name] for name in shown) <= width:
             break
-        shown.remove(name)
+        if name in shown:
+            shown.remove(name)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     for name in shown:
         if name in _FOLDED:
@@ -143,24 +159,57 @@ def _models(models: list[ModelStatus], width: int) -> Table:
 def _cells(value: ModelStatus) -> dict[str, str | Text]:
     """Return the cells of a model's row by column."""
     stats, info, memory = value.stats, value.info, value.stats.memory
-    rows = stats.rows_running + stats.rows_prefilling
-    waiting = f"+{stats.rows_waiting}" if stats.rows_waiting else ""
+    waits = waiting(value)
     return {
         "MODEL": value.name,
         "STATE": state(value),
-        "KV": info.kv_scheme if info else value.kv.name,
-        "ROWS": f"{rows}{waiting} (max {stats.max_rows_in_step})",
-        "PAGES": f"{stats.pages_used}/{stats.pages_total}",
+        "ROWS": str(stats.rows_running + stats.rows_prefilling),
+        "WAIT": Text(str(waits), "yellow") if waits else "",
+        "PARKED": Text(str(value.parked), "yellow") if value.parked else "",
         "TOK/S": f"{stats.tokens_per_s:.0f}",
+        "KV": format_bytes(memory.kv_pages_used + memory.kv_tails),
+        "LEVELS": levels(value),
         "MEMORY": format_bytes(memory.footprint),
         "GRANTED": format_bytes(value.granted_bytes),
-        "KV USED": format_bytes(memory.kv_pages_used + memory.kv_tails),
         "HITS": share_of_hits(stats.prefix),
+        "PAGES": f"{stats.pages_used}/{stats.pages_total}",
         "CONTEXT": str(info.context_length) if info else "",
         "ATTENTION": info.attention_path if info else "",
         "PID": str(value.worker_pid or ""),
-        "SOURCE": value.source,
+        "SOURCE": "" if value.source == value.name else value.source,
     }
+
+
+def waiting(value: ModelStatus) -> int:
+    """Return how many requests of a model wait, but for those that are parked."""
+    there = value.stats.rows_waiting if value.state == "ready" else value.requests
+    return max(0, there - value.parked)
+
+
+def ladder(value: ModelStatus) -> list[str]:
+    """Return the schemes that a model's pages may have, from the top down."""
+    if value.info and value.info.kv_ladder:
+        return value.info.kv_ladder
+    return [value.kv.name, *(step.name for step in value.kv.steps)]
+
+
+def levels(value: ModelStatus) -> Text:
+    """Return which levels of the ladder a model's pages are on; with none, where rows start."""
+    held = value.stats.memory.kv_levels
+    total = sum(held)
+    if not total:
+        return Text(value.info.kv_scheme if value.info else value.kv.name, "dim")
+    found = [
+        (f"{name} {count / total:.0%}" if count < total else name, style_of_level(number))
+        for number, (name, count) in enumerate(zip(ladder(value), held, strict=False))
+        if count
+    ]
+    return Text(" ").join(Text(text, style) for text, style in found)
+
+
+def style_of_level(number: int) -> str:
+    """Return a level's colour."""
+    return _LEVELS[min(number, len(_LEVELS) - 1)]
 
 
 def share_of_hits(use: PrefixUse) -> str:

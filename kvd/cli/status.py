@@ -1,39 +1,109 @@
-"""`kvctl status`: the daemon, its memory and its models."""
+"""`kvctl status`: the daemon, its memory and its models, once or again and again."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group
 
-from kvd.cli import detail, render
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
     SocketOption,
+    Terms,
+    escape,
     model_in,
     stdout_console,
+    talk,
     terms,
 )
+from kvd.cli.completing import a_model
+from kvd.cli.watching import Watch, is_away
+from protocol.errors import KvdError
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+    from protocol.types import DaemonStatus
 
 
 def status(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Show all about this one.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Show all about this one.", autocompletion=a_model),
     ] = None,
     *,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", metavar="", help="Show it again and again.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks, with --watch.")
+    ] = 2.0,
     home: HomeOption = None,
     socket: SocketOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show the daemon, its memory and its models; or all about one MODEL."""
     wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
-        value = client.status()
-        one = None if model is None else model_in(value, model)
-        if wanted.json:
-            wanted.print_json(one or value)
+    with wanted.guarded(), Watch(wanted) as looking:
+        if watch:
+            _again_and_again(looking, wanted, model, interval)
         else:
-            console = stdout_console()
-            console.print(detail.page(one) if one else render.status(value, console.width))
+            value = looking.status()
+            if wanted.json:
+                wanted.print_json(value if model is None else model_in(value, model))
+            else:
+                console = stdout_console()
+                console.print(_page(value, model, console.width))
+
+
+def _page(value: DaemonStatus, model: str | None, width: int) -> RenderableType:
+    from kvd.cli import detail, render  # noqa: PLC0415 - not for programs
+
+    if model is None:
+        return render.status(value, width)
+    return detail.page(model_in(value, model))
+
+
+def _again_and_again(looking: Watch, wanted: Terms, model: str | None, interval: float) -> None:
+    """Show it until Ctrl-C, which is the way to end this; a daemon that goes away may come back."""
+    console = stdout_console()
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        live = stack.enter_context(_live(console)) if _in_place(console, wanted) else None
+        before: RenderableType = ""
+        away = False
+        while True:
+            try:
+                value = looking.status()
+            except KvdError as error:
+                if not is_away(error):
+                    raise
+                said = f"[yellow]{escape(error.message)}[/]; waiting for it"
+                if live is not None:
+                    live.update(Group(before, "", said), refresh=True)
+                elif not away:
+                    talk(said)
+                away = True
+            else:
+                away = False
+                if wanted.json:
+                    wanted.print_json(value if model is None else model_in(value, model))
+                else:
+                    before = _page(value, model, console.width)
+                    console.print(before, "") if live is None else live.update(before, refresh=True)
+            time.sleep(interval)
+
+
+def _in_place(console: Console, wanted: Terms) -> bool:
+    return console.is_terminal and not wanted.json
+
+
+def _live(console: Console) -> Live:
+    from rich.live import Live  # noqa: PLC0415 - only here
+
+    return Live(console=console, auto_refresh=False)

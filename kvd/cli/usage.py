@@ -6,6 +6,8 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from kvd.cli.plain import read_plainly
+
 
 def _plain(pieces: list[str]) -> list[str]:
     return [piece.replace("{", "").replace("}", "") for piece in pieces]
@@ -19,6 +21,10 @@ def _bare(option: Any) -> Any:
 
 class Command(TyperCommand):
     """A command with such a page."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options and arguments."""
+        return read_plainly(super().get_params(ctx))
 
     def get_help_option(self, ctx: Any) -> Any:
         """Return ``--help``, which is a flag."""
@@ -34,7 +40,7 @@ class Group(TyperGroup):
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options; those of completion are flags as well."""
-        found: list[Any] = super().get_params(ctx)
+        found = read_plainly(super().get_params(ctx))
         return [_bare(one) if getattr(one, "is_flag", False) else one for one in found]
 
     def get_help_option(self, ctx: Any) -> Any:

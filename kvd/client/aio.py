@@ -212,7 +212,7 @@ class AsyncClient:
             async with asyncio.timeout(QUICK_S):
                 return await self._call(request)
         except TimeoutError as error:
-            raise silent() from error
+            raise silent(QUICK_S) from error
 
     async def _call(self, request: m.Request) -> m.Event:
         try:

@@ -42,7 +42,10 @@ class Client:
         *,
         socket: str | os.PathLike[str] | None = None,
         home: str | os.PathLike[str] | None = None,
+        quick_s: float | None = None,
     ) -> None:
+        """Connect; ``quick_s``: how long hello, status and cancel may take."""
+        self._quick_s = quick_s
         path = socket_path(socket, home)
         self._exchange = Exchange()
         self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
@@ -202,11 +205,12 @@ class Client:
 
     def _quick(self, request: m.Request) -> m.Event:
         self._exchange.check()
-        self._socket.settimeout(QUICK_S)
+        patience = self._quick_s or QUICK_S
+        self._socket.settimeout(patience)
         try:
             return self._call(request)
         except TimeoutError as error:
-            raise silent() from error
+            raise silent(patience) from error
         finally:
             self._socket.settimeout(None)
 

@@ -76,9 +76,9 @@ def closed() -> NotRunning:
     return NotRunning("this client is closed; make another one")
 
 
-def silent() -> NotRunning:
+def silent(seconds: float) -> NotRunning:
     """Return the error for a daemon that accepts and does not answer."""
-    return NotRunning(f"the daemon does not answer within {QUICK_S:g} s; is it stopped?")
+    return NotRunning(f"the daemon does not answer within {seconds:g} s; is it stopped?")
 
 
 class Exchange:

@@ -9,13 +9,19 @@ from rich.console import Console
 
 from kvd.cli import render
 from protocol.errors import ErrorInfo
-from protocol.types import KVSpec, ModelStatus
+from protocol.types import KVSpec, ModelStatus, WorkerStats
 from tests.kvd.stub import MODEL, daemon_status
 
 
 def shown(status, width):
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(render.status(status, width))
+    return console.file.getvalue()
+
+
+def said(model, width):
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(render.model(model, width))
     return console.file.getvalue()
 
 
@@ -40,18 +46,61 @@ def table(text):
     return re.split(r"  +", lines[head].strip()), lines[head + 1]
 
 
-ALL = ["MODEL", "STATE", "KV", "ROWS", "PAGES", "TOK/S", "MEMORY"]
-ALL += ["GRANTED", "KV USED", "HITS", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
+BUSY = msgspec.structs.replace(MODEL, parked=1, source="/models/demo")
+ALL = ["MODEL", "STATE", "ROWS", "WAIT", "PARKED", "TOK/S", "KV", "LEVELS"]
+ALL += ["GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
 
 
 def test_eighty_columns_have_what_matters():
-    header, row = table(shown(daemon_status(MODEL), 80))
-    assert header == ALL[:9]
-    assert " ".join(row.split()) == "demo ready k8v8 3+2 (max 8) 17/64 312 180 MiB 90.0 MiB 1.7 MiB"
+    header, row = table(shown(daemon_status(BUSY), 80))
+    assert header == ALL[:10]
+    assert " ".join(row.split()) == "demo ready 3 1 1 312 1.7 MiB k8v8 90.0 MiB 180 MiB"
+
+
+def test_what_nobody_has_takes_no_column():
+    idle = msgspec.structs.replace(MODEL, stats=WorkerStats())
+    header, _ = table(shown(daemon_status(idle), 200))
+    assert not {"WAIT", "PARKED", "HITS", "SOURCE"} & set(header)
+
+
+def test_requests_for_a_model_that_loads_wait():
+    loading = ModelStatus(name="new", source="new", state="loading", requests=4)
+    header, row = table(shown(daemon_status(loading), 80))
+    assert dict(zip(header, row.split(), strict=False))["WAIT"] == "4"
+
+
+def test_levels_say_what_share_of_the_pages_is_on_which():
+    def on(*held):
+        memory = msgspec.structs.replace(MODEL.stats.memory, kv_levels=held)
+        stats = msgspec.structs.replace(MODEL.stats, memory=memory)
+        return render.levels(msgspec.structs.replace(MODEL, stats=stats))
+
+    assert on().plain == on(5, 0, 0).plain == "k8v8"
+    mixed = on(620, 0, 380)
+    assert mixed.plain == "k8v8 62% k4v4 38%"
+    assert [span.style for span in mixed.spans] == ["green", "red"]
+
+
+@pytest.mark.parametrize(
+    ("granted", "said", "filled"),
+    [(0, "0 B of 1.0 GiB, 0%", 0), (2**29, ", 50%", 10), (2**30 - 1, ", 100%", 19)],
+)
+def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
+    status = msgspec.structs.replace(daemon_status(), granted_bytes=granted)
+    line = shown(status, 80).splitlines()[1]
+    assert said in line
+    assert line.count("█") == filled
+
+
+def test_a_budget_that_was_lowered_below_what_is_granted_says_so():
+    status = msgspec.structs.replace(daemon_status(MODEL), budget_bytes=80 << 20)
+    text = shown(status, 160)
+    assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB above it, being worked off" in text
+    assert "░" not in text
 
 
 def test_a_wide_terminal_has_the_rest():
-    text = shown(daemon_status(MODEL), 160)
+    text = shown(daemon_status(BUSY), 160)
     assert table(text)[0] == ALL
     for word in ("90.0 MiB", "83%", "16384", "reference", "4242"):
         assert word in text
@@ -59,7 +108,7 @@ def test_a_wide_terminal_has_the_rest():
 
 def test_forty_columns_still_name_the_model_and_its_state():
     header, row = table(shown(daemon_status(MODEL), 40))
-    assert header == ["MODEL", "STATE", "ROWS", "MEMORY"]
+    assert header == ["MODEL", "STATE", "ROWS", "WAIT", "TOK/S"]
     assert row.split()[:2] == ["demo", "ready"]
 
 
@@ -89,8 +138,17 @@ def test_a_failed_model_says_why_word_for_word():
 
 def test_the_line_about_a_loaded_model_says_the_scheme_it_got():
     lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
-    assert "  k8v8  " in render.model(lifted).plain
-    assert "  k4v4" in render.model(msgspec.structs.replace(lifted, info=None)).plain
+    assert "  k8v8  " in said(lifted, 160)
+    assert "  k4v4" in said(msgspec.structs.replace(lifted, info=None), 160)
+
+
+def test_the_line_about_a_loaded_model_is_cut_between_words_where_it_is_too_long():
+    words = said(MODEL, 160).split()
+    lines = said(MODEL, 60).splitlines()
+    assert len(said(MODEL, 160).splitlines()) == 1
+    assert [word for line in lines for word in line.split()] == words
+    assert len(lines) == 3
+    assert all(line.startswith("  ") for line in lines[1:])
 
 
 def test_models_that_are_not_loaded_are_named():
