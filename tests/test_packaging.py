@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import plistlib
-import re
 import subprocess
 import sys
 import tomllib
@@ -57,48 +55,3 @@ def test_the_wheel_holds_exactly_the_three_packages(tmp_path):
         assert needed in names
     assert any(name.endswith(".safetensors") for name in names)
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
-
-
-KEYS = {
-    "Label": str,
-    "ProgramArguments": list,
-    "EnvironmentVariables": dict,
-    "WorkingDirectory": str,
-    "RunAtLoad": bool,
-    "KeepAlive": dict,
-    "ThrottleInterval": int,
-    "ExitTimeOut": int,
-    "ProcessType": str,
-    "Umask": int,
-    "SoftResourceLimits": dict,
-    "StandardOutPath": str,
-    "StandardErrorPath": str,
-}
-"""Of launchd.plist(5), those that we use, with their types."""
-
-
-def test_the_launchd_agent():
-    from kvd.config import Config
-
-    file = ROOT / "deploy/launchd/dev.kvd.kvd.plist"
-    agent = plistlib.loads(file.read_bytes())
-    assert {key: type(value) for key, value in agent.items()} == KEYS
-    assert agent["Label"] == file.stem
-    assert agent["KeepAlive"] == {"SuccessfulExit": False}
-    assert agent["ProcessType"] == "Interactive"
-    assert agent["ExitTimeOut"] > Config().drain_timeout_s
-    assert agent["Umask"] == 0o077
-    paths = [agent["ProgramArguments"][0], agent["WorkingDirectory"]]
-    paths += [agent["StandardOutPath"], agent["StandardErrorPath"]]
-    assert all(path.startswith("/") for path in [*paths, *agent["EnvironmentVariables"].values()])
-    assert plistlib.loads(plistlib.dumps(agent)) == agent
-
-
-def test_the_launchd_page_leaves_no_placeholder():
-    page = (ROOT / "deploy/launchd/README.md").read_text()
-    commands = re.findall(r"s\|([^|]+)\|", page)
-    text = (ROOT / "deploy/launchd/dev.kvd.kvd.plist").read_text()
-    for placeholder in commands:
-        text = text.replace(placeholder, "/x")
-    agent = plistlib.loads(text.encode())
-    assert "YOU" not in str(agent)

@@ -41,11 +41,8 @@ def from_systemd(
     found: dict[str, list[socket.socket]] = {}
     for fd, name in zip(range(first, first + count), names, strict=False):
         os.set_inheritable(fd, False)
-        one = socket.socket(fileno=fd)
-        if not _listens(one):
-            one.close()
-            continue
-        found.setdefault(_meant(name, one), []).append(_ours(one))
+        if (one := _listening(fd)) is not None:
+            found.setdefault(_meant(name, one), []).append(_ours(one))
     return found
 
 
@@ -66,11 +63,17 @@ def from_launchd(libsystem: Any = None) -> dict[str, list[socket.socket]]:
     return {name: sockets for name, sockets in found.items() if sockets}
 
 
-def _listens(one: socket.socket) -> bool:
+def _listening(fd: int) -> socket.socket | None:
+    """Return the socket that listens here; anything else is closed."""
     try:
-        return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        one = socket.socket(fileno=fd)
     except OSError:
-        return False  # it is no socket
+        os.close(fd)
+        return None
+    if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return one
+    one.close()
+    return None
 
 
 def _meant(name: str, one: socket.socket) -> str:

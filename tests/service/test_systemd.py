@@ -1,0 +1,251 @@
+"""systemd's units: verified by systemd itself, and installed and started where there can be one."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvd.config import Config
+from kvd.home import Home
+from kvd.http.settings import HttpSettings
+from kvd.service import managing
+from kvd.service.describe import Service, describe
+from kvd.service.systemd import Systemd, units
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def written(folder: Path, service: Service) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    files = Systemd(service, folder).files()
+    for path, content in files.items():
+        path.write_bytes(content)
+    return list(files)
+
+
+def verified(files: list[Path], tmp_path: Path) -> tuple[int, str]:
+    """Return what systemd says of the units: nothing, if they are right."""
+    command = ["systemd-analyze", "--user", "verify", *map(str, files)]
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return done.returncode, done.stdout + done.stderr
+
+
+analyzed = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="needs systemd-analyze"
+)
+
+
+@pytest.fixture
+def strange(tmp_path) -> Home:
+    """A home whose name has everything that systemd reads in its own way."""
+    return Home(tmp_path / 'a b%h$HOME"q\\')
+
+
+@analyzed
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_systemd_finds_nothing_wrong(on_demand, home: Home, tmp_path):
+    home.create()
+    service = describe(home, Config(), on_demand=on_demand)
+    assert verified(written(tmp_path / "u", service), tmp_path) == (0, "")
+
+
+@analyzed
+def test_systemd_would_find_it(home: Home, tmp_path):
+    (file,) = written(tmp_path / "u", describe(home, Config()))
+    file.write_text(file.read_text().replace("OOMPolicy", "OOMPolice"))
+    assert "OOMPolice" in verified([file], tmp_path)[1]
+
+
+@analyzed
+def test_any_path_is_understood(strange: Home, tmp_path):
+    service = dataclasses.replace(describe(strange, Config()), variables={"HF_HOME": '/a "b" 5%'})
+    strange.create()
+    assert verified(written(tmp_path / "u", service), tmp_path) == (0, "")
+    command = next(line for line in units(service)[f"{service.name}.service"].splitlines()
+                   if line.startswith("ExecStart="))  # fmt: skip
+    assert command.endswith('a b%%h$$HOME\\"q\\\\"')
+
+
+def parsed(text: str) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.optionxform = str
+    parser.read_string(text)
+    return parser
+
+
+def test_what_the_keys_promise(home: Home):
+    service = describe(home, Config(drain_timeout_s=100.5))
+    unit = parsed(units(service)[f"{service.name}.service"])
+    wanted = {
+        "Type": "notify",
+        "Restart": "on-failure",
+        "KillMode": "mixed",
+        "UMask": "0077",
+        "OOMPolicy": "continue",
+        "TimeoutStopSec": "116",
+        "RestartPreventExitStatus": "2 4 5",
+    }
+    assert {key: unit["Service"][key] for key in wanted} == wanted
+    assert unit["Install"]["WantedBy"] == "default.target"
+
+
+def test_on_demand_only_the_sockets_are_started_by_the_session(home: Home):
+    service = describe(home, Config(), on_demand=True)
+    found = {name: parsed(text) for name, text in units(service).items()}
+    name = service.name
+    assert list(found) == [f"{name}.service", f"{name}.socket", f"{name}-http.socket"]
+    assert "Install" not in found[f"{name}.service"]
+    assert found[f"{name}.service"]["Service"]["Sockets"] == f"{name}.socket {name}-http.socket"
+    socket = found[f"{name}.socket"]["Socket"]
+    assert (socket["ListenStream"], socket["SocketMode"]) == (str(home.socket), "0600")
+    assert (socket["FileDescriptorName"], socket["Service"]) == ("kvd", f"{name}.service")
+    text = units(service)[f"{name}-http.socket"]
+    assert f"ListenStream={home.http_socket}\nListenStream=127.0.0.1:11711\n" in text
+
+
+@pytest.mark.parametrize(
+    ("http", "listens"),
+    [
+        (HttpSettings(enabled=False), []),
+        (HttpSettings(tcp=False), ["http.sock"]),
+        (HttpSettings(port=0), ["http.sock"]),
+        (HttpSettings(host="::1", port=80), ["http.sock", "[::1]:80"]),
+    ],
+)
+def test_http_is_listened_for_as_the_configuration_says(http, listens, home: Home):
+    service = describe(home, Config(http=http), on_demand=True)
+    text = units(service).get(f"{service.name}-http.socket", "")
+    found = [line for line in text.splitlines() if line.startswith("ListenStream=")]
+    assert [line.removeprefix(f"ListenStream={home.root}/") for line in found] == [
+        one if one.startswith("http.") else f"ListenStream={one}" for one in listens
+    ]
+
+
+def test_the_files_of_deploy_are_what_install_would_write():
+    folder = ROOT / "deploy/systemd"
+    example = Service(
+        home=Path("/home/you/.kvd"),
+        program=("/home/you/kvd/.venv/bin/kvd",),
+        on_demand=True,
+        http=("127.0.0.1", 11711),
+        http_socket=True,
+    )
+    for on_demand, place in ((False, folder), (True, folder / "on-demand")):
+        wanted = units(dataclasses.replace(example, on_demand=on_demand))
+        named = {name.replace(example.name, "kvd"): text.replace(example.name, "kvd")
+                 for name, text in wanted.items()}  # fmt: skip
+        found = {one.name: one.read_text() for one in place.glob("kvd*")}
+        assert found == named
+
+
+def test_files_of_the_other_way_are_found_out(home: Home, tmp_path):
+    waits = describe(home, Config(), on_demand=True)
+    files = written(tmp_path / "u", waits)
+    usual = Systemd(dataclasses.replace(waits, on_demand=False), tmp_path / "u")
+    assert usual.is_on_demand()
+    assert usual.stale() == files[1:]
+    assert managing.outdated(usual) == files
+    assert managing.outdated(Systemd(waits, tmp_path / "u")) == []
+
+
+# -- a real one -----------------------------------------------------------------------------------
+
+ALONE = """
+mount -t tmpfs none /run && mkdir -p /run/systemd/system /run/u && chmod 700 /run/u || exit 77
+mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 77
+unset DBUS_SESSION_BUS_ADDRESS INVOCATION_ID NOTIFY_SOCKET
+export XDG_RUNTIME_DIR=/run/u
+{systemd} --user >{root}/systemd.log 2>&1 &
+manager=$!
+for _ in $(seq 100); do
+  systemctl --user show-environment >/dev/null 2>&1 && break
+  kill -0 $manager 2>/dev/null || exit 77
+  sleep 0.05
+done
+systemctl --user show-environment >/dev/null 2>&1 || exit 77
+"$@"
+status=$?
+kill $manager; wait $manager
+exit $status
+"""
+"""A user manager in a mount namespace of its own, where a machine lets us have one."""
+STORY = """
+set -e
+kvctl() {{ {python} -m kvd.cli --json "$@"; }}
+say() {{ echo "== $1"; }}
+main() {{ systemctl --user show -p MainPID --value {unit}.service; }}
+say install; kvctl service install; kvctl service status
+say reload; echo 'max_rows = 4' >> {root}/.kvd/config.toml; kvctl service reload
+say crash; before=$(main); kill -9 $before
+until test "$(main)" != 0 && test "$(main)" != $before; do sleep 0.1; done
+systemctl --user start {unit}.service  # until it is ready
+kvctl service status
+say demand; kvctl service install --on-demand; kvctl service status
+say first; kvctl status; kvctl service status
+say stop; kvctl service stop
+say uninstall; kvctl service uninstall
+say left; ls {root}/.config/systemd/user | sed 's/^/"/; s/$/"/'
+"""
+
+
+@pytest.fixture
+def story(tmp_path, home: Home):
+    """Return what each step of a service's life says."""
+    systemd = next((p for p in ("/lib/systemd/systemd", "/usr/lib/systemd/systemd")
+                    if Path(p).exists()), None)  # fmt: skip
+    if systemd is None or shutil.which("unshare") is None or os.geteuid() != 0:
+        pytest.skip("needs systemd, and the rights to run a manager of one's own")
+    root = home.root
+    root.mkdir()
+    (root / ".kvd").mkdir(mode=0o700)
+    (root / ".kvd/config.toml").write_text("http = {tcp = false}\n")
+    (root / "alone").write_text(ALONE.format(systemd=systemd, root=root))
+    (root / "story").write_text(STORY.format(python=sys.executable, root=root, unit="kvd"))
+    command = ["unshare", "--mount", "--propagation", "private", "sh", root / "alone"]
+    environment = {k: v for k, v in os.environ.items() if k not in {"KVD_HOME", "XDG_CONFIG_HOME"}}
+    done = subprocess.run(
+        [*command, "bash", root / "story"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=ROOT,
+        env=environment | {"HOME": str(root), "PYTHONPATH": str(ROOT)},
+    )
+    if done.returncode == 77:
+        pytest.skip("this machine allows no systemd of one's own")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = {}
+    for part in done.stdout.split("== ")[1:]:
+        name, *lines = part.splitlines()
+        told[name] = [json.loads(line) for line in lines]
+    return told
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_real_systemd_runs_it(story, home: Home):
+    def state(step: str) -> str:
+        return story[step][-1]["state"]
+
+    assert state("install") == "running"
+    assert story["install"][-1]["outdated"] == []
+    assert story["reload"][-1]["config_waits"] == ["max_rows"]
+    assert (state("crash"), story["crash"][-1]["answers"]) == ("running", True)
+    assert story["crash"][-1]["pid"] != story["install"][-1]["pid"]
+    assert story["crash"][-1]["config_waits"] == []
+    assert state("demand") == "listening"
+    kvctl, service = story["first"]
+    assert (service["state"], service["pid"]) == ("running", kvctl["pid"])
+    assert state("stop") == "stopped"
+    assert len(story["uninstall"][0]["files"]) == 3
+    assert story["left"] == []
