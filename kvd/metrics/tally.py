@@ -34,6 +34,14 @@ FAILURES = (
 )  # fmt: skip
 """Codes that are there from the start: of a series that begins with 1 no rise is seen."""
 PARKINGS = ("memory", "restart")
+ACTIONS = (
+    "evict", "first", "hold", "let_go", "load_refused", "quarantine", "reclaim_level",
+    "reclaim_park", "reclaim_prefixes", "reclaim_spare", "reclaimed", "replay", "requeue",
+    "start_level",
+)  # fmt: skip
+"""What may be done to a model."""
+ACTIONS_OF_ALL = ("budget", "calm", "excess", "tight", "violation")
+"""What is about none of them alone."""
 
 
 def _from_zero(*names: str) -> Callable[[], Counter[str]]:
@@ -51,7 +59,7 @@ class OfModel:
     failed: Counter[str] = field(default_factory=_from_zero(*FAILURES))
     parked: Counter[str] = field(default_factory=_from_zero(*PARKINGS))
     resumed: int = 0
-    actions: Counter[str] = field(default_factory=Counter)
+    actions: Counter[str] = field(default_factory=_from_zero(*ACTIONS))
     restarts: Counter[str] = field(default_factory=_from_zero(*CAUSES))
     loads: int = 0
     queue: Histogram = field(default_factory=lambda: Histogram(bounds.QUEUE_S))
@@ -65,7 +73,10 @@ class Tally:
     """Counts moments; call it with each (`actors.ports.Observe`)."""
 
     def __init__(self, knows: Callable[[str], bool]) -> None:
-        self.models: dict[str, OfModel] = {NOBODY: OfModel(failed=Counter(unknown_model=0))}
+        nobody = OfModel(
+            failed=Counter(unknown_model=0), actions=Counter(dict.fromkeys(ACTIONS_OF_ALL, 0))
+        )
+        self.models = {NOBODY: nobody}
         self._knows = knows
         self._hear: dict[type[Moment], Callable[[OfModel, Any], None]] = {
             moments.Spoke: _spoke,
