@@ -13,6 +13,7 @@ _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"
 
 COMMANDS = (
     Lazy("status", "kvd.cli.status:status", _WATCH),
+    Lazy("top", "kvd.cli.top:top", _WATCH),
     Lazy("events", "kvd.cli.governing:events", _WATCH),
     Lazy("metrics", "kvd.cli.metrics:metrics", _WATCH),
     Lazy("load", "kvd.cli.loading:load", _MODELS),
@@ -25,9 +26,11 @@ COMMANDS = (
     Lazy("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
     Lazy("attach", "kvd.cli.generate:attach", _TEXT),
     Lazy("config", "kvd.cli.governing:config", _DAEMON),
+    Lazy("key", "kvd.cli.keys:app", _DAEMON),
     Lazy("drain", "kvd.cli.ending:drain", _DAEMON),
     Lazy("shutdown", "kvd.cli.ending:shutdown", _DAEMON),
     Lazy("service", "kvd.cli.service:app", _DAEMON),
+    Lazy("doctor", "kvd.cli.doctor:doctor", _DAEMON),
     Lazy("bench-kv", "kvd.cli.bench_kv:bench_kv", _MEASURE),
     Lazy("calibrate", "kvd.cli.calibrate:calibrate", _MEASURE),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -35,8 +37,8 @@ _FOLDED = {"MODEL": "bold", "SOURCE": ""}
 """Columns that wrap, with their style."""
 _NAME, _SOURCE = 16, 24
 """Cells that a name and a source have at least, if they need them."""
-_GAP = 2
-_TEXTS = {"STATE", "LEVELS", "ATTENTION"}
+GAP = 2
+TEXTS = {"STATE", "LEVELS", "ATTENTION"}
 """Columns that are no numbers."""
 _BAR = 20
 """Cells of the budget's bar, of 80; wider where there is more room."""
@@ -68,9 +70,9 @@ def model(value: ModelStatus, width: int) -> RenderableType:
     if value.info is None:
         return line
     facts = f"{model_facts(value.info)}, attention {value.info.attention_path}"
-    if line.cell_len + len(facts) + _GAP <= width:
+    if line.cell_len + len(facts) + GAP <= width:
         return line.append(f"  {facts}")
-    return Group(line, Padding(Text(facts), (0, 0, 0, _GAP)))
+    return Group(line, Padding(Text(facts), (0, 0, 0, GAP)))
 
 
 def model_facts(info: ModelInfo) -> str:
@@ -130,33 +132,43 @@ def bar(share: float, cells: int, style: str) -> Text:
 
 
 def _models(models: list[ModelStatus], width: int) -> Table:
-    """Return the table with as many columns as fit, the less important ones left out first."""
-    rows = [_cells(value) for value in models]
-    sizes = {
-        name: max(cell_len(name), *(cell_len(str(cells[name])) for cells in rows)) + _GAP
-        for name in _COLUMNS
-    }
-    sizes["MODEL"] = min(sizes["MODEL"], _NAME + _GAP)
-    sizes["SOURCE"] = min(sizes["SOURCE"], _SOURCE + _GAP)
-    shown = [name for name in _COLUMNS if any(str(cells[name]) for cells in rows)]
-    for name in _DROPPED:
-        if sum(sizes[name] for name in shown) <= width:
-            break
-        if name in shown:
-            shown.remove(name)
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    for name in shown:
+    rows = [cells(value) for value in models]
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    shown = fitting(rows, width)
+    for name, size in shown.items():
         if name in _FOLDED:
-            least = sizes[name] - _GAP
-            table.add_column(name, overflow="fold", style=_FOLDED[name], min_width=least)
+            table.add_column(name, overflow="fold", style=_FOLDED[name], min_width=size)
         else:
-            table.add_column(name, justify="left" if name in _TEXTS else "right", no_wrap=True)
-    for cells in rows:
-        table.add_row(*(cells[name] for name in shown))
+            table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
 
 
-def _cells(value: ModelStatus) -> dict[str, str | Text]:
+def fitting(
+    rows: list[dict[str, str | Text]], width: int, least: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return as many columns as fit, the less important ones left out first, and their cells.
+
+    Of names and sources those are what they need at least: longer ones wrap, or are cut.
+    """
+    sizes = {
+        name: max(cell_len(name), *(cell_len(str(row[name])) for row in rows)) for name in _COLUMNS
+    }
+    sizes["MODEL"] = min(sizes["MODEL"], _NAME)
+    sizes["SOURCE"] = min(sizes["SOURCE"], _SOURCE)
+    for name, size in (least or {}).items():
+        sizes[name] = max(sizes[name], size)
+    shown = [name for name in _COLUMNS if any(str(row[name]) for row in rows)]
+    for name in _DROPPED:
+        if sum(sizes[name] + GAP for name in shown) <= width:
+            break
+        if name in shown:
+            shown.remove(name)
+    return {name: sizes[name] for name in shown}
+
+
+def cells(value: ModelStatus) -> dict[str, str | Text]:
     """Return the cells of a model's row by column."""
     stats, info, memory = value.stats, value.info, value.stats.memory
     waits = waiting(value)
@@ -228,9 +240,14 @@ def state(value: ModelStatus) -> Text:
 
 
 def trouble(value: ModelStatus) -> Text:
-    """Return why a model failed, or is in backoff."""
+    """Return why a model failed, or is in backoff, after an empty line."""
+    return Text("\n").append_text(trouble_line(value))
+
+
+def trouble_line(value: ModelStatus) -> Text:
+    """Return the same in a line."""
     assert value.error is not None
     style = "red" if value.state == "failed" else "yellow"
     message = value.error.message
     whose = "" if value.name in message else f"{value.name}: "
-    return Text.assemble("\n", (whose, "bold"), (message, style))
+    return Text.assemble((whose, "bold"), (message, style))
