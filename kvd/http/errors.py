@@ -29,6 +29,8 @@ class Refusal(Exception):
     headers: dict[str, str] = field(default_factory=dict)
     info: ErrorInfo | None = None
     """As it is on kvd's own socket, if it is there too."""
+    final: bool = False
+    """The connection ends with it: what is left of the request was not read."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -112,13 +114,13 @@ def forbidden(message: str, code: str) -> Refusal:
 def too_large(limit: int) -> Refusal:
     """Return the answer to a body over the limit."""
     message = f"the request has more than {limit} bytes (body_limit of [http] in config.toml)"
-    return Refusal(413, message, INVALID, "request_too_large", headers={"Connection": "close"})
+    return Refusal(413, message, INVALID, "request_too_large", final=True)
 
 
 def too_slow(seconds: float) -> Refusal:
     """Return the answer to a body that did not come."""
     message = f"the request's body did not come within {seconds:g} s"
-    return Refusal(408, message, INVALID, "request_timeout", headers={"Connection": "close"})
+    return Refusal(408, message, INVALID, "request_timeout", final=True)
 
 
 def plain(status: int, reason: str) -> Refusal:

@@ -181,12 +181,15 @@ async def _complete(request: web.Request, response: web.StreamResponse) -> None:
 
 
 def _refused(refusal: errors.Refusal) -> web.Response:
-    return web.Response(
+    response = web.Response(
         body=refusal.encoded(),
         status=refusal.status,
         headers=refusal.headers,
         content_type="application/json",
     )
+    if refusal.final:
+        response.force_close()
+    return response
 
 
 def _preflight(request: web.Request) -> web.Response:

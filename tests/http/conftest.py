@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvd.home import Home
+from tests.http.live import Live, stopped
+from tests.process.helpers import source, written
+
+CONFIG = """
+max_rows = 64
+[http]
+port = 0
+[[models]]
+source = "fake:tps=500"
+alias = "asleep"
+load = "demand"
+"""
+
+
+@pytest.fixture(scope="session")
+def live() -> Iterator[Live]:
+    """A daemon on the fake engine with the models `fast`, `slow` and `flood`, for all tests."""
+    root = Path(tempfile.mkdtemp(prefix="kvd-"))
+    daemon = Live(written(Home(root / "h"), CONFIG), "--fake")
+    with stopped(daemon):
+        daemon.start()
+        daemon.load(source(tps=1000), "fast")
+        daemon.load(source(tps=20), "slow")
+        daemon.load(source(tps=0), "flood")
+        yield daemon
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def live_alone(home: Home) -> Iterator[Live]:
+    """A daemon of this test's own, with the model `slow`."""
+    daemon = Live(written(home, CONFIG), "--fake")
+    with stopped(daemon):
+        daemon.start()
+        daemon.load(source(tps=20), "slow")
+        yield daemon
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[httpx.Client]:
+    """HTTP over the Unix socket."""
+    with httpx.Client(
+        transport=httpx.HTTPTransport(uds=str(live.home.http_socket)),
+        base_url="http://kvd",
+        timeout=30,
+    ) as it:
+        yield it

@@ -1,0 +1,221 @@
+"""Clients that misbehave on both sockets and on TCP: only they suffer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvd.http.reading import read
+from kvd.http.requests import ChatRequest
+from tests.http.live import Live, asked, request
+from tests.process.helpers import wait_for
+
+CHAT = "/v1/chat/completions"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(autouse=True)
+def unharmed(live: Live):
+    """Whatever a test sends: the daemon and its workers stay the same, and others are served."""
+    before = (live.pid, live.worker_pid("fast"), live.worker_pid("flood"))
+    witness = Witness(live)
+    yield
+    witness.stop()
+    assert before == (live.pid, live.worker_pid("fast"), live.worker_pid("flood"))
+    assert witness.answers > 0
+    assert witness.failed is None
+
+
+class Witness(threading.Thread):
+    """Asks for short completions by TCP all the while."""
+
+    def __init__(self, live: Live) -> None:
+        super().__init__(daemon=True)
+        self._address = live.address
+        self._over = threading.Event()
+        self.answers = 0
+        self.failed: str | None = None
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.is_set() or not self.answers:
+            with socket.create_connection(self._address, 20) as raw:
+                raw.sendall(request(CHAT, asked(max_tokens=3)))
+                head = raw.recv(65536)
+                if not head.startswith(b"HTTP/1.1 200 "):
+                    self.failed = repr(head)
+                    return
+            self.answers += 1
+            self._over.wait(0.05)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(30)
+
+
+def everything(raw: socket.socket) -> bytes:
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while data := raw.recv(65536):
+            found += data
+    return found
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def raw(request, live: Live):
+    with live.tcp() if request.param == "tcp" else live.unix() as it:
+        yield it
+
+
+GARBAGE = [
+    b"garbage\r\n\r\n",
+    b"\x00\x01\x02\x03" * 1000 + b"\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500) + b"\r\n\r\n",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 5000 + b"\r\n",
+    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
+    b'{"v":1,"id":"1","op":"status"}\n\r\n\r\n',
+]
+
+
+@pytest.mark.parametrize("sent", GARBAGE, ids=lambda b: repr(b[:16]))
+def test_garbage_costs_its_connection(raw, sent):
+    raw.sendall(sent)
+    assert re.match(rb"HTTP/1.[01] 4\d\d ", everything(raw))
+
+
+def test_http_on_the_other_socket_is_garbage_there(live: Live):
+    with live.connect() as raw:
+        raw.sendall(request(CHAT, asked()))
+        (line,) = everything(raw).splitlines()
+    assert json.loads(line)["error"]["code"] == "malformed_frame"
+
+
+def test_a_hundred_megabytes_are_refused(raw, live: Live):
+    before = footprint(live)
+    raw.sendall(HEAD + b"Content-Length: 100000000\r\n\r\n")
+    assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
+    send(raw, b"x" * 65536, until_s=10)
+    assert footprint(live) - before < 30e6
+
+
+def test_chunks_without_end_are_refused(raw, live: Live):
+    before = footprint(live)
+    raw.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    send(raw, b"10000\r\n" + b"x" * 65536 + b"\r\n", until_s=10)
+    assert footprint(live) - before < 60e6
+
+
+def send(raw: socket.socket, piece: bytes, until_s: float) -> None:
+    """Send until the other end has enough."""
+    end = time.monotonic() + until_s
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        while True:
+            raw.sendall(piece)
+            assert time.monotonic() < end, "it reads on and on"
+
+
+def footprint(live: Live) -> int:
+    with live.client() as kvd:
+        return kvd.status().footprint_bytes
+
+
+def test_who_does_not_read_loses_its_stream_alone(raw, live: Live):
+    before = footprint(live)
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    much = {"max_tokens": 16_000, "n": 16, "logprobs": True, "top_logprobs": 20}
+    raw.sendall(request(CHAT, asked(model="flood", stream=True, **much)))
+    wait_for("it runs", lambda: live.running("flood") == 1)
+    wait_for("it is cut off", lambda: live.running("flood") == 0, 60)
+    assert footprint(live) - before < 40e6
+    wait_for("the log says so", lambda: any("slow reader" in one["event"] for one in live.log()))
+    assert b"[DONE]" not in everything(raw)
+
+
+def test_who_vanishes_without_a_word_loses_its_request(live: Live):
+    with live.tcp() as raw:
+        raw.sendall(request(CHAT, asked(model="slow", max_tokens=400, stream=True)))
+        assert raw.recv(15) == b"HTTP/1.1 200 OK"
+        # A reset in the place of a goodbye.
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    live.wait_idle("slow")
+
+
+def test_pipelined_requests_are_answered_in_order(raw):
+    raw.sendall(b"".join(request(CHAT, asked(max_tokens=n)) for n in (3, 2, 1)))
+    found = b""
+    while found.count(b'"total_tokens"') < 3:
+        found += raw.recv(65536)
+    counts = [int(part.split(b",")[0]) for part in found.split(b'"completion_tokens":')[1:]]
+    assert counts == [3, 2, 1]
+
+
+def test_byte_by_byte(raw):
+    for byte in request(CHAT, asked(max_tokens=1)):
+        raw.sendall(bytes([byte]))
+    assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_deep_nest_is_a_wrong_request(raw):
+    body = b"[" * 1_000_000
+    raw.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n")
+    raw.sendall(body)
+    assert raw.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("name", ["http.sock", "kvd.sock"])
+def test_another_user_is_turned_away(live: Live, name):
+    """Also where the folder and the socket let them in: the kernel says who they are."""
+    code = (
+        "import os, socket, sys\n"
+        "path, how = sys.argv[1:]\n"
+        "how = how.encode().decode('unicode_escape').encode()\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "raw = socket.socket(socket.AF_UNIX)\n"
+        "raw.settimeout(10)\n"
+        "raw.connect(path)\n"
+        "raw.sendall(how)\n"
+        "print(raw.recv(65536).decode())\n"
+    )
+    path = live.home.root / name
+    how = (
+        r"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+        if name == "http.sock"
+        else r'{"id":"1","op":"hello"}\n'
+    )
+
+    def ask() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, str(path), how]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+    closed = ask()
+    assert "PermissionError" in closed.stderr
+    places = [live.home.root.parent, live.home.root, path]
+    modes = [place.stat().st_mode & 0o777 for place in places]
+    try:
+        for place in places:
+            place.chmod(0o777)
+        told = ask()
+    finally:
+        for place, mode in zip(places, modes, strict=True):
+            place.chmod(mode)
+    assert "permission_denied" in told.stdout
+    assert "another user" in told.stdout
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_what_hostile_clients_send_is_what_friendly_ones_may():
+    assert read(request(CHAT, asked()).partition(b"\r\n\r\n")[2], ChatRequest).model == "fast"
