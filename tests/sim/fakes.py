@@ -26,6 +26,7 @@ from protocol.worker import (
     Ready,
     Report,
     RowAccepted,
+    RowBegun,
     RowFinished,
     RowTokens,
     Started,
@@ -193,6 +194,7 @@ class FakeProcess:
                 self._rows[command.rid] = Row(command, len(sent), len(sent))
                 length = len(command.prompt or command.tokens or command.messages or "")
                 self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
+                self.say(RowBegun(rid=command.rid))
                 self._work.set()
             case CancelRow():
                 if command.rid in self._rows:

@@ -1,7 +1,8 @@
 """A whole system on fakes, and clients that talk to it in bytes.
 
-Leaving a world is a test of its own: every invariant holds, every journal replays to the state
-that the machine is in, every request has had its last event, and no process is left.
+Leaving a world is a test of its own: every invariant holds, what was counted adds up, every journal
+replays to the state that the machine is in, every request has had its last event, and no process
+is left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from actors.runtime.journal import Journal, replay
 from actors.system import Connection, Identity, Settings, System, no_files
 from actors.turns import Turns
 from actors.worker import Worker
+from kvd.metrics.exposition import Exposition
 from protocol import messages
 from protocol.errors import from_info
 from protocol.messages import Event, Request, is_last
@@ -108,6 +110,7 @@ class World:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
+        self.metrics = Exposition(lambda: self.system)
         seeds = count(7)
         self.system = System(
             self.spawn,
@@ -120,6 +123,8 @@ class World:
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
             archive=archive,
+            observe=self.metrics.tally,
+            metrics=self.metrics.text,
         )
 
     def client(self) -> SimClient:
@@ -140,6 +145,7 @@ class World:
     def check(self) -> None:
         """Check all invariants and replay all journals."""
         self.system.check()
+        self._check_metrics()
         for actor in self.system.actors():
             match actor:
                 case Worker():
@@ -151,6 +157,13 @@ class World:
                     same(actor._ring.journal, actor._ring.machine, turns.Event)
                 case Router():
                     same(actor._office.journal, actor._office.machine, admission.Event)
+
+    def _check_metrics(self) -> None:
+        """What came is over or still here, and no token was forgotten or counted twice."""
+        models = self.metrics.tally.models.values()
+        came = sum(it.received for it in models)
+        over = sum(sum(it.finished.values()) + sum(it.failed.values()) for it in models)
+        assert came - over == sum(self.system.census().values()), "requests counted wrongly"
 
 
 def same(journal: Journal[Any, Any], machine: Any, event: Any) -> None:

@@ -1,0 +1,44 @@
+"""How late the event loop is, on the simulated clock, and once on the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvd.metrics.lag import BUSY_S, CALM_S, Lag
+from tests.sim.loop import simulated
+
+
+@simulated
+async def test_it_looks_often_while_there_is_work_and_seldom_else():
+    work = [True]
+    lag = Lag(lambda: work[0])
+    lag.start()
+    await asyncio.sleep(10.05)
+    assert abs(sum(lag.seen.counts) - 10 / BUSY_S) <= 1
+
+    work[0] = False
+    before = sum(lag.seen.counts)
+    await asyncio.sleep(10.05)
+    assert abs(sum(lag.seen.counts) - before - 10 / CALM_S) <= 1
+    assert lag.seen.total < 1e-6, "time stands still while this loop works"
+
+    lag.stop()
+    before = sum(lag.seen.counts)
+    await asyncio.sleep(10)
+    assert sum(lag.seen.counts) == before
+
+
+async def test_a_stall_is_seen():
+    lag = Lag(lambda: True)
+    lag.start()
+    await asyncio.sleep(0.01)
+    time.sleep(BUSY_S + 0.1)  # noqa: ASYNC251 - the stall
+    await asyncio.sleep(0.01)
+    lag.stop()
+    assert sum(lag.seen.counts) == 1
+    assert lag.seen.total >= 0.09
+
+
+def test_a_lag_that_never_started_can_be_stopped():
+    Lag(lambda: False).stop()

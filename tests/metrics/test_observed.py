@@ -1,0 +1,166 @@
+"""What is counted of a whole system, on the simulated clock: times are exact."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.jobs import Stage
+from kvd.metrics.histogram import Histogram
+from protocol import errors, messages
+from protocol.worker import RowParked, RowResumed
+from tests.sim.fakes import Script
+from tests.sim.loop import simulated, until
+from tests.sim.world import World, world
+
+SLOW = Script(token_s=1.0)
+
+
+def of(w: World, model: str = "demo"):
+    return w.metrics.tally.models[model]
+
+
+def count(histogram: Histogram) -> int:
+    return sum(histogram.counts)
+
+
+def stages(w: World, model: str = "demo") -> dict[Stage, int]:
+    return {stage: number for (name, stage), number in w.system.census().items() if name == model}
+
+
+@simulated
+async def test_a_request_is_timed_from_its_arrival():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        await client.end(client.generate(max_tokens=5))
+        it = of(w)
+        assert (count(it.queue), count(it.first), count(it.gaps), count(it.whole)) == (1, 1, 4, 1)
+        assert it.first.total == pytest.approx(1.0)
+        assert it.gaps.total == pytest.approx(4.0)
+        assert it.whole.total == pytest.approx(5.0)
+        assert (it.prompt_tokens, it.generated, it.finished["length"]) == (5, 5, 1)
+        assert it.loads == 1
+
+
+@simulated
+async def test_the_wait_for_a_model_is_queue_time():
+    async with world({"demo": [Script(load_s=8.0)]}, load=()) as w:
+        client = w.client()
+        load = client.start(messages.Load, model="demo")
+        await until(lambda: w.state() == "loading")
+        key = client.generate(max_tokens=1)
+        await until(lambda: client.events[load])
+        assert stages(w) == {"waiting": 1}
+        await client.end(key)
+        assert of(w).queue.total == pytest.approx(8.0, abs=0.02)
+        assert of(w).first.total == pytest.approx(of(w).queue.total + 0.01)
+
+
+@simulated
+async def test_counters_survive_a_death_and_its_cause_is_told():
+    async with world({"demo": [SLOW]}) as w:
+        client = w.client()
+        key = client.generate(max_tokens=6)
+        await until(lambda: client.count(key) == 3)
+        assert stages(w) == {"running": 1}
+        before = of(w).lives.total.step
+        w.spawn.last("demo").die(-9)
+        await until(lambda: w.state() == "backoff")
+
+        await until(lambda: stages(w) == {"parked": 1})
+        assert of(w).lives.total.step == before
+        assert (await client.end(key)).reason == "length"
+        it = of(w)
+        assert it.lives.total.step > before
+        assert it.generated == 6, "what was sent before is not sent again"
+        assert (it.parked["restart"], it.resumed, it.restarts["killed"], it.loads) == (1, 1, 1, 2)
+        assert (count(it.queue), count(it.first), count(it.gaps)) == (1, 1, 5)
+        assert it.gaps.total > 5.0, "the way back is one of the gaps"
+        assert it.actions["replay"] == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (Script(crash_after=3, token_s=1.0), "crashed"),
+        (Script(hang_at="token", token_s=1.0), "hung"),
+        (Script(spawn_error=OSError("no more processes")), "not_started"),
+        (Script(nonsense=True), "broke_rules"),
+    ],
+)
+def test_causes_of_restarts(script, cause):
+    @simulated
+    async def scene():
+        async with world({"demo": [script, SLOW]}, load=(), faults=True) as w:
+            client = w.client()
+            load = client.start(messages.Load, model="demo")
+            await until(lambda: w.state() is not None)
+            key = client.generate(max_tokens=5)
+            await client.end(load)
+            assert (await client.end(key)).reason == "length"
+            counted = {reason: number for reason, number in of(w).restarts.items() if number}
+            assert counted == {cause: 1}
+
+    scene()
+
+
+@simulated
+async def test_requests_that_rest_for_others_and_go_on():
+    async with world({"demo": [SLOW]}) as w:
+        client, worker = w.client(), w.spawn.last("demo")
+        key = client.generate(max_tokens=3)
+        await until(lambda: client.count(key) == 1)
+        worker.say(RowParked(rid="1.1", nbytes=7, where="disk"))
+        await until(lambda: stages(w) == {"parked": 1})
+        worker.say(RowResumed(rid="1.1"))
+        await until(lambda: stages(w) == {"running": 1})
+        await client.end(key)
+        assert (of(w).parked["memory"], of(w).resumed) == (1, 1)
+        assert not w.system.census()
+
+
+@simulated
+async def test_refusals_are_counted_where_they_belong():
+    async with world() as w:
+        client = w.client()
+        with pytest.raises(errors.UnknownModel):
+            await client.ask(messages.Generate, model="nobody", prompt="x")
+        await client.ask(messages.Drain)
+        with pytest.raises(errors.Draining):
+            await client.ask(messages.Generate, model="demo", prompt="x")
+        assert of(w, "").failed == {"unknown_model": 1}
+        assert of(w).failed["draining"] == 1
+        assert "nobody" not in w.metrics.text()
+
+
+@simulated
+async def test_an_unloaded_model_keeps_its_counters_and_loses_its_gauges():
+    async with world(load=("demo", "other")) as w:
+        client = w.client()
+        await client.end(client.generate("other", max_tokens=2))
+        await client.ask(messages.Unload, model="other")
+        text = w.metrics.text()
+        assert 'kvd_generation_tokens_total{model="other"} 2' in text
+        assert 'kvd_model_granted_bytes{model="other"}' not in text
+        assert 'kvd_requests{model="other"' not in text
+
+
+@simulated
+async def test_the_text_is_asked_for_over_the_socket():
+    async with world() as w:
+        client = w.client()
+        reply = await client.ask(messages.Metrics)
+        assert 'kvd_model_state{model="demo",state="ready"} 1\n' in reply.text
+        assert 'kvd_model_state{model="demo",state="failed"} 0\n' in reply.text
+
+
+@simulated
+async def test_models_that_come_and_go_do_not_add_up():
+    async with world(load=()) as w:
+        client = w.client()
+        lengths = []
+        for number in range(60):
+            await client.ask(messages.Load, model="demo", alias=f"m{number}")
+            await client.end(client.generate(f"m{number}", max_tokens=1))
+            await client.ask(messages.Unload, model=f"m{number}")
+            lengths.append(len(w.metrics.text()))
+        assert max(lengths[30:]) < 1.02 * lengths[29], "names of one length more are all"

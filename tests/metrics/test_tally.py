@@ -1,0 +1,168 @@
+"""What moments add up to, that it never falls, and that it stays small."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from actors import moments
+from actors.machines.lifecycle import CAUSES
+from kvd.metrics.tally import ACTIONS, ACTIONS_OF_ALL, FAILURES, MOST_GONE, NOBODY, Tally
+from protocol.errors import KvdError
+from protocol.spread import Spread
+from protocol.types import MemoryUse, PrefixUse, WorkerStats
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def tally_of(*models: str) -> tuple[Tally, set[str]]:
+    known = set(models)
+    return Tally(known.__contains__), known
+
+
+def stats(step: int, hits: int = 0, decode: int = 0, peak: int = 0) -> WorkerStats:
+    return WorkerStats(
+        step=step,
+        computed_tokens=10 * step,
+        flushes=step // 2,
+        kernel_launches=3 * step,
+        prefix=PrefixUse(queries=1, query_tokens=2 * hits, hit_tokens=hits, evicted=4),
+        phases={"decode": Spread((decode,) + (0,) * 15, decode * 0.0004)},
+        memory=MemoryUse(peak=peak),
+    )
+
+
+def test_the_life_of_a_request():
+    tally, _ = tally_of("m")
+    for moment in (
+        moments.Arrived("m"),
+        moments.Taken("m", 12),
+        moments.Begun("m", 0.05),
+        moments.Spoke("m", 1, first_s=0.2),
+        moments.Spoke("m", 4, gap_s=0.04),
+        moments.Parked("m", "memory"),
+        moments.Resumed("m"),
+        moments.Finished("m", "length", 3.0),
+        moments.Failed("m", "overloaded"),
+    ):
+        tally(moment)
+
+    it = tally.models["m"]
+    assert (it.received, it.prompt_tokens, it.generated, it.resumed) == (1, 12, 5, 1)
+    assert it.finished == {"stop": 0, "length": 1, "cancelled": 0}
+    assert (it.failed["overloaded"], it.parked["memory"]) == (1, 1)
+    assert (it.queue.total, it.first.total, it.whole.total) == (0.05, 0.2, 3.0)
+    assert sum(it.gaps.counts) == 4, "each token counts"
+    assert it.gaps.total == pytest.approx(0.04)
+    assert it.gaps.counts[it.gaps.bounds.index(0.01)] == 4, "and took as long as the others"
+
+
+def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
+    tally, _ = tally_of("m")
+    tally(moments.Begun("m", 0.3))
+    tally(moments.Begun("m", 1e9))
+    queue = tally.models["m"].queue
+    assert queue.counts[queue.bounds.index(0.3)] == 1
+    assert queue.counts[-1] == 1
+
+
+def test_counters_go_on_where_the_last_process_stopped():
+    tally, _ = tally_of("m")
+    seen = []
+    for life, told in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
+        tally(moments.Counted("m", life, stats(told, hits=told, decode=told)))
+        seen.append(tally.models["m"].lives.total)
+
+    assert [it.step for it in seen] == [5, 9, 11, 13, 13, 20]
+    for before, after in itertools.pairwise(seen):
+        assert after.computed_tokens >= before.computed_tokens
+        assert after.flushes >= before.flushes
+        assert after.kernel_launches >= before.kernel_launches
+        assert after.prefix.hit_tokens >= before.prefix.hit_tokens
+        assert after.prefix.evicted >= before.prefix.evicted
+        assert after.phases["decode"].total_s >= before.phases["decode"].total_s
+    assert seen[-1].phases["decode"].counts[0] == 20
+    assert seen[-1].prefix == PrefixUse(queries=3, query_tokens=40, hit_tokens=20, evicted=12)
+
+
+def test_a_peak_is_kept_until_the_next_process():
+    tally, _ = tally_of("m")
+    for life, peak, expected in ((1, 50, 50), (1, 20, 50), (1, 70, 70), (2, 10, 10)):
+        tally(moments.Counted("m", life, stats(1, peak=peak)))
+        assert tally.models["m"].lives.peak == expected
+
+
+def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
+    tally, _ = tally_of("m")
+    for number in range(1000):
+        tally(moments.Arrived(f"made up {number}"))
+        tally(moments.Failed(f"made up {number}", "unknown_model"))
+
+    assert tally.models.keys() == {NOBODY}
+    assert tally.models[NOBODY].failed["unknown_model"] == 1000
+    assert tally.name("made up 7") == NOBODY
+
+
+def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
+    tally, known = tally_of("first")
+    tally(moments.Arrived("first"))
+    known.clear()
+    tally(moments.Failed("first", "draining"))
+    assert tally.models["first"].failed["draining"] == 1
+
+    for number in range(1000):
+        known.add(f"m{number}")
+        tally(moments.Became(f"m{number}", "ready"))
+        known.discard(f"m{number}")
+
+    assert "first" not in tally.models
+    assert len(tally.models) <= MOST_GONE + 2, "none, those that are gone, and the newest"
+
+
+def test_models_that_are_there_are_never_dropped_and_come_back_with_their_counters():
+    tally, known = tally_of("stays")
+    tally(moments.Arrived("stays"))
+    for number in range(100):
+        known.add(f"m{number}")
+        tally(moments.Arrived(f"m{number}"))
+        known.discard(f"m{number}")
+    tally(moments.Arrived("stays"))
+    assert tally.models["stays"].received == 2
+
+
+def test_loads_and_restarts():
+    tally, _ = tally_of("m")
+    for state, cause in (
+        ("spawning", ""),
+        ("loading", ""),
+        ("ready", ""),
+        ("backoff", "killed"),
+        ("spawning", ""),
+        ("ready", ""),
+        ("failed", "model_failed"),
+    ):
+        tally(moments.Became("m", state, cause))
+    it = tally.models["m"]
+    assert it.loads == 2
+    assert {reason: count for reason, count in it.restarts.items() if count} == {"killed": 1}
+    assert it.restarts.keys() == set(CAUSES)
+
+
+def test_every_kind_of_event_begins_with_0():
+    section = (DOCS / "protocol.md").read_text().partition("| kind | |")[2].partition("\n## ")[0]
+    kinds = {
+        kind
+        for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+        for kind in re.findall(r"`([a-z_]+)`", row)
+    }
+    assert kinds == {*ACTIONS, *ACTIONS_OF_ALL}
+
+
+def test_the_failures_that_begin_with_0_are_codes_of_ours():
+    def codes(base: type[KvdError]) -> set[str]:
+        return {base.code}.union(*(codes(sub) for sub in base.__subclasses__()))
+
+    assert codes(KvdError) >= {*FAILURES, "unknown_model"}
