@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from actors.events import Events
     from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail
+    from actors.ports import Configuration
     from actors.runtime.actor import Ref
     from protocol.forecast import Forecast
     from protocol.messages import Event, Request
@@ -55,6 +56,7 @@ class Services:
     governor: Ref[GovernorMail]
     events: Events
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
+    configuration: Configuration
     status: Callable[[], DaemonStatus]
     metrics: Callable[[], str]
     run: str
@@ -63,6 +65,18 @@ class Services:
     pid: int
     home: str
     slow_reader_bytes: int
+
+    async def configured(self, asked: messages.Configure) -> messages.Configured:
+        """Let it hold; return what holds then."""
+        changes = await self.configuration.change(asked.settings) if asked.settings else []
+        budget, granted = await self.governor.ask(mail.BudgetWanted(asked.budget_bytes))
+        return messages.Configured(
+            id=asked.id,
+            budget_bytes=budget,
+            granted_bytes=granted,
+            settings=self.configuration.table if asked.table else [],
+            changes=changes,
+        )
 
 
 class Client(Actor["ClientMail"]):
@@ -170,12 +184,8 @@ class Client(Actor["ClientMail"]):
                     services.supervisor.ask(mail.TokensWanted(request.model, _texts(request))),
                     lambda it: _tokens(key, it),
                 )
-            case messages.Configure(id=key, budget_bytes=total):
-                self._answer(
-                    key,
-                    services.governor.ask(mail.BudgetWanted(total)),
-                    lambda it: messages.Configured(id=key, budget_bytes=it[0], granted_bytes=it[1]),
-                )
+            case messages.Configure(id=key):
+                self._answer(key, services.configured(request), lambda it: it)
             case messages.Pin(id=key, model=name) | messages.Unpin(id=key, model=name):
                 pinned = isinstance(request, messages.Pin)
                 self._answer(

@@ -6,12 +6,13 @@ shells read their event loop's clock, which the simulated loop of the tests repl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from actors.moments import Moment
 from protocol.costs import Estimate
+from protocol.settings import Changed, Setting
 from protocol.types import HostMemory, KVSpec
 from protocol.worker import Command, Report
 
@@ -85,6 +86,22 @@ class ReadMemory(Protocol):
     @property
     def separate(self) -> bool:
         """Whether the accelerator has memory of its own: the budget is of that."""
+        ...
+
+
+class Configuration(Protocol):
+    """The configuration of this daemon."""
+
+    @property
+    def table(self) -> list[Setting]:
+        """Every setting as it holds now."""
+        ...
+
+    async def change(self, values: Mapping[str, Any]) -> list[Changed]:
+        """Let these values hold as far as they can, all or none; raises the KvdError of a bad one.
+
+        None stands for what the file says.
+        """
         ...
 
 

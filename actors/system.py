@@ -35,7 +35,7 @@ from actors.runtime.supervision import Child, Tree
 from actors.supervisor import House, Supervisor
 from actors.turns import Ring, Turns
 from actors.worker import Berth, Surroundings, Worker
-from protocol.errors import UnknownModel
+from protocol.errors import InvalidRequest, UnknownModel
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 from protocol.worker import LoadModel
 
@@ -44,11 +44,19 @@ if TYPE_CHECKING:
 
     from actors.jobs import Stage
     from actors.mail import ClientMail, SupervisorMail, WorkerMail
-    from actors.ports import Notify, Observe, ReadMemory, Reckon, SpawnWorker
+    from actors.ports import (
+        Configuration,
+        Notify,
+        Observe,
+        ReadMemory,
+        Reckon,
+        SpawnWorker,
+    )
     from actors.runtime.actor import Actor, Ref
     from protocol.costs import Estimate
     from protocol.messages import Event, Generate
     from protocol.policy import ModelPolicy
+    from protocol.settings import Changed, Setting
     from protocol.types import TurnsMode
 
 
@@ -113,6 +121,19 @@ async def no_files(source: str, kv: KVSpec) -> Estimate:  # noqa: ARG001 - the f
     raise UnknownModel(f"{source!r} is not loaded, and nothing is known of it", source=source)
 
 
+class NoConfiguration:
+    """Of a system that has no configuration."""
+
+    @property
+    def table(self) -> list[Setting]:
+        """Nothing."""
+        return []
+
+    async def change(self, values: Mapping[str, Any]) -> list[Changed]:
+        """Refuse."""
+        raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
+
+
 class Connection:
     """One client's end of the system; made by `System.connect`."""
 
@@ -168,6 +189,8 @@ class System:
         self._identity = identity
         self._settings = settings or Settings()
         self.config = ConfigNews()
+        self.configuration: Configuration = NoConfiguration()
+        """What clients may see and change of it; set before `start`."""
         self._notify = notify
         self._board = Board()
         self._events = Events(notify, observe)
@@ -230,6 +253,7 @@ class System:
             governor=governor,
             events=self._events,
             explain=Explainer(self._board, self._catalogue, self._ledger.machine, self._reckon),
+            configuration=self.configuration,
             status=self.status,
             metrics=self._metrics,
             run=f"{secrets.token_hex(4)}-" if self._archive.records is not None else "",

@@ -7,7 +7,7 @@ line, whose options `kvd.daemon` lays over the result.
 from __future__ import annotations
 
 import tomllib
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -137,9 +137,16 @@ def load(path: Path) -> Config:
 def parse(text: str, path: str = "config.toml") -> Config:
     """Return the configuration that this text stands for; errors name the key."""
     try:
-        config = msgspec.convert(tomllib.loads(text), Config, str_keys=True)
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}", key="") from error
+    return convert(data, path)
+
+
+def convert(data: dict[str, Any], path: str) -> Config:
+    """Return the configuration that these values stand for; errors name the key."""
+    try:
+        config = msgspec.convert(data, Config, str_keys=True)
     except msgspec.ValidationError as error:
         key, text = explain(str(error), Config)
         raise ConfigError(f"{path}: {text}", key=key) from error

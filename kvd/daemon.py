@@ -33,6 +33,7 @@ from kvd.options import Options
 from kvd.reload import Reloader, known_as, named
 from kvd.service import activation
 from kvd.service.notify import Notifier
+from kvd.settings import LiveSettings
 from kvd.sources import absolute
 from kvd.spawn import Spawner
 from kvd.units import format_bytes
@@ -157,6 +158,12 @@ class Daemon:
             self._system,
             default_budget=lambda: memory.default_budget(readings.host()),
             bring=self._bring,
+        )
+        self._system.configuration = LiveSettings(
+            options,
+            self._reloader,
+            self._system,
+            lambda: memory.default_budget(readings.host()),
         )
         self._stops: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()

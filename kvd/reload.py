@@ -121,7 +121,7 @@ class Reloader:
     async def _set(self, key: str, wanted: Config) -> Change:
         before, after = getattr(self.settings, key), getattr(wanted, key)
         holds: Holds = "now" if key in LIVE else "start"
-        if _overlaid(key, self._options):
+        if overlaid(key, self._options):
             holds = "command_line"
         elif key == "budget":
             total = wanted.budget_bytes
@@ -215,7 +215,7 @@ def _held_back(
     return [replace(entry, **{field: getattr(old, field) for field in waits})]
 
 
-def _overlaid(key: str, options: Options) -> bool:
+def overlaid(key: str, options: Options) -> bool:
     """Return whether the command line says something in the place of this key."""
     if key == "budget":
         return options.budget_bytes is not None

@@ -7,7 +7,7 @@ id of the request that they answer. A request is over with its *last* event (`is
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from msgspec import Meta
 from protocol.errors import ErrorInfo
 from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy
+from protocol.settings import Changed, Setting
 from protocol.types import (
     MAX_BYTES,
     MAX_INT,
@@ -167,6 +168,10 @@ class Configure(_Request, tag="config", frozen=True, kw_only=True):
 
     budget_bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
     """A lower budget is worked off: nothing that runs is ended for it."""
+    settings: dict[str, Any] = {}
+    """New values by key, all or none of which are taken; ``null``: what the file says."""
+    table: bool = False
+    """Tell every setting."""
 
 
 class Events(_Request, tag="events", frozen=True, kw_only=True):
@@ -369,6 +374,10 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
     budget_bytes: int
     granted_bytes: int
     """More than the budget, while a lower one is being worked off."""
+    settings: list[Setting] = []
+    """All of them, if asked for."""
+    changes: list[Changed] = []
+    """What came of ``settings``."""
 
 
 class Happened(_Event, tag="happened", frozen=True, kw_only=True):

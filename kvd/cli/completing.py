@@ -58,7 +58,7 @@ def _folders(incomplete: str) -> Iterator[str]:
 def _status(context: typer.Context) -> DaemonStatus | None:
     home, socket = _said(context, "home"), _said(context, "socket")
     try:
-        with Client(home=home, socket=socket, quick_s=_PATIENCE_S) as client:
+        with Client(home=home, socket=socket, timeout_s=_PATIENCE_S) as client:
             return client.status()
     except (KvdError, OSError):
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from kvd.client.exchange import (
     QUICK_S,
@@ -109,9 +109,23 @@ class AsyncClient:
         request = m.Pin(id=number, model=model) if pinned else m.Unpin(id=number, model=model)
         return expect(await self._quick(request), m.Pinned)
 
-    async def configure(self, *, budget_bytes: int | None = None) -> m.Configured:
-        """Change the budget until the daemon ends; return what holds now."""
-        request = m.Configure(id=self._exchange.next_id(), budget_bytes=budget_bytes)
+    async def configure(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        table: bool = False,
+    ) -> m.Configured:
+        """Change settings by key until the daemon ends; return what holds now, with ``table`` all.
+
+        None as a value: what the file says.
+        """
+        request = m.Configure(
+            id=self._exchange.next_id(),
+            budget_bytes=budget_bytes,
+            settings=dict(settings or {}),
+            table=table,
+        )
         return expect(await self._quick(request), m.Configured)
 
     async def events(

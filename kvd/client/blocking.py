@@ -9,8 +9,8 @@ import contextlib
 import os
 import select
 import socket as sockets
-from collections.abc import Callable, Iterator
-from typing import Self, Unpack
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, Unpack
 
 from kvd.client.exchange import (
     QUICK_S,
@@ -42,10 +42,10 @@ class Client:
         *,
         socket: str | os.PathLike[str] | None = None,
         home: str | os.PathLike[str] | None = None,
-        quick_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> None:
-        """Connect; ``quick_s``: how long hello, status and cancel may take."""
-        self._quick_s = quick_s
+        """Connect; ``timeout_s``: how long hello, status and cancel may take."""
+        self._timeout_s = timeout_s
         path = socket_path(socket, home)
         self._exchange = Exchange()
         self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
@@ -104,9 +104,23 @@ class Client:
         request = m.Pin(id=number, model=model) if pinned else m.Unpin(id=number, model=model)
         return expect(self._quick(request), m.Pinned)
 
-    def configure(self, *, budget_bytes: int | None = None) -> m.Configured:
-        """Change the budget until the daemon ends; return what holds now."""
-        request = m.Configure(id=self._exchange.next_id(), budget_bytes=budget_bytes)
+    def configure(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        table: bool = False,
+    ) -> m.Configured:
+        """Change settings by key until the daemon ends; return what holds now, with ``table`` all.
+
+        None as a value: what the file says.
+        """
+        request = m.Configure(
+            id=self._exchange.next_id(),
+            budget_bytes=budget_bytes,
+            settings=dict(settings or {}),
+            table=table,
+        )
         return expect(self._quick(request), m.Configured)
 
     def events(
@@ -205,7 +219,7 @@ class Client:
 
     def _quick(self, request: m.Request) -> m.Event:
         self._exchange.check()
-        patience = self._quick_s or QUICK_S
+        patience = self._timeout_s or QUICK_S
         self._socket.settimeout(patience)
         try:
             return self._call(request)
