@@ -255,6 +255,8 @@ class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """In the step that was timed."""
     keys: int = 0
     """Of each of these rows."""
+    layers: int = 0
+    """Decoder layers whose steps are kernels as a whole, norms and products included."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

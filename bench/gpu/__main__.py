@@ -45,6 +45,7 @@ from kvd.kv import parse_kv
 from kvd.worker import probe, products, seam, siblings
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import ladder_of
+from kvd.worker.fusing import layers
 from kvd.worker.fusing.choice import kernels
 from kvd.worker.fusing.verdict import told
 from kvd.worker.model import default_dtype
@@ -69,8 +70,10 @@ class Bench:
         self._dtype = default_dtype() or mx.bfloat16
         self._model = shapes.build(options.shape, self._dtype)
         ours = shapes.build(options.shape, self._dtype)
+        self._product: products.Product | None = None
         if not on_cpu():  # as the engine loads it
-            siblings.join(ours, products.find(self._dtype))
+            self._product = products.find(self._dtype)
+            siblings.join(ours, self._product)
             mx.eval(siblings.joined_arrays(ours))
         self._ours = ours
         self.weights_bytes = mx.get_active_memory()
@@ -83,7 +86,7 @@ class Bench:
         """Return our runner over pages of a scheme; the first time it is probed."""
         if kv not in self._served:
             settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(kv))))
-            served = probe.serve(self._ours, settings, self._vocabulary, kernels=kernels())
+            served = self._probed(settings)
             shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
             how = "compiled steps" if served.runner.compile() else "plain steps"
             fused = "" if served.fused is None else f"; {told(served.fused)}"
@@ -93,6 +96,14 @@ class Bench:
             gc.collect()  # as the engine does after a load
             gc.freeze()
         return self._served[kv]
+
+    def _probed(self, settings: CacheSettings) -> probe.Served:
+        """Serve as the engine does."""
+        backend = kernels()
+        if backend is None:
+            return probe.serve(self._ours, settings, self._vocabulary)
+        own = self._product is not None
+        return layers.serve(self._ours, settings, self._vocabulary, backend, products=own)
 
     def ours(self, kv: str) -> Ours:
         """Return our loop without rows."""

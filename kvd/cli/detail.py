@@ -50,6 +50,8 @@ def page(value: ModelStatus) -> RenderableType:
 
 def _kernels(fused: FusedAttention) -> str:
     said = "kernels" if fused.used else f"without kernels: {fused.reason}"
+    if fused.layers:
+        said += f" ({fused.layers} whole layers)"
     if fused.call_ms is not None and fused.reference_ms is not None:
         said += f", {fused.call_ms:.2g} ms a layer against {fused.reference_ms:.2g} ms"
     return said

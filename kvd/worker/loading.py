@@ -19,7 +19,7 @@ from kvd.worker.budget import mebibytes
 from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import floors_of, ladder_of
 from kvd.worker.engine import AskGrant, ReportProgress
-from kvd.worker.fusing import choice
+from kvd.worker.fusing import choice, layers
 from kvd.worker.fusing.verdict import told
 from kvd.worker.native.step import Library
 from kvd.worker.runner import Runner
@@ -61,8 +61,12 @@ def serve(
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
         off = FusedAttention(used=False, reason="switched off")
         found = found if kernels is None else replace(found, fused=off)
+    elif kernels is None:
+        found = probe.serve(loaded.model, settings, loaded.vocab_size, library)
     else:
-        found = probe.serve(loaded.model, settings, loaded.vocab_size, library, kernels)
+        found = layers.serve(
+            loaded.model, settings, loaded.vocab_size, kernels, products=loaded.multiplies
+        )
         if found.fused is not None:
             progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
     if found.fused is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.attention.kernels.given import Append, Attention
+from kvd.worker.attention.kernels.given import Append, Attention, Rotate
 from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.cache.packed import take, unpack
 from kvd.worker.cache.scheme import PAGE_TOKENS, Packing
@@ -21,6 +21,7 @@ class StandIn:
     def __init__(self, error: float = 0.0) -> None:
         self.launches = 0
         self.attended = 0
+        self.rotated = 0
         """Calls of `decode_attention`; compiled steps make some when they are traced."""
         self.error = error
         """By how much its results are too large, relative."""
@@ -39,6 +40,21 @@ class StandIn:
             mx.where(taken, given.keys[which], given.tail_keys),
             mx.where(taken, given.values[which], given.tail_values),
         )
+
+    def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
+        """As the kernel."""
+        self.rotated += 1
+        batch, heads = given.queries.shape[0], given.tail_keys.shape[1]
+        weights = given.weights or (None, None)
+        queries, keys = (
+            _rotated(given, vectors.reshape(batch, count, 1, -1), weight)
+            for vectors, count, weight in zip(
+                (given.queries, given.keys), (given.q_heads, heads), weights, strict=True
+            )
+        )
+        values = given.values.reshape(batch, heads, 1, -1)
+        tails = given.tail_keys, given.tail_values
+        return queries, *self.append(Append(*tails, keys, values, given.places, given.givers))
 
     def decode_attention(self, given: Attention) -> mx.array:
         """As the kernels."""
@@ -97,6 +113,21 @@ class StandIn:
         found = found + weights[..., cut : cut + length] @ own_values.astype(mx.float32)
         found = found.reshape(count, q_heads, 1, -1) * (1 + self.error)
         return mx.pad(found.astype(queries.dtype), [(0, batch - count), (0, 0), (0, 0), (0, 0)])
+
+
+def _rotated(given: Rotate, x: mx.array, weight: mx.array | None) -> mx.array:
+    rotation = given.rotation
+    if weight is not None:
+        x = mx.fast.rms_norm(x, weight, rotation.eps)
+    return mx.fast.rope(
+        x,
+        rotation.dims,
+        traditional=rotation.traditional,
+        base=None,
+        scale=1.0,
+        offset=given.offsets,
+        freqs=1 / given.frequencies,
+    )
 
 
 def _dense(given: Attention) -> tuple[mx.array, mx.array]:

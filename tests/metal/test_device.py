@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.attention.kernels.launch import find_language, fire
+from kvd.worker.attention.kernels.given import Rotate
+from kvd.worker.attention.kernels.launch import find_language, fire, rotate_launch
 from tests.metal import cases
 from tests.metal.decoding import LANGUAGES, Case, Step
 from tests.metal.right import assert_right
+from tests.metal.test_rotate import CASES, check
 
 LANGUAGE = find_language()
 pytestmark = [
@@ -44,3 +48,13 @@ def test_tensor_cores_attend_as_dense_attention_does(case: Case) -> None:
 def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, ...]) -> None:
     step = Step(Case(dtype, 128, 128, 2, 4, 1, schemes, cases.LONG))
     assert_right(step, attend(step))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_queries_and_keys_are_turned_as_float64_does(case: tuple[Any, ...]) -> None:
+    def run(it: Rotate) -> list[np.ndarray]:
+        assert LANGUAGE is not None
+        made = fire(rotate_launch(LANGUAGE, it), LANGUAGE)
+        return [np.array(one.astype(mx.float32)) for one in made]
+
+    check(run, *case)

@@ -78,3 +78,65 @@ def test_without_cuda_there_is_none() -> None:
 )
 def test_what_it_takes(shape: tuple[int, ...], sizes: tuple[int, ...], *, fits: bool) -> None:
     assert products.fits(mx.zeros(shape), sizes) == fits
+
+
+def normed(x: mx.array, norm: products.Norm) -> mx.array:
+    return wide(x) * mx.rsqrt((wide(x) ** 2).mean(-1, keepdims=True) + norm.eps) * wide(norm.weight)
+
+
+def assert_close(got: mx.array, want: mx.array, dtype: mx.Dtype) -> None:
+    assert got.shape == want.shape
+    assert got.dtype == dtype
+    assert mx.isfinite(got).all()
+    error = float(mx.abs(wide(got) - want).max() / mx.abs(want).max())
+    # The inputs are rounded once more than in float32.
+    assert error <= (2.0**-7 if dtype == mx.bfloat16 else 2.0**-10)
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("inputs", [64, 1024])
+@pytest.mark.parametrize("rows", [1, 8, 17])
+def test_with_what_a_layer_does_before_and_after(rows: int, inputs: int, dtype: mx.Dtype) -> None:
+    keys = mx.random.split(mx.random.key(rows), 5)
+    x = 3 * mx.random.normal((rows, 1, inputs), key=keys[0]).astype(dtype)
+    weight = mx.random.normal((96, inputs), key=keys[1]).astype(dtype)
+    norm = products.Norm(mx.random.normal((inputs,), key=keys[2]).astype(dtype), 1e-5)
+    bias = 9 * mx.random.normal((96,), key=keys[3]).astype(dtype)
+    residual = 9 * mx.random.normal((rows, 1, 96), key=keys[4]).astype(dtype)
+    plain, after = wide(x) @ wide(weight).T, normed(x, norm) @ wide(weight).T
+
+    parts = products.multiply(x, weight, (32, 16, 48), norm=norm, bias=bias)
+    assert_close(mx.concatenate(parts, axis=-1), after + wide(bias), dtype)
+    (found,) = products.multiply(x, weight, (96,), residual=residual)
+    assert_close(found, plain + wide(residual), dtype)
+    (found,) = products.multiply(x, weight, (96,), bias=bias, residual=residual)
+    assert_close(found, plain + wide(bias) + wide(residual), dtype)
+    gate, up = mx.split(after, 2, axis=-1)
+    assert_close(products.multiply_gated(x, weight, norm), gate * mx.sigmoid(gate) * up, dtype)
+
+
+@cuda
+def test_a_row_of_a_gated_product_is_the_same_alone() -> None:
+    x = mx.random.normal((9, 1, 256), key=mx.random.key(3)).astype(mx.bfloat16)
+    weight = mx.random.normal((64, 256), key=mx.random.key(4)).astype(mx.bfloat16)
+    norm = products.Norm(mx.ones((256,), mx.bfloat16), 1e-6)
+    assert mx.array_equal(
+        products.multiply_gated(x, weight, norm)[4:5],
+        products.multiply_gated(x[4:5], weight, norm),
+    )
+
+
+def test_kernels_of_different_texts_have_different_names() -> None:
+    """MLX compiles by name."""
+    how = products._How(mx.bfloat16, (64, 32), ("norm",), 1e-6)
+    others = [
+        products._How(mx.float16, (64, 32), ("norm",), 1e-6),
+        products._How(mx.bfloat16, (64,), ("norm",), 1e-6),
+        products._How(mx.bfloat16, (64, 32), ("norm",), 1e-5),
+        products._How(mx.bfloat16, (64, 32), ("norm", "bias"), 1e-6),
+        products._How(mx.bfloat16, (64, 32), ("residual",)),
+        products._How(mx.bfloat16, (64,), ("norm",), 1e-6, gated=True),
+    ]
+    assert len({one.name for one in (how, *others)}) == 1 + len(others)
+    assert how.name.replace("_", "").isalnum()

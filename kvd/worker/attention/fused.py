@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels.given import Append, Attention
+from kvd.worker.attention.kernels.given import Append, Attention, Rotate, Rotation
 from kvd.worker.cache.backend import ladder_of, pools_of, rows_of
 from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.shapes import listed, rounded
@@ -40,6 +40,21 @@ class Kernels(Protocol):
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """Return tails with a token of each row in its place; lazy."""
+
+    def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries ``[batch, q_heads, 1, k_dim]`` normed and turned, and tails; lazy."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turning:
+    """What a layer does to queries and keys before attention."""
+
+    rotation: Rotation
+    q_heads: int
+    frequencies: mx.array
+    """``[dims / 2]`` float32, radians a position."""
+    weights: tuple[mx.array, mx.array] | None
+    """Of the norms of queries and keys; None without."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,32 @@ class FusedStep:
         layer.tail_keys, layer.tail_values = self.kernels.append(
             Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
         )
+
+    def rotate(
+        self, layer: LayerStore, step: DecodeStep, made: Sequence[mx.array], how: Turning
+    ) -> mx.array:
+        """Do so with keys that are still to be normed and turned, and return the queries; lazy.
+
+        ``made``: queries, keys and values as they leave their product.
+        """
+        queries, keys, values = made
+        turned, layer.tail_keys, layer.tail_values = self.kernels.rotate(
+            Rotate(
+                how.rotation,
+                queries,
+                keys,
+                values,
+                how.q_heads,
+                step.offsets,
+                how.frequencies,
+                how.weights,
+                layer.tail_keys,
+                layer.tail_values,
+                step.places,
+                step.givers,
+            )
+        )
+        return turned
 
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None

@@ -83,6 +83,11 @@ class BatchQuantizedKVCache:
         return self._store.step
 
     @property
+    def layer(self) -> LayerStore:
+        """The layer's part of the store."""
+        return self._layer
+
+    @property
     def offset(self) -> mx.array | int:
         """Position of the first new token: ``[batch]`` int32 where rows share a pass, else int."""
         step = self.step

@@ -78,6 +78,8 @@ def told(verdict: FusedAttention) -> str:
             f"{verdict.call_ms:.3f} ms a layer against {verdict.reference_ms:.3f} ms"
             f" ({verdict.rows} rows of {verdict.keys} keys)"
         )
+    if verdict.layers:
+        said.append(f"{verdict.layers} layers are kernels as a whole")
     if verdict.compile_s:
         said.append(f"compiled in {verdict.compile_s:.1f} s")
     return "; ".join(said)

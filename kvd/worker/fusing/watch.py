@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.fused import Kernels
-from kvd.worker.attention.kernels.given import Append, Attention
+from kvd.worker.attention.kernels.given import Append, Attention, Rotate
 from kvd.worker.selfcheck import Refused
 
 
@@ -89,6 +89,19 @@ class Watched:
         arrays = [*tails, given.keys, given.values]
         new_keys, new_values = self._called(call, self._appends, text, arrays)
         return new_keys, new_values
+
+    def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
+        """As the kernels do."""
+        tails = given.tail_keys, given.tail_values
+
+        def call() -> list[mx.array]:
+            return list(self._kernels.rotate(given))
+
+        shapes = (tuple(tail.shape[1:]) for tail in tails)
+        text = given.rotation, given.q_heads, given.tail_keys.dtype, *shapes, given.givers is None
+        arrays = [*tails, given.queries, given.keys, given.values]
+        queries, keys, values = self._called(call, self._appends, text, arrays)
+        return queries, keys, values
 
     def _called(
         self,

@@ -84,6 +84,8 @@ inline float __expf(float x) { return __builtin_expf(x); }
 inline float logf(float x) { return __builtin_logf(x); }
 inline float log2f(float x) { return __builtin_log2f(x); }
 inline float __logf(float x) { return __builtin_logf(x); }
+inline float cosf(float x) { return __builtin_cosf(x); }
+inline float sinf(float x) { return __builtin_sinf(x); }
 inline float sqrtf(float x) { return __builtin_sqrtf(x); }
 inline float rsqrtf(float x) { return 1.0f / __builtin_sqrtf(x); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }

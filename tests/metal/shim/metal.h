@@ -96,6 +96,8 @@ To as_type(From from) {
   SHIM_UNARY(log2, __builtin_log2f(x))                \
   SHIM_UNARY(sqrt, __builtin_sqrtf(x))                \
   SHIM_UNARY(rsqrt, 1.0f / __builtin_sqrtf(x))        \
+  SHIM_UNARY(cos, __builtin_cosf(x))                  \
+  SHIM_UNARY(sin, __builtin_sinf(x))                  \
   SHIM_UNARY(fabs, __builtin_fabsf(x))                \
   SHIM_UNARY(floor, __builtin_floorf(x))              \
   SHIM_UNARY(ceil, __builtin_ceilf(x))                \

@@ -60,6 +60,8 @@ SHIM_CHOOSE(bfloat)
   T exp2(T);         \
   T log2(T);         \
   T sqrt(T);         \
+  T cos(T);          \
+  T sin(T);          \
   T fabs(T);
 SHIM_MATH(half)
 SHIM_MATH(float)
@@ -69,6 +71,11 @@ SHIM_MATH(half)
 SHIM_MATH(float)
 SHIM_MATH(bfloat)
 } // namespace fast
+namespace precise {
+SHIM_MATH(half)
+SHIM_MATH(float)
+SHIM_MATH(bfloat)
+} // namespace precise
 
 #define SHIM_SIMD(T)              \
   T simd_shuffle(T, ushort);      \

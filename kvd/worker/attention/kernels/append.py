@@ -1,7 +1,7 @@
 """The kernel that writes a step's tokens into tails: one launch for keys and values of a layer.
 
 What a kernel makes is a new array, so it copies the tails, which are small; MLX's own operations
-would as well, in two launches.
+would as well, in two launches. `rotate` does it with more.
 """
 
 from __future__ import annotations
@@ -21,27 +21,49 @@ def append_source(
     """Return the body; ``givers``: rows are not the tails, in their order."""
     text = Text(1)
     text.add(language.prologue)
+    add_sizes(text, heads, k_dim, v_dim, itemsize)
+    text.add(f"int at = block.x * {THREADS} + me;")
+    add_copies(text, language, givers=givers)
+    return str(text)
+
+
+def add_sizes(text: Text, heads: int, k_dim: int, v_dim: int, itemsize: int) -> None:
+    """Add what the copying counts with."""
     text.add(f"""
 constexpr int HEADS = {heads}, TAIL = {TAIL_TOKENS};
 constexpr int K_PIECES = {k_dim * itemsize // PIECE}, V_PIECES = {v_dim * itemsize // PIECE};
 const int tails = tail_keys_shape[0];
 const int keys_end = tails * HEADS * TAIL * K_PIECES;
-int at = block.x * {THREADS} + me;
 """)
+
+
+def giver_of(tail: str, *, givers: bool) -> str:
+    """Return from which row a tail takes its token."""
+    return f"givers[{tail}]" if givers else tail
+
+
+def add_copies(text: Text, language: Language, *, givers: bool, keys: bool = True) -> None:
+    """Add the copying of piece ``at``; without ``keys`` somebody else writes the new ones."""
     for what, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
         condition = "at < keys_end" if what == "keys" else f"at < tails * HEADS * TAIL * {pieces}"
         text.add(f"""
 if ({condition}) {{
   const int piece = at % {pieces}, token = at / {pieces} % TAIL;
   const int head = at / ({pieces} * TAIL) % HEADS, tail = at / ({pieces} * TAIL * HEADS);
-  const int giver = {"givers[tail]" if givers else "tail"};
   GLOBAL uint4* old = (GLOBAL uint4*)tail_{what} + at;
+""")
+        if what == "values" or keys:
+            text.add(f"""
+  const int giver = {giver_of("tail", givers=givers)};
   GLOBAL uint4* taken = (GLOBAL uint4*){what} + (giver * HEADS + head) * {pieces} + piece;
-  {language.output} uint4* to = ({language.output} uint4*)new_{what} + at;
   if (places[tail] == token) old = taken;
+""")
+        else:
+            text.add("  if (places[tail] == token) return;")
+        text.add(f"""
+  {language.output} uint4* to = ({language.output} uint4*)new_{what} + at;
   *to = *old;
   return;
 }}
 at -= keys_end;
 """)
-    return str(text)

@@ -58,3 +58,44 @@ class Append:
     """``[tails]`` int32: where each takes a token, or -1."""
     givers: mx.array | None
     """``[tails]``: from which row; None if the rows are the tails in their order."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer turns queries and keys by their positions."""
+
+    dims: int
+    """Channels that are turned, from the first on."""
+    traditional: bool
+    """Whether neighbours are pairs, and not halves."""
+    normed: bool = False
+    """Whether each head has an RMS norm before."""
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Rotate:
+    """Queries and keys are normed and turned; tails take keys and values of a token of each row."""
+
+    rotation: Rotation
+    queries: mx.array
+    """``[batch, ..., q_heads * k_dim]``, as they leave their product."""
+    keys: mx.array
+    """``[batch, ..., kv_heads * k_dim]``."""
+    values: mx.array
+    """``[batch, ..., kv_heads * v_dim]``."""
+    q_heads: int
+    offsets: mx.array
+    """``[batch]`` int32: positions."""
+    frequencies: mx.array
+    """``[dims / 2]`` float32, radians a position."""
+    weights: tuple[mx.array, mx.array] | None
+    """Of the norms of queries and keys, ``[k_dim]``; None without."""
+    tail_keys: mx.array
+    """``[tails, kv_heads, 192, k_dim]``."""
+    tail_values: mx.array
+    """``[tails, kv_heads, 192, v_dim]``."""
+    places: mx.array
+    """``[tails]`` int32: where each takes a token, or -1."""
+    givers: mx.array | None
+    """``[tails]``: from which row; None if the rows are the tails in their order."""

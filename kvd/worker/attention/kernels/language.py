@@ -50,6 +50,9 @@ METAL = Language(
 #define LARGEST(x) simd_max(x)
 #define SUM(x) simd_sum(x)
 #define POWER(x) metal::fast::exp2(x)
+#define COS(x) metal::precise::cos(x)
+#define SIN(x) metal::precise::sin(x)
+#define SQRT(x) metal::precise::sqrt(x)
 #define NUMBER(word) float(word)
 #define BITS(word) as_type<float>(word)
 """,
@@ -91,6 +94,9 @@ __device__ inline float POWER(float x) {  // exp2f also minds what is too small 
   return found;
 }
 #endif
+#define COS(x) cosf(x)
+#define SIN(x) sinf(x)
+#define SQRT(x) sqrtf(x)
 #define NUMBER(word) __uint_as_float(word)
 #define BITS(word) __uint_as_float(word)
 typedef unsigned char uchar;

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels import append, decode, matrix
-from kvd.worker.attention.kernels.given import Append, Attention, Told
+from kvd.worker.attention.kernels import append, decode, matrix, rotate
+from kvd.worker.attention.kernels.given import Append, Attention, Rotate, Rotation, Told
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 
@@ -65,6 +65,11 @@ class Fused:
         """Return the tails' keys and values with the tokens in their places; lazy."""
         new_keys, new_values = self._fire(append_launch(self.language, given))
         return new_keys, new_values
+
+    def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries ``[batch, q_heads, 1, k_dim]``, and tails as `append` does; lazy."""
+        new_queries, new_keys, new_values = self._fire(rotate_launch(self.language, given))
+        return new_queries, new_keys, new_values
 
     def _fire(self, launch: Launch) -> list[mx.array]:
         self.launches += 1
@@ -158,6 +163,50 @@ def append_launch(language: Language, given: Append) -> Launch:
     )
 
 
+def rotate_launch(language: Language, given: Rotate) -> Launch:
+    """Return the launch that norms and turns queries and keys, and writes tails."""
+    tails, heads, _, k_dim = given.tail_keys.shape
+    dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
+    batch = given.queries.shape[0]
+    about = (given.q_heads, heads, k_dim, v_dim, dtype.size)
+    text = _rotate_text(language, about, given.rotation, given.givers is not None)
+    copied = given.tail_keys.nbytes + given.tail_values.nbytes
+    blocks = rotate.blocks(batch * given.q_heads, tails * heads, copied, append.PIECE)
+    weights = {} if given.weights is None else dict(zip(_NORMS, given.weights, strict=True))
+    arrays = {
+        "queries": given.queries,
+        "keys": given.keys,
+        "values": given.values,
+        "offsets": given.offsets,
+        "frequencies": given.frequencies,
+        "tail_keys": given.tail_keys,
+        "tail_values": given.tail_values,
+        "places": given.places,
+        **weights,
+        **({} if given.givers is None else {"givers": given.givers}),
+    }
+    return Launch(
+        name=_name("rotate", text),
+        input_names=tuple(arrays),
+        output_names=("new_queries", "new_keys", "new_values"),
+        source=text,
+        header=language.header,
+        inputs=list(arrays.values()),
+        output_shapes=[
+            (batch, given.q_heads, 1, k_dim),
+            given.tail_keys.shape,
+            given.tail_values.shape,
+        ],
+        output_dtypes=[dtype, dtype, dtype],
+        grid=(blocks * append.THREADS, 1, 1),
+        threadgroup=(append.THREADS, 1, 1),
+        template=(("T", dtype),),
+    )
+
+
+_NORMS = ("query_weight", "key_weight")
+
+
 def fire(launch: Launch, language: Language) -> list[mx.array]:
     """Give a launch to MLX; lazy."""
     kernel = _kernel(
@@ -209,6 +258,13 @@ def _append_text(
     language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, givers: bool
 ) -> str:
     return append.append_source(language, heads, k_dim, v_dim, itemsize, givers=givers)
+
+
+@lru_cache(64)
+def _rotate_text(
+    language: Language, about: tuple[int, int, int, int, int], rotation: Rotation, givers: bool
+) -> str:
+    return rotate.rotate_source(language, *about, rotation, givers=givers)
 
 
 @lru_cache(64)

@@ -1,0 +1,89 @@
+"""The kernel between a layer's first product and its attention, in one launch instead of five.
+
+Queries and keys of a step are normed and turned by their positions; keys and values go into tails.
+A warp has a vector: of a query head, whose result is for attention, or of a KV head, whose result
+goes to its place in the tail. Other blocks copy what the tails had before (`append`).
+"""
+
+from __future__ import annotations
+
+from kvd.worker.attention.kernels.append import THREADS, add_copies, add_sizes, giver_of
+from kvd.worker.attention.kernels.given import Rotation
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.shape import LANES
+from kvd.worker.attention.kernels.text import Text, literal
+
+WARPS = THREADS // LANES
+
+
+def rotate_source(
+    language: Language,
+    q_heads: int,
+    kv_heads: int,
+    k_dim: int,
+    v_dim: int,
+    itemsize: int,
+    rotation: Rotation,
+    *,
+    givers: bool,
+) -> str:
+    """Return the body; ``givers``: rows are not the tails, in their order."""
+    text = Text(1)
+    text.add(language.prologue)
+    add_sizes(text, kv_heads, k_dim, v_dim, itemsize)
+    text.add(f"""
+constexpr int Q_HEADS = {q_heads}, K_DIM = {k_dim};
+constexpr int ROTATED = {rotation.dims}, HALF = ROTATED / 2;
+const int q_vectors = queries_shape[0] * Q_HEADS, vectors = q_vectors + tails * HEADS;
+const int vector_blocks = (vectors + {WARPS} - 1) / {WARPS};
+if (int(block.x) < vector_blocks) {{
+  const int vector = block.x * {WARPS} + warp;
+  if (vector >= vectors) return;
+  const bool is_query = vector < q_vectors;
+  const int tail = (vector - q_vectors) / HEADS, head = (vector - q_vectors) % HEADS;
+  if (!is_query && places[tail] < 0) return;
+  const int row = is_query ? vector / Q_HEADS : {giver_of("tail", givers=givers)};
+  GLOBAL T* from = is_query ? queries + vector * K_DIM : keys + (row * HEADS + head) * K_DIM;
+  {language.output} T* to = new_queries + vector * K_DIM;
+  if (!is_query) to = new_keys + ((tail * HEADS + head) * TAIL + places[tail]) * K_DIM;
+""")
+    if rotation.normed:
+        text.add(f"""
+  float squares = 0;
+  for (int one = lane; one < K_DIM; one += {LANES}) squares += float(from[one]) * float(from[one]);
+  const float factor = 1.0f / SQRT(SUM(squares) / K_DIM + {literal(rotation.eps)});
+""")
+    first, second = (
+        ("2 * pair", "2 * pair + 1") if rotation.traditional else ("pair", "pair + HALF")
+    )
+    text.add(f"""
+  for (int pair = lane; pair < HALF; pair += {LANES}) {{
+    const float angle = float(offsets[row]) * frequencies[pair];
+    const float c = COS(angle), s = SIN(angle);
+    const float x = {_normed("from", first, rotation)};
+    const float y = {_normed("from", second, rotation)};
+    to[{first}] = T(x * c - y * s);
+    to[{second}] = T(x * s + y * c);
+  }}
+  for (int one = ROTATED + lane; one < K_DIM; one += {LANES}) {{
+    to[one] = T({_normed("from", "one", rotation)});
+  }}
+  return;
+}}
+int at = (int(block.x) - vector_blocks) * {THREADS} + me;
+""")
+    add_copies(text, language, givers=givers, keys=False)
+    return str(text)
+
+
+def blocks(q_vectors: int, kv_vectors: int, tail_bytes: int, piece: int) -> int:
+    """Return how many blocks there are: those with vectors, then those that copy."""
+    return -(-(q_vectors + kv_vectors) // WARPS) + -(-(tail_bytes // piece) // THREADS)
+
+
+def _normed(vector: str, place: str, rotation: Rotation) -> str:
+    value = f"float({vector}[{place}])"
+    if not rotation.normed:
+        return value
+    weight = f"float(is_query ? query_weight[{place}] : key_weight[{place}])"
+    return f"{value} * factor * {weight}"
