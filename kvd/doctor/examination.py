@@ -1,0 +1,48 @@
+"""All checks in their order; one that fails itself is a finding too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvd.doctor import installation, limits, place, running
+from kvd.doctor.finding import Finding, Section, fail
+from kvd.doctor.scene import Scene
+
+Check = Callable[[Scene], Finding | list[Finding]]
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "Installation": (
+        installation.python,
+        installation.versions,
+        installation.device,
+        installation.openblas,
+        installation.native,
+    ),
+    "Machine": (
+        limits.host_memory,
+        installation.wired_limit,
+        limits.cgroup,
+        limits.open_files,
+        limits.locked_memory,
+        limits.disk,
+        limits.hub_cache,
+    ),
+    "Home": (place.folder, place.configuration, place.lock, place.sockets, place.log),
+    "Daemon": (running.daemon, running.http_port, running.service),
+}
+
+
+def examine(scene: Scene) -> Iterator[Section]:
+    """Yield what is found, section by section."""
+    for title, checks in CHECKS.items():
+        yield Section(title, [one for check in checks for one in _found(check, scene)])
+
+
+def _found(check: Check, scene: Scene) -> list[Finding]:
+    try:
+        found = check(scene)
+    except Exception as error:  # noqa: BLE001 - the others are to be made all the same
+        name = check.__name__.replace("_", " ")
+        said = f"the check itself failed: {type(error).__name__}: {error}"
+        return [fail(name, said, "report it: it is a bug of kvctl doctor")]
+    return found if isinstance(found, list) else [found]

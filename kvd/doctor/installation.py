@@ -1,0 +1,166 @@
+"""Python, the packages that kvd is pinned to, and what computes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+
+import kvd
+from kvd import blas
+from kvd.doctor.finding import Finding, fail, ok, skip, warn
+from kvd.doctor.scene import Scene
+from kvd.memory import nvidia
+from kvd.units import format_bytes
+from protocol.errors import ConfigError, KvdError
+
+_LEAST = (3, 11)
+_WRONG = 1e-4
+"""A product of float32 that is off by more was not computed right."""
+_PIN = re.compile(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([^;\s]+)(?:\s*;\s*(.*))?$")
+
+
+def python(_scene: Scene) -> Finding:
+    """Whether the interpreter is one that kvd runs on."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < _LEAST:
+        return fail("python", f"{version} is too old", "install Python 3.11 or newer")
+    if sys.platform == "darwin" and _translated():
+        return fail(
+            "python",
+            f"{version} runs under Rosetta, which has no Metal for MLX",
+            "install an arm64 Python, and kvd with it",
+        )
+    return ok("python", f"{version}, {sys.executable}")
+
+
+def _translated() -> bool:
+    import platform  # noqa: PLC0415 - only here
+
+    return platform.machine() == "x86_64"
+
+
+def versions(scene: Scene) -> Finding:
+    """Whether the pinned packages are those that kvd was tested with."""
+    found, wrong = [], []
+    for name, wanted in pins(scene.platform).items():
+        try:
+            have = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            have = "missing"
+        found.append(f"{name} {have}")
+        if have != wanted:
+            wrong.append(f"{name} is {have}, and kvd {kvd.__version__} is made for {wanted}")
+    if wrong:
+        return fail("versions", "; ".join(wrong), "install kvd again: pip install --upgrade kvd")
+    if not found:
+        return warn(
+            "versions",
+            f"kvd {kvd.__version__} is not installed, so that nothing says what it needs",
+            "pip install -e . in the checkout",
+        )
+    return ok("versions", f"kvd {kvd.__version__}, {', '.join(found)}")
+
+
+def pins(platform: str) -> dict[str, str]:
+    """Return the packages that kvd wants in exactly one version, on such a system."""
+    try:
+        said = importlib.metadata.requires("kvd") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = {}
+    for text in said:
+        pin = _PIN.match(text)
+        marker = (pin[3] or "") if pin else ""
+        if pin is None or "extra" in marker:
+            continue
+        if not marker or platform in marker:
+            found[pin[1]] = pin[2]
+    return found
+
+
+def device(scene: Scene) -> Finding:
+    """Whether MLX runs, on what, and computes right."""
+    engine = scene.engine
+    if isinstance(engine, KvdError):
+        todo = "run `python -c 'import mlx.core'` to see why; then install kvd again"
+        return fail("device", f"MLX does not run: {engine.message}", todo)
+    name = f" ({engine['name']})" if engine["name"] else ""
+    said = f"MLX {engine['mlx']} computes on {engine['device']}{name}"
+    if not engine["error"] < _WRONG:
+        return fail(
+            "device",
+            f"{said}, and a product is off by {engine['error']:.2g}",
+            "do not use this machine; report it with the output of `kvctl doctor --json`",
+        )
+    if engine["device"] == "cpu" and scene.platform == "darwin":
+        return fail("device", f"{said}: there is no Metal", "use an Apple silicon Mac, not a VM")
+    if engine["device"] == "cpu" and nvidia.has_cuda_build():
+        return warn(
+            "device",
+            f"{said}, though MLX's CUDA build is installed",
+            "install NVIDIA's driver, or see that `nvidia-smi` finds the card",
+        )
+    return ok("device", said, memory_bytes=engine["memory_bytes"])
+
+
+def openblas(scene: Scene) -> Finding:
+    """Whether products on the CPU are quick."""
+    if scene.platform != "linux" or scene.computes_on_cpu is False:
+        return skip("openblas", "only for Linux machines without an accelerator")
+    setting = scene.settings.blas
+    try:
+        library = blas.find(scene.root) if setting == "auto" else blas.choose(setting)
+    except ConfigError as error:
+        return fail("openblas", error.message, "set blas to auto, or to a library that is there")
+    if library is None:
+        why = 'switched off by blas = "off"' if setting == "off" else "not found"
+        todo = (
+            'set blas = "auto"' if setting == "off" else "Debian: apt install libopenblas0-pthread"
+        )
+        return warn("openblas", f"{why}: MLX's own BLAS is 6 to 80 times slower", todo)
+    engine = scene.engine
+    if setting == "auto" and not isinstance(engine, KvdError) and engine["blas"] != str(library):
+        return ok("openblas", f"{library} is there; workers preload {engine['blas']}")
+    return ok("openblas", f"workers preload {library}")
+
+
+def native(scene: Scene) -> Finding:
+    """Whether kvd's own operations for the CPU are built, or can be."""
+    engine = scene.engine
+    if isinstance(engine, KvdError) or not scene.computes_on_cpu:
+        return skip("native", "kvd's own operations are for machines without an accelerator")
+    if scene.settings.native == "off":
+        return warn(
+            "native",
+            'switched off by native = "off": decoding is some three times slower',
+            'set native = "auto"',
+        )
+    if engine["native_built"]:
+        return ok("native", "kvd's own operations are built")
+    if engine["compiler"] is None:
+        return warn(
+            "native",
+            "no C++ compiler to build kvd's own operations: decoding is some three times slower",
+            "Debian: apt install g++",
+        )
+    return ok("native", f"the first load builds them, once, with {engine['compiler']}")
+
+
+def wired_limit(scene: Scene) -> Finding:
+    """How much of its memory macOS lets Metal use."""
+    if scene.platform != "darwin":
+        return skip("wired limit", "only macOS has one")
+    engine, host = scene.engine, scene.host
+    reckoned = host.accelerator_limit or 0
+    told = 0 if isinstance(engine, KvdError) else engine["recommended_bytes"]
+    numbers = {"reckoned_bytes": reckoned, "recommended_bytes": told}
+    if told and abs(told - reckoned) > 0.02 * told:
+        return warn(
+            "wired limit",
+            f"Metal recommends {format_bytes(told)}, and kvd reckons with {format_bytes(reckoned)}",
+            f'set budget in config.toml, such as "{int(0.75 * told / 2**30)}GiB", and report this',
+            **numbers,
+        )
+    said = f"Metal may use {format_bytes(told or reckoned)} of {format_bytes(host.total)}"
+    return ok("wired limit", f"{said}; `sudo sysctl iogpu.wired_limit_mb=…` changes it", **numbers)

@@ -1,0 +1,138 @@
+"""What the system allows: open files, locked memory, the cgroup, memory itself, and the disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+from kvd import memory
+from kvd.doctor.finding import Finding, fail, ok, skip, warn
+from kvd.doctor.scene import Scene
+from kvd.units import format_bytes
+
+_FEW_FILES, _FILES = 256, 1024
+"""A client takes one, a worker three."""
+_FREE_FOR_PARKING = 2**30
+"""kvd writes no parked rows where less would be left of the disk."""
+_UNLIMITED = 1 << 60
+
+
+def open_files(_scene: Scene) -> Finding:
+    """How many clients can come at once."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    said = f"{soft} at once (may be raised to {'any' if hard > _UNLIMITED else hard})"
+    if soft < _FILES:
+        verdict = fail if soft < _FEW_FILES else warn
+        todo = "`ulimit -n 8192` before `kvd serve`; `kvctl service install` sets it"
+        return verdict("open files", said, todo, soft=soft)
+    return ok("open files", said, soft=soft)
+
+
+def locked_memory(_scene: Scene) -> Finding:
+    """How much a process may lock; kvd locks nothing, Metal's wired memory is counted elsewhere."""
+    if not hasattr(resource, "RLIMIT_MEMLOCK"):
+        return skip("locked memory", "this system has no such limit")
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "no limit" if soft < 0 or soft > _UNLIMITED else format_bytes(soft)
+    return ok("locked memory", f"{text}; kvd locks none", soft=soft)
+
+
+def host_memory(scene: Scene) -> Finding:
+    """Whether the budget fits what there is."""
+    host = scene.host
+    budget = scene.settings.budget_bytes or memory.default_budget(host)
+    most = host.accelerator_limit or host.total
+    numbers = {
+        "total_bytes": host.total,
+        "available_bytes": host.available,
+        "budget_bytes": budget,
+        "pressure": host.pressure,
+    }
+    said = (
+        f"{format_bytes(host.total)}, {format_bytes(host.available)} free, budget "
+        f"{format_bytes(budget)}"
+    )
+    if budget > most:
+        return fail(
+            "memory",
+            f"{said}: more than the {format_bytes(most)} that models can use here",
+            f"set budget to at most {format_bytes(int(memory.BUDGET_SHARE * most))}",
+            **numbers,
+        )
+    if host.pressure != "normal":
+        todo = "end what else uses memory, or lower budget"
+        return warn("memory", f"{said}; the system says {host.pressure}", todo, **numbers)
+    return ok("memory", said, **numbers)
+
+
+def cgroup(scene: Scene) -> Finding:
+    """Whether a container or a service limits memory below the machine's."""
+    if scene.platform != "linux":
+        return skip("cgroup", "only Linux has them")
+    physical = _meminfo(scene.root)
+    if physical and scene.host.total < physical:
+        return ok(
+            "cgroup",
+            f"{format_bytes(scene.host.total)} of the machine's {format_bytes(physical)}; the "
+            "default budget heeds it",
+            limit_bytes=scene.host.total,
+        )
+    return ok("cgroup", "no limit of memory below the machine's")
+
+
+def _meminfo(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    found = next((line.split()[1] for line in lines if line.startswith("MemTotal:")), "0")
+    return int(found) * 1024
+
+
+def disk(scene: Scene) -> Finding:
+    """Whether rows can be parked, and logs written."""
+    place = _existing(scene.home.root)
+    free = shutil.disk_usage(place).free
+    limit = scene.settings.parked_bytes
+    said = f"{format_bytes(free)} free for {scene.home.root}"
+    if limit == 0:
+        return ok(
+            "disk", f"{said}; parked rows are not written (parked_limit = 0)", free_bytes=free
+        )
+    if free < 2 * _FREE_FOR_PARKING:
+        return warn(
+            "disk",
+            f"{said}: rows that give their memory back are computed again instead of read",
+            "make room, or give kvd a home on another disk",
+            free_bytes=free,
+        )
+    return ok(
+        "disk", f"{said}; parked rows take up to {format_bytes(limit)} a model", free_bytes=free
+    )
+
+
+def hub_cache(scene: Scene) -> Finding:
+    """Where downloaded models lie."""
+    variables = scene.environment
+    home = variables.get("HF_HOME") or os.path.join(  # noqa: PTH118 - as the Hub's library does
+        variables.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
+    )
+    folder = Path(variables.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    place = _existing(folder)
+    if not os.access(place, os.W_OK):
+        return warn(
+            "hub cache",
+            f"{folder} cannot be written: models of the Hub cannot be downloaded",
+            "set HF_HUB_CACHE to a folder of yours, or load models by their path",
+        )
+    count = len(list(folder.glob("models--*"))) if folder.exists() else 0
+    free = shutil.disk_usage(place).free
+    said = f"{count} model{'' if count == 1 else 's'} in {folder}, {format_bytes(free)} free"
+    return ok("hub cache", said, models=count, free_bytes=free)
+
+
+def _existing(path: Path) -> Path:
+    """Return the nearest folder above that is there."""
+    return next(one for one in (path, *path.parents) if one.exists())

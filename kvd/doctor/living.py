@@ -1,0 +1,192 @@
+"""Trials on a daemon in a home of its own: it serves, survives and ends; as a service, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd import config
+from kvd.client import Client
+from kvd.doctor.finding import Finding, fail, ok
+from kvd.doctor.system import guarded, short_folder
+from kvd.environment import environment
+from kvd.home import Home
+from kvd.service import managing
+from kvd.service.describe import describe
+from protocol.errors import KvdError, NotRunning
+
+_REPORT = "attach the report to an issue"
+_UP_S = 60.0
+_PROMPT = "To open a file,"
+_TOKENS = 96
+_CONFIG = 'budget = "2GiB"\nhttp = {enabled = false}\n'
+
+
+def daemon() -> Iterator[str | Finding]:
+    """Start one with the demo model, and see what the README promises."""
+    with tempfile.TemporaryDirectory(prefix="kvd-", dir=short_folder()) as folder:
+        home = _home(Path(folder))
+        yield "a daemon"
+        command = [sys.executable, "-P", "-m", "kvd", "serve", "--home", str(home.root)]
+        process = subprocess.Popen(  # noqa: S603 - our own module
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment(None),
+            start_new_session=True,
+        )
+        try:
+            loads = guarded("load", lambda: _load(home, process))
+            yield loads
+            if loads.verdict == "ok":
+                yield "completions"
+                yield guarded("completions", lambda: _complete(home))
+                yield "a crash"
+                yield guarded("a crash", lambda: _crash(home))
+            yield "SIGTERM"
+            yield guarded("SIGTERM", lambda: _stop(process))
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _home(folder: Path) -> Home:
+    home = Home(folder / "h")
+    home.create()
+    home.config.write_text(_CONFIG)
+    return home
+
+
+def _load(home: Home, process: subprocess.Popen[bytes]) -> Finding:
+    started = time.monotonic()
+    _wait_until_up(home, process)
+    up = time.monotonic() - started
+    with Client(home=home.root) as client:
+        loading = time.monotonic()
+        model = client.load("demo").result
+        took = time.monotonic() - loading
+        status = client.status()
+    assert model.info is not None
+    said = (
+        f"up in {up:.1f} s, demo loaded in {took:.1f} s on {model.info.device}, attention "
+        f"{model.info.attention_path}"
+    )
+    numbers: dict[str, float | str] = {
+        "up_s": round(up, 2),
+        "load_s": round(took, 2),
+        "daemon_bytes": status.footprint_bytes,
+        "path": model.info.attention_path,
+    }
+    return ok("load", said, **numbers)
+
+
+def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -> None:
+    deadline = time.monotonic() + _UP_S
+    while True:
+        try:
+            with Client(home=home.root):
+                return
+        except NotRunning:
+            if process is not None and process.poll() is not None:
+                raise
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def _complete(home: Home) -> Finding:
+    """See that a request gets the same tokens alone and in company."""
+    with Client(home=home.root) as client:
+        alone = client.generate("demo", _PROMPT, max_tokens=_TOKENS, temperature=0.8, seed=7).text
+    texts: list[str] = []
+
+    def one(seed: int) -> None:
+        with Client(home=home.root) as client:
+            done = client.generate("demo", _PROMPT, max_tokens=_TOKENS, temperature=0.8, seed=seed)
+            text = done.text
+        if seed == 7:
+            texts.append(text)
+
+    started = time.monotonic()
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in (7, 8, 9, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rate = 4 * _TOKENS / (time.monotonic() - started)
+    if texts != [alone]:
+        return fail("completions", "a request got other tokens in company than alone", _REPORT)
+    said = f"four at once, the same tokens as alone, {rate:.0f} tokens/s in all"
+    return ok("completions", said, tokens_per_s=round(rate, 1))
+
+
+def _crash(home: Home) -> Finding:
+    """Kill the worker in the middle of a completion, and see that nobody notices."""
+    with Client(home=home.root) as client, Client(home=home.root) as other:
+        whole = client.generate("demo", _PROMPT, max_tokens=4 * _TOKENS, ignore_eos=True).text
+        running = client.generate("demo", _PROMPT, max_tokens=4 * _TOKENS, ignore_eos=True)
+        killed = False
+        for _ in running:
+            if not killed and len(running.tokens) >= 8:
+                pid = other.status().models[0].worker_pid
+                assert pid is not None
+                os.kill(pid, signal.SIGKILL)
+                killed = True
+        after = other.status().models[0].worker_pid
+    if not killed or after == pid:
+        return fail("a crash", "the completion was over before its worker could be killed", _REPORT)
+    if running.text != whole:
+        return fail("a crash", "after its worker's death a completion went on otherwise", _REPORT)
+    return ok("a crash", "its worker was killed, and a completion went on, token for token")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> Finding:
+    started = time.monotonic()
+    process.terminate()
+    status = process.wait(_UP_S)
+    took = time.monotonic() - started
+    if status:
+        return fail("SIGTERM", f"the daemon ended with {status}", _REPORT)
+    return ok("SIGTERM", f"drained and exited 0 in {took:.1f} s", seconds=round(took, 2))
+
+
+def service() -> Iterator[str | Finding]:
+    """Install a service of its own, see that it serves, and remove it."""
+    with tempfile.TemporaryDirectory(prefix="kvd-", dir=short_folder()) as folder:
+        home = _home(Path(folder))
+        for on_demand in (False, True):
+            name = "service on demand" if on_demand else "service"
+            yield name
+            yield guarded(name, lambda: _serve(home, name, on_demand=on_demand))  # noqa: B023 - at once
+
+
+def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
+    manager = managing.manager_of(describe(home, config.load(home.config), on_demand=on_demand))
+    started = time.monotonic()
+    try:
+        managing.install(manager)
+        _wait_until_up(home)
+        took = time.monotonic() - started
+        with Client(home=home.root) as client:
+            pid = client.status().pid
+        state = manager.state()
+        if state.word != "running" or state.pid != pid:
+            said = f"the daemon is {pid}, and {manager.name} says {state.word}, {state.pid}"
+            return fail(name, said, _REPORT)
+        manager.reload()
+        manager.restart()
+        _wait_until_up(home)
+    except KvdError as error:
+        return fail(name, error.message, _REPORT)
+    finally:
+        managing.uninstall(manager)
+    return ok(name, f"{manager.name} had it up in {took:.1f} s, reloaded and restarted it")

@@ -1,0 +1,105 @@
+"""The selftest's report: for people and for programs, to attach to an issue."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+import kvd
+from kvd.doctor.finding import Finding, Section, Verdict, worst
+from kvd.doctor.scene import Scene
+from protocol.errors import ConfigError, KvdError
+
+_PACKAGES = ("mlx", "mlx-metal", "mlx-cuda-13", "mlx-lm", "msgspec", "nanobind", "numpy")
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    verdict: Verdict
+    date: str
+    machine: str
+    processor: str
+    memory_bytes: int
+    python: str
+    versions: dict[str, str]
+    engine: dict[str, object]
+    sections: list[Section]
+
+    @classmethod
+    def of(cls, scene: Scene, sections: list[Section]) -> Report:
+        """Return what was found here and now."""
+        engine = scene.engine
+        return cls(
+            verdict=worst(sections),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            machine=scene.machine,
+            processor=platform.processor() or platform.machine(),
+            memory_bytes=scene.host.total,
+            python=sys.version.split()[0],
+            versions={"kvd": kvd.__version__, **_versions()},
+            engine={"error": engine.message} if isinstance(engine, KvdError) else engine,
+            sections=sections,
+        )
+
+    @property
+    def text(self) -> str:
+        """All of it as people read it."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        lines = [
+            f"kvd selftest, {self.date}: {self.verdict}",
+            f"{self.machine}, {self.processor}, {self.memory_bytes / 2**30:.1f} GiB",
+            f"Python {self.python}; {versions}",
+        ]
+        for section in self.sections:
+            lines += ["", section.title]
+            for one in section.findings:
+                lines += _lines(one)
+        return "\n".join(lines) + "\n"
+
+
+def _lines(one: Finding) -> list[str]:
+    lines = [f"  {one.verdict:<4}  {one.name}: {one.said}"]
+    if one.todo is not None:
+        lines.append(f"        -> {one.todo}")
+    plain = {key: value for key, value in one.numbers.items() if key != "traceback"}
+    if plain:
+        lines.append("        " + ", ".join(f"{key} {_short(v)}" for key, v in plain.items()))
+    if "traceback" in one.numbers:
+        lines += [f"        {line}" for line in str(one.numbers["traceback"]).splitlines()]
+    return lines
+
+
+def _short(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Write both files and return them; the user's name is left out of paths."""
+    stamp = report.date[:19].replace(":", "").replace("-", "")
+    files = {
+        folder / f"kvd-selftest-{stamp}.json": msgspec.json.format(msgspec.json.encode(report)),
+        folder / f"kvd-selftest-{stamp}.txt": report.text.encode(),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            path.write_bytes(content.replace(str(Path.home()).encode(), b"~"))
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}", key="") from error
+    return list(files)

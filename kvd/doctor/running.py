@@ -1,0 +1,120 @@
+"""The daemon that runs: whether it answers, its version, and what it complains of; its service."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import kvd
+from kvd import listen
+from kvd.client import Client
+from kvd.doctor.finding import Finding, fail, ok, skip, warn
+from kvd.doctor.scene import Scene
+from kvd.http.settings import DEFAULT_PORT
+from protocol.errors import KvdError, NotRunning
+from protocol.types import DaemonStatus
+
+_ANSWER_S = 5.0
+
+
+def daemon(scene: Scene) -> list[Finding]:
+    """Whether it answers, and what it says of itself."""
+    try:
+        with Client(home=scene.home.root, timeout_s=_ANSWER_S) as client:
+            status = client.status()
+    except NotRunning:
+        if listen.holder(scene.home) is None:
+            return [skip("daemon", "none runs here; `kvd serve` or `kvctl service install`")]
+        todo = "see `socket` above; end it and start it again"
+        return [fail("daemon", "one lives here and does not answer", todo)]
+    except KvdError as error:
+        return [fail("daemon", f"it does not answer: {error.message}", "restart the daemon")]
+    return [_version(status), *_complaints(status)]
+
+
+def _version(status: DaemonStatus) -> Finding:
+    said = f"pid {status.pid} answers, version {status.version}, {status.state}"
+    if status.version != kvd.__version__:
+        todo = "restart the daemon: `kvctl service restart`, or `kvctl shutdown` and `kvd serve`"
+        return fail("daemon", f"{said}; this kvctl is {kvd.__version__}", todo)
+    if status.violations:
+        said += f"; its grants exceeded the budget {status.violations} times"
+        return fail("daemon", said, "report it with the log: it is a bug")
+    return ok("daemon", said, footprint_bytes=status.footprint_bytes)
+
+
+def _complaints(status: DaemonStatus) -> list[Finding]:
+    found = []
+    if status.config_error is not None:
+        todo = "mend it and reload (`kvctl service reload`); the daemon runs with the one before"
+        found.append(fail("reload", status.config_error, todo))
+    elif status.config_waits:
+        waits = ", ".join(status.config_waits)
+        found.append(warn("reload", f"{waits} wait for a restart", "restart the daemon"))
+    for model in status.models:
+        name = f"model {model.name}"
+        if model.state == "failed":
+            why = model.error.message if model.error else "it was given up"
+            todo = f"`kvctl unload {model.name}`, then `kvctl load` it again"
+            found.append(fail(name, why, todo))
+        elif model.state == "backoff":
+            why = model.error.message if model.error else "its worker died"
+            found.append(warn(name, f"starts again: {why}", "`kvctl status` shows whether it does"))
+        elif model.info is not None and model.info.fused is not None and not model.info.fused.used:
+            why = f"kernels are not used: {model.info.fused.reason}"
+            todo = "load it again while nothing else computes; report it if that does not help"
+            found.append(warn(name, why, todo))
+    return found
+
+
+def http_port(scene: Scene) -> Finding:
+    """Whether HTTP has its port, or could have it."""
+    http = scene.settings.http
+    port = DEFAULT_PORT if http.port is None else http.port
+    if not (http.enabled and http.tcp):
+        return skip("http port", "HTTP over TCP is switched off")
+    if port == 0:
+        return ok("http port", "any that is free; `kvctl status` says which")
+    if not listen.holder(scene.home) and (taken := _taken(http.host, port)):
+        return warn(
+            "http port",
+            f"{http.host} port {port}: {taken}",
+            "end what has it, or set port under [http] in config.toml (0 takes any)",
+        )
+    return ok("http port", f"{http.host} port {port}")
+
+
+def _taken(host: str, port: int) -> str | None:
+    """Return why nobody can listen there; None: one could."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        return "another program has it" if taken else error.strerror or str(error)
+    return None
+
+
+def service(scene: Scene) -> Finding:
+    """Whether the service is installed as this version would install it, and runs."""
+    from kvd.service import managing  # noqa: PLC0415 - only here
+    from kvd.service.describe import describe  # noqa: PLC0415 - as above
+
+    try:
+        described = describe(scene.home, scene.settings)
+        manager = managing.manager_of(described)
+        if manager.is_on_demand():
+            manager = managing.manager_of(describe(scene.home, scene.settings, on_demand=True))
+        if not managing.installed(manager):
+            return skip("service", "not installed; `kvctl service install` has it started for you")
+        state = manager.state()
+        if managing.outdated(manager):
+            said = "its files are not what this version and configuration would write"
+            return warn("service", said, "`kvctl service install` brings them up to date")
+    except KvdError as error:
+        return warn("service", error.message, "`kvctl service status` has more")
+    if state.word == "failed":
+        return fail("service", f"{manager.name}: {state.about}", "`kvctl service logs` says why")
+    return ok("service", f"{manager.name}: {state.word}{f', {state.about}' if state.about else ''}")

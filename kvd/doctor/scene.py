@@ -1,0 +1,65 @@
+"""What the checks look at; tests give them another machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvd import config, memory
+from kvd.config import Config
+from kvd.doctor.engine import ask
+from kvd.home import Home
+from protocol.errors import ConfigError, KvdError
+from protocol.types import HostMemory
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A home on a machine."""
+
+    home: Home
+    root: Path = Path("/")
+    """Where system files are looked for."""
+    platform: str = sys.platform
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    @cached_property
+    def config(self) -> Config | ConfigError:
+        """The configuration, or what is wrong with it."""
+        try:
+            return config.load(self.home.config)
+        except ConfigError as error:
+            return error
+
+    @property
+    def settings(self) -> Config:
+        """The configuration, or the defaults where it is wrong: another check says so."""
+        return Config() if isinstance(self.config, ConfigError) else self.config
+
+    @cached_property
+    def host(self) -> HostMemory:
+        """What the machine has of memory."""
+        return memory.reader().host()
+
+    @cached_property
+    def engine(self) -> dict[str, Any] | KvdError:
+        """What a worker finds here, or what it died of."""
+        return ask()
+
+    @property
+    def computes_on_cpu(self) -> bool | None:
+        """Whether MLX has no accelerator; None where it does not run at all."""
+        return None if isinstance(self.engine, KvdError) else self.engine["device"] == "cpu"
+
+    @property
+    def machine(self) -> str:
+        """Return the machine in a few words."""
+        system = {"darwin": "macOS", "linux": "Linux"}.get(self.platform, self.platform)
+        version = platform.mac_ver()[0] if self.platform == "darwin" else platform.release()
+        return f"{system} {version}, {platform.machine()}"

@@ -1,0 +1,162 @@
+"""`kvctl doctor --selftest`: computes, serves and measures, each in a process of its own.
+
+Yields the name of what begins, and a section when it is complete. A process that dies costs the
+trial that it was in; the others go on in another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO
+
+import msgspec
+
+from kvd import blas
+from kvd.doctor import living, system
+from kvd.doctor.finding import Finding, Section, fail
+from kvd.doctor.scene import Scene
+from kvd.environment import environment
+from protocol.errors import ConfigError
+
+MODULE = "kvd.worker.selftest"
+_TRIAL_S = 180.0
+"""Longer than any trial takes, kernels that are compiled first included."""
+_REPORT = "attach the report to an issue"
+_MOST_DEATHS = 8
+
+
+class _Line(msgspec.Struct, frozen=True):
+    begin: str | None = None
+    outcome: Finding | None = None
+
+
+def run(scene: Scene, *, quick: bool = False, service: bool = False) -> Iterator[str | Section]:
+    """Run everything; `quick`: in a few seconds, without a daemon."""
+    yield from _section("Selftest: computing", computing(quick=quick))
+    yield from _section("Selftest: the system", system.trials(scene))
+    if not quick:
+        yield from _section("Selftest: a daemon", living.daemon())
+    if service:
+        yield from _section("Selftest: a service", living.service())
+
+
+def _section(title: str, steps: Iterator[str | Finding]) -> Iterator[str | Section]:
+    findings = []
+    for step in steps:
+        if isinstance(step, str):
+            yield step
+        else:
+            findings.append(step)
+    yield Section(title, findings)
+
+
+def computing(
+    *, quick: bool, module: str = MODULE, most_s: float = _TRIAL_S
+) -> Iterator[str | Finding]:
+    """Run a worker's trials; one that ends its process is left out of the next one."""
+    done: list[str] = []
+    for _ in range(_MOST_DEATHS):
+        begun: str | None = None
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            _process(module, done, errors, quick=quick) as process,
+        ):
+            assert process.stdout is not None
+            watchdog = _Watchdog(process, most_s)
+            for text in process.stdout:
+                line = _read(text)
+                if line is not None and line.begin is not None:
+                    begun = line.begin
+                    watchdog.again()
+                    yield begun
+                elif line is not None and line.outcome is not None:
+                    done.append(line.outcome.name)
+                    begun = None
+                    yield line.outcome
+            watchdog.stop()
+            status = process.wait()
+            words = _last_words(errors)
+        if begun is None:
+            if status:
+                yield fail(
+                    "worker", f"it ended by {_death(status)}{words and f'; {words}'}", _REPORT
+                )
+            return
+        silent = f"it took more than {most_s:g} s" if watchdog.bit else _death(status)
+        yield fail(begun, f"its process died: {silent}{words and f'; {words}'}", _REPORT)
+        done.append(begun)
+
+
+@contextlib.contextmanager
+def _process(
+    module: str, done: list[str], errors: IO[str], *, quick: bool
+) -> Iterator[subprocess.Popen[str]]:
+    try:
+        library = blas.choose("auto")
+    except ConfigError:
+        library = None
+    arguments = [word for name in done for word in ("--skip", name)]
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-P", "-m", module, *(["--quick"] if quick else []), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=environment(library) | {"PYTHONFAULTHANDLER": "1"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+class _Watchdog:
+    """Kills a process that is silent for too long."""
+
+    def __init__(self, process: subprocess.Popen[str], most_s: float) -> None:
+        self._process, self._most_s = process, most_s
+        self.bit = False
+        self._timer: threading.Timer | None = None
+        self.again()
+
+    def again(self) -> None:
+        self.stop()
+        self._timer = threading.Timer(self._most_s, self._bite)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _bite(self) -> None:
+        self.bit = True
+        self._process.kill()
+
+
+def _read(text: str) -> _Line | None:
+    try:
+        return msgspec.json.decode(text, type=_Line)
+    except msgspec.MsgspecError:
+        return None  # what a library printed
+
+
+def _death(status: int) -> str:
+    if status < 0:
+        return signal.Signals(-status).name
+    return f"exit status {status}"
+
+
+def _last_words(errors: IO[str]) -> str:
+    """Return what a process said at its end, in a line."""
+    errors.seek(0)
+    lines = [line.strip() for line in errors if line.strip()]
+    telling = [line for line in lines if "rror" in line or "Fatal" in line]
+    return (telling or lines or [""])[-1][:300]

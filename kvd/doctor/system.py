@@ -1,0 +1,138 @@
+"""Trials of what the system does for the daemon: sockets, readings, the service's file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvd import listen, memory
+from kvd.config import Config
+from kvd.doctor.finding import Finding, fail, ok, skip
+from kvd.doctor.scene import Scene
+from kvd.home import Home
+from kvd.service import managing
+from kvd.service.describe import describe
+
+_REPORT = "attach the report to an issue"
+
+
+def trials(scene: Scene) -> Iterator[str | Finding]:
+    """Run them one after the other; one that fails itself is a finding too."""
+    for trial in (unix_socket, other_process, service_file):
+        name = trial.__name__.replace("_", " ")
+        yield name
+        with tempfile.TemporaryDirectory(prefix="kvd-", dir=short_folder()) as folder:
+            yield guarded(name, lambda: trial(scene, Path(folder)))  # noqa: B023 - called at once
+
+
+def short_folder() -> str | None:
+    """Return where temporary homes go: the usual place of macOS is too deep for a socket."""
+    return "/tmp" if sys.platform == "darwin" else None  # noqa: S108 - made private by mkdtemp
+
+
+def guarded(name: str, trial: Callable[[], Finding]) -> Finding:
+    """Run a trial."""
+    try:
+        return trial()
+    except Exception as error:  # noqa: BLE001 - the others are to be run all the same
+        return fail(name, f"{type(error).__name__}: {error}", _REPORT)
+
+
+def unix_socket(_scene: Scene, folder: Path) -> Finding:
+    """See that a socket is private, knows its peer, and notices its end; and so does the lock."""
+    home = Home(folder / "h")
+    home.create()
+    wrong = []
+    with listen.hold_lock(home), listen.bind(home.socket) as listener:
+        mode = home.socket.stat().st_mode & 0o777
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        client.connect(str(home.socket))
+        peer, _ = listener.accept()
+        with peer:
+            uid = listen.peer_uid(peer)
+            early = listen.hung_up(peer)
+            client.close()
+            late = listen.hung_up(peer)
+        if mode != 0o600:
+            wrong.append(f"its mode is {mode:o}")
+        if uid != os.geteuid():
+            wrong.append(f"the peer's uid reads {uid}")
+        if early or not late:
+            wrong.append("the end of a connection is not noticed")
+        if listen.holder(home) != os.getpid():
+            wrong.append(f"the lock's holder reads {listen.holder(home)}")
+    if listen.holder(home) is not None:
+        wrong.append("the lock stays held")
+    if wrong:
+        return fail("unix socket", "; ".join(wrong), _REPORT)
+    return ok(
+        "unix socket", f"mode 600, peer uid {uid}, its end is noticed; the lock tells its holder"
+    )
+
+
+def other_process(_scene: Scene, _folder: Path) -> Finding:
+    """See that the footprint of another process can be read: the daemon reads its workers'."""
+    size = 128 * 2**20
+    code = f"b = bytearray(b'x') * {size}; print(flush=True); input()"
+    command = [sys.executable, "-c", code]
+    reader = memory.reader()
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # noqa: S603
+        assert child.stdout is not None
+        child.stdout.readline()
+        read = reader.footprint(child.pid)
+        child.kill()
+    gone = reader.footprint(child.pid)
+    said = f"a process that holds {size >> 20} MiB reads {read >> 20} MiB, {gone} after its end"
+    if size < read < 1.5 * size and gone == 0:
+        return ok("other process", said, footprint_bytes=read)
+    return fail("other process", said, _REPORT, footprint_bytes=read)
+
+
+def service_file(scene: Scene, folder: Path) -> Finding:
+    """See that the system's own checker finds nothing wrong with what `service install` writes."""
+    name = "service file"
+    checker = _CHECKERS.get(scene.platform)
+    if checker is None or shutil.which(checker[0]) is None:
+        return skip(name, "there is no checker for it here")
+    home = Home(folder / "h")
+    home.create()
+    paths = []
+    for on_demand in (False, True):
+        below = folder / str(on_demand)
+        below.mkdir()
+        manager = managing.manager_of(describe(home, Config(), on_demand=on_demand))
+        for path, content in manager.files().items():
+            paths.append(below / path.name)
+            paths[-1].write_bytes(content)
+    said = "".join(_complaint([*checker, *map(str, group)]) for group in _apart(paths))
+    if said:
+        return fail(name, said, _REPORT)
+    return ok(name, f"{checker[0]} finds nothing wrong in {len(paths)} files")
+
+
+_CHECKERS = {
+    "darwin": ("plutil", "-lint", "-s"),
+    "linux": ("systemd-analyze", "--user", "verify"),
+}
+
+
+def _apart(paths: list[Path]) -> list[list[Path]]:
+    """Return them by folder: units of one name must not meet."""
+    folders = sorted({path.parent for path in paths})
+    return [[path for path in paths if path.parent == folder] for folder in folders]
+
+
+def _complaint(command: list[str]) -> str:
+    """Return what a checker says; it has no right to exit with 0 and say something."""
+    variables = os.environ | {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR") or "/tmp"}  # noqa: S108
+    done = subprocess.run(  # noqa: S603 - the system's own program
+        command, capture_output=True, text=True, check=False, timeout=30, env=variables
+    )
+    said = (done.stdout + done.stderr).strip()
+    return said or (f"exit status {done.returncode}" if done.returncode else "")

@@ -1,0 +1,249 @@
+"""Decode attention over pages of every kind, by plain operations and by kernels.
+
+Both against dense attention in float64 over what the pages stand for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.worker.attention.decode import decode_attention
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.batch import DecodeHandle, make_caches
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.store import KVStore
+from kvd.worker.fusing import choice
+from kvd.worker.fusing.verdict import takes
+from kvd.worker.selftest.outcome import Outcome, judged
+
+BOUNDS = {mx.float32: 2e-5, mx.float16: 8e-3, mx.bfloat16: 4e-2}
+"""Of the largest difference, relative to the largest value; outputs are rounded to the dtype."""
+_CHUNK = 256
+_CALLS = 20
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows over the pages of one layer."""
+
+    dtype: mx.Dtype = mx.float32
+    dim: int = 64
+    v_dim: int | None = None
+    kv_heads: int = 2
+    repeats: int = 2
+    ladder: tuple[str, ...] = ("k8v8", "k8v4", "k4v4")
+    """Rows have pages on all of them in turn."""
+    lengths: tuple[int, ...] = (300, 5, 64, 777)
+    kind: Kind = FULL
+    sinks: bool = False
+
+    @property
+    def name(self) -> str:
+        """Say it in a line."""
+        said = [str(self.dtype).rpartition(".")[2], f"{self.dim}x{self.v_dim or self.dim}"]
+        said += [f"{self.kv_heads}x{self.repeats} heads", "+".join(self.ladder)]
+        said += [str(self.kind)] if self.kind != FULL else []
+        return ", ".join([*said, "sinks"] if self.sinks else said)
+
+
+def cases(*, quick: bool) -> Iterator[Case]:
+    """Yield every kind of shape that models have; `quick`: a few of them."""
+    yield Case()
+    yield Case(mx.float16, dim=128, repeats=4)
+    yield Case(mx.bfloat16, dim=128, kv_heads=1, repeats=8, kind=Kind(window=200))
+    if quick:
+        return
+    for dtype in BOUNDS:
+        for dim in (64, 80, 96, 128, 256):
+            for repeats in (1, 4, 7, 16):
+                yield Case(dtype, dim=dim, repeats=repeats)
+        for ladder in ("k16v16", "k8v8", "k4v4", "k3v4", "k2v2", "k6v5"):
+            yield Case(dtype, dim=128, ladder=(ladder,), lengths=(2, 500))
+        yield Case(dtype, dim=192, v_dim=128, repeats=4)
+        yield Case(dtype, sinks=True, repeats=4)
+        yield Case(dtype, kind=Kind(window=300, keep=70), lengths=(900, 30))
+        yield Case(dtype, kind=Kind(chunk=128), lengths=(300, 65))
+        yield Case(dtype, dim=128, kv_heads=4, repeats=4, lengths=(8200, 3, 127))
+
+
+class Step:
+    """A case's store, and a decode step over it."""
+
+    def __init__(self, case: Case, kernels: FusedBackend | None) -> None:
+        self.case = case
+        self._random = np.random.default_rng(7)
+        self.geometry = LayerGeometry(
+            case.kv_heads, case.dim, case.v_dim or case.dim, case.dtype.size
+        )
+        ladder = [Scheme.parse(name) for name in case.ladder]
+        self.store = KVStore([self.geometry], ladder, case.dtype, kind=case.kind)
+        self.store.backend = kernels
+        (self._cache,) = make_caches(self.store)
+        self.rows = [self._row(length) for length in case.lengths]
+        mx.eval(self.store.arrays())
+        if self.store.needs_flush(self.rows):
+            self.store.flush()
+        self.store.begin_decode(self.rows)
+        new = [self._noise(1) for _ in self.rows]
+        sides = (mx.concatenate([one[side] for one in new]) for side in (0, 1))
+        handle, _ = self._cache.update_and_fetch(*sides)
+        assert isinstance(handle, DecodeHandle)
+        self.handle = handle
+        heads = case.kv_heads * case.repeats
+        self.queries = self._array((len(self.rows), heads, 1, case.dim)) * 2
+        self.sinks = self._array((heads,)) if case.sinks else None
+        self.scale = case.dim**-0.5
+        mx.eval(self.queries, self.store.arrays())
+
+    def _array(self, shape: tuple[int, ...]) -> mx.array:
+        return mx.array(self._random.normal(size=shape).astype(np.float32)).astype(self.case.dtype)
+
+    def _noise(self, tokens: int) -> tuple[mx.array, mx.array]:
+        heads = self.geometry.kv_heads
+        keys, values = (
+            self._array((1, heads, tokens, dim))
+            for dim in (self.geometry.k_dim, self.geometry.v_dim)
+        )
+        return keys, values
+
+    def _row(self, length: int) -> Row:
+        row = self.store.new_row()
+        for start in range(0, length - 1, _CHUNK):
+            count = min(_CHUNK, length - 1 - start)
+            self.store.begin_prefill(row, count)
+            self._cache.update_and_fetch(*self._noise(count))
+            self.store.finish_prefill()
+        for level in range(1, len(self.store.ladder)):
+            if due := row.pages[level :: len(self.store.ladder)]:
+                self.store.convert(0, level, due, [row])
+        return row
+
+    def attend(self, *, plainly: bool) -> mx.array:
+        """Return attention by plain operations, or as the store's backend does it."""
+        handle = self.handle
+        if plainly:
+            handle = replace(handle, step=replace(handle.step, backend=None))
+        return decode_attention(self.queries, handle, self.scale, self.sinks)
+
+    def error(self, got: mx.array) -> float:
+        """Return the largest difference to dense attention, relative to its largest value."""
+        found = np.array(got.astype(mx.float32), np.float64)
+        wanted = np.concatenate([self._dense(index) for index in range(len(self.rows))])
+        wanted = wanted.reshape(found.shape)
+        if not np.isfinite(found).all():
+            return float("inf")
+        return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+
+    def _dense(self, index: int) -> Array:
+        row, case = self.rows[index], self.case
+        keys, values = (
+            np.array(side.astype(mx.float32), np.float64) for side in self.store.read(row, 0)
+        )
+        queries = np.array(self.queries[index].astype(mx.float32), np.float64)[:, 0]
+        seen = self._seen(row)
+        sinks = None if self.sinks is None else np.array(self.sinks.astype(mx.float32), np.float64)
+        out = []
+        for head in range(queries.shape[0]):
+            group = head // case.repeats
+            scores = keys[group][seen] @ queries[head] * self.scale
+            sink = None if sinks is None else sinks[head]
+            top = scores.max() if sink is None else max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            total = weights.sum() + (0.0 if sink is None else np.exp(sink - top))
+            out.append(weights @ values[group][seen] / total)
+        return np.stack(out)
+
+    def _seen(self, row: Row) -> NDArray[np.bool_]:
+        """Return which of the tokens that are there the newest one attends to."""
+        positions = np.array(self.store.positions(row))
+        newest, kind = row.length - 1, self.case.kind
+        if kind.chunk:
+            seen = positions >= newest // kind.chunk * kind.chunk
+        elif kind.window:
+            seen = (positions > newest - (kind.window - kind.keep)) | (positions < kind.keep)
+        else:
+            seen = positions >= 0
+        return seen
+
+
+def reference(*, quick: bool) -> Outcome:
+    """Compare plain operations with dense attention."""
+    worst = _worst([(Step(case, None), True) for case in cases(quick=quick)])
+    return _told("attention, plain", worst, len(list(cases(quick=quick))))
+
+
+def kernels(*, quick: bool) -> Outcome:
+    """Compare kernels with dense attention, and their time with plain operations'."""
+    name = "attention, kernels"
+    backend = choice.kernels()
+    if backend is None:
+        return Outcome(name, "skip", "kernels are for Metal and CUDA")
+    start = time.perf_counter()
+    steps = [
+        (step, False)
+        for step in (Step(case, backend) for case in cases(quick=quick))
+        if takes(step.geometry)
+    ]
+    before = backend.kernels.launches
+    worst = _worst(steps)
+    launches = backend.kernels.launches - before
+    if not launches:
+        return Outcome(name, "fail", "no kernel was launched", "attach the report to an issue")
+    told = _told(name, worst, len(steps))
+    big = Step(Case(mx.bfloat16, dim=128, kv_heads=8, repeats=2, ladder=("k4v4",),
+                    lengths=(4096,) * 4), backend)  # fmt: skip
+    fused, plain = (_milliseconds(big, plainly=plainly) for plainly in (False, True))
+    numbers = told.numbers | {
+        "kernel_ms": fused,
+        "plain_ms": plain,
+        "launches": launches,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+    said = f"{told.said}; 4 rows of 4096 keys take {fused:.3f} ms, plainly {plain:.3f} ms"
+    return replace_outcome(told, said, numbers)
+
+
+def replace_outcome(told: Outcome, said: str, numbers: dict[str, float | int | str]) -> Outcome:
+    """Return the same verdict, with more to say."""
+    return Outcome(told.name, told.verdict, said, told.todo, numbers)
+
+
+def _worst(steps: Sequence[tuple[Step, bool]]) -> dict[mx.Dtype, tuple[float, str]]:
+    """Return by dtype the largest error, and the case that has it."""
+    worst: dict[mx.Dtype, tuple[float, str]] = {}
+    for step, plainly in steps:
+        error = step.error(step.attend(plainly=plainly))
+        if error >= worst.get(step.case.dtype, (-1.0, ""))[0] or np.isnan(error):
+            worst[step.case.dtype] = (error, step.case.name)
+    return worst
+
+
+def _told(name: str, worst: dict[mx.Dtype, tuple[float, str]], count: int) -> Outcome:
+    right = all(error <= BOUNDS[dtype] for dtype, (error, _) in worst.items())
+    said = [f"{count} shapes against float64"]
+    numbers: dict[str, float | int | str] = {"shapes": count}
+    for dtype, (error, case) in worst.items():
+        short = str(dtype).rpartition(".")[2]
+        said.append(f"{short} off by {error:.1g}")
+        numbers |= {f"{short}_error": error, f"{short}_bound": BOUNDS[dtype]}
+        if not error <= BOUNDS[dtype]:
+            said.append(f"beyond {BOUNDS[dtype]:.1g} ({case})")
+    return judged(name, "; ".join(said), numbers, right=right)
+
+
+def _milliseconds(step: Step, *, plainly: bool) -> float:
+    mx.eval(step.attend(plainly=plainly))
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        mx.eval(step.attend(plainly=plainly))
+    return (time.perf_counter() - start) / _CALLS * 1e3

@@ -1,0 +1,146 @@
+"""What the process holds: pools that are written in place, limits, and readings of both."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import mlx.core as mx
+
+from kvd import memory as readings
+from kvd.worker import memory
+from kvd.worker.cache.batch import make_caches
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.store import KVStore
+from kvd.worker.selftest.outcome import Outcome, judged
+
+_MIB = 1 << 20
+_GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
+_LAYERS = 4
+_NOISE = _MIB
+
+
+def flush(*, quick: bool) -> Outcome:
+    """Write full pages into pools of some size, and see that no pool is copied for it."""
+    tokens = 2560 if quick else 13312
+    store = KVStore([_GEOMETRY] * _LAYERS, Scheme(8, 8), mx.float32)
+    caches = make_caches(store)
+    row = store.new_row()
+
+    def give(count: int) -> None:
+        noise = mx.random.normal((1, _GEOMETRY.kv_heads, count, _GEOMETRY.k_dim))
+        for cache in caches:
+            cache.update_and_fetch(noise, noise)
+
+    for _ in range(0, tokens, 512):
+        store.begin_prefill(row, 512)
+        give(512)
+        store.finish_prefill()
+    worst, took, flushes = 0, 0.0, 0
+    for _ in range(10 * PAGE_TOKENS):
+        mx.eval(store.arrays())
+        if store.needs_flush([row]):
+            mx.synchronize()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            start = time.perf_counter()
+            store.flush()
+            mx.eval(store.arrays())
+            took = max(took, time.perf_counter() - start)
+            if mx.get_active_memory() <= before + _NOISE:  # growing is a copy, and reserved for
+                worst = max(worst, mx.get_peak_memory() - before)
+                flushes += 1
+        store.begin_decode([row])
+        give(1)
+    pools = store.pages_bytes
+    said = (
+        f"{flushes} flushes into {pools / _MIB:.0f} MiB of pools took {worst / _MIB:.1f} MiB for a "
+        f"moment, {took * 1e3:.1f} ms at most"
+    )
+    numbers: dict[str, float | int | str] = {
+        "pool_bytes": pools,
+        "moment_bytes": worst,
+        "flushes": flushes,
+        "flush_ms": round(took * 1e3, 2),
+    }
+    return judged("flush in place", said, numbers, right=flushes > 0 and worst < pools / 4)
+
+
+def limits() -> Outcome:
+    """See that MLX keeps no more freed buffers than it is told to."""
+    limit = 64 * _MIB
+    before = mx.set_cache_limit(limit)
+    try:
+        mx.clear_cache()
+        for _ in range(4):
+            arrays = [mx.ones((8 * _MIB,)) + 1 for _ in range(4)]  # 32 MiB each
+            mx.eval(arrays)
+            del arrays
+        kept = mx.get_cache_memory()
+    finally:
+        mx.set_cache_limit(before)
+        mx.clear_cache()
+    said = f"of 128 MiB freed it keeps {kept / _MIB:.0f} MiB, and may keep {limit / _MIB:.0f}"
+    numbers: dict[str, float | int | str] = {"kept_bytes": kept, "limit_bytes": limit}
+    return judged("limit of freed buffers", said, numbers, right=kept <= limit)
+
+
+def footprint() -> Outcome:
+    """See that an array shows in the process's footprint, by both ways to read it, and goes again.
+
+    Not where the device has memory of its own.
+    """
+    name = "footprint"
+    reader = readings.reader()
+    if reader.separate:
+        return Outcome(name, "skip", "the device has memory of its own; its bytes are what counts")
+    size = 256 * _MIB
+    mx.clear_cache()
+    memory.give_back()
+    before, outside = memory.measured(), reader.footprint(os.getpid())
+    array = mx.ones((size // 4,)) + 1
+    mx.eval(array)
+    with_it = memory.measured()
+    outside_with_it = reader.footprint(os.getpid())
+    del array
+    mx.clear_cache()
+    memory.give_back()
+    after = memory.measured()
+    numbers: dict[str, float | int | str] = {
+        "array_bytes": size,
+        "before_bytes": before,
+        "with_array_bytes": with_it,
+        "after_bytes": after,
+        "outside_before_bytes": outside,
+        "outside_with_array_bytes": outside_with_it,
+    }
+    grew, outside_grew = with_it - before, outside_with_it - outside
+    said = (
+        f"{size / _MIB:.0f} MiB of arrays: the worker reads {grew / _MIB:+.0f} MiB, the daemon "
+        f"{outside_grew / _MIB:+.0f} MiB; {(after - before) / _MIB:+.0f} MiB stay"
+    )
+    shows = all(0.9 * size < one < 1.25 * size for one in (grew, outside_grew))
+    return judged(name, said, numbers, right=shows and after - before < 0.2 * size)
+
+
+def pressure() -> Outcome:
+    """See that what the system says of its memory makes sense."""
+    host = readings.reader().host()
+    numbers: dict[str, float | int | str] = {
+        "total_bytes": host.total,
+        "available_bytes": host.available,
+        "accelerator_limit_bytes": host.accelerator_limit or 0,
+        "pressure": host.pressure,
+    }
+    said = (
+        f"pressure {host.pressure}; {host.available / 2**30:.1f} of {host.total / 2**30:.1f} GiB "
+        "are free"
+    )
+    most = mx.device_info().get("max_recommended_working_set_size")
+    right = 0 < host.available <= host.total
+    if most and host.accelerator_limit:
+        numbers["device_recommends_bytes"] = int(most)
+        said += f"; Metal recommends {int(most) / 2**30:.2f} GiB, reckoned were "
+        said += f"{host.accelerator_limit / 2**30:.2f}"
+        right = right and abs(int(most) - host.accelerator_limit) < 0.02 * int(most)
+    return judged("pressure and limits", said, numbers, right=right)

@@ -1,0 +1,42 @@
+"""The embedded model as a worker would load it: the probe's verdicts, and rows in company."""
+
+from __future__ import annotations
+
+from kvd.worker import loading, model, seam
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.fusing.verdict import told
+from kvd.worker.native import choice as native
+from kvd.worker.selftest.outcome import Outcome, judged
+
+
+def probed() -> Outcome:
+    """Load `demo`, and have every check of a load made."""
+    chosen = native.choose(_silently)
+    seam.install()
+    loaded = model.load(model.inspect(model.resolve("demo")).path)
+    settings = CacheSettings(ladder=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
+    served = loading.serve(loaded, settings, chosen.library, _silently)
+    said = f"served by {served.path}, logits off by {served.error:.1g}"
+    numbers: dict[str, float | int | str] = {"path": served.path, "error": served.error}
+    if chosen.told is not None:
+        said += f"; native operations: {chosen.told}"
+        numbers["native"] = chosen.told
+    name = "the demo model"
+    if (fused := served.fused) is None:
+        return judged(name, said, numbers, right=not served.reasons)
+    said += f"; {told(fused)}"
+    numbers |= {
+        "fused": str(fused.used),
+        "call_ms": fused.call_ms or 0.0,
+        "reference_ms": fused.reference_ms or 0.0,
+        "compile_s": fused.compile_s,
+    }
+    if not fused.used and fused.reason == "slower than plain operations":
+        todo = "attach the report to an issue, with what else the machine was doing"
+        return Outcome(name, "warn", said, todo, numbers)
+    return judged(name, said, numbers, right=fused.used and not served.reasons)
+
+
+def _silently(_stage: str, _fraction: float) -> None:
+    """Report no progress."""
