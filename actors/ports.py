@@ -104,6 +104,10 @@ class Configuration(Protocol):
         """
         ...
 
+    def budget_is(self, total_bytes: int) -> None:
+        """Note that a client has set the budget."""
+        ...
+
 
 class Reckon(Protocol):
     """Say what a model costs that is not loaded, from its files."""

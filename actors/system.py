@@ -133,6 +133,9 @@ class NoConfiguration:
         """Refuse."""
         raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
 
+    def budget_is(self, total_bytes: int) -> None:
+        """Note nothing."""
+
 
 class Connection:
     """One client's end of the system; made by `System.connect`."""

@@ -120,8 +120,9 @@ def table(
     coming = flat(next_up) if next_up is not None else {}
     found = []
     for key, value in flat(holding).items():
-        origin: Origin = "file" if key in said else "default"
         differs = next_up is not None and coming.get(key) != value
+        default = default_of(key)
+        origin: Origin = "default" if key not in said or (differs and value == default) else "file"
         if options is not None and overlaid(key, options):
             origin = "command_line"
         if key in live and differs:
@@ -130,7 +131,7 @@ def table(
             Setting(
                 key=key,
                 value=sorted(value) if key == "http.keys" else value,  # who, and not the hashes
-                default=[] if key == "http.keys" else default_of(key),
+                default=[] if key == "http.keys" else default,
                 origin=origin,
                 live=may_change_live(key),
                 waits=differs and origin in {"file", "default"} and key in coming,
@@ -180,21 +181,27 @@ class LiveSettings:
         wanted, file = reloader.settings, config.load(self._options.home.config)
         for key, value in values.items():
             wanted = with_value(wanted, key, flat(file).get(key) if value is None else value)
-        changes = []
+        changes: list[Changed] = []
         if "budget" in values and overlaid("budget", self._options):
             # Whoever asks now knows better than the command line of then.
-            before = reloader.settings.budget
+            changes.append(Changed("budget", reloader.settings.budget, wanted.budget))
             await self._set_budget(wanted)
             reloader.settings = replace(reloader.settings, budget=wanted.budget)
-            changes.append(Changed("budget", before, wanted.budget))
+        before = flat(reloader.settings)
+        holds = {one.key: one.holds for one in await reloader.take(wanted)}
         changes += [
-            Changed(
-                one.key, msgspec.to_builtins(one.before), msgspec.to_builtins(one.after), one.holds
-            )
-            for one in await reloader.take(wanted)
+            Changed(key, before.get(key), after, held)
+            for key, after in flat(wanted).items()
+            if after != before.get(key)
+            and (held := holds.get(key) or holds.get(key.rpartition(".")[0])) is not None
         ]
         self._live |= {one.key for one in changes if one.holds == "now"}
         return changes
+
+    def budget_is(self, total_bytes: int) -> None:
+        """Note what a client has told the governor."""
+        self._reloader.settings = replace(self._reloader.settings, budget=total_bytes)
+        self._live.add("budget")
 
     async def _set_budget(self, wanted: Config) -> None:
         said = wanted.budget

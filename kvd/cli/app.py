@@ -25,7 +25,7 @@ COMMANDS = (
     Lazy("chat", "kvd.cli.chat:chat", _TEXT),
     Lazy("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
     Lazy("attach", "kvd.cli.generate:attach", _TEXT),
-    Lazy("config", "kvd.cli.governing:config", _DAEMON),
+    Lazy("config", "kvd.cli.config:app", _DAEMON),
     Lazy("key", "kvd.cli.keys:app", _DAEMON),
     Lazy("drain", "kvd.cli.ending:drain", _DAEMON),
     Lazy("shutdown", "kvd.cli.ending:shutdown", _DAEMON),

@@ -45,6 +45,14 @@ def a_source(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)] + list(_folders(incomplete))
 
 
+def a_setting(incomplete: str) -> list[str]:
+    """Return the keys of the configuration that begin so."""
+    from kvd.config import Config  # noqa: PLC0415 - only here
+    from kvd.settings import flat  # noqa: PLC0415
+
+    return [key for key in flat(Config()) if key.startswith(incomplete)]
+
+
 def _folders(incomplete: str) -> Iterator[str]:
     head, _, tail = incomplete.rpartition("/")
     if not head and not incomplete.startswith("/"):

@@ -1,4 +1,4 @@
-"""`kvctl events`, `pin`, `unpin` and `config`: what the governor did, and what it is told."""
+"""`kvctl events`, `pin` and `unpin`: what the governor did, and what it is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.units import format_bytes, parse_bytes
+from kvd.units import format_bytes
 from protocol.explain import explain
 from protocol.messages import Happened
 from protocol.policy import ModelPolicy
@@ -131,34 +131,3 @@ def _pin(
             wanted.print_json({"model": done.model, "pinned": done.pinned})
         else:
             talk(f"{done.model} is {'pinned' if done.pinned else 'not pinned any more'}")
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def config(
-    context: typer.Context,
-    *,
-    budget: Annotated[
-        int | None,
-        typer.Option(parser=_bytes, metavar="SIZE", help="A new budget, such as 8GiB."),
-    ] = None,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show the budget, or change it until the daemon ends."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
-        now = client.configure(budget_bytes=budget)
-        if wanted.json:
-            wanted.print_json(
-                {"budget_bytes": now.budget_bytes, "granted_bytes": now.granted_bytes}
-            )
-        else:
-            granted = format_bytes(now.granted_bytes)
-            stdout_console().print(f"budget {format_bytes(now.budget_bytes)}, {granted} granted")

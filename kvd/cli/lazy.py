@@ -33,6 +33,7 @@ class Lazy:
             alone = typer.Typer(add_completion=False)
             alone.command(self.name, cls=Command)(found)
             found = alone
+        found._add_completion = False  # noqa: SLF001 - its options belong to the program's page
         command: Any = get_command(found)
         command.name, command.rich_help_panel = self.name, self.panel
         return command
