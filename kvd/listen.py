@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
     from kvd.home import Home
 
-_BACKLOG = 128
+_BACKLOG = 512
+"""Clients that may come at once: asyncio takes a connect that finds no room for one that worked."""
 _FAREWELL_S = 0.5
 """How long the answers to a client may take that has said its last word (`nc -N`)."""
 _LINGER_S = 2.0

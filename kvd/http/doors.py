@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvd.http.settings import HttpSettings
 
 _BACKLOG = 512
-"""Clients that come at once; above what the other socket needs, since each request may be one."""
+"""Clients that may come at once; each request may be one."""
 
 
 @dataclass(frozen=True)
