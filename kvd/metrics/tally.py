@@ -29,10 +29,11 @@ MOST_GONE = 16
 NOBODY = ""
 """The model of what belongs to none."""
 FAILURES = (
-    "deadline_exceeded", "insufficient_memory", "internal", "model_failed", "numerical_error",
-    "overloaded", "quarantined", "worker_died",
+    "context_too_long", "deadline_exceeded", "draining", "empty_prompt", "insufficient_memory",
+    "internal", "invalid_request", "model_failed", "numerical_error", "overloaded", "quarantined",
+    "worker_died",
 )  # fmt: skip
-"""Codes that are there from the start: of a series that begins with 1 no rise is seen."""
+"""Codes that requests end with, there from the start: of what begins with 1 no rise is seen."""
 PARKINGS = ("memory", "restart")
 ACTIONS = (
     "evict", "first", "hold", "let_go", "load_refused", "quarantine", "reclaim_level",

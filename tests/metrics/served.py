@@ -2,25 +2,92 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+from dataclasses import dataclass
+
 from kvd.client import Client
 from protocol.errors import KvdError
-from tests.process.helpers import Daemon, source
+from tests.process.helpers import Daemon, source, wait_for
+
+CONFIG = """
+budget = "190MiB"
+[http]
+port = 0
+"""
+"""Room for two fake models of 64 MiB, and not for three."""
 
 
-def busy(daemon: Daemon) -> None:
-    """Have a daemon load, serve, refuse, lose a worker and make room."""
-    daemon.load(source(tps=0), "one")
-    daemon.load(source(tps=2000, crash_on="poison", context=4096), "two")
-    with daemon.client() as kvd:
+@dataclass
+class Served:
+    """The daemon, and what was asked of it."""
+
+    daemon: Daemon
+    tokens: int = 0
+    """That came to clients."""
+
+    @property
+    def address(self) -> str:
+        """Host and port of HTTP."""
+        with self.daemon.client() as kvd:
+            (found,) = [it for it in kvd.status().http if not it.startswith("unix")]
+        host = re.search(r"[\d.]+:\d+", found)
+        assert host is not None, found
+        return host[0]
+
+    def complete(self, model: str, prompt: str, tokens: int) -> None:
+        with self.daemon.client() as kvd:
+            assert kvd.generate(model, prompt, max_tokens=tokens).text
+        self.tokens += tokens
+
+    def busy(self) -> None:
+        """Load, serve, find a prompt again, refuse, lose a worker, and make room."""
+        daemon = self.daemon
+        daemon.load(source(tps=0), "one")
+        daemon.load(source(tps=2000, context=4096), "two")
         prompt = "What two prompts have in common. " * 40
-        assert kvd.generate("one", prompt, max_tokens=40).text
-        assert kvd.generate("one", prompt + "And more.", max_tokens=40).text
-        _refused(kvd, "nobody", "Hi")
-        _refused(kvd, "two", "x" * 9000)
-        _refused(kvd, "two", "poison")
+        self.complete("one", prompt, 40)
+        self.complete("one", prompt + "And more.", 40)
+        with daemon.client() as kvd:
+            assert _refusal(kvd, "nobody", "Hi") == "unknown_model"
+            assert _refusal(kvd, "two", "x" * 9000) == "context_too_long"
+        os.kill(daemon.worker_pid("two"), signal.SIGKILL)
+        self.complete("two", "It comes back.", 20)
+        daemon.load(source(tps=1000), "three")  # one of the others has to go
+
+    def disturbed(self) -> None:
+        """Have models push each other out, refuse something, and lose a worker."""
+        for model in ("one", "two", "three"):
+            self.complete(model, "What two prompts have in common. " * 20, 100)
+        with self.daemon.client() as kvd:
+            assert _refusal(kvd, "three", "x" * 20_000) == "context_too_long"
+        os.kill(self.daemon.worker_pid("three"), signal.SIGKILL)
+        self.complete("three", "It comes back.", 20)
+
+    def text(self) -> str:
+        with self.daemon.client() as kvd:
+            return kvd.metrics()
+
+    def value(self, series: str) -> float:
+        """Return what a series is now."""
+        return value_in(self.text(), series)
+
+    def settled(self) -> str:
+        """Return the metrics once the last counters of the workers have come."""
+        wait_for(
+            "the workers tell what they have counted",
+            lambda: self.value('kvd_worker_steps_total{model="one"}') >= 80,
+        )
+        return self.text()
 
 
-def _refused(kvd: Client, model: str, prompt: str) -> str:
+def value_in(text: str, series: str) -> float:
+    (found,) = [line for line in text.splitlines() if line.startswith(series + " ")]
+    return float(found.rpartition(" ")[2])
+
+
+def _refusal(kvd: Client, model: str, prompt: str) -> str:
     try:
         _ = kvd.generate(model, prompt, max_tokens=4).text
     except KvdError as error:

@@ -1,0 +1,77 @@
+"""A real Prometheus that scrapes one daemon, and is asked what a dashboard would ask."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.process.helpers import wait_for
+
+CONFIG = """
+global: {{scrape_interval: 500ms, evaluation_interval: 1s}}
+rule_files: [{rules}]
+scrape_configs:
+  - job_name: kvd
+    static_configs: [{{targets: ["{target}"]}}]
+"""
+
+
+@dataclass
+class Prometheus:
+    """Where it listens."""
+
+    address: str
+
+    def ask(self, path: str, **fields: str) -> Any:
+        """Return the data of an answer of its API."""
+        answer = httpx.get(f"http://{self.address}/api/v1/{path}", params=fields, timeout=30)
+        said = answer.json()
+        assert said["status"] == "success", (fields, said)
+        return said["data"]
+
+    def query(self, expr: str) -> list[Any]:
+        """Return what an expression is now."""
+        return self.ask("query", query=expr)["result"]
+
+
+@contextlib.contextmanager
+def running(folder: Path, target: str, rules: Path) -> Iterator[Prometheus]:
+    """Start one in this folder, and end it with the block."""
+    config, log = folder / "prometheus.yml", folder / "prometheus.log"
+    config.write_text(CONFIG.format(target=target, rules=rules))
+    program = shutil.which("prometheus")
+    assert program is not None
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [
+                program,
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        found = wait_for(
+            "Prometheus listens",
+            lambda: (
+                re.search(r"Listening on.*address=(127\.0\.0\.1:\d+)", log.read_text())
+                or process.poll() is not None
+            ),
+        )
+        assert process.poll() is None, log.read_text()
+        it = Prometheus(found[1])
+        wait_for("it is ready", lambda: httpx.get(f"http://{it.address}/-/ready").is_success)
+        yield it
+    finally:
+        process.terminate()
+        process.wait(30)
