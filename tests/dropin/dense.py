@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvd.worker.attention.dense import dense_attention
 from kvd.worker.cache.dropin import BatchQuantizedKVCache
+from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
@@ -116,7 +118,7 @@ class DenseSequence:
     def agrees(self, first: int, sides: Iterable[np.ndarray]) -> None:
         """See that these are its keys and values from some token on."""
         for got, true in zip(sides, (self.keys, self.values), strict=True):
-            np.testing.assert_array_equal(got, true[:, first : first + got.shape[1]])
+            assert np.array_equal(got, true[:, first : first + got.shape[1]])
 
     def trim(self, count: int) -> None:
         left = max(0, self.length - count)
@@ -237,11 +239,8 @@ class Twin:
         for one, row, pages in self.paired():
             assert [row.levels[index] for index in pages] == [page.level for page in pages.values()]
             assert len(row.levels) == one.sealed
-            positions = mx.arange(row.length)
-            seen = np.array(self.cache.kind.visible(mx.array([row.length]), positions))[
-                : one.tail_start
-            ]
-            assert {at // PAGE_TOKENS for at in np.flatnonzero(seen)} <= set(pages), "not there"
+            seen = pages_seen(self.cache.kind, row.length, one.tail_start)
+            assert seen <= pages.keys(), "not there"
 
     def wanted_bytes(self) -> int:
         """Bytes of pages, each once, and of the tails of rows, each once."""
@@ -258,6 +257,13 @@ class Twin:
     def like(self, cache: BatchQuantizedKVCache, rows: list[DenseSequence] | None = None) -> Twin:
         """A twin of a cache that was made from this one, in the same store."""
         return Twin(cache, [row.copy() for row in (self.rows if rows is None else rows)])
+
+
+@cache
+def pages_seen(kind: Kind, length: int, tail_start: int) -> frozenset[int]:
+    """Pages in front of a tail of which the next query sees something, by number."""
+    seen = np.array(kind.visible(mx.array([length]), mx.arange(length)))[:tail_start]
+    return frozenset((np.flatnonzero(seen) // PAGE_TOKENS).tolist())
 
 
 def numbered(row: Row) -> dict[int, PageId]:

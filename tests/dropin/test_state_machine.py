@@ -228,6 +228,8 @@ class Caches(RuleBasedStateMachine):
         if cycle:
             twin.cache.itself = twin.cache
         del twin
+        if cycle:
+            gc.collect()
         self._checked("delete")
 
     @precondition(lambda self: self.twins)
@@ -318,7 +320,6 @@ class Caches(RuleBasedStateMachine):
         return [one for twin in self.twins if twin.cache.shared is place for one in twin.cache.rows]
 
     def _checked(self, name: str) -> None:
-        gc.collect()
         for twin in self.twins:
             twin.check_lengths()
         for place in self._places():
