@@ -180,10 +180,12 @@ def test_flushes_copy_nothing() -> None:
     alone = of_steps(loop, rows)
     before, held = loop.cache.flushes, loop.cache.nbytes
     with watched(loop) as watch:
-        for _ in range(260):
+        steps = 0
+        while loop.cache.flushes - before < 2:
             loop.step(rows)
+            steps += 1
 
-    assert loop.cache.flushes - before >= 2
+    assert steps <= 260
     assert loop.cache.nbytes == held
     # Pages that await the flush, and dense copies of them where tails are moved up.
     waiting = 3 * 3 * 4 * GEOMETRY.dense_bytes(64)
@@ -270,7 +272,7 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
             mx.reset_peak_memory()
             lowering.advance(0.0, lambda: 1.0)
             peaks.append(mx.get_peak_memory() - watch.start - mine)
-            if long.length > 150 * 64:
+            if long.length > 100 * 64:
                 continue
             mx.reset_peak_memory()
             loop.cache.begin_prefill(long, count)
@@ -466,8 +468,10 @@ def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LayerStore, "put", undrained)
     mx.reset_peak_memory()
     start = mx.get_active_memory()
-    for _ in range(200):
+    before = loop.cache.flushes
+    while loop.cache.flushes == before:
         loop.step(rows)
+    loop.step(rows)
     mx.eval(loop.flight)
 
     smallest = min(side for layer in loop.growing.layers for side in layer.pools[0].side_bytes)
