@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -44,7 +45,15 @@ class Encoder:
 @dataclass(frozen=True)
 class Request:
     prompt: str
-    options: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @property
+    def options(self) -> list[str]:
+        """The settings as `kvctl generate` takes them."""
+        return [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            for name, value in self.settings.items()
+        ]
 
 
 def request(index: int, tokens: int) -> Request:
@@ -61,9 +70,8 @@ def request(index: int, tokens: int) -> Request:
         for extra in range(-3, 8)
         if Encoder().count(text := TOKENIZER.decode(ids[: tokens + extra]).lstrip()) == tokens
     )
-    sampled = ("--temperature", "0.8", "--top-p", "0.95") if index % 2 else ()
-    options = ("--max-tokens", str(MAX_TOKENS), "--seed", str(100 + index), *sampled)
-    return Request(prompt, options)
+    sampled = {"temperature": 0.8, "top_p": 0.95} if index % 2 else {}
+    return Request(prompt, {"max_tokens": MAX_TOKENS, "seed": 100 + index, **sampled})
 
 
 def start(daemon: Daemon, one: Request) -> subprocess.Popen[bytes]:
@@ -112,7 +120,7 @@ def test_status_shows_the_model(daemon: Daemon) -> None:
 
 
 def test_tokens_stream_as_they_come(daemon: Daemon) -> None:
-    one = Request("The list of all values that", ("--max-tokens", "2000", "--temperature", "1.2"))
+    one = Request("The list of all values that", {"max_tokens": 2000, "temperature": 1.2})
     process = start(daemon, one)
     assert process.stdout is not None
     first = process.stdout.read(3)
@@ -127,11 +135,9 @@ def test_tokens_stream_as_they_come(daemon: Daemon) -> None:
 
 def test_sixteen_at_once_each_as_if_alone(daemon: Daemon) -> None:
     requests = [request(index, tokens) for index, tokens in enumerate(LENGTHS)]
-    alone = []
-    for one in requests:
-        output, errors = start(daemon, one).communicate(timeout=120)
-        alone.append(output)
-        assert output, errors
+    with daemon.client() as kvd:
+        alone = [kvd.generate("demo", one.prompt, **one.settings).text.encode() for one in requests]
+    assert all(alone)
     running = [start(daemon, one) for one in requests]
     cancelled = 8
     assert running[cancelled].stdout is not None
@@ -217,8 +223,8 @@ def test_second_model_goes_on_when_the_first_dies(daemon: Daemon) -> None:
 
 
 def test_killed_worker_comes_back_and_its_stream_goes_on(daemon: Daemon) -> None:
-    options = ("--max-tokens", "1500", "--temperature", "1.3", "--seed", "5", "--ignore-eos")
-    long = Request("An iterator is", options)
+    settings = {"max_tokens": 1500, "temperature": 1.3, "seed": 5, "ignore_eos": True}
+    long = Request("An iterator is", settings)
     undisturbed, _ = start(daemon, long).communicate(timeout=60)
     before = daemon.model("demo")
     with start(daemon, long) as stream:
