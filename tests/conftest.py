@@ -1,7 +1,11 @@
-"""For all tests: a home with a path short enough for a socket, and hypothesis without a clock."""
+"""For all tests: a home with a path short enough for a socket, and hypothesis without a clock.
+
+And an order: files run at once on several cores, so the longest come first.
+"""
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +19,37 @@ from kvd.home import Home
 # A busy machine must not fail a test: what has to be fast is measured where that is the point.
 settings.register_profile("kvd", deadline=None)
 settings.load_profile("kvd")
+
+TESTS = Path(__file__).parent
+LONGEST = (
+    "architectures/test_caches.py",
+    "cache/test_state_machine.py",
+    "architectures/test_zoo.py",
+    "acceptance/test_first_light.py",
+    "cache/test_frozen.py",
+    "cache/test_peak_memory.py",
+    "dropin/test_batch_generator.py",
+    "engine/test_parking.py",
+    "metal/test_decode.py",
+    "cache/test_prefix_hits.py",
+    "engine/test_mlx_engine.py",
+    "acceptance/test_chaos.py",
+    "engine/test_requests.py",
+    "attention/test_prefill.py",
+)
+"""By the processor's time. One of them that began last would keep one core busy for long."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring the longest files to the front; the order within a file stays."""
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what libraries and thousands of tests hold out of every collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
