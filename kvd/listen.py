@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from kvd.home import Home
 
-_BACKLOG = 512
+BACKLOG = 512
 """Clients that may come at once: asyncio takes a connect that finds no room for one that worked."""
 _FAREWELL_S = 0.5
 """How long the answers to a client may take that has said its last word (`nc -N`)."""
@@ -95,7 +95,7 @@ def bind(path: Path) -> socket.socket:
         raise
     finally:
         os.umask(before)
-    listener.listen(_BACKLOG)
+    listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
 
@@ -151,7 +151,9 @@ class Connect(Protocol):
 async def serve(listener: socket.socket, connect: Connect) -> asyncio.Server:
     """Accept clients until the server is closed."""
     loop = asyncio.get_running_loop()
-    return await loop.create_unix_server(lambda: ClientPort(connect), sock=listener)
+    return await loop.create_unix_server(
+        lambda: ClientPort(connect), sock=listener, backlog=BACKLOG
+    )
 
 
 class ClientPort(asyncio.Protocol):

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from kvd.home import Home
     from kvd.http.settings import HttpSettings
 
-_BACKLOG = 512
-"""Clients that may come at once; each request may be one."""
-
 
 @dataclass(frozen=True)
 class Door:
@@ -159,7 +156,7 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> Door:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         _find_the_dead(listener)
         listener.bind((address, port))
-        listener.listen(_BACKLOG)
+        listener.listen(listen.BACKLOG)
         listener.setblocking(False)
     except BaseException:
         listener.close()

@@ -90,7 +90,9 @@ class Server:
         for door in self._doors:
             unix = door.listener.family == socket.AF_UNIX
             make = loop.create_unix_server if unix else loop.create_server
-            self._servers.append(await make(self._connected, sock=door.listener))
+            self._servers.append(
+                await make(self._connected, sock=door.listener, backlog=listen.BACKLOG)
+            )
 
     async def close(self) -> None:
         """Accept nobody, let the last answers go out for a moment, and end all connections."""
