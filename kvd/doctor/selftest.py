@@ -110,11 +110,11 @@ def _process(
         text=True,
         env=environment(library) | {"PYTHONFAULTHANDLER": "1"},
     )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 class _Watchdog:

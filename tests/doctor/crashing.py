@@ -1,0 +1,36 @@
+"""Trials of which one kills its process and one never ends: for the parent's tests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--skip", action="append", default=[])
+    skipped = parser.parse_args().skip
+    for name in ("first", "dies", "second", "hangs", "third"):
+        if name in skipped:
+            continue
+        say(json.dumps({"begin": name}))
+        if name == "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if name == "hangs":
+            time.sleep(60)
+        say("a library prints this")
+        say(json.dumps({"outcome": {"name": name, "verdict": "ok", "said": "x"}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Each check on machines that have what it looks for: what it finds, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvd
+from kvd import listen, memory
+from kvd.doctor import installation, limits, place, running
+from kvd.doctor.engine import ask
+from kvd.doctor.examination import CHECKS, examine
+from kvd.doctor.finding import Finding, Section, worst
+from kvd.doctor.scene import Scene
+from kvd.home import Home
+from protocol.errors import InternalError
+from protocol.types import HostMemory
+
+CPU = {"mlx": "0.32.4", "device": "cpu", "name": "x", "memory_bytes": 0, "recommended_bytes": 0,
+       "error": 0.0, "blas": None, "native_built": False, "compiler": "/usr/bin/g++"}  # fmt: skip
+METAL = CPU | {"device": "metal", "name": "Apple M4", "recommended_bytes": 12 * 2**30}
+
+
+def scene(home: Home, engine=CPU, **how) -> Scene:
+    found = Scene(home, **{"platform": "linux", **how})
+    vars(found)["engine"] = engine
+    return found
+
+
+def told(finding: Finding) -> tuple[str, str]:
+    """The verdict, and what to do; whoever finds something has to say that."""
+    assert (finding.todo is not None) == (finding.verdict in {"warn", "fail"})
+    return finding.verdict, finding.todo or ""
+
+
+@pytest.fixture
+def made(home: Home) -> Home:
+    home.create()
+    return home
+
+
+# -- installation ---------------------------------------------------------------------------------
+
+
+def test_a_machine_without_openblas(home: Home, tmp_path):
+    found = installation.openblas(scene(home, root=tmp_path))
+    assert "6 to 80 times slower" in found.said
+    assert told(found) == ("warn", "Debian: apt install libopenblas0-pthread")
+
+
+def test_openblas_that_is_there(home: Home, tmp_path):
+    library = tmp_path / "usr/lib/x86_64-linux-gnu/libopenblas.so.0"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    found = installation.openblas(scene(home, CPU | {"blas": str(library)}, root=tmp_path))
+    assert (found.verdict, found.said) == ("ok", f"workers preload {library}")
+
+
+@pytest.mark.parametrize(("text", "verdict"), [('blas = "off"', "warn"), ('blas = "/no"', "fail")])
+def test_openblas_by_the_configuration(made: Home, text, verdict, monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    made.config.write_text(text)
+    assert told(installation.openblas(scene(made)))[0] == verdict
+
+
+def test_openblas_is_not_for_accelerators(home: Home):
+    assert installation.openblas(scene(home, METAL)).verdict == "skip"
+
+
+def test_the_pins_are_those_of_the_package():
+    assert installation.pins("linux").keys() == {"mlx", "mlx-lm", "nanobind"}
+    assert installation.pins("darwin").keys() == {"mlx", "mlx-lm"}
+    assert installation.versions(Scene(Home(Path("/x")))).verdict == "ok"
+
+
+def test_another_version_than_the_pinned_one(home: Home, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1")
+    found = installation.versions(scene(home))
+    assert "mlx is 0.1, and kvd" in found.said
+    assert told(found) == ("fail", "install kvd again: pip install --upgrade kvd")
+
+
+@pytest.mark.parametrize(
+    ("engine", "platform", "verdict", "said"),
+    [
+        (METAL, "darwin", "ok", "computes on metal (Apple M4)"),
+        (CPU, "linux", "ok", "computes on cpu"),
+        (CPU, "darwin", "fail", "there is no Metal"),
+        (CPU | {"error": 0.2}, "linux", "fail", "a product is off by 0.2"),
+        (CPU | {"error": float("nan")}, "linux", "fail", "a product is off by nan"),
+        (InternalError("SIGSEGV"), "linux", "fail", "MLX does not run: SIGSEGV"),
+    ],
+)
+def test_what_computes(engine, platform, verdict, said, home: Home):
+    found = installation.device(scene(home, engine, platform=platform))
+    assert said in found.said
+    assert told(found)[0] == verdict
+
+
+def test_what_a_worker_finds_here():
+    found = ask()
+    assert isinstance(found, dict), found
+    assert found.keys() == CPU.keys()
+    assert found["error"] < 1e-4
+
+
+def test_a_worker_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr("kvd.doctor.engine._MODULE", "kvd.nothing")
+    error = ask()
+    assert isinstance(error, InternalError)
+    assert "No module named kvd.nothing" in error.message
+
+
+@pytest.mark.parametrize(
+    ("engine", "verdict", "todo"),
+    [
+        (CPU | {"native_built": True}, "ok", ""),
+        (CPU, "ok", ""),
+        (CPU | {"compiler": None}, "warn", "Debian: apt install g++"),
+        (METAL, "skip", ""),
+    ],
+)
+def test_native_operations(engine, verdict, todo, home: Home):
+    assert told(installation.native(scene(home, engine))) == (verdict, todo)
+
+
+def with_host(subject: Scene, **how) -> Scene:
+    given = {"total": 16 * 2**30, "available": 8 * 2**30, "accelerator_limit": None,
+             "pressure": "normal"} | how  # fmt: skip
+    vars(subject)["host"] = HostMemory(**given)
+    return subject
+
+
+@pytest.mark.parametrize(("reckoned", "verdict"), [(12 * 2**30, "ok"), (10 * 2**30, "warn")])
+def test_metals_limit_is_what_was_reckoned(reckoned, verdict, home: Home):
+    subject = with_host(scene(home, METAL, platform="darwin"), accelerator_limit=reckoned)
+    found = installation.wired_limit(subject)
+    assert told(found)[0] == verdict
+    assert found.numbers["recommended_bytes"] == 12 * 2**30
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def test_a_budget_beyond_the_machine(made: Home):
+    made.config.write_text('budget = "64GiB"')
+    found = limits.host_memory(with_host(scene(made)))
+    assert told(found) == ("fail", "set budget to at most 12.0 GiB")
+
+
+def test_pressure_is_told(home: Home):
+    assert told(limits.host_memory(with_host(scene(home), pressure="critical")))[0] == "warn"
+    assert limits.host_memory(with_host(scene(home))).verdict == "ok"
+
+
+@pytest.mark.parametrize(("soft", "verdict"), [(64, "fail"), (256, "warn"), (8192, "ok")])
+def test_open_files(soft, verdict, home: Home, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
+    assert told(limits.open_files(scene(home)))[0] == verdict
+
+
+def test_a_limit_of_the_cgroup(home: Home, tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 33554432 kB\n")
+    found = limits.cgroup(with_host(scene(home, root=tmp_path)))
+    assert found.said.startswith("16.0 GiB of the machine's 32.0 GiB")
+
+
+def test_a_disk_that_is_full(home: Home, monkeypatch):
+    full = type("usage", (), {"free": 2**20})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    assert told(limits.disk(scene(home)))[0] == "warn"
+
+
+def test_models_of_the_hub_are_counted(home: Home, tmp_path):
+    (tmp_path / "models--a--b").mkdir()
+    found = limits.hub_cache(scene(home, environment={"HF_HUB_CACHE": str(tmp_path)}))
+    assert (found.verdict, found.numbers["models"]) == ("ok", 1)
+
+
+# -- the home -------------------------------------------------------------------------------------
+
+
+def test_a_home_that_is_not_there_yet_is_no_fault(home: Home):
+    subject = scene(home)
+    found = [place.folder(subject), place.configuration(subject), place.lock(subject)]
+    found += [*place.sockets(subject), place.log(subject)]
+    assert {one.verdict for one in found} == {"ok"}
+
+
+def test_a_home_that_others_can_read(made: Home):
+    made.root.chmod(0o755)
+    assert told(place.folder(scene(made))) == (
+        "warn", f"chmod 700 {made.root} (the next start does it, too)")  # fmt: skip
+
+
+def test_a_bad_configuration_names_its_key_and_place(made: Home):
+    made.config.write_text("bugdet = 1")
+    found = place.configuration(scene(made))
+    assert "did you mean budget?" in found.said
+    verdict, todo = told(found)
+    assert verdict == "fail"
+    assert todo.startswith(f"mend 'bugdet' in {made.config}")
+
+
+def test_a_configuration_of_models_that_are_gone(made: Home):
+    made.config.write_text('models = ["demo", "./gone"]')
+    assert told(place.configuration(scene(made))) == ("fail", f"mend models in {made.config}")
+
+
+def test_a_configuration_that_others_can_write(made: Home):
+    made.config.write_text("")
+    made.config.chmod(0o666)
+    assert told(place.configuration(scene(made))) == ("fail", f"chmod 600 {made.config}")
+
+
+def test_a_stale_socket(made: Home):
+    listen.bind(made.socket).close()
+    found, other = place.sockets(scene(made))
+    assert "stale: the daemon that made it is dead (Connection refused)" in found.said
+    assert told(found) == ("warn", "nothing: the next start replaces it; or `rm` it")
+    assert other.verdict == "ok"
+
+
+def test_a_live_socket(made: Home):
+    with listen.bind(made.socket):
+        assert place.sockets(scene(made))[0].verdict == "ok"
+        made.socket.chmod(0o666)
+        assert told(place.sockets(scene(made))[0]) == ("warn", f"chmod 600 {made.socket}")
+
+
+def test_a_daemon_whose_socket_is_gone_or_dead(made: Home):
+    with listen.hold_lock(made):
+        assert "is gone: nobody can reach it" in place.sockets(scene(made))[0].said
+        listen.bind(made.socket).close()
+        found = place.sockets(scene(made))[0]
+        assert told(found)[0] == "fail"
+        assert "though a daemon lives" in found.said
+        assert place.lock(scene(made)).said.startswith("held by the daemon, pid ")
+    assert place.lock(scene(made)).said == "free: no daemon runs here"
+
+
+def test_what_is_in_the_sockets_place(made: Home):
+    made.socket.touch()
+    assert told(place.sockets(scene(made))[0]) == ("fail", "move it")
+
+
+def test_a_path_too_long_for_a_socket(tmp_path):
+    home = Home(tmp_path / ("x" * 120))
+    assert told(place.sockets(scene(home))[0]) == ("fail", "choose a shorter KVD_HOME")
+
+
+# -- the daemon -----------------------------------------------------------------------------------
+
+
+def test_none_runs(made: Home):
+    (found,) = running.daemon(scene(made))
+    assert found.verdict == "skip"
+
+
+def test_one_that_does_not_answer(made: Home):
+    with listen.hold_lock(made):
+        (found,) = running.daemon(scene(made))
+    assert told(found)[0] == "fail"
+
+
+def test_another_program_has_the_port(made: Home):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        made.config.write_text(f"[http]\nport = {port}\n")
+        found = running.http_port(scene(made))
+        assert "another program has it" in found.said
+        assert told(found)[0] == "warn"
+    assert running.http_port(scene(made)).verdict == "ok"
+    made.config.write_text("[http]\ntcp = false\n")
+    assert running.http_port(scene(made)).verdict == "skip"
+
+
+# -- all of it ------------------------------------------------------------------------------------
+
+
+def test_a_check_that_fails_itself_is_told_and_the_others_are_made(home: Home, monkeypatch):
+    def broken(_scene):
+        raise RuntimeError("no such file")
+
+    monkeypatch.setitem(CHECKS, "Machine", (broken, limits.open_files))
+    sections = {one.title: one.findings for one in examine(scene(home))}
+    assert [one.name for one in sections["Machine"]] == ["broken", "open files"]
+    assert "RuntimeError: no such file" in sections["Machine"][0].said
+    assert list(sections) == list(CHECKS)
+
+
+def test_the_worst_counts():
+    assert worst([]) == worst([Section("x", [Finding("a", "skip", "")])]) == "ok"
+    assert worst([Section("x", [Finding("a", "ok", ""), Finding("b", "warn", "")])]) == "warn"
+
+
+def doctor(home: Home, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvd.cli", "--home", str(home.root), "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.process
+def test_the_command(made: Home):
+    listen.bind(made.socket).close()
+    made.config.write_text("[http]\nprot = 1\n")
+    done = doctor(made)
+    assert done.returncode == 1
+    assert f"kvd {kvd.__version__} on " in done.stdout
+    assert "fail config" in done.stdout
+    assert "did you mean" in done.stdout
+    assert "warn socket" in done.stdout
+    assert "→ nothing: the next start replaces it" in done.stdout
+    assert "1 failed" in done.stderr
+
+
+@pytest.mark.process
+def test_the_command_as_json(made: Home):
+    made.config.write_text("[http]\nport = 0\n")
+    done = doctor(made, "--json")
+    found = json.loads(done.stdout)
+    assert found["verdict"] in {"ok", "warn"}, found
+    assert done.returncode == 0
+    names = [one["name"] for section in found["sections"] for one in section["findings"]]
+    assert len(names) == len(set(names))
+    assert {"python", "device", "memory", "config", "socket", "daemon"} <= set(names)
+
+
+def test_the_readings_are_the_daemons_own(home: Home):
+    assert scene(home).host.total == memory.reader().host().total

@@ -1,0 +1,92 @@
+"""The selftest in its short form, and what becomes of trials that die, hang or find something."""
+
+from __future__ import annotations
+
+import json
+
+import mlx.core as mx
+import pytest
+
+from kvd.doctor import selftest
+from kvd.doctor.finding import Finding, Section
+from kvd.doctor.report import Report, write
+from kvd.doctor.scene import Scene
+from kvd.home import Home
+from kvd.worker.attention import decode
+from kvd.worker.cache.store import KVStore
+from kvd.worker.selftest import attention, holding
+
+
+@pytest.mark.process
+def test_its_short_form_finds_nothing_wrong_here(home: Home, tmp_path):
+    scene = Scene(home)
+    steps = list(selftest.run(scene, quick=True))
+    sections = [step for step in steps if isinstance(step, Section)]
+    found = {one.name: one for section in sections for one in section.findings}
+    assert {one.verdict for one in found.values()} <= {"ok", "skip"}, found
+    assert {"attention, plain", "flush in place", "footprint", "unix socket"} <= found.keys()
+    assert {step for step in steps if isinstance(step, str)} == found.keys()
+
+    data, text = write(Report.of(scene, sections), tmp_path / "new")
+    report = json.loads(data.read_text())
+    assert report["versions"].keys() >= {"kvd", "mlx", "mlx-lm"}
+    assert report["verdict"] == "ok"
+    assert "  ok    flush in place: " in text.read_text()
+    assert "moment_bytes" in text.read_text()
+
+
+@pytest.mark.process
+def test_a_trial_that_kills_its_process_or_hangs_costs_only_itself():
+    steps = list(selftest.computing(quick=True, module="tests.doctor.crashing", most_s=1.5))
+    found = [step for step in steps if isinstance(step, Finding)]
+    assert [(one.name, one.verdict) for one in found] == [
+        ("first", "ok"),
+        ("dies", "fail"),
+        ("second", "ok"),
+        ("hangs", "fail"),
+        ("third", "ok"),
+    ]
+    assert found[1].said == "its process died: SIGSEGV; Fatal Python error: Segmentation fault"
+    assert "more than 1.5 s" in found[3].said
+    assert all(one.todo for one in found if one.verdict == "fail")
+
+
+@pytest.mark.process
+def test_trials_that_cannot_begin_are_told():
+    (found,) = selftest.computing(quick=True, module="kvd.nothing")
+    assert isinstance(found, Finding)
+    assert (found.name, found.verdict) == ("worker", "fail")
+    assert "No module named kvd.nothing" in found.said
+
+
+@pytest.mark.mlx
+def test_attention_that_is_off_is_found(monkeypatch):
+    right = decode.decode_attention
+
+    def off(queries: mx.array, handle, scale: float, sinks: mx.array | None) -> mx.array:
+        found = right(queries, handle, scale, sinks)
+        return found.at[0, 0, 0, 0].add(1e-3)
+
+    assert attention.reference(quick=True).verdict == "ok"
+    monkeypatch.setattr(attention, "decode_attention", off)
+    found = attention.reference(quick=True)
+    assert (found.verdict, "beyond 2e-05" in found.said) == ("fail", True)
+
+
+@pytest.mark.mlx
+def test_pools_that_are_copied_are_found(monkeypatch):
+    right = KVStore.flush
+
+    def held(self: KVStore) -> None:
+        """Somebody else has the pools' arrays, as a step in flight would."""
+        pools = [pool for layer in self.layers for pool in layer.pools]
+        views = [array.reshape(-1) for pool in pools for array in pool.arrays()]
+        mx.eval(views)
+        right(self)
+        mx.eval(self.arrays())
+        del views
+
+    monkeypatch.setattr(KVStore, "flush", held)
+    found = holding.flush(quick=True)
+    assert found.verdict == "fail"
+    assert found.numbers["moment_bytes"] > found.numbers["pool_bytes"] / 4
