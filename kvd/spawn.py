@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import structlog
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _LINE_BYTES = 8192
 """Longer lines of a worker's output are cut into several log lines."""
+_BURST_LINES, _LINES_PER_S = 1000, 20
+"""Of one worker's output into the log: a whole traceback or report, and then what can be read."""
 _LAST_WORDS_S = 1.0
 """How long after the exit we wait for the ends of socket and output; a grandchild that inherited
 them must not keep a dead worker alive for us."""
@@ -199,12 +202,17 @@ class _Link(asyncio.Protocol):
 
 
 class _Lines(asyncio.Protocol):
-    """What a worker prints, line by line into the log."""
+    """What a worker prints, line by line into the log; not so much that all else is lost there."""
 
-    def __init__(self, log: Callable[..., object]) -> None:
+    def __init__(
+        self, log: Callable[..., object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.ended = asyncio.Event()
         self._log = log
         self._rest = b""
+        self._clock = clock
+        self._room, self._since = float(_BURST_LINES), clock()
+        self._left_out = 0
 
     def data_received(self, data: bytes) -> None:
         # Progress bars end their lines with a carriage return.
@@ -217,8 +225,24 @@ class _Lines(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._say(self._rest)
+        self._own_up()
         self.ended.set()
 
     def _say(self, line: bytes) -> None:
-        if text := line.decode("utf-8", "replace").rstrip():
-            self._log("worker says", line=text)
+        if not (text := line.decode("utf-8", "replace").rstrip()):
+            return
+        now = self._clock()
+        self._room = min(_BURST_LINES, self._room + _LINES_PER_S * (now - self._since))
+        self._since = now
+        if self._room < 1:
+            self._left_out += 1
+            return
+        self._room -= 1
+        self._own_up()
+        self._log("worker says", line=text)
+
+    def _own_up(self) -> None:
+        """Say what was left out, once there is room again."""
+        if self._left_out:
+            self._log("worker says too much", lines_left_out=self._left_out)
+            self._left_out = 0
