@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -337,7 +337,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(
         choice=st.integers(0, 99),
-        count=st.sampled_from([1, 1, 1, 2, 3, 8, 30]),
+        count=st.sampled_from([1, 1, 1, 2, 3, 12]),
         padding=st.integers(0, 2),
         look=st.booleans(),
     )
@@ -346,7 +346,7 @@ class Machine(RuleBasedStateMachine):
         self._decodes(self._some(choice), count, padding, look=look)
 
     @precondition(lambda self: self.sequences)
-    @rule(count=st.sampled_from([1, 5, 33]), look=st.booleans())
+    @rule(count=st.sampled_from([1, 3, 12]), look=st.booleans())
     def decode_all(self, count: int, look: bool) -> None:
         self._decodes(self.sequences, count, 0, look=look)
 
@@ -392,8 +392,11 @@ class Machine(RuleBasedStateMachine):
                 assert length >= 0
                 assert store.can_trim(row, count)
             else:
-                # Where all that is left are pages that never fall out it may say no.
-                assert length < 64 * max(1, row.anchored) or not store.can_trim(row, count)
+                # Where all that is left are pages that never fall out it may say no; and at the
+                # start of a chunk, from where nothing is seen.
+                none_left = length < 64 * max(1, row.anchored)
+                none_seen = store.kind.low(length) == length
+                assert none_left or none_seen or not store.can_trim(row, count)
                 with pytest.raises(ValueError, match="cannot be taken back"):
                     store.store.trim(row, count)
             can &= one
@@ -655,6 +658,8 @@ def test_the_cache_agrees_with_a_list_of_dense_rows(name: str) -> None:
         stateful_step_count=STEPS_AN_EXAMPLE,
         database=None,
         deadline=None,
+        # Shrinking a failure of a machine this slow takes longer than reading it.
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     # Rounds, since some examples stop early: they have used up what hypothesis draws for one.
