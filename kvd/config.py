@@ -37,11 +37,13 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
     """One model that the daemon knows, and how it stands beside the others."""
 
     source: Name
+    """An embedded name (``demo``), a folder's absolute path, or a Hub id."""
     alias: Alias | None = None
+    """The name that requests use; absent: the model's own short name."""
     kv: str | KVText = "k8v8"
     """A scheme, or a table with ``scheme`` and the other settings."""
     load: Literal["start", "demand"] = "start"
-    """``demand``: when a request names it."""
+    """``start``: when the daemon starts; ``demand``: when a request names it."""
 
     @property
     def policy(self) -> ModelPolicy:
@@ -92,6 +94,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parked_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
     """Of one model's parked rows on the disk; beyond it they are computed again. 0: all are."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that goes to the log."""
     http: HttpSettings = HttpSettings()
     """Where and for whom OpenAI's HTTP interface answers."""
 

@@ -15,9 +15,11 @@ class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`KVSpec` with a scheme such as ``k8v4`` or ``k4v4g32`` in place of its bits."""
 
     scheme: str = "k8v8"
+    """What new rows start with; ``k16v16`` is not quantized."""
     group_size: Literal[32, 64] | None = None
     """Absent: what the scheme's name says, or 64."""
     value_group_size: Literal[32, 64, 128] | None = None
+    """The same of values; absent: as keys have it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

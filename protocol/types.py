@@ -137,6 +137,7 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     max_kv_size: Annotated[int, Meta(ge=MIN_KV_SIZE, le=MAX_INT)] | None = None
     """The most tokens that a row attends to: the first ``keep`` and the newest; absent: all."""
     keep: Annotated[int, Meta(ge=0, le=MAX_INT)] = 4
+    """Of those, how many are the row's first ones; leaves 128 for the newest."""
     prefix_cache: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 256 * 1024 * 1024
     """Bytes of the budget that prompts which were read once may hold for later ones; 0: none."""
     prefix_every: Annotated[int, Meta(ge=0, le=MAX_INT)] = 1024

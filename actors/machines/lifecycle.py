@@ -286,6 +286,7 @@ class Patience(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_s: Seconds = 300.0
     """One step; some are traced or compiled first."""
     flush_s: Seconds = 300.0
+    """All full pages of all rows, and what was launched before."""
     pools_s: Seconds = 300.0
     """One slice of pages, or one copy of pools."""
     asked_s: Seconds = 10.0
