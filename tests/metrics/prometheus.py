@@ -26,14 +26,13 @@ scrape_configs:
 
 @dataclass
 class Prometheus:
-    """Where it listens."""
+    """A connection to it."""
 
-    address: str
+    http: httpx.Client
 
     def ask(self, path: str, **fields: str) -> Any:
         """Return the data of an answer of its API."""
-        answer = httpx.get(f"http://{self.address}/api/v1/{path}", params=fields, timeout=30)
-        said = answer.json()
+        said = self.http.get(f"/api/v1/{path}", params=fields).json()
         assert said["status"] == "success", (fields, said)
         return said["data"]
 
@@ -69,9 +68,9 @@ def running(folder: Path, target: str, rules: Path) -> Iterator[Prometheus]:
             ),
         )
         assert process.poll() is None, log.read_text()
-        it = Prometheus(found[1])
-        wait_for("it is ready", lambda: httpx.get(f"http://{it.address}/-/ready").is_success)
-        yield it
+        with httpx.Client(base_url=f"http://{found[1]}", timeout=30) as http:
+            wait_for("it is ready", lambda: http.get("/-/ready").is_success)
+            yield Prometheus(http)
     finally:
         process.terminate()
         process.wait(30)
