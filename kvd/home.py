@@ -69,6 +69,11 @@ class Home:
         return self.root / "journal"
 
     @property
+    def chat_history(self) -> Path:
+        """What was typed in `kvctl chat`."""
+        return self.root / "chat_history"
+
+    @property
     def parked(self) -> Path:
         """The folder of rows that gave their memory back, a folder a model; workers clear it."""
         return self.root / "parked"

@@ -44,7 +44,7 @@ def bench_kv(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME|PATH|HUB_ID]", help="Whose geometry (default: demo)."),
+        typer.Argument(metavar="NAME|PATH|HUB_ID", help="Whose geometry (default: demo)."),
     ] = None,
     *,
     heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from kvd import exits
+from kvd.cli import completing
 from kvd.client import Client
 from kvd.exits import Exit
 from kvd.home import locate
@@ -33,7 +34,10 @@ SocketOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print the data as JSON.")]
 
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="The model's name.", autocompletion=completing.a_model),
+]
 
 WIDE_PIPE = 200
 """Columns for tables that go into a pipe or a file, where nothing should be cut."""

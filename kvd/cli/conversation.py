@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from kvd.cli import history
 from kvd.cli.common import Terms, escape, model_in, talk
 from kvd.cli.stream import Stream
 from kvd.client import Client, Completion
 from kvd.client.options import check_number
-from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning
+from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
+from protocol.messages import Event, Tokens
 from protocol.types import ChatMessage
 
 
@@ -52,6 +58,7 @@ class Chat:
         self._terms = terms
         self._system = system
         self._turns: list[ChatMessage] = []
+        self._last: Clock | None = None
         self._commands: dict[str, tuple[Callable[[str], object], str]] = {
             "help": (self._help, "show this"),
             "new": (self._new, "forget the conversation"),
@@ -62,6 +69,9 @@ class Chat:
                 "NAME VALUE  change a sampling value, or to default; alone: show",
             ),
             "history": (self._history, "show the conversation so far"),
+            "model": (self._set_model, "NAME  go on with another model; alone: show"),
+            "stats": (self._stats, "tokens and speed of the last reply"),
+            "save": (self._save, "FILE  write the conversation as JSON"),
             "exit": (self._exit, "leave (also Ctrl-D)"),
         }
 
@@ -71,24 +81,23 @@ class Chat:
             check_number(name, value)
         self._require_model()
         interactive = sys.stdin.isatty()
-        if interactive:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401, PLC0415 - input() edits lines and remembers them
-            talk(f"[bold]{escape(self._model)}[/]  /help lists commands, Ctrl-C ends a reply")
-        while True:
-            try:
-                line = input("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
-            except EOFError:
-                break
-            except KeyboardInterrupt:
-                talk("\n[dim]Ctrl-D or /exit leaves[/]")
-                continue
-            try:
-                self._line(line.strip())
-            except _Leave:
-                break
-        if interactive:
-            talk("")
+        with history.kept(self._terms, list(self._commands)) if interactive else nullcontext():
+            if interactive:
+                talk(f"[bold]{escape(self._model)}[/]  /help lists commands, Ctrl-C ends a reply")
+            while True:
+                try:
+                    text = _read(interactive=interactive)
+                except EOFError:
+                    break
+                except KeyboardInterrupt:
+                    talk("\n[dim]Ctrl-D or /exit leaves[/]")
+                    continue
+                try:
+                    self._line(text)
+                except _Leave:
+                    break
+            if interactive:
+                talk("")
 
     def _require_model(self) -> None:
         """Say now, and not after the first question, that there is no such model."""
@@ -113,6 +122,7 @@ class Chat:
             completion = self._client.generate(
                 self._model, messages=[*messages, *self._turns], **asdict(self._settings)
             )
+            self._last = Clock(completion)
             self._stream(completion)
         except NotRunning:
             raise
@@ -132,6 +142,8 @@ class Chat:
     def _stream(self, completion: Completion) -> None:
         stream = Stream(completion)
         for event in stream:
+            if self._last is not None:
+                self._last.see(event)
             if self._terms.json:
                 self._terms.print_json(event)
             else:
@@ -191,8 +203,80 @@ class Chat:
         for turn in self._turns:
             talk(f"[bold]{turn.role}[/]  {escape(turn.content)}")
 
+    def _set_model(self, name: str) -> None:
+        if name:
+            try:
+                model_in(self._client.status(), name)
+            except UnknownModel as error:
+                talk(f"[yellow]{escape(error.message)}[/]")
+                return
+            self._model = name
+        talk(f"[bold]{escape(self._model)}[/]")
+
+    def _stats(self, _: str) -> None:
+        talk(self._last.said() if self._last is not None else "[yellow]no reply so far[/]")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            talk("[yellow]give a file: /save FILE[/]")
+            return
+        first = [ChatMessage("system", self._system)] if self._system else []
+        whole = {"model": self._model, "messages": [*first, *self._turns]}
+        try:
+            Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+        except OSError as error:
+            talk(f"[yellow]cannot write {escape(name)}: {error.strerror}[/]")
+        else:
+            talk(f"[dim]saved in {escape(name)}[/]")
+
     def _exit(self, _: str) -> None:
         raise _Leave
+
+
+_BLOCK = '"""'
+
+
+def _read(*, interactive: bool) -> str:
+    """Read a question: a line, or what stands between two lines' triple quotes."""
+    text = input("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
+    if not text.lstrip().startswith(_BLOCK):
+        return text.strip()
+    text = text.lstrip().removeprefix(_BLOCK)
+    while not text.rstrip().endswith(_BLOCK):
+        text += "\n" + input("… " if interactive else "")
+    return text.rstrip().removesuffix(_BLOCK).strip("\n")
+
+
+class Clock:
+    """When the parts of a reply came."""
+
+    def __init__(self, completion: Completion) -> None:
+        self._completion = completion
+        self._began = time.monotonic()
+        self._first: float | None = None
+        self._last = self._began
+
+    def see(self, event: Event) -> None:
+        """Note that something came."""
+        if isinstance(event, Tokens):
+            self._last = time.monotonic()
+            self._first = self._first or self._last
+
+    def said(self) -> str:
+        """Return it in words."""
+        usage = self._completion.usage
+        if usage is None:
+            return "[yellow]the last reply did not end[/]"
+        parts = [f"prompt {usage.prompt_tokens} tokens"]
+        if usage.cached_tokens:
+            parts[0] += f" ({usage.cached_tokens} from the cache)"
+        reply = f"reply {usage.completion_tokens} tokens"
+        if self._first is not None:
+            parts.append(f"first token after {self._first - self._began:.2f} s")
+            if self._last > self._first:
+                speed = (len(self._completion.tokens) - 1) / (self._last - self._first)
+                reply += f", {speed:.1f} a second"
+        return "; ".join([*parts, reply])
 
 
 class _Leave(Exception):

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.common import HomeOption, JsonOption, SocketOption, stdout_console, terms
+from kvd.cli.completing import a_model
 from kvd.cli.options import takes_kv
 from kvd.sources import absolute
 from kvd.units import format_bytes
@@ -35,7 +36,11 @@ def explain(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A name that is loaded or known; or a model to load."),
+        typer.Argument(
+            metavar="MODEL",
+            help="A name that is loaded or known; or a model to load.",
+            autocompletion=a_model,
+        ),
     ],
     *,
     ctx: Annotated[

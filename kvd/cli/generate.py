@@ -10,6 +10,7 @@ from kvd.cli import sampling as how
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
+    ModelArgument,
     SocketOption,
     Terms,
     stdin,
@@ -29,7 +30,7 @@ _MORE = "What is told, and when"
 
 def generate(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name.")],
+    model: ModelArgument,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="Raw text, no chat template; - reads stdin.")
     ],

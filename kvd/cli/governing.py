@@ -18,6 +18,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
+from kvd.cli.completing import a_model
 from kvd.units import format_bytes
 from protocol.explain import explain
 from protocol.messages import Happened
@@ -50,7 +51,10 @@ def policy(
 def events(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Only what concerns this one.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="Only what concerns this one.", autocompletion=a_model
+        ),
     ] = None,
     *,
     follow: Annotated[

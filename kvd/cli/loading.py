@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import typer
@@ -14,13 +15,15 @@ from kvd.cli.common import (
     ModelArgument,
     SocketOption,
     Terms,
+    escape,
     stderr_console,
     stdout_console,
     talk,
     terms,
 )
+from kvd.cli.completing import a_source
 from kvd.cli.options import takes_kv
-from kvd.client import Load
+from kvd.client import Client, Load
 from kvd.sources import absolute
 from kvd.units import format_bytes
 from protocol.messages import Loading
@@ -30,7 +33,10 @@ from protocol.types import KVSpec, ModelStatus
 @takes_kv
 def load(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.", autocompletion=a_source),
+    ],
     *,
     alias: Annotated[
         str | None, typer.Option(metavar="NAME", help="The name that requests use.")
@@ -78,9 +84,14 @@ def _follow(loading: Load, wanted: Terms) -> ModelStatus:
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)
-        for event in loading:
-            if isinstance(event, Loading):
-                progress.update(task, description=event.stage, completed=event.fraction)
+        try:
+            for event in loading:
+                if isinstance(event, Loading):
+                    progress.update(task, description=event.stage, completed=event.fraction)
+        except KeyboardInterrupt:
+            name = loading.progress.model if loading.progress else "NAME"
+            talk(f"[dim]the daemon goes on loading it; `kvctl unload {escape(name)}` ends that[/]")
+            raise
     return loading.result
 
 
@@ -99,8 +110,25 @@ def unload(
     """Finish a model's requests, then give its memory back."""
     wanted = terms(context, home, socket, json=json)
     with wanted.connected() as client:
-        done = client.unload(model, force=force)
+        with _waiting(client, model, force=force):
+            done = client.unload(model, force=force)
         if wanted.json:
             wanted.print_json({"model": done.model, "freed_bytes": done.freed_bytes})
         else:
             talk(f"{done.model} unloaded, {format_bytes(done.freed_bytes)} freed")
+
+
+def _waiting(
+    client: Client, model: str, *, force: bool
+) -> contextlib.AbstractContextManager[object]:
+    """Tell a person what an unload waits for."""
+    console = stderr_console()
+    if force or not console.is_terminal:
+        return contextlib.nullcontext()
+    there = next((one.requests for one in client.status().models if one.name == model), 0)
+    if not there:
+        return contextlib.nullcontext()
+    requests = f"{there} request" + ("" if there == 1 else "s")
+    return console.status(
+        f"{requests} of {escape(model)} to finish; --force ends them", spinner="dots"
+    )

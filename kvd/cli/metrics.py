@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True):
 def metrics(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Only metrics with this in their name.")
+        str | None, typer.Argument(metavar="NAME", help="Only metrics with this in their name.")
     ] = None,
     *,
     home: HomeOption = None,

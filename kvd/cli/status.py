@@ -35,7 +35,7 @@ def status(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Show all about this one.", autocompletion=a_model),
+        typer.Argument(metavar="MODEL", help="Show all about this one.", autocompletion=a_model),
     ] = None,
     *,
     watch: Annotated[
