@@ -66,21 +66,23 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of `config.toml`."""
 
     budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
-    """Bytes, or a text such as ``8GiB``; absent: a safe share of the machine."""
+    """For all models together; absent: three quarters of what Metal recommends, of the CUDA
+    device's memory, or of RAM (or the cgroup's limit)."""
     models: list[str | ModelEntry] = []
-    """Loaded at start: names, folders and Hub ids, or tables with ``source``."""
+    """Names, folders and Hub ids, or tables; ``./x`` is relative to the home, ``~/x`` to yours."""
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
     """The most rows in one decode step of a model."""
     prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] | None = None
-    """Prompt tokens in one step. Part of what decides the output. Absent: what suits the device."""
+    """Prompt tokens in one step. Part of what decides the output, so change it knowingly; absent:
+    256, on CUDA 1024."""
     turns: TurnsMode = "auto"
     """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
-    """How long a stop waits for what runs before it ends it."""
+    """How long a stop waits for what runs before it ends it; launchd's ``ExitTimeOut`` is above."""
     blas: str = "auto"
     """Linux without an accelerator: ``auto``, ``off``, or the library to preload into workers."""
     native: Literal["auto", "off"] = "auto"
-    """The same machines: whether workers build and use operations of kvd's own."""
+    """The same machines, and CUDA: whether workers build and use operations of kvd's own."""
     attention: Attention = "auto"
     """``reference``: decode attention by MLX's plain operations, on any device."""
     watchdog: Patience = Patience()
