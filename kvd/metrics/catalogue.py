@@ -14,9 +14,9 @@ from kvd.metrics import bounds
 from protocol.spread import SPAN_BOUNDS_S
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metric:
-    """One family of series."""
+    """One family of series; each is a key, and known by itself."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]

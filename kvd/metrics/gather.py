@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvd.metrics.tally import OfModel, Tally
     from protocol.types import DaemonStatus, HostMemory, MemoryUse, ModelInfo, ModelStatus, Offer
 
+_PYTHON = ".".join(map(str, sys.version_info[:3]))
 STAGES, STATES, PRESSURES = get_args(Stage), get_args(ModelState), get_args(Pressure)
 
 
@@ -56,7 +57,7 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     to.put(c.GRANTED, status.granted_bytes)
     to.put(c.VIOLATIONS, status.violations)
     to.put(c.ASLEEP, len(status.asleep))
-    to.put(c.BUILD, 1, status.version, platform.python_version())
+    to.put(c.BUILD, 1, status.version, _PYTHON)
     to.put(c.DRAINING, int(status.state == "draining"))
     to.put(c.LAG, _buckets(it.lag))
     to.put(c.FOOTPRINT, status.footprint_bytes)

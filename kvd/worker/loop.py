@@ -299,6 +299,7 @@ class Loop:
             _log.exception("a text could not be tokenized")
             broken = InternalError("the tokenizer failed on this text; the log says why")
             self._link.put(Tokenized(seq=request.seq, error=broken.info()))
+        self._phases.leave(self._clock())
 
     def _refuse(self, request: Submit, error: KvdError) -> None:
         self._link.put(RowFailed(rid=request.rid, error=error.info()))
