@@ -17,8 +17,8 @@ from kvd.worker.sampler import Draw, RowSettings, Sampler
 from protocol.types import Sampling
 
 WARM_UP = 136
-"""Steps before those that count: pages are sealed and written once in so many, and what that takes is
-compiled when it happens first."""
+"""Steps before those that count: pages are sealed and written once in so many, and what that takes
+is compiled when it happens first."""
 
 
 @dataclass
