@@ -54,6 +54,7 @@ MOST_TOLD = 65_536
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
     id: RequestId
+    """Yours; unique among those of the connection that are not over."""
     v: int = VERSION
 
 
@@ -61,6 +62,7 @@ class Hello(_Request, tag="hello", frozen=True, kw_only=True):
     """Ask who is there."""
 
     client: str = ""
+    """Who you are."""
 
 
 class Status(_Request, tag="status", frozen=True, kw_only=True):
@@ -75,29 +77,36 @@ class Load(_Request, tag="load", frozen=True, kw_only=True):
     """Load a model: an embedded name, a folder's absolute path, or a Hub id."""
 
     model: Name
+    """Embedded name, absolute folder or Hub id."""
     alias: Alias | None = None
     """The name that requests use; absent: the model's own short name."""
     kv: KVSpec = KVSpec()
+    """How its KV cache is kept."""
     policy: ModelPolicy | None = None
     """How it stands beside other models; absent: as before, if it is known."""
 
 
 class Unload(_Request, tag="unload", frozen=True, kw_only=True):
-    """Finish the model's requests, then end its worker; ``force`` ends them at once."""
+    """Finish the model's requests, then end its worker."""
 
     model: Name
     force: bool = False
+    """End them at once."""
 
 
 class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     """Complete a prompt. Exactly one of ``prompt``, ``messages`` and ``tokens`` is given."""
 
     model: Name
+    """The name under which it was loaded, or is known."""
     prompt: str | None = None
     """Raw text: no chat template."""
     messages: list[ChatMessage] | None = None
+    """A conversation, for the model's chat template."""
     tokens: list[TokenId] | None = None
+    """Token ids, as they are."""
     sampling: Sampling = Sampling()
+    """How tokens are drawn."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """Absent: as much as fits the context, at most 512."""
     n: Choices = 1
@@ -113,11 +122,11 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
     logprobs: TopLogprobs | None = None
     """Tell each token's logprob, with so many of the most likely ones; absent: nothing."""
     prompt_logprobs: TopLogprobs | None = None
-    """The same of the prompt's tokens, in `PromptLogprobs`."""
+    """The same of the prompt's tokens, in ``prompt_logprobs`` events."""
     priority: Priority = 0
     """Higher ones are taken first."""
     deadline_s: DeadlineSeconds | None = None
-    """From its arrival; when it passes, the request ends with ``deadline_exceeded``."""
+    """From its arrival; then it ends with ``deadline_exceeded``, also while it waits."""
     prefix_salt: Salt | None = None
     """Prompts share cached beginnings only with those that have the same one."""
 
@@ -138,7 +147,7 @@ class Attach(_Request, tag="attach", frozen=True, kw_only=True):
     """Get the rest of a request that a daemon before this one has left in the journal."""
 
     request: RequestId
-    """As `Accepted` named it."""
+    """As ``accepted`` named it."""
     have: Annotated[list[Have], Meta(max_length=MOST_CHOICES)] = []
     """One for each completion; empty: nothing."""
     have_prompt: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
@@ -149,6 +158,7 @@ class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
     """End another request of this connection; it gets ``done`` with reason ``cancelled``."""
 
     target: RequestId
+    """The other one's ``id``."""
 
 
 class Pin(_Request, tag="pin", frozen=True, kw_only=True):
@@ -182,7 +192,7 @@ class Events(_Request, tag="events", frozen=True, kw_only=True):
     since: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     """Only what came after the one of this number."""
     follow: bool = False
-    """Go on with what happens from now on; ends with `cancel`."""
+    """Go on with what happens from now on, until a ``cancel``."""
 
 
 class Explain(_Request, tag="explain", frozen=True, kw_only=True):
@@ -217,9 +227,10 @@ class Drain(_Request, tag="drain", frozen=True, kw_only=True):
 
 
 class Shutdown(_Request, tag="shutdown", frozen=True, kw_only=True):
-    """Drain, then exit 0; ``force`` does not wait for what runs."""
+    """Drain, then exit 0."""
 
     force: bool = False
+    """Do not wait for what runs."""
 
 
 Request = (
@@ -244,6 +255,7 @@ Request = (
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
     id: str
+    """Of the request that it answers."""
 
 
 class HelloReply(_Event, tag="hello", frozen=True, kw_only=True):
@@ -296,7 +308,7 @@ class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
     prompt_tokens: int
     seed: int
     request: str = ""
-    """The daemon's name for it, to `attach` by; empty where the journal is not on disk."""
+    """The daemon's name for it, to ``attach`` by; empty where the journal is not on disk."""
 
 
 class Queued(_Event, tag="queued", frozen=True, kw_only=True):
@@ -388,7 +400,7 @@ class Happened(_Event, tag="happened", frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     kind: str
-    """Such as ``evict``, ``reclaim_level``, ``load_refused``; docs/protocol.md has them all."""
+    """Such as ``evict``, ``reclaim_level``, ``load_refused``."""
     model: str | None = None
     """To which it was done."""
     reason: str = ""
@@ -423,10 +435,11 @@ class Tokenized(_Event, tag="tokenized", frozen=True, kw_only=True):
 
 
 class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
-    """Answers ``cancel``; ``found`` is false if the target was over already."""
+    """Answers ``cancel``; the target itself ends with ``done``, reason ``cancelled``."""
 
     target: str
     found: bool
+    """False: it was over already."""
 
 
 class Drained(_Event, tag="drained", frozen=True, kw_only=True):

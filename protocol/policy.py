@@ -24,4 +24,4 @@ class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     max_context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """The most tokens of prompt and completion; absent: what the model says of itself."""
     weight: Annotated[float, Meta(ge=0.1, le=10.0)] = 1.0
-    """Of its turns on an accelerator that several share; holds from the next load on."""
+    """Of its turns on an accelerator that several share: twice as much, twice as long."""

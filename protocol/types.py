@@ -62,10 +62,13 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+    """Divides what stays; 0 takes the likeliest token, after bias and penalties."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    """The most likely tokens that have this share of the probability stay."""
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    """0 keeps all tokens."""
+    """So many of the most likely tokens stay; 0 keeps all."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    """Tokens stay that have this share of the likeliest one's probability."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """The same request with the same seed gives the same tokens; absent: the daemon draws one."""
     logit_bias: LogitBias = {}
@@ -89,7 +92,7 @@ class Alternative(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of the token alone; bytes that are no UTF-8 show as U+FFFD."""
     logprob: float | None = None
     """Natural logarithm of the model's own probability, before bias, penalties, temperature and
-    filters; `NO_LOGPROB` for 0. Absent for the first token of a prompt."""
+    filters; -9999 for 0. Absent for the first token of a prompt."""
     bytes: list[int] | None = None
     """Of the token, where ``text`` does not show them."""
 
@@ -98,6 +101,7 @@ class TokenLogprob(Alternative, frozen=True, omit_defaults=True):
     """The token that stands there, and the most likely ones in falling order."""
 
     top: list[Alternative] = []
+    """As many as were asked for, whether the token is among them or not."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -158,10 +162,13 @@ class KVSpec(KVRules, frozen=True):
     """
 
     k_bits: Bits = 8
+    """Of keys; 16: not quantized."""
     v_bits: Bits = 8
+    """Of values."""
     group_size: Literal[32, 64] = 64
     """Elements that share a scale; of values too, unless they have their own."""
     value_group_size: Literal[32, 64, 128] | None = None
+    """Of values; absent: as keys have it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
