@@ -131,21 +131,25 @@ def following(path: Path, nap: Callable[[float], None] = time.sleep) -> Iterator
     """Yield the lines that are written from now on, through rotations of the file."""
     file = _opened(path, at_end=True)
     rest = ""
-    while True:
-        text = file.readline() if file is not None else ""
-        if text:
+    try:
+        while True:
+            text = file.readline() if file is not None else ""
             rest += text
             if rest.endswith("\n"):
                 yield rest
                 rest = ""
-        elif file is None or _is_another(path, file):
-            if file is not None:
-                file.close()
-            file = _opened(path, at_end=False)
-            if file is None:
-                nap(_NAP_S)
-        else:
-            nap(_NAP_S)
+            elif not text:
+                if file is not None and not _is_another(path, file):
+                    nap(_NAP_S)
+                    continue
+                if file is not None:
+                    file.close()
+                file = _opened(path, at_end=False)
+                if file is None:
+                    nap(_NAP_S)
+    finally:
+        if file is not None:
+            file.close()
 
 
 def _opened(path: Path, *, at_end: bool) -> TextIOWrapper | None:
