@@ -76,7 +76,8 @@ def _choice(said: re.Match[str], place: str, kind: Any) -> tuple[str, str]:
         if isinstance(it, inspect.LiteralType)
         for value in it.values
     ]
-    allowed = f"must be one of {', '.join(map(str, values))}" if values else "has a wrong value"
+    known = ", ".join(map(str, dict.fromkeys(values)))  # several messages may have such a field
+    allowed = f"must be one of {known}" if known else "has a wrong value"
     return place, allowed + _echo(said["value"])
 
 
