@@ -110,6 +110,7 @@ def lines(
             "matcher": {"id": "byName", "options": name},
             "properties": [
                 {"id": "custom.stacking", "value": {"mode": "none"}},
+                {"id": "custom.drawStyle", "value": "line"},
                 {"id": "custom.fillOpacity", "value": 0},
                 {"id": "custom.lineWidth", "value": 2},
                 {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 6]}},

@@ -1,0 +1,54 @@
+"""The dashboard in Grafana's own types: what it does not know, it would not show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+DASHBOARD = Path(__file__).parents[2] / "deploy/grafana/kvd.json"
+BEYOND = ("step", "titleFormat", "textFormat", "tagKeys", "definition", "tooltip/mode")
+"""Fields of the Prometheus data source and of the heatmap, which those types leave out."""
+
+
+def lost(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """Yield the places of what is in one and not in the other."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key, value in ours.items():
+            if key in theirs:
+                yield from lost(value, theirs[key], f"{path}/{key}")
+            else:
+                yield f"{path}/{key}"
+    elif isinstance(ours, list) and isinstance(theirs, list):
+        if len(ours) != len(theirs):
+            yield path
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from lost(one, other, f"{path}/{at}")
+    elif ours != theirs:
+        yield path
+
+
+def read_and_written(page: dict[str, Any]) -> dict[str, Any]:
+    plugins.register_default_plugins()
+    written: dict[str, Any] = json.loads(JSONEncoder().encode(Dashboard.from_json(page)))
+    return written
+
+
+def test_grafanas_types_keep_every_field():
+    page = json.loads(DASHBOARD.read_text())
+    missing = [it for it in lost(page, read_and_written(page)) if not it.endswith(BEYOND)]
+    assert not missing
+
+
+def test_a_field_that_grafana_does_not_know_would_be_noticed():
+    page = json.loads(DASHBOARD.read_text())
+    panel = next(it for it in page["panels"] if it["type"] == "timeseries")
+    panel["options"]["legend"]["displaymode"] = "list"
+    panel["fieldConfig"]["defaults"]["custom"]["stacked"] = True
+    missing = [it for it in lost(page, read_and_written(page)) if not it.endswith(BEYOND)]
+    assert {it.rpartition("/")[2] for it in missing} == {"displaymode", "stacked"}
