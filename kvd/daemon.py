@@ -26,7 +26,7 @@ from kvd import blas, config, listen, logs, memory
 from kvd.estimate import Files, machine
 from kvd.exits import Exit
 from kvd.home import check_socket_path
-from kvd.http.doors import open_doors
+from kvd.http.doors import check_keys, open_doors
 from kvd.journal import DiskJournal
 from kvd.metrics.exposition import Exposition
 from kvd.options import Options
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from kvd.home import Home
     from kvd.http.doors import Door
     from kvd.http.server import Server
+    from kvd.http.settings import HttpSettings
     from protocol.types import ModelStatus
 
 
@@ -158,7 +159,9 @@ class Daemon:
             self._system,
             default_budget=lambda: memory.default_budget(readings.host()),
             bring=self._bring,
+            admit=self._admit,
         )
+        self._web: Server | None = None
         self._system.configuration = LiveSettings(
             options,
             self._reloader,
@@ -180,7 +183,7 @@ class Daemon:
         self._take_signals()
         loading = asyncio.create_task(self._load_models(), name="models at start")
         loading.add_done_callback(self._check)
-        web = await self._serve_http(starting=lambda: not loading.done())
+        self._web = await self._serve_http(starting=lambda: not loading.done())
         self._log.info(
             "daemon started",
             version=kvd.__version__,
@@ -201,8 +204,8 @@ class Daemon:
                 task.cancel()
             self._metrics.stop()
             server.close()
-            if web is not None:
-                await web.close()
+            if self._web is not None:
+                await self._web.close()
             await asyncio.gather(loading, *self._tasks, *self._stops, return_exceptions=True)
             self._manager.close()
             if self._journal is not None:
@@ -226,6 +229,11 @@ class Daemon:
         )
         await web.start()
         return web
+
+    def _admit(self, http: HttpSettings) -> None:
+        check_keys(self._doors, http)
+        if self._web is not None:
+            self._web.admit(http)
 
     async def _load_models(self) -> None:
         """Load the models of command line or configuration, one after the other, and say so."""

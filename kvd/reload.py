@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from kvd.http.settings import HttpSettings
     from kvd.options import Options
 
-LIVE = frozenset({"budget", "drain_timeout_s", "log_level", "models"})
+LIVE_OF_HTTP = ("keys", "hosts", "origins")
+LIVE = frozenset(
+    {"budget", "drain_timeout_s", "log_level", "models", *(f"http.{key}" for key in LIVE_OF_HTTP)}
+)
 """Keys of `config.toml` that hold at once; every other one from the next start on."""
 LIVE_OF_A_MODEL = frozenset({"priority", "pinned", "idle_ttl_s", "weight", "load"})
 """The same of a model; others hold at once only while it is not loaded."""
@@ -81,12 +85,14 @@ class Reloader:
         *,
         default_budget: Callable[[], int],
         bring: Callable[[ModelEntry], None],
+        admit: Callable[[HttpSettings], None] = lambda _: None,
     ) -> None:
-        """`bring` has a model loaded, in the background."""
+        """`bring` has a model loaded, in the background; `admit` lets in whom HTTP now admits."""
         self._options = options
         self._running = running
         self._default_budget = default_budget
         self._bring = bring
+        self._admit = admit
         self._one_at_a_time = asyncio.Lock()
         self._log = structlog.get_logger("kvd.reload")
         self.settings = settings
@@ -102,8 +108,9 @@ class Reloader:
         """Let this configuration hold as far as it can, and return what changed."""
         blas.choose(wanted.blas)  # the next start must not find it wrong
         async with self._one_at_a_time:
-            changes = [await self._set(key, wanted) for key in self._plain(wanted)]
-            for change in changes:
+            http = self._take_http(wanted)  # it may raise, so it comes first
+            changes = http + [await self._set(key, wanted) for key in self._plain(wanted)]
+            for change in changes[len(http) :]:
                 if not change.waits:
                     after = {change.key: getattr(wanted, change.key)}
                     self.settings = replace(self.settings, **after)
@@ -114,8 +121,8 @@ class Reloader:
         return changes
 
     def _plain(self, wanted: Config) -> list[str]:
-        """Return the keys that differ, but for the models."""
-        fields = (key for key in Config.__struct_fields__ if key != "models")
+        """Return the keys that differ, but for the models and HTTP."""
+        fields = (key for key in Config.__struct_fields__ if key not in {"models", "http"})
         return [key for key in fields if getattr(self.settings, key) != getattr(wanted, key)]
 
     async def _set(self, key: str, wanted: Config) -> Change:
@@ -129,6 +136,20 @@ class Reloader:
         elif key == "log_level":
             logs.set_level(wanted.log_level)
         return Change(key, before, after, holds)
+
+    def _take_http(self, wanted: Config) -> list[Change]:
+        before, after = self.settings.http, wanted.http
+        fields = [f for f in after.__struct_fields__ if getattr(before, f) != getattr(after, f)]
+        live = {field: getattr(after, field) for field in fields if field in LIVE_OF_HTTP}
+        if live:
+            holds = replace(before, **live)
+            self._admit(holds)
+            self.settings = replace(self.settings, http=holds)
+        changes = []
+        for field in fields:
+            was, wants = _shown(field, before), _shown(field, after)
+            changes.append(Change(f"http.{field}", was, wants, "now" if field in live else "start"))
+        return changes
 
     async def _take_models(self, wanted: Config) -> list[Change]:
         before, after = named(self.settings), named(wanted)
@@ -195,6 +216,12 @@ def named(settings: Config) -> dict[str, ModelEntry]:
 def known_as(entry: ModelEntry, root: Path) -> Known:
     """Return how a model of the configuration is loaded."""
     return Known(absolute(entry.source, root), entry.kv_spec, entry.policy, listed=True)
+
+
+def _shown(field: str, of: HttpSettings) -> Any:
+    """Return the value of a field; of keys only whose they are."""
+    value = getattr(of, field)
+    return sorted(value) if field == "keys" else value
 
 
 def _differing(old: ModelEntry | None, entry: ModelEntry) -> list[str]:

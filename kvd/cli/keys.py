@@ -54,7 +54,7 @@ def new(
             return
         typer.echo(key)
         talk(
-            f"The key is shown only now. For {escape(str(place.config))}; restart the daemon then:"
+            f"The key is shown only now. For {escape(str(place.config))}; then `kvctl service reload`, or restart the daemon:"
         )
         talk(f"\n{escape('[http]')}\n{escape(line)}")
 

@@ -61,7 +61,7 @@ def open_doors(
             doors += _tcp(settings)
         if True not in kinds:
             doors += _unix(home)
-        _check_keys(doors, settings)
+        check_keys(doors, settings)
     except BaseException:
         for door in doors:
             door.close()
@@ -77,7 +77,8 @@ def _given(listener: socket.socket) -> Door:
     return Door(listener, _address(listener))
 
 
-def _check_keys(doors: list[Door], settings: HttpSettings) -> None:
+def check_keys(doors: Sequence[Door], settings: HttpSettings) -> None:
+    """Raise `ConfigError` if anybody could come in without a key who should not."""
     open_to_all = [door.address for door in doors if not _is_private(door.listener)]
     if open_to_all and not settings.keys:
         raise ConfigError(

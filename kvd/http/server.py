@@ -94,6 +94,10 @@ class Server:
                 await make(self._connected, sock=door.listener, backlog=listen.BACKLOG)
             )
 
+    def admit(self, settings: HttpSettings) -> None:
+        """Let its keys, hosts and origins hold for the next requests."""
+        self._guard = Guard(settings)
+
     async def close(self) -> None:
         """Accept nobody, let the last answers go out for a moment, and end all connections."""
         for server in self._servers:

@@ -167,3 +167,32 @@ async def test_a_wrong_file_is_refused_as_a_whole(home: Home, text, monkeypatch)
     assert it.reloader.settings == parse('budget = "1GiB"')
     assert it.running.said == []
     assert logging.getLogger().level != logging.ERROR
+
+
+async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(home: Home):
+    admitted = []
+    it = Reloading(home)
+    it.reloader._admit = admitted.append
+    key = "sha256:" + "0" * 64
+    changes = await it.take(f'[http]\nport = 1\norigins = ["https://a.example"]\nkeys.me = "{key}"')
+
+    assert [(change.key, change.after, change.holds) for change in changes] == [
+        ("http.port", 1, "start"),
+        ("http.keys", ["me"], "now"),
+        ("http.origins", ["https://a.example"], "now"),
+    ]
+    assert [http.keys for http in admitted] == [{"me": key}]
+    assert it.reloader.settings.http == admitted[0]
+    assert it.reloader.waiting == ("http.port",)
+    assert await it.take(f'[http]\norigins = ["https://a.example"]\nkeys.me = "{key}"') == []
+
+
+async def test_a_guard_that_lets_in_too_many_changes_nothing(home: Home):
+    def refuses(_):
+        raise ConfigError("no key", key="http.keys")
+
+    it = Reloading(home, "log_level = 'info'")
+    it.reloader._admit = refuses
+    with pytest.raises(ConfigError, match="no key"):
+        await it.take("log_level = 'debug'\n[http]\nhosts = ['a']")
+    assert it.reloader.settings == parse("log_level = 'info'")
