@@ -65,6 +65,8 @@ class Seat:
     unloaders: list[Later[int]] = field(default_factory=list)
     before: Known | None = None
     """The model as it was known before a load that does not wait for room."""
+    brought: bool = False
+    """Something named it that is known: it stays so if the load fails."""
     askers: list[tuple[Later[wire.Tokenized], wire.Tokenize]] = field(default_factory=list)
     """Texts to tell the tokens of when it is ready."""
     again: list[tuple[Later[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
@@ -203,7 +205,7 @@ class Supervisor(Actor["SupervisorMail"]):
         house.catalogue.models[name] = known
         self._board(name, known, patient=patient)
         worker = house.hire(name, known)
-        seat = house.seats[name] = Seat(name, known, worker, before=before)
+        seat = house.seats[name] = Seat(name, known, worker, before=before, brought=patient)
         house.router.tell(mail.ModelAdded(name, worker))
         worker.tell(mail.Order(lifecycle.Start()))
         return seat
@@ -360,11 +362,14 @@ class Supervisor(Actor["SupervisorMail"]):
             house.router.tell(mail.ModelAsleep(seat.name))
         else:
             house.router.tell(mail.ModelForgotten(seat.name, error))
-            self._forget(seat.name, keep=seat.known.listed and not seat.unloaders)
+            stays = seat.known.listed or seat.brought
+            self._forget(seat.name, keep=stays and not seat.unloaders)
         for unloader in seat.unloaders:
             unloader.answer(freed_bytes)
         if seat.again:
-            after = self._take_seat(seat.name, seat.known, patient=False)
+            told = [wanted.policy for _, wanted in seat.again if wanted.policy is not None]
+            known = dataclasses.replace(seat.known, policy=told[-1]) if told else seat.known
+            after = self._take_seat(seat.name, known, patient=False)
             after.loaders = [(later, wanted.watcher) for later, wanted in seat.again]
         self._end_if_empty()
 

@@ -146,3 +146,31 @@ async def test_an_eviction_that_crosses_a_refusal_makes_no_model_known():
         assert (await client.end(load)).error.code == "insufficient_memory"
         assert (await client.end(client.generate("big"))).error.code == "unknown_model"
         assert w.spawn.attempts["big"] == 1
+
+
+@simulated
+async def test_a_known_model_that_a_request_could_not_bring_is_still_known():
+    """Not only those of the configuration."""
+    scripts = {"big": [BROKEN, Script()]}
+    async with world(scripts, known=known("/a/big", listed=False)) as w:
+        client = w.client()
+        first = await client.end(client.generate("big"))
+        assert first.error.code == "invalid_model"
+
+        assert (await client.end(client.generate("big"))).reason == "length"
+
+
+@simulated
+async def test_what_a_load_says_of_a_model_that_makes_room_holds_when_it_is_back():
+    async with world({"big": [Script(), Script()]}) as w:
+        client = w.client()
+        await client.end(await start_load(w, client))
+        first = w.spawn.last("big")
+        w.system._supervisor.tell(mail.EvictWanted("big", requeue=True))
+        load = client.start(
+            messages.Load, model="big", alias="big", policy=ModelPolicy(priority=7, pinned=True)
+        )
+        await client.end(load)
+
+        assert (w.model("big").priority, w.model("big").pinned) == (7, True)
+        assert w.spawn.last("big") is not first
