@@ -41,7 +41,8 @@ COMMANDS = (
 app = typer.Typer(
     name="kvctl",
     help="Talk to the kvd daemon.",
-    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 no daemon, 5 config, 6 refused, 7 retry.",
+    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 no daemon, 5 config, 6 refused, 7 retry, "
+    "130 Ctrl-C. Data is on stdout, talk on stderr; NO_COLOR=1 leaves colours out.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
