@@ -58,6 +58,8 @@ def doctor(
     json: JsonOption = False,
 ) -> None:
     """Check this machine and home, and say what to do. Exit code 1: something does not work."""
+    if (quick or service or report is not None) and not selftest:
+        raise typer.BadParameter("--quick, --service and --report are for --selftest")
     wanted = terms(context, home, None, json=json)
     scene = Scene(locate(wanted.home))
     console = stdout_console()

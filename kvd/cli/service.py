@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json as jsons
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
+from kvd.cli.logs import line as readable
 from kvd.cli.usage import Command, Group
 from kvd.client import Client
 from kvd.exits import Exit
@@ -205,7 +205,7 @@ def logs(
 
 def _pass_on(command: list[str], *, raw: bool) -> int:
     """Print what a program prints, and return how many lines that were."""
-    count = 0
+    count, console = 0, stdout_console()
     try:
         shown = subprocess.Popen(  # noqa: S603 - the manager's own program
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -216,25 +216,14 @@ def _pass_on(command: list[str], *, raw: bool) -> int:
         assert shown.stdout is not None
         try:
             for count, line in enumerate(shown.stdout, 1):  # noqa: B007 - the last one is it
-                sys.stdout.write(line if raw else readable(line))
-                sys.stdout.flush()
+                if raw or not line.startswith("{"):  # the manager's own words stay as they are
+                    sys.stdout.write(line)
+                    sys.stdout.flush()
+                else:
+                    console.print(readable(line), soft_wrap=True)
         finally:
             shown.terminate()
     return count
-
-
-def readable(line: str) -> str:
-    """Return a line of the daemon's log as people read it; others as they are."""
-    try:
-        said = jsons.loads(line)
-        when, level, event = said.pop("timestamp"), said.pop("level"), said.pop("event")
-    except (ValueError, AttributeError, KeyError, TypeError):
-        return line
-    said.pop("logger", None)
-    trace = said.pop("exception", None)
-    facts = " ".join(f"{key}={value}" for key, value in said.items() if value is not None)
-    text = f"{when[:19].replace('T', ' ')} {level:<8} {event}  {facts}".rstrip()
-    return f"{text}\n{trace}\n" if trace else f"{text}\n"
 
 
 # -- what they share ------------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""`kvctl service` as it is typed: `launchctl` is played, and the daemon is a real one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvd.cli import service
+from kvd.config import Config
+from kvd.home import Home
+from kvd.service import managing
+from kvd.service.describe import Service, describe
+from kvd.service.launchd import Launchd, label
+from tests.process.helpers import Daemon
+
+pytestmark = pytest.mark.process
+
+
+class Played:
+    """The command line on a machine whose launchd is played."""
+
+    def __init__(self, home: Home, folder: Path) -> None:
+        self.home, self._folder = home, folder
+        self.manager = Launchd(describe(home, Config()), folder)
+
+    def __call__(self, *arguments: str, status: int = 0) -> str:
+        done = CliRunner().invoke(service.app, [*arguments, "--home", str(self.home.root)])
+        assert done.exit_code == status, done.output
+        return done.output
+
+
+@pytest.fixture
+def kvctl(home: Home, tmp_path, monkeypatch) -> Iterator[Played]:
+    script = tmp_path / "bin" / "launchctl"
+    script.parent.mkdir()
+    player = Path(__file__).with_name("launchctl.py")
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {player} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PLAYED", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+    folder = tmp_path / "agents"
+
+    def launchd(described: Service) -> Launchd:
+        return Launchd(described, folder)
+
+    monkeypatch.setattr(managing, "manager_of", launchd)
+    home.create()
+    home.config.write_text("http = {enabled = false}\n")
+    played = Played(home, folder)
+    yield played
+    managing.uninstall(played.manager)
+
+
+def test_a_life(kvctl: Played, home: Home):
+    assert "not installed" in kvctl("status", status=3)
+    assert "the service is not installed" in kvctl("start", status=1)
+    assert "<key>ProgramArguments</key>" in kvctl("install", "--print")
+    assert managing.installed(kvctl.manager) == []
+
+    assert "it runs, and starts with your session" in kvctl("install")
+    state = json.loads(kvctl("status", "--json"))
+    assert (state["state"], state["answers"], state["outdated"]) == ("running", True, [])
+    assert (home.logs / "launchd.log").read_text() == ""  # all that it says is in its own log
+    assert "daemon started" in (home.logs / "kvd.log").read_text()
+
+    home.config.write_text("http = {enabled = false}\nmax_rows = 3\n")
+    assert "waits for a restart: max_rows" in kvctl("reload")
+    home.config.write_text("max_rows = -3\n")
+    assert "max_rows" in kvctl("reload", status=5)  # before anybody is bothered
+    home.config.write_text("http = {enabled = false}\nmax_rows = 3\ndrain_timeout_s = 99.0\n")
+    shown = kvctl("status")
+    assert "its files are not what this version and configuration would write" in shown
+    kvctl("install")
+    again = json.loads(kvctl("status", "--json"))
+    assert (again["outdated"], again["config_waits"]) == ([], [])
+    assert again["pid"] != state["pid"]
+
+    logs = kvctl("logs", "-n", "200")
+    assert "reads the configuration again" in logs
+    assert "daemon started" in kvctl("logs", "--json")
+    assert kvctl("stop").startswith("stopped")
+    assert "stopped" in kvctl("status", status=3)
+    kvctl("uninstall")
+    assert "it was not installed" in kvctl("uninstall")
+
+
+def test_one_that_does_not_come_up_says_why(kvctl: Played, home: Home, monkeypatch):
+    monkeypatch.setattr(service, "_COMES_UP_S", 1.5)
+    (home.logs / "kvd.log").mkdir()
+    assert "it does not come up" in kvctl("install", status=1)
+    assert f"error: cannot use {home.logs / 'kvd.log'}" in kvctl("logs")
+
+
+def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
+    daemon = Daemon(home, "--fake").start()
+    try:
+        said = kvctl("install", status=4)
+        assert f"a daemon (pid {daemon.pid}) that is not the service's" in said
+        assert managing.installed(kvctl.manager) == []
+    finally:
+        daemon.end()
+    assert label(kvctl.manager.service).startswith("dev.kvd.kvd-")
