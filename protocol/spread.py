@@ -11,7 +11,10 @@ SPAN_BOUNDS_S = (
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Times by size: ``counts[i]`` took at most ``SPAN_BOUNDS_S[i]``, the last ones longer."""
+    """Times by size.
+
+    At most 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250 and 500 ms, 1, 2.5, 5, 10 and 30 s, and longer.
+    """
 
     counts: tuple[int, ...] = (0,) * (len(SPAN_BOUNDS_S) + 1)
     """Of each size alone."""

@@ -383,7 +383,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int = 0
     flushes: int = 0
     kernel_launches: int = 0
-    """Attention kernels of kvd's own that decode steps have launched (`ModelInfo.fused`)."""
+    """Attention kernels of kvd's own that decode steps have launched (``info.fused``)."""
     prompt_tokens: int = 0
     """Of all requests, read or found in the cache."""
     computed_tokens: int = 0
@@ -395,7 +395,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix: PrefixUse = PrefixUse()
     offer: Offer = Offer()
     phases: dict[str, Spread] = {}
-    """How long it was in each phase of its steps (`protocol.worker.Phase`), each time."""
+    """How long it was in each phase of its steps, each time."""
 
 
 ModelState = Literal[
