@@ -81,8 +81,8 @@ def units(service: Service) -> dict[str, str]:
         home=_escaped(str(service.home)),
         command=" ".join(_quoted(word) for word in service.command),
         environment="".join(
-            f"Environment={_quoted(f'{key}={value}')}\n"
-            for key, value in {"KVD_SERVICE": "systemd", **service.variables}.items()
+            f"Environment={_quoted(f'{key}={value}', commands=False)}\n"
+            for key, value in service.variables.items()
         ),
         files=OPEN_FILES,
         hopeless=" ".join(str(int(one)) for one in (Exit.USAGE, Exit.ALREADY_RUNNING, Exit.CONFIG)),
@@ -116,10 +116,11 @@ def _sockets(service: Service, name: str) -> dict[str, str]:
     }
 
 
-def _quoted(word: str) -> str:
-    """Return a word as systemd reads it back: quoted, with its specials doubled."""
-    for special, twice in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
-        word = word.replace(special, twice)
+def _quoted(word: str, *, commands: bool = True) -> str:
+    """Return a word as systemd reads it back; only in commands does it know of variables."""
+    for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        if special != "$" or commands:
+            word = word.replace(special, plain)
     return f'"{word}"'
 
 

@@ -66,13 +66,16 @@ def test_systemd_would_find_it(home: Home, tmp_path):
 
 
 @analyzed
-def test_any_path_is_understood(strange: Home, tmp_path):
-    service = dataclasses.replace(describe(strange, Config()), variables={"HF_HOME": '/a "b" 5%'})
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_any_path_is_understood(on_demand, strange: Home, tmp_path):
+    described = describe(strange, Config(), on_demand=on_demand)
+    service = dataclasses.replace(described, variables={"HF_HOME": '/a "b" 5% $c'})
     strange.create()
     assert verified(written(tmp_path / "u", service), tmp_path) == (0, "")
     command = next(line for line in units(service)[f"{service.name}.service"].splitlines()
                    if line.startswith("ExecStart="))  # fmt: skip
     assert command.endswith('a b%%h$$HOME\\"q\\\\"')
+    assert 'Environment="HF_HOME=/a \\"b\\" 5%% $c"\n' in units(service)[f"{service.name}.service"]
 
 
 def parsed(text: str) -> configparser.ConfigParser:
