@@ -88,7 +88,7 @@ def run(options: Options) -> Exit:
                 opened.callback(door.close)
             daemon = Daemon(options, settings, manager, doors)
             if activation.KVD in given:  # the path is the manager's, and outlives us
-                (listener,) = given[activation.KVD]
+                listener = given[activation.KVD][0]
             else:
                 listener = listen.bind(home.socket)
                 opened.callback(home.socket.unlink, missing_ok=True)
@@ -224,6 +224,7 @@ class Daemon:
             self._settings.http,
             self._doors,
             metrics=self._metrics.answer,
+            answered=self._metrics.answered,
             unread_limit=unread,
             starting=starting,
         )
@@ -312,8 +313,9 @@ class Daemon:
             news.error, news.waits = None, list(self._reloader.waiting)
             done = sum(not change.waits for change in changes)
             self._log.info("configuration read", changed=done, waiting=news.waits)
-        news.reloads += 1
-        self._manager.ready(_told(news.error, news.waits))
+        finally:  # a manager that hears nothing more takes it for one that still reloads
+            news.reloads += 1
+            self._manager.ready(_told(news.error, news.waits))
 
     def _bring(self, entry: ModelEntry) -> None:
         """Load a model that the configuration has now."""

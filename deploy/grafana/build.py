@@ -494,6 +494,13 @@ def daemon() -> list[Json]:
     return [
         lines("Event-loop lag", quantiles(lag, HERE), "Above 50 ms all streams are late", unit="s"),
         lines(
+            "Answers of HTTP, a second",
+            [query(rate("kvd_http_responses_total", "code", HERE), "{{code}}")],
+            "401 and 403: not allowed; 429 and 503: sent away",
+            unit="reqps",
+            stack=True,
+        ),
+        lines(
             "The daemon's own CPU and files",
             [query(cpu, "{{instance}}: cores"), query(files, "{{instance}}: share of files")],
             "One core is all that it can use",

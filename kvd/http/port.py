@@ -31,3 +31,6 @@ class Backend(Protocol):
 
 Metrics = Callable[[str], tuple[bytes, str]]
 """The exposition for Prometheus, and its content type, for who sends this ``Accept``."""
+
+Answered = Callable[[str, int], None]
+"""Told of each answer: the path as the table of routes has it, else nothing, and the status."""

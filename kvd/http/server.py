@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from kvd.http.doors import Door
-    from kvd.http.port import Backend, Metrics
+    from kvd.http.port import Answered, Backend, Metrics
     from kvd.http.settings import HttpSettings
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,6 +56,7 @@ class Server:
         *,
         unread_limit: int,
         metrics: Metrics | None = None,
+        answered: Answered = lambda _path, _status: None,
         starting: Callable[[], bool] = lambda: False,
         uid_of: Callable[[socket.socket], int] = listen.peer_uid,
     ) -> None:
@@ -63,6 +64,7 @@ class Server:
         self._doors = doors
         self._guard = Guard(settings)
         self._uid_of = uid_of
+        self._answered = answered
         routes = Routes(
             backend, settings, metrics, starting, unread_limit, started_at=int(time.time())
         )
@@ -135,6 +137,7 @@ class Server:
             _log.exception("a handler failed", path=request.path, request=number)
             failed = InternalError("kvd failed in this request; its log has the reason")
             response = _refused(errors.of(failed.info()))
+        self._answered(_path(request), response.status)
         _log.debug(
             "http",
             method=request.method,
@@ -174,6 +177,12 @@ class Server:
         if peer is None:
             raise ConnectionResetError("the client is gone")
         return self._uid_of(peer) if peer.family == socket.AF_UNIX else None
+
+
+def _path(request: web.Request) -> str:
+    """Return the path of a request's route, which are few; clients may ask for any."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
 
 
 async def _complete(request: web.Request, response: web.StreamResponse) -> None:

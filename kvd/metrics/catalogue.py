@@ -330,6 +330,12 @@ LAG = Metric(
     "its tail above 50 ms: the daemon itself is short of CPU, and all streams are late",
     (), bounds.LAG_S,
 )  # fmt: skip
+HTTP = Metric(
+    "kvd_http_responses_total", "counter",
+    "Answers of HTTP by path and status; what is no path of the API has none",
+    "401 and 403: who asks without being allowed to; 429 and 503: who is sent away",
+    ("path", "code"),
+)  # fmt: skip
 FOOTPRINT = Metric(
     "kvd_process_footprint_bytes", "gauge",
     "Memory that the daemon's own process takes, without its workers",
@@ -347,7 +353,7 @@ FILES = Metric(
 )  # fmt: skip
 MOST_FILES = Metric(
     "kvd_process_max_fds", "gauge",
-    "Files and sockets that the daemon may have open",
+    "Files and sockets that the daemon may have open; absent: any number",
     "when connections are refused",
 )  # fmt: skip
 STARTED = Metric(
@@ -374,7 +380,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         STATE, ASLEEP, INFO, ATTENTION, LOADS, RESTARTS, STEPS, PHASES, FLUSHES, LAUNCHES,
     ),
     "The daemon": (
-        BUILD, DRAINING, LAG, FOOTPRINT, CPU, FILES, MOST_FILES, STARTED,
+        BUILD, DRAINING, LAG, HTTP, FOOTPRINT, CPU, FILES, MOST_FILES, STARTED,
     ),
 }  # fmt: skip
 """All of them, in the order of exposition and page."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 from kvd.metrics import process, text
@@ -45,6 +46,7 @@ class Exposition:
         self.tally = Tally(lambda model: system().knows(model))
         self._system = system
         self._lag = Lag(lambda: system().busy)
+        self._answers: Counter[tuple[str, int]] = Counter()
         self._started_at = time.time()
 
     def start(self) -> None:
@@ -55,6 +57,10 @@ class Exposition:
         """End that."""
         self._lag.stop()
 
+    def answered(self, path: str, status: int) -> None:
+        """Count an answer of HTTP."""
+        self._answers[path, status] += 1
+
     def text(self, *, openmetrics: bool = False) -> str:
         """Return all that is known now."""
         snapshot = Snapshot(
@@ -62,6 +68,7 @@ class Exposition:
             requests=self._system().census(),
             tally=self.tally,
             lag=self._lag.seen,
+            answers=self._answers,
             process=process.read(),
             started_at=self._started_at,
         )

@@ -33,6 +33,8 @@ class Snapshot:
     """By model and what they do."""
     tally: Tally
     lag: Histogram
+    answers: Mapping[tuple[str, int], int]
+    """Of HTTP, by path and status."""
     process: Process
     started_at: float
     """Of the daemon, in seconds since 1970."""
@@ -60,10 +62,13 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     to.put(c.BUILD, 1, status.version, _PYTHON)
     to.put(c.DRAINING, int(status.state == "draining"))
     to.put(c.LAG, _buckets(it.lag))
+    for (path, code), count in it.answers.items():
+        to.put(c.HTTP, count, path, str(code))
     to.put(c.FOOTPRINT, status.footprint_bytes)
     to.put(c.CPU, process.cpu_s)
     to.put(c.FILES, process.open_files)
-    to.put(c.MOST_FILES, process.most_files)
+    if process.most_files is not None:
+        to.put(c.MOST_FILES, process.most_files)
     to.put(c.STARTED, it.started_at)
 
 

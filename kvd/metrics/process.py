@@ -17,11 +17,13 @@ class Process:
 
     cpu_s: float
     open_files: int
-    most_files: int
+    most_files: int | None
+    """None: as many as it likes."""
 
 
 def read() -> Process:
     """Read it; some twenty microseconds."""
     with os.scandir(_DESCRIPTORS) as found:
         count = sum(1 for _ in found) - 1  # the scan has one open itself
-    return Process(time.process_time(), count, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return Process(time.process_time(), count, None if most == resource.RLIM_INFINITY else most)

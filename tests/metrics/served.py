@@ -7,6 +7,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+import httpx
+
 from kvd.client import Client
 from protocol.errors import KvdError
 from tests.process.helpers import Daemon, source, wait_for
@@ -44,6 +46,7 @@ class Served:
     def busy(self) -> None:
         """Load, serve, find a prompt again, refuse, lose a worker, and make room."""
         daemon = self.daemon
+        assert httpx.get(f"http://{self.address}/healthz").is_success
         daemon.load(source(tps=0), "one")
         daemon.load(source(tps=2000, context=4096), "two")
         prompt = "What two prompts have in common. " * 40

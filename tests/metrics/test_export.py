@@ -97,6 +97,9 @@ def test_http_tells_the_same_in_the_format_that_is_asked_for(served: Served):
 
     wants = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
     opened = httpx.get(url, headers={"Accept": wants})
+    assert httpx.get(f"http://{served.address}/made/up").status_code == 404
+    assert served.value('kvd_http_responses_total{path="/metrics",code="200"}') == 2
+    assert served.value('kvd_http_responses_total{path="",code="404"}') == 1
     assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert {it.name for it in parse(opened.text)} == {
         name.removesuffix("_total") for name in families(plain.text)

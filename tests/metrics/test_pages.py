@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.cli.app import COMMANDS
 from kvd.metrics import catalogue, reference
 from kvd.metrics.catalogue import Metric, everything
 from tests.metrics.conftest import Promtool
@@ -145,6 +146,11 @@ def test_the_alerts_fire_when_they_should(promtool: Promtool):
     assert done.returncode == 0, done.stdout + done.stderr
     alerts = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
     assert alerts == {name for name in alerts if name in cases.read_text()}, "alerts without a test"
+
+
+def test_what_alerts_tell_to_call_is_there():
+    said = set(re.findall(r"`kvctl (\w+)", RULES.read_text()))
+    assert said <= {it.name for it in COMMANDS}
 
 
 def test_each_alert_says_what_it_means_and_what_to_do():
