@@ -53,9 +53,8 @@ def new(
             wanted.print_json({"name": name, "key": key, "hash": keys.hashed(key)})
             return
         typer.echo(key)
-        talk(
-            f"The key is shown only now. For {escape(str(place.config))}; then `kvctl service reload`, or restart the daemon:"
-        )
+        talk("The key is shown only now. Add its hash to the configuration, then")
+        talk(f"`kvctl service reload` or restart the daemon; {escape(str(place.config))}:")
         talk(f"\n{escape('[http]')}\n{escape(line)}")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.home import Home
 from tests.http.live import Live, stopped
-from tests.process.helpers import source, written
+from tests.process.helpers import source, wait_for, written
 
 CONFIG = """
 max_rows = 64
@@ -56,3 +56,15 @@ def client(live: Live) -> Iterator[httpx.Client]:
         timeout=30,
     ) as it:
         yield it
+
+
+@pytest.fixture(scope="session")
+def demo() -> Iterator[Live]:
+    """A daemon that serves the embedded model."""
+    root = Path(tempfile.mkdtemp(prefix="kvd-"))
+    daemon = Live(written(Home(root / "h"), "[http]\nport = 0\n"))
+    with stopped(daemon):
+        daemon.start("--model", "demo")
+        wait_for("demo is loaded", lambda: httpx.get(f"{daemon.url}/readyz").status_code == 200, 90)
+        yield daemon
+    shutil.rmtree(root, ignore_errors=True)
