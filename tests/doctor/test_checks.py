@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvd.doctor.scene import Scene
 from kvd.home import Home
 from protocol.errors import InternalError
 from protocol.types import HostMemory
+from tests.process.helpers import Daemon, wait_for, written
 
 CPU = {"mlx": "0.32.4", "device": "cpu", "name": "x", "memory_bytes": 0, "recommended_bytes": 0,
        "error": 0.0, "blas": None, "native_built": False, "compiler": "/usr/bin/g++"}  # fmt: skip
@@ -337,3 +339,28 @@ def test_the_command_as_json(made: Home):
 
 def test_the_readings_are_the_daemons_own(home: Home):
     assert scene(home).host.total == memory.reader().host().total
+
+
+@pytest.mark.process
+def test_a_daemon_that_runs_and_what_it_complains_of(home: Home):
+    daemon = Daemon(written(home, "http = {enabled = false}"), "--fake").start()
+    try:
+        (found,) = running.daemon(scene(home))
+        assert found.verdict == "ok"
+        assert found.said.startswith(f"pid {daemon.pid} answers, version {kvd.__version__}")
+        home.config.write_text("http = {enabled = false}\nmax_rows = 3")
+        reload(daemon, 1)
+        assert told(running.daemon(scene(home))[1]) == ("warn", "restart the daemon")
+        home.config.write_text("max_rows = -1")
+        reload(daemon, 2)
+        refused = running.daemon(scene(home))[1]
+        assert (refused.name, told(refused)[0]) == ("reload", "fail")
+        assert "max_rows" in refused.said
+    finally:
+        daemon.end()
+
+
+def reload(daemon: Daemon, count: int) -> None:
+    daemon.signal(signal.SIGHUP)
+    with daemon.client() as client:
+        wait_for("it was read", lambda: client.status().config_reloads == count)
