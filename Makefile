@@ -1,6 +1,7 @@
 # make run    install what is missing and serve the embedded model in the foreground
 # make test   install what is missing and run everything that CI runs
 # make check  lint, types and import layers only
+# make docs   write the generated parts of docs/
 # make bench  kvd beside mlx_lm.server on the embedded model, some minutes (docs/performance.md)
 #
 # Needs Python 3.11 or newer and a package index. Uses uv where it is installed, else venv and pip.
@@ -21,7 +22,7 @@ JOBS ?= 2
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
 
-.PHONY: run test check bench format clean
+.PHONY: run test check docs bench format clean
 
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
@@ -37,6 +38,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(BIN)/python -m tools.docs
 
 bench: $(VENV)/.dev
 	@exec $(BIN)/python -m bench.serve $(BENCH_ARGS)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from kvd import config
 from kvd.cli.calibrate import calibrate
 from kvd.cli.options import LEVELS, OPTIONS
-from kvd.config import Config
+from kvd.config import Config, ModelEntry
 from kvd.exits import Exit
+from kvd.http.settings import HttpSettings
 from kvd.kv import KVText
 from kvd.worker.fidelity import Floor
-from protocol.errors import KvdError
+from protocol import messages
+from protocol.errors import ConfigError, KvdError
 from protocol.messages import Event, Request
 from protocol.types import KVPart, KVSpec
+from tools import docs
+from tools.pages import configuration, markdown, protocol
+from tools.pages.fields import fields, words
 
 ROOT = Path(__file__).parent.parent
 NUMBER = {int, float}
@@ -80,12 +88,77 @@ def test_every_exit_code_is_described():
     assert table == {str(int(code)) for code in Exit}
 
 
-def test_every_key_of_the_configuration_is_described_with_its_default():
-    for key in Config.__struct_fields__:
-        (row,) = re.findall(rf"^\| `{key}` \| (.*?) \|", page("operations.md"), re.MULTILINE)
-        default = getattr(Config(), key)
-        if isinstance(default, int | float) and not isinstance(default, bool):
-            assert row == f"{default:g}"
+def test_generated_parts_are_current():
+    assert not docs.stale(), "run `make docs`"
+
+
+@pytest.mark.parametrize("part", ["nothing", "settings"])
+def test_a_page_without_its_parts_is_not_written(part):
+    page = f"<!-- generated: {part} -->\n<!-- end -->"
+    with pytest.raises(ValueError, match="generated parts"):
+        markdown.filled(page, {"settings": "", "example": ""})
+
+
+def test_what_is_stale_is_named_and_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(docs, "DOCS", tmp_path)
+    monkeypatch.setattr(docs, "PAGES", {"a.md": lambda page: f"{page}more" * (len(page) < 9)})
+    (tmp_path / "a.md").write_text("what is ")
+    assert docs.main(["--check"]) == 1
+    assert (tmp_path / "a.md").read_text() == "what is "
+    assert docs.main([]) == 0
+    assert (tmp_path / "a.md").read_text() == "what is more"
+    assert "is not current" in capsys.readouterr().out
+
+
+STRUCTS = [section.struct for section in configuration.SECTIONS]
+
+
+@pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
+def test_every_setting_says_what_it_is(struct):
+    assert not [one.name for one in fields(struct) if not one.text]
+
+
+def test_every_table_of_the_configuration_has_a_section():
+    tables = {type(value) for value in map(partial(getattr, Config()), Config.__struct_fields__)}
+    structs = {kind for kind in tables if issubclass(kind, msgspec.Struct)}
+    assert {Config, ModelEntry, KVText, *structs} == set(STRUCTS)
+
+
+def test_the_whole_file_is_the_defaults_and_holds_every_key():
+    example = configuration.parts()["example"]
+    as_it_is = config.parse(example.strip("`").removeprefix("toml"))
+    said = config.parse(configuration.uncommented(example))
+    (entry,) = as_it_is.models
+    assert isinstance(entry, ModelEntry)
+    assert msgspec.structs.replace(as_it_is, models=[]) == Config()
+    (entry,) = said.models
+    examples = {"budget": "8GiB", "prefill_chunk": 256, "models": [entry]}
+    http = msgspec.structs.replace(HttpSettings(), port=11711)
+    assert said == msgspec.structs.replace(Config(), http=http, **examples)
+    lines = configuration.uncommented(example).splitlines()
+    keys = {line.partition(" = ")[0] for line in lines if " = " in line}
+    named = {one.name for struct in STRUCTS for one in fields(struct)}
+    assert named - keys == {"models", "kv", "http", "watchdog"}
+
+
+def test_bounds_are_those_that_hold():
+    """The page's words for a setting, against what is refused."""
+    kinds = {one.name: words(one.kind) for one in fields(Config)}
+    assert kinds["max_rows"] == "integer, 1 to 512"
+    assert kinds["prefill_chunk"] == "integer, 64 to 8192, a multiple of 64"
+    for text in ("max_rows = 0", "max_rows = 513", "prefill_chunk = 32", "prefill_chunk = 65"):
+        with pytest.raises(ConfigError):
+            config.parse(text)
+    assert config.parse("max_rows = 512\nprefill_chunk = 64").max_rows == 512
+
+
+def test_what_answers_a_request_ends_it():
+    assert protocol.ANSWERS.keys() == set(Request.__args__)
+    for *before, last in protocol.ANSWERS.values():
+        for kind, ends in ((last, True), *((one, False) for one in before)):
+            assert issubclass(kind, messages._NOT_LAST) != ends, kind
+    answers = {one for all_of_it in protocol.ANSWERS.values() for one in all_of_it}
+    assert answers | {messages.Error} == set(Event.__args__)
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs", "deploy/launchd/README.md"])

@@ -1,0 +1,57 @@
+"""Writes the generated parts of docs/: ``python -m tools.docs``, or ``make docs``.
+
+With ``--check`` it writes nothing, names what is not current, and ends with 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from kvd.metrics import reference
+from tools import cli_page
+from tools.pages import configuration, protocol
+from tools.pages.markdown import filled
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def _parts(of: Callable[[], Mapping[str, str]]) -> Callable[[str], str]:
+    return lambda page: filled(page, of())
+
+
+PAGES: dict[str, Callable[[str], str]] = {
+    configuration.PAGE: _parts(configuration.parts),
+    protocol.PAGE: _parts(protocol.parts),
+    reference.PAGE.name: reference.filled,
+    cli_page.PAGE.name: lambda _: cli_page.written(),
+}
+"""What each page becomes, by its name."""
+
+
+def stale() -> dict[Path, str]:
+    """Return the pages that are not current, and what they should be."""
+    found = {}
+    for name, write in PAGES.items():
+        path = DOCS / name
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        after = write(before)
+        if after != before:
+            found[path] = after
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Write what is stale, or say what is."""
+    check = "--check" in arguments
+    found = stale()
+    for path, text in found.items():
+        print(f"{path.relative_to(DOCS.parent)} {'is not current' if check else 'written'}")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    return int(check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

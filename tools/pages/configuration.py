@@ -1,0 +1,158 @@
+"""The generated parts of docs/configuration.md: a table for each struct, and a file with all."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from actors.machines.lifecycle import Patience
+from kvd.config import Config, ModelEntry
+from kvd.http.settings import HttpSettings
+from kvd.kv import KVText
+from kvd.settings import may_change_live
+from tools.pages.fields import Field, fields, words
+from tools.pages.markdown import table
+
+PAGE = "configuration.md"
+LINKS: dict[type, str] = {
+    ModelEntry: "[tables](#models)",
+    KVText: "a [table](#modelskv)",
+    Patience: "[table](#watchdog)",
+    HttpSettings: "[table](#http)",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the file, and what stands above its keys."""
+
+    title: str
+    prefix: str
+    """Of its keys, as `kvctl config` has them."""
+    struct: type[msgspec.Struct]
+    intro: str
+
+
+FILE = Section(
+    "The file itself",
+    "",
+    Config,
+    "What *changes hold* says is explained [below](#changes-while-it-runs).",
+)
+MODELS = Section(
+    "`[[models]]`",
+    "models[x].",
+    ModelEntry,
+    'One table for each model; or `models = ["demo", …]` where nothing else is to be said. How '
+    "several models stand beside each other: [tuning.md](tuning.md#several-models-one-budget).",
+)
+KV = Section(
+    "`[models.kv]`",
+    "models[x].kv.",
+    KVText,
+    "The KV cache of the model above it. What each of these gains and costs: "
+    "[tuning.md](tuning.md).",
+)
+HTTP = Section(
+    "`[http]`",
+    "http.",
+    HttpSettings,
+    "OpenAI's interface, health and metrics: [http.md](http.md), [security.md](security.md).",
+)
+WATCHDOG = Section(
+    "`[watchdog]`",
+    "watchdog.",
+    Patience,
+    "How long a worker may give no sign of life, by what it does; then it is ended, and its "
+    "requests go on in the next one. The defaults leave room for large models without an "
+    "accelerator; lower them where a hang should be found sooner.",
+)
+SECTIONS = (FILE, MODELS, KV, HTTP, WATCHDOG)
+
+
+def parts() -> dict[str, str]:
+    """Return all generated parts by name."""
+    return {"settings": "\n\n".join(map(_section, SECTIONS)), "example": _example()}
+
+
+def _section(section: Section) -> str:
+    rows = [
+        (f"`{one.name}`", _kind(one), _default(one), _holds(section.prefix + one.name), one.text)
+        for one in fields(section.struct)
+    ]
+    head = ("key", "value", "default", "changes hold", "")
+    return f"### {section.title}\n\n{section.intro}\n\n{table(head, rows)}"
+
+
+def _holds(key: str) -> str:
+    if may_change_live(key):
+        return "now"
+    return "next load" if key.startswith("models[") else "next start"
+
+
+def _kind(field: Field) -> str:
+    text = words(field.kind)
+    for struct, link in LINKS.items():
+        text = text.replace(struct.__name__, link)
+    return text
+
+
+def _default(field: Field) -> str:
+    if field.required:
+        return "*required*"
+    if field.default is None or isinstance(field.default, msgspec.Struct):
+        return ""
+    return f"`{_toml(field.default)}`"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items())}}}"
+    return json.dumps(value)
+
+
+FILLED = {
+    "budget": '"8GiB"',
+    "prefill_chunk": "256",
+    "source": '"mlx-community/Qwen3-0.6B-4bit"',
+    "alias": '"qwen"',
+    "idle_ttl_s": "900",
+    "max_context": "16384",
+    "max_kv_size": "8192",
+    "group_size": "64",
+    "value_group_size": "64",
+    "port": "11711",
+}
+"""What stands in the example where there is no default."""
+
+
+def _example() -> str:
+    """Return a file with every key: the tables that it takes, then each key as a comment."""
+    return "```toml\n" + "\n".join(map(_lines, SECTIONS)) + "```"
+
+
+def _lines(section: Section) -> str:
+    lines = [section.title.strip("`")] if section.prefix else []
+    for one in fields(section.struct):
+        if isinstance(one.default, msgspec.Struct) or one.name in {"models", "kv"}:
+            continue
+        text = one.text.replace("\\|", "|")
+        lines += textwrap.wrap(text, 94, initial_indent="# ", subsequent_indent="# ")
+        said = FILLED[one.name] if one.default is None else _toml(one.default)
+        lines.append(f"{'' if one.required else '#'}{one.name} = {said}\n")
+    return "\n".join(lines)
+
+
+def uncommented(example: str) -> str:
+    """Return the example with every setting in force."""
+    return "\n".join(
+        line.removeprefix("#") if line.startswith("#") and not line.startswith("# ") else line
+        for line in example.splitlines()
+        if not line.startswith("```")
+    )

@@ -1,0 +1,169 @@
+"""What a struct's fields are, for pages: names, types in words, defaults, and their docstrings."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect as types
+
+from kvd.http.settings import KeyHash, Origin
+from protocol.policy import MAX_TTL_S
+from protocol.types import ALIAS_PATTERN, MAX_BYTES, MAX_INT, MAX_LAYERS
+
+DAY_S = 24 * 3600
+ENDLESS = frozenset({MAX_INT, MAX_BYTES, MAX_LAYERS, -MAX_LAYERS, MAX_TTL_S, DAY_S})
+"""Bounds that only keep a number within its type: nobody meets them."""
+PATTERNS = {
+    ALIAS_PATTERN: "letters, digits and `._:/@+-`, not `-` first",
+    KeyHash.__metadata__[0].pattern: "`sha256:` and 64 hexadecimal digits",
+    Origin.__metadata__[0].pattern: "`https://host:port`, `null` or `*`",
+}
+PLURAL = re.compile(r"^(integer|number|text)\b")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a struct."""
+
+    name: str
+    kind: types.Type
+    required: bool
+    default: Any
+    text: str
+    """Its docstring as Markdown, on one line."""
+
+
+def fields(struct: type[msgspec.Struct]) -> list[Field]:
+    """Return a struct's fields, those of its bases last."""
+    info = types.type_info(struct)
+    assert isinstance(info, types.StructType)
+    texts = docstrings(struct)
+    own = struct.__annotations__
+    return [
+        Field(one.encode_name, one.type, one.required, _default(one), texts.get(one.name, ""))
+        for one in sorted(info.fields, key=lambda field: field.name not in own)
+    ]
+
+
+def _default(field: types.Field) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    factory = field.default_factory
+    return factory() if factory is not msgspec.NODEFAULT else None
+
+
+@cache
+def docstrings(struct: type) -> dict[str, str]:
+    """Return the text under each attribute, also of bases; Python keeps none of them."""
+    found: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        if base is msgspec.Struct or not issubclass(base, msgspec.Struct):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        name = None
+        for node in tree.body:
+            match node:
+                case ast.AnnAssign(target=ast.Name(id=target)):
+                    name = target
+                case ast.Expr(value=ast.Constant(value=str(text))) if name is not None:
+                    found[name] = markdown(text)
+                    name = None
+                case _:
+                    name = None
+    return found
+
+
+def markdown(text: str) -> str:
+    """Return a docstring on one line, its literals in single backticks."""
+    return " ".join(inspect.cleandoc(text).split()).replace("``", "`").replace("|", "\\|")
+
+
+def words(kind: types.Type) -> str:
+    """Return a type in words, with its bounds."""
+    match kind:
+        case types.UnionType(types=parts):
+            said = _union([part for part in parts if not isinstance(part, types.NoneType)])
+        case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
+            items = PLURAL.sub(r"\1s", words(item))
+            said = f"list of {items}{_most(kind)}"
+        case types.DictType(key_type=key, value_type=value):
+            said = f"table from {words(key).partition(',')[0]} to {words(value)}{_most(kind)}"
+        case types.StructType(cls=struct):
+            said = struct.__name__
+        case _:
+            said = _scalar(kind)
+    return said
+
+
+def _most(kind: types.ListType | types.VarTupleType | types.DictType) -> str:
+    return f", up to {kind.max_length}" if kind.max_length else ""
+
+
+def _scalar(kind: types.Type) -> str:
+    match kind:
+        case types.BoolType():
+            said = "`true` or `false`"
+        case types.IntType():
+            said = "integer" + _bounds(kind)
+        case types.FloatType():
+            said = "number" + _bounds(kind)
+        case types.StrType():
+            said = _text(kind)
+        case types.LiteralType(values=values):
+            said = _either([f"`{json.dumps(value)}`" for value in values])
+        case types.AnyType():
+            said = "any"
+        case _:
+            raise TypeError(kind)
+    return said
+
+
+def _union(parts: list[types.Type]) -> str:
+    if len(parts) == 2 and any(getattr(part, "le", None) == MAX_BYTES for part in parts):
+        return "bytes, or a text such as `8GiB`"
+    texts = [part for part in parts if isinstance(part, types.StrType)]
+    if texts and any(getattr(part, "ge", None) == 1024 for part in parts):
+        return "bytes, or a text such as `8MiB`"
+    return _either([words(part) for part in sorted(parts, key=lambda part: part not in texts)])
+
+
+def _either(parts: list[str]) -> str:
+    *others, last = parts
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _text(kind: types.StrType) -> str:
+    if kind.pattern is not None:
+        return PATTERNS.get(kind.pattern, f"text like `{kind.pattern}`")
+    if kind.max_length is not None:
+        least = f"{kind.min_length} to " if kind.min_length else "up to "
+        return f"text, {least}{kind.max_length} characters"
+    return "text"
+
+
+def _bounds(kind: types.IntType | types.FloatType) -> str:
+    low, above = kind.ge, kind.gt
+    high, below = kind.le, kind.lt
+    low, above, high, below = (
+        None if bound in ENDLESS else bound for bound in (low, above, high, below)
+    )
+    step = f", a multiple of {kind.multiple_of}" if kind.multiple_of else ""
+    if low is not None and high is not None:
+        return f", {low:g} to {high:g}{step}"
+    parts = [
+        f"{low:g} or more" if low is not None else "",
+        f"above {above:g}" if above is not None else "",
+        f"at most {high:g}" if high is not None else "",
+        f"below {below:g}" if below is not None else "",
+    ]
+    said = ", ".join(part for part in parts if part)
+    return f", {said}{step}" if said else step
