@@ -216,7 +216,7 @@ class Daemon:
     async def _serve_http(self, *, starting: Callable[[], bool]) -> Server | None:
         if not self._doors:
             return None
-        from kvd.http.server import Server  # noqa: PLC0415 - 11 MB that not everybody wants
+        from kvd.http.server import Server  # noqa: PLC0415 - 10 MB that not everybody wants
 
         unread = self._limits.slow_reader_bytes
         web = Server(

@@ -1,0 +1,111 @@
+"""`kvctl key`: what it prints is what a configuration needs, and what a client shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from kvd import cli
+from kvd.config import parse
+from kvd.home import Home
+from kvd.http import keys
+from tests.http.live import Live, stopped
+from tests.process.helpers import wait_for, written
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, home: Home):
+    """Run kvctl in this process: arguments in; exit code, stdout and stderr out."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_a_key_is_data_and_its_line_is_talk(kvctl, home: Home):
+    code, out, err = kvctl("key", "new", "laptop")
+    key = out.strip()
+    line = err.strip().splitlines()[-1]
+    assert code == 0
+    assert key not in err
+    assert parse(f"[http]\n{line}").http.keys == {"laptop": keys.hashed(key)}
+    assert kvctl("key", "new", "laptop")[1] != out
+    written(home, f"[http]\n{line}")
+    assert kvctl("key", "list")[:2] == (0, "laptop\n")
+    assert json.loads(kvctl("key", "list", "--json")[1]) == ["laptop"]
+    code, out, err = kvctl("key", "new", "laptop")
+    assert (code, out) == (6, "")
+    assert "has a key already" in err
+
+
+def test_a_key_for_programs(kvctl):
+    told = json.loads(kvctl("key", "new", "ci", "--json")[1])
+    assert told == {"name": "ci", "key": told["key"], "hash": keys.hashed(told["key"])}
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a.b", 'a"', "x" * 65, "\xe4"])
+def test_a_name_that_the_configuration_could_not_have(kvctl, name):
+    code, out, err = kvctl("key", "new", name)
+    assert (code, out) == (6, "")
+    assert "letters, digits" in err
+
+
+@pytest.mark.process
+def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(home: Home):
+    open_to_all = '[http]\nhost = "0.0.0.0"\nport = 0\n'
+    daemon = Live(written(home, open_to_all), "--fake")
+    with stopped(daemon):
+        daemon.launch()
+        assert daemon.wait() == 5
+        assert "API key" in daemon.errors.read_text()
+        assert "kvctl key new" in daemon.errors.read_text()
+
+        one, other = keys.make(), keys.make()
+        line = 'keys.{} = "{}"\n'.format
+        written(home, open_to_all + line("a", keys.hashed(one)) + line("b", keys.hashed(other)))
+        daemon.start()
+
+        def status(key: str | None) -> int:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            url = f"http://127.0.0.1:{daemon.address[1]}/v1/models"
+            return httpx.get(url, headers=headers).status_code
+
+        assert [status(key) for key in (None, keys.make(), one, other)] == [401, 401, 200, 200]
+
+        written(home, open_to_all + line("b", keys.hashed(other)))
+        daemon.signal(1)
+        wait_for("the key is void", lambda: status(one) == 401)
+        assert status(other) == 200
+
+        written(home, open_to_all)
+        daemon.signal(1)
+        wait_for("it is refused", lambda: any("key" in str(e.get("reason")) for e in daemon.log()))
+        assert (status(None), status(other)) == (401, 200)
+
+
+@pytest.mark.process
+def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
+    first = Live(written(home, "[http]\nport = 0\n"), "--fake")
+    with stopped(first):
+        first.start()
+        second = Live(written(Home(home.root.with_name("i")), ""), "--fake")
+        second.home.config.write_text(f"[http]\nport = {first.address[1]}\n")
+        with stopped(second):
+            second.launch()
+            assert second.wait() == 5
+            assert "another program has it" in second.errors.read_text()
+            assert not second.home.http_socket.exists()
+
+
+def test_nothing_of_http_is_in_memory_where_it_is_off():
+    code = "import sys, kvd.daemon, kvd.cli.keys\nsys.exit('aiohttp' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
