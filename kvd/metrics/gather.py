@@ -47,6 +47,8 @@ def samples_of(it: Snapshot) -> Samples:
     _host(found, it.status.host)
     for model in it.status.models:
         _model(found, model)
+        if (counted := it.tally.models.get(model.name)) is not None:
+            found.put(c.ALLOCATOR_PEAK, counted.lives.peak, model.name)
     _requests(found, it)
     for name, counted in it.tally.models.items():
         _counted(found, name, counted)
@@ -161,7 +163,6 @@ def _counted(to: Samples, name: str, it: OfModel) -> None:
 
 def _of_workers(to: Samples, name: str, it: OfModel) -> None:
     total = it.lives.total
-    to.put(c.ALLOCATOR_PEAK, it.lives.peak, name)
     to.put(c.STEPS, total.step, name)
     to.put(c.FLUSHES, total.flushes, name)
     to.put(c.LAUNCHES, total.kernel_launches, name)
