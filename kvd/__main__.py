@@ -12,6 +12,7 @@ from kvd import exits
 from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.usage import Command, Group
 from kvd.home import locate
+from kvd.http.settings import HttpSettings, laid_over
 from kvd.options import Attention, Options
 from kvd.serve import become
 from kvd.units import parse_bytes
@@ -31,6 +32,14 @@ def _size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _http(text: str) -> str:
+    try:
+        laid_over(HttpSettings(), text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
 
 
 @app.callback(cls=Group)
@@ -64,6 +73,14 @@ def serve(
         Attention | None,
         typer.Option(help="What attends; reference: MLX's plain operations (default: auto)."),
     ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(
+            parser=_http,
+            metavar="[HOST:]PORT|off",
+            help="Where OpenAI's HTTP interface answers (default: 127.0.0.1:11711).",
+        ),
+    ] = None,
     fake: Annotated[
         bool, typer.Option("--fake", metavar="", help="Use the fake engine: no model, no MLX.")
     ] = False,
@@ -81,6 +98,7 @@ def serve(
         models=tuple(model or ()),
         kv=kv or KVSpec(),
         attention=attention,
+        http=http,
         fake=fake,
     )
     become(options)

@@ -27,6 +27,7 @@ from kvd.estimate import Files, machine
 from kvd.exits import Exit
 from kvd.home import check_socket_path
 from kvd.http.doors import check_keys, open_doors
+from kvd.http.settings import laid_over
 from kvd.journal import DiskJournal
 from kvd.metrics.exposition import Exposition
 from kvd.options import Options
@@ -83,7 +84,8 @@ def run(options: Options) -> Exit:
     with listen.hold_lock(home):
         logs.setup(home.logs, settings.log_level, aloud=not _by_launchd())
         with contextlib.ExitStack() as opened:
-            doors = open_doors(home, settings.http, given.get(activation.HTTP, ()))
+            http = laid_over(settings.http, options.http)
+            doors = open_doors(home, http, given.get(activation.HTTP, ()))
             for door in doors:
                 opened.callback(door.close)
             daemon = Daemon(options, settings, manager, doors)

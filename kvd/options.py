@@ -27,6 +27,8 @@ class Options(msgspec.Struct, frozen=True):
     """Of those models."""
     attention: Attention | None = None
     """In place of the configuration's."""
+    http: str | None = None
+    """Where HTTP answers, in place of the configuration's: ``off``, ``PORT`` or ``HOST:PORT``."""
     fake: bool = False
     """Workers run the fake engine: no model, no MLX."""
 

@@ -18,6 +18,7 @@ from actors.catalogue import Known
 from actors.supervisor import short_name
 from kvd import blas, config, logs
 from kvd.config import Config, ModelEntry
+from kvd.http.settings import OF_THE_COMMAND_LINE
 from kvd.sources import absolute
 
 if TYPE_CHECKING:
@@ -142,13 +143,16 @@ class Reloader:
         fields = [f for f in after.__struct_fields__ if getattr(before, f) != getattr(after, f)]
         live = {field: getattr(after, field) for field in fields if field in LIVE_OF_HTTP}
         if live:
-            holds = replace(before, **live)
-            self._admit(holds)
-            self.settings = replace(self.settings, http=holds)
+            admitted = replace(before, **live)
+            self._admit(admitted)
+            self.settings = replace(self.settings, http=admitted)
         changes = []
         for field in fields:
             was, wants = _shown(field, before), _shown(field, after)
-            changes.append(Change(f"http.{field}", was, wants, "now" if field in live else "start"))
+            holds: Holds = "now" if field in live else "start"
+            if overlaid(f"http.{field}", self._options):
+                holds = "command_line"
+            changes.append(Change(f"http.{field}", was, wants, holds))
         return changes
 
     async def _take_models(self, wanted: Config) -> list[Change]:
@@ -246,4 +250,7 @@ def overlaid(key: str, options: Options) -> bool:
     """Return whether the command line says something in the place of this key."""
     if key == "budget":
         return options.budget_bytes is not None
+    table, _, field = key.partition(".")
+    if table == "http" and field in OF_THE_COMMAND_LINE:
+        return options.http is not None
     return key == "attention" and options.attention is not None

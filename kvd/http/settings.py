@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from kvd.units import parse_bytes
 
@@ -53,3 +54,23 @@ class HttpSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if size > MOST_BODY_BYTES:
             raise ValueError(f"must be at most {MOST_BODY_BYTES} bytes")
         return size
+
+
+def laid_over(settings: HttpSettings, said: str | None) -> HttpSettings:
+    """Return the settings with what the command line says: ``off``, ``PORT`` or ``HOST:PORT``.
+
+    Raises ValueError for what is none of them.
+    """
+    if said is None:
+        return settings
+    if said == "off":
+        return replace(settings, enabled=False)
+    host, _, port = said.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ValueError(f"{said!r} must be PORT, HOST:PORT or off")
+    place = host.removeprefix("[").removesuffix("]") or settings.host
+    return replace(settings, enabled=True, tcp=True, host=place, port=int(port))
+
+
+OF_THE_COMMAND_LINE = frozenset({"enabled", "tcp", "host", "port"})
+"""What that decides."""

@@ -14,7 +14,7 @@ from kvd.config import parse
 from kvd.home import Home
 from kvd.http import keys
 from kvd.http.doors import open_doors
-from kvd.http.settings import HttpSettings
+from kvd.http.settings import HttpSettings, laid_over
 from protocol.errors import ConfigError
 
 KEYS = {"me": keys.hashed("x")}
@@ -120,6 +120,28 @@ def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(home: Home):
     with pytest.raises(ConfigError, match="in the way"), opened(home):
         pass
     assert home.http_socket.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_"),
+    [
+        (None, {}),
+        ("off", {"enabled": False}),
+        ("8080", {"port": 8080}),
+        ("0.0.0.0:0", {"host": "0.0.0.0", "port": 0}),
+        ("[::1]:5", {"host": "::1", "port": 5}),
+        ("box.lan:5", {"host": "box.lan", "port": 5}),
+    ],
+)
+def test_the_command_line_says_where(said, is_):
+    assert laid_over(HttpSettings(keys=KEYS), said) == HttpSettings(keys=KEYS, **is_)
+    assert laid_over(HttpSettings(enabled=False, tcp=False), "1") == HttpSettings(port=1)
+
+
+@pytest.mark.parametrize("said", ["", "on", "host", "1:x", "70000", "-1", "1.5"])
+def test_the_command_line_may_be_wrong(said):
+    with pytest.raises(ValueError, match="PORT"):
+        laid_over(HttpSettings(), said)
 
 
 @pytest.mark.parametrize(
