@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from kvd.cli import history
-from kvd.cli.common import Terms, escape, model_in, talk
+from kvd.cli.common import Terms, escape, model_in, stdout_console, talk
 from kvd.cli.stream import Stream
+from kvd.cli.wrapping import Wrap
 from kvd.client import Client, Completion
 from kvd.client.options import check_number
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
@@ -140,7 +141,8 @@ class Chat:
             self._turns.pop()  # two questions in a row are no conversation
 
     def _stream(self, completion: Completion) -> None:
-        stream = Stream(completion)
+        wide = stdout_console().width if sys.stdout.isatty() else None
+        stream = Stream(completion, Wrap(wide) if wide else None)
         for event in stream:
             if self._last is not None:
                 self._last.see(event)

@@ -40,8 +40,8 @@ _NAME, _SOURCE = 16, 24
 GAP = 2
 TEXTS = {"STATE", "LEVELS", "ATTENTION"}
 """Columns that are no numbers."""
-_BAR = 20
-"""Cells of the budget's bar, of 80; wider where there is more room."""
+_BAR = 18
+"""Cells of the budget's bar, of each hundred of the width."""
 _TIGHT, _FULL = 0.85, 0.95
 """Shares of the budget from which on its bar changes colour."""
 
@@ -113,11 +113,12 @@ def budget(value: DaemonStatus, width: int) -> Text:
     total, granted = value.budget_bytes, value.granted_bytes
     share = granted / total if total else 0.0
     style = "cyan" if share < _TIGHT else "yellow" if share < _FULL else "red"
-    line = Text.assemble("budget ", bar(min(1.0, share), max(8, _BAR * width // 80), style))
+    line = Text.assemble("budget ", bar(min(1.0, share), max(8, _BAR * width // 100), style))
     line.append(f" {format_bytes(granted)} of {format_bytes(total)}, {share:.0%}")
     if granted > total:
-        line.append(f"  {format_bytes(granted - total)} above it, being worked off", "yellow")
-    line.append(f"  host {format_bytes(value.host.available)} free")
+        line.append(f"  {format_bytes(granted - total)} over, being worked off", "yellow")
+    else:
+        line.append(f"  host {format_bytes(value.host.available)} free")
     if value.violations:
         line.append(f"  exceeded {value.violations} times: a bug, see the log", "bold red")
     if value.host.pressure != "normal":

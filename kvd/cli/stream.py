@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from kvd.cli.common import stderr_console, stdout_console, talk
+from kvd.cli.wrapping import Wrap
 from kvd.client import Completion
 from protocol.messages import Event, Parked, Queued, Tokens
 
@@ -15,8 +16,9 @@ from protocol.messages import Event, Parked, Queued, Tokens
 class Stream:
     """Iterates over a completion's events; Ctrl-C cancels it, a second one interrupts us."""
 
-    def __init__(self, completion: Completion) -> None:
+    def __init__(self, completion: Completion, wrap: Wrap | None = None) -> None:
         self._completion = completion
+        self._wrap = wrap
         completion.on_silence = _say_silence
         self._last = ""
 
@@ -35,7 +37,7 @@ class Stream:
     def show(self, event: Event) -> None:
         """Write an event's text, at once; before there is any, say why none comes."""
         if isinstance(event, Tokens) and event.text:
-            sys.stdout.write(event.text)
+            sys.stdout.write(self._wrap.add(event.text) if self._wrap else event.text)
             sys.stdout.flush()
             self._last = event.text[-1]
         elif not self._last:

@@ -224,6 +224,8 @@ def _models(view: View, models: list[ModelStatus], width: int) -> Table:
         found = [row[name] for name in shown]
         if curve >= _SHORTEST_CURVE:
             found.append(spark(list(view.each.get(model.name, ())), curve))
+        if model.name == view.chosen:
+            found = [str(cell) for cell in found]  # colours of their own would tear the bar
         table.add_row(*found, style="reverse" if model.name == view.chosen else "")
     return table
 

@@ -83,7 +83,7 @@ def test_levels_say_what_share_of_the_pages_is_on_which():
 
 @pytest.mark.parametrize(
     ("granted", "said", "filled"),
-    [(0, "0 B of 1.0 GiB, 0%", 0), (2**29, ", 50%", 10), (2**30 - 1, ", 100%", 19)],
+    [(0, "0 B of 1.0 GiB, 0%", 0), (2**29, ", 50%", 7), (2**30 - 1, ", 100%", 13)],
 )
 def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
     status = msgspec.structs.replace(daemon_status(), granted_bytes=granted)
@@ -95,7 +95,7 @@ def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
 def test_a_budget_that_was_lowered_below_what_is_granted_says_so():
     status = msgspec.structs.replace(daemon_status(MODEL), budget_bytes=80 << 20)
     text = shown(status, 160)
-    assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB above it, being worked off" in text
+    assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB over, being worked off" in text
     assert "░" not in text
 
 
