@@ -139,4 +139,4 @@ def test_the_programs_run(demo: Live, code):
         env=os.environ | {"PYTHONWARNINGS": "error"},
     )
     assert (said.returncode, said.stderr) == (0, "")
-    assert len(said.stdout.split()) > 10
+    assert said.stdout.split()

@@ -77,22 +77,22 @@ def raw(request, live: Live):
         yield it
 
 
-GARBAGE = [
-    b"garbage\r\n\r\n",
-    b"\x00\x01\x02\x03" * 1000 + b"\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500) + b"\r\n\r\n",
-    b"GET / HTTP/9.9\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 5000 + b"\r\n",
-    b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
-    b'{"v":1,"id":"1","op":"status"}\n\r\n\r\n',
-]
+GARBAGE = {
+    "text": b"garbage\r\n\r\n",
+    "binary": b"\x00\x01\x02\x03" * 1000 + b"\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(500) + b"\r\n\r\n",
+    "version": b"GET / HTTP/9.9\r\n\r\n",
+    "length": b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    "headers": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 5000 + b"\r\n",
+    "path": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+    "smuggled": HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
+    "ndjson": b'{"v":1,"id":"1","op":"status"}\n\r\n\r\n',
+}
 
 
-@pytest.mark.parametrize("sent", GARBAGE, ids=lambda b: repr(b[:16]))
-def test_garbage_costs_its_connection(raw, sent):
-    raw.sendall(sent)
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage_costs_its_connection(raw, kind):
+    raw.sendall(GARBAGE[kind])
     assert re.match(rb"HTTP/1.[01] 4\d\d ", everything(raw))
 
 
