@@ -20,7 +20,7 @@ from kvd.metrics.catalogue import ACCELERATOR_LIMIT, everything
 from tests.metrics.conftest import Promtool
 from tests.metrics.prometheus import running
 from tests.metrics.served import CONFIG, Served, value_in
-from tests.metrics.test_pages import RULES, queries
+from tests.metrics.test_pages import RULES, queries, recipes
 from tests.process.helpers import Daemon, wait_for, written
 
 pytestmark = pytest.mark.process
@@ -171,7 +171,7 @@ def test_prometheus_scrapes_it_and_every_panel_has_something_to_show(
         assert up["value"][1] == "1", "scraped as it is, without a complaint"
         (target,) = prometheus.ask("targets")["activeTargets"]
         assert (target["health"], target["lastError"]) == ("up", "")
-        silent = queries("1m")
+        silent = queries("1m") + recipes()
         for _ in range(20):
             silent = [expr for expr in silent if not prometheus.query(expr)]
             if not silent:

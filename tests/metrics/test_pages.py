@@ -36,6 +36,12 @@ def queries(interval: str = "1m") -> list[str]:
     return texts
 
 
+def recipes() -> list[str]:
+    """Return the expressions of the page."""
+    (block,) = re.findall(r"```promql\n(.*?)```", reference.PAGE.read_text(), re.DOTALL)
+    return [line for line in block.splitlines() if line and not line.startswith("#")]
+
+
 def series(metric: Metric) -> set[str]:
     """Return the names of a metric's series."""
     if metric.kind == "histogram":
@@ -110,13 +116,13 @@ def test_the_dashboard_is_one_that_grafana_takes():
 
 
 def test_what_it_and_the_alerts_ask_for_is_exported():
-    asked = set().union(*map(names_in, [*queries(), RULES.read_text()]))
+    asked = set().union(*map(names_in, [*queries(), *recipes(), RULES.read_text()]))
     asked |= names_in(json.dumps(dashboard()["templating"]))
     assert asked <= KNOWN
     assert len(asked) > 30
 
 
-@pytest.mark.parametrize("expr", queries())
+@pytest.mark.parametrize("expr", [*queries(), *recipes()])
 def test_its_labels_are_there(expr):
     """A label that no series has selects nothing, and nobody would notice."""
     for name, inside in re.findall(r"(kvd_[a-z0-9_]+)\{([^}]*)\}", expr):
@@ -125,7 +131,8 @@ def test_its_labels_are_there(expr):
 
 
 def test_prometheus_understands_every_query(promtool: Promtool, tmp_path: Path):
-    rules = [{"record": f"it:{at}", "expr": expr} for at, expr in enumerate(queries())]
+    asked = [*queries(), *recipes()]
+    rules = [{"record": f"it:{at}", "expr": expr} for at, expr in enumerate(asked)]
     file = tmp_path / "queries.json"  # YAML, too
     file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
     done = promtool("check", "rules", file)
