@@ -88,7 +88,7 @@ def described(command: Any, name: str) -> list[str]:
     pieces = " ".join(command.collect_usage_pieces(context))
     lines = [f"### {name}", "", command.help.strip(), "", "```", f"{name} {pieces}", "```", ""]
     told = [one for one in command.get_params(context) if not is_common(one) and not one.hidden]
-    if (picture := PAGE.parent / "img" / f"{command.name}.svg").exists():
+    if (picture := PAGE.parent / "img" / f"{name.removeprefix('kvctl ')}.svg").exists():
         lines += [f"![{name}]({picture.relative_to(PAGE.parent)})", ""]
     rows = [f"| {spelled(one, context)} | {explained(one)} |" for one in told]
     if rows:

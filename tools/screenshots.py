@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.ansi import AnsiDecoder
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
-from rich.text import Text
 
 from kvd.client import Client
 from protocol.errors import KvdError
@@ -105,10 +105,12 @@ class Terminal:
 
     def draw(self, path: Path, title: str) -> None:
         """Write the screen as a picture."""
-        lines = self.screen(colours=True).splitlines()
-        console = Console(record=True, width=self._columns, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
-        for line in lines:
-            console.print(Text.from_ansi(line), no_wrap=True, overflow="crop", highlight=False)
+        # A line's colours may come from the line before it.
+        lines = list(AnsiDecoder().decode(self.screen(colours=True)))
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - as it is called
+            console = Console(record=True, width=self._columns, file=nowhere)
+            for line in lines:
+                console.print(line, no_wrap=True, overflow="crop", highlight=False)
         svg = console.export_svg(title=title, theme=THEME, code_format=SVG, unique_id=path.stem)
         path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
         print(f"{path}: {len(lines)} lines")
