@@ -36,19 +36,21 @@ def _model(status: ModelStatus, created: int) -> Model:
 
 
 def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, Any]]:
-    """Return whether requests should come here, and why not.
+    """Return whether requests should come here, and why not; in numbers, since no key is asked for.
 
     Not while it drains, and not while what is loaded at start is on its way and nothing else could
     answer. A model that comes back after a crash, or sleeps, does not count: requests wait for it.
     """
-    states: dict[str, str] = {model.name: model.state for model in status.models}
-    states |= dict.fromkeys(status.asleep, "asleep")
+    states: list[str] = [model.state for model in status.models]
+    asleep, ready = len(status.asleep), states.count("ready")
+    coming = sum(state in _COMING for state in states)
     if status.state == "draining":
         said = "draining"
-    elif any(state in {"ready", "asleep"} for state in states.values()):
+    elif ready or asleep:
         said = "ready"
-    elif starting or any(state in _COMING for state in states.values()):
+    elif starting or coming:
         said = "loading"
     else:
         said = "failed" if states else "ready"
-    return said == "ready", {"status": said, "models": states}
+    models = {"ready": ready, "asleep": asleep, "loading": coming, "failed": states.count("failed")}
+    return said == "ready", {"status": said, "models": models}

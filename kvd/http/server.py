@@ -215,6 +215,8 @@ def _preflight(request: web.Request) -> web.Response:
         "Access-Control-Allow-Headers": wanted,
         "Access-Control-Max-Age": "600",
     }
+    if "Access-Control-Request-Private-Network" in request.headers:  # a public page asks a local us
+        headers["Access-Control-Allow-Private-Network"] = "true"
     return web.Response(status=204, headers=headers)
 
 

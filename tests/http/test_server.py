@@ -254,10 +254,12 @@ async def test_pages_of_the_configuration_may_use_it(home: Home):
             "Origin": page,
             "Access-Control-Request-Method": "POST",
             "Access-Control-Request-Headers": "authorization,x-stainless-os",
+            "Access-Control-Request-Private-Network": "true",
         }
         preflight = await client.options(url, headers=ask)
         assert preflight.status_code == 204
         assert preflight.headers["Access-Control-Allow-Origin"] == page
+        assert preflight.headers["Access-Control-Allow-Private-Network"] == "true"
         assert preflight.headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os"
         headers = {"Origin": page, "Authorization": f"Bearer {key}"}
         answer = await client.post(url, json=CHAT | {"stream": True}, headers=headers)
@@ -334,6 +336,7 @@ async def test_readiness(home: Home, states, asleep, daemon, starting, said):
     async with serving(home, backend=backend, starting=starting) as it:
         answer = await get(it.url, "/readyz")
         assert answer.json()["status"] == said
+        assert sum(answer.json()["models"].values()) == len(states) + len(asleep)
         assert answer.status_code == (200 if said == "ready" else 503)
         assert (await get(it.url, "/healthz")).status_code == 200
 
