@@ -24,6 +24,7 @@ from actors.system import Connection, Identity, Settings, System, no_files
 from actors.turns import Turns
 from actors.worker import Worker
 from kvd.metrics.exposition import Exposition
+from kvd.metrics.tally import MOST_GONE
 from protocol import messages
 from protocol.errors import from_info
 from protocol.messages import Event, Request, is_last
@@ -159,11 +160,29 @@ class World:
                     same(actor._office.journal, actor._office.machine, admission.Event)
 
     def _check_metrics(self) -> None:
-        """What came is over or still here, and no token was forgotten or counted twice."""
+        """What came is over or still here."""
         models = self.metrics.tally.models.values()
         came = sum(it.received for it in models)
         over = sum(sum(it.finished.values()) + sum(it.failed.values()) for it in models)
         assert came - over == sum(self.system.census().values()), "requests counted wrongly"
+
+    def check_tokens(self) -> None:
+        """When all is over: what clients have is what was counted."""
+        models = self.metrics.tally.models
+        if len(models) > MOST_GONE:
+            return  # some that are gone were forgotten
+        counted = sum(it.generated for it in models.values())
+        had = sum(
+            len(event.tokens)
+            for client in self.clients
+            for events in client.events.values()
+            for event in events
+            if isinstance(event, messages.Tokens)
+        )
+        others = next(self.system._numbers) - 1 - len(self.clients)
+        assert had <= counted, "tokens that nobody counted"
+        if not others and not any(client.closed for client in self.clients):
+            assert had == counted, "tokens counted wrongly"
 
 
 def same(journal: Journal[Any, Any], machine: Any, event: Any) -> None:
@@ -195,6 +214,8 @@ async def world(
         await it.system.stop(force=True)
     await asyncio.sleep(0.1)
     assert not it.spawn.alive(), "a process is left"
+    if archive is None and not faults:
+        it.check_tokens()
     for client in it.clients:
         for key, events in client.events.items():
             last = [event for event in events if is_last(event)]
