@@ -100,7 +100,7 @@ def test_a_page_without_its_parts_is_not_written(part):
 
 
 def test_what_is_stale_is_named_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(docs, "DOCS", tmp_path)
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
     monkeypatch.setattr(docs, "PAGES", {"a.md": lambda page: f"{page}more" * (len(page) < 9)})
     (tmp_path / "a.md").write_text("what is ")
     assert docs.main(["--check"]) == 1

@@ -9,14 +9,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvd import config
 from kvd.home import Home
-from tests.process.helpers import Daemon, wait_for
+from tests.pages import commands_of
+from tests.process.helpers import Daemon, wait_for, written
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,8 +32,10 @@ pytestmark = [pytest.mark.mlx, pytest.mark.process, pytest.mark.slow]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """What `make run` starts: the daemon with the model `demo`."""
     root = Path(os.path.realpath("/tmp")) / f"kvd-readme-{os.getpid()}"
-    daemon = Daemon(Home(root / "h"), "--model", "demo")
     root.mkdir(mode=0o700)
+    # Another daemon may have the port that the page names.
+    home = written(Home(root / ".kvd"), "[http]\nport = 0\n")
+    daemon = Daemon(home, "--model", "demo")
     try:
         daemon.start()
         wait_for("demo is ready", lambda: "serves demo" in daemon.output.read_text(), LOAD_S)
@@ -43,15 +46,30 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def shell(served: Daemon):
-    """Run a line as a reader would: venv activated, KVD_HOME set."""
-    environment = dict(os.environ)
-    environment["KVD_HOME"] = str(served.home.root)
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+def environment(served: Daemon) -> dict[str, str]:
+    """A reader's: the daemon's home is ``~/.kvd``, and venv is activated."""
+    found = dict(os.environ, HOME=str(served.home.root.parent))
+    found.pop("KVD_HOME", None)
+    found.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # nothing is built again
+    found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found['PATH']}"
+    return found
+
+
+@pytest.fixture
+def here(served: Daemon) -> Callable[[str], str]:
+    """Say where HTTP really is."""
+    with served.client() as kvd:
+        (address,) = (one for one in kvd.status().http if one.startswith("http://"))
+    return lambda text: text.replace("http://127.0.0.1:11711", address)
+
+
+@pytest.fixture
+def shell(environment, here):
+    """Run a command as a reader would."""
 
     def run(line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["bash", "-c", line],
+            ["bash", "-c", here(line)],
             env=environment,
             input="Hello!\n/exit\n",
             capture_output=True,
@@ -64,8 +82,8 @@ def shell(served: Daemon):
 
 
 def commands() -> list[str]:
-    blocks = [text for language, text in BLOCKS if language == "sh"]
-    return [line for text in blocks for line in text.splitlines() if not line.startswith("make")]
+    found = [one for language, text in BLOCKS if language == "sh" for one in commands_of(text)]
+    return [one for one in found if not one.startswith("make")]
 
 
 def test_the_two_make_commands_exist():
@@ -78,12 +96,15 @@ def test_the_two_make_commands_exist():
 
 
 def test_there_are_commands_to_run():
-    assert len(commands()) >= 8
+    assert len(commands()) >= 12
+    assert sum(one.startswith("curl") for one in commands()) >= 4
 
 
 def test_all_commands_work_in_their_order(shell):
     """One test, since each command builds on those before it."""
     for line in commands():
+        if line.startswith("curl") and shutil.which("curl") is None:
+            continue
         done = shell(line)
         assert done.returncode == 0, (line, done.stderr)
         assert done.stdout or "unload" in line or "nothing had to be done" in done.stderr, line
@@ -109,18 +130,22 @@ def test_status_has_what_the_page_promises(shell):
     assert demo["granted_bytes"] <= status["budget_bytes"]
 
 
-def test_the_python_example_runs(served: Daemon):
-    (example,) = [text for language, text in BLOCKS if language == "python"]
+@pytest.mark.parametrize("library", ["openai", "kvd.client"])
+def test_the_python_examples_run(library: str, environment, here):
+    pytest.importorskip(library)
+    (example,) = [
+        text for language, text in BLOCKS if language == "python" and f"from {library} " in text
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", example],
-        env=os.environ | {"KVD_HOME": str(served.home.root)},
+        [sys.executable, "-c", here(example)],
+        env=environment,
         capture_output=True,
         text=True,
         timeout=LOAD_S,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Done(" in done.stdout
+    assert ("Done(" in done.stdout) if library == "kvd.client" else done.stdout
 
 
 def test_the_configuration_example_is_valid():

@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/: ``python -m tools.docs``, or ``make docs``.
+"""Writes the generated parts of README and docs/: ``python -m tools.docs``, or ``make docs``.
 
 With ``--check`` it writes nothing, names what is not current, and ends with 1.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 
 from kvd.metrics import reference
 from tools import cli_page
-from tools.pages import configuration, protocol
+from tools.pages import comparison, configuration, picture, protocol
 from tools.pages.markdown import filled
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
 
 
 def _parts(of: Callable[[], Mapping[str, str]]) -> Callable[[str], str]:
@@ -22,19 +22,21 @@ def _parts(of: Callable[[], Mapping[str, str]]) -> Callable[[str], str]:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
-    configuration.PAGE: _parts(configuration.parts),
-    protocol.PAGE: _parts(protocol.parts),
-    reference.PAGE.name: reference.filled,
-    cli_page.PAGE.name: lambda _: cli_page.written(),
+    comparison.PAGE: _parts(comparison.parts),
+    picture.PAGE: lambda _: picture.svg(),
+    f"docs/{configuration.PAGE}": _parts(configuration.parts),
+    f"docs/{protocol.PAGE}": _parts(protocol.parts),
+    f"docs/{reference.PAGE.name}": reference.filled,
+    f"docs/{cli_page.PAGE.name}": lambda _: cli_page.written(),
 }
-"""What each page becomes, by its name."""
+"""What each page becomes, by its place."""
 
 
 def stale() -> dict[Path, str]:
     """Return the pages that are not current, and what they should be."""
     found = {}
     for name, write in PAGES.items():
-        path = DOCS / name
+        path = ROOT / name
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         after = write(before)
         if after != before:
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> int:
     check = "--check" in arguments
     found = stale()
     for path, text in found.items():
-        print(f"{path.relative_to(DOCS.parent)} {'is not current' if check else 'written'}")
+        print(f"{path.relative_to(ROOT)} {'is not current' if check else 'written'}")
         if not check:
             path.write_text(text, encoding="utf-8")
     return int(check and bool(found))

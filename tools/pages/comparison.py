@@ -1,0 +1,99 @@
+"""README's comparison: numbers of kvd and of mlx-lm, from the committed results alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.pages.markdown import table
+
+PAGE = "README.md"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RATE = "{:.0f} tok/s"
+CPU, GPU = "serve-linux-cpu", "serve-h200-qwen3-0.6b"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was measured on both sides."""
+
+    text: str
+    result: str
+    """The file's name."""
+    take: Callable[[Any, str], float]
+    """Of its content and a side, ``kvd`` or ``mlx-lm``."""
+    shown: str
+    more_is_better: bool = False
+
+
+def _served(trace: str, measure: str, scale: float = 1.0) -> Callable[[Any, str], float]:
+    """Of a trace of `bench.serve`, medians of its runs."""
+    sides = {"kvd": "kvd k8v8", "mlx-lm": "mlx-lm"}
+    return lambda found, side: scale * found["traces"][trace][sides[side]]["median"][measure]
+
+
+def _rows_bytes(found: Any, side: str) -> float:
+    name = {"kvd": "kvd k8v8", "mlx-lm": "mlx-lm BatchKVCache"}[side]
+    return next(one["bytes"] for one in found["equal"] if one["cache"] == name) / 1e6
+
+
+def _prompt(measure: str, scale: float) -> Callable[[Any, str], float]:
+    def take(found: Any, side: str) -> float:
+        runs = [one[measure] for one in found["prefill"] if one["loop"].startswith(side)]
+        return scale * float(median(runs))
+
+    return take
+
+
+LINES = (
+    Line("8 streams at once", CPU, _served("steady", "tok_s"), RATE, True),
+    Line("their first tokens, p99", CPU, _served("steady", "ttft_p99", 1e3), "{:.0f} ms"),
+    Line("32 prompts that begin alike", CPU, _served("shared", "tok_s"), RATE, True),
+    Line(
+        "gaps of 7 streams while a prompt of 6000 tokens is read, p99",
+        CPU,
+        _served("long", "during_p99", 1e3),
+        "{:.0f} ms",
+    ),
+    Line(
+        "memory with a prompt of 4000 tokens among eleven short ones",
+        CPU,
+        _served("unequal", "peak_bytes", 1e-6),
+        "{:.0f} MB",
+    ),
+    Line("KV of 8 rows of 2048 tokens", "kv-linux-cpu", _rows_bytes, "{:.1f} MB"),
+    Line("H200: 8 streams at once", GPU, _served("steady", "tok_s"), RATE, True),
+    Line("H200: 32 prompts that begin alike", GPU, _served("shared", "tok_s"), RATE, True),
+    Line("H200: 7 streams and a long prompt", GPU, _served("long", "tok_s"), RATE, True),
+    Line(
+        "H200: memory above the weights, a prompt of 50 000 tokens",
+        "gpu-h200-qwen3-0.6b",
+        _prompt("peak_over_weights", 1e-9),
+        "{:.1f} GB",
+    ),
+)
+
+
+def parts() -> dict[str, str]:
+    """Return all generated parts by name."""
+    rows = [_row(line) for line in LINES]
+    return {"comparison": table(("", "kvd, K8V8", "mlx-lm", "measured"), rows)}
+
+
+def _row(line: Line) -> tuple[str, ...]:
+    found = _result(line.result)
+    ours, theirs = (line.take(found, side) for side in ("kvd", "mlx-lm"))
+    wins = (ours > theirs) == line.more_is_better
+    said = [line.shown.format(value) for value in (ours, theirs)]
+    said[0 if wins else 1] = f"**{said[0 if wins else 1]}**"
+    return (line.text, *said, f"[{line.result}](bench/results/{line.result}.json)")
+
+
+@cache
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
