@@ -6,7 +6,6 @@ answers.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -28,8 +27,8 @@ from protocol.errors import UnknownModel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.http.bodies import Bodies
     from kvd.http.port import Backend, Metrics
-    from kvd.http.settings import HttpSettings
 
 _JSON = "application/json"
 _STREAM_HEADERS = {
@@ -46,7 +45,7 @@ class Routes:
     """What the handlers need."""
 
     backend: Backend
-    settings: HttpSettings
+    bodies: Bodies
     metrics: Metrics | None
     starting: Callable[[], bool]
     unread_limit: int
@@ -107,26 +106,13 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
-        body = await self._body(request)
+        body = await self.bodies.read(request)
         return await self._answer(request, reading.read(body, ChatRequest), Chat())
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        body = await self._body(request)
+        body = await self.bodies.read(request)
         return await self._answer(request, reading.read(body, CompletionRequest), Text())
-
-    async def _body(self, request: web.Request) -> bytes:
-        limit = self.settings.body_bytes
-        if (request.content_length or 0) > limit:
-            raise errors.too_large(limit)
-        patience_s = self.settings.idle_timeout_s
-        try:
-            async with asyncio.timeout(patience_s):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise errors.too_large(limit) from None
-        except TimeoutError:
-            raise errors.too_slow(patience_s) from None
 
     async def _answer(
         self, request: web.Request, wanted: ChatRequest | CompletionRequest, shape: Shape

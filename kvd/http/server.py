@@ -15,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 import kvd
 from kvd import listen
 from kvd.http import errors
+from kvd.http.bodies import Bodies
 from kvd.http.guard import Guard
 from kvd.http.routes import OPEN_PATHS, Routes
 from protocol.errors import InternalError, KvdError
@@ -65,8 +66,9 @@ class Server:
         self._guard = Guard(settings)
         self._uid_of = uid_of
         self._answered = answered
+        bodies = Bodies(settings.body_bytes, settings.idle_timeout_s)
         routes = Routes(
-            backend, settings, metrics, starting, unread_limit, started_at=int(time.time())
+            backend, bodies, metrics, starting, unread_limit, started_at=int(time.time())
         )
         app = web.Application(
             middlewares=[self._answer_for, self._admit], client_max_size=settings.body_bytes

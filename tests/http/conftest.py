@@ -20,6 +20,10 @@ port = 0
 source = "fake:tps=500"
 alias = "asleep"
 load = "demand"
+[[models]]
+source = "fake:load_error=invalid_model"
+alias = "broken"
+load = "demand"
 """
 
 

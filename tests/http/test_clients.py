@@ -139,6 +139,13 @@ def test_openai_lists_models_and_a_request_brings_one_that_sleeps(ai: openai.Ope
     assert ai.models.retrieve("asleep").model_extra["kvd"]["state"] == "ready"
 
 
+def test_a_model_that_cannot_be_loaded_is_no_reason_to_try_again(ai: openai.OpenAI):
+    with pytest.raises(openai.InternalServerError) as broken:
+        ai.chat.completions.create(model="broken", messages=HELLO)
+    assert (broken.value.status_code, broken.value.code) == (500, "invalid_model")
+    assert broken.value.response.headers["x-should-retry"] == "false"
+
+
 async def test_openais_async_client_has_many_at_once(live: Live):
     async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as ai:
 

@@ -159,6 +159,27 @@ async def test_who_sends_half_a_request_is_not_waited_for(home: Home):
         writer.close()
 
 
+async def test_many_large_bodies_at_once_are_too_many(home: Home, monkeypatch):
+    monkeypatch.setattr("kvd.http.bodies.MOST_BYTES", 10_000)
+    async with serving(home) as it:
+        _, slow = await asyncio.open_connection("127.0.0.1", it.port)
+        slow.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n{"
+        )
+        large = CHAT | {"user": "x" * 2000}
+
+        async def answered(status: int) -> bool:
+            return (await post(it.url, large)).status_code == status
+
+        async with asyncio.timeout(10):
+            while not await answered(429):
+                pass
+            assert (await post(it.url)).status_code == 200
+            slow.close()
+            while not await answered(200):
+                pass
+
+
 # -- going away -------------------------------------------------------------------------------
 
 
@@ -313,6 +334,7 @@ async def test_models(home: Home):
         one = (await get(it.url, "/v1/models/org/b:1")).json()
         assert one == listed["data"][1]
         assert (one["object"], one["kvd"]["context_length"]) == ("model", 4096)
+        assert (await get(it.url, "/v1/models/org%2Fb:1")).json() == one
         missing = await get(it.url, "/v1/models/c")
         assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
 
