@@ -63,7 +63,7 @@ def load(
     with wanted.connected() as client:
         policy = governing.policy(pin=pin, priority=priority, ttl=idle_ttl, context=max_context)
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
-        loaded = _follow(loading, wanted)
+        loaded = _follow(loading, wanted, alias or model.rstrip("/").rpartition("/")[2])
         if wanted.json:
             wanted.print_json(loaded)
         else:
@@ -71,7 +71,7 @@ def load(
             console.print(render.model(loaded, console.width))
 
 
-def _follow(loading: Load, wanted: Terms) -> ModelStatus:
+def _follow(loading: Load, wanted: Terms, name: str) -> ModelStatus:
     """Show the progress to a person; wait for the end."""
     console = stderr_console()
     if wanted.json or not console.is_terminal:
@@ -82,16 +82,15 @@ def _follow(loading: Load, wanted: Terms) -> ModelStatus:
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=1.0)
-        try:
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("starting", total=1.0)
             for event in loading:
                 if isinstance(event, Loading):
                     progress.update(task, description=event.stage, completed=event.fraction)
-        except KeyboardInterrupt:
-            name = loading.progress.model if loading.progress else "NAME"
-            talk(f"[dim]the daemon goes on loading it; `kvctl unload {escape(name)}` ends that[/]")
-            raise
+    except KeyboardInterrupt:
+        talk(f"[dim]the daemon goes on loading it; `kvctl unload {escape(name)}` ends that[/]")
+        raise
     return loading.result
 
 

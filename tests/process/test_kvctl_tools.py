@@ -1,0 +1,218 @@
+"""tokenize, config, completion and chat against a real daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kvd import cli
+from kvd.home import Home
+from protocol.errors import EmptyPrompt, InvalidRequest, UnknownModel, WorkerDied
+from tests.process.helpers import DEADLINE_S, Daemon, source, wait_for, written
+
+
+def test_tokenize_for_people_and_for_programs(shared: Daemon):
+    assert shared.kvctl("tokenize", "fast", "Hi!").stdout == "72\t'H'\n105\t'i'\n33\t'!'\n"
+    assert shared.kvctl("tokenize", "fast", "Grüße", "--count").stdout == "7\n"
+    told = json.loads(shared.kvctl("tokenize", "fast", "-", "--json", input="ab").stdout)
+    assert told == {"count": 2, "tokens": [97, 98], "texts": ["a", "b"]}
+    chat = json.loads(shared.kvctl("tokenize", "fast", "ab", "--chat", "-c", "--json").stdout)
+    assert chat == {"count": len("user: ab\n")}
+    assert shared.kvctl("tokenize", "nope", "Hi").returncode == 6
+
+
+def test_tokens_beyond_what_is_asked_for_are_counted(shared: Daemon):
+    with shared.client() as client:
+        told = client.tokenize("fast", "x" * 20_000, most=3)
+        assert (told.count, told.tokens, told.texts) == (20_000, [120] * 3, [])
+        with pytest.raises(EmptyPrompt):
+            client.tokenize("fast", "")
+        with pytest.raises(InvalidRequest):
+            client.tokenize("fast")
+        with pytest.raises(UnknownModel):
+            client.tokenize("nope", "Hi")
+
+
+def test_a_model_that_is_known_comes_for_a_text(make_daemon, home: Home):
+    written(home, f'[[models]]\nsource = "{source()}"\nalias = "lazy"\nload = "demand"\n')
+    daemon = make_daemon().start()
+    with daemon.client() as client:
+        assert client.status().asleep == ["lazy"]
+        assert client.tokenize("lazy", "four", most=0).count == 4
+        assert client.status().asleep == []
+
+
+def test_a_worker_that_dies_does_not_keep_anybody_waiting(daemon: Daemon):
+    daemon.load(source(), "m")
+    pid = daemon.worker_pid("m")
+    failed: list[BaseException] = []
+
+    def ask():
+        with daemon.client() as client:
+            try:
+                client.tokenize("m", "Hi")
+            except WorkerDied as error:
+                failed.append(error)
+
+    os.kill(pid, signal.SIGSTOP)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.2)  # so that it is asked; if not, the test shows less
+    os.kill(pid, signal.SIGKILL)
+    asking.join(DEADLINE_S)
+    assert len(failed) == 1
+    wait_for("it is back", lambda: daemon.model("m").state == "ready")
+    with daemon.client() as client:
+        assert client.tokenize("m", "Hi").count == 2
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, home: Home):
+    """Run kvctl in this process: exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_settings_live_saved_and_back(make_daemon, home: Home, kvctl):
+    text = '# mine\nbudget = "1GiB"\n'
+    written(home, text)
+    daemon = make_daemon().start()
+
+    def setting(key):
+        return json.loads(kvctl("config", "get", key, "--json")[1])
+
+    assert setting("budget")["origin"] == "file"
+    code, out, err = kvctl("config", "set", "budget", "512MiB")
+    assert (code, out) == (0, "")
+    assert "1GiB → 512MiB" in err
+    with daemon.client() as client:
+        assert client.status().budget_bytes == 512 << 20
+        client.configure(budget_bytes=256 << 20)
+    assert (setting("budget")["value"], setting("budget")["origin"]) == (256 << 20, "live")
+    assert "needs a restart" in kvctl("config", "set", "max_rows", "8", "--save")[2]
+    assert (setting("max_rows")["waits"], setting("max_rows")["next"]) == (True, 8)
+    assert home.config.read_text() == text + "max_rows = 8\n"
+    assert kvctl("config", "unset", "max_rows", "--save")[0] == 0
+    assert kvctl("config", "unset", "budget")[0] == 0
+    assert home.config.read_text() == text
+    assert setting("budget")["value"] == "1GiB"
+    assert kvctl("config", "set", "log_level", "loud", "--save")[0] == 5
+    assert home.config.read_text() == text
+    for key in ("budget", "watchdog.decode_s", "log_level"):
+        assert f"\n{key} " in kvctl("config")[1]
+    daemon.end()
+    assert setting("budget")["origin"] == "file"  # without a daemon the file says
+    assert kvctl("config", "set", "max_rows", "4")[0] == 3
+    assert kvctl("config", "set", "max_rows", "4", "--save")[0] == 0
+    assert setting("max_rows")["value"] == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("kvctl tok", {"tokenize"}),
+        ("kvctl unload ", {"fast"}),
+        ("kvctl chat fa", {"fast"}),
+        ("kvctl load de", {"demo"}),
+        ("kvctl config get watchdog.de", {"watchdog.decode_s"}),
+        ("kvctl generate x", set()),
+    ],
+)
+def test_a_shell_completes_commands_models_and_settings(shared: Daemon, line, found):
+    words = line.split(" ")
+    environment = {
+        **os.environ,
+        "KVD_HOME": str(shared.home.root),
+        "_KVCTL_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv[0] = 'kvctl'; import kvd.cli; kvd.cli.main()"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert set(done.stdout.split()) == found
+
+
+class Terminal:
+    """kvctl with a person in front of it."""
+
+    def __init__(self, daemon: Daemon, *arguments: str) -> None:
+        self.fd, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            daemon.kvctl_command(*arguments),
+            stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": "20"},
+        )  # fmt: skip
+        os.close(inner)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        self.text = ""
+        os.write(self.fd, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        def shown() -> bool:
+            if select.select([self.fd], [], [], 0.05)[0]:
+                with contextlib.suppress(OSError):
+                    self.text += os.read(self.fd, 65536).decode(errors="replace")
+            return text in self.text
+
+        wait_for(f"{text!r} in {self.text!r}", shown)
+
+    def close(self) -> int:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(DEADLINE_S)
+        self.process.kill()
+        os.close(self.fd)
+        return self.process.wait()
+
+
+def test_a_chat_survives_ctrl_c_and_remembers_what_was_typed(daemon: Daemon):
+    daemon.load(source(tps=50), "slow")
+    chat = Terminal(daemon, "chat", "slow")
+    chat.wait_for("/help lists")
+    chat.type("a question\n")
+    wait_for("it runs", lambda: daemon.model("slow").stats.rows_running)
+    os.kill(chat.process.pid, signal.SIGINT)
+    chat.wait_for("cancelled")
+    chat.type("/stats\n")
+    chat.wait_for("first token after")
+    chat.type("/nonsense\n")
+    chat.wait_for("no command /nonsense")
+    chat.type("/exit\n")
+    assert chat.close() == 0
+    history = daemon.home.root / "chat_history"
+    assert history.read_text().splitlines() == ["a question", "/stats", "/nonsense", "/exit"]
+    assert history.stat().st_mode & 0o077 == 0
+    again = Terminal(daemon, "chat", "slow")
+    again.wait_for("/help lists")
+    again.type("\x1b[A\x1b[A\x1b[A\x1b[A")
+    again.wait_for("a question")
+    again.type("\x15/exit\n")
+    assert again.close() == 0
+
+
+def test_a_load_shows_how_far_it_is_and_goes_on_without_us(daemon: Daemon):
+    loading = Terminal(daemon, "load", source(load=1.5), "--alias", "m")
+    loading.wait_for("%")
+    os.kill(loading.process.pid, signal.SIGINT)
+    loading.wait_for("kvctl unload m")
+    assert loading.close() == 130
+    wait_for("the load goes on", lambda: daemon.model("m").state == "ready")
