@@ -49,6 +49,8 @@ _TIGHT, _FULL = 0.85, 0.95
 def status(value: DaemonStatus, width: int) -> RenderableType:
     """Return all of `kvctl status`."""
     parts: list[RenderableType] = [daemon(value), budget(value, width)]
+    if addresses := [address for address in value.http if address.startswith("http:")]:
+        parts.append(Text(f"http   {'  '.join(f'{address}/v1' for address in addresses)}"))
     if value.asleep:
         names = ", ".join(value.asleep)
         parts.append(Text(f"not loaded, until a request names them: {names}", style="dim"))

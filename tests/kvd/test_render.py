@@ -40,6 +40,13 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert max(map(len, text.splitlines())) <= width
 
 
+def test_where_http_answers_is_told():
+    both = ["http://127.0.0.1:11711", "unix:/home/you/.kvd/http.sock"]
+    value = msgspec.structs.replace(daemon_status(MODEL), http=both)
+    assert "http   http://127.0.0.1:11711/v1\n" in shown(value, 80)
+    assert "http" not in shown(daemon_status(MODEL), 80)
+
+
 def table(text):
     lines = text.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("MODEL"))
