@@ -159,13 +159,3 @@ def test_what_answers_a_request_ends_it():
             assert issubclass(kind, messages._NOT_LAST) != ends, kind
     answers = {one for all_of_it in protocol.ANSWERS.values() for one in all_of_it}
     assert answers | {messages.Error} == set(Event.__args__)
-
-
-@pytest.mark.parametrize("file", ["README.md", "docs", "deploy/launchd/README.md"])
-def test_links_lead_somewhere(file):
-    path = ROOT / file
-    pages = path.glob("*.md") if path.is_dir() else [path]
-    for source in pages:
-        for link in re.findall(r"\]\(([^)#]+)\)", source.read_text(encoding="utf-8")):
-            if "://" not in link:
-                assert (source.parent / link).exists(), f"{source}: {link}"

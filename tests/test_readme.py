@@ -16,8 +16,8 @@ import pytest
 
 from kvd import config
 from kvd.home import Home
-from tests.pages import commands_of
-from tests.process.helpers import Daemon, wait_for, written
+from tests.pages import blocks, commands_of
+from tests.process.helpers import Daemon, lines_of, wait_for, written
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -108,6 +108,38 @@ def test_all_commands_work_in_their_order(shell):
         done = shell(line)
         assert done.returncode == 0, (line, done.stderr)
         assert done.stdout or "unload" in line or "nothing had to be done" in done.stderr, line
+
+
+@pytest.mark.parametrize("page", ["operations", "metrics", "security"])
+def test_commands_of_other_pages_work_too(page: str, shell):
+    """Those that speak to the daemon, and need nothing that a reader has to fill in."""
+    found = [
+        command
+        for language, text in blocks((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+        if language == "sh"
+        for command in commands_of(text)
+        if re.match(r"(kvctl (?!service)|curl )", command)
+    ]
+    assert found
+    for command in found:
+        if not command.startswith("curl") or shutil.which("curl") is not None:
+            done = shell(command)
+            assert done.returncode == 0, (command, done.stderr)
+            assert done.stdout, command
+
+
+def test_the_line_of_the_protocol_is_answered_as_the_page_says(served: Daemon):
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    asked = re.search(r"^\$ printf '(.*)\\n' \|", page, re.MULTILINE)
+    said = re.search(r'^\{"event":"hello".*\}$', page, re.MULTILINE)
+    assert asked is not None
+    assert said is not None
+    with served.connect() as raw:
+        raw.sendall(asked[1].encode() + b"\n")
+        answer = next(lines_of(raw))
+    shown = json.loads(said[0])
+    assert answer.keys() == shown.keys()
+    assert (answer["event"], answer["protocol"]) == (shown["event"], shown["protocol"])
 
 
 def test_the_welcome_names_commands_that_work(served: Daemon, shell):
