@@ -7,18 +7,20 @@ nothing of conversations (`protocol.session`) or of sockets. Whatever the peer s
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from protocol import messages, worker
+from protocol import messages
 from protocol.errors import FrameTooLarge, MalformedFrame
 from protocol.messages import Event, Request
-from protocol.worker import Command, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from protocol.worker import Command, Report
 
 T = TypeVar("T")
 
@@ -89,8 +91,10 @@ class LineDecoder(_Decoder):
 class FrameDecoder(_Decoder):
     """Splits a byte stream into frames: four bytes of length, then that many bytes."""
 
-    def __init__(self, limit: int = worker.MAX_FRAME_BYTES) -> None:
-        super().__init__(limit)
+    def __init__(self, limit: int | None = None) -> None:
+        from protocol.worker import MAX_FRAME_BYTES  # noqa: PLC0415 - as below
+
+        super().__init__(MAX_FRAME_BYTES if limit is None else limit)
 
     def _split(self) -> tuple[list[bytes], bool]:
         frames: list[bytes] = []
@@ -110,10 +114,33 @@ class FrameDecoder(_Decoder):
 
 _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
-_request: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
-_event: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-_command: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_report: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+
+
+# A decoder takes some milliseconds to make; a client needs one of them, and no words of workers.
+
+
+@functools.cache
+def _requests() -> msgspec.json.Decoder[Request]:
+    return msgspec.json.Decoder(Request)
+
+
+@functools.cache
+def _events() -> msgspec.json.Decoder[Event]:
+    return msgspec.json.Decoder(Event)
+
+
+@functools.cache
+def _commands() -> msgspec.msgpack.Decoder[Command]:
+    from protocol.worker import Command  # noqa: PLC0415
+
+    return msgspec.msgpack.Decoder(Command)
+
+
+@functools.cache
+def _reports() -> msgspec.msgpack.Decoder[Report]:
+    from protocol.worker import Report  # noqa: PLC0415
+
+    return msgspec.msgpack.Decoder(Report)
 
 
 def encode_line(message: Request | Event) -> bytes:
@@ -130,23 +157,23 @@ def encode_frame(message: Command | Report) -> bytes:
 def decode_request(line: bytes) -> Request:
     """Decode what a client sent; `msgspec.ValidationError` says that it is JSON, but no request."""
     _check_utf8(line)
-    return _guard(_request.decode, line, let_through=msgspec.ValidationError)
+    return _guard(_requests().decode, line, let_through=msgspec.ValidationError)
 
 
 def decode_event(line: bytes) -> Event:
     """Decode what a daemon sent."""
     _check_utf8(line)
-    return _guard(_event.decode, line)
+    return _guard(_events().decode, line)
 
 
 def decode_command(frame: bytes) -> Command:
     """Decode what the daemon sent to its worker."""
-    return _guard(_command.decode, frame)
+    return _guard(_commands().decode, frame)
 
 
 def decode_report(frame: bytes) -> Report:
     """Decode what a worker sent."""
-    return _guard(_report.decode, frame)
+    return _guard(_reports().decode, frame)
 
 
 class _Nothing(Exception):

@@ -63,10 +63,12 @@ def status(
 
 
 def _page(value: DaemonStatus, model: str | None, width: int) -> RenderableType:
-    from kvd.cli import detail, render  # noqa: PLC0415 - not for programs
-
     if model is None:
+        from kvd.cli import render  # noqa: PLC0415 - not for programs
+
         return render.status(value, width)
+    from kvd.cli import detail  # noqa: PLC0415
+
     return detail.page(model_in(value, model))
 
 
