@@ -81,17 +81,19 @@ def parts() -> dict[str, str]:
 
 def _section(section: Section) -> str:
     rows = [
-        (f"`{one.name}`", _kind(one), _default(one), _holds(section.prefix + one.name), one.text)
+        (f"`{one.name}`", _kind(one), _default(one), _holds(section, one), one.text)
         for one in fields(section.struct)
     ]
     head = ("key", "value", "default", "changes hold", "")
     return f"### {section.title}\n\n{section.intro}\n\n{table(head, rows)}"
 
 
-def _holds(key: str) -> str:
-    if may_change_live(key):
+def _holds(section: Section, field: Field) -> str:
+    if isinstance(field.default, msgspec.Struct):
+        return ""  # its own table says so of each key
+    if may_change_live(section.prefix + field.name):
         return "now"
-    return "next load" if key.startswith("models[") else "next start"
+    return "next load" if section in {MODELS, KV} else "next start"
 
 
 def _kind(field: Field) -> str:
