@@ -240,13 +240,21 @@ _BLOCK = '"""'
 
 def _read(*, interactive: bool) -> str:
     """Read a question: a line, or what stands between two lines' triple quotes."""
-    text = input("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
+    text = _line("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
     if not text.lstrip().startswith(_BLOCK):
         return text.strip()
     text = text.lstrip().removeprefix(_BLOCK)
     while not text.rstrip().endswith(_BLOCK):
-        text += "\n" + input("… " if interactive else "")
+        text += "\n" + _line("… " if interactive else "")
     return text.rstrip().removesuffix(_BLOCK).strip("\n")
+
+
+def _line(prompt: str) -> str:
+    if sys.stdout.isatty():
+        return input(prompt)
+    sys.stderr.write(prompt)  # replies go into a file: the prompt does not
+    sys.stderr.flush()
+    return input()
 
 
 class Clock:

@@ -115,7 +115,7 @@ def daemon_status(*models: ModelStatus) -> DaemonStatus:
     )
 
 
-def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901 - one match
+def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912 - one match
     """Answer as a daemon does that has one model and no troubles."""
     number = request.id
     match request:
@@ -150,6 +150,15 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901 - one ma
             yield m.Tokens(id=number, index=0, tokens=[1], text="Grüße")
             yield m.Tokens(id=number, index=1, tokens=[2, 3], text=" all")
             yield m.Done(id=number, reason="stop", usage=Usage(3, 3))
+        case m.Tokenize(prompt=prompt, messages=turns, most=most, texts=texts):
+            text = prompt if turns is None else "".join(turn.content for turn in turns)
+            told = list((text or "").encode())[:most]
+            yield m.Tokenized(
+                id=number,
+                count=len((text or "").encode()),
+                tokens=told,
+                texts=[chr(token) for token in told] if texts else [],
+            )
         case m.Cancel(target=target):
             yield m.Cancelled(id=number, target=target, found=False)
         case m.Drain():

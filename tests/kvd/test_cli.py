@@ -345,6 +345,82 @@ def test_chat_remembers_and_obeys_commands(kvctl, home: Home):
     assert "no command /nope" in err
 
 
+def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_path):
+    file = tmp_path / "talk.json"
+    lines = [
+        "/stats",
+        '"""first',
+        "",
+        '  second"""',
+        "/stats",
+        "/model nope",
+        "/model demo",
+        "/save",
+        f"/save {file}",
+        f"/save {tmp_path}/no/where",
+    ]
+    with stub_daemon(home.socket, well):
+        code, out, err = kvctl("chat", "demo", "--system", "Brief.", stdin="\n".join(lines) + "\n")
+    assert (code, out) == (0, "Grüße all\n")
+    assert json.loads(file.read_text()) == {
+        "model": "demo",
+        "messages": [
+            {"role": "system", "content": "Brief."},
+            {"role": "user", "content": "first\n\n  second"},
+            {"role": "assistant", "content": "Grüße all"},
+        ],
+    }
+    for said in (
+        "no reply so far",
+        "prompt 3 tokens",
+        "reply 3 tokens",
+        "no model 'nope'",
+        "give a file",
+        "cannot write",
+    ):
+        assert said in err
+
+
+def test_tokens_are_printed_a_line_each_or_counted(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        assert kvctl("tokenize", "demo", "a\n")[1] == "97\t'a'\n10\t'\\n'\n"
+        assert kvctl("tokenize", "demo", "-", "-c", stdin="abc")[1] == "3\n"
+        out = json.loads(kvctl("tokenize", "demo", "ab", "--chat", "--json")[1])
+    assert out == {"count": 2, "tokens": [97, 98], "texts": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", "demo", "--rows", "x"), "'x' is no whole number"),
+        (("explain", "demo", "--rows", "-1"), "-1 is below 0"),
+        (("explain", "demo", "--rows", "99999999"), "is above 65536"),
+        (("status", "--interval", "nan"), "is below 0.1"),
+        (("status", "--interval", "x"), "'x' is no number"),
+        (("generate", "demo", "Hi", "--temperature", "warm"), "'warm' is no number"),
+    ],
+)
+def test_numbers_of_the_command_line_are_checked(kvctl, arguments, said):
+    code, out, err = kvctl(*arguments)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.split())
+
+
+def test_a_short_command_imports_neither_asyncio_nor_pydantic_nor_the_engine():
+    program = (
+        "import sys; sys.argv = ['kvctl', '--home', '/tmp/nowhere', 'status', '--json']\n"
+        "from kvd.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: assert ended.code == 3, ended.code\n"
+        "print([m for m in ('asyncio', 'pydantic', 'mlx', 'rich.live', 'actors', 'protocol.worker',"
+        " 'kvd.cli.chat', 'kvd.config') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_chat_goes_on_after_an_error_and_forgets_the_question(kvctl, home: Home):
     def answer(request):
         if isinstance(request, m.Generate) and request.messages[-1].content == "fails":
