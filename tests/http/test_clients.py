@@ -251,3 +251,20 @@ def test_a_drain_finishes_streams_and_refuses_what_is_new(live_alone: Live):
 def ready_is(url: str, status: int) -> dict | None:
     answer = httpx.get(url)
     return answer.json() if answer.status_code == status else None
+
+
+def test_too_much_at_once_is_429_and_goes_by_itself(live_alone: Live):
+    line = {"v": 1, "op": "generate", "model": "slow", "prompt": "x", "max_tokens": 400}
+    many = b"".join(json.dumps(line | {"id": str(i)}).encode() + b"\n" for i in range(1024))
+    url = f"{live_alone.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as ai:
+        settings = {"model": "slow", "messages": HELLO, "max_tokens": 1}
+        with live_alone.connect() as raw:
+            raw.sendall(many)
+            wait_for("all wait", lambda: live_alone.running("slow") == 1024)
+            with pytest.raises(openai.RateLimitError) as busy:
+                ai.chat.completions.create(**settings)
+        assert busy.value.code == "rate_limit_exceeded"
+        assert int(busy.value.response.headers["Retry-After"]) >= 1
+        live_alone.wait_idle("slow")
+        assert ai.chat.completions.create(**settings).usage.completion_tokens == 1
