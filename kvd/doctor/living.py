@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ _REPORT = "attach the report to an issue"
 _UP_S = 60.0
 _PROMPT = "To open a file,"
 _TOKENS = 96
+_ORPHAN_S = 5.0
 _CONFIG = 'budget = "2GiB"\nhttp = {enabled = false}\n'
 
 
@@ -33,17 +35,8 @@ def daemon() -> Iterator[str | Finding]:
     """Start one with the demo model, and see what the README promises."""
     with tempfile.TemporaryDirectory(prefix="kvd-", dir=short_folder()) as folder:
         home = _home(Path(folder))
-        yield "a daemon"
-        command = [sys.executable, "-P", "-m", "kvd", "serve", "--home", str(home.root)]
-        process = subprocess.Popen(  # noqa: S603 - our own module
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment(None),
-            start_new_session=True,
-        )
-        try:
+        yield "load"
+        with _serving(home) as process:
             loads = guarded("load", lambda: _load(home, process))
             yield loads
             if loads.verdict == "ok":
@@ -53,10 +46,29 @@ def daemon() -> Iterator[str | Finding]:
                 yield guarded("a crash", lambda: _crash(home))
             yield "SIGTERM"
             yield guarded("SIGTERM", lambda: _stop(process))
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        yield "an orphan"
+        with _serving(home, "--fake") as process:
+            yield guarded("an orphan", lambda: _orphan(home, process))
+
+
+@contextlib.contextmanager
+def _serving(home: Home, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a daemon; what is left of it at the end is killed."""
+    command = [sys.executable, "-P", "-m", "kvd", "serve", "--home", str(home.root), *arguments]
+    process = subprocess.Popen(  # noqa: S603 - our own module
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment(None),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _home(folder: Path) -> Home:
@@ -157,6 +169,36 @@ def _stop(process: subprocess.Popen[bytes]) -> Finding:
     if status:
         return fail("SIGTERM", f"the daemon ended with {status}", _REPORT)
     return ok("SIGTERM", f"drained and exited 0 in {took:.1f} s", seconds=round(took, 2))
+
+
+def _orphan(home: Home, process: subprocess.Popen[bytes]) -> Finding:
+    """Kill the daemon, and see that its worker, which computes, does not outlive it."""
+    _wait_until_up(home, process)
+    with Client(home=home.root) as client:
+        client.load("fake:tps=20", alias="m").result  # noqa: B018 - waits for the load
+        pid = client.status().models[0].worker_pid
+        assert pid is not None
+        running = client.generate("m", _PROMPT, max_tokens=10_000)
+        next(iter(running))
+        process.kill()
+        process.wait()
+    started = time.monotonic()
+    while _lives(pid):
+        if time.monotonic() - started > _ORPHAN_S:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return fail("an orphan", f"a worker outlived its daemon by {_ORPHAN_S:g} s", _REPORT)
+        time.sleep(0.01)
+    took = time.monotonic() - started
+    said = f"the daemon was killed, and its worker ended within {took:.2f} s"
+    return ok("an orphan", said, seconds=round(took, 3))
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process runs; one that nobody has reaped yet does not."""
+    told = ["ps", "-o", "stat=", "-p", str(pid)]
+    done = subprocess.run(told, capture_output=True, text=True, check=False)  # noqa: S603
+    return bool(done.stdout.strip()) and not done.stdout.strip().startswith("Z")
 
 
 def service() -> Iterator[str | Finding]:

@@ -48,7 +48,7 @@ def configuration(scene: Scene) -> Finding:
     if isinstance(found, ConfigError):
         key = found.detail.get("key")
         where = f"mend {key!r} in {path}" if key else f"mend {path}"
-        return fail("config", found.message, f"{where}; docs/operations.md lists the keys")
+        return fail("config", found.message, f"{where}; docs/configuration.md lists the keys")
     if not path.exists():
         return ok("config", f"no {path}: the defaults hold")
     mode = stat.S_IMODE(path.stat().st_mode)

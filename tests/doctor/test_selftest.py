@@ -7,10 +7,11 @@ import json
 import mlx.core as mx
 import pytest
 
-from kvd.doctor import selftest
+from kvd.doctor import living, selftest
 from kvd.doctor.finding import Finding, Section
 from kvd.doctor.report import Report, write
 from kvd.doctor.scene import Scene
+from kvd.doctor.system import guarded
 from kvd.home import Home
 from kvd.worker.attention import decode
 from kvd.worker.cache.store import KVStore
@@ -90,3 +91,25 @@ def test_pools_that_are_copied_are_found(monkeypatch):
     found = holding.flush(quick=True)
     assert found.verdict == "fail"
     assert found.numbers["moment_bytes"] > found.numbers["pool_bytes"] / 4
+
+
+@pytest.mark.process
+def test_a_daemon_that_is_killed_and_one_that_is_stopped(home: Home):
+    home.create()
+    home.config.write_text("http = {enabled = false}\n")
+    with living._serving(home, "--fake") as process:
+        assert living._orphan(home, process).verdict == "ok"
+    with living._serving(home, "--fake") as process:
+        living._wait_until_up(home, process)
+        assert living._stop(process).verdict == "ok"
+
+
+@pytest.mark.process
+def test_a_worker_that_outlives_its_daemon_is_found(home: Home, monkeypatch):
+    monkeypatch.setattr(living, "_ORPHAN_S", 0.05)
+    monkeypatch.setattr(living, "_lives", lambda _: True)
+    home.create()
+    home.config.write_text("http = {enabled = false}\n")
+    with living._serving(home, "--fake") as process:
+        found = guarded("an orphan", lambda: living._orphan(home, process))
+    assert found.verdict == "fail"
