@@ -16,6 +16,7 @@ from kvd.home import Home
 from kvd.worker.attention import decode
 from kvd.worker.cache.store import KVStore
 from kvd.worker.selftest import attention, holding
+from tests.attention.stand_in import StandIn
 
 
 @pytest.mark.process
@@ -113,3 +114,21 @@ def test_a_worker_that_outlives_its_daemon_is_found(home: Home, monkeypatch):
     with living._serving(home, "--fake") as process:
         found = guarded("an orphan", lambda: living._orphan(home, process))
     assert found.verdict == "fail"
+
+
+@pytest.mark.mlx
+def test_kernels_are_compared_where_there_are_some(monkeypatch):
+    monkeypatch.setattr(attention, "_CALLS", 1)
+    kernels = StandIn()
+    monkeypatch.setattr(attention.choice, "kernels", kernels.backend)
+    found = attention.kernels(quick=True)
+    assert (found.verdict, found.numbers["shapes"]) == ("ok", 3)
+    assert found.numbers["launches"] >= 3
+    assert found.numbers["kernel_ms"] > 0
+
+    monkeypatch.setattr(attention, "cases", lambda *, quick: iter([attention.Case()]))
+    monkeypatch.setattr(attention.choice, "kernels", StandIn(error=1e-3).backend)
+    assert "beyond 2e-05" in attention.kernels(quick=True).said
+
+    monkeypatch.setattr(attention.choice, "kernels", lambda: None)
+    assert attention.kernels(quick=True).verdict == "skip"
