@@ -22,7 +22,7 @@ import structlog
 import kvd
 from actors.archive import Archive
 from actors.system import Identity, Settings, System, SystemFault
-from kvd import blas, config, listen, logs, memory
+from kvd import blas, config, files, listen, logs, memory
 from kvd.estimate import Files, machine
 from kvd.exits import Exit
 from kvd.home import check_socket_path
@@ -74,6 +74,7 @@ class Start:
 def run(options: Options) -> Exit:
     """Serve until told to stop; raises KvdError if it cannot even start."""
     os.umask(0o077)  # what we write, and what workers write, is the user's own
+    files.raise_limit()
     if _by_launchd():
         logs.bound(sys.stderr.fileno())
     manager, given = Notifier.from_environment(), activation.take()

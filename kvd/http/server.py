@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -13,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import kvd
-from kvd import listen
+from kvd import files, listen
 from kvd.http import errors
 from kvd.http.bodies import Bodies
 from kvd.http.guard import Guard
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MOST_CONNECTIONS = 4096
-"""On all doors together; each takes some 20 KiB, and a file descriptor."""
+MOST_CONNECTIONS = 2048
+"""By each door, so that strangers at one do not close the other; each takes some 20 KiB."""
+_SHARE_OF_FILES = 4
+"""And at most a fourth of the files that the daemon may open: its other sockets need some too."""
 _FAREWELL_S = 1.0
 """How long the last answers may take to be written when the daemon ends."""
 _LINGER_S = 2.0
@@ -42,6 +45,8 @@ _PAGE = web.RequestKey("page", str)
 """The origin whose page may read the answer, if one asks."""
 _OWNER = web.RequestKey("owner", str)
 """The name of its API key."""
+_BEGUN = web.RequestKey("begun", bool)
+"""The answer's status line is written: no other answer can follow."""
 
 _log = structlog.get_logger("kvd.http")
 
@@ -94,9 +99,8 @@ class Server:
         for door in self._doors:
             unix = door.listener.family == socket.AF_UNIX
             make = loop.create_unix_server if unix else loop.create_server
-            self._servers.append(
-                await make(self._connected, sock=door.listener, backlog=listen.BACKLOG)
-            )
+            connected = partial(self._connected, door)
+            self._servers.append(await make(connected, sock=door.listener, backlog=listen.BACKLOG))
 
     def admit(self, settings: HttpSettings) -> None:
         """Let its keys, hosts and origins hold for the next requests."""
@@ -108,13 +112,17 @@ class Server:
             server.close()
         await self._runner.cleanup()
 
-    def _connected(self) -> asyncio.BaseProtocol:
+    def _connected(self, door: Door) -> asyncio.BaseProtocol:
         server = self._runner.server
         assert server is not None, "start first"
-        if len(server.connections) < MOST_CONNECTIONS:
-            return server()
-        _log.warning("too many connections", most=MOST_CONNECTIONS)
-        return _Full()
+        most = min(MOST_CONNECTIONS, files.limit() // _SHARE_OF_FILES)
+        known = server.connections
+        if len(known) >= most:
+            here = _place(door.listener.getsockname())
+            if sum(_place(other.sockname) == here for other in known) >= most:
+                _log.warning("too many connections", most=most, address=door.address)
+                return _Full()
+        return server()
 
     # -- around every handler ---------------------------------------------------------------------
 
@@ -137,6 +145,8 @@ class Server:
             raise
         except Exception:  # noqa: BLE001 - a bug costs the request that found it
             _log.exception("a handler failed", path=request.path, request=number)
+            if request.get(_BEGUN):
+                raise ConnectionResetError("the stream cannot go on") from None
             failed = InternalError("kvd failed in this request; its log has the reason")
             response = _refused(errors.of(failed.info()))
         self._answered(_path(request), response.status)
@@ -181,6 +191,11 @@ class Server:
         return self._uid_of(peer) if peer.family == socket.AF_UNIX else None
 
 
+def _place(name: tuple[str, int] | tuple[str, int, int, int] | str | None) -> str | int | None:
+    """Return which door a socket's own name is of: a path, or a port."""
+    return name[1] if isinstance(name, tuple) else name
+
+
 def _path(request: web.Request) -> str:
     """Return the path of a request's route, which are few; clients may ask for any."""
     resource = request.match_info.route.resource
@@ -189,6 +204,7 @@ def _path(request: web.Request) -> str:
 
 async def _complete(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer has, also a stream, before its headers go out."""
+    request[_BEGUN] = True
     response.headers[_ID] = request[_NUMBER]
     response.headers["Server"] = f"kvd/{kvd.__version__}"
     if (page := request.get(_PAGE)) is not None:
@@ -237,9 +253,11 @@ class _Faults:
     """The library's log: what strangers send is no fault of ours."""
 
     def exception(self, message: str, *arguments: object, exc_info: object = None) -> None:
-        """Log a fault; bytes that are no HTTP only for those who look closely."""
+        """Log a fault; what clients do to themselves only for those who look closely."""
         if isinstance(exc_info, HttpProcessingError):
             _log.debug("not HTTP", reason=exc_info.message)
+        elif isinstance(exc_info, ConnectionError):
+            _log.debug("a client went away", reason=str(exc_info))
         else:
             _log.error(message % arguments, exc_info=exc_info)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import socket
 import struct
 import subprocess
@@ -15,10 +16,11 @@ import time
 
 import pytest
 
+from kvd.home import Home
 from kvd.http.reading import read
 from kvd.http.requests import ChatRequest
-from tests.http.live import Live, asked, request
-from tests.process.helpers import wait_for
+from tests.http.live import Live, asked, request, stopped
+from tests.process.helpers import wait_for, written
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -221,3 +223,20 @@ def test_another_user_is_turned_away(live: Live, name):
 
 def test_what_hostile_clients_send_is_what_friendly_ones_may():
     assert read(request(CHAT, asked()).partition(b"\r\n\r\n")[2], ChatRequest).model == "fast"
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of others can be set")
+def test_connections_without_end_leave_the_other_sockets_and_workers_alone(home: Home):
+    """With so few files that they would be used up: a fourth of them is all that a door has."""
+    daemon = Live(written(home, "[http]\nport = 0\n"), "--fake")
+    with stopped(daemon), contextlib.ExitStack() as opened:
+        daemon.start()
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (256, 256))
+        address = daemon.address
+        for _ in range(300):
+            opened.enter_context(socket.create_connection(address, 10))
+        assert everything(opened.enter_context(daemon.tcp())).startswith(b"HTTP/1.1 503 ")
+        assert daemon.load("fake:tps=1000", "late").state == "ready"
+        with daemon.unix() as raw:
+            raw.sendall(request(CHAT, asked(model="late", max_tokens=2)))
+            assert raw.recv(65536).startswith(b"HTTP/1.1 200 ")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 
 import httpx
 import pytest
@@ -423,11 +422,27 @@ async def test_the_end_of_the_server_ends_what_runs(home: Home):
         await asking
 
 
-async def test_too_many_connections_are_turned_away(home: Home, monkeypatch):
+async def test_too_many_connections_are_turned_away_at_that_door_alone(home: Home, monkeypatch):
     monkeypatch.setattr("kvd.http.server.MOST_CONNECTIONS", 1)
     async with serving(home) as it:
         _, holds = await asyncio.open_connection("127.0.0.1", it.port)
-        await asyncio.sleep(0.05)
-        assert (await get(it.url, "/healthz")).status_code == 503
+        async with asyncio.timeout(10):
+            while (await get(it.url, "/healthz")).status_code != 503:
+                pass
+        transport = httpx.AsyncHTTPTransport(uds=it.socket)
+        async with httpx.AsyncClient(transport=transport, base_url="http://kvd") as client:
+            assert (await client.get("/healthz")).status_code == 200
         holds.close()
-        await until(lambda: socket.create_connection(("127.0.0.1", it.port)).close() is None)
+
+
+async def test_a_bug_in_the_middle_of_a_stream_ends_its_connection(home: Home, monkeypatch):
+    def breaks(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("kvd.http.running.comment", breaks)
+    monkeypatch.setattr("kvd.http.running.PULSE_S", 0.05)
+    async with serving(home, hangs(word())) as it:
+        with capture_logs() as logs, pytest.raises(httpx.RemoteProtocolError):
+            await post(it.url, CHAT | {"stream": True})
+        assert [one["event"] for one in logs if one["log_level"] == "error"] == ["a handler failed"]
+        await it.backend.settled()
