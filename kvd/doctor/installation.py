@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import platform
 import re
 import sys
 
@@ -25,19 +26,13 @@ def python(_scene: Scene) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < _LEAST:
         return fail("python", f"{version} is too old", "install Python 3.11 or newer")
-    if sys.platform == "darwin" and _translated():
+    if sys.platform == "darwin" and platform.machine() != "arm64":
         return fail(
             "python",
-            f"{version} runs under Rosetta, which has no Metal for MLX",
-            "install an arm64 Python, and kvd with it",
+            f"{version} is one for Intel, and MLX's Metal needs Apple silicon",
+            "on an Apple silicon Mac install an arm64 Python, and kvd with it",
         )
     return ok("python", f"{version}, {sys.executable}")
-
-
-def _translated() -> bool:
-    import platform  # noqa: PLC0415 - only here
-
-    return platform.machine() == "x86_64"
 
 
 def versions(scene: Scene) -> Finding:
@@ -62,7 +57,7 @@ def versions(scene: Scene) -> Finding:
     return ok("versions", f"kvd {kvd.__version__}, {', '.join(found)}")
 
 
-def pins(platform: str) -> dict[str, str]:
+def pins(system: str) -> dict[str, str]:
     """Return the packages that kvd wants in exactly one version, on such a system."""
     try:
         said = importlib.metadata.requires("kvd") or []
@@ -74,7 +69,7 @@ def pins(platform: str) -> dict[str, str]:
         marker = (pin[3] or "") if pin else ""
         if pin is None or "extra" in marker:
             continue
-        if not marker or platform in marker:
+        if not marker or system in marker:
             found[pin[1]] = pin[2]
     return found
 

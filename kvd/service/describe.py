@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from kvd.config import Config
 from kvd.home import Home, locate
+from protocol.errors import ConfigError
 
 STOP_SLACK_S = 15
 """Beyond the drain: for the workers to end, before the manager kills what is left."""
@@ -31,8 +33,8 @@ class Service:
     drain_s: float = Config().drain_timeout_s
     on_demand: bool = False
     """Started by the first client, and not with the session."""
-    http: tuple[str, int] | None = None
-    """Address and port that the manager listens on for us, with `on_demand`."""
+    http: tuple[tuple[str, int], ...] = ()
+    """Addresses and ports that the manager listens on for us, with `on_demand`."""
     http_socket: bool = False
     """The same of ``http.sock``."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -71,10 +73,22 @@ def describe(home: Home, settings: Config, *, on_demand: bool = False) -> Servic
         program=program(),
         drain_s=settings.drain_timeout_s,
         on_demand=on_demand,
-        http=(http.host, port) if tcp else None,
+        http=tuple((address, port) for address in _addresses(http.host)) if tcp else (),
         http_socket=http.enabled,
         variables={name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)},
     )
+
+
+def _addresses(host: str) -> list[str]:
+    """Return what a name stands for now: systemd listens on addresses alone."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(
+            f"http.host {host!r} is no address of this machine: {error.strerror or error}",
+            key="http.host",
+        ) from error
+    return list(dict.fromkeys(str(address[0]) for _, _, _, _, address in found))
 
 
 def program() -> tuple[str, ...]:

@@ -63,9 +63,8 @@ def _sockets(service: Service) -> dict[str, Any]:
     paths = [{"SockPathName": str(path), "SockPathMode": 0o600} for path in service.sockets]
     found: dict[str, Any] = {"kvd": paths[0]}
     http: list[dict[str, Any]] = [*paths[1:]]
-    if service.http is not None:
-        host, port = service.http
-        http.append({"SockNodeName": host, "SockServiceName": str(port), "SockType": "stream"})
+    for address, port in service.http:
+        http.append({"SockNodeName": address, "SockServiceName": str(port), "SockType": "stream"})
     return found | ({"http": http} if http else {})
 
 

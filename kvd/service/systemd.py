@@ -97,9 +97,8 @@ def units(service: Service) -> dict[str, str]:
 
 def _sockets(service: Service, name: str) -> dict[str, str]:
     ours, *others = (f"ListenStream={_escaped(str(path))}" for path in service.sockets)
-    if service.http is not None:
-        host, port = service.http
-        others.append(f"ListenStream={f'[{host}]' if ':' in host else host}:{port}")
+    for address, port in service.http:
+        others.append(f"ListenStream={f'[{address}]' if ':' in address else address}:{port}")
     said_of = {f"{service.name}.socket": ("kvd", "the socket", [ours])}
     if others:
         said_of[f"{service.name}-http.socket"] = ("http", "HTTP sockets", others)

@@ -17,7 +17,7 @@ from kvd.home import Home
 from kvd.service import managing
 from kvd.service.describe import Service, describe
 from kvd.service.launchd import Launchd, label
-from tests.process.helpers import Daemon
+from tests.process.helpers import Daemon, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -92,10 +92,11 @@ def test_a_life(kvctl: Played, home: Home):
 
 
 def test_one_that_does_not_come_up_says_why(kvctl: Played, home: Home, monkeypatch):
-    monkeypatch.setattr(service, "_COMES_UP_S", 1.5)
+    monkeypatch.setattr(service, "_COMES_UP_S", 0.5)
     (home.logs / "kvd.log").mkdir()
     assert "it does not come up" in kvctl("install", status=1)
-    assert f"error: cannot use {home.logs / 'kvd.log'}" in kvctl("logs")
+    why = f"error: cannot use {home.logs / 'kvd.log'}"
+    wait_for("its last words", lambda: why in kvctl("logs"))
 
 
 def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):

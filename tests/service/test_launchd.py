@@ -28,7 +28,7 @@ SERVICE = Service(
     home=Path("/Users/YOU/.kvd"), program=("/Users/YOU/kvd/.venv/bin/kvd",), drain_s=30.0
 )
 ON_DEMAND = dataclasses.replace(
-    SERVICE, on_demand=True, http=("127.0.0.1", 11711), http_socket=True
+    SERVICE, on_demand=True, http=(("127.0.0.1", 11711),), http_socket=True
 )
 
 KEYS = {

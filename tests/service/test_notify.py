@@ -91,11 +91,24 @@ def listening(path: Path | None = None) -> socket.socket:
     return one
 
 
+def _is_free(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return True
+    return False
+
+
+def _three_free() -> int:
+    """Return the first of three descriptors in a row that nobody has, below every limit."""
+    return next(fd for fd in range(100, 250) if all(_is_free(fd + more) for more in range(3)))
+
+
 @pytest.fixture
 def passed(tmp_path):
     """Descriptors in a row, as systemd passes them; closed by whoever takes them."""
     made = [listening(tmp_path / "k"), listening(tmp_path / "h"), listening()]
-    first = 900
+    first = _three_free()
     for index, one in enumerate(made):
         os.dup2(one.fileno(), first + index, inheritable=True)
         one.close()
@@ -107,7 +120,7 @@ def test_systemds_sockets_are_found_by_name(passed):
                  "LISTEN_FDNAMES": "kvd:http:http", "HOME": "/"}  # fmt: skip
     found = from_systemd(variables, passed)
     assert variables == {"HOME": "/"}
-    assert [one.fileno() for one in found["kvd"]] == [900]
+    assert [one.fileno() for one in found["kvd"]] == [passed]
     assert [one.family for one in found["http"]] == [socket.AF_UNIX, socket.AF_INET]
     for one in [*found["kvd"], *found["http"]]:
         assert not one.get_inheritable()
@@ -128,10 +141,12 @@ def test_unnamed_ones_are_known_by_their_kind(passed, names):
 
 
 def test_what_was_meant_for_another_process_or_does_not_listen_is_not_taken(tmp_path):
-    assert from_systemd({"LISTEN_PID": "1", "LISTEN_FDS": "1"}, 900) == {}
+    first = _three_free()
+    assert from_systemd({"LISTEN_PID": "1", "LISTEN_FDS": "1"}, first) == {}
     with (tmp_path / "f").open("w") as file:
-        os.dup2(file.fileno(), 900)
-    assert from_systemd({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}, 900) == {}
+        os.dup2(file.fileno(), first)
+    assert from_systemd({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}, first) == {}
+    assert _is_free(first)
 
 
 class Libsystem:

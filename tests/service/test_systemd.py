@@ -122,6 +122,7 @@ def test_on_demand_only_the_sockets_are_started_by_the_session(home: Home):
         (HttpSettings(tcp=False), ["http.sock"]),
         (HttpSettings(port=0), ["http.sock"]),
         (HttpSettings(host="::1", port=80), ["http.sock", "[::1]:80"]),
+        (HttpSettings(host="127.0.0.2"), ["http.sock", "127.0.0.2:11711"]),
     ],
 )
 def test_http_is_listened_for_as_the_configuration_says(http, listens, home: Home):
@@ -139,7 +140,7 @@ def test_the_files_of_deploy_are_what_install_would_write():
         home=Path("/home/you/.kvd"),
         program=("/home/you/kvd/.venv/bin/kvd",),
         on_demand=True,
-        http=("127.0.0.1", 11711),
+        http=(("127.0.0.1", 11711),),
         http_socket=True,
     )
     for on_demand, place in ((False, folder), (True, folder / "on-demand")):
