@@ -98,7 +98,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     cache.flush()
     frozen = cache.freeze(row)
     cache.check()
-    chunk, more = ids(100, 3), ids(40, 4)  # a page is sealed on the way
+    chunk, more = ids(100, 3), ids(34, 4)  # a page is sealed on the way
     prefill(runner, row, chunk)
     (want,) = decode(runner, [row], more)
     cache.free(row)

@@ -77,10 +77,10 @@ def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
     pair = Pair(name, CacheSettings(LADDER), library)
     for length in (3, 70, 150):
         pair.join(length)
-    for step in range(90):
-        if step == 30:
+    for step in range(66):
+        if step == 20:
             pair.join(64)
-        if step == 60:
+        if step == 44:
             pair.leave(1)
         pair.step(step % 40)
 

@@ -171,15 +171,23 @@ def test_tails_of_rows_that_ended_stand_in_nobodys_way() -> None:
     assert driver.outcomes["long"].error is None
 
 
-@pytest.mark.parametrize("after", [1, 3, 6, 30])
-def test_parked_paused_and_resumed_the_same_tokens(demo: Driver, after: int) -> None:
-    prompt = prompt_of(700, 8)
-    penalized = Sampling(temperature=0.8, seed=9, frequency_penalty=0.3)
-    wanted = {
-        rid: demo.alone(prompt, sampling, max_tokens=60, ignore_eos=True, n=n)
-        for rid, sampling, n in (("goes", penalized, 1), ("many", WARM, 2), ("stays", WARM, 1))
+PENALIZED = Sampling(temperature=0.8, seed=9, frequency_penalty=0.3)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(_demo: Driver) -> dict[str, Outcome]:
+    return {
+        rid: _demo.alone(prompt_of(700, 8), sampling, max_tokens=60, ignore_eos=True, n=n)
+        for rid, sampling, n in (("goes", PENALIZED, 1), ("many", WARM, 2), ("stays", WARM, 1))
     }
-    demo.submit("goes", prompt, penalized, max_tokens=60, ignore_eos=True)
+
+
+@pytest.mark.parametrize("after", [1, 3, 6, 30])
+def test_parked_paused_and_resumed_the_same_tokens(
+    undisturbed: dict[str, Outcome], demo: Driver, after: int
+) -> None:
+    prompt = prompt_of(700, 8)
+    demo.submit("goes", prompt, PENALIZED, max_tokens=60, ignore_eos=True)
     demo.submit("many", prompt, WARM, max_tokens=60, ignore_eos=True, n=2)
     demo.submit("stays", prompt, WARM, max_tokens=60, ignore_eos=True)
     for _ in range(after):
@@ -201,7 +209,7 @@ def test_parked_paused_and_resumed_the_same_tokens(demo: Driver, after: int) -> 
         demo.engine.unpark(rid)
     demo.run()
 
-    assert demo.outcomes == wanted
+    assert demo.outcomes == undisturbed
 
 
 def test_parked_requests_can_be_cancelled(demo: Driver) -> None:
