@@ -130,15 +130,20 @@ def table(
         found.append(
             Setting(
                 key=key,
-                value=sorted(value) if key == "http.keys" else value,  # who, and not the hashes
-                default=[] if key == "http.keys" else default,
+                value=_told(key, value),
+                default=_told(key, default),
                 origin=origin,
                 live=may_change_live(key),
                 waits=differs and origin in {"file", "default"} and key in coming,
-                next=coming.get(key) if differs and key != "http.keys" else None,
+                next=_told(key, coming.get(key)) if differs else None,
             )
         )
     return found
+
+
+def _told(key: str, value: Any) -> Any:
+    """Return what is told of a value: of API keys whose they are, and not their hashes."""
+    return sorted(value or ()) if key == "http.keys" else value
 
 
 def _in(file: Path) -> tuple[set[str], Config | None]:
@@ -190,7 +195,7 @@ class LiveSettings:
         before = flat(reloader.settings)
         holds = {one.key: one.holds for one in await reloader.take(wanted)}
         changes += [
-            Changed(key, before.get(key), after, held)
+            Changed(key, _told(key, before.get(key)), _told(key, after), held)
             for key, after in flat(wanted).items()
             if after != before.get(key)
             and (held := holds.get(key) or holds.get(key.rpartition(".")[0])) is not None

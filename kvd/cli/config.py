@@ -198,12 +198,18 @@ def page(found: list[Setting]) -> Table:
     table.add_column("CHANGES", overflow="fold", style="dim")
     for one in found:
         value = Text(shown(one.value), "" if one.origin != "default" else "dim")
-        when = "live" if one.live else "at a restart"
-        if one.waits:
-            when = Text(f"waits for a restart: {shown(one.next)}", "yellow")  # type: ignore[assignment]
-        origin = one.origin.replace("_", " ")
-        table.add_row(one.key, value, Text(origin, _ORIGINS[one.origin]), when)
+        origin = Text(one.origin.replace("_", " "), _ORIGINS[one.origin])
+        table.add_row(one.key, value, origin, _changes(one))
     return table
+
+
+def _changes(one: Setting) -> Text:
+    """Return when a change of it holds."""
+    if one.waits:
+        return Text(f"waits for a restart: {shown(one.next)}", "yellow")
+    if one.live:
+        return Text("live")
+    return Text("while it is not loaded" if one.key.startswith("models[") else "at a restart")
 
 
 def shown(value: Any) -> str:

@@ -163,6 +163,15 @@ def test_hashes_of_keys_are_nobody_s_business(home: Home):
     assert "sha256" not in repr(row)
 
 
+async def test_a_key_is_taken_back_at_once_and_its_hash_not_told(home: Home):
+    live = Live(home, f'[http]\nkeys = {{ me = "sha256:{"0" * 64}", you = "sha256:{"1" * 64}" }}\n')
+    changes = await live.settings.change({"http.keys": {"me": f"sha256:{'0' * 64}"}})
+    assert [(one.key, one.before, one.after, one.holds) for one in changes] == [
+        ("http.keys", ["me", "you"], ["me"], "now")
+    ]
+    assert (live["http.keys"].value, live["http.keys"].live) == (["me"], True)
+
+
 def test_a_broken_file_does_not_hide_what_holds(home: Home):
     live = Live(home)
     home.config.write_text("budget = ")
