@@ -14,6 +14,8 @@ from tools.pages.markdown import table
 
 PAGE = "README.md"
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
+Take = Callable[[Any, str], float]
+"""A number from a file's content, of a side: ``kvd`` or ``mlx-lm``."""
 RATE = "{:.0f} tok/s"
 CPU, GPU = "serve-linux-cpu", "serve-h200-qwen3-0.6b"
 
@@ -25,13 +27,12 @@ class Line:
     text: str
     result: str
     """The file's name."""
-    take: Callable[[Any, str], float]
-    """Of its content and a side, ``kvd`` or ``mlx-lm``."""
+    take: Take
     shown: str
     more_is_better: bool = False
 
 
-def _served(trace: str, measure: str, scale: float = 1.0) -> Callable[[Any, str], float]:
+def _served(trace: str, measure: str, scale: float = 1.0) -> Take:
     """Of a trace of `bench.serve`, medians of its runs."""
     sides = {"kvd": "kvd k8v8", "mlx-lm": "mlx-lm"}
     return lambda found, side: scale * found["traces"][trace][sides[side]]["median"][measure]
@@ -42,9 +43,17 @@ def _rows_bytes(found: Any, side: str) -> float:
     return next(one["bytes"] for one in found["equal"] if one["cache"] == name) / 1e6
 
 
-def _prompt(measure: str, scale: float) -> Callable[[Any, str], float]:
+def _engine(part: str, tokens: int, measure: str, scale: float = 1.0) -> Take:
+    """Of the loops that `bench.gpu` times, without a server around them."""
+    loops = {"kvd": "kvd k8v8", "mlx-lm": "mlx-lm BatchGenerator"}
+
     def take(found: Any, side: str) -> float:
-        runs = [one[measure] for one in found["prefill"] if one["loop"].startswith(side)]
+        runs = [
+            one[measure]
+            for one in found[part]
+            if (one["loop"], one["tokens"]) == (loops[side], tokens)
+            and one.get("attention") in {None, "fused"}
+        ]
         return scale * float(median(runs))
 
     return take
@@ -71,9 +80,23 @@ LINES = (
     Line("H200: 32 prompts that begin alike", GPU, _served("shared", "tok_s"), RATE, True),
     Line("H200: 7 streams and a long prompt", GPU, _served("long", "tok_s"), RATE, True),
     Line(
+        "H200: the engine's loop alone, 8 rows of 4096 tokens",
+        "gpu-h200-qwen3-0.6b-fused",
+        _engine("decode", 4096, "tok_s"),
+        RATE,
+        True,
+    ),
+    Line(
+        "… in Qwen3-8B's shape",
+        "gpu-h200-qwen3-8b-fused",
+        _engine("decode", 4096, "tok_s"),
+        RATE,
+        True,
+    ),
+    Line(
         "H200: memory above the weights, a prompt of 50 000 tokens",
-        "gpu-h200-qwen3-0.6b",
-        _prompt("peak_over_weights", 1e-9),
+        "gpu-h200-qwen3-0.6b-fused",
+        _engine("prefill", 50_000, "peak_over_weights", 1e-9),
         "{:.1f} GB",
     ),
 )
