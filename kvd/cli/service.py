@@ -83,7 +83,10 @@ def install(
             return
         place.create()
         _refuse_a_stranger(manager)
-        files = managing.install(manager)
+        try:
+            files = managing.install(manager)
+        except ServiceError as error:
+            raise ServiceError(f"{error.message}; `kvctl doctor` may know why") from error
         _wait_until_up(manager, wanted)
         if wanted.json:
             wanted.print_json({"files": [str(path) for path in files], "on_demand": on_demand})

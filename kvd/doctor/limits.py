@@ -7,7 +7,7 @@ import resource
 import shutil
 from pathlib import Path
 
-from kvd import memory
+from kvd import files, memory
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
 from kvd.units import format_bytes
@@ -22,12 +22,14 @@ _UNLIMITED = 1 << 60
 def open_files(_scene: Scene) -> Finding:
     """How many clients can come at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    said = f"{soft} at once (may be raised to {'any' if hard > _UNLIMITED else hard})"
-    if soft < _FILES:
-        verdict = fail if soft < _FEW_FILES else warn
-        todo = "`ulimit -n 8192` before `kvd serve`; `kvctl service install` sets it"
-        return verdict("open files", said, todo, soft=soft)
-    return ok("open files", said, soft=soft)
+    endless = hard == resource.RLIM_INFINITY or hard > _UNLIMITED
+    most = files.WANTED if endless else min(files.WANTED, hard)
+    said = f"the daemon may have {most} at once (this shell {soft})"
+    if most < _FILES:
+        verdict = fail if most < _FEW_FILES else warn
+        todo = "have the hard limit raised (`ulimit -Hn`), or run it as a service"
+        return verdict("open files", said, todo, soft=soft, most=most)
+    return ok("open files", said, soft=soft, most=most)
 
 
 def locked_memory(_scene: Scene) -> Finding:

@@ -17,8 +17,6 @@ from protocol.errors import ConfigError
 
 STOP_SLACK_S = 15
 """Beyond the drain: for the workers to end, before the manager kills what is left."""
-OPEN_FILES = 8192
-"""Each client takes one; the usual 256 of macOS and 1024 of Linux are soon gone."""
 _PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "XDG_CACHE_HOME")
 """Where models are found: the service has to look there too. Secrets stay out of its file."""
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 from xml.parsers.expat import ExpatError
 
+from kvd import files
 from kvd.home import Home
 from kvd.service.commands import run, said
-from kvd.service.describe import OPEN_FILES, Service
+from kvd.service.describe import Service
 from kvd.service.managing import State
 from protocol.errors import ServiceError
 
@@ -46,7 +47,7 @@ def agent(service: Service) -> dict[str, Any]:
         "ExitTimeOut": service.stop_s,
         "ThrottleInterval": 10,
         "Umask": 0o077,
-        "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
+        "SoftResourceLimits": {"NumberOfFiles": files.WANTED},
         # Its own log rotates; here is only what goes wrong before it can.
         "StandardOutPath": "/dev/null",
         "StandardErrorPath": str(home.logs / "launchd.log"),
@@ -155,8 +156,8 @@ class Launchd:
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         """Return the command that shows what was said, by the daemon and before it could log."""
         home = Home(self.service.home)
-        files = [str(home.logs / name) for name in ("launchd.log", "kvd.log")]
-        return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *files]
+        paths = [str(home.logs / name) for name in ("launchd.log", "kvd.log")]
+        return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *paths]
 
     def _bootstrap(self) -> None:
         run(["launchctl", "enable", self._target])

@@ -7,9 +7,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd import files
 from kvd.exits import Exit
 from kvd.service.commands import run, said
-from kvd.service.describe import OPEN_FILES, Service
+from kvd.service.describe import Service
 from kvd.service.managing import State, Word
 from protocol.errors import ServiceError
 
@@ -84,7 +85,7 @@ def units(service: Service) -> dict[str, str]:
             f"Environment={_quoted(f'{key}={value}', commands=False)}\n"
             for key, value in service.variables.items()
         ),
-        files=OPEN_FILES,
+        files=files.WANTED,
         hopeless=" ".join(str(int(one)) for one in (Exit.USAGE, Exit.ALREADY_RUNNING, Exit.CONFIG)),
         stop_s=service.stop_s,
     )

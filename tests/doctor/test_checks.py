@@ -162,10 +162,19 @@ def test_pressure_is_told(home: Home):
     assert limits.host_memory(with_host(scene(home))).verdict == "ok"
 
 
-@pytest.mark.parametrize(("soft", "verdict"), [(64, "fail"), (256, "warn"), (8192, "ok")])
-def test_open_files(soft, verdict, home: Home, monkeypatch):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, resource.RLIM_INFINITY))
-    assert told(limits.open_files(scene(home)))[0] == verdict
+@pytest.mark.parametrize(
+    ("hard", "verdict", "most"),
+    [
+        (64, "fail", 64),
+        (512, "warn", 512),
+        (1 << 20, "ok", 8192),
+        (resource.RLIM_INFINITY, "ok", 8192),
+    ],
+)
+def test_open_files(hard, verdict, most, home: Home, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))  # the daemon asks for more
+    found = limits.open_files(scene(home))
+    assert (told(found)[0], found.numbers["most"]) == (verdict, most)
 
 
 def test_a_limit_of_the_cgroup(home: Home, tmp_path):
