@@ -199,7 +199,7 @@ def page(found: list[Setting]) -> Table:
     for one in found:
         value = Text(shown(one.value), "" if one.origin != "default" else "dim")
         origin = Text(one.origin.replace("_", " "), _ORIGINS[one.origin])
-        table.add_row(one.key, value, origin, _changes(one))
+        table.add_row(Text(one.key), value, origin, _changes(one))
     return table
 
 

@@ -171,7 +171,7 @@ def page(known: list[Known]) -> Table:
         forecast = one.forecast
         takes = format_bytes(forecast.levels[forecast.level].total_bytes) if forecast else ""
         table.add_row(
-            one.found.source,
+            Text(one.found.source),
             one.found.kind,
             format_bytes(one.found.weights_bytes) if one.found.weights_bytes else "",
             takes,

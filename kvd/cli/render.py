@@ -191,7 +191,7 @@ def cells(value: ModelStatus) -> dict[str, str | Text]:
         "CONTEXT": str(info.context_length) if info else "",
         "ATTENTION": info.attention_path if info else "",
         "PID": str(value.worker_pid or ""),
-        "SOURCE": "" if value.source == value.name else value.source,
+        "SOURCE": "" if value.source == value.name else Text(value.source),
     }
 
 

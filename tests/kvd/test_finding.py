@@ -162,8 +162,10 @@ def test_without_a_daemon_a_fresh_one_is_reckoned_with(kvctl, home: Home, hub):
 def test_the_page_keeps_to_its_width(width):
     one = finding.Found("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    known = [
-        models.Known(one, ("a", "b"), forecast("m", verdict)) for verdict in ("waits", "never")
-    ]
+    odd = finding.Found("/[red]x", "folder", Path("/"), 5, complete=True)
+    said = [forecast("m", verdict) for verdict in ("waits", "never")]
+    known = [models.Known(one, ("a", "b"), it) for it in said]
+    known.append(models.Known(odd, forecast=said[0]))
     console.print(models.page(known))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
+    assert "/[red]x" in console.file.getvalue()

@@ -133,6 +133,11 @@ def test_every_column_that_is_shown_is_whole(width):
     assert len([line for line in rows if line.strip()]) <= 6  # a name wraps, no letter by itself
 
 
+def test_what_looks_like_markup_is_shown_as_it_is():
+    odd = msgspec.structs.replace(MODEL, source="/models/[red]x[/]")
+    assert "/models/[red]x[/]" in shown(daemon_status(odd), 200)
+
+
 def test_no_models_says_how_to_load_one():
     assert "kvctl load demo" in shown(daemon_status(), 80)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from kvd.cli.config import page
 from kvd.cli.editing import edited_text
 from kvd.config import Config, load, parse
 from kvd.home import Home
@@ -210,3 +213,17 @@ def test_a_file_that_is_not_there_is_made_and_a_broken_one_stays(home: Home):
     home.config.write_text("max_rows = ")
     with pytest.raises(ConfigError):
         edited_text(home.config, "max_rows", 8)
+
+
+def test_the_page_shows_keys_values_and_what_waits(home: Home):
+    live = Live(home)
+    home.config.write_text(TEXT.replace("# mine", "max_rows = 8"))
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    console.print(page(live.settings.table))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    lines = {row[0]: " ".join(row[1:]) for row in rows}
+    assert lines["budget"] == "8GiB file live"
+    assert lines["max_rows"] == "32 default waits for a restart: 8"
+    assert lines["models[q].priority"] == "2 file live"
+    assert lines["models[q].source"] == "/m/qwen file while it is not loaded"
+    assert lines["prefill_chunk"] == "- default at a restart"
