@@ -55,7 +55,7 @@ class Caller(Actor["ClientMail"]):
     def on_start(self) -> None:
         """Hand the request in."""
         try:
-            self._router.tell(mail.Wanted(self._rid, self._request, self.ref))
+            self._router.tell(mail.Wanted(self._rid, self._request, self.ref, kept=False))
         except MailboxFull as error:
             self._end = Overloaded(error.message, retry_after_s=1.0)
             self.stop()

@@ -54,6 +54,8 @@ class Job:
     """On the event loop's clock."""
     name: str = ""
     """What the client can come back for it by, if it is kept."""
+    kept: bool = True
+    """Beyond the daemon's life, where anything is."""
     prompt_tokens: int | None = None
     """Once a worker has taken it."""
     prompt_told: int = 0

@@ -74,6 +74,8 @@ class Wanted(_Message, frozen=True):
     rid: str
     request: Generate
     client: Ref[ClientMail]
+    kept: bool = True
+    """Its client can come back for it when the daemon has died."""
 
 
 class AttachWanted(_Message, frozen=True):

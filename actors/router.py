@@ -164,12 +164,14 @@ class Router(Actor["RouterMail"]):
         submit = _submit(wanted.rid, request, seed)
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
         office, rid = self._office, wanted.rid
-        name = office.archive.name(rid)
+        name = office.archive.name(rid) if wanted.kept else ""
         timing = Timing(request.model, _now())
-        office.jobs[rid] = Job(request.id, wanted.client, submit, timing, deadline, name)
+        office.jobs[rid] = Job(
+            request.id, wanted.client, submit, timing, deadline, name, wanted.kept
+        )
         office.observe(moments.Arrived(request.model))
         self._do(admission.Arrived(rid, request.model, _size(submit), deadline))
-        if rid in office.jobs:  # not refused; no worker has had the time to say anything
+        if wanted.kept and rid in office.jobs:  # not refused; no worker has said anything yet
             office.archive.asked(rid, request.model, submit)
 
     def _attach(self, wanted: mail.AttachWanted) -> None:
@@ -205,7 +207,8 @@ class Router(Actor["RouterMail"]):
         job = self._office.jobs.get(rid)
         if job is None:
             return
-        self._office.archive.heard(rid, report)
+        if job.kept:
+            self._office.archive.heard(rid, report)
         if (event := job.hear(report)) is not None:
             self._tell(job, event)
         if isinstance(report, wire.RowTokens):
@@ -253,12 +256,13 @@ class Router(Actor["RouterMail"]):
                 office.workers[model].tell(mail.CancelRow(rid))
             case admission.End(rid=rid, error=error):
                 job = office.jobs.pop(rid)
-                if not (office.machine.draining or rid in office.archive.saved):
+                if job.kept and not (office.machine.draining or rid in office.archive.saved):
                     office.archive.forget(rid)  # else its client may come back for it
                 self._tell(job, messages.Error(id=job.id, error=error))
             case admission.EndCancelled(rid=rid):
                 job = office.jobs.pop(rid)
-                office.archive.forget(rid)
+                if job.kept:
+                    office.archive.forget(rid)
                 for event in job.cancelled():
                     self._tell(job, event)
             case admission.Quiet():

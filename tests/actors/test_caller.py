@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from actors.archive import Archive
 from actors.catalogue import Known
 from protocol import messages
 from protocol.messages import Event, Generate, is_last
 from protocol.types import Sampling
 from protocol.worker import CancelRow
+from tests.actors.test_attach import Book
 from tests.actors.test_system import expected
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
@@ -102,3 +104,18 @@ async def test_who_fails_at_being_told_costs_itself_alone():
         assert isinstance(await other.end(), messages.Done)
         await until(lambda: w.model().requests == 0)
         assert len(w.said("actor_failed")) == 1
+
+
+@simulated
+async def test_nobody_comes_back_for_a_call_so_nothing_of_it_is_written_down():
+    book = Book()
+    async with world({"demo": [SLOW]}, archive=Archive(book)) as w:
+        caller, other = Caller(w, max_tokens=3), Caller(w, max_tokens=50)
+        await until(lambda: other.tokens)
+        other.call.cancel()
+        await caller.end()
+        assert caller.events[0].request == ""
+        assert book.records == []
+        client = w.client()
+        await client.end(client.generate(max_tokens=1))
+        assert book.records
