@@ -225,7 +225,7 @@ def _models(view: View, models: list[ModelStatus], width: int) -> Table:
         if curve >= _SHORTEST_CURVE:
             found.append(spark(list(view.each.get(model.name, ())), curve))
         if model.name == view.chosen:
-            found = [str(cell) for cell in found]  # colours of their own would tear the bar
+            found = [Text(str(cell)) for cell in found]  # colours of their own would tear it
         table.add_row(*found, style="reverse" if model.name == view.chosen else "")
     return table
 

@@ -17,7 +17,14 @@ import pytest
 
 from kvd import cli
 from kvd.home import Home
-from protocol.errors import EmptyPrompt, InvalidRequest, UnknownModel, WorkerDied
+from protocol.errors import (
+    Draining,
+    EmptyPrompt,
+    InvalidModel,
+    InvalidRequest,
+    UnknownModel,
+    WorkerDied,
+)
 from tests.process.helpers import DEADLINE_S, Daemon, source, wait_for, written
 
 
@@ -50,6 +57,19 @@ def test_a_model_that_is_known_comes_for_a_text(make_daemon, home: Home):
         assert client.status().asleep == ["lazy"]
         assert client.tokenize("lazy", "four", most=0).count == 4
         assert client.status().asleep == []
+
+
+def test_a_text_for_a_model_that_cannot_be_loaded_or_a_daemon_that_drains(make_daemon, home: Home):
+    broken = source(load_error="invalid_model")
+    written(home, f'[[models]]\nsource = "{broken}"\nalias = "broken"\nload = "demand"\n')
+    daemon = make_daemon().start()
+    daemon.load(source(), "m")
+    with daemon.client() as client:
+        with pytest.raises(InvalidModel):
+            client.tokenize("broken", "Hi")
+        client.drain()
+        with pytest.raises(Draining):
+            client.tokenize("m", "Hi")
 
 
 def test_a_worker_that_dies_does_not_keep_anybody_waiting(daemon: Daemon):
