@@ -112,6 +112,8 @@ def terms(
 def model_in(status: DaemonStatus, name: str) -> ModelStatus:
     """Return a model's status; raises `UnknownModel` with what to do."""
     found = {model.name: model for model in status.models}
+    if name in status.asleep:
+        raise UnknownModel(f"{name} is not loaded; a request for it brings it", model=name)
     if name not in found:
         there = f"loaded: {', '.join(found)}" if found else "no model is loaded"
         raise UnknownModel(

@@ -102,7 +102,12 @@ class Chat:
 
     def _require_model(self) -> None:
         """Say now, and not after the first question, that there is no such model."""
-        model_in(self._client.status(), self._model)
+        self._check_model(self._model)
+
+    def _check_model(self, name: str) -> None:
+        status = self._client.status()
+        if name not in status.asleep:  # those come with the first question
+            model_in(status, name)
 
     def _line(self, line: str) -> None:
         if line.startswith("/"):
@@ -208,7 +213,7 @@ class Chat:
     def _set_model(self, name: str) -> None:
         if name:
             try:
-                model_in(self._client.status(), name)
+                self._check_model(name)
             except UnknownModel as error:
                 talk(f"[yellow]{escape(error.message)}[/]")
                 return

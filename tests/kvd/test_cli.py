@@ -9,6 +9,7 @@ import sys
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 import kvd
 from kvd import cli
@@ -379,6 +380,20 @@ def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_
         "cannot write",
     ):
         assert said in err
+
+
+def test_a_model_that_a_request_brings_may_be_talked_to_and_has_no_page(kvctl, home: Home):
+    def answer(request):
+        if isinstance(request, m.Status):
+            status = replace(daemon_status(MODEL), asleep=["lazy"])
+            yield m.StatusReply(id=request.id, status=status)
+        else:
+            yield from well(request)
+
+    with stub_daemon(home.socket, answer):
+        assert kvctl("chat", "lazy", stdin="Hi\n")[:2] == (0, "Grüße all\n")
+        code, _, err = kvctl("status", "lazy")
+    assert (code, "a request for it brings it" in err) == (6, True)
 
 
 def test_tokens_are_printed_a_line_each_or_counted(kvctl, home: Home):
