@@ -22,7 +22,7 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 
 _OURS = {
     "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
-    "journal", "parked", ".DS_Store",
+    "chat_history", "journal", "parked", ".DS_Store",
 }  # fmt: skip
 """What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
