@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from actors.events import Events
     from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail
-    from actors.ports import Configuration
+    from actors.ports import Configuration, Metrics
     from actors.runtime.actor import Ref
     from protocol.forecast import Forecast
     from protocol.messages import Event, Request
@@ -58,7 +58,7 @@ class Services:
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
     status: Callable[[], DaemonStatus]
-    metrics: Callable[[], str]
+    metrics: Metrics
     run: str
     """Sets this daemon's requests apart from those of others that are still kept."""
     version: str
@@ -161,7 +161,11 @@ class Client(Actor["ClientMail"]):
             case messages.Status(id=key):
                 self._send(messages.StatusReply(id=key, status=services.status()))
             case messages.Metrics(id=key):
-                self._send(messages.MetricsReply(id=key, text=services.metrics()))
+                self._answer(
+                    key,
+                    services.metrics(),
+                    lambda text: messages.MetricsReply(id=key, text=text),
+                )
             case messages.Generate():
                 self._generate(request)
             case messages.Attach(id=key):

@@ -6,7 +6,7 @@ shells read their event loop's clock, which the simulated loop of the tests repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -141,3 +141,12 @@ Observe = Callable[[Moment], None]
 
 def unobserved(_: Moment) -> None:
     """Count nothing."""
+
+
+Metrics = Callable[[], Coroutine[Any, Any, str]]
+"""Returns what Prometheus reads."""
+
+
+async def unmeasured() -> str:
+    """Measure nothing."""
+    return ""

@@ -27,7 +27,7 @@ from actors.machines.admission import Desk
 from actors.machines.governor import Governor as GovernorMachine
 from actors.machines.ladder import Ladder
 from actors.machines.lifecycle import Lifecycle, Patience
-from actors.ports import Notice, unobserved
+from actors.ports import Notice, unmeasured, unobserved
 from actors.readings import Readings, Scale
 from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from actors.mail import ClientMail, SupervisorMail, WorkerMail
     from actors.ports import (
         Configuration,
+        Metrics,
         Notify,
         Observe,
         ReadMemory,
@@ -185,7 +186,7 @@ class System:
         notify: Notify = silent,
         archive: Archive | None = None,
         observe: Observe = unobserved,
-        metrics: Callable[[], str] = str,
+        metrics: Metrics = unmeasured,
     ) -> None:
         self._spawn = spawn
         self._memory = memory

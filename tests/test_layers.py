@@ -22,7 +22,7 @@ def test_import_linter_keeps_its_contracts():
     ("modules", "forbidden"),
     [
         ("kvd.daemon, kvd.__main__", "mlx mlx_lm transformers numpy torch kvd.worker"),
-        ("kvd.serve, kvd.daemon", "typer pydantic kvd.cli kvd.client"),
+        ("kvd.serve, kvd.daemon", "typer pydantic prometheus_client kvd.cli kvd.client"),
         ("kvd.client", "actors structlog typer rich mlx kvd.worker kvd.daemon"),
         ("protocol.messages, protocol.session, protocol.worker", "kvd actors asyncio"),
         ("actors.system", "kvd structlog mlx"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated
@@ -20,10 +19,6 @@ from kvd.cli.common import (
     terms,
 )
 from kvd.exits import Exit
-
-_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPES = {r"\\": "\\", r"\n": "\n", r"\"": '"'}
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -53,7 +48,7 @@ def metrics(
             raise typer.Exit(Exit.FAILED)
         lines = [line for family in found for line in family]
         if wanted.json:
-            wanted.print_json([sample(line) for line in lines if not line.startswith("#")])
+            wanted.print_json(samples(lines))
         else:
             _print(lines)
 
@@ -72,16 +67,14 @@ def families(text: str) -> Iterator[tuple[str, list[str]]]:
         yield name, lines
 
 
-def sample(line: str) -> Sample:
-    """Read a line that is no comment."""
-    found = _SAMPLE.fullmatch(line)
-    if found is None:
-        raise ValueError(f"no sample: {line}")
-    labels = {
-        key: re.sub(r"\\.", lambda it: _ESCAPES.get(it[0], it[0]), value)
-        for key, value in _LABEL.findall(found["labels"] or "")
-    }
-    return Sample(found["name"], labels, float(found["value"]))
+def samples(lines: list[str]) -> list[Sample]:
+    """Read the lines of some metrics."""
+    from prometheus_client.parser import (  # noqa: PLC0415 - a moment that only --json takes
+        text_string_to_metric_families as parse,
+    )
+
+    read = (it for family in parse("\n".join(lines)) for it in family.samples)
+    return [Sample(it.name, it.labels, it.value) for it in read]
 
 
 def _print(lines: list[str]) -> None:

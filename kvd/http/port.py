@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from protocol.messages import Event, Generate
@@ -29,7 +29,7 @@ class Backend(Protocol):
         ...
 
 
-Metrics = Callable[[str], tuple[bytes, str]]
+Metrics = Callable[[str], Awaitable[tuple[bytes, str]]]
 """The exposition for Prometheus, and its content type, for who sends this ``Accept``."""
 
 Answered = Callable[[str, int], None]

@@ -85,7 +85,8 @@ class Routes:
         """Tell Prometheus."""
         if self.metrics is None:
             raise errors.plain(404, "this daemon exports no metrics")
-        body, kind = self.metrics(request.headers.get("Accept", ""))
+        accept = ",".join(request.headers.getall("Accept", ()))
+        body, kind = await self.metrics(accept)
         return web.Response(body=body, headers={"Content-Type": kind})
 
     # -- models -----------------------------------------------------------------------------------

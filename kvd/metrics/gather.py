@@ -176,4 +176,4 @@ def _of_workers(to: Samples, name: str, it: OfModel) -> None:
 
 
 def _buckets(it: Histogram) -> Buckets:
-    return Buckets(it.counts, it.total)
+    return Buckets(tuple(it.counts), it.total)

@@ -1,4 +1,7 @@
-"""One scrape's values, by metric: filled by `kvd.metrics.gather`, written by `kvd.metrics.text`."""
+"""One scrape's values, by metric: `kvd.metrics.gather` fills it, `kvd.metrics.families` encodes it.
+
+Nothing in it changes afterwards: that is done in a thread, while the daemon goes on counting.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from kvd.metrics.catalogue import Metric
 
@@ -17,7 +20,7 @@ Labels = tuple[str, ...]
 class Buckets:
     """A histogram's: how many were of each size, and the sum of all."""
 
-    counts: Sequence[int]
+    counts: tuple[int, ...]
     total: float
 
 
@@ -32,6 +35,8 @@ class Samples:
 
     def put(self, metric: Metric, value: Value, *labels: str) -> None:
         """Say what a series is now."""
+        if len(labels) != len(metric.labels):
+            raise ValueError(f"{metric.name} has labels {metric.labels}, and not {labels}")
         self.found.setdefault(metric, {})[labels] = value
 
     def put_all(self, metric: Metric, values: Mapping[str, int], *labels: str) -> None:

@@ -26,6 +26,13 @@ def word(text: str = "a") -> Tokens:
     return Tokens(id="http", index=0, tokens=[1], text=text)
 
 
+def told(body: bytes = b"", kind: str = "x/y"):
+    async def metrics(_: str) -> tuple[bytes, str]:
+        return body, kind
+
+    return metrics
+
+
 async def post(url: str, body=CHAT, **options) -> httpx.Response:
     async with httpx.AsyncClient(verify=False) as client:
         return await client.post(f"{url}/v1/chat/completions", json=body, **options)
@@ -100,6 +107,9 @@ async def test_paths_and_methods_that_are_not(home: Home):
         wrong = await get(it.url, "/v1/chat/completions")
         assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
         assert wrong.json()["error"]["code"] == "method_not_allowed"
+        assert "POST is" in wrong.json()["error"]["message"]
+        lost = await get(it.url, "/chat/completions")
+        assert "did you mean /v1/chat/completions?" in lost.json()["error"]["message"]
 
 
 async def test_a_bug_in_the_daemon_is_an_answer_and_a_line_in_the_log(home: Home):
@@ -229,7 +239,7 @@ async def test_several_calls_of_one_request_end_together(home: Home):
 
 async def test_a_key_is_needed_where_there_are_keys_but_not_by_those_who_only_look(home: Home):
     key = keys.make()
-    async with serving(home, keys={"me": keys.hashed(key)}, metrics=lambda _: (b"", "x/y")) as it:
+    async with serving(home, keys={"me": keys.hashed(key)}, metrics=told()) as it:
         for path in ("/v1/models", "/v1/models/m", "/metrics"):
             refused = await get(it.url, path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -249,7 +259,7 @@ async def test_a_key_is_needed_where_there_are_keys_but_not_by_those_who_only_lo
 
 
 async def test_a_foreign_host_or_origin_is_refused_everywhere(home: Home):
-    async with serving(home, metrics=lambda _: (b"", "x/y")) as it:
+    async with serving(home, metrics=told()) as it:
         for path in ("/", "/healthz", "/readyz", "/metrics", "/v1/models", "/nowhere"):
             rebound = await get(it.url, path, headers={"Host": f"evil.example:{it.port}"})
             assert (rebound.status_code, rebound.json()["error"]["code"]) == (
@@ -365,12 +375,10 @@ async def test_readiness(home: Home, states, asleep, daemon, starting, said):
 async def test_metrics_are_told_where_there_are_any(home: Home):
     async with serving(home) as it:
         assert (await get(it.url, "/metrics")).status_code == 404
-    async with serving(home, metrics=lambda _: (b"kvd_x 1\n", "text/plain; version=0.0.4")) as it:
-        told = await get(it.url, "/metrics")
-        assert (told.text, told.headers["Content-Type"]) == (
-            "kvd_x 1\n",
-            "text/plain; version=0.0.4",
-        )
+    async with serving(home, metrics=told(b"kvd_x 1\n", "text/plain; version=0")) as it:
+        answer = await get(it.url, "/metrics")
+        assert answer.text == "kvd_x 1\n"
+        assert answer.headers["Content-Type"] == "text/plain; version=0"
 
 
 async def test_openais_client_waits_and_tries_again(home: Home):

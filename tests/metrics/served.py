@@ -8,6 +8,8 @@ import signal
 from dataclasses import dataclass
 
 import httpx
+from prometheus_client.core import Sample
+from prometheus_client.parser import text_string_to_metric_families as parse
 
 from kvd.client import Client
 from protocol.errors import KvdError
@@ -86,8 +88,13 @@ class Served:
 
 
 def value_in(text: str, series: str) -> float:
-    (found,) = [line for line in text.splitlines() if line.startswith(series + " ")]
-    return float(found.rpartition(" ")[2])
+    (wanted,) = samples(f"{series} 0\n")
+    (found,) = [it.value for it in samples(text) if (it.name, it.labels) == wanted[:2]]
+    return found
+
+
+def samples(text: str) -> list[Sample]:
+    return [it for family in parse(text) for it in family.samples]
 
 
 def _refusal(kvd: Client, model: str, prompt: str) -> str:

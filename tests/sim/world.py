@@ -8,10 +8,10 @@ is left.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from actors.archive import Archive
 from actors.catalogue import Known
@@ -31,6 +31,8 @@ from protocol.messages import Event, Request, is_last
 from protocol.session import ClientSession
 from tests.sim.fakes import FakeMemory, FakeSpawn, Script
 from tests.sim.loop import until
+
+R = TypeVar("R")
 
 
 class SimClient:
@@ -111,7 +113,7 @@ class World:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
-        self.metrics = Exposition(lambda: self.system)
+        self.metrics = Exposition(lambda: self.system, beside=_here)
         seeds = count(7)
         self.system = System(
             self.spawn,
@@ -183,6 +185,11 @@ class World:
         assert had <= counted, "tokens that nobody counted"
         if not others and not any(client.closed for client in self.clients):
             assert had == counted, "tokens counted wrongly"
+
+
+async def _here(call: Callable[[], R]) -> R:
+    """Call it on the simulated loop, which knows no threads."""
+    return call()
 
 
 def same(journal: Journal[Any, Any], machine: Any, event: Any) -> None:

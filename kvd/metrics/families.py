@@ -1,0 +1,84 @@
+"""Samples as prometheus-client's metric families, and those as text in Prometheus's formats.
+
+Imported at the first scrape, and called in a thread: it touches nothing but the samples.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CollectorRegistry,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+
+from kvd.metrics.catalogue import everything
+from kvd.metrics.samples import Buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client.core import Metric as Family
+    from prometheus_client.registry import Collector
+
+    from kvd.metrics.catalogue import Metric
+    from kvd.metrics.samples import Labels, Samples, Value
+
+
+class Scrape:
+    """A collector of what was gathered for one scrape, in the order of the catalogue."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def collect(self) -> Iterator[Family]:
+        """Yield all families that have samples."""
+        for metric in everything():
+            if (series := self._samples.found.get(metric)) is not None:
+                yield _histogram(metric, series) if metric.bounds else _simple(metric, series)
+
+
+def encoded(samples: Samples, accept: str = "") -> tuple[bytes, str]:
+    """Return a body and its content type, for a client that accepts this (HTTP's Accept)."""
+    registry = CollectorRegistry()  # of kvd's own: the default one has collectors of Python's
+    registry.register(Scrape(samples))
+    encode, kind = _format(accept)
+    return encode(registry), kind
+
+
+def _format(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """Choose one; who asks for what cannot be read gets the plain format.
+
+    The version that is asked for comes back in the content type as it is.
+    """
+    try:
+        return choose_encoder(accept if accept.isascii() else "")
+    except TypeError:  # compared a version that is no number
+        return choose_encoder("")
+
+
+def _simple(metric: Metric, series: Mapping[Labels, Value]) -> Family:
+    name, said, labels = metric.name, metric.help, metric.labels
+    family: CounterMetricFamily | GaugeMetricFamily = (
+        CounterMetricFamily(name, said, labels=labels)
+        if metric.kind == "counter"
+        else GaugeMetricFamily(name, said, labels=labels)
+    )
+    for values, value in series.items():
+        assert not isinstance(value, Buckets), name
+        family.add_metric(values, value)
+    return family
+
+
+def _histogram(metric: Metric, series: Mapping[Labels, Value]) -> Family:
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    bounds = [*map(repr, metric.bounds), "+Inf"]
+    for values, value in series.items():
+        assert isinstance(value, Buckets), metric.name
+        sums = zip(bounds, accumulate(value.counts), strict=True)
+        family.add_metric(values, list(sums), value.total)
+    return family
