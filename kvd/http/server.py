@@ -38,6 +38,8 @@ _FAREWELL_S = 1.0
 """How long the last answers may take to be written when the daemon ends."""
 _LINGER_S = 2.0
 """How long a client that is still sending may take to read why it was refused."""
+_LONGEST_ECHO = 100
+"""Characters of a path that an error shows."""
 _ID = "x-request-id"
 _NUMBER = web.RequestKey("number", str)
 """What the answer and the log call a request by."""
@@ -138,7 +140,7 @@ class Server:
         except KvdError as error:
             response = _refused(errors.of(error.info()))
         except web.HTTPException as found:
-            response = _refused(errors.plain(found.status, found.reason))
+            response = _refused(errors.plain(found.status, _explained(request, found)))
             if "Allow" in found.headers:
                 response.headers["Allow"] = found.headers["Allow"]
         except ConnectionError:
@@ -211,6 +213,18 @@ async def _complete(request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Access-Control-Allow-Origin"] = page
         response.headers["Access-Control-Expose-Headers"] = _ID
         response.headers["Vary"] = "Origin"
+
+
+def _explained(request: web.Request, found: web.HTTPException) -> str:
+    """Return what somebody who mistook the address should read."""
+    path = request.path[:_LONGEST_ECHO]
+    if found.status == 405:
+        return f"{request.method} is not for {path}; {found.headers.get('Allow', 'nothing')} is"
+    if found.status != 404:
+        return found.reason
+    known = {route.resource.canonical for route in request.app.router.routes() if route.resource}
+    hint = f"did you mean /v1{path}?" if f"/v1{path}" in known else "OpenAI's API is at /v1"
+    return f"there is nothing at {path}; {hint}"
 
 
 def _refused(refusal: errors.Refusal) -> web.Response:
