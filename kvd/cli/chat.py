@@ -16,6 +16,9 @@ def chat(
     model: ModelArgument,
     *,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", metavar="", help="Keep nothing of what is typed.")
+    ] = False,
     max_tokens: how.MaxTokens = None,
     temperature: how.Temperature = 0.7,
     top_p: how.TopP = 1.0,
@@ -43,4 +46,4 @@ def chat(
         frequency_penalty=frequency_penalty,
     )
     with wanted.connected() as client:
-        Chat(client, model, settings, wanted, system=system).run()
+        Chat(client, model, settings, wanted, system=system).run(keep=not no_history)

@@ -76,13 +76,17 @@ class Chat:
             "exit": (self._exit, "leave (also Ctrl-D)"),
         }
 
-    def run(self) -> None:
-        """Converse until the user leaves."""
+    def run(self, *, keep: bool = True) -> None:
+        """Converse until the user leaves; `keep` what they type for the next time."""
         for name, value in asdict(self._settings).items():
             check_number(name, value)
         self._require_model()
         interactive = sys.stdin.isatty()
-        with history.kept(self._terms, list(self._commands)) if interactive else nullcontext():
+        with (
+            history.kept(self._terms, list(self._commands), keep=keep)
+            if interactive
+            else nullcontext()
+        ):
             if interactive:
                 talk(f"[bold]{escape(self._model)}[/]  /help lists commands, Ctrl-C ends a reply")
             while True:

@@ -16,7 +16,7 @@ _MOST_LINES = 1000
 
 
 @contextlib.contextmanager
-def kept(terms: Terms, commands: Sequence[str]) -> Iterator[None]:
+def kept(terms: Terms, commands: Sequence[str], *, keep: bool = True) -> Iterator[None]:
     """Let `input` edit lines, remember them and complete /commands, while the block runs.
 
     A daemon that is named by its socket has no home; then nothing is kept.
@@ -26,7 +26,7 @@ def kept(terms: Terms, commands: Sequence[str]) -> Iterator[None]:
     except ImportError:
         yield
         return
-    file = None if terms.socket is not None else locate(terms.home).chat_history
+    file = None if terms.socket is not None or not keep else locate(terms.home).chat_history
     readline.set_history_length(_MOST_LINES)
     if file is not None:
         with contextlib.suppress(OSError):  # none so far
