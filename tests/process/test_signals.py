@@ -186,25 +186,24 @@ def test_a_socket_of_the_managers_is_served_and_stays(home: Home, make_daemon):
     # LISTEN_PID is the daemon's own, which only it can know: a shell becomes it.
     script = 'exec 3<&"$1"; shift; LISTEN_PID=$$ LISTEN_FDS=1 LISTEN_FDNAMES=kvd exec "$@"'
     command = [sys.executable, "-m", "kvd", "serve", "--home", str(home.root), "--fake"]
-    for _ in range(2):
-        with daemon.output.open("w") as out, daemon.errors.open("w") as err:
-            daemon.process = subprocess.Popen(
-                ["bash", "-c", script, "sh", str(listener.fileno()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                pass_fds=[listener.fileno()],
-                text=True,
-                start_new_session=True,
-            )
-        wait_for("the daemon answers", daemon.answers)
-        daemon.load(source(tps=100), "m")
-        environment = Path(f"/proc/{daemon.worker_pid('m')}/environ")
-        if environment.exists():
-            assert b"LISTEN_FDS" not in environment.read_bytes()
-        daemon.signal(signal.SIGTERM)
-        assert daemon.wait() == 0
-        assert home.socket.is_socket()
+    with daemon.output.open("w") as out, daemon.errors.open("w") as err:
+        daemon.process = subprocess.Popen(
+            ["bash", "-c", script, "sh", str(listener.fileno()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=[listener.fileno()],
+            text=True,
+            start_new_session=True,
+        )
+    wait_for("the daemon answers", daemon.answers)
+    daemon.load(source(tps=100), "m")
+    environment = Path(f"/proc/{daemon.worker_pid('m')}/environ")
+    if environment.exists():
+        assert b"LISTEN_FDS" not in environment.read_bytes()
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait() == 0
+    assert home.socket.is_socket()
     assert b'"event":"status"' in early.recv(65536)
     early.close()
     listener.close()
