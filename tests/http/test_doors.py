@@ -17,6 +17,16 @@ from kvd.http.doors import open_doors
 from kvd.http.settings import HttpSettings, laid_over
 from protocol.errors import ConfigError
 
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 KEYS = {"me": keys.hashed("x")}
 
 
@@ -69,7 +79,7 @@ def test_a_port_of_the_configuration_that_is_taken_ends_the_start(home: Home, ta
     assert not home.http_socket.exists()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("::", marks=ipv6)])
 def test_without_keys_nobody_else_may_reach_it(home: Home, host):
     with pytest.raises(ConfigError, match="API key") as caught, opened(home, host=host):
         pass
@@ -79,6 +89,7 @@ def test_without_keys_nobody_else_may_reach_it(home: Home, host):
         assert tcp.listener.getsockname()[0] == host
 
 
+@ipv6
 def test_a_name_is_all_of_its_addresses_on_one_port(home: Home, monkeypatch):
     both = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
     monkeypatch.setattr(kvd.http.doors, "_resolve", lambda _: both)
