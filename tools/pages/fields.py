@@ -128,12 +128,10 @@ def _scalar(kind: types.Type) -> str:
 
 
 def _union(parts: list[types.Type]) -> str:
-    if len(parts) == 2 and any(getattr(part, "le", None) == MAX_BYTES for part in parts):
-        return "bytes, or a text such as `8GiB`"
-    texts = [part for part in parts if isinstance(part, types.StrType)]
-    if texts and any(getattr(part, "ge", None) == 1024 for part in parts):
-        return "bytes, or a text such as `8MiB`"
-    return _either([words(part) for part in sorted(parts, key=lambda part: part not in texts)])
+    if {type(part) for part in parts} == {types.StrType, types.IntType}:
+        return "bytes, or a text such as `8GiB`"  # sizes are all that may be either
+    parts = sorted(parts, key=lambda part: not isinstance(part, types.StrType))
+    return _either([words(part) for part in parts])
 
 
 def _either(parts: list[str]) -> str:
