@@ -26,16 +26,17 @@ LONGEST = (
     "cache/test_state_machine.py",
     "architectures/test_zoo.py",
     "acceptance/test_first_light.py",
+    "engine/test_requests.py",
     "cache/test_frozen.py",
+    "engine/test_parking.py",
     "cache/test_peak_memory.py",
     "dropin/test_batch_generator.py",
-    "engine/test_parking.py",
     "metal/test_decode.py",
     "cache/test_prefix_hits.py",
     "engine/test_mlx_engine.py",
-    "acceptance/test_chaos.py",
-    "engine/test_requests.py",
     "attention/test_prefill.py",
+    "acceptance/test_chaos.py",
+    "test_readme.py",
 )
 """By the processor's time. One of them that began last would keep one core busy for long."""
 

@@ -310,7 +310,7 @@ def _mixed(rng: random.Random, index: int) -> tuple[str, list[int], dict]:
     )
     more = {
         "sampling": sampling,
-        "max_tokens": rng.randrange(1, 50),
+        "max_tokens": rng.randrange(1, 32),
         "n": rng.choice([1, 1, 1, 2]),
         "ignore_eos": rng.random() < 0.5,
         "logprobs": rng.choice([None, None, 0, 2]),
