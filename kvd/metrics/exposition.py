@@ -102,6 +102,6 @@ class Exposition:
 
 
 def _encoded(samples: Samples, accept: str) -> Answer:
-    from kvd.metrics.families import encoded  # noqa: PLC0415 - 1 MB that no scrape, no daemon needs
+    from kvd.metrics.families import encoded  # noqa: PLC0415 - 2 MB for scrapes alone
 
     return encoded(samples, accept)
