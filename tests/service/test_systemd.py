@@ -163,10 +163,29 @@ def test_files_of_the_other_way_are_found_out(home: Home, tmp_path):
 
 # -- a real one -----------------------------------------------------------------------------------
 
+APART = """
+own={root}/cg
+before=$(sed -n 's/^0:://p' /proc/self/cgroup)
+test -n "$before" && mkdir $own && mount -t cgroup2 none $own || exit 77
+mkdir $own/kvd-test-$$ && echo $$ > $own/kvd-test-$$/cgroup.procs || exit 77
+unshare --mount --cgroup sh {root}/alone "$@"
+status=$?
+echo $$ > "$own$before/cgroup.procs"
+find $own/kvd-test-$$ -depth -type d -exec rmdir {{}} \\;
+exit $status
+"""
+"""Enters a cgroup of its own, and makes that the root of all that is seen from inside.
+
+A manager moves whatever it finds in its root: without this it would be the whole machine's.
+"""
 ALONE = """
+umount {root}/cg || exit 77
 mount -t tmpfs none /run && mkdir -p /run/systemd/system /run/u && chmod 700 /run/u || exit 77
 mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 77
-before=$(ls /sys/fs/cgroup)
+test "$(sed -n 's/^0:://p' /proc/self/cgroup)" = / || exit 77
+for pid in $(cat /sys/fs/cgroup/cgroup.procs); do
+  test $pid = 1 && exit 77  # that is not a cgroup of our own
+done
 unset DBUS_SESSION_BUS_ADDRESS INVOCATION_ID NOTIFY_SOCKET
 export XDG_RUNTIME_DIR=/run/u
 {systemd} --user >{root}/systemd.log 2>&1 &
@@ -181,12 +200,9 @@ systemd-run --user --quiet --wait true >/dev/null 2>&1 || exit 77
 "$@"
 status=$?
 kill $manager; wait $manager
-for left in $(ls /sys/fs/cgroup); do
-  echo "$before" | grep -qx "$left" || rmdir "/sys/fs/cgroup/$left"
-done 2>/dev/null
 exit $status
 """
-"""A user manager in a mount namespace of its own, where a machine lets us have one."""
+"""A user manager in namespaces of its own, where a machine lets us have one."""
 STORY = """
 set -e
 kvctl() {{ {python} -m kvd.cli --json "$@"; }}
@@ -206,10 +222,13 @@ say left; ls {root}/.config/systemd/user | sed 's/^/"/; s/$/"/'
 """
 
 
+def cgroup_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cgroup").read_text()
+
+
 @pytest.fixture
 def story(tmp_path, home: Home):
     """Return what each step of a service's life says."""
-    pytest.skip("the manager has to be kept within a cgroup of its own first")
     systemd = next((p for p in ("/lib/systemd/systemd", "/usr/lib/systemd/systemd")
                     if Path(p).exists()), None)  # fmt: skip
     if systemd is None or shutil.which("unshare") is None or os.geteuid() != 0:
@@ -218,9 +237,11 @@ def story(tmp_path, home: Home):
     root.mkdir()
     (root / ".kvd").mkdir(mode=0o700)
     (root / ".kvd/config.toml").write_text("http = {tcp = false}\n")
+    (root / "apart").write_text(APART.format(root=root))
     (root / "alone").write_text(ALONE.format(systemd=systemd, root=root))
     (root / "story").write_text(STORY.format(python=sys.executable, root=root, unit="kvd"))
-    command = ["unshare", "--mount", "--propagation", "private", "sh", root / "alone"]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", root / "apart"]
+    places = {pid: cgroup_of(pid) for pid in (1, os.getpid(), os.getppid())}
     environment = {k: v for k, v in os.environ.items() if k not in {"KVD_HOME", "XDG_CONFIG_HOME"}}
     done = subprocess.run(
         [*command, "bash", root / "story"],
@@ -231,6 +252,7 @@ def story(tmp_path, home: Home):
         cwd=ROOT,
         env=environment | {"HOME": str(root), "PYTHONPATH": str(ROOT)},
     )
+    assert {pid: cgroup_of(pid) for pid in places} == places, "the manager moved others' processes"
     if done.returncode == 77:
         pytest.skip("this machine allows no systemd of one's own")
     assert done.returncode == 0, done.stdout + done.stderr
