@@ -15,9 +15,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 BIN := $(VENV)/bin
 # Settings of pytest, such as `make test PYTEST_ARGS="-k cli"`.
 PYTEST_ARGS ?=
-# Test files that run at once, in their order: the long ones come first. They share no state, and
-# each computes on about one core.
-JOBS ?= 2
+# Test files that run at once: the long ones come first (tests/conftest.py). They share no state.
+# Each computes on about one core, and waits for a part of its time: on two cores three take an
+# eighth less than two.
+JOBS ?= 3
 
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
