@@ -62,6 +62,7 @@ def _engine(part: str, tokens: int, measure: str, scale: float = 1.0) -> Take:
 LINES = (
     Line("8 streams at once", CPU, _served("steady", "tok_s"), RATE, True),
     Line("their first tokens, p99", CPU, _served("steady", "ttft_p99", 1e3), "{:.0f} ms"),
+    Line("their gaps, p99", CPU, _served("steady", "itl_p99", 1e3), "{:.0f} ms"),
     Line("32 prompts that begin alike", CPU, _served("shared", "tok_s"), RATE, True),
     Line(
         "gaps of 7 streams while a prompt of 6000 tokens is read, p99",
@@ -76,25 +77,25 @@ LINES = (
         "{:.0f} MB",
     ),
     Line("KV of 8 rows of 2048 tokens", "kv-linux-cpu", _rows_bytes, "{:.1f} MB"),
-    Line("H200: 8 streams at once", GPU, _served("steady", "tok_s"), RATE, True),
-    Line("H200: 32 prompts that begin alike", GPU, _served("shared", "tok_s"), RATE, True),
-    Line("H200: 7 streams and a long prompt", GPU, _served("long", "tok_s"), RATE, True),
+    Line("8 streams at once", GPU, _served("steady", "tok_s"), RATE, True),
+    Line("32 prompts that begin alike", GPU, _served("shared", "tok_s"), RATE, True),
+    Line("7 streams and a long prompt", GPU, _served("long", "tok_s"), RATE, True),
     Line(
-        "H200: the engine's loop alone, 8 rows of 4096 tokens",
+        "the engine's loop alone, 8 rows of 4096 tokens",
         "gpu-h200-qwen3-0.6b-fused",
         _engine("decode", 4096, "tok_s"),
         RATE,
         True,
     ),
     Line(
-        "… in Qwen3-8B's shape",
+        "the same in Qwen3-8B's shape",
         "gpu-h200-qwen3-8b-fused",
         _engine("decode", 4096, "tok_s"),
         RATE,
         True,
     ),
     Line(
-        "H200: memory above the weights, a prompt of 50 000 tokens",
+        "memory above the weights, a prompt of 50 000 tokens",
         "gpu-h200-qwen3-0.6b-fused",
         _engine("prefill", 50_000, "peak_over_weights", 1e-9),
         "{:.1f} GB",
@@ -105,16 +106,17 @@ LINES = (
 def parts() -> dict[str, str]:
     """Return all generated parts by name."""
     rows = [_row(line) for line in LINES]
-    return {"comparison": table(("", "kvd, K8V8", "mlx-lm", "measured"), rows)}
+    return {"comparison": table(("", "kvd, K8V8", "mlx-lm", "on"), rows)}
 
 
 def _row(line: Line) -> tuple[str, ...]:
     found = _result(line.result)
     ours, theirs = (line.take(found, side) for side in ("kvd", "mlx-lm"))
     wins = (ours > theirs) == line.more_is_better
-    said = [line.shown.format(value) for value in (ours, theirs)]
+    said = [line.shown.format(value).replace(" ", "\u00a0") for value in (ours, theirs)]
     said[0 if wins else 1] = f"**{said[0 if wins else 1]}**"
-    return (line.text, *said, f"[{line.result}](bench/results/{line.result}.json)")
+    machine = "H200" if "h200" in line.result else "2\u00a0cores"
+    return (line.text, *said, f"[{machine}](bench/results/{line.result}.json)")
 
 
 @cache
