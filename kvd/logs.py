@@ -89,7 +89,9 @@ def set_level(level: str) -> None:
 
 def _person() -> list[Any]:
     colours = "NO_COLOR" not in os.environ
-    return [_brief, structlog.dev.ConsoleRenderer(colors=colours)]
+    # The default shows what variables hold: prompts, and who asks with which key.
+    plain = structlog.dev.plain_traceback
+    return [_brief, structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=plain)]
 
 
 def _brief(_logger: object, _method: str, event: EventDict) -> EventDict:

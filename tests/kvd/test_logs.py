@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import sys
 
 import pytest
 import structlog
@@ -57,6 +59,29 @@ def test_the_level_may_change(tmp_path):
     log.warning("after")
     said = [json.loads(line)["event"] for line in (tmp_path / "kvd.log").read_text().splitlines()]
     assert said == ["now"]
+
+
+def test_a_terminal_is_shown_what_failed_and_not_what_it_held(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logs.setup(None)
+    prompt = "secret " * 2  # which no line of the source says
+
+    def serve(prompt: str) -> None:
+        raise RuntimeError(len(prompt))
+
+    try:
+        serve(prompt)
+    except RuntimeError:
+        structlog.get_logger("kvd.http").exception("a handler failed")
+    said = terminal.getvalue()
+    assert prompt not in said
+    assert "in serve" in said
+    assert "RuntimeError: 14" in said
 
 
 def test_a_file_that_launchd_gave_is_emptied_when_it_has_grown(tmp_path):
