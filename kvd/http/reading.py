@@ -30,7 +30,7 @@ TEMPERATURE = 1.0
 _SEEDS = 2**63 - 1
 
 
-def read(body: bytes, kind: type[R]) -> R:
+def read(body: bytes | bytearray, kind: type[R]) -> R:
     """Return the body as a request of this kind."""
     try:
         if not body.isascii():

@@ -38,6 +38,11 @@ async def post(url: str, body=CHAT, **options) -> httpx.Response:
         return await client.post(f"{url}/v1/chat/completions", json=body, **options)
 
 
+def local(socket: str) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=socket)
+    return httpx.AsyncClient(transport=transport, base_url="http://kvd")
+
+
 async def get(url: str, path: str, **options) -> httpx.Response:
     async with httpx.AsyncClient(verify=False) as client:
         return await client.get(url + path, **options)
@@ -168,25 +173,49 @@ async def test_who_sends_half_a_request_is_not_waited_for(home: Home):
         writer.close()
 
 
-async def test_many_large_bodies_at_once_are_too_many(home: Home, monkeypatch):
+@pytest.fixture
+def little_room(monkeypatch):
     monkeypatch.setattr("kvd.http.bodies.MOST_BYTES", 10_000)
+    monkeypatch.setattr("kvd.http.bodies.FREE_BYTES", 1000)
+
+
+LARGE = CHAT | {"user": "x" * 4000}
+PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n"
+
+
+async def test_many_large_bodies_at_once_are_too_many(home: Home, little_room):
     async with serving(home) as it:
         _, slow = await asyncio.open_connection("127.0.0.1", it.port)
-        slow.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n{"
-        )
-        large = CHAT | {"user": "x" * 2000}
+        slow.write(PART + b"x" * 8500)
 
         async def answered(status: int) -> bool:
-            return (await post(it.url, large)).status_code == status
+            return (await post(it.url, LARGE)).status_code == status
 
         async with asyncio.timeout(10):
             while not await answered(429):
                 pass
-            assert (await post(it.url)).status_code == 200
+            assert (await post(it.url)).status_code == 200, "small ones are always read"
+            async with local(it.socket) as client:
+                other = await client.post("/v1/chat/completions", json=LARGE)
+            assert other.status_code == 200, "the other door has a bound of its own"
             slow.close()
             while not await answered(200):
                 pass
+
+
+async def test_bodies_count_with_what_has_come_of_them(home: Home, little_room):
+    async with serving(home) as it:
+        chunked = PART.replace(b"Content-Length: 9000", b"Transfer-Encoding: chunked")
+        halves = [(PART, b"{"), (chunked, b"1\r\n{\r\n")] * 8
+        writers = []
+        for head, piece in halves:
+            _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            writer.write(head + piece)
+            writers.append(writer)
+        for _ in range(3):
+            assert (await post(it.url, LARGE)).status_code == 200
+        for writer in writers:
+            writer.close()
 
 
 # -- going away -------------------------------------------------------------------------------
