@@ -101,10 +101,16 @@ def bind(path: Path) -> socket.socket:
 
 
 def peer_uid(peer: socket.socket) -> int:
-    """Return the user on the other end, as the kernel knows it."""
+    """Return the user on the other end, as the kernel knows it; `ConnectionError`: nobody is there.
+
+    Linux remembers who it was.
+    """
     if sys.platform == "darwin":
         # struct xucred: version, uid, count of groups and 16 groups; LOCAL_PEERCRED of SOL_LOCAL.
-        credentials = peer.getsockopt(0, 1, 76)
+        try:
+            credentials = peer.getsockopt(0, 1, 76)
+        except OSError as error:  # ENOTCONN
+            raise ConnectionResetError("the client is gone") from error
         return int(struct.unpack_from("II", credentials)[1])
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
@@ -170,7 +176,11 @@ class ClientPort(asyncio.Protocol):
         """Check who it is, and hand the client to the actors."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        uid = self._uid_of(transport.get_extra_info("socket"))
+        try:
+            uid = self._uid_of(transport.get_extra_info("socket"))
+        except ConnectionError:
+            transport.abort()
+            return
         if is_ours(uid):
             self._conversation = self._connect(
                 write=self.write, close=self.close, backlog=transport.get_write_buffer_size

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import os
 import socket
 import stat
@@ -162,6 +164,37 @@ async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(door, monk
     assert door.backlog() > 0
     door.writer.write_eof()
     await door.gone.wait()
+
+
+async def test_a_client_that_was_gone_before_we_looked_is_no_fault(made: Home):
+    def uid_of(_: socket.socket) -> int:
+        raise ConnectionResetError
+
+    recorder, faults = Recorder(), []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: faults.append(context))
+    listener = listen.bind(made.socket)
+    server = await loop.create_unix_server(
+        lambda: listen.ClientPort(recorder.connect, uid_of=uid_of), sock=listener
+    )
+    reader, writer = await asyncio.open_unix_connection(str(made.socket))
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    assert faults == []
+    assert not hasattr(recorder, "write")
+    writer.close()
+    server.close()
+
+
+def test_the_kernel_of_a_mac_knows_nothing_of_who_is_gone(monkeypatch):
+    class Gone:
+        def getsockopt(self, *_: int) -> bytes:
+            raise OSError(errno.ENOTCONN, "Socket is not connected")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConnectionResetError):
+        listen.peer_uid(Gone())
 
 
 async def test_another_user_is_turned_away_with_a_reason(made: Home):
