@@ -35,6 +35,9 @@ class Bodies:
 
     async def read(self, request: web.Request) -> bytearray:
         """Return a request's body; raises `Refusal` or `Overloaded`."""
+        coding = request.headers.get("Content-Encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise errors.encoded(coding)
         told = request.content_length
         if told is not None and told > self._limit:
             raise errors.too_large(self._limit)

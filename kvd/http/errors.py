@@ -15,6 +15,7 @@ from protocol.errors import ErrorInfo
 
 INVALID = "invalid_request_error"
 _SERVER = "server_error"
+_LONGEST_ECHO = 40
 
 
 @dataclass(eq=False)
@@ -121,6 +122,12 @@ def too_slow(seconds: float) -> Refusal:
     """Return the answer to a body that did not come."""
     message = f"the request's body did not come within {seconds:g} s"
     return Refusal(408, message, INVALID, "request_timeout", final=True)
+
+
+def encoded(coding: str) -> Refusal:
+    """Return the answer to a body that is packed: a few bytes could hold any number of them."""
+    message = f"Content-Encoding {coding[:_LONGEST_ECHO]!r} is not supported: send it as it is"
+    return Refusal(415, message, INVALID, "unsupported_encoding", final=True)
 
 
 def plain(status: int, reason: str) -> Refusal:

@@ -91,18 +91,16 @@ class Server:
             keepalive_timeout=settings.idle_timeout_s,
             lingering_time=_LINGER_S,
             shutdown_timeout=_FAREWELL_S,
+            auto_decompress=False,  # nobody would count what comes out
         )
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> None:
         """Accept clients."""
         await self._runner.setup()
-        loop = asyncio.get_running_loop()
         for door in self._doors:
-            unix = door.listener.family == socket.AF_UNIX
-            make = loop.create_unix_server if unix else loop.create_server
             connected = partial(self._connected, door)
-            self._servers.append(await make(connected, sock=door.listener, backlog=listen.BACKLOG))
+            self._servers.append(await listen.accept(door.listener, connected))
 
     def admit(self, settings: HttpSettings) -> None:
         """Let its keys, hosts and origins hold for the next requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 
@@ -147,12 +148,22 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(home: Home):
         async with httpx.AsyncClient(verify=False) as client:
             chunked = await client.post(f"{it.url}/v1/completions", content=pieces())
         assert chunked.status_code == 413
-        bomb = __import__("gzip").compress(b" " * 10_000_000)
-        async with httpx.AsyncClient(verify=False) as client:
-            headers = {"Content-Encoding": "gzip"}
-            packed = await client.post(f"{it.url}/v1/completions", content=bomb, headers=headers)
-        assert packed.status_code == 413
         assert (await post(it.url, CHAT | {"user": "x" * 1500})).status_code == 200
+
+
+async def test_packed_bodies_are_refused_unread(home: Home):
+    packed = gzip.compress(json.dumps(CHAT).encode())
+    async with serving(home) as it, httpx.AsyncClient(verify=False) as client:
+        url = f"{it.url}/v1/chat/completions"
+        with capture_logs() as logs:
+            for coding, body in [("gzip", packed), ("gzip", packed[:20]), ("br", packed)]:
+                headers = {"Content-Encoding": coding}
+                refused = await client.post(url, content=body, headers=headers)
+                assert refused.status_code == 415
+                assert refused.json()["error"]["code"] == "unsupported_encoding"
+        assert [one for one in logs if one["log_level"] == "error"] == []
+        plain = await client.post(url, json=CHAT, headers={"Content-Encoding": "identity"})
+        assert plain.status_code == 200
 
 
 async def test_who_sends_half_a_request_is_not_waited_for(home: Home):
