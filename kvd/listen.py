@@ -156,10 +156,23 @@ class Connect(Protocol):
 
 async def serve(listener: socket.socket, connect: Connect) -> asyncio.Server:
     """Accept clients until the server is closed."""
+    return await accept(listener, lambda: ClientPort(connect))
+
+
+async def accept(
+    listener: socket.socket, connected: Callable[[], asyncio.BaseProtocol]
+) -> asyncio.Server:
+    """Accept connections; the path of a Unix socket stays: it may be the service manager's."""
     loop = asyncio.get_running_loop()
-    return await loop.create_unix_server(
-        lambda: ClientPort(connect), sock=listener, backlog=BACKLOG
-    )
+    if listener.family != socket.AF_UNIX:
+        return await loop.create_server(connected, sock=listener, backlog=BACKLOG)
+    if sys.version_info >= (3, 13):
+        server = await loop.create_unix_server(
+            connected, sock=listener, backlog=BACKLOG, cleanup_socket=False
+        )
+    else:
+        server = await loop.create_unix_server(connected, sock=listener, backlog=BACKLOG)
+    return server
 
 
 class ClientPort(asyncio.Protocol):

@@ -89,6 +89,14 @@ def test_the_socket_is_private_and_a_dead_one_is_replaced(made: Home):
         assert stat.S_IMODE(found) == 0o600
 
 
+async def test_the_path_is_not_the_servers_to_remove(made: Home):
+    """Python would from 3.13 on, also where the path is the service manager's."""
+    server = await listen.serve(listen.bind(made.socket), Recorder().connect)
+    server.close()
+    await server.wait_closed()
+    assert made.socket.exists()
+
+
 def test_a_file_in_the_sockets_place_is_not_deleted(made: Home):
     made.socket.write_text("precious")
     with pytest.raises(ConfigError, match="in the way"):
