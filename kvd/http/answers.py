@@ -77,6 +77,7 @@ class Asked:
     n: int
     echo: bool = False
     include_usage: bool = False
+    stream: bool = False
 
 
 @dataclass

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from kvd.http.requests import (
+    ABSENT,
     MOST_PROMPTS,
     UNSUPPORTED,
     ChatRequest,
@@ -28,6 +29,8 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 TEMPERATURE = 1.0
 """Where a request says none: OpenAI's. On kvd's own socket it is 0."""
 _SEEDS = 2**63 - 1
+_LONGEST_HARMLESS = 256
+"""Bytes of the JSON of an unsupported field that asks for nothing."""
 
 
 def read(body: bytes | bytearray, kind: type[R]) -> R:
@@ -70,14 +73,26 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
         if request.top_logprobs and not request.logprobs:
             raise _wrong("top_logprobs", "needs logprobs: true")
         for number, message in enumerate(request.messages):
-            _check_supported(asdict(message), f"messages[{number}].")
+            if message.tool_calls is not ABSENT or message.function_call is not ABSENT:
+                _check_supported(asdict(message), f"messages[{number}].")
 
 
 def _check_supported(fields: dict[str, Any], place: str) -> None:
     for name in fields.keys() & UNSUPPORTED.keys():
         reason, harmless = UNSUPPORTED[name]
-        if fields[name] is not None and fields[name] not in harmless:
+        if fields[name] is not ABSENT and not _is_one_of(fields[name], harmless):
             raise InvalidRequest(f"{place}{name} is not supported: {reason}", field=place + name)
+
+
+def _is_one_of(said: msgspec.Raw, harmless: tuple[object, ...]) -> bool:
+    """Return whether a field asks for nothing: null is as good as that."""
+    if memoryview(said).nbytes > _LONGEST_HARMLESS:
+        return False
+    try:
+        value = msgspec.json.decode(said)
+    except ValueError:  # JSON by its form only, such as 1e999
+        return False
+    return value is None or value in harmless
 
 
 def _wrong(field: str, text: str) -> InvalidRequest:

@@ -107,26 +107,18 @@ class Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a conversation."""
-        body = await self.bodies.read(request)
-        return await self._answer(request, reading.read(body, ChatRequest), Chat())
+        return await self._answer(
+            request, *_understood(await self.bodies.read(request), ChatRequest, Chat())
+        )
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt, or several."""
-        body = await self.bodies.read(request)
-        return await self._answer(request, reading.read(body, CompletionRequest), Text())
-
-    async def _answer(
-        self, request: web.Request, wanted: ChatRequest | CompletionRequest, shape: Shape
-    ) -> web.StreamResponse:
-        options = wanted.stream_options
-        asked = Asked(
-            calls=reading.calls(wanted),
-            n=reading.choices(wanted),
-            echo=isinstance(wanted, CompletionRequest) and bool(wanted.echo),
-            include_usage=options is not None and bool(options.include_usage),
+        return await self._answer(
+            request, *_understood(await self.bodies.read(request), CompletionRequest, Text())
         )
-        head = Head(secrets.token_hex(12), int(time.time()), wanted.model, shape)
-        if wanted.stream:
+
+    async def _answer(self, request: web.Request, head: Head, asked: Asked) -> web.StreamResponse:
+        if asked.stream:
             return await self._stream(request, head, asked)
         body = await Complete(self.backend, head, asked).body()
         return web.Response(body=body, content_type=_JSON)
@@ -147,6 +139,20 @@ class Routes:
             raise ConnectionResetError("the client is gone")
         await response.write_eof()
         return response
+
+
+def _understood(body: bytearray, kind: type[reading.R], shape: Shape) -> tuple[Head, Asked]:
+    """Return what a body asks for; neither it nor what is ignored of it outlives this call."""
+    wanted = reading.read(body, kind)
+    options = wanted.stream_options
+    asked = Asked(
+        calls=reading.calls(wanted),
+        n=reading.choices(wanted),
+        echo=isinstance(wanted, CompletionRequest) and bool(wanted.echo),
+        include_usage=options is not None and bool(options.include_usage),
+        stream=bool(wanted.stream),
+    )
+    return Head(secrets.token_hex(12), int(time.time()), wanted.model, shape), asked
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 
 import msgspec
 import pytest
@@ -234,6 +235,27 @@ def test_what_is_not_supported_is_taken_where_it_asks_for_nothing():
     assert harmless.keys() >= {"tools", "tool_choice", "response_format"}
     assert chat(**harmless) == chat()
     assert chat(user="me", metadata={"a": "b"}, store=True, service_tier="auto") == chat()
+
+
+@pytest.mark.parametrize("field", ["metadata", "user", "prediction"])
+def test_what_is_ignored_is_not_made_into_objects(field):
+    nest = b"[" + b"[]," * 100_000 + b"[]]"
+    body = b'{"model":"m","messages":[{"role":"user","content":"a"}],"%b":%b}'
+    tracemalloc.start()
+    try:
+        request = read(body % (field.encode(), nest), ChatRequest)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert calls(request) == [chat(messages=[{"role": "user", "content": "a"}])]
+    assert most < 3 * len(nest)
+
+
+@pytest.mark.parametrize("value", [b"1e999", b'"' + b"x" * 1000 + b'"'], ids=["huge", "long"])
+def test_what_is_not_supported_is_refused_whatever_it_is(value):
+    body = b'{"model":"m","messages":[{"role":"user","content":"a"}],"tools":%b}'
+    with pytest.raises(InvalidRequest, match="tools is not supported"):
+        read(body % value, ChatRequest)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import tracemalloc
 
 import httpx
 import pytest
@@ -227,6 +228,24 @@ async def test_bodies_count_with_what_has_come_of_them(home: Home, little_room):
             assert (await post(it.url, LARGE)).status_code == 200
         for writer in writers:
             writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_body_is_not_kept_while_its_answer_is_made(home: Home, stream):
+    async with serving(home, hangs(BEGUN)) as it:
+        tracemalloc.start()
+        try:
+            large = CHAT | {"stream": stream, "metadata": ["x" * 3_000_000]}
+            asking = asyncio.create_task(post(it.url, large))
+            await until(lambda: it.backend.calls)
+            here = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.Filter(True, "*/kvd/http/*"), tracemalloc.Filter(True, "*/aiohttp/*")]
+            )
+        finally:
+            tracemalloc.stop()
+        assert sum(one.size for one in here.statistics("filename")) < 1_000_000
+        asking.cancel()
+        await it.backend.settled()
 
 
 # -- going away -------------------------------------------------------------------------------
