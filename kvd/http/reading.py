@@ -5,7 +5,6 @@ Whatever comes in, only errors of the protocol come out; those of a field name i
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +13,7 @@ from msgspec.structs import asdict
 from kvd.http.requests import (
     ABSENT,
     MOST_PROMPTS,
+    MOST_TOKENS,
     UNSUPPORTED,
     ChatRequest,
     CompletionRequest,
@@ -60,6 +60,11 @@ def calls(request: ChatRequest | CompletionRequest) -> list[Generate]:
 def choices(request: ChatRequest | CompletionRequest) -> int:
     """Return how many completions each prompt gets."""
     return request.n or 1
+
+
+def echoes(request: ChatRequest | CompletionRequest) -> bool:
+    """Return whether the prompt is a part of its completions."""
+    return isinstance(request, CompletionRequest) and bool(request.echo)
 
 
 # -- what types cannot say --------------------------------------------------------------------
@@ -129,7 +134,7 @@ def _prompts(request: CompletionRequest) -> list[dict[str, Any]]:
     prompt = request.prompt
     if isinstance(prompt, str):
         return [{"prompt": prompt}]
-    if any(type(one) is not type(other) for one, other in pairwise(prompt)):
+    if len(set(map(type, prompt))) > 1:
         raise _wrong("prompt", "must hold texts, tokens or lists of tokens, and not a mixture")
     if not prompt:
         raise EmptyPrompt("prompt is empty; give at least one token", field="prompt")
@@ -140,6 +145,8 @@ def _prompts(request: CompletionRequest) -> list[dict[str, Any]]:
     if len(prompt) * (request.n or 1) > MOST_PROMPTS * 2:
         raise _wrong("n", f"times the number of prompts must be at most {MOST_PROMPTS * 2}")
     kind = "prompt" if isinstance(prompt[0], str) else "tokens"
+    if kind == "tokens" and sum(map(len, prompt)) > MOST_TOKENS:
+        raise _wrong("prompt", f"must have at most {MOST_TOKENS} tokens in all")
     return [{kind: one} for one in prompt]
 
 

@@ -30,10 +30,14 @@ from protocol.types import (
 MOST_PROMPTS = 64
 """In one request for completions."""
 
+MOST_TOKENS = 1_000_000
+"""Of a request's prompts that are given as tokens: more than any model's context."""
+
 ABSENT = Raw()
 """The value of what is not read, where it is not there. JSON that nobody looks into stays bytes:
 as objects it would be twenty times as much."""
 
+Tokens = Annotated[list[TokenId], Meta(max_length=MOST_TOKENS)]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 
 
@@ -130,7 +134,7 @@ class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
 class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of ``POST /v1/completions``."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]
     """A text, tokens, or a list of either: each is completed on its own."""
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None

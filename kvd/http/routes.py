@@ -148,7 +148,7 @@ def _understood(body: bytearray, kind: type[reading.R], shape: Shape) -> tuple[H
     asked = Asked(
         calls=reading.calls(wanted),
         n=reading.choices(wanted),
-        echo=isinstance(wanted, CompletionRequest) and bool(wanted.echo),
+        echo=reading.echoes(wanted),
         include_usage=options is not None and bool(options.include_usage),
         stream=bool(wanted.stream),
     )

@@ -215,6 +215,8 @@ def test_a_wrong_field_is_named(fields, field, says):
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": [1] * 1_000_001}, "prompt"),
+        ({"prompt": [[1] * 500_001] * 2}, "prompt"),
         ({"prompt": ["a"] * 64, "n": 3}, "n"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
