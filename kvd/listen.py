@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -79,12 +80,18 @@ def holder(home: Home) -> int | None:
 def bind(path: Path) -> socket.socket:
     """Return a listening socket, mode 0600. The caller holds the home's lock.
 
-    A socket that lies there is therefore a dead daemon's.
+    A socket that lies there is therefore a dead daemon's, or the service manager's own.
     """
     check_socket_path(path)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise ConfigError(f"{path} is in the way and no socket; move it", key="home")
+        if _is_open(path):
+            raise ConfigError(
+                f"somebody listens on {path} already: the service manager, if this home has a "
+                "service; then `kvctl service stop` comes first",
+                key="home",
+            )
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -98,6 +105,19 @@ def bind(path: Path) -> socket.socket:
     listener.listen(BACKLOG)
     listener.setblocking(False)
     return listener
+
+
+def _is_open(path: Path) -> bool:
+    """Return whether anybody has this socket open, without waking who waits for its clients.
+
+    A connect of another kind never arrives; whether nobody is there is looked at before the kind.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        try:
+            other.connect(str(path))
+        except OSError as error:
+            return error.errno == errno.EPROTOTYPE
+    return True
 
 
 def peer_uid(peer: socket.socket) -> int:

@@ -89,6 +89,17 @@ def test_the_socket_is_private_and_a_dead_one_is_replaced(made: Home):
         assert stat.S_IMODE(found) == 0o600
 
 
+def test_a_socket_on_which_somebody_listens_is_not_taken_from_him(made: Home):
+    """The service manager does, with a daemon or without; nor is it woken by our looking."""
+    with listen.bind(made.socket) as its:
+        mine = made.socket.stat().st_ino
+        with pytest.raises(ConfigError, match="kvctl service stop"):
+            listen.bind(made.socket)
+        assert made.socket.stat().st_ino == mine
+        with pytest.raises(BlockingIOError):
+            its.accept()
+
+
 async def test_the_path_is_not_the_servers_to_remove(made: Home):
     """Python would from 3.13 on, also where the path is the service manager's."""
     server = await listen.serve(listen.bind(made.socket), Recorder().connect)
