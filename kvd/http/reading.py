@@ -145,7 +145,7 @@ def _prompts(request: CompletionRequest) -> list[dict[str, Any]]:
     if len(prompt) * (request.n or 1) > MOST_PROMPTS * 2:
         raise _wrong("n", f"times the number of prompts must be at most {MOST_PROMPTS * 2}")
     kind = "prompt" if isinstance(prompt[0], str) else "tokens"
-    if kind == "tokens" and sum(map(len, prompt)) > MOST_TOKENS:
+    if sum(len(one) for one in prompt if isinstance(one, list)) > MOST_TOKENS:
         raise _wrong("prompt", f"must have at most {MOST_TOKENS} tokens in all")
     return [{kind: one} for one in prompt]
 
