@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from aiohttp import HttpVersion11
+
 from kvd.http import errors
 from protocol.errors import Overloaded
 
@@ -41,6 +43,7 @@ class Bodies:
         told = request.content_length
         if told is not None and told > self._limit:
             raise errors.too_large(self._limit)
+        await _expect(request)
         body = bytearray()
         with self._counted(is_unix=_is_unix(request)) as hold:
             try:
@@ -71,6 +74,14 @@ class Bodies:
             yield hold
         finally:
             self._held[is_unix] -= mine
+
+
+async def _expect(request: web.Request) -> None:
+    """Tell a client to send its body that waits for the word; other expectations have no meaning."""
+    expected = request.headers.get("Expect", "").strip().lower()
+    if expected == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # for the library nothing is sent yet
 
 
 def _is_unix(request: web.Request) -> bool:

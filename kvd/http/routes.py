@@ -62,8 +62,8 @@ class Routes:
             web.get("/metrics", self.exposition),
             web.get("/v1/models", self.list_models),
             web.get(r"/v1/models/{id:.+}", self.show_model),
-            web.post("/v1/chat/completions", self.chat),
-            web.post("/v1/completions", self.complete),
+            web.post("/v1/chat/completions", self.chat, expect_handler=_later),
+            web.post("/v1/completions", self.complete, expect_handler=_later),
         ]
 
     # -- is it there? -----------------------------------------------------------------------------
@@ -139,6 +139,10 @@ class Routes:
             raise ConnectionResetError("the client is gone")
         await response.write_eof()
         return response
+
+
+async def _later(_: web.Request) -> None:
+    """Let the body come when the client has been let in; see `kvd.http.bodies`."""
 
 
 def _understood(body: bytearray, kind: type[reading.R], shape: Shape) -> tuple[Head, Asked]:

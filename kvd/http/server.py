@@ -205,7 +205,8 @@ def _path(request: web.Request) -> str:
 async def _complete(request: web.Request, response: web.StreamResponse) -> None:
     """Add what every answer has, also a stream, before its headers go out."""
     request[_BEGUN] = True
-    response.headers[_ID] = request[_NUMBER]
+    if (number := request.get(_NUMBER)) is not None:  # else the library refused it by itself
+        response.headers[_ID] = number
     response.headers["Server"] = f"kvd/{kvd.__version__}"
     if (page := request.get(_PAGE)) is not None:
         response.headers["Access-Control-Allow-Origin"] = page

@@ -248,6 +248,39 @@ async def test_a_body_is_not_kept_while_its_answer_is_made(home: Home, stream):
         await it.backend.settled()
 
 
+async def answered(port: int, head: bytes, body: bytes = b"") -> bytes:
+    """Return the first line that a raw request gets."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head + b"Host: localhost\r\n\r\n" + body)
+    line = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    return line
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/healthz", "/nowhere"])
+async def test_who_expects_anything_else_is_answered(home: Home, path):
+    async with serving(home) as it:
+        body = json.dumps(CHAT).encode()
+        method = "POST" if "chat" in path else "GET"
+        head = f"{method} {path} HTTP/1.1\r\nExpect: wonders\r\nContent-Length: {len(body)}\r\n"
+        with capture_logs() as logs:
+            line = await answered(it.port, head.encode(), body)
+        assert line.startswith(b"HTTP/1.1 200 " if method == "POST" else b"HTTP/1.1 417 ")
+        assert [one for one in logs if one["log_level"] == "error"] == []
+
+
+async def test_nobody_is_asked_for_a_body_that_is_refused(home: Home):
+    key = keys.make()
+    expects = b"POST /v1/completions HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: %d\r\n"
+    known = expects + b"Authorization: Bearer " + key.encode() + b"\r\n"
+    async with serving(home, keys={"me": keys.hashed(key)}) as it:
+        assert (await answered(it.port, expects % 9)).startswith(b"HTTP/1.1 401 ")
+        assert (await answered(it.port, known % 10**9)).startswith(b"HTTP/1.1 413 ")
+        assert (await answered(it.port, known % 9)).startswith(b"HTTP/1.1 100 ")
+        old = known.replace(b"HTTP/1.1", b"HTTP/1.0")
+        assert (await answered(it.port, old % 2, b"{}")).startswith(b"HTTP/1.0 400 ")
+
+
 # -- going away -------------------------------------------------------------------------------
 
 
