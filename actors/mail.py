@@ -204,14 +204,14 @@ class CancelRow(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
-    """The governor's answer to the process's `life`-th incarnation."""
+    """The governor's answer to the process with the number `life`."""
 
     grant: Grant
     life: int
 
 
 class TurnGiven(_Message, frozen=True):
-    """When the process's `life`-th incarnation may compute."""
+    """When the process with the number `life` may compute."""
 
     turn: Turn
     life: int
@@ -242,14 +242,14 @@ class HasNoProcess(_Message, frozen=True):
 
 
 class Reported(_Message, frozen=True):
-    """The process of the `life`-th incarnation said something."""
+    """The process with the number `life` said something."""
 
     report: Report
     life: int
 
 
 class HasExited(_Message, frozen=True):
-    """The process of the `life`-th incarnation is gone."""
+    """The process with the number `life` is gone."""
 
     exit: Exit
     life: int
@@ -260,14 +260,14 @@ class Rang(_Message, frozen=True):
 
 
 class Commanded(_Message, frozen=True):
-    """The governor's word to the process's `life`-th incarnation."""
+    """The governor's word to the process with the number `life`."""
 
     command: Reclaim | StartLevel
     life: int
 
 
 class StillWaits(_Message, frozen=True):
-    """The governor has not answered the `life`-th incarnation yet: its silence is ours."""
+    """The governor has not answered the process `life` yet: its silence is ours."""
 
     life: int
 

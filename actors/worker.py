@@ -7,6 +7,7 @@ rows, grants and news on to those whom they concern. Decides nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never, cast
 
@@ -23,6 +24,8 @@ from protocol.errors import ErrorInfo, WorkerDied
 from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerStats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from actors.board import Board
     from actors.machines.admission import Standing
     from actors.mail import GovernorMail, RouterMail, SupervisorMail, TurnsMail, WorkerMail
@@ -42,6 +45,8 @@ class Surroundings:
     board: Board
     notify: Notify
     observe: Observe
+    lives: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Numbers of processes, each given once: a model that was unloaded comes back as another."""
 
 
 @dataclass
@@ -56,7 +61,7 @@ class Berth:
     """Of its turns."""
     process: WorkerProcess | None = None
     life: int = 0
-    """Counts the processes."""
+    """The number of its process."""
     early: list[mail.Reported | mail.HasExited] = field(default_factory=list)
     """What a process said before the spawn told us of it."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
@@ -202,7 +207,7 @@ class Worker(Actor["WorkerMail"]):
 
     def _spawn(self) -> None:
         berth, ref = self._berth, self.ref
-        berth.life += 1
+        berth.life = next(self._around.lives)
         berth.early.clear()
         berth.info, berth.stats = None, WorkerStats()
         life = berth.life

@@ -25,6 +25,7 @@ from protocol.worker import (
     RowResumed,
     RowTokens,
     Started,
+    Stats,
     Stop,
     Submit,
 )
@@ -756,6 +757,24 @@ async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
 
         assert w.model().granted_bytes == 100
         assert w.spawn.last("demo").grant == 100
+
+
+@simulated
+async def test_counters_go_on_when_a_model_is_unloaded_and_loaded_again():
+    def steps() -> int:
+        return w.metrics.tally.models["demo"].lives.total.step
+
+    async with world() as w:
+        client, seen = w.client(), []
+        for _ in range(3):
+            await client.ask(messages.Load, model="demo")
+            w.spawn.last("demo").say(Stats(stats=WorkerStats(step=5)))
+            await asyncio.sleep(0.1)
+            seen.append(steps())
+            await client.ask(messages.Unload, model="demo")
+            seen.append(steps())
+
+        assert seen == [5, 5, 10, 10, 15, 15]
 
 
 @simulated
