@@ -70,7 +70,7 @@ class Services:
         """Let it hold; return what holds then."""
         changes = await self.configuration.change(asked.settings) if asked.settings else []
         if asked.budget_bytes is not None:
-            self.configuration.budget_is(asked.budget_bytes)
+            await self.configuration.budget_is(asked.budget_bytes)
         budget, granted = await self.governor.ask(mail.BudgetWanted(asked.budget_bytes))
         return messages.Configured(
             id=asked.id,

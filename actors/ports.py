@@ -104,8 +104,11 @@ class Configuration(Protocol):
         """
         ...
 
-    def budget_is(self, total_bytes: int) -> None:
-        """Note that a client has set the budget."""
+    async def budget_is(self, total_bytes: int) -> None:
+        """Note that a client sets the budget, once the changes before are done.
+
+        The caller tells the governor in the same breath, so that both hear of budgets in one order.
+        """
         ...
 
 

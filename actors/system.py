@@ -134,7 +134,7 @@ class NoConfiguration:
         """Refuse."""
         raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
 
-    def budget_is(self, total_bytes: int) -> None:
+    async def budget_is(self, total_bytes: int) -> None:
         """Note nothing."""
 
 

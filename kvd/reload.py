@@ -94,8 +94,9 @@ class Reloader:
         self._default_budget = default_budget
         self._bring = bring
         self._admit = admit
-        self._one_at_a_time = asyncio.Lock()
         self._log = structlog.get_logger("kvd.reload")
+        self.turn = asyncio.Lock()
+        """Held by who changes `settings`, from his look at them on: nobody undoes another's."""
         self.settings = settings
         """What holds."""
         self.waiting: tuple[str, ...] = ()
@@ -103,20 +104,24 @@ class Reloader:
 
     async def reload(self) -> list[Change]:
         """Read the file again; raises `ConfigError`, and nothing has changed then."""
-        return await self.take(config.load(self._options.home.config))
+        async with self.turn:
+            return await self.take(config.load(self._options.home.config))
 
     async def take(self, wanted: Config) -> list[Change]:
-        """Let this configuration hold as far as it can, and return what changed."""
+        """Let this configuration hold as far as it can, and return what changed.
+
+        The caller has the `turn`, and had it when he made this of the settings that hold.
+        """
+        assert self.turn.locked(), "changes settings out of turn"
         blas.choose(wanted.blas)  # the next start must not find it wrong
-        async with self._one_at_a_time:
-            http = self._take_http(wanted)  # it may raise, so it comes first
-            changes = http + [await self._set(key, wanted) for key in self._plain(wanted)]
-            for change in changes[len(http) :]:
-                if not change.waits:
-                    after = {change.key: getattr(wanted, change.key)}
-                    self.settings = replace(self.settings, **after)
-            changes += await self._take_models(wanted)
-            self.waiting = tuple(change.key for change in changes if change.waits)
+        http = self._take_http(wanted)  # it may raise, so it comes first
+        changes = http + [await self._set(key, wanted) for key in self._plain(wanted)]
+        for change in changes[len(http) :]:
+            if not change.waits:
+                after = {change.key: getattr(wanted, change.key)}
+                self.settings = replace(self.settings, **after)
+        changes += await self._take_models(wanted)
+        self.waiting = tuple(change.key for change in changes if change.waits)
         for change in changes:
             self._say(change)
         return changes

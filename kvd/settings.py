@@ -182,6 +182,10 @@ class LiveSettings:
         """
         if "models" in values:
             raise InvalidRequest("models are changed by load and unload", field="settings")
+        async with self._reloader.turn:
+            return await self._change(values)
+
+    async def _change(self, values: Mapping[str, Any]) -> list[Changed]:
         reloader = self._reloader
         wanted, file = reloader.settings, config.load(self._options.home.config)
         for key, value in values.items():
@@ -203,10 +207,11 @@ class LiveSettings:
         self._live |= {one.key for one in changes if one.holds == "now"}
         return changes
 
-    def budget_is(self, total_bytes: int) -> None:
-        """Note what a client has told the governor."""
-        self._reloader.settings = replace(self._reloader.settings, budget=total_bytes)
-        self._live.add("budget")
+    async def budget_is(self, total_bytes: int) -> None:
+        """Note what a client tells the governor next, without a pause: others come after it."""
+        async with self._reloader.turn:
+            self._reloader.settings = replace(self._reloader.settings, budget=total_bytes)
+            self._live.add("budget")
 
     async def _set_budget(self, wanted: Config) -> None:
         said = wanted.budget

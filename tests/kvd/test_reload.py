@@ -50,7 +50,8 @@ class Reloading:
         )
 
     async def take(self, text: str) -> list[Change]:
-        return await self.reloader.take(parse(text))
+        async with self.reloader.turn:
+            return await self.reloader.take(parse(text))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 from typing import Any
@@ -56,11 +57,13 @@ def level():
 
 
 class Live:
-    def __init__(self, home: Home, text: str = TEXT, **options: Any) -> None:
+    def __init__(
+        self, home: Home, text: str = TEXT, running: Running | None = None, **options: Any
+    ) -> None:
         home.create()
         home.config.write_text(text)
         given = Options(home, **options)
-        self.running = Running()
+        self.running = running or Running()
         self.reloader = Reloader(
             given, load(home.config), self.running, default_budget=lambda: 7, bring=lambda _: None
         )
@@ -125,7 +128,57 @@ async def test_a_budget_beats_the_command_line_of_then(home: Home):
     (change,) = await live.settings.change({"budget": "1GiB"})
     assert change.holds == "now"
     assert live.running.said == [("budget", 1 << 30)]
-    live.settings.budget_is(77)
+    await live.settings.budget_is(77)
+    assert live["budget"].value == 77
+
+
+class Slow(Running):
+    """Takes a budget when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = asyncio.Event(), asyncio.Event()
+
+    async def set_budget(self, total_bytes):
+        self.asked.set()
+        await self.may.wait()
+        await super().set_budget(total_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget_bytes": 5}], ids=["file", "command_line"])
+async def test_changes_at_once_leave_each_other_alone(home: Home, options):
+    live = Live(home, running=Slow(), **options)
+    first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
+    await live.running.asked.wait()
+    second = asyncio.create_task(live.settings.change({"log_level": "debug"}))
+    await asyncio.sleep(0)  # as far as it can come
+    live.running.may.set()
+    told = [[(one.key, one.after) for one in await task] for task in (first, second)]
+    assert told == [[("budget", "1GiB")], [("log_level", "debug")]]
+    assert live.running.said == [("budget", 1 << 30)]
+    assert [live[key].value for key in ("budget", "log_level")] == ["1GiB", "debug"]
+
+
+async def test_the_later_of_two_budgets_holds(home: Home):
+    live = Live(home, running=Slow())
+    first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
+    await live.running.asked.wait()
+    second = asyncio.create_task(live.settings.budget_is(77))
+    await asyncio.sleep(0)
+    live.running.may.set()
+    await asyncio.gather(first, second)
+    assert live["budget"].value == 77
+
+
+async def test_the_file_is_read_when_the_change_before_is_done(home: Home):
+    live = Live(home, running=Slow())
+    first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
+    await live.running.asked.wait()
+    second = asyncio.create_task(live.reloader.reload())
+    await asyncio.sleep(0)
+    home.config.write_text(TEXT.replace('"8GiB"', "77"))
+    live.running.may.set()
+    await asyncio.gather(first, second)
     assert live["budget"].value == 77
 
 
