@@ -77,7 +77,7 @@ class Bodies:
 
 
 async def _expect(request: web.Request) -> None:
-    """Tell a client to send its body that waits for the word; other expectations have no meaning."""
+    """Tell a client that waits for the word to send its body; nothing else can be expected."""
     expected = request.headers.get("Expect", "").strip().lower()
     if expected == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

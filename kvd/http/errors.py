@@ -82,6 +82,12 @@ _OTHER = _Form(500, _SERVER)
 
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
 """Where the error does not say it."""
+_FIELDS = {
+    "tokens": "prompt",
+    "stop_tokens": "stop_token_ids",
+    "sampling.logit_bias": "logit_bias",
+}
+"""What a worker finds wrong, by its name in HTTP's requests, where it has another."""
 _FINAL = frozenset({"deadline_exceeded"})
 """Worth a retry, but not by itself: the time that the client gave is over."""
 
@@ -96,9 +102,14 @@ def of(info: ErrorInfo) -> Refusal:
     if again and wait_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["retry-after-ms"] = str(round(1000 * wait_s))  # OpenAI's clients prefer it
-    param = "model" if info.code == "unknown_model" else info.detail.get("field")
-    code = form.code or info.code
-    return Refusal(form.status, info.message, form.type, code, param, headers, info)
+    param: str | None = info.detail.get("field")
+    message = info.message
+    if param in _FIELDS:
+        message = message.replace(f"{param} ", f"{_FIELDS[param]} ", 1)
+        param = _FIELDS[param]
+    if info.code == "unknown_model":
+        param = "model"
+    return Refusal(form.status, message, form.type, form.code or info.code, param, headers, info)
 
 
 def unauthorized(message: str) -> Refusal:

@@ -96,6 +96,21 @@ async def test_the_field_is_the_errors_param(home: Home):
     assert len(it.backend.calls) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "said", "param", "told"),
+    [
+        ("tokens", "token 9 at 0 is", "prompt", "token 9 at 0 is"),
+        ("stop_tokens", "stop_tokens names token 9", "stop_token_ids", "stop_token_ids names"),
+        ("sampling.logit_bias", "sampling.logit_bias names", "logit_bias", "logit_bias names"),
+    ],
+)
+async def test_what_a_worker_finds_has_https_own_name(home: Home, field, said, param, told):
+    async with serving(home, fails(errors.InvalidRequest(said, field=field))) as it:
+        error = (await post(it.url)).json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(told)
+
+
 async def test_an_error_in_the_middle_of_a_stream_is_its_last_word(home: Home):
     script = fails(errors.WorkerDied("died"), BEGUN, word())
     async with serving(home, script) as it:
