@@ -186,7 +186,7 @@ class Daemon:
         self._take_signals()
         loading = asyncio.create_task(self._load_models(), name="models at start")
         loading.add_done_callback(self._check)
-        self._web = await self._serve_http(starting=lambda: not loading.done())
+        await self._serve_http(starting=lambda: not loading.done())
         self._log.info(
             "daemon started",
             version=kvd.__version__,
@@ -216,23 +216,22 @@ class Daemon:
         self._log.info("daemon stopped", uptime_s=round(time.monotonic() - started, 1))
         return Exit.OK
 
-    async def _serve_http(self, *, starting: Callable[[], bool]) -> Server | None:
+    async def _serve_http(self, *, starting: Callable[[], bool]) -> None:
         if not self._doors:
-            return None
+            return
         from kvd.http.server import Server  # noqa: PLC0415 - 10 MB that not everybody wants
 
         unread = self._limits.slow_reader_bytes
-        web = Server(
+        self._web = Server(  # before it starts: keys that come meanwhile are for it too
             self._system,
-            self._settings.http,
+            self._reloader.settings.http,
             self._doors,
             metrics=self._metrics.answer,
             answered=self._metrics.answered,
             unread_limit=unread,
             starting=starting,
         )
-        await web.start()
-        return web
+        await self._web.start()
 
     def _admit(self, http: HttpSettings) -> None:
         check_keys(self._doors, http)

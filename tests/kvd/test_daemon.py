@@ -11,6 +11,9 @@ from actors.ports import Notice
 from kvd.config import Config, parse
 from kvd.daemon import Daemon, Start, _notify, welcome
 from kvd.home import Home
+from kvd.http.doors import open_doors
+from kvd.http.server import Server
+from kvd.http.settings import HttpSettings
 from kvd.options import Options
 from protocol.types import KVSpec
 from tests.kvd.stub import MODEL
@@ -70,6 +73,27 @@ def test_the_command_lines_attention_wins_and_then_the_configurations(home: Home
         daemon(home, settings, **options)
 
     assert said == ["auto", "reference", "auto", "reference"]
+
+
+async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkeypatch):
+    home.create()
+    (door,) = open_doors(home, HttpSettings(tcp=False))
+    one = Daemon(Options(home, fake=True), Config(), doors=[door])
+    early, late = ({name: "sha256:" + "0" * 64} for name in ("early", "late"))
+    started = Server.start
+
+    async def meanwhile(server: Server) -> None:
+        assert server._guard.settings.keys == early
+        await one._system.configuration.change({"http.keys": late})
+        await started(server)
+
+    monkeypatch.setattr(Server, "start", meanwhile)
+    await one._system.configuration.change({"http.keys": early})
+    await one._serve_http(starting=lambda: False)
+    assert one._web is not None
+    assert one._web._guard.settings.keys == late
+    await one._web.close()
+    door.close()
 
 
 def test_the_welcome_suggests_what_is_there(home: Home):
