@@ -69,6 +69,10 @@ def install(
     print_only: Annotated[
         bool, typer.Option("--print", metavar="", help="Print the files; change nothing.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", metavar="", help="Replace files of that name that are not kvd's."),
+    ] = False,
     home: HomeOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -84,7 +88,7 @@ def install(
         place.create()
         _refuse_a_stranger(manager)
         try:
-            files = managing.install(manager)
+            files = managing.install(manager, force=force)
         except ServiceError as error:
             raise ServiceError(f"{error.message}; `kvctl doctor` may know why") from error
         _wait_until_up(manager, wanted)
@@ -361,6 +365,8 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
         )
     if daemon is not None and state.word != "running":
         talk(f"[yellow]a daemon (pid {daemon.pid}) that is not the service's answers[/]")
+    for path in managing.foreign(manager):
+        talk(f"[yellow]{escape(str(path))} is there, and not kvd's to replace or delete[/]")
     if not managing.installed(manager):
         talk("`kvctl service install` installs it")
     for news in _news(daemon):

@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,7 +47,16 @@ class Service:
     @property
     def command(self) -> list[str]:
         """All of the command line."""
-        return [*self.program, "serve", "--home", str(self.home)]
+        return [*self.program, *self._arguments]
+
+    @property
+    def _arguments(self) -> list[str]:
+        return ["serve", "--home", str(self.home)]
+
+    def is_run_by(self, words: Sequence[object]) -> bool:
+        """Return whether a command line has this home served, by any installation of kvd."""
+        count = len(self._arguments)
+        return any(list(words[at : at + count]) == self._arguments for at in range(len(words)))
 
     @property
     def stop_s(self) -> int:

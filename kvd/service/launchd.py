@@ -102,12 +102,14 @@ class Launchd:
         """Return files of ours that do not belong there: none, with launchd."""
         return []
 
+    def owns(self, path: Path) -> bool:
+        """Return whether an agent is of this home's service, from whichever version of kvd."""
+        words = _read(path).get("ProgramArguments")
+        return isinstance(words, list) and self.service.is_run_by(words)
+
     def is_on_demand(self) -> bool:
         """Return whether it was installed to be started by its first client."""
-        try:
-            return "Sockets" in plistlib.loads(self._file.read_bytes())
-        except (OSError, plistlib.InvalidFileException, ExpatError):
-            return False
+        return self.owns(self._file) and "Sockets" in _read(self._file)
 
     def check(self) -> None:
         """Raise `ServiceError` unless the manager answers."""
@@ -175,6 +177,15 @@ class Launchd:
 
     def _is_there(self) -> bool:
         return said(["launchctl", "print", self._target]) is not None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return what an agent's file says; of one that is none: nothing."""
+    try:
+        job = plistlib.loads(path.read_bytes())
+    except (OSError, ValueError, ExpatError):  # InvalidFileException is a ValueError
+        return {}
+    return job if isinstance(job, dict) else {}
 
 
 def parse(text: str) -> State:

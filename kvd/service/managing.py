@@ -48,6 +48,10 @@ class Manager(Protocol):
         """Return files of ours that do not belong there."""
         ...
 
+    def owns(self, path: Path) -> bool:
+        """Return whether a file is of this home's service, from whichever version of kvd."""
+        ...
+
     def is_on_demand(self) -> bool:
         """Return whether it was installed to be started by its first client."""
         ...
@@ -106,8 +110,14 @@ def manager_of(service: Service) -> Manager:
     raise ServiceError("neither launchd nor systemd is here; have `kvd serve` started by what is")
 
 
-def install(manager: Manager) -> list[Path]:
-    """Write the files and start; return those that were written. Again: bring them up to date."""
+def install(manager: Manager, *, force: bool = False) -> list[Path]:
+    """Write the files and start; return those that were written. Again: bring them up to date.
+
+    `force`: also in the place of files that are somebody else's; never in that of a link.
+    """
+    for path in foreign(manager):
+        if path.is_symlink() or not force:
+            raise ServiceError(_kept(path))
     manager.check()
     files = manager.files()
     for path, content in files.items():
@@ -118,6 +128,8 @@ def install(manager: Manager) -> list[Path]:
 
 def uninstall(manager: Manager) -> list[Path]:
     """Stop and delete the files; return those that were there. The home stays as it is."""
+    for path in foreign(manager):
+        raise ServiceError(_kept(path))
     there = installed(manager)
     if there:
         manager.check()
@@ -129,15 +141,29 @@ def uninstall(manager: Manager) -> list[Path]:
 
 def installed(manager: Manager) -> list[Path]:
     """Return the service's files that are there."""
-    there = [path for path in manager.files() if path.exists()]
+    there = [path for path in manager.files() if manager.owns(path)]
     return [*there, *manager.stale()]
+
+
+def foreign(manager: Manager) -> list[Path]:
+    """Return what is in the place of the service's files and not kvd's to replace or delete."""
+    there = [path for path in manager.files() if os.path.lexists(path)]
+    return [path for path in there if path.is_symlink() or not manager.owns(path)]
 
 
 def outdated(manager: Manager) -> list[Path]:
     """Return those that are not what this version would write."""
     wanted = manager.files()
-    differ = [path for path in wanted if path.exists() and path.read_bytes() != wanted[path]]
+    differ = [path for path in wanted if manager.owns(path) and path.read_bytes() != wanted[path]]
     return [*differ, *manager.stale()]
+
+
+def _kept(path: Path) -> str:
+    if path.is_symlink():
+        return (
+            f"{path} is a link to {path.readlink()}, not kvd's to replace or delete: take it away"
+        )
+    return f"{path} is not of this home's service: move it away, or install with --force"
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -145,8 +171,13 @@ def _write(path: Path, content: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
-            new.write(content)
-        os.chmod(new.name, 0o644)  # noqa: PTH101 - managers refuse files that others may write
-        os.replace(new.name, path)  # noqa: PTH105 - both are names
+            try:
+                new.write(content)
+                new.flush()
+                os.chmod(new.name, 0o644)  # noqa: PTH101 - managers refuse what others may write
+                os.replace(new.name, path)  # noqa: PTH105 - both are names
+            except OSError:
+                Path(new.name).unlink(missing_ok=True)
+                raise
     except OSError as error:
         raise ServiceError(f"cannot write {path}: {error.strerror or error}") from error

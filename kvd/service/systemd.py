@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import files
 from kvd.exits import Exit
+from kvd.home import Home
 from kvd.service.commands import run, said
 from kvd.service.describe import Service
 from kvd.service.managing import State, Word
@@ -124,6 +126,21 @@ def _quoted(word: str, *, commands: bool = True) -> str:
     return f'"{word}"'
 
 
+def _words(line: str) -> list[str]:
+    """Return the words of a unit's command, as they were quoted."""
+    key, _, value = line.partition("=")
+    try:
+        words = shlex.split(value) if key == "ExecStart" else []
+    except ValueError:
+        return []
+    return [word.replace("%%", "%").replace("$$", "$") for word in words]
+
+
+def _unix_sockets(service: Service) -> tuple[Path, Path]:
+    home = Home(service.home)
+    return home.socket, home.http_socket
+
+
 def _escaped(path: str) -> str:
     """Return a path that stands alone in its line."""
     return path.replace("%", "%%")
@@ -146,12 +163,23 @@ class Systemd:
         name = self.service.name
         ours = [f"{name}.service", f"{name}.socket", f"{name}-http.socket"]
         wanted = self.files()
-        there = [self.folder / one for one in ours if (self.folder / one).exists()]
-        return [path for path in there if path not in wanted]
+        there = [path for one in ours if (path := self.folder / one) not in wanted]
+        return [path for path in there if self.owns(path) and not path.is_symlink()]
+
+    def owns(self, path: Path) -> bool:
+        """Return whether a unit is of this home's service, from whichever version of kvd."""
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError):
+            return False
+        if path.suffix == ".socket":
+            mine = [f"ListenStream={_escaped(str(one))}" for one in _unix_sockets(self.service)]
+            return f"Service={self._unit}" in lines and any(one in lines for one in mine)
+        return any(self.service.is_run_by(_words(line)) for line in lines)
 
     def is_on_demand(self) -> bool:
         """Return whether it was installed to be started by its first client."""
-        return (self.folder / f"{self.service.name}.socket").exists()
+        return self.owns(self.folder / f"{self.service.name}.socket")
 
     def check(self) -> None:
         """Raise `ServiceError` unless the manager answers."""
