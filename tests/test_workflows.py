@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TESTS = ROOT / ".github/workflows/tests.yml"
+EVERYWHERE = {"curl", "unshare"}
+"""Programs of every machine that runs workflows."""
 
 
 def jobs(path: Path) -> dict[str, Any]:
@@ -64,3 +68,27 @@ def test_what_they_run_exists(path: Path):
                 assert option in done.stdout
         else:
             assert words[0] in {"sudo", "python", "cat"}
+
+
+def test_no_test_is_skipped_for_want_of_a_program():
+    """Tests that find no program are skipped: where all is run they are there."""
+    packages = {
+        "g++": "g++",
+        "plistutil": "libplist-utils",
+        "prometheus": "prometheus",
+        "promtool": "prometheus",
+        "systemd-analyze": "systemd",
+    }
+    (installed,) = [
+        words for words in commands(TESTS) if words[:3] == ["sudo", "apt-get", "install"]
+    ]
+    for path in (ROOT / "tests").rglob("*.py"):
+        for program in re.findall(r'which\("([^"]+)"\) is None', path.read_text()):
+            assert packages.get(program, program) in {*installed, *EVERYWHERE}, path
+    assert {*packages.values()} <= {*installed}
+
+
+def test_types_are_checked_alike_on_every_system():
+    """On macOS mypy calls what is for Linux alone unreachable, and an error."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert settings["platform"] == "linux"
