@@ -198,6 +198,9 @@ class Systemd:
             for path in gone:
                 path.unlink()
         run([*_CTL, "daemon-reload"])
+        if self.service.on_demand:
+            # The link that starts it with the session stays from the other way, unless we say so.
+            run([*_CTL, "disable", self._unit])
         run([*_CTL, "enable", *self._started])
         said([*_CTL, "reset-failed", self._unit])
         # A daemon that has bound its sockets itself keeps systemd from doing it.

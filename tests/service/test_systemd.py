@@ -207,6 +207,7 @@ STORY = """
 set -e
 kvctl() {{ {python} -m kvd.cli --json "$@"; }}
 say() {{ echo "== $1"; }}
+wants() {{ (cd {root}/.config/systemd/user; ls -d *.wants/* | sed 's/^/"/; s/$/"/'); }}
 main() {{ systemctl --user show -p MainPID --value {unit}.service; }}
 say install; kvctl service install; kvctl service status
 say reload; echo 'max_rows = 4' >> {root}/.kvd/config.toml; kvctl service reload
@@ -214,9 +215,13 @@ say crash; before=$(main); kill -9 $before
 until test "$(main)" != 0 && test "$(main)" != $before; do sleep 0.1; done
 systemctl --user start {unit}.service  # until it is ready
 kvctl service status
+say wanted; wants
 say demand; kvctl service install --on-demand; kvctl service status
+say waits; wants
 say first; kvctl status; kvctl service status
 say stop; kvctl service stop
+say again; kvctl service install
+say back; wants
 say uninstall; kvctl service uninstall
 say left; ls {root}/.config/systemd/user | sed 's/^/"/; s/$/"/'
 """
@@ -275,9 +280,14 @@ def test_a_real_systemd_runs_it(story, home: Home):
     assert (state("crash"), story["crash"][-1]["answers"]) == ("running", True)
     assert story["crash"][-1]["pid"] != story["install"][-1]["pid"]
     assert story["crash"][-1]["config_waits"] == []
+    assert story["wanted"] == story["back"] == ["default.target.wants/kvd.service"]
     assert state("demand") == "listening"
+    assert story["waits"] == [
+        "sockets.target.wants/kvd-http.socket",
+        "sockets.target.wants/kvd.socket",
+    ]
     kvctl, service = story["first"]
     assert (service["state"], service["pid"]) == ("running", kvctl["pid"])
     assert state("stop") == "stopped"
-    assert len(story["uninstall"][0]["files"]) == 3
+    assert len(story["uninstall"][0]["files"]) == 1
     assert story["left"] == []
