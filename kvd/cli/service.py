@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import subprocess
 import sys
 import time
@@ -248,11 +247,15 @@ def _manager(wanted: Terms, *, lenient: bool = False) -> Manager:
         if not lenient:
             raise
         settings = config.Config()
-    service = describe(place, settings)
-    manager = managing.manager_of(service)
-    if manager.is_on_demand():
-        manager = managing.manager_of(dataclasses.replace(service, on_demand=True))
-    return manager
+    manager = managing.manager_of(describe(place, settings))
+    if not manager.is_on_demand():
+        return manager
+    try:
+        return managing.manager_of(describe(place, settings, on_demand=True))
+    except ConfigError:
+        if not lenient:
+            raise
+        return managing.manager_of(describe(place, config.Config(), on_demand=True))
 
 
 def _installed(wanted: Terms, *, lenient: bool = False) -> Manager:

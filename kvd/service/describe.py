@@ -71,10 +71,13 @@ class Service:
 
 
 def describe(home: Home, settings: Config, *, on_demand: bool = False) -> Service:
-    """Return the service of this home, with this configuration and this installation of kvd."""
+    """Return the service of this home, with this configuration and this installation of kvd.
+
+    Raises `ConfigError` where the manager is to listen on what is no address of this machine.
+    """
     http = settings.http
     port = 11711 if http.port is None else http.port
-    tcp = http.enabled and http.tcp and port != 0
+    tcp = on_demand and http.enabled and http.tcp and port != 0
     return Service(
         home=home.root,
         program=program(),

@@ -124,6 +124,9 @@ class Launchd:
         """Stop, and take it out of the manager's hands; the files are deleted after that."""
         self._boot_out()
 
+    def forget(self) -> None:
+        """Do nothing: launchd forgets what is booted out."""
+
     def start(self) -> None:
         """Start it, or listen for it."""
         if said(["launchctl", "print", self._target]) is None:

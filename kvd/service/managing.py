@@ -68,6 +68,10 @@ class Manager(Protocol):
         """Stop, and take it out of the manager's hands."""
         ...
 
+    def forget(self) -> None:
+        """Have the manager see that the files are gone."""
+        ...
+
     def start(self) -> None:
         """Start it, or listen for it."""
         ...
@@ -136,6 +140,7 @@ def uninstall(manager: Manager) -> list[Path]:
         manager.deactivate()
         for path in there:
             path.unlink(missing_ok=True)
+        manager.forget()
     return there
 
 

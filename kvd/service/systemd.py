@@ -214,6 +214,11 @@ class Systemd:
             run([*_CTL, "disable", "--now", *there])
             said([*_CTL, "stop", self._unit])  # nobody enables the daemon of a socket
 
+    def forget(self) -> None:
+        """Have systemd see that the files are gone; one that failed stays listed otherwise."""
+        run([*_CTL, "daemon-reload"])
+        said([*_CTL, "reset-failed", self._unit])
+
     def start(self) -> None:
         """Start it, or listen for it."""
         run([*_CTL, "start", *self._started])

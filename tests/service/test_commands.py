@@ -108,3 +108,27 @@ def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
     finally:
         daemon.end()
     assert label(kvctl.manager.service).startswith("dev.kvd.kvd-")
+
+
+NOWHERE = '[http]\nhost = "nowhere.invalid"\n'
+
+
+def test_a_host_that_does_not_resolve_is_asked_for_only_where_the_manager_listens(
+    kvctl: Played, home: Home
+):
+    home.config.write_text(NOWHERE)
+    kvctl("status", status=3)
+    assert "nowhere.invalid" in kvctl("install", "--on-demand", status=5)
+    kvctl("uninstall")
+
+
+def test_a_host_that_no_longer_resolves_hinders_no_stop(kvctl: Played, home: Home):
+    home.config.write_text("[http]\nport = 0\n")
+    kvctl("install", "--on-demand")
+    home.config.write_text(NOWHERE)
+    state = json.loads(kvctl("status", "--json"))
+    assert (state["state"], state["on_demand"]) == ("listening", True)
+    assert "nowhere.invalid" in kvctl("start", status=5)
+    kvctl("stop")
+    kvctl("uninstall")
+    assert "it was not installed" in kvctl("uninstall")

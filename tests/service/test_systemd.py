@@ -222,8 +222,11 @@ say first; kvctl status; kvctl service status
 say stop; kvctl service stop
 say again; kvctl service install
 say back; wants
+say failed; systemctl --user stop kvd.service; echo 'max_rows = "x"' > {root}/.kvd/config.toml
+systemctl --user start kvd.service || kvctl service status || true
 say uninstall; kvctl service uninstall
 say left; ls {root}/.config/systemd/user | sed 's/^/"/; s/$/"/'
+systemctl --user list-units --all --plain --no-legend '{unit}*' | sed 's/.*/"&"/'
 """
 
 
@@ -289,5 +292,6 @@ def test_a_real_systemd_runs_it(story, home: Home):
     kvctl, service = story["first"]
     assert (service["state"], service["pid"]) == ("running", kvctl["pid"])
     assert state("stop") == "stopped"
+    assert state("failed") == "failed"
     assert len(story["uninstall"][0]["files"]) == 1
     assert story["left"] == []
