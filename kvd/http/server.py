@@ -18,6 +18,7 @@ from kvd import files, listen
 from kvd.http import errors
 from kvd.http.bodies import Bodies
 from kvd.http.guard import Guard
+from kvd.http.progress import watched
 from kvd.http.routes import OPEN_PATHS, Routes
 from protocol.errors import InternalError, KvdError
 
@@ -77,9 +78,7 @@ class Server:
         routes = Routes(
             backend, bodies, metrics, starting, unread_limit, started_at=int(time.time())
         )
-        app = web.Application(
-            middlewares=[self._answer_for, self._admit], client_max_size=settings.body_bytes
-        )
+        app = web.Application(middlewares=[self._deliver, self._answer_for, self._admit])
         app.add_routes(routes.table())
         app.on_response_prepare.append(_complete)
         self._runner = web.AppRunner(
@@ -125,6 +124,15 @@ class Server:
         return server()
 
     # -- around every handler ---------------------------------------------------------------------
+
+    @web.middleware
+    async def _deliver(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """See to it that the client takes its answer."""
+        with watched(request, self._settings.idle_timeout_s):
+            response = await handler(request)
+            await response.prepare(request)
+            await response.write_eof()
+        return response
 
     @web.middleware
     async def _answer_for(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import json
 import os
+import socket
+import time
 import tracemalloc
 
 import httpx
@@ -18,6 +20,7 @@ from kvd.http import keys
 from protocol import errors
 from protocol.messages import Accepted, Tokens
 from protocol.types import ModelInfo, ModelStatus
+from tests.http.live import request
 from tests.http.stage import Scripted, fails, hangs, says, serving, until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -40,8 +43,8 @@ async def post(url: str, body=CHAT, **options) -> httpx.Response:
         return await client.post(f"{url}/v1/chat/completions", json=body, **options)
 
 
-def local(socket: str) -> httpx.AsyncClient:
-    transport = httpx.AsyncHTTPTransport(uds=socket)
+def local(path: str) -> httpx.AsyncClient:
+    transport = httpx.AsyncHTTPTransport(uds=path)
     return httpx.AsyncClient(transport=transport, base_url="http://kvd")
 
 
@@ -328,6 +331,38 @@ async def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_not(hom
             await it.backend.settled()
         slow.close()
     assert [one["event"][:11] for one in logs if one["log_level"] == "warning"] == ["slow reader"]
+
+
+def slow_client(stage, *, stream: bool) -> socket.socket:
+    """Return a connection that has asked and takes little at a time."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+    raw.connect(("127.0.0.1", stage.port))
+    raw.sendall(request("/v1/chat/completions", CHAT | {"stream": stream}))
+    return raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_takes_nothing_of_its_answer_is_cut_off(home: Home, stream):
+    text = "x" * 3_900_000  # more than the kernel takes, less than what a stream may leave
+    async with serving(home, says(text), idle_timeout_s=0.3) as it:
+        with capture_logs() as logs, slow_client(it, stream=stream):
+            await until(lambda: [one for one in logs if "slow reader" in one["event"]])
+        assert (await post(it.url)).status_code == 200
+
+
+async def test_who_takes_its_answer_bit_by_bit_gets_all_of_it(home: Home, stream):
+    text = "x" * 3_900_000
+    async with serving(home, says(text), idle_timeout_s=0.3) as it:
+        with slow_client(it, stream=False) as raw:
+            raw.setblocking(False)
+            loop, found, began = asyncio.get_running_loop(), 0, time.monotonic()
+            while found < len(text):
+                piece = await asyncio.wait_for(loop.sock_recv(raw, 2**18), 5)
+                assert piece, found
+                found += len(piece)
+                await asyncio.sleep(0.05)
+            assert time.monotonic() - began > 0.5
 
 
 async def test_several_calls_of_one_request_end_together(home: Home):
