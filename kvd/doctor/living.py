@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvd import config
@@ -117,25 +117,18 @@ def _wait_until_up(home: Home, process: subprocess.Popen[bytes] | None = None) -
 
 def _complete(home: Home) -> Finding:
     """See that a request gets the same tokens alone and in company."""
-    with Client(home=home.root) as client:
-        alone = client.generate("demo", _PROMPT, max_tokens=_TOKENS, temperature=0.8, seed=7).text
-    texts: list[str] = []
 
-    def one(seed: int) -> None:
+    def one(seed: int) -> str:
         with Client(home=home.root) as client:
             done = client.generate("demo", _PROMPT, max_tokens=_TOKENS, temperature=0.8, seed=seed)
-            text = done.text
-        if seed == 7:
-            texts.append(text)
+            return done.text
 
+    alone = one(7)
     started = time.monotonic()
-    threads = [threading.Thread(target=one, args=(seed,)) for seed in (7, 8, 9, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        texts = list(threads.map(one, (7, 8, 9, 10)))  # raises what went wrong in any of them
     rate = 4 * _TOKENS / (time.monotonic() - started)
-    if texts != [alone]:
+    if texts[0] != alone:
         return fail("completions", "a request got other tokens in company than alone", _REPORT)
     said = f"four at once, the same tokens as alone, {rate:.0f} tokens/s in all"
     return ok("completions", said, tokens_per_s=round(rate, 1))

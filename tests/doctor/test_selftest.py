@@ -7,6 +7,7 @@ import json
 import mlx.core as mx
 import pytest
 
+from kvd.client import Client
 from kvd.doctor import living, selftest
 from kvd.doctor.finding import Finding, Section
 from kvd.doctor.report import Report, write
@@ -114,6 +115,29 @@ def test_a_worker_that_outlives_its_daemon_is_found(home: Home, monkeypatch):
     with living._serving(home, "--fake") as process:
         found = guarded("an orphan", lambda: living._orphan(home, process))
     assert found.verdict == "fail"
+
+
+class OneIsRefused(Client):
+    """Asks for more than the model has room for, with one seed."""
+
+    def generate(self, model, prompt=None, **options):
+        if options["seed"] == 9:
+            options["max_tokens"] = 10**6
+        return super().generate(model, prompt, **options)
+
+
+@pytest.mark.process
+def test_a_request_that_fails_in_company_is_found(home: Home, monkeypatch):
+    home.create()
+    home.config.write_text("http = {enabled = false}\n")
+    with living._serving(home, "--fake") as process:
+        living._wait_until_up(home, process)
+        with Client(home=home.root) as client:
+            assert client.load("fake:tps=1000", alias="demo").result.state == "ready"
+        assert guarded("completions", lambda: living._complete(home)).verdict == "ok"
+        monkeypatch.setattr(living, "Client", OneIsRefused)
+        found = guarded("completions", lambda: living._complete(home))
+    assert (found.verdict, "context" in found.said) == ("fail", True), found
 
 
 @pytest.mark.mlx
