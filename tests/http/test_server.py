@@ -351,7 +351,7 @@ async def test_who_takes_nothing_of_its_answer_is_cut_off(home: Home, stream):
         assert (await post(it.url)).status_code == 200
 
 
-async def test_who_takes_its_answer_bit_by_bit_gets_all_of_it(home: Home, stream):
+async def test_who_takes_its_answer_bit_by_bit_gets_all_of_it(home: Home):
     text = "x" * 3_900_000
     async with serving(home, says(text), idle_timeout_s=0.3) as it:
         with slow_client(it, stream=False) as raw:
