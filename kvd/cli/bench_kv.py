@@ -86,7 +86,7 @@ def bench_kv(
         show(result, wanted)
         if plot is not None:
             draw(result, plot)
-            talk(f"drawn: {plot}")
+            talk("drawn: {}", plot)
 
 
 def show(result: dict[str, Any], wanted: Terms) -> None:

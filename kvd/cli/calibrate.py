@@ -16,7 +16,6 @@ from kvd.cli.common import (
     HomeOption,
     JsonOption,
     Terms,
-    escape,
     stdout_console,
     talk,
     terms,
@@ -75,7 +74,7 @@ def show(result: dict[str, Any], wanted: Terms) -> None:
         return
     stdout_console().print(table(result))
     talk(verdict(result))
-    talk(f"[dim]stored: {escape(result['file'])}; models that are loaded already keep theirs[/]")
+    talk("[dim]stored: {}; models that are loaded already keep theirs[/]", result["file"])
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich import markup
 from rich.console import Console
+from rich.text import Text
 
 from kvd import exits
 from kvd.cli import completing
@@ -87,10 +89,10 @@ class Terms:
         """Say what went wrong: to people on stderr, and to programs on stdout."""
         if self.json:
             self.print_json({"error": error.info()})
-        talk(f"[bold red]error:[/] {escape(error.message)}")
+        talk("[bold red]error:[/] {}", error.message)
         for key, value in sorted(error.detail.items()):
             if key in _HINTS:
-                talk(f"[dim]hint:[/] {escape(_HINTS[key].format(value))}")
+                talk("[dim]hint:[/] {}", _HINTS[key].format(value))
 
     def print_json(self, value: Any) -> None:
         """Print a value as one line of JSON."""
@@ -130,12 +132,12 @@ def forced_json(value: Terms) -> Terms:
 def stdout_console() -> Console:
     """Return a console for data; as wide as the terminal, and wide where there is none."""
     fixed = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE_PIPE
-    return Console(width=fixed, highlight=False)
+    return Console(width=fixed, highlight=False, emoji=False)
 
 
 def stderr_console() -> Console:
     """Return a console for talk."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def stdin() -> str:
@@ -146,11 +148,28 @@ def stdin() -> str:
         raise InvalidRequest(f"stdin is not UTF-8: {error.reason}", field="prompt") from error
 
 
-def talk(text: str) -> None:
-    """Say a line of rich markup on stderr."""
-    stderr_console().print(text, soft_wrap=True)
+def talk(form: str, *values: object) -> None:
+    """Say a line on stderr (`said`)."""
+    stderr_console().print(said(form, *values), soft_wrap=True)
+
+
+def said(form: str, *values: object) -> Text:
+    """Return rich markup as text, with the values where it says ``{}``.
+
+    What is not ours comes as a value: no escape keeps every text as it is, since what a backslash
+    before a bracket means depends on all that follows.
+    """
+    rest, whole = Text.from_markup(form, emoji=False), Text()
+    for value in values:
+        at = rest.plain.index("{}")
+        before, place, rest = rest.divide([at, at + 2])
+        shown = Text(str(value))
+        for span in place.spans:
+            shown.stylize(span.style)
+        whole.append_text(before).append_text(shown)
+    return whole.append_text(rest)
 
 
 def escape(text: str) -> str:
-    """Return the text so that rich prints it as it is."""
-    return text.replace("[", r"\[")
+    """Return the text so that rich prints it as it is, but for backslashes; `said` keeps those."""
+    return markup.escape(text)

@@ -16,7 +16,6 @@ from kvd.cli.common import (
     JsonOption,
     SocketOption,
     Terms,
-    escape,
     stdout_console,
     talk,
     terms,
@@ -279,13 +278,13 @@ def _live(wanted: Terms, key: str, value: Any, *, saved: bool) -> list[Changed] 
 def _say(key: str, changes: list[Changed] | None, path: Path | None) -> None:
     for one in changes or ():
         restart = "" if path is not None or one.holds != "start" else ", and --save to be kept"
-        values = f"{escape(shown(one.before))} → {escape(shown(one.after))}"
         style = "" if one.holds == "now" else "[yellow]"
-        talk(f"[bold]{escape(one.key)}[/]  {values}{style}{_HOLDS[one.holds]}{restart}")
+        told = f"[bold]{{}}[/]  {{}} → {{}}{style}{_HOLDS[one.holds]}{restart}"
+        talk(told, one.key, shown(one.before), shown(one.after))
     if changes == [] and path is None:
-        talk(f"{escape(key)} is that already")
+        talk("{} is that already", key)
     if path is not None:
-        talk(f"saved in {escape(str(path))}")
+        talk("saved in {}", path)
 
 
 def _write(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvd.cli import history
-from kvd.cli.common import Terms, escape, model_in, stdout_console, talk
+from kvd.cli.common import Terms, model_in, stdout_console, talk
 from kvd.cli.stream import Stream
 from kvd.cli.wrapping import Wrap
 from kvd.client import Client, Completion
@@ -88,7 +88,7 @@ class Chat:
             else nullcontext()
         ):
             if interactive:
-                talk(f"[bold]{escape(self._model)}[/]  /help lists commands, Ctrl-C ends a reply")
+                talk("[bold]{}[/]  /help lists commands, Ctrl-C ends a reply", self._model)
             while True:
                 try:
                     text = _read(interactive=interactive)
@@ -119,7 +119,7 @@ class Chat:
             if name in {"quit", "bye"}:
                 name = "exit"
             if name not in self._commands:
-                talk(f"[yellow]no command /{escape(name)}[/]; /help lists them")
+                talk("[yellow]no command /{}[/]; /help lists them", name)
                 return
             self._commands[name][0](rest.strip())
         elif line:
@@ -142,7 +142,7 @@ class Chat:
             if isinstance(error, ContextTooLong):
                 talk("[dim]hint:[/] /new starts a new conversation")
             elif error.retryable:
-                talk(f"[dim]hint:[/] ask again: {escape(text)}")
+                talk("[dim]hint:[/] ask again: {}", text)
             return
         if completion.text_so_far:
             self._turns.append(ChatMessage("assistant", completion.text_so_far))
@@ -172,7 +172,7 @@ class Chat:
 
     def _help(self, _: str) -> None:
         for name, (_do, text) in self._commands.items():
-            talk(f"  [bold]/{name}[/]  {escape(text)}")
+            talk("  [bold]/{}[/]  {}", name, text)
 
     def _new(self, _: str) -> None:
         self._turns.clear()
@@ -200,29 +200,29 @@ class Chat:
                     check_number(name, number)
                 self._settings = replace(self._settings, **{name: number})
             except ValueError:
-                talk(f"[yellow]{escape(value)!r} is no value for {name}[/]")
+                talk("[yellow]{} is no value for {}[/]", repr(value), name)
                 return
             except InvalidRequest as error:
-                talk(f"[yellow]{escape(error.message)}[/]")
+                talk("[yellow]{}[/]", error.message)
                 return
         elif name:
-            talk(f"[yellow]no setting {escape(name)}[/]")
+            talk("[yellow]no setting {}[/]", name)
         for name, number in asdict(self._settings).items():
             talk(f"  {name:18} {'default' if number is None else number}")
 
     def _history(self, _: str) -> None:
         for turn in self._turns:
-            talk(f"[bold]{turn.role}[/]  {escape(turn.content)}")
+            talk("[bold]{}[/]  {}", turn.role, turn.content)
 
     def _set_model(self, name: str) -> None:
         if name:
             try:
                 self._check_model(name)
             except UnknownModel as error:
-                talk(f"[yellow]{escape(error.message)}[/]")
+                talk("[yellow]{}[/]", error.message)
                 return
             self._model = name
-        talk(f"[bold]{escape(self._model)}[/]")
+        talk("[bold]{}[/]", self._model)
 
     def _stats(self, _: str) -> None:
         talk(self._last.said() if self._last is not None else "[yellow]no reply so far[/]")
@@ -236,9 +236,9 @@ class Chat:
         try:
             Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
         except OSError as error:
-            talk(f"[yellow]cannot write {escape(name)}: {error.strerror}[/]")
+            talk("[yellow]cannot write {}: {}[/]", name, error.strerror)
         else:
-            talk(f"[dim]saved in {escape(name)}[/]")
+            talk("[dim]saved in {}[/]", name)
 
     def _exit(self, _: str) -> None:
         raise _Leave

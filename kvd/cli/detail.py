@@ -149,7 +149,7 @@ def _parts(parts: list[KVPart]) -> Table:
     for part in parts:
         layers = f"{part.layers:>{digits}} × {part.kind}"  # noqa: RUF001 - read by people
         rows = "batched" if part.batched else "one"
-        table.add_row(layers, part.path, part.scheme, rows, _bytes(part))
+        table.add_row(layers, Text(part.path), part.scheme, rows, _bytes(part))
     return table
 
 

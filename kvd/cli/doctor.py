@@ -15,7 +15,7 @@ import kvd
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
-    escape,
+    said,
     stderr_console,
     stdout_console,
     talk,
@@ -78,7 +78,7 @@ def doctor(
         if selftest:
             _test(scene, take, quick=quick, service=service)
             for file in _written(scene, sections, report or Path.cwd()):
-                talk(f"[dim]wrote[/] {escape(str(file))}")
+                talk("[dim]wrote[/] {}", file)
         verdict = worst(sections)
         if wanted.json:
             wanted.print_json({"verdict": verdict, "machine": scene.machine, "sections": sections})
@@ -94,7 +94,7 @@ def _test(scene: Scene, take: Callable[[Section], None], *, quick: bool, service
     with stderr_console().status("selftest") as waiting:
         for step in selftest.run(scene, quick=quick, service=service):
             if isinstance(step, str):
-                waiting.update(f"selftest: {escape(step)}")
+                waiting.update(said("selftest: {}", step))
             else:
                 take(step)
 
@@ -113,7 +113,7 @@ def show(console: Console, section: Section) -> None:
     table.add_column(width=min(width, 2 * _NAME), overflow="fold")
     table.add_column(overflow="fold")
     for one in section.findings:
-        table.add_row(Text(one.verdict, _COLOURS[one.verdict]), one.name, _text(one))
+        table.add_row(Text(one.verdict, _COLOURS[one.verdict]), Text(one.name), _text(one))
     console.print(Text(f"\n{section.title}", "bold"))
     console.print(table)
 

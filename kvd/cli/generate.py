@@ -179,7 +179,7 @@ def _show(completion: Completion, wanted: Terms) -> None:
                 stream.show(event)
     except NotRunning:
         if completion.request:
-            talk(f"[dim]hint:[/] once a daemon runs: kvctl attach {completion.request}")
+            talk("[dim]hint:[/] once a daemon runs: kvctl attach {}", completion.request)
         raise
     finally:  # what came before an error is shown whole
         if not wanted.json:

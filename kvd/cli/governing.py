@@ -134,4 +134,4 @@ def _pin(
         if wanted.json:
             wanted.print_json({"model": done.model, "pinned": done.pinned})
         else:
-            talk(f"{done.model} is {'pinned' if done.pinned else 'not pinned any more'}")
+            talk("{} is {}", done.model, "pinned" if done.pinned else "not pinned any more")

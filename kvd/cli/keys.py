@@ -9,9 +9,10 @@ import re
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from kvd import config
-from kvd.cli.common import HomeOption, JsonOption, escape, stdout_console, talk, terms
+from kvd.cli.common import HomeOption, JsonOption, stdout_console, talk, terms
 from kvd.cli.usage import Command, Group
 from kvd.home import locate
 from kvd.http import keys
@@ -54,8 +55,8 @@ def new(
             return
         typer.echo(key)
         talk("The key is shown only now. Add its hash to the configuration, then")
-        talk(f"`kvctl service reload` or restart the daemon; {escape(str(place.config))}:")
-        talk(f"\n{escape('[http]')}\n{escape(line)}")
+        talk("`kvctl service reload` or restart the daemon; {}:", place.config)
+        talk("\n{}\n{}", "[http]", line)
 
 
 @app.command("list", cls=Command)
@@ -68,6 +69,6 @@ def show(context: typer.Context, *, home: HomeOption = None, json: JsonOption = 
             wanted.print_json(names)
         elif names:
             for name in names:
-                stdout_console().print(name)
+                stdout_console().print(Text(name))
         else:
             talk("no keys: HTTP is for this machine alone, and asks for none")

@@ -15,7 +15,7 @@ from kvd.cli.common import (
     ModelArgument,
     SocketOption,
     Terms,
-    escape,
+    said,
     stderr_console,
     stdout_console,
     talk,
@@ -89,7 +89,7 @@ def _follow(loading: Load, wanted: Terms, name: str) -> ModelStatus:
                 if isinstance(event, Loading):
                     progress.update(task, description=event.stage, completed=event.fraction)
     except KeyboardInterrupt:
-        talk(f"[dim]the daemon goes on loading it; `kvctl unload {escape(name)}` ends that[/]")
+        talk("[dim]the daemon goes on loading it; `kvctl unload {}` ends that[/]", name)
         raise
     return loading.result
 
@@ -114,7 +114,7 @@ def unload(
         if wanted.json:
             wanted.print_json({"model": done.model, "freed_bytes": done.freed_bytes})
         else:
-            talk(f"{done.model} unloaded, {format_bytes(done.freed_bytes)} freed")
+            talk("{} unloaded, {} freed", done.model, format_bytes(done.freed_bytes))
 
 
 def _waiting(
@@ -129,5 +129,5 @@ def _waiting(
         return contextlib.nullcontext()
     requests = f"{there} request" + ("" if there == 1 else "s")
     return console.status(
-        f"{requests} of {escape(model)} to finish; --force ends them", spinner="dots"
+        said("{} of {} to finish; --force ends them", requests, model), spinner="dots"
     )

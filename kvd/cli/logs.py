@@ -79,7 +79,7 @@ def logs(
             show(text)
         if follow:
             if not path.exists():
-                talk(f"[dim]waiting for {path}[/]")
+                talk("[dim]waiting for {}[/]", path)
             for text in following(path):
                 if chosen(text):
                     show(text)

@@ -176,7 +176,7 @@ def page(known: list[Known]) -> Table:
             format_bytes(one.found.weights_bytes) if one.found.weights_bytes else "",
             takes,
             _fits(one),
-            *([", ".join(one.names)] if loaded else []),
+            *([Text(", ".join(one.names))] if loaded else []),
         )
     return table
 

@@ -14,8 +14,8 @@ from kvd.cli.common import (
     JsonOption,
     SocketOption,
     Terms,
-    escape,
     model_in,
+    said,
     stdout_console,
     talk,
     terms,
@@ -85,11 +85,11 @@ def _again_and_again(looking: Watch, wanted: Terms, model: str | None, interval:
             except KvdError as error:
                 if not is_away(error):
                     raise
-                said = f"[yellow]{escape(error.message)}[/]; waiting for it"
+                told = ("[yellow]{}[/]; waiting for it", error.message)
                 if live is not None:
-                    live.update(Group(before, "", said), refresh=True)
+                    live.update(Group(before, "", said(*told)), refresh=True)
                 elif not away:
-                    talk(said)
+                    talk(*told)
                 away = True
             else:
                 away = False

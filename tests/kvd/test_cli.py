@@ -14,6 +14,7 @@ from msgspec.structs import replace
 import kvd
 from kvd import cli
 from kvd.__main__ import main as kvd_main
+from kvd.cli.common import said, talk
 from kvd.home import Home
 from kvd.listen import hold_lock
 from protocol import errors
@@ -371,7 +372,7 @@ def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_
             {"role": "assistant", "content": "Grüße all"},
         ],
     }
-    for said in (
+    for line in (
         "no reply so far",
         "prompt 3 tokens",
         "reply 3 tokens",
@@ -379,7 +380,7 @@ def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_
         "give a file",
         "cannot write",
     ):
-        assert said in err
+        assert line in err
 
 
 def test_a_model_that_a_request_brings_may_be_talked_to_and_has_no_page(kvctl, home: Home):
@@ -603,3 +604,49 @@ def test_what_a_load_says_of_a_model_is_sent(kvctl, home: Home):
     wanted = ModelPolicy(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
     assert said == [wanted, None, ModelPolicy()]
     assert (code, "priority must be at most 100" in err) == (2, True)
+
+
+STRANGE = (
+    r"a\[/b]",
+    "[/b]",
+    r"\[a^2 + b^2\]",
+    "\\",
+    r"\\\[x]",
+    "[bold]",
+    "C:\\[1]\\",
+    ":smile:",
+    "{}{0}",
+    "[",
+)
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_what_is_not_ours_is_shown_as_it_is(text, capsys):
+    talk("[bold]{}[/]{}", text, text)
+    assert capsys.readouterr().err == f"{text}{text}\n"
+    talk("[dim]saved in {}[/]", text)
+    assert capsys.readouterr().err == f"saved in {text}\n"
+
+
+def test_a_value_looks_as_its_place_does():
+    assert said("[bold]{}[/] is [dim]{}[/]!", "a[b", "[/]").markup == (
+        r"[bold]a[b[/bold] is [dim]\[/][/dim]!"
+    )
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_a_name_that_looks_like_markup_is_refused_by_its_name(kvctl, home: Home, text):
+    with stub_daemon(home.socket, well):
+        code, out, err = kvctl("status", text)
+    assert (code, out) == (6, "")
+    assert err.startswith(f"error: no model {text!r} (")
+
+
+def test_a_conversation_goes_on_whatever_is_typed(kvctl, home: Home):
+    with stub_daemon(home.socket, well):
+        lines = "\n".join(f"/{text.replace(' ', '_')}" for text in STRANGE)
+        code, _, err = kvctl("chat", "demo", stdin=f"{lines}\n/set top_k \\[/b]\n/exit\n")
+    assert code == 0
+    for text in STRANGE:
+        assert f"no command /{text.replace(' ', '_')}; /help" in err
+    assert r"'\\[/b]' is no value for top_k" in err
