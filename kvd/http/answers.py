@@ -1,6 +1,7 @@
-"""From the daemon's events to OpenAI's answers: whole, or as a stream of chunks. Sans-io.
+"""From the daemon's events to OpenAI's answers as a stream of chunks. Sans-io.
 
-Both hear the events of all calls of one HTTP request; choice c of prompt p is number p * n + c.
+An answer hears the events of all calls of one HTTP request; choice c of prompt p is number
+p * n + c. Those in one piece are `kvd.http.whole`.
 """
 
 from __future__ import annotations
@@ -94,25 +95,30 @@ class _Prompt:
 
 @dataclass
 class _Text:
-    """What came of one choice; of a stream only how much."""
+    """How much came of one choice."""
 
     index: int
     begun: bool = False
     length: int = 0
-    pieces: list[str] = field(default_factory=list)
-    told: list[TokenLogprob] = field(default_factory=list)
     reason: FinishReason | None = None
     ended: bool = False
     """That was said."""
 
 
-class _Hearing:
+class Hearing:
     """What both kinds of answers do with events."""
 
     def __init__(self, head: Head, asked: Asked, now: float) -> None:
         self.head = head
         self.asked = asked
         self.tally = Tally(len(asked.calls), now)
+
+
+class Streamed(Hearing):
+    """An answer in chunks: write what `hear` returns; after the last event nothing follows."""
+
+    def __init__(self, head: Head, asked: Asked, now: float) -> None:
+        super().__init__(head, asked, now)
         self._prompts = [_Prompt(call.prompt) for call in asked.calls]
         self._texts = [_Text(index) for index in range(len(asked.calls) * asked.n)]
 
@@ -122,57 +128,6 @@ class _Hearing:
     def _echo(self, number: int) -> tuple[str, list[TokenLogprob]]:
         prompt, call = self._prompts[number], self.asked.calls[number]
         return prompt.echo, prompt.told if call.logprobs is not None else []
-
-
-class Whole(_Hearing):
-    """An answer in one piece: `hear` until `over`, then take `body`."""
-
-    def hear(self, number: int, event: Event, now: float) -> None:
-        """Take an event of the call of this number."""
-        self.tally.hear(number, event, now)
-        match event:
-            case messages.Tokens():
-                text = self._text(number, event.choice)
-                text.pieces.append(event.text)
-                text.told += event.logprobs or ()
-            case messages.PromptLogprobs(logprobs=told):
-                self._prompts[number].told += told
-            case messages.ChoiceFinished(choice=choice, reason=reason):
-                self._text(number, choice).reason = _reason(reason)
-            case messages.Done(reason=reason):
-                for choice in range(self.asked.n):
-                    text = self._text(number, choice)
-                    text.reason = text.reason or _reason(reason)
-            case _:
-                pass
-
-    @property
-    def over(self) -> bool:
-        """Whether all has come."""
-        return self.tally.over
-
-    def body(self) -> bytes:
-        """Return the answer."""
-        choices = [
-            self._choice(number, choice)
-            for number in range(len(self.asked.calls))
-            for choice in range(self.asked.n)
-        ]
-        return self.head.whole(choices, self.tally.usage, self.tally.extension)
-
-    def _choice(self, number: int, choice: int) -> Choice:
-        text = self._text(number, choice)
-        said, told = "".join(text.pieces), text.told
-        if self.asked.echo:
-            before, before_told = self._echo(number)
-            said, told = before + said, before_told + told
-        has_told = self.asked.calls[number].logprobs is not None
-        assert text.reason is not None, "a choice without its end"
-        return self.head.shape.whole(text.index, said, told if has_told else None, text.reason)
-
-
-class Streamed(_Hearing):
-    """An answer in chunks: write what `hear` returns; after the last event nothing follows."""
 
     def hear(self, number: int, event: Event, now: float) -> bytes:  # noqa: PLR0911 - one match
         """Take an event of the call of this number; return what is to be written for it."""
@@ -184,9 +139,9 @@ class Streamed(_Hearing):
                 self._prompts[number].told += told
                 return b""
             case messages.ChoiceFinished(choice=choice, reason=reason):
-                return self._finished(number, choice, _reason(reason))
+                return self._finished(number, choice, reason_of(reason))
             case messages.Done(reason=reason):
-                return self._done(number, _reason(reason))
+                return self._done(number, reason_of(reason))
             case messages.Queued(position=position):
                 return comment(f"queued, position {position}")
             case messages.Parked(reason=reason):
@@ -202,7 +157,7 @@ class Streamed(_Hearing):
         if not event.text and event.logprobs is None:
             return opening  # it may become a stop text, or is half a character
         piece = self.head.shape.piece(text.index, event.text, event.logprobs, text.length)
-        text.length += _length(event.text, event.logprobs)
+        text.length += length_of(event.text, event.logprobs)
         return opening + self._chunk([piece])
 
     def _begin(self, number: int, text: _Text) -> bytes:
@@ -217,7 +172,7 @@ class Streamed(_Hearing):
             before, told = self._echo(number)
             has_told = self.asked.calls[number].logprobs is not None
             choices.append(self.head.shape.piece(text.index, before, told if has_told else None, 0))
-            text.length = _length(before, told if has_told else None)
+            text.length = length_of(before, told if has_told else None)
         return b"".join(self._chunk([choice]) for choice in choices)
 
     def _finished(self, number: int, choice: int, reason: FinishReason) -> bytes:
@@ -259,9 +214,11 @@ def comment(text: str) -> bytes:
     return f": {text}\n\n".encode()
 
 
-def _length(text: str, told: list[TokenLogprob] | None) -> int:
+def length_of(text: str, told: list[TokenLogprob] | None) -> int:
+    """Return how much further the offsets of texts are after this one."""
     return len(text) if told is None else sum(len(one.text) for one in told)
 
 
-def _reason(reason: messages.FinishReason) -> FinishReason:
+def reason_of(reason: messages.FinishReason) -> FinishReason:
+    """Return what OpenAI calls it."""
     return "length" if reason == "length" else "stop"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 FinishReason = Literal["stop", "length"]
 
@@ -63,7 +63,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
     index: int
     message: Message
-    logprobs: ChatLogprobs | None
+    logprobs: Raw | None
+    """`ChatLogprobs`, as JSON."""
     finish_reason: FinishReason
 
 
@@ -81,7 +82,8 @@ class TextChoice(msgspec.Struct, frozen=True):
 
     index: int
     text: str
-    logprobs: TextLogprobs | None = None
+    logprobs: TextLogprobs | Raw | None = None
+    """Of a piece, or of the whole as JSON."""
     finish_reason: FinishReason | None = None
 
 

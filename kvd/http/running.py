@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvd.http import errors
-from kvd.http.answers import Asked, Head, Streamed, Whole, comment
+from kvd.http.answers import Asked, Head, Streamed, comment
 from kvd.http.outbox import Outbox
+from kvd.http.whole import Whole
 from protocol import messages
+from protocol.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Iterator
@@ -60,7 +62,7 @@ class Complete(_Running):
         self._over: asyncio.Future[None] = self._loop.create_future()
 
     async def body(self) -> bytes:
-        """Return it when it is there; raises `Refusal`."""
+        """Return it when it is there; raises `Refusal` or `InvalidRequest` (too large)."""
         with self._asked(self._hear):
             await self._over
         return self._answer.body()
@@ -71,7 +73,12 @@ class Complete(_Running):
         if isinstance(event, messages.Error):
             self._over.set_exception(errors.of(event.error))
             return
-        self._answer.hear(number, event, self._loop.time())
+        try:
+            self._answer.hear(number, event, self._loop.time())
+        except KvdError as error:
+            self._over.set_exception(error)
+            self._cancel()
+            return
         if self._answer.over:
             self._over.set_result(None)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from itertools import accumulate
 
+from msgspec import Raw
+
 from kvd.http.responses import (
     Alternative,
     ChatChoice,
@@ -44,10 +46,12 @@ class Shape(ABC):
         """Return the last piece of a choice."""
 
     @abstractmethod
-    def whole(
-        self, index: int, text: str, told: list[ToldToken] | None, reason: FinishReason
-    ) -> Choice:
-        """Return a choice that is over."""
+    def logprobs(self, told: list[ToldToken], offset: int) -> ChatLogprobs | TextLogprobs:
+        """Return what is told of tokens whose text begins at this offset."""
+
+    @abstractmethod
+    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
+        """Return a choice that is over; `logprobs` is the JSON of those."""
 
 
 class Chat(Shape):
@@ -69,17 +73,23 @@ class Chat(Shape):
         offset: int,  # noqa: ARG002 - of completions only
     ) -> Choice:
         """Return the next piece of a choice."""
-        return ChatDelta(index, Delta(content=text), _chat_logprobs(told))
+        return ChatDelta(index, Delta(content=text), None if told is None else _chat_logprobs(told))
 
     def ending(self, index: int, reason: FinishReason) -> Choice:
         """Return the last piece of a choice."""
         return ChatDelta(index, Delta(), finish_reason=reason)
 
-    def whole(
-        self, index: int, text: str, told: list[ToldToken] | None, reason: FinishReason
-    ) -> Choice:
+    def logprobs(
+        self,
+        told: list[ToldToken],
+        offset: int,  # noqa: ARG002 - of completions only
+    ) -> ChatLogprobs:
+        """Return what is told of tokens."""
+        return _chat_logprobs(told)
+
+    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
         """Return a choice that is over."""
-        return ChatChoice(index, Message(text), _chat_logprobs(told), reason)
+        return ChatChoice(index, Message(text), logprobs, reason)
 
 
 class Text(Shape):
@@ -94,22 +104,29 @@ class Text(Shape):
 
     def piece(self, index: int, text: str, told: list[ToldToken] | None, offset: int) -> Choice:
         """Return the next piece of a choice."""
-        return TextChoice(index, text, _text_logprobs(told, offset))
+        return TextChoice(index, text, None if told is None else _text_logprobs(told, offset))
 
     def ending(self, index: int, reason: FinishReason) -> Choice:
         """Return the last piece of a choice."""
         return TextChoice(index, "", finish_reason=reason)
 
-    def whole(
-        self, index: int, text: str, told: list[ToldToken] | None, reason: FinishReason
-    ) -> Choice:
+    def logprobs(self, told: list[ToldToken], offset: int) -> TextLogprobs:
+        """Return what is told of tokens."""
+        return _text_logprobs(told, offset)
+
+    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
         """Return a choice that is over."""
-        return TextChoice(index, text, _text_logprobs(told, 0), reason)
+        return TextChoice(index, text, logprobs, reason)
 
 
 def text_of(told: list[ToldToken]) -> str:
     """Return the text of these tokens together: one of them may be half a character."""
-    return b"".join(bytes(_bytes(one)) for one in told).decode("utf-8", "replace")
+    return bytes_of(told).decode("utf-8", "replace")
+
+
+def bytes_of(told: list[ToldToken]) -> bytes:
+    """Return the same as it is, though it may end within a character."""
+    return b"".join(bytes(_bytes(one)) for one in told)
 
 
 def _bytes(told: Told) -> list[int]:
@@ -120,9 +137,7 @@ def _logprob(told: Told) -> float:
     return NO_LOGPROB if told.logprob is None else told.logprob
 
 
-def _chat_logprobs(told: list[ToldToken] | None) -> ChatLogprobs | None:
-    if told is None:
-        return None
+def _chat_logprobs(told: list[ToldToken]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             TokenLogprob(
@@ -136,9 +151,7 @@ def _chat_logprobs(told: list[ToldToken] | None) -> ChatLogprobs | None:
     )
 
 
-def _text_logprobs(told: list[ToldToken] | None, offset: int) -> TextLogprobs | None:
-    if told is None:
-        return None
+def _text_logprobs(told: list[ToldToken], offset: int) -> TextLogprobs:
     return TextLogprobs(
         tokens=[one.text for one in told],
         token_logprobs=[one.logprob for one in told],

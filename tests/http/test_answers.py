@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
-from kvd.http.answers import Asked, Head, Streamed, Whole
+from kvd.http.answers import Asked, Head, Streamed
 from kvd.http.shapes import Chat, Text
+from kvd.http.whole import Whole
 from protocol import messages as m
+from protocol.errors import InvalidRequest
 from protocol.types import Alternative, TokenLogprob, Usage
 
 CHAT = Head("1", 1700000000, "m", Chat())
@@ -219,6 +222,61 @@ def test_an_echo_of_tokens_is_their_text():
     told = m.PromptLogprobs(id="http", index=0, logprobs=[HALF, OTHER_HALF])
     (choice,) = whole(TEXT, of, accepted(), told, said("!"), done())["choices"]
     assert (choice["text"], choice["logprobs"]) == ("\xe9!", None)
+
+
+def test_several_pieces_of_an_echo_are_told_one_after_the_other():
+    told = [TokenLogprob(number, text, -0.5) for number, text in enumerate(["a", "bc", "d", "ef"])]
+    prompt = [m.PromptLogprobs(id="http", index=i, logprobs=[told[i]]) for i in (0, 1)]
+    spoken = [said(told[i].text, choice, [told[i]]) for i in (2, 3) for choice in (0, 1)]
+    of = asked("abc", n=2, logprobs=0, echo=True)
+    for choice in whole(TEXT, of, accepted(), *prompt, *spoken, done())["choices"]:
+        assert choice["text"] == "abcdef"
+        assert choice["logprobs"] == {
+            "tokens": ["a", "bc", "d", "ef"],
+            "token_logprobs": [-0.5] * 4,
+            "top_logprobs": [{}] * 4,
+            "text_offset": [0, 1, 3, 4],
+        }
+
+
+def test_an_answer_of_no_tokens_has_empty_logprobs():
+    (choice,) = whole(CHAT, asked(logprobs=1), accepted(), done())["choices"]
+    assert choice["logprobs"] == {"content": [], "refusal": None}
+
+
+@pytest.mark.parametrize("head", [CHAT, TEXT], ids=["chat", "text"])
+def test_what_is_told_of_tokens_is_kept_as_bytes_alone(head):
+    answer = Whole(head, asked(logprobs=20), 0.0)
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            top = [Alternative(i, f"t{number}{i}", -float(i)) for i in range(20)]
+            answer.hear(0, said("a", logprobs=[TokenLogprob(1, "a", -0.1, top=top)]), 0.0)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    answer.hear(0, done(), 0.0)
+    assert held < 1.5 * len(answer.body())
+
+
+@pytest.mark.parametrize(
+    ("of", "events"),
+    [
+        (asked(logprobs=1), [said("a", logprobs=[HALF])] * 40),
+        (asked(), [said("a" * 100)] * 20),
+        (asked("a" * 400, n=3, echo=True), []),
+        (
+            asked("a", n=8, logprobs=1, echo=True),
+            [m.PromptLogprobs(id="http", index=0, logprobs=[HALF] * 10)],
+        ),
+    ],
+    ids=["logprobs", "text", "echo", "told echo"],
+)
+def test_an_answer_in_one_piece_is_bounded(monkeypatch, of, events):
+    monkeypatch.setattr("kvd.http.whole.MOST_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="ask for a stream") as caught:
+        whole(TEXT, of, accepted(), *events, done())
+    assert caught.value.detail["field"] == "stream"
 
 
 def test_a_stream_says_why_nothing_comes():

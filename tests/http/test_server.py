@@ -333,6 +333,14 @@ async def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_not(hom
     assert [one["event"][:11] for one in logs if one["log_level"] == "warning"] == ["slow reader"]
 
 
+async def test_an_answer_that_gets_too_large_in_one_piece_is_refused(home: Home, monkeypatch):
+    monkeypatch.setattr("kvd.http.whole.MOST_BYTES", 1000)
+    async with serving(home, hangs(BEGUN, word("x" * 600), word("x" * 600))) as it:
+        refused = await post(it.url)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+        await it.backend.settled()
+
+
 def slow_client(stage, *, stream: bool) -> socket.socket:
     """Return a connection that has asked and takes little at a time."""
     raw = socket.socket()
@@ -361,7 +369,7 @@ async def test_who_takes_its_answer_bit_by_bit_gets_all_of_it(home: Home):
                 piece = await asyncio.wait_for(loop.sock_recv(raw, 2**18), 5)
                 assert piece, found
                 found += len(piece)
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.003)
             assert time.monotonic() - began > 0.5
 
 
