@@ -203,25 +203,22 @@ def logs(
     wanted = terms(context, home, None, json=json)
     with wanted.guarded():
         manager = _installed(wanted, lenient=True)
-        if not _pass_on(manager.logs(lines, follow=follow), raw=wanted.json):
-            # No journal, or one that forgets: the daemon keeps its own.
-            log = locate(manager.service.home).logs / "kvd.log"
-            _pass_on(["tail", "-n", str(lines), str(log)], raw=wanted.json)
+        _pass_on(manager.logs(lines, follow=follow), raw=wanted.json)
 
 
-def _pass_on(command: list[str], *, raw: bool) -> int:
-    """Print what a program prints, and return how many lines that were."""
-    count, console = 0, stdout_console()
+def _pass_on(command: list[str], *, raw: bool) -> None:
+    """Print what a program prints, until it ends or we do."""
+    console = stdout_console()
     try:
         shown = subprocess.Popen(  # noqa: S603 - the manager's own program
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except FileNotFoundError:
-        return 0
+        raise ServiceError(f"{command[0]} is not on this machine") from None
     with shown:
         assert shown.stdout is not None
         try:
-            for count, line in enumerate(shown.stdout, 1):  # noqa: B007 - the last one is it
+            for line in shown.stdout:
                 if raw or not line.startswith("{"):  # the manager's own words stay as they are
                     sys.stdout.write(line)
                     sys.stdout.flush()
@@ -229,7 +226,6 @@ def _pass_on(command: list[str], *, raw: bool) -> int:
                     console.print(readable(line), soft_wrap=True)
         finally:
             shown.terminate()
-    return count
 
 
 # -- what they share ------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from pathlib import Path
 
 from protocol.errors import ServiceError
 
@@ -25,6 +26,11 @@ def said(command: list[str]) -> str | None:
     """Run a program and return what it prints; None if it fails."""
     done = _ended(command)
     return None if done.returncode else done.stdout
+
+
+def tail(paths: list[Path], lines: int, *, follow: bool) -> list[str]:
+    """Return the command that shows the ends of files, and goes on when they are rotated."""
+    return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *map(str, paths)]
 
 
 def _ended(command: list[str]) -> subprocess.CompletedProcess[str]:

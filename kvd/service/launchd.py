@@ -17,7 +17,7 @@ from xml.parsers.expat import ExpatError
 
 from kvd import files
 from kvd.home import Home
-from kvd.service.commands import run, said
+from kvd.service.commands import run, said, tail
 from kvd.service.describe import Service
 from kvd.service.managing import State
 from protocol.errors import ServiceError
@@ -161,8 +161,8 @@ class Launchd:
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         """Return the command that shows what was said, by the daemon and before it could log."""
         home = Home(self.service.home)
-        paths = [str(home.logs / name) for name in ("launchd.log", "kvd.log")]
-        return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *paths]
+        paths = [home.logs / name for name in ("launchd.log", "kvd.log")]
+        return tail(paths, lines, follow=follow)
 
     def _bootstrap(self) -> None:
         run(["launchctl", "enable", self._target])

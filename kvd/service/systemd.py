@@ -11,7 +11,7 @@ from pathlib import Path
 from kvd import files
 from kvd.exits import Exit
 from kvd.home import Home
-from kvd.service.commands import run, said
+from kvd.service.commands import run, said, tail
 from kvd.service.describe import Service
 from kvd.service.managing import State, Word
 from protocol.errors import ServiceError
@@ -267,8 +267,12 @@ class Systemd:
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         """Return the command that shows what was said, by the daemon and by systemd."""
-        shown = ["--user", "--quiet", "--no-pager", "--output=cat", f"--lines={lines}"]
-        return ["journalctl", *shown, *(["--follow"] if follow else []), f"--unit={self._unit}"]
+        journal = ["journalctl", "--user", "--quiet", "--no-pager", "--output=cat"]
+        journal.append(f"--unit={self._unit}")
+        if not _has_words([*journal, "--lines=1"]):
+            # No journal, or one that forgets, and would say nothing for ever: the daemon's own log.
+            return tail([Home(self.service.home).logs / "kvd.log"], lines, follow=follow)
+        return [*journal, f"--lines={lines}", *(["--follow"] if follow else [])]
 
     @property
     def _unit(self) -> str:
@@ -283,6 +287,13 @@ class Systemd:
 
 
 _CTL = ["systemctl", "--user"]
+
+
+def _has_words(command: list[str]) -> bool:
+    try:
+        return bool(said(command))
+    except ServiceError:  # there is no such program
+        return False
 
 
 def folder() -> Path:
