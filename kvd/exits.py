@@ -40,6 +40,8 @@ class Exit(enum.IntEnum):
     """Ctrl-C."""
     PIPE = 141
     """Whoever read our output has hung up."""
+    TERMINATED = 143
+    """SIGTERM."""
 
 
 def of(error: KvdError) -> Exit:

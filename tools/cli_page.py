@@ -28,6 +28,7 @@ MEANINGS = {
     Exit.REFUSED: "the request asks for what cannot be: no such model, a prompt too long",
     Exit.RETRY: "it may work as it is in a moment",
     Exit.INTERRUPTED: "Ctrl-C",
+    Exit.TERMINATED: "SIGTERM",
     Exit.PIPE: "whoever read the output has hung up",
 }
 HEAD = """\

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+from typing import TYPE_CHECKING, NoReturn
+
 import typer
 
 from kvd.cli.common import HomeOption, JsonOption, SocketOption, Terms
 from kvd.cli.lazy import Lazy, lazy_group
 from kvd.cli.options import VersionOption
+from kvd.exits import Exit
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _WATCH, _MODELS, _TEXT = "Watch", "Models and memory", "Text"
 _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"
@@ -62,4 +69,14 @@ def _program(
 
 def main() -> None:
     """Run the command line."""
-    app()
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        app()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Unwind: the terminal is given back as it was, and what was started ends too."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one ends us at once
+    raise SystemExit(Exit.TERMINATED)

@@ -76,7 +76,10 @@ def _again_and_again(looking: Watch, wanted: Terms, model: str | None, interval:
     """Show it until Ctrl-C, which is the way to end this; a daemon that goes away may come back."""
     console = stdout_console()
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        live = stack.enter_context(_live(console)) if _in_place(console, wanted) else None
+        live = _live(console) if _in_place(console, wanted) else None
+        if live is not None:
+            stack.callback(live.stop)  # before it starts: a signal may come meanwhile
+            live.start()
         before: RenderableType = ""
         away = False
         while True:

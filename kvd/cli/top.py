@@ -101,8 +101,8 @@ class Screen:
         with Keyboard() as keyboard:
             looker = Looker(self._terms, self._view.interval_s, keyboard.wake)
             looker.start()
-            self._live.start()
             try:
+                self._live.start()
                 while self._turn(keyboard, looker):
                     pass
             except KeyboardInterrupt:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 
@@ -175,6 +176,7 @@ class Terminal:
 
     def __init__(self, daemon: Daemon, *arguments: str) -> None:
         self.fd, inner = pty.openpty()
+        self.before = termios.tcgetattr(self.fd)
         self.process = subprocess.Popen(
             daemon.kvctl_command(*arguments),
             stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
@@ -195,6 +197,15 @@ class Terminal:
             return text in self.text
 
         wait_for(f"{text!r} in {self.text!r}", shown)
+
+    def drained(self) -> str:
+        """Return what came since the last key, to the last byte; the process has ended."""
+        while select.select([self.fd], [], [], 0.05)[0]:
+            try:
+                self.text += os.read(self.fd, 65536).decode(errors="replace")
+            except OSError:
+                break
+        return self.text
 
     def close(self) -> int:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -236,3 +247,30 @@ def test_a_load_shows_how_far_it_is_and_goes_on_without_us(daemon: Daemon):
     loading.wait_for("kvctl unload m")
     assert loading.close() == 130
     wait_for("the load goes on", lambda: daemon.model("m").state == "ready")
+
+
+ALTERNATE = ("\x1b[?1049h", "\x1b[?1049l")
+CURSOR = ("\x1b[?25l", "\x1b[?25h")
+"""What changes a terminal, and what changes it back."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "modes"),
+    [
+        (("top",), "fast", (ALTERNATE, CURSOR)),
+        (("status", "--watch"), "fast", (CURSOR,)),
+        (("chat", "fast"), "› ", ()),  # noqa: RUF001 - its prompt
+    ],
+    ids=["top", "status", "chat"],
+)
+def test_sigterm_gives_the_terminal_back_as_it_was(shared: Daemon, arguments, shown, modes):
+    terminal = Terminal(shared, *arguments)
+    terminal.wait_for(shown)
+    os.kill(terminal.process.pid, signal.SIGTERM)
+    assert terminal.process.wait(DEADLINE_S) == 143
+    text = terminal.drained()
+    for changed, back in modes:
+        assert text.rindex(back) > text.rindex(changed)
+    assert termios.tcgetattr(terminal.fd) == terminal.before
+    assert "Traceback" not in text
+    terminal.close()
