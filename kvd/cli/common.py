@@ -129,15 +129,22 @@ def forced_json(value: Terms) -> Terms:
     return replace(value, json=True)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let `Terms.guarded` end us; rich would exit with a code of its own."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
 def stdout_console() -> Console:
     """Return a console for data; as wide as the terminal, and wide where there is none."""
     fixed = None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE_PIPE
-    return Console(width=fixed, highlight=False, emoji=False)
+    return _Console(width=fixed, highlight=False, emoji=False)
 
 
 def stderr_console() -> Console:
     """Return a console for talk."""
-    return Console(stderr=True, highlight=False, emoji=False)
+    return _Console(stderr=True, highlight=False, emoji=False)
 
 
 def stdin() -> str:

@@ -82,10 +82,10 @@ def models(
             talk("[dim]no daemon runs; a fresh one with this configuration is reckoned with[/]")
             status, ask = None, _alone(wanted, ctx)
         known = [_judged(one, ask) for one in _named(found, status)]
-    if wanted.json:
-        wanted.print_json([_values(one) for one in known])
-    else:
-        stdout_console().print(page(known))
+        if wanted.json:
+            wanted.print_json([_values(one) for one in known])
+        else:
+            stdout_console().print(page(known))
 
 
 def there(wanted: Terms, folders: Iterable[Path]) -> list[finding.Found]:

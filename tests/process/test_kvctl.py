@@ -8,6 +8,8 @@ import signal
 import subprocess
 import time
 
+import pytest
+
 from tests.process.helpers import Daemon, source, wait_for
 
 
@@ -202,6 +204,28 @@ def test_a_reader_that_has_enough_ends_it_quietly(shared: Daemon):
         check=False,
     )
     assert (done.returncode, len(done.stdout), done.stderr) == (141, 5, "")
+
+
+PRINTING = (
+    "status", "status --json", "models", "models --json", "config", "config get budget", "logs",
+    "metrics", "doctor", "tokenize fast Hi", "key new me",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", PRINTING)
+def test_output_that_nobody_reads_ends_a_command_quietly(shared: Daemon, words: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        shared.kvctl_command(*words.split()),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_drain_then_nothing_new(daemon: Daemon):
