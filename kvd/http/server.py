@@ -89,7 +89,7 @@ class Server:
             handler_cancellation=True,
             keepalive_timeout=settings.idle_timeout_s,
             lingering_time=_LINGER_S,
-            shutdown_timeout=_FAREWELL_S,
+            shutdown_timeout=_FAREWELL_S / 2,  # the library waits for it twice
             auto_decompress=False,  # nobody would count what comes out
         )
         self._servers: list[asyncio.Server] = []
