@@ -1,10 +1,14 @@
-"""Clients that take nothing of what was written for them: their connection ends after a while."""
+"""Clients that take nothing of what was written for them, or are gone without being noticed.
+
+Whether one is gone is not seen while its next request waits unread.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import fcntl
+import select
 import socket
 import struct
 import sys
@@ -19,13 +23,14 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _LOOK_S = 1.0
+_CLOSED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP  # macOS has one for both
 _SO_NWRITE = 0x1024
 """Of macOS."""
 
 
 @contextlib.contextmanager
 def watched(request: web.Request, patience_s: float) -> Iterator[None]:
-    """End a request's connection if its client takes nothing of the answer for so long.
+    """End a request's connection if its client takes nothing of the answer for so long, or is gone.
 
     Within the block a write waits until the kernel has everything, so that nothing is left behind.
     """
@@ -42,7 +47,7 @@ def watched(request: web.Request, patience_s: float) -> Iterator[None]:
 
 class _Watch:
     def __init__(
-        self, request: web.Request, transport: asyncio.WriteTransport, patience_s: float
+        self, request: web.Request, transport: asyncio.Transport, patience_s: float
     ) -> None:
         self._request = request
         self._transport = transport
@@ -63,6 +68,9 @@ class _Watch:
     def _look(self) -> None:
         if self._transport.is_closing():
             return
+        if not self._transport.is_reading() and _is_gone(self._transport):
+            self._transport.abort()
+            return
         waiting, now = self._transport.get_write_buffer_size(), self._loop.time()
         state = (self._request.writer.output_size - waiting, _on_its_way(self._transport))
         if not waiting or state != self._before:
@@ -76,6 +84,13 @@ class _Watch:
             self._transport.abort()
             return
         self._timer = self._later()
+
+
+def _is_gone(transport: asyncio.BaseTransport) -> bool:
+    """Return whether the other end is closed, whatever it sent before that is still unread."""
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), _CLOSED)
+    return any(events & _CLOSED for _, events in poll.poll(0))
 
 
 def _on_its_way(transport: asyncio.BaseTransport) -> int:

@@ -312,6 +312,24 @@ async def test_a_client_that_goes_away_cancels_its_request(home: Home, stream):
         await it.backend.settled()
 
 
+@pytest.mark.parametrize("door", ["tcp", "unix"])
+async def test_who_goes_away_with_its_next_request_half_sent_is_noticed(home: Home, door):
+    async with serving(home, hangs(BEGUN), idle_timeout_s=0.4) as it:
+        if door == "tcp":
+            _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+        else:
+            _, writer = await asyncio.open_unix_connection(it.socket)
+        writer.write(request("/v1/chat/completions", CHAT))
+        await until(lambda: it.backend.calls)
+        # More than is read ahead, so that its end is not read either.
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 8000000\r\n\r\n")
+        writer.write(b"x" * 600_000)
+        await asyncio.sleep(0.1)
+        assert not it.backend.calls[0].cancelled
+        writer.transport.abort()
+        await it.backend.settled()
+
+
 async def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_not(home: Home):
     async with serving(home, hangs(BEGUN), says("ok"), unread_limit=100_000) as it:
         with capture_logs() as logs:
@@ -575,6 +593,8 @@ async def test_the_end_of_the_server_ends_what_runs(home: Home):
     async with serving(home, hangs(BEGUN)) as it:
         asking = asyncio.create_task(post(it.url, CHAT | {"stream": True}))
         await until(lambda: it.backend.calls)
+        began = time.monotonic()
+    assert time.monotonic() - began < 1.8, "the farewell is 1 s"
     await it.backend.settled()
     with pytest.raises(httpx.RemoteProtocolError):
         await asking
