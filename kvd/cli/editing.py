@@ -22,7 +22,12 @@ def edited_text(path: Path, key: str, value: Any) -> str:
 
     Raises `ConfigError` if the file is wrong, or would be.
     """
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        before = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        before = ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", key="") from error
     settings = config.parse(before, str(path))
     if value is not None:
         with_value(settings, key, value)

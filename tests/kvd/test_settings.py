@@ -263,9 +263,11 @@ def test_a_file_that_is_not_there_is_made_and_a_broken_one_stays(home: Home):
     home.create()
     assert parse(edited_text(home.config, "max_rows", 8)).max_rows == 8
     assert edited_text(home.config, "max_rows", None) == ""
-    home.config.write_text("max_rows = ")
-    with pytest.raises(ConfigError):
-        edited_text(home.config, "max_rows", 8)
+    for broken in (b"max_rows = ", b'# gr\xfc\xdfe\nbudget = "1GiB"'):
+        home.config.write_bytes(broken)
+        with pytest.raises(ConfigError):
+            edited_text(home.config, "max_rows", 8)
+        assert home.config.read_bytes() == broken
 
 
 def test_the_page_shows_keys_values_and_what_waits(home: Home):
