@@ -1,0 +1,146 @@
+"""Connections of which one half is gone: closed for writing, or in silence, as in a power cut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvd.home import Home
+from kvd.http.doors import open_doors
+from kvd.http.server import Server
+from kvd.http.settings import HttpSettings
+from tests.http.live import Live, asked, request, stopped
+from tests.http.stage import Scripted, hangs, until
+from tests.process.helpers import source, wait_for, written
+
+CHAT = "/v1/chat/completions"
+PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+_TCP_REPAIR = 19
+_ESTABLISHED, _CLOSE_WAIT = "01", "08"
+
+
+def vanish(raw: socket.socket) -> None:
+    """Close it without a word: no FIN, no RST, as where the power fails."""
+    try:
+        raw.setsockopt(socket.IPPROTO_TCP, _TCP_REPAIR, 1)
+    except OSError as error:
+        if error.errno in {errno.EPERM, errno.ENOPROTOOPT}:
+            pytest.skip("needs the right to end a TCP connection in silence")
+        raise
+    raw.close()
+
+
+def held(port: int) -> int:
+    """Return how many connections to this port its server has."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    states = [line.split()[3] for line in lines if line.split()[1].endswith(f":{port:04X}")]
+    return sum(state in {_ESTABLISHED, _CLOSE_WAIT} for state in states)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux's TCP can vanish at will")
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Live]:
+    """A daemon that waits for nobody for long."""
+    root = Path(tempfile.mkdtemp(prefix="kvd-"))
+    config = "[http]\nport = 0\nidle_timeout_s = 0.3\n"
+    daemon = Live(written(Home(root / "h"), config), "--fake")
+    with stopped(daemon):
+        daemon.start()
+        daemon.load(source(tps=100), "fast")
+        daemon.load(source(tps=50), "mine")
+        yield daemon
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def others_are_served(hasty: Live) -> Iterator[None]:
+    """A neighbour's answer is what it is alone, and nobody died."""
+    workers = hasty.worker_pid("fast"), hasty.worker_pid("mine")
+    transport = httpx.HTTPTransport(uds=str(hasty.home.http_socket))
+    body = asked(max_tokens=30, seed=4)
+    told: list[httpx.Response] = []
+    with httpx.Client(transport=transport, base_url="http://kvd", timeout=30) as client:
+        neighbour = threading.Thread(target=lambda: told.append(client.post(CHAT, json=body)))
+        neighbour.start()
+        yield
+        neighbour.join()
+        alone = client.post(CHAT, json=body)
+    assert [one.status_code for one in (*told, alone)] == [200, 200]
+    assert told[0].json()["choices"] == alone.json()["choices"]
+    assert workers == (hasty.worker_pid("fast"), hasty.worker_pid("mine"))
+    with hasty.client() as kvd:
+        assert kvd.status().pid == hasty.pid
+
+
+@pytest.mark.parametrize("door", ["tcp", "unix"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_closes_its_half_is_gone_for_http(hasty: Live, door, stream):
+    """A client that will say nothing more cannot be told from one that left: its request ends."""
+    with hasty.tcp() if door == "tcp" else hasty.unix() as raw:
+        raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=stream)))
+        wait_for("it runs", lambda: hasty.running("mine") == 1)
+        raw.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(65536):
+                pass
+        wait_for("its request is ended", lambda: hasty.running("mine") == 0)
+
+
+@linux
+@pytest.mark.parametrize("said", [b"", PART], ids=["nothing", "half a request"])
+def test_who_vanished_while_it_was_waited_for_is_waited_for_no_longer(hasty: Live, said):
+    port = hasty.address[1]
+    raw = hasty.tcp()
+    raw.sendall(said)
+    wait_for("it is there", lambda: held(port) == 1)
+    vanish(raw)
+    assert held(port) == 1, "the other end noticed"
+    wait_for("it is given up", lambda: held(port) == 0, 10)
+
+
+@linux
+def test_who_vanished_amid_its_stream_loses_its_request(hasty: Live):
+    raw = hasty.tcp()
+    raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=True)))
+    assert raw.recv(15) == b"HTTP/1.1 200 OK"
+    vanish(raw)
+    wait_for("its request is ended", lambda: hasty.running("mine") == 0, 10)
+
+
+@linux
+async def test_who_vanished_while_nothing_is_said_is_looked_for(home: Home):
+    """An answer in one piece may take minutes: the kernel asks whether its client is there."""
+    home.create()
+    backend = Scripted([hangs()])
+    doors = open_doors(home, HttpSettings(port=0))
+    listener = doors[0].listener
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        assert listener.getsockopt(socket.IPPROTO_TCP, option) <= 30
+        listener.setsockopt(socket.IPPROTO_TCP, option, 1)  # and not the half minute of kvd
+    server = Server(backend, HttpSettings(port=0), doors, unread_limit=2**20)
+    await server.start()
+    try:
+        raw = socket.create_connection(listener.getsockname())
+        raw.sendall(request(CHAT, asked()))
+        await until(lambda: backend.calls)
+        vanish(raw)
+        assert not backend.calls[0].cancelled
+        async with asyncio.timeout(5):
+            await backend.settled()
+    finally:
+        await server.close()
+        for door in doors:
+            door.close()
