@@ -21,7 +21,13 @@ from kvd.cli import completing
 from kvd.client import Client
 from kvd.exits import Exit
 from kvd.home import locate
-from protocol.errors import InvalidRequest, KvdError, UnknownModel
+from protocol.errors import (
+    InvalidRequest,
+    KvdError,
+    UnknownModel,
+    UnknownOp,
+    UnsupportedVersion,
+)
 from protocol.types import DaemonStatus, ModelStatus
 
 HomeOption = Annotated[
@@ -93,6 +99,8 @@ class Terms:
         for key, value in sorted(error.detail.items()):
             if key in _HINTS:
                 talk("[dim]hint:[/] {}", _HINTS[key].format(value))
+        if isinstance(error, UnknownOp | UnsupportedVersion):
+            talk("[dim]hint:[/] the daemon is of another version than kvctl; restart it")
 
     def print_json(self, value: Any) -> None:
         """Print a value as one line of JSON."""

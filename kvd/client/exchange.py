@@ -17,6 +17,7 @@ from protocol.errors import (
     InvalidRequest,
     KvdError,
     LocalProtocolError,
+    MalformedFrame,
     NotRunning,
     PermissionDenied,
     from_info,
@@ -48,6 +49,9 @@ E = TypeVar("E")
 QUICK_S = 10.0
 """How long hello, status and cancel may take: the daemon answers them without waiting for
 anybody, so silence means that it is stopped."""
+
+
+_OTHER_VERSION = "is the daemon of another version? Then restart it"
 
 
 def socket_path(socket: str | os.PathLike[str] | None, home: str | os.PathLike[str] | None) -> Path:
@@ -119,6 +123,9 @@ class Exchange:
         """Sort what came in; `take` gives it out."""
         try:
             events = self._session.receive(data)
+        except MalformedFrame as error:
+            self.fail(MalformedFrame(f"{error.message} ({_OTHER_VERSION})", **error.detail))
+            return
         except KvdError as error:
             self.fail(error)
             return

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
@@ -15,10 +17,13 @@ import kvd
 from kvd import cli
 from kvd.__main__ import main as kvd_main
 from kvd.cli.common import said, talk
+from kvd.doctor import running
+from kvd.doctor.scene import Scene
 from kvd.home import Home
 from kvd.listen import hold_lock
 from protocol import errors
 from protocol import messages as m
+from protocol.framing import encode_line
 from protocol.policy import ModelPolicy
 from protocol.types import Alternative, Sampling, TokenLogprob, Usage
 from tests.kvd.stub import MODEL, daemon_status, stub_daemon, well
@@ -650,3 +655,44 @@ def test_a_conversation_goes_on_whatever_is_typed(kvctl, home: Home):
     for text in STRANGE:
         assert f"no command /{text.replace(' ', '_')}; /help" in err
     assert r"'\\[/b]' is no value for top_k" in err
+
+
+def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
+    """One whose messages lack a field, as one does that is older than the field."""
+    reply = json.loads(encode_line(m.StatusReply(id="1", status=daemon_status())))
+    del reply["status"]["version"]
+    line = json.dumps(reply).encode() + b"\n"
+    home.socket.parent.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as aside:
+        listener.bind(str(home.socket))
+        listener.listen()
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(65536)
+                peer.sendall(line)
+
+        answering = aside.submit(answer)
+        code, out, err = kvctl("status")
+        answering.result(5)
+        answering = aside.submit(answer)
+        (finding,) = running.daemon(Scene(home))
+        answering.result(5)
+    assert (code, out) == (1, "")
+    assert "missing required field `version`" in err
+    assert "is the daemon of another version? Then restart it" in err
+    assert finding.verdict == "fail"
+    assert "of another version" in finding.said
+    assert finding.todo == "restart the daemon"
+
+
+@pytest.mark.parametrize("error", [errors.UnknownOp, errors.UnsupportedVersion])
+def test_a_daemon_that_does_not_know_a_command_is_of_another_version(kvctl, home: Home, error):
+    def older(request):
+        yield m.Error(id=request.id, error=error("no").info())
+
+    with stub_daemon(home.socket, older):
+        code, _, err = kvctl("pin", "demo")
+    assert code == 1
+    assert err == "error: no\nhint: the daemon is of another version than kvctl; restart it\n"
