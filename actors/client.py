@@ -1,8 +1,8 @@
 """A client's shell: one for each connection, around the session machine and the socket.
 
 Answers `hello`, `status`, `events` and `cancel` itself, hands `generate` to the router and the rest
-to the supervisor and the governor. When the connection ends its generate requests are cancelled;
-loads go on.
+to the supervisor and the governor. When the connection ends its generate requests are cancelled,
+texts that wait are dropped, and loads go on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from actors import mail
 from actors.events import concerns
 from actors.runtime.actor import Actor, MailboxFull
 from protocol import messages
-from protocol import worker as wire
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
 from protocol.session import ServerSession
 
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail
     from actors.ports import Configuration, Metrics
     from actors.runtime.actor import Ref
+    from actors.texts import Texts
+    from protocol import worker as wire
     from protocol.forecast import Forecast
     from protocol.messages import Event, Request
     from protocol.types import DaemonStatus
@@ -55,6 +56,7 @@ class Services:
     supervisor: Ref[SupervisorMail]
     governor: Ref[GovernorMail]
     events: Events
+    texts: Texts
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
     status: Callable[[], DaemonStatus]
@@ -94,6 +96,8 @@ class Client(Actor["ClientMail"]):
         self._following: dict[str, str | None] = {}
         """The requests that follow events, and of which model."""
         self._count = 0
+        self._has_texts = False
+        """It asked for the tokens of some; they may wait still."""
 
     def receive(self, message: ClientMail) -> None:
         """Handle a message; a failure ends the connection, which is told so first."""
@@ -122,6 +126,8 @@ class Client(Actor["ClientMail"]):
         rids, self._rids = self._rids, {}
         for rid in rids.values():
             self._services.router.tell(mail.Unwanted(rid), beyond_limit=True)
+        if self._has_texts:
+            self._services.supervisor.tell(mail.TokensUnwanted(self.ref), beyond_limit=True)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -185,11 +191,9 @@ class Client(Actor["ClientMail"]):
                     lambda it: messages.Explained(id=key, forecast=it),
                 )
             case messages.Tokenize(id=key):
-                self._answer(
-                    key,
-                    services.supervisor.ask(mail.TokensWanted(request.model, _texts(request))),
-                    lambda it: _tokens(key, it),
-                )
+                self._has_texts = True
+                asked = services.texts.tokens(request, self.ref)
+                self._answer(key, asked, lambda it: _tokens(key, it))
             case messages.Configure(id=key):
                 self._answer(key, services.configured(request), lambda it: it)
             case messages.Pin(id=key, model=name) | messages.Unpin(id=key, model=name):
@@ -290,12 +294,6 @@ class Client(Actor["ClientMail"]):
         """Say of the connection why it ends."""
         if self._socket is not None:
             self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))
-
-
-def _texts(asked: messages.Tokenize) -> wire.Tokenize:
-    return wire.Tokenize(
-        seq=0, prompt=asked.prompt, messages=asked.messages, most=asked.most, texts=asked.texts
-    )
 
 
 def _tokens(key: str, told: wire.Tokenized) -> Event:

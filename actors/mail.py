@@ -464,6 +464,13 @@ class TokensWanted(Ask[Tokenized], frozen=True):
 
     name: str
     command: Tokenize
+    client: Ref[ClientMail]
+
+
+class TokensUnwanted(_Message, frozen=True):
+    """A client is gone: its texts need not wait for their models any more."""
+
+    client: Ref[ClientMail]
 
 
 class DrainWanted(Ask[None], frozen=True):
@@ -510,6 +517,7 @@ SupervisorMail = (
     | UnlistWanted
     | UnloadWanted
     | TokensWanted
+    | TokensUnwanted
     | DrainWanted
     | ShutdownWanted
     | NothingRuns

@@ -23,6 +23,7 @@ from protocol import worker as wire
 from protocol.errors import (
     Draining,
     InsufficientMemory,
+    InternalError,
     InvalidRequest,
     KvdError,
     ModelExists,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.board import Board
-    from actors.mail import GovernorMail, RouterMail, SupervisorMail, WorkerMail
+    from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail, WorkerMail
     from actors.runtime.actor import Ref
     from protocol.errors import ErrorInfo
     from protocol.types import ModelState, ModelStatus
@@ -67,7 +68,7 @@ class Seat:
     """The model as it was known before a load that does not wait for room."""
     brought: bool = False
     """Something named it that is known: it stays so if the load fails."""
-    askers: list[tuple[Later[wire.Tokenized], wire.Tokenize]] = field(default_factory=list)
+    askers: list[tuple[Later[wire.Tokenized], mail.TokensWanted]] = field(default_factory=list)
     """Texts to tell the tokens of when it is ready."""
     again: list[tuple[Later[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
     """Loads that came while it was leaving to make room."""
@@ -140,6 +141,8 @@ class Supervisor(Actor["SupervisorMail"]):
                 return self._unload(name, force=force)
             case mail.TokensWanted():
                 return self._tokenize(message)
+            case mail.TokensUnwanted(client=client):
+                self._drop_texts(client)
             case mail.DrainWanted():
                 return self._drain()
             case mail.ShutdownWanted(force=force, watcher=watcher):
@@ -300,15 +303,22 @@ class Supervisor(Actor["SupervisorMail"]):
             error = house.board.model(name).error
             raise from_info(error) if error else ModelFailed(f"{name} was given up", model=name)
         later: Later[wire.Tokenized] = Later()
-        seat.askers.append((later, wanted.command))
+        seat.askers.append((later, wanted))
         if seat.state == "ready":
             self._ask_tokens(seat)
         return later
 
     def _ask_tokens(self, seat: Seat) -> None:
         askers, seat.askers = seat.askers, []
-        for later, command in askers:
-            self.pipe(seat.worker.ask(mail.TokensAsked(command)), later.answer, later.fail)
+        for later, wanted in askers:
+            self.pipe(seat.worker.ask(mail.TokensAsked(wanted.command)), later.answer, later.fail)
+
+    def _drop_texts(self, client: Ref[ClientMail]) -> None:
+        for seat in self._house.seats.values():
+            gone = [later for later, wanted in seat.askers if wanted.client is client]
+            seat.askers = [asker for asker in seat.askers if asker[1].client is not client]
+            for later in gone:
+                later.fail(InternalError("nobody waits for this text"))
 
     def _missing(self, name: str) -> str:
         names = ", ".join(sorted(self._house.seats)) or "none"

@@ -33,6 +33,7 @@ from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, Tree
 from actors.supervisor import House, Supervisor
+from actors.texts import Texts
 from actors.turns import Ring, Turns
 from actors.worker import Berth, Surroundings, Worker
 from protocol.errors import InvalidRequest, UnknownModel
@@ -256,6 +257,7 @@ class System:
             supervisor=self._supervisor,
             governor=governor,
             events=self._events,
+            texts=Texts(self._supervisor),
             explain=Explainer(self._board, self._catalogue, self._ledger.machine, self._reckon),
             configuration=self.configuration,
             status=self.status,

@@ -116,6 +116,8 @@ class Ref(Generic[M]):
                 return await reply
         except TimeoutError:
             raise AskTimeout(f"{self.name} did not answer within {timeout_s} s") from None
+        finally:
+            del reply  # an error in it has this frame: a ring that keeps what was asked for long
 
     def _put(self, envelope: _Envelope[M], *, beyond_limit: bool = False) -> None:
         if len(self._mail) >= self.limit and not beyond_limit:
@@ -249,6 +251,7 @@ class Cell(Generic[M]):
                 _settle(envelope.reply, error)
             else:
                 self._fail(error)
+            del envelope  # as in `Ref.ask`
             return
         if envelope.reply is None:
             return

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import msgspec
 import pytest
@@ -18,6 +21,10 @@ from tests.sim.loop import DeadlockError, run, simulated, until
 
 class Question(Ask[str], frozen=True):
     about: str
+
+
+class Wrong(ValueError):
+    """As ValueError, but that one cannot be referred to weakly."""
 
 
 class Parrot(Actor[object]):
@@ -44,7 +51,7 @@ class Parrot(Actor[object]):
                 self.later[about] = Later()
                 return self.later[about]
             case Question(about="error"):
-                raise ValueError("asked for it")
+                raise Wrong("asked for it")
             case Question(about=about):
                 return f"{about}!"
             case "answer":
@@ -108,6 +115,23 @@ async def test_a_failure_in_an_ask_belongs_to_the_asker(house):
     assert await ref.ask(Question("alive")) == "alive!"
     assert house.heard == ["start"]
     assert not house.notices
+
+
+@simulated
+async def test_a_failure_keeps_nothing_of_what_was_asked(house):
+    ref = house.start()
+    gc.disable()
+    try:
+        with contextlib.suppress(Wrong):
+            try:
+                await ref.ask(Question("error"))
+            except Wrong as error:
+                failure = weakref.ref(error)
+                raise
+        await asyncio.sleep(0)  # the loop has it in this very step
+        assert failure() is None, "held by a ring of references"
+    finally:
+        gc.enable()
 
 
 @simulated

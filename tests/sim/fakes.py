@@ -33,6 +33,8 @@ from protocol.worker import (
     Stats,
     Stop,
     Submit,
+    Tokenize,
+    Tokenized,
 )
 
 INFO = ModelInfo(
@@ -196,6 +198,8 @@ class FakeProcess:
                 self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
                 self.say(RowBegun(rid=command.rid))
                 self._work.set()
+            case Tokenize():
+                self.say(Tokenized(seq=command.seq, count=len(command.prompt or "")))
             case CancelRow():
                 if command.rid in self._rows:
                     self._rows[command.rid].cancelled = True

@@ -1,0 +1,91 @@
+"""Texts whose tokens are asked for are bounded together, and go with who asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+from actors.catalogue import Known
+from protocol import messages
+from protocol.errors import Overloaded
+from tests.sim.fakes import Script
+from tests.sim.loop import simulated, until
+from tests.sim.world import World, world
+
+SLOW = {"demo": [Script(load_s=20.0)]}
+DEMO = {"demo": Known("demo", listed=True)}
+
+
+def bounded(w: World, most_bytes: int = 4000) -> World:
+    w.system._services.texts.most_bytes = most_bytes
+    return w
+
+
+def held(w: World) -> int:
+    return w.system._services.texts.bytes
+
+
+@simulated
+async def test_a_model_that_is_loaded_tells_at_once() -> None:
+    async with world() as w:
+        client = bounded(w).client()
+        assert (await client.ask(messages.Tokenize, model="demo", prompt="Hi!")).count == 3
+        assert held(w) == 0
+
+
+@simulated
+async def test_what_waits_for_a_model_is_bounded_for_all_clients_together() -> None:
+    async with world(SLOW, load=(), known=DEMO) as w:
+        one, other = bounded(w).client(), w.client()
+        waiting = [one.start(messages.Tokenize, model="demo", prompt="x" * 1000) for _ in range(3)]
+        over = other.start(messages.Tokenize, model="demo", prompt="x" * 1000)
+        fits = other.start(messages.Tokenize, model="demo", prompt="x")
+
+        refused = await other.end(over)
+        assert isinstance(refused, messages.Error)
+        assert refused.error.code == Overloaded.code
+        assert refused.error.detail["retry_after_s"] == 1.0
+        assert 3000 < held(w) <= 4000
+
+        for client, key, count in [*((one, key, 1000) for key in waiting), (other, fits, 1)]:
+            told = await client.end(key)
+            assert isinstance(told, messages.Tokenized)
+            assert told.count == count
+        assert held(w) == 0
+        assert (await other.ask(messages.Tokenize, model="demo", prompt="x" * 1000)).count == 1000
+
+
+@simulated
+async def test_one_text_of_any_size_may_wait() -> None:
+    async with world() as w:
+        client = bounded(w, 10).client()
+        assert (await client.ask(messages.Tokenize, model="demo", prompt="x" * 100)).count == 100
+
+
+@simulated
+async def test_texts_of_a_client_that_is_gone_are_dropped_and_those_of_others_are_not() -> None:
+    async with world(SLOW, load=(), known=DEMO) as w:
+        leaves, stays = bounded(w).client(), w.client()
+        for _ in range(3):
+            leaves.start(messages.Tokenize, model="demo", prompt="x" * 1000)
+        kept = stays.start(messages.Tokenize, model="demo", prompt="x" * 10)
+        await until(lambda: held(w) > 3000)
+        leaves.hang_up()
+        await until(lambda: held(w) < 100)
+        (seat,) = w.system._house.seats.values()
+        assert len(seat.askers) == 1
+        assert isinstance(await stays.end(kept), messages.Tokenized)
+
+
+@simulated
+async def test_a_text_that_a_process_has_counts_until_it_answers() -> None:
+    """Or who leaves and comes back would send it one text after the other."""
+    async with world() as w:
+        client = bounded(w).client()
+        w.spawn.last("demo").freeze()
+        client.start(messages.Tokenize, model="demo", prompt="x" * 1000)
+        await until(lambda: held(w) > 1000)
+        client.hang_up()
+        await asyncio.sleep(1.0)
+        assert held(w) > 1000
+        w.spawn.last("demo").die(-9)
+        await until(lambda: held(w) == 0)
