@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 import kvd
 from kvd.http.responses import Answer, Choice, Extension, FinishReason, Usage
@@ -79,6 +80,8 @@ class Asked:
     echo: bool = False
     include_usage: bool = False
     stream: bool = False
+    prompt_only: bool = False
+    """What is written is not told."""
 
 
 @dataclass
@@ -113,6 +116,18 @@ class Hearing:
         self.asked = asked
         self.tally = Tally(len(asked.calls), now)
 
+    @property
+    def usage(self) -> Usage:
+        """What all took that is told."""
+        took = self.tally.usage
+        if not self.asked.prompt_only:
+            return took
+        return replace(took, completion_tokens=0, total_tokens=took.prompt_tokens)
+
+    def reason(self, reason: messages.FinishReason) -> FinishReason:
+        """Return what OpenAI calls it."""
+        return "length" if reason == "length" or self.asked.prompt_only else "stop"
+
 
 class Streamed(Hearing):
     """An answer in chunks: write what `hear` returns; after the last event nothing follows."""
@@ -139,9 +154,9 @@ class Streamed(Hearing):
                 self._prompts[number].told += told
                 return b""
             case messages.ChoiceFinished(choice=choice, reason=reason):
-                return self._finished(number, choice, reason_of(reason))
+                return self._finished(number, choice, self.reason(reason))
             case messages.Done(reason=reason):
-                return self._done(number, reason_of(reason))
+                return self._done(number, self.reason(reason))
             case messages.Queued(position=position):
                 return comment(f"queued, position {position}")
             case messages.Parked(reason=reason):
@@ -154,7 +169,7 @@ class Streamed(Hearing):
     def _tokens(self, number: int, event: messages.Tokens) -> bytes:
         text = self._text(number, event.choice)
         opening = self._begin(number, text)
-        if not event.text and event.logprobs is None:
+        if self.asked.prompt_only or (not event.text and event.logprobs is None):
             return opening  # it may become a stop text, or is half a character
         piece = self.head.shape.piece(text.index, event.text, event.logprobs, text.length)
         text.length += length_of(event.text, event.logprobs)
@@ -192,7 +207,7 @@ class Streamed(Hearing):
         if not over:
             return said
         if self.asked.include_usage:
-            said += self.head.chunk([], self.tally.usage, self.tally.extension)
+            said += self.head.chunk([], self.usage, self.tally.extension)
         return said + DONE
 
     def _running(self, number: int) -> list[_Text]:
@@ -217,8 +232,3 @@ def comment(text: str) -> bytes:
 def length_of(text: str, told: list[TokenLogprob] | None) -> int:
     """Return how much further the offsets of texts are after this one."""
     return len(text) if told is None else sum(len(one.text) for one in told)
-
-
-def reason_of(reason: messages.FinishReason) -> FinishReason:
-    """Return what OpenAI calls it."""
-    return "length" if reason == "length" else "stop"

@@ -67,6 +67,11 @@ def echoes(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo)
 
 
+def is_prompt_only(request: ChatRequest | CompletionRequest) -> bool:
+    """Return whether nothing is to be written: the worker writes a token then that is not told."""
+    return _most_tokens(request)[0] == 0
+
+
 # -- what types cannot say --------------------------------------------------------------------
 
 
@@ -74,6 +79,8 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
     _check_supported(asdict(request), "")
     if request.stream_options is not None and not request.stream:
         raise _wrong("stream_options", "is only for streams (stream: true)")
+    if is_prompt_only(request) and not echoes(request):
+        raise _wrong("max_tokens", "must be at least 1, but with echo")
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             raise _wrong("top_logprobs", "needs logprobs: true")
@@ -168,7 +175,7 @@ def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Genera
         id="http",
         model=request.model,
         sampling=_sampling(request),
-        max_tokens=most,
+        max_tokens=1 if is_prompt_only(request) else most,
         n=request.n or 1,
         stop=stop,
         stop_tokens=request.stop_token_ids or [],

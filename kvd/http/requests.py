@@ -136,6 +136,8 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]
     """A text, tokens, or a list of either: each is completed on its own."""
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    """0 with ``echo``: only what is told of the prompt."""
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
 

@@ -155,6 +155,7 @@ def _understood(body: bytearray, kind: type[reading.R], shape: Shape) -> tuple[H
         echo=reading.echoes(wanted),
         include_usage=options is not None and bool(options.include_usage),
         stream=bool(wanted.stream),
+        prompt_only=reading.is_prompt_only(wanted),
     )
     return Head(secrets.token_hex(12), int(time.time()), wanted.model, shape), asked
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.http.answers import Asked, Head, Hearing, length_of, reason_of
+from kvd.http.answers import Asked, Head, Hearing, length_of
 from kvd.http.joined import Joined
 from kvd.http.responses import Choice, FinishReason
 from kvd.http.shapes import bytes_of
@@ -56,7 +56,7 @@ class Whole(Hearing):
         """Take an event of the call of this number."""
         self.tally.hear(number, event, now)
         match event:
-            case messages.Tokens():
+            case messages.Tokens() if not self.asked.prompt_only:
                 text = self._text(number, event.choice)
                 before = self._prompts[number].length if self.asked.echo else 0
                 self._write(text, event.text.encode())
@@ -67,11 +67,11 @@ class Whole(Hearing):
                     self._write(prompt, bytes_of(told), times=self.asked.n)
                 self._tell(prompt, told, 0, times=self.asked.n)
             case messages.ChoiceFinished(choice=choice, reason=reason):
-                self._text(number, choice).reason = reason_of(reason)
+                self._text(number, choice).reason = self.reason(reason)
             case messages.Done(reason=reason):
                 for choice in range(self.asked.n):
                     text = self._text(number, choice)
-                    text.reason = text.reason or reason_of(reason)
+                    text.reason = text.reason or self.reason(reason)
             case _:
                 pass
 
@@ -83,7 +83,7 @@ class Whole(Hearing):
     def body(self) -> bytes:
         """Return the answer."""
         choices = [self._choice(index) for index in range(len(self._texts))]
-        return self.head.whole(choices, self.tally.usage, self.tally.extension)
+        return self.head.whole(choices, self.usage, self.tally.extension)
 
     def _text(self, number: int, choice: int) -> _Part:
         return self._texts[number * self.asked.n + choice]

@@ -239,6 +239,22 @@ def test_several_pieces_of_an_echo_are_told_one_after_the_other():
         }
 
 
+def test_of_a_prompt_alone_nothing_more_is_told():
+    prompt = [TokenLogprob(1, "He"), TokenLogprob(2, "y", -0.1)]
+    events = [accepted(), m.PromptLogprobs(id="http", index=0, logprobs=prompt)]
+    events += [said("!", logprobs=[TokenLogprob(3, "!", -0.2)]), done(completion_tokens=1)]
+    of = asked("Hey", logprobs=0, echo=True, prompt_only=True, include_usage=True)
+    answer = whole(TEXT, of, *events)
+    streamed = chunks(TEXT, of, *events)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hey", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.1]
+    assert "".join(c["text"] for chunk in streamed for c in chunk["choices"]) == "Hey"
+    assert streamed[0]["choices"][0]["logprobs"] == choice["logprobs"]
+    for usage in (answer["usage"], streamed[-1]["usage"]):
+        assert (usage["completion_tokens"], usage["total_tokens"]) == (0, 3)
+
+
 def test_an_answer_of_no_tokens_has_empty_logprobs():
     (choice,) = whole(CHAT, asked(logprobs=1), accepted(), done())["choices"]
     assert choice["logprobs"] == {"content": [], "refusal": None}

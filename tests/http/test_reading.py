@@ -146,6 +146,11 @@ def test_an_echo_asks_for_the_prompts_logprobs_where_it_needs_them():
     assert text(logprobs=2)[0].prompt_logprobs is None
 
 
+def test_a_prompt_alone_may_be_asked_for():
+    (one,) = text(echo=True, logprobs=1, max_tokens=0)
+    assert (one.max_tokens, one.prompt_logprobs) == (1, 1)
+
+
 def test_edges_of_sampling():
     assert chat(top_p=0).sampling == Sampling(temperature=0.0)
     assert chat(top_k=-1).sampling.top_k == 0
@@ -220,6 +225,8 @@ def test_a_wrong_field_is_named(fields, field, says):
         ({"prompt": ["a"] * 64, "n": 3}, "n"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
     ],
