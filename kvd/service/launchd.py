@@ -25,6 +25,8 @@ from protocol.errors import ServiceError
 _NOT_LOADED = 113
 """`launchctl print` of a job that is not there."""
 _LOOK_AGAIN_S = 0.2
+_KILL_S = 10
+"""Beyond a stop: for launchd to kill what is left then, and to take note of its end."""
 _PREFIX = "dev.kvd."
 
 
@@ -172,10 +174,11 @@ class Launchd:
         """Take it out, and wait until it is gone: it finishes what runs."""
         if said(["launchctl", "bootout", self._target]) is None and not self._is_there():
             return
-        deadline = time.monotonic() + self.service.stop_s
+        most_s = self.service.stop_s + _KILL_S
+        deadline = time.monotonic() + most_s
         while self._is_there():
             if time.monotonic() > deadline:
-                raise ServiceError(f"{self._target} still runs after {self.service.stop_s} s")
+                raise ServiceError(f"{self._target} still runs after {most_s} s")
             time.sleep(_LOOK_AGAIN_S)
 
     def _is_there(self) -> bool:

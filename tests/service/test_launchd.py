@@ -234,6 +234,38 @@ def test_its_life(launchctl, home: Home, tmp_path):
     assert managing.uninstall(manager) == []
 
 
+class Clock:
+    """In the place of `time`: who sleeps is soon awake, and at `ends` the job is gone."""
+
+    def __init__(self, job: Path, ends: float) -> None:
+        self._job, self._ends, self._now = job, ends, 0.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += 10 * seconds
+        if self._now >= self._ends:
+            self._job.unlink(missing_ok=True)
+
+
+def test_one_that_launchd_has_to_kill_is_waited_for(launchctl, home: Home, tmp_path, monkeypatch):
+    manager = Launchd(describe(home, Config(drain_timeout_s=1.0)), tmp_path / "agents")
+    (tmp_path / "bin/launchctl").write_text(
+        f"#!/bin/sh\ncase $1 in print) test -e {tmp_path / 'job'} || exit 113 ;; esac\n"
+    )
+    (tmp_path / "job").touch()
+    stop_s = agent(manager.service)["ExitTimeOut"]
+    monkeypatch.setattr("kvd.service.launchd.time", Clock(tmp_path / "job", stop_s + 5.0))
+    manager.stop()
+    assert not (tmp_path / "job").exists()
+
+    (tmp_path / "job").touch()
+    monkeypatch.setattr("kvd.service.launchd.time", Clock(tmp_path / "job", stop_s + 60.0))
+    with pytest.raises(ServiceError, match="still runs"):
+        manager.stop()
+
+
 def test_another_way_to_be_started_is_seen(launchctl, home: Home, tmp_path):
     usual = Launchd(describe(home, Config()), tmp_path / "agents")
     waits = Launchd(describe(home, Config(), on_demand=True), tmp_path / "agents")
