@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -80,15 +81,15 @@ class Terms:
     def guarded(self) -> Iterator[None]:
         """Turn what goes wrong inside into a message and an exit code."""
         try:
-            yield
-        except KvdError as error:
-            self.complain(error)
-            raise typer.Exit(exits.of(error)) from None
+            try:
+                yield
+            except KvdError as error:
+                self.complain(error)
+                raise typer.Exit(exits.of(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(Exit.INTERRUPTED) from None
         except BrokenPipeError:
-            # Whoever read our stdout has enough; Python must not flush into it at its end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _stop_writing()
             raise typer.Exit(Exit.PIPE) from None
 
     def complain(self, error: KvdError) -> None:
@@ -141,7 +142,16 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Let `Terms.guarded` end us; rich would exit with a code of its own."""
         self.quiet = True
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+def _stop_writing() -> None:
+    """Whoever read our output has enough; Python must not flush into it at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def stdout_console() -> Console:

@@ -228,6 +228,18 @@ def test_output_that_nobody_reads_ends_a_command_quietly(shared: Daemon, words: 
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("words", ["status nobody", "status nobody --json", "chat fast"])
+def test_talk_that_nobody_reads_ends_a_command_too(shared: Daemon, words: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = shared.kvctl_command(*words.split())
+    done = subprocess.run(
+        command, input=b"/nonsense\n", stdout=writer, stderr=writer, timeout=30, check=False
+    )
+    os.close(writer)
+    assert done.returncode == 141
+
+
 def test_drain_then_nothing_new(daemon: Daemon):
     daemon.load(source(tps=100), "m")
     assert json.loads(daemon.kvctl("drain", "--json").stdout) == {"state": "drained"}
