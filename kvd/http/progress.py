@@ -72,7 +72,8 @@ class _Watch:
             self._transport.abort()
             return
         waiting, now = self._transport.get_write_buffer_size(), self._loop.time()
-        state = (self._request.writer.output_size - waiting, _on_its_way(self._transport))
+        coming = _on_its_way(self._transport) if waiting else 0
+        state = (self._request.writer.output_size - waiting, coming)
         if not waiting or state != self._before:
             self._before, self._since = state, now
         elif now - self._since >= self._patience_s:
@@ -96,6 +97,9 @@ def _is_gone(transport: asyncio.BaseTransport) -> bool:
 def _on_its_way(transport: asyncio.BaseTransport) -> int:
     """Return how much the kernel has that the other end has not: it takes megabytes at a time."""
     peer: socket.socket = transport.get_extra_info("socket")
-    if sys.platform == "darwin":
-        return peer.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
-    return int(struct.unpack("i", fcntl.ioctl(peer.fileno(), termios.TIOCOUTQ, bytes(4)))[0])
+    try:
+        if sys.platform == "darwin":
+            return peer.getsockopt(socket.SOL_SOCKET, _SO_NWRITE)
+        return int(struct.unpack("i", fcntl.ioctl(peer.fileno(), termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:  # it is gone, which the transport is about to notice
+        return 0
