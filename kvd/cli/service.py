@@ -84,6 +84,7 @@ def install(
         if print_only:
             _print_files(manager)
             return
+        managing.refuse_foreign(manager, force=force)
         place.create()
         _refuse_a_stranger(manager)
         try:
@@ -364,10 +365,10 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
         )
     if daemon is not None and state.word != "running":
         talk(f"[yellow]a daemon (pid {daemon.pid}) that is not the service's answers[/]")
-    for path in managing.foreign(manager):
-        talk(f"[yellow]{escape(str(path))} is there, and not kvd's to replace or delete[/]")
     if not managing.installed(manager):
-        talk("`kvctl service install` installs it")
+        theirs = [f"[yellow]{escape(managing.whose(one))}[/]" for one in managing.foreign(manager)]
+        for line in theirs or ["`kvctl service install` installs it"]:
+            talk(line)
     for news in _news(daemon):
         talk(news)
 

@@ -108,6 +108,9 @@ def service(scene: Scene) -> Finding:
         if manager.is_on_demand():
             manager = managing.manager_of(describe(scene.home, scene.settings, on_demand=True))
         if not managing.installed(manager):
+            if theirs := managing.foreign(manager):
+                todo = "see what it is for: kvd leaves it alone"
+                return warn("service", managing.whose(theirs[0]), todo)
             return skip("service", "not installed; `kvctl service install` has it started for you")
         state = manager.state()
         if managing.outdated(manager):

@@ -119,9 +119,7 @@ def install(manager: Manager, *, force: bool = False) -> list[Path]:
 
     `force`: also in the place of files that are somebody else's; never in that of a link.
     """
-    for path in foreign(manager):
-        if path.is_symlink() or not force:
-            raise ServiceError(_kept(path))
+    refuse_foreign(manager, force=force)
     manager.check()
     files = manager.files()
     for path, content in files.items():
@@ -132,8 +130,7 @@ def install(manager: Manager, *, force: bool = False) -> list[Path]:
 
 def uninstall(manager: Manager) -> list[Path]:
     """Stop and delete the files; return those that were there. The home stays as it is."""
-    for path in foreign(manager):
-        raise ServiceError(_kept(path))
+    refuse_foreign(manager)
     there = installed(manager)
     if there:
         manager.check()
@@ -156,19 +153,27 @@ def foreign(manager: Manager) -> list[Path]:
     return [path for path in there if path.is_symlink() or not manager.owns(path)]
 
 
-def outdated(manager: Manager) -> list[Path]:
-    """Return those that are not what this version would write."""
-    wanted = manager.files()
-    differ = [path for path in wanted if manager.owns(path) and path.read_bytes() != wanted[path]]
-    return [*differ, *manager.stale()]
+def refuse_foreign(manager: Manager, *, force: bool = False) -> None:
+    """Raise `ServiceError` if there is any; with `force`, only where a link is."""
+    for path in foreign(manager):
+        if path.is_symlink() or not force:
+            raise ServiceError(whose(path))
 
 
-def _kept(path: Path) -> str:
+def whose(path: Path) -> str:
+    """Say why a file is left alone."""
     if path.is_symlink():
         return (
             f"{path} is a link to {path.readlink()}, not kvd's to replace or delete: take it away"
         )
     return f"{path} is not of this home's service: move it away, or install with --force"
+
+
+def outdated(manager: Manager) -> list[Path]:
+    """Return those that are not what this version would write."""
+    wanted = manager.files()
+    differ = [path for path in wanted if manager.owns(path) and path.read_bytes() != wanted[path]]
+    return [*differ, *manager.stale()]
 
 
 def _write(path: Path, content: bytes) -> None:

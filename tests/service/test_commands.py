@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from kvd.cli import service
 from kvd.config import Config
+from kvd.doctor import running
+from kvd.doctor.scene import Scene
 from kvd.home import Home
 from kvd.service import managing
 from kvd.service.describe import Service, describe
@@ -108,6 +110,21 @@ def test_a_daemon_in_a_terminal_is_not_run_over(kvctl: Played, home: Home):
     finally:
         daemon.end()
     assert label(kvctl.manager.service).startswith("dev.kvd.kvd-")
+
+
+def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, home: Home):
+    (path,) = kvctl.manager.files()
+    path.parent.mkdir()
+    path.write_text("<plist/>")
+    for command, status in (("status", 3), ("install", 1), ("uninstall", 1)):
+        said = " ".join(kvctl(command, status=status).split())
+        assert "is not of this home's service: move it away, or install with --force" in said
+        assert "may know why" not in said
+    found = running.service(Scene(home))
+    assert (found.verdict, str(path) in found.said) == ("warn", True)
+    assert path.read_text() == "<plist/>"
+    assert "it runs" in kvctl("install", "--force")
+    assert json.loads(kvctl("status", "--json"))["files"] == [str(path)]
 
 
 NOWHERE = '[http]\nhost = "nowhere.invalid"\n'
