@@ -367,8 +367,8 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
         talk(f"[yellow]a daemon (pid {daemon.pid}) that is not the service's answers[/]")
     if not managing.installed(manager):
         theirs = [f"[yellow]{escape(managing.whose(one))}[/]" for one in managing.foreign(manager)]
-        for line in theirs or ["`kvctl service install` installs it"]:
-            talk(line)
+        for said in theirs or ["`kvctl service install` installs it"]:
+            talk(said)
     for news in _news(daemon):
         talk(news)
 
