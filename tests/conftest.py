@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ from kvd.home import Home
 # A busy machine must not fail a test: what has to be fast is measured where that is the point.
 settings.register_profile("kvd", deadline=None)
 settings.load_profile("kvd")
+
+# Who is started in the background or by nohup ignores these, and so would what tests start.
+for ignored, usual in (
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGINT, signal.default_int_handler),
+):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, usual)
 
 TESTS = Path(__file__).parent
 LONGEST = (

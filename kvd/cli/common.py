@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich import markup
 from rich.console import Console
-from rich.text import Text
+from rich.text import Span, Text
 
 from kvd import exits
 from kvd.cli import completing
@@ -184,15 +184,19 @@ def said(form: str, *values: object) -> Text:
     What is not ours comes as a value: no escape keeps every text as it is, since what a backslash
     before a bracket means depends on all that follows.
     """
-    rest, whole = Text.from_markup(form, emoji=False), Text()
+    text = Text.from_markup(form, emoji=False)
+    plain, spans, begin = text.plain, text.spans, 0
     for value in values:
-        at = rest.plain.index("{}")
-        before, place, rest = rest.divide([at, at + 2])
-        shown = Text(str(value))
-        for span in place.spans:
-            shown.stylize(span.style)
-        whole.append_text(before).append_text(shown)
-    return whole.append_text(rest)
+        at, shown = plain.index("{}", begin), str(value)
+        plain = plain[:at] + shown + plain[at + 2 :]
+
+        def moved(place: int, at: int = at, more: int = len(shown) - 2) -> int:
+            return place if place <= at else place + more
+
+        # A style goes on through the value: a terminal reads one piece.
+        spans = [Span(moved(one.start), moved(one.end), one.style) for one in spans]
+        begin = at + len(shown)
+    return Text(plain, spans=spans)
 
 
 def escape(text: str) -> str:

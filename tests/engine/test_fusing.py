@@ -237,7 +237,7 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
     monkeypatch.setenv(choice.VARIABLE, told)
     monkeypatch.setattr(choice, "kernels", StandIn().backend)
     stages: list[str] = []
-    loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB)
+    loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, multiplies=False)
     found = loading.serve(
         loaded,  # type: ignore[arg-type]
         CacheSettings(),

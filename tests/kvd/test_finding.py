@@ -105,7 +105,10 @@ def kvctl(monkeypatch, capsys, home: Home):
     return run
 
 
-def test_each_model_is_told_with_what_the_daemon_reckons(kvctl, home: Home, hub, tmp_path):
+def test_each_model_is_told_with_what_the_daemon_reckons(
+    kvctl, home: Home, hub, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "300")  # the folder's path has its place in the table
     model_at(hub / "models--org--big" / "snapshots" / "s", 9)
     model_at(hub / "models--org--odd" / "snapshots" / "s", 9)
     model_at(hub / "models--org--part" / "snapshots" / "s")
