@@ -35,6 +35,8 @@ MOST_CONNECTIONS = 2048
 """By each door, so that strangers at one do not close the other; each takes some 20 KiB."""
 _SHARE_OF_FILES = 4
 """And at most a fourth of the files that the daemon may open: its other sockets need some too."""
+_COMING_S = 1.0
+"""How long an accepted connection may take to be known; it may also be gone by then."""
 _FAREWELL_S = 1.0
 """How long the last answers may take to be written when the daemon ends."""
 _LINGER_S = 2.0
@@ -93,6 +95,8 @@ class Server:
             auto_decompress=False,  # nobody would count what comes out
         )
         self._servers: list[asyncio.Server] = []
+        self._coming: list[tuple[float, Door, asyncio.BaseProtocol]] = []
+        """Connections that were accepted, when and by which door."""
 
     async def start(self) -> None:
         """Accept clients."""
@@ -116,12 +120,23 @@ class Server:
         assert server is not None, "start first"
         most = min(MOST_CONNECTIONS, files.limit() // _SHARE_OF_FILES)
         known = server.connections
-        if len(known) >= most:
+        coming = self._coming_by(door, known)
+        if len(known) + coming >= most:
             here = _place(door.listener.getsockname())
-            if sum(_place(other.sockname) == here for other in known) >= most:
+            if sum(_place(other.sockname) == here for other in known) + coming >= most:
                 _log.warning("too many connections", most=most, address=door.address)
                 return _Full()
-        return server()
+        protocol = server()
+        self._coming.append((time.monotonic(), door, protocol))
+        return protocol
+
+    def _coming_by(self, door: Door, known: list[web.RequestHandler]) -> int:
+        """Return how many were accepted and are not known yet: many may come at once."""
+        there, now = set(map(id, known)), time.monotonic()
+        self._coming = [
+            one for one in self._coming if id(one[2]) not in there and now - one[0] < _COMING_S
+        ]
+        return sum(one[1] is door for one in self._coming)
 
     # -- around every handler ---------------------------------------------------------------------
 

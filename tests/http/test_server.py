@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI, RateLimitError
 from structlog.testing import capture_logs
 
+from kvd import files
 from kvd.home import Home
 from kvd.http import keys
 from protocol import errors
@@ -624,3 +626,21 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_its_connection(home: Home, m
             await post(it.url, CHAT | {"stream": True})
         assert [one["event"] for one in logs if one["log_level"] == "error"] == ["a handler failed"]
         await it.backend.settled()
+
+
+async def test_connections_that_come_at_once_are_bounded_as_those_that_come_one_by_one(
+    home: Home, monkeypatch
+):
+    """They are accepted in one turn of the loop, before the first of them is known."""
+    monkeypatch.setattr(files, "limit", lambda: 40)
+    async with serving(home) as stage:
+        many = [socket.create_connection(("127.0.0.1", stage.port)) for _ in range(30)]
+        refused = 0
+        for one in many:
+            one.setblocking(False)
+        for _ in range(20):  # turns of the loop, in which they are accepted and answered
+            await asyncio.sleep(0.01)
+        for one in many:
+            with one, contextlib.suppress(BlockingIOError):
+                refused += one.recv(12) == b"HTTP/1.1 503"
+        assert refused == 20
