@@ -484,9 +484,18 @@ class Traffic(RuleBasedStateMachine):
             assert not self.running
             for rid in [*self.queued, *self.parked]:
                 self.admission.keep(rid, 0)
+        if turn.plan.wanted_pages and self.gives_up_spare():
+            self.step()
         if self.admission.idle:
             self.held = Held(self.held.cached, 0, self.held.cached)
             self.tell(self.admission.rest(self.held.cached))
+
+    def gives_up_spare(self) -> bool:
+        """Cut what is left over from before, as the engine does for who waits; tails at the end."""
+        before, scheduler = self.held, self.scheduler
+        rows = max(scheduler.places, before.rows if scheduler.places else 0)
+        self.held = Held(scheduler.reserved + before.cached, rows, before.cached)
+        return self.held != before
 
     @precondition(lambda self: self.up)
     @rule()
