@@ -135,7 +135,8 @@ def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: D
         if rung in ("level", "park"):
             freed = active - pressed.engine._runner.cache.nbytes
             assert freed > promised / 3, rung  # the rest was reserved, and not yet filled
-            assert real - mx.get_active_memory() > 0.9 * freed, rung
+            # Rows go on meanwhile, for more steps on a slow machine.
+            assert real - mx.get_active_memory() > 0.8 * freed, rung
         after = pressed.engine.stats().offer
         left = after.levels[level - 1] if rung == "level" else getattr(after, rung)
         assert left <= unit
