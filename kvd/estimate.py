@@ -34,7 +34,7 @@ SHARED_BYTES = 39 * 1024 * 1024
 DEFAULT_CONTEXT = 4096
 SLAB_PAGES = 64
 FIRST_ROWS = 4
-TAIL_TOKENS = 192
+TAIL_TOKENS = 128
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 

@@ -126,11 +126,11 @@ def most_pages(
 ) -> int:
     """Return the most pages that a row ever holds on its way to ``length`` tokens.
 
-    ``window``, ``keep`` and ``chunk``: what a layer attends to (`kvd.worker.cache.kinds`); without,
-    everything. Pages fall out at a flush: once in 128 tokens at least, or behind ``step`` prefilled
-    ones.
+    `full_pages`, and one that is written before its time. ``window``, ``keep`` and ``chunk``: what
+    a layer attends to (`kvd.worker.cache.kinds`); without, everything. Pages fall out once in 64
+    tokens, or behind ``step`` prefilled ones.
     """
-    pages = full_pages(length)
+    pages = length // PAGE_TOKENS
     if window is None and chunk is None:
         return pages
     reach = chunk or (window or 0) - keep

@@ -255,6 +255,8 @@ class Case:
         keys, values = self.source.chunk(
             (self.source.tokens - 1) // CHUNK * CHUNK, (self.source.tokens - 1) % CHUNK + 1
         )
+        if self.store.needs_flush([self.row]):
+            self.store.flush()
         self.store.begin_decode([self.row])
         handle, _ = self.cache.update_and_fetch(keys[:, :, -1:], values[:, :, -1:])
         assert isinstance(handle, DecodeHandle)

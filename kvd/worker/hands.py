@@ -26,8 +26,8 @@ class Hands:
     requests: dict[str, Request]
     settle: Callable[[], None]
     """Read what is in flight, so that nothing is; a row may end with it."""
-    flush: Callable[[], None]
-    """Wait for the device, and write all pending pages."""
+    drain: Callable[[], None]
+    """Wait for the device."""
     leave: Callable[[Completion], None]
     """Take a completion's row out of the batch, and free it."""
     join: Callable[[Request, Completion, Any], None]

@@ -231,7 +231,7 @@ class MLXEngine:
             self._holdings,
             self._requests,
             settle=self._settle,
-            flush=self._flush,
+            drain=self._drain,
             leave=self._leave,
             join=self._join,
         )
@@ -442,7 +442,7 @@ class MLXEngine:
         """Drop checkpoints for so many pages; return whether that freed anything."""
         if not self._prompts.evict(pages * self._admission.budget.page_bytes):
             return False
-        self._flush()
+        self._drain()
         self._on_phase("pools")
         self._runner.cache.compact(self._holdings.needed_pages)
         return True
@@ -516,7 +516,7 @@ class MLXEngine:
         row, request.row = request.row, None
         others = request.completions[1:]
         if others:
-            self._flush()
+            self._drain()
             frozen = cache.freeze(row)
             for completion in others:
                 self._join(request, completion, cache.thaw(frozen))
@@ -696,7 +696,7 @@ class MLXEngine:
         with_head = needed + self._scheduler.head_pages
         if self._reclaiming.active or self._holdings.charged_pages <= with_head:
             return False
-        self._flush()
+        self._drain()
         self._on_phase("pools")
         freed: int = cache.compact(needed)
         return freed > 0

@@ -153,7 +153,7 @@ class Reclaiming:
             request.reader.lowered = True
             request.mixed = request.mixed or request.begun or request.row is not None
         while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
-            hands.flush()
+            hands.drain()
             lowering = Lowering(cache, above, level)
             while not lowering.over:
                 lowering.advance(self._left(), self._clock)
@@ -192,12 +192,12 @@ class Reclaiming:
             return
         if cache.tail_slots > hands.scheduler.places:
             hands.settle()
-            hands.flush()
+            hands.drain()
             cache.cut_tails()
         for _ in range(_TRIES):
             if not self._lacks(wanted) or not isinstance(cache, ModelCache):
                 return
-            hands.flush()
+            hands.drain()
             trimming = Trimming(cache)
             while not trimming.over:
                 trimming.advance(self._left(), self._clock)

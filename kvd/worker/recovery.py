@@ -71,7 +71,7 @@ class Recovery:
         self._chunk = chunk
         self._on_phase = on_phase
 
-    def take_back(self, requests: Collection[Request], flush: Callable[[], None]) -> bool:
+    def take_back(self, requests: Collection[Request], drain: Callable[[], None]) -> bool:
         """Forget the pass over prompts that failed, and make room; return whether that is all.
 
         All rows are as they were then, and what is in flight goes on.
@@ -81,11 +81,11 @@ class Recovery:
         for request in requests:
             if request.row and request.row.length != self._scheduler.position(request.rid):
                 return False  # another pass of the same step had gone through
-        return attempt(self._give_up_spare, requests, flush) is None
+        return attempt(self._give_up_spare, requests, drain) is None
 
-    def _give_up_spare(self, requests: Collection[Request], flush: Callable[[], None]) -> None:
+    def _give_up_spare(self, requests: Collection[Request], drain: Callable[[], None]) -> None:
         self._prompts.forget_all(requests)
-        flush()
+        drain()
         gc.collect()  # a traceback's frames hold what the step has built, until somebody looks
         self._runner.cache.compact()
         mx.clear_cache()
@@ -184,7 +184,6 @@ class Recovery:
     def _freeze(self, one: _Lost) -> None:
         """Let a request that was parked be parked again."""
         cache = self._runner.cache
-        cache.flush()
         holders: list[Request | Completion] = [*one.completions] or [one.request]
         for holder, row in zip(holders, one.rows, strict=True):
             holder.frozen = cache.freeze(row)

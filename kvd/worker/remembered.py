@@ -173,7 +173,7 @@ class Remembered:
     def was_read(self, reader: Reader, end: int, sequence: Any) -> None:
         """Note that a prompt is in a sequence up to ``end``; leave a checkpoint if one is wanted.
 
-        The device must be idle, and nothing pending.
+        The device must be idle.
         """
         chunks, rest = divmod(end, self.tree.chunk)
         if rest or reader.lowered:

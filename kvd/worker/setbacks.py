@@ -72,7 +72,7 @@ class Setbacks:
         self.calm = 0
         hands = self._hands
         can_take_back = not (self.count or short.late)
-        if can_take_back and self._recovery.take_back(hands.requests.values(), hands.flush):
+        if can_take_back and self._recovery.take_back(hands.requests.values(), hands.drain):
             self.count = 1
             _log.warning("out of memory in a prompt's chunk: %s", short.reason)
             return []

@@ -35,11 +35,15 @@ class StandIn:
         self.launches += 1
         tails = given.tail_keys.shape
         which = mx.arange(tails[0]) if given.givers is None else given.givers
-        taken = (mx.arange(tails[2]) == given.places[:, None])[:, None, :, None]
-        return (
-            mx.where(taken, given.keys[which], given.tail_keys),
-            mx.where(taken, given.values[which], given.tail_values),
-        )
+        places = given.places[:, None]
+        taken = ((mx.arange(tails[2]) == places % tails[2]) & (places >= 0))[:, None, :, None]
+        moved = (places >= tails[2])[:, :, None, None]
+        half = tails[2] // 2
+        found = []
+        for new, tail in ((given.keys, given.tail_keys), (given.values, given.tail_values)):
+            behind = mx.concatenate([tail[:, :, half:], tail[:, :, half:]], axis=2)
+            found.append(mx.where(taken, new[which], mx.where(moved, behind, tail)))
+        return found[0], found[1]
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
         """As the kernel."""

@@ -25,7 +25,7 @@ from tests.cache.helpers import through_page
 
 Sides = tuple[np.ndarray, np.ndarray]
 """Keys and values, ``[heads, tokens, dim]``."""
-TAIL = 3 * PAGE_TOKENS
+TAIL = 2 * PAGE_TOKENS
 STATE_BYTES = 4 * (3 + 2 * 4)
 """Of one sequence, in one layer."""
 NOWHERE = 1e3
@@ -63,8 +63,6 @@ class DenseRow:
     pages: list[Page] = field(default_factory=list)
     paged: int = 0
     """Pages that it ever had, those that fell out included."""
-    pending: list[int] = field(default_factory=list)
-    """Levels of what is quantized in the tail."""
 
     @property
     def tail_start(self) -> int:
@@ -110,50 +108,43 @@ class DenseStore:
     def copy(self, row: Row, twin: Row) -> None:
         """Freeze or thaw a row: the copy has the same pages, and a tail of its own."""
         mine = self.rows[row]
-        assert not mine.pending
         self.rows[twin] = DenseRow(
             list(mine.tail), mine.level, mine.length, list(mine.pages), mine.paged
         )
 
-    def append(self, row: Row, new: list[Sides]) -> None:
+    def append(self, row: Row, new: list[Sides], *, chunk: bool) -> None:
+        """Take tokens: a ``chunk`` of a prompt, or the one of a decode step."""
         mine = self.rows[row]
         mine.tail = [
             (np.concatenate([k, more_k], axis=1), np.concatenate([v, more_v], axis=1))
             for (k, v), (more_k, more_v) in zip(mine.tail, new, strict=True)
         ]
         mine.length += new[0][0].shape[1]
-        while mine.paged + len(mine.pending) < full_pages(mine.length):
-            self._seal(mine)
+        turns = mine.paged < full_pages(mine.length)
+        while mine.paged < full_pages(mine.length):
+            self._turn_page(mine)
+        # What no query sees from here on falls out with a page's turn, or behind a chunk.
+        if self.kind.bounded and (chunk or turns):
+            low = oldest_seen(self.kind, mine.length - (not chunk))
+            anchor = PAGE_TOKENS * -(-self.kind.keep // PAGE_TOKENS)
+            mine.pages = [
+                page for page in mine.pages if page.start < anchor or page.start + PAGE_TOKENS > low
+            ]
 
-    def _seal(self, mine: DenseRow) -> None:
-        first = PAGE_TOKENS * len(mine.pending)
-        here = slice(first, first + PAGE_TOKENS)
-        for layer, packings in enumerate(self.packings):
-            sides = tuple(side.copy() for side in mine.tail[layer])
-            for side, packing in zip(sides, packings[mine.level], strict=True):
-                side[:, here] = packed(side[:, here], packing)
-            mine.tail[layer] = sides
-        mine.pending.append(mine.level)
+    def _turn_page(self, mine: DenseRow) -> None:
+        head = [
+            tuple(
+                packed(side[:, :PAGE_TOKENS], packing)
+                for side, packing in zip(sides, packings[mine.level], strict=True)
+            )
+            for sides, packings in zip(mine.tail, self.packings, strict=True)
+        ]
+        mine.tail = [(k[:, PAGE_TOKENS:], v[:, PAGE_TOKENS:]) for k, v in mine.tail]
+        mine.pages.append(Page(mine.level, mine.tail_start, head))
+        mine.paged += 1
 
     def flush(self) -> None:
         running = [mine for row, mine in self.rows.items() if not row.is_frozen]
-        for mine in running:
-            for level in mine.pending:
-                head = [(k[:, :PAGE_TOKENS], v[:, :PAGE_TOKENS]) for k, v in mine.tail]
-                mine.tail = [(k[:, PAGE_TOKENS:], v[:, PAGE_TOKENS:]) for k, v in mine.tail]
-                mine.pages.append(Page(level, mine.tail_start, head))
-                mine.paged += 1
-            mine.pending = []
-            low, anchor = (
-                oldest_seen(self.kind, mine.length),
-                PAGE_TOKENS * -(-self.kind.keep // PAGE_TOKENS),
-            )
-            if self.kind.bounded:
-                mine.pages = [
-                    page
-                    for page in mine.pages
-                    if page.start < anchor or page.start + PAGE_TOKENS > low
-                ]
         self._leave_dense(
             [m for m in running if m.level == 0 and 0 < self.store.quantized_start <= m.length]
         )
@@ -249,7 +240,6 @@ class DenseStore:
             assert row.alive
             assert row.length == mine.length
             assert row.level == mine.level
-            assert row.pending == len(mine.pending)
             assert row.tail_start == mine.tail_start
             starts = [row.start(index) for index in range(len(row.pages))]
             assert starts == [page.start for page in mine.pages]
@@ -264,7 +254,9 @@ class DenseStore:
         seen = {page for row, mine in self.rows.items() if not row.is_frozen for page in mine.pages}
         for allocator in self.store.allocators:
             mine = [page for page in places if page.level == allocator.level]
-            assert allocator.used == len(mine)
+            early = [page for row in self.rows for page in row.early]
+            here = sum(page.level == allocator.level for page in early)
+            assert allocator.used == len(mine) + here
             assert allocator.idle == sum(page not in seen for page in mine)
         return places
 

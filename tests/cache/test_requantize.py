@@ -123,22 +123,20 @@ def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
     assert now == sum(counts)
 
 
-def test_pages_that_await_the_flush_follow() -> None:
+def test_what_was_written_early_is_written_anew_on_the_new_level() -> None:
     bench = Bench(scheme=LADDER, layers=1)
-    row = bench.new(127)
-    bench.decode([row])
-    assert row.row.pending == 1
-    row.shown(0, bench.store)
-    mx.eval(bench.store.arrays())
+    row = bench.new(100)
+    bench.drain()
+    assert [page.level for page in row.row.early] == [0]
     down = StepDown(bench.store, [row.row], 2)
     assert down.advance(1.0, no_clock) == 0
-    assert not down.over
-    bench.drain()
-    assert down.advance(1.0, no_clock) == 1
-    row.lowered(2)
-
     assert down.over
-    bench.check()
+    assert bench.store.used_bytes == 0
+    while not row.row.pages:
+        bench.decode([row])
+
+    assert [page.level for page in row.row.pages] == [2]
+    bench.check()  # quantized once, from the dense tokens
 
 
 def test_shared_pages_are_converted_once_for_all() -> None:
@@ -381,7 +379,7 @@ class Ladder(RuleBasedStateMachine):
         for _ in range(count):
             self.bench.decode(rows, batch=len(rows) + 1)
             for row in rows:
-                row.shown(0, self.bench.store) if row.row.pending else None
+                row.shown(0, self.bench.store)
 
     @precondition(lambda self: self.bench.rows)
     @rule(data=st.data())

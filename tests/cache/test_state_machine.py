@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
                 new = [
                     (k[index, :, : counts[index]], v[index, :, : counts[index]]) for k, v in layers
                 ]
-                self.twin.stores[store].append(sequence.rows[store], new)
+                self.twin.stores[store].append(sequence.rows[store], new, chunk=prefill)
         if not prefill:
             self._check_outputs(sequences, outputs, None, counts)
         own = [tokens[:mine] for tokens, mine in zip(inputs, counts, strict=False)]
@@ -291,8 +291,6 @@ class Machine(RuleBasedStateMachine):
         self._checked("insert")
 
     def _prefill(self, sequence: SequenceRow, count: int, *, look: bool) -> None:
-        if any(row.pending for row in sequence.rows):
-            self._flush()
         self._drain()
         self.cache.begin_prefill(sequence, count)
         self._pass([sequence], count, 1, look=look)
@@ -324,8 +322,6 @@ class Machine(RuleBasedStateMachine):
         if not fitting:
             return
         counts = [max(1, count - less * (index % 2)) for index in range(len(fitting))]
-        if any(row.pending for one in fitting for row in one.rows):
-            self._flush()
         self._drain()
         width = count + padding
         self.cache.begin_group(fitting, counts, width)
@@ -372,8 +368,6 @@ class Machine(RuleBasedStateMachine):
     def trim(self, choice: int, count: int) -> None:
         """Take tokens back, of all kinds; states are not asked to."""
         sequence = self._one(choice)
-        if any(row.pending for row in sequence.rows):
-            self._flush()
         self._drain()
         if self._can_trim(sequence, count):
             for store, row in zip(self.twin.stores, sequence.rows, strict=True):
@@ -407,8 +401,6 @@ class Machine(RuleBasedStateMachine):
     def freeze(self, choice: int) -> None:
         """Keep what a sequence is now; nothing that it does later changes that."""
         sequence = self._one(choice)
-        if any(row.pending for row in sequence.rows):
-            self._flush()
         self._drain()
         self.twin.freeze(sequence, self.cache.freeze(sequence))
         self._checked("freeze")

@@ -15,7 +15,6 @@ from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import AttentionPart, Entry, Layout
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
-from kvd.worker.cache.steps import TAIL_TOKENS
 from tests.cache.helpers import Bench, DenseRow
 
 pytestmark = pytest.mark.mlx
@@ -75,41 +74,60 @@ def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
     assert all(np.array_equal(one, other) for one, other in zip(*read, strict=True))
 
 
-def test_a_lone_row_flushes_once_in_128_tokens() -> None:
+@pytest.mark.parametrize("lengths", [[1], [1, 12, 40, 65, 66, 100, 127, 191, 300]])
+def test_rows_of_whatever_length_flush_once_in_64_tokens(lengths: list[int]) -> None:
     bench = Bench(layers=1)
-    row = bench.new(1)
+    rows = [bench.new(length) for length in lengths]
     before = bench.store.flushes
     for _ in range(1280):
-        bench.decode([row])
+        bench.decode(rows)
 
-    assert bench.store.flushes - before <= 10
+    assert bench.store.flushes - before <= 20
+    bench.check()
 
 
 def test_full_tail_refuses_a_step_without_a_flush() -> None:
     bench = Bench(layers=1)
-    row = bench.new(127)
-    while row.row.tail_length < TAIL_TOKENS:
-        bench.decode([row])
-
+    other, row = bench.new(100), bench.new(127)
     assert bench.store.needs_flush([row.row])
     with pytest.raises(ValueError, match="flush"):
-        bench.store.begin_decode([row.row])
+        bench.store.begin_decode([other.row, row.row])
+    bench.check()  # nobody has a token more
     bench.drain()
     bench.decode([row])
     bench.check()
 
 
-def test_freed_row_with_pending_page_leaves_nothing() -> None:
+def test_a_page_is_written_with_those_of_others_and_read_from_a_length_of_the_row() -> None:
     bench = Bench(layers=1)
-    leaving, staying = bench.new(120), bench.new(120)
+    second, first = bench.new(100), bench.new(125)
+    for _ in range(3):
+        bench.decode([first, second])
+    assert second.row.early
+    assert (first.row.length, second.row.length) == (128, 103)
+    flushes = bench.store.flushes
+    assert first.row.pages
+    while second.row.length < 127:
+        bench.decode([first, second])
+        assert not second.row.pages
+    bench.decode([second])
+
+    assert second.row.pages
+    assert bench.store.flushes == flushes
+    bench.check()
+
+
+def test_freed_row_whose_page_is_early_leaves_nothing() -> None:
+    bench = Bench(layers=1)
+    leaving, staying = bench.new(100), bench.new(120)
     for _ in range(20):
         bench.decode([leaving, staying])
-    assert leaving.row.pending == 1
+    assert leaving.row.early
     bench.free(leaving)
     bench.drain()
 
     bench.check()
-    assert bench.store.allocators[0].used == 1
+    assert bench.store.allocators[0].used == len(staying.row.held)
 
 
 def test_shrink_gives_everything_back() -> None:

@@ -11,19 +11,20 @@ from tests.cache.helpers import Bench, DenseRow
 pytestmark = pytest.mark.mlx
 
 
-def with_pending_page(bench: Bench) -> DenseRow:
+def with_early_page(bench: Bench) -> DenseRow:
     row = bench.new(100)
-    while not row.row.pending:
-        bench.decode([row])
+    bench.decode([row])
+    bench.drain()
+    assert row.row.early
     return row
 
 
 @pytest.mark.parametrize("layers_done", [1, 2])
 def test_a_chunk_that_is_taken_back_leaves_no_trace(layers_done: int) -> None:
     bench = Bench()
-    decoding = with_pending_page(bench)
+    decoding = with_early_page(bench)
     reading = bench.new(256)
-    decoding_too = with_pending_page(bench)
+    decoding_too = with_early_page(bench)
     bench.store.begin_prefill(reading.row, 200)
     for cache in bench.caches[:layers_done]:
         shape = (1, bench.geometry.kv_heads, 200, 64)
@@ -54,7 +55,7 @@ def test_what_a_failed_flush_has_taken_is_thrown_away_and_frozen_rows_stay(
     kept = bench.new(300)
     frozen = store.freeze(kept.row)
     before = [np.array(side) for side in store.read(kept.row, 1)]
-    with_pending_page(bench)
+    bench.decode([bench.new(100)])
     mx.eval(store.arrays())
     with monkeypatch.context() as patch:
         patch.setattr(store.layers[1], "put", None)

@@ -25,7 +25,7 @@ from kvd.worker.seam import scaled_dot_product_attention
 
 HEADS, QUERY_HEADS, K_DIM, V_DIM = 1, 2, 8, 12
 GEOMETRY = LayerGeometry(HEADS, K_DIM, V_DIM)
-TAIL_BYTES = 3 * PAGE_TOKENS * HEADS * (K_DIM + V_DIM) * 4
+TAIL_BYTES = 2 * PAGE_TOKENS * HEADS * (K_DIM + V_DIM) * 4
 SCALE = 0.3
 Sides = tuple[np.ndarray, np.ndarray]
 """Keys and values, ``[heads, tokens, dim]``."""
@@ -248,10 +248,12 @@ class Twin:
         tails = set()
         for one, row, held in self.paired():
             tails.add(one)
-            for index in [*held, *range(one.sealed - one.pending, one.sealed)]:
+            for index in held:
                 # Those that left the dense start at different times were converted apart.
-                name = held.get(index, row.tags[index]) if row.start else row.tags[index]
+                name = held[index] if row.start else row.tags[index]
                 pages[name] = page_bytes(row.ladder[row.levels[index]])
+            for page in one.early:
+                pages[page] = page_bytes(row.ladder[page.level])
         return sum(pages.values()) + len(tails) * TAIL_BYTES
 
     def like(self, cache: BatchQuantizedKVCache, rows: list[DenseSequence] | None = None) -> Twin:

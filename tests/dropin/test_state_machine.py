@@ -339,7 +339,7 @@ class Caches(RuleBasedStateMachine):
         if not rows:
             assert place.nbytes == 0
             return
-        held = Counter(page for row in rows for page in row.pages)
+        held = Counter(page for row in rows for page in row.held)
         store = place.rows
         for allocator in store.allocators:
             mine = {page: count for page, count in held.items() if page.level == allocator.level}

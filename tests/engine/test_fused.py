@@ -54,6 +54,14 @@ class Side:
         cache.flush()
         Lowering(cache, [self.rows[index]], level).advance(1e9, lambda: 0.0)
 
+    def rest(self, index: int) -> None:
+        """Park a row, and let it go on."""
+        cache = self.runner.cache
+        frozen = cache.freeze(self.rows[index])
+        cache.free(self.rows[index])
+        self.rows[index] = cache.thaw(frozen)
+        cache.drop(frozen)
+
     def step(self, token: int) -> np.ndarray:
         cache = self.runner.cache
         if cache.needs_flush(self.rows):
@@ -108,6 +116,28 @@ def test_the_same_as_plain_operations_through_joins_leaves_seals_and_levels(name
     compiled = sides.all[2].runner._compiled
     assert compiled is not None
     assert 1 < compiled.traced < 8
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("what", ["flush", "read", "rest", "all"])
+def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> None:
+    """Others make pages be written at any time, and rows may rest: kernels give the same."""
+    model = build(name)[0]
+    calm, hasty = (Side(model, StandIn().backend()) for _ in range(2))
+    for side in (calm, hasty):
+        for length in (3, 70, 100, 300):
+            side.join(length)
+    draw = np.random.default_rng(len(what))
+    for step in range(200):
+        if draw.random() < 0.1:
+            if what in {"flush", "all"}:
+                hasty.runner.cache.flush()
+            if what in {"read", "all"}:
+                hasty.join(int(draw.integers(1, 300)))
+                hasty.leave(4)
+            if what in {"rest", "all"}:
+                hasty.rest(int(draw.integers(4)))
+        assert np.array_equal(calm.step(step % 50), hasty.step(step % 50)), step
 
 
 def test_compiled_steps_with_too_many_levels_take_plain_operations() -> None:

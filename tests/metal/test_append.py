@@ -9,7 +9,7 @@ import pytest
 from kvd.worker.attention.kernels.given import Append
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import append_launch
-from kvd.worker.cache.steps import TAIL_TOKENS
+from kvd.worker.cache.rows import TAIL_TOKENS
 from tests.metal.run import check_rules, run
 
 TAILS, HEADS, K_DIM, V_DIM = 3, 2, 80, 64
@@ -27,8 +27,13 @@ def _floats(array: mx.array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(
     ("places", "givers"),
-    [([5, TAIL_TOKENS - 1, 0], None), ([7, -1, 100], [1, 0, 0])],
-    ids=["rows are tails", "rows give"],
+    [
+        ([5, TAIL_TOKENS - 1, 0], None),
+        ([7, -1, 100], [1, 0, 0]),
+        ([TAIL_TOKENS + 63, 5, TAIL_TOKENS], None),
+        ([TAIL_TOKENS + 63, -1, 9], [2, 0, 1]),
+    ],
+    ids=["rows are tails", "rows give", "some turn a page", "who gives turns a page"],
 )
 def test_each_tail_takes_its_token_and_is_else_what_it_was(
     language: Language, dtype: mx.Dtype, places: list[int], givers: list[int] | None
@@ -50,7 +55,9 @@ def test_each_tail_takes_its_token_and_is_else_what_it_was(
     for before, tokens, got in zip(tails, new, run(launch, language.name), strict=True):
         want = _floats(before)
         for tail, place in enumerate(places):
+            if place >= TAIL_TOKENS:
+                want[tail, :, : TAIL_TOKENS // 2] = want[tail, :, TAIL_TOKENS // 2 :]
             if place >= 0:
                 giver = tail if givers is None else givers[tail]
-                want[tail, :, place] = _floats(tokens)[giver, :, 0]
+                want[tail, :, place % TAIL_TOKENS] = _floats(tokens)[giver, :, 0]
         assert np.array_equal(got, want)

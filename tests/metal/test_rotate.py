@@ -13,7 +13,7 @@ import pytest
 from kvd.worker.attention.kernels.given import Rotate, Rotation
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import Launch, rotate_launch
-from kvd.worker.cache.steps import TAIL_TOKENS
+from kvd.worker.cache.rows import TAIL_TOKENS
 from tests.metal import build
 from tests.metal.run import check_rules, run
 from tests.metal.wrap import wrap
@@ -79,6 +79,14 @@ CASES = {
     "normed": (Rotation(128, False, True, 1e-6), 128, mx.bfloat16, [5, 6, 7], None),
     "partial": (Rotation(64, True, True, 1e-3), 96, mx.float16, [7, -1, 100], [1, 0, 0]),
     "traditional": (Rotation(64, True), 64, mx.bfloat16, [-1, -1, 9], [0, 0, 3]),
+    "turning": (PLAIN, 80, mx.float32, [TAIL_TOKENS + 63, 127, TAIL_TOKENS], None),
+    "one turns": (
+        Rotation(128, False, True),
+        128,
+        mx.bfloat16,
+        [3, TAIL_TOKENS + 9, -1],
+        [1, 0, 2],
+    ),
 }
 """How they are turned, head size, dtype, places in tails, and whose tokens go there."""
 
@@ -105,8 +113,11 @@ def check(
         (values, it.tail_values, new_values, 0),
     ):
         tails = wide(before)
-        for tail, place in enumerate(places):
-            if place >= 0:
+        for tail, told in enumerate(places):
+            place = told % TAIL_TOKENS
+            if told >= TAIL_TOKENS:
+                tails[tail, :, : TAIL_TOKENS // 2] = tails[tail, :, TAIL_TOKENS // 2 :]
+            if told >= 0:
                 token = new[tail if givers is None else givers[tail]]
                 assert np.abs(got[tail, :, place] - token).max() <= bound * np.abs(token).max()
                 tails[tail, :, place] = got[tail, :, place]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import mlx.core as mx
 
@@ -97,6 +97,7 @@ class FusedStep:
     rows: mx.array
     """``[rows, 8]`` int32: those of `rows_of`, then the row's first split and the one behind its
     last."""
+    moves_tails: ClassVar[bool] = True
 
     @staticmethod
     def of(kernels: Kernels, kind: Kind, rows: Sequence[Row], pages: PageList) -> FusedStep:

@@ -25,6 +25,10 @@ class BackendStep(Protocol):
     """One decode step."""
 
     @property
+    def moves_tails(self) -> bool:
+        """Whether `append` moves up what is behind a page that a row reads from now on."""
+
+    @property
     def pages(self) -> PageList:
         """The pages that the rows see."""
 

@@ -21,10 +21,9 @@ from kvd.worker.cache.growth import lacks_room, make_room
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
 from kvd.worker.cache.rectangle import gathering_bytes
-from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
+from kvd.worker.cache.rows import TAIL_TOKENS, Row
+from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
 from kvd.worker.cache.states import StateStore
-from kvd.worker.cache.steps import TAIL_TOKENS
 from kvd.worker.cache.store import KVStore
 
 
@@ -116,7 +115,7 @@ class ModelCache:
         self._attention_views: list[BatchQuantizedKVCache] = []
         self._views = self._make_views()
         self._prefilling: list[tuple[SequenceRow, int]] = []
-        self._widest = TAIL_TOKENS
+        self._widest = PAGE_TOKENS
         """Tokens that a row brings in one step or between two flushes, as far as was seen."""
         for store in self.stores[1:]:
             store.copies = self.stores[0].copies
@@ -209,7 +208,7 @@ class ModelCache:
         stays shared, where nothing falls out of a window or is converted on the way.
         """
         shared = sum(
-            store.kind.most_pages(start) * store.charge(self.store_level(level))
+            full_pages(start) * store.charge(self.store_level(level))
             for store in self.stores
             if not (store.kind.bounded or store.quantized_start)
         )
@@ -285,7 +284,8 @@ class ModelCache:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a sequence's tails and states, frozen where prefill has come to a page's end."""
-        return -(-self.row_bytes // 3)  # a page of the three in a tail, one of the three copies
+        tails = sum(store.row_bytes for store in self.stores)
+        return tails * PAGE_TOKENS // TAIL_TOKENS + self.states.row_bytes
 
     def checkpoint_charge(self, length: int) -> int:
         """Return the bytes that a checkpoint at a length comes to hold beside who left it.
@@ -376,7 +376,7 @@ class ModelCache:
     def freeze(self, sequence: SequenceRow) -> FrozenSequence:
         """Return what a sequence is now: pages and states by reference, tails copied.
 
-        The device must be idle and nothing of the sequence may await a flush.
+        The device must be idle.
         """
         rows = []
         with ExitStack() as undo:  # where memory is short in one store, none keeps a part
@@ -553,7 +553,7 @@ class ModelCache:
         ]
 
     def flush(self) -> None:
-        """Write all pending pages into the pools; the device must be idle."""
+        """Write the next page of all sequences that have its tokens; the device must be idle."""
         for store in self.stores:
             store.flush()
 
@@ -582,8 +582,7 @@ class ModelCache:
     def compact(self, pages: int = 0) -> int:
         """Cut pools down to what is in use; return the bytes given back.
 
-        The growing kind keeps room for ``pages`` pages. The device must be idle and nothing may be
-        pending.
+        The growing kind keeps room for ``pages`` pages. The device must be idle.
         """
         return sum(store.compact(0 if store.kind.bounded else pages) for store in self.stores)
 

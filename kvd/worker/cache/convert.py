@@ -19,10 +19,9 @@ from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.rows import Row
+from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.shared import LayerRows, SharedRow, SharedStore
-from kvd.worker.cache.steps import TAIL_TOKENS
 
 FORMAT = 1
 """Of saved states; counted up when an older reader would misread a newer file."""
@@ -38,10 +37,8 @@ def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
         if not mine:
             return 0
         store = shared.rows
-        pages = {page for row in mine for page in row.pages}
-        there = sum(store.page_bytes(page.level) for page in pages)
-        waiting = sum(row.pending * store.page_bytes(row.level) for row in mine)
-        return there + waiting + len(mine) * store.row_bytes
+        pages = {page for row in mine for page in row.held}
+        return sum(store.page_bytes(page.level) for page in pages) + len(mine) * store.row_bytes
 
 
 # Rows as values.
@@ -77,8 +74,6 @@ class Image:
 def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
     """Copy rows, of which one at least is not empty; call it `SharedStore.at_work`. Lazy."""
     own = [one.row for one in rows if one.row is not None]
-    if any(row.pending for row in own):
-        shared.flush()
     store = shared.rows
     layer = store.layers[0]
     places: dict[PageId, int] = {}
@@ -111,7 +106,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
     holds the rows yet.
     """
     store = shared.prepared(image.geometry, image.dtype)
-    shared.flush()
+    shared.drain()
     levels = [_level(store.ladder, scheme) for scheme in image.ladder]
     taken: dict[int, list[PageId]] = {}
     rows = [SharedRow() for _ in image.rows]

@@ -1,4 +1,4 @@
-"""The flush over layers: what waits in them is written some layers at a time.
+"""The flush over layers: pages are written some layers at a time.
 
 Each evaluation waits for the device once, and for a small model on an accelerator that is most of a
 flush. What is written together is held twice for a moment, so only so much of it is.
@@ -16,16 +16,12 @@ TOGETHER_BYTES = 16 * 1024 * 1024
 """Of an accelerator. On the CPU nobody waits for a device, and each layer is written alone."""
 
 
-def flush(
-    layers: Sequence[LayerStore], placements: list[Placement], shifts: dict[int, list[int]]
-) -> None:
-    """Write pending pages and close the gaps that they leave in tails; evaluates.
-
-    ``shifts``: by number of pages that leave a tail, the tails' slots. The device must be idle.
-    """
+def flush(layers: Sequence[LayerStore], placements: list[Placement]) -> None:
+    """Write pages, and what chunks leave to tails; evaluates. The device must be idle."""
     limit = TOGETHER_BYTES if mx.default_device().type == mx.DeviceType.gpu else 0
     _write(layers, (layer.gather_pages(placements) for layer in layers), limit)
-    _write(layers, (layer.gather_tails(shifts) for layer in layers), limit)
+    if any(layer.new_tails for layer in layers):
+        _write(layers, (layer.gather_tails() for layer in layers), limit)
 
 
 def _write(layers: Sequence[LayerStore], writings: Iterable[Writing], limit: int) -> None:

@@ -27,7 +27,7 @@ NOWHERE = -1
 
 @dataclass(eq=False)
 class FrozenRow(Row):
-    """A row of one store as it was when it was frozen: nothing pending, its tail beside it."""
+    """A row of one store as it was when it was frozen: nothing early, its tail beside it."""
 
     is_frozen: ClassVar[bool] = True
     slot: int = NOWHERE

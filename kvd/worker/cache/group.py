@@ -42,7 +42,7 @@ class PrefillGroup:
 
 
 def prefill_group(rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-    """Plan ``counts`` new tokens of rows that have nothing pending; no row comes twice."""
+    """Plan ``counts`` new tokens of rows that have nothing early; no row comes twice."""
     if not all(0 < count <= width for count in counts):
         raise ValueError(f"chunks of {counts} tokens do not fit a rectangle {width} wide")
     steps = (prefill_step(row, count) for row, count in zip(rows, counts, strict=True))

@@ -10,12 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvd.worker.cache.pages import PageAllocator
-from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.steps import TAIL_TOKENS
 from kvd.worker.cache.store import KVStore
-
-ROW_PAGES = TAIL_TOKENS // PAGE_TOKENS
-"""The most that a row brings to one flush while it decodes."""
 
 
 def make_room(store: KVStore, seconds: float, clock: Callable[[], float]) -> None:
@@ -38,7 +33,7 @@ def lacks_room(store: KVStore) -> bool:
 
 
 def _lacks_room(store: KVStore, allocator: PageAllocator) -> bool:
-    coming = ROW_PAGES * sum(row.level == allocator.level for row in store.rows)
+    coming = sum(row.level == allocator.level and not row.early for row in store.rows)
     if allocator.free >= coming:
         return False
     return allocator.level in store.goals or store.ahead(allocator) > allocator.capacity

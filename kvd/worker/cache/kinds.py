@@ -69,7 +69,7 @@ class Kind:
     def most_pages(self, length: int, chunk: int = 0) -> int:
         """Return the most pages that a row ever holds on its way to ``length`` tokens.
 
-        Pages fall out at a flush: once in 128 tokens at least, or behind ``chunk`` prefilled ones.
+        Pages fall out once in 64 tokens, or behind ``chunk`` prefilled ones.
         """
         return pages.most_pages(
             length, window=self.window, keep=self.keep, chunk=self.chunk, step=chunk

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvd.worker.cache.packed import Packed
+from kvd.worker.cache.packed import Packed, take
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
-from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, PrefillStep, Seal
+from kvd.worker.cache.steps import DecodeStep, PrefillStep
+
+Sides = tuple[Packed, Packed]
+"""Keys and values."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """Packed pages of one level that await the flush."""
+    """Packed pages of one level, of a prompt's chunk, that await the flush."""
 
     level: int
     keys: Packed
@@ -24,12 +29,14 @@ class Pending:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a flush puts the pending pages of one level."""
+    """Where a flush puts pages of one level: pending ones, then those that it takes from tails."""
 
     level: int
     slots: list[int]
-    kept: list[int] | None
-    """Which of them are still wanted; None is all."""
+    kept: list[int]
+    """Which of the pending ones are still wanted."""
+    tails: list[int]
+    """Slots of tails whose first 64 tokens are a page."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +54,13 @@ class Writing:
 
     pages: list[tuple[int, list[int], Packed, Packed]] = field(default_factory=list)
     """Level, slots, keys and values."""
-    shifted: list[tuple[mx.array, Chunk]] = field(default_factory=list)
-    """Slots, and what stays of their tails, ``[slots, heads, rest, dim]``."""
     tails: list[tuple[int, Chunk]] = field(default_factory=list)
     """Slot, and its whole tail."""
 
     def arrays(self) -> list[mx.array]:
         """Return all that is lazy."""
         packed = [array for _, _, *sides in self.pages for side in sides for array in side]
-        chunks = [chunk for _, chunk in (*self.shifted, *self.tails)]
-        return [*packed, *(array for one in chunks for array in (one.keys, one.values))]
+        return [*packed, *(array for _, one in self.tails for array in (one.keys, one.values))]
 
 
 class LayerStore:
@@ -89,7 +93,7 @@ class LayerStore:
         return [self.tail_keys, self.tail_values, *pools]
 
     def lazy_arrays(self) -> list[mx.array]:
-        """Return what steps leave to be evaluated: tails, and what awaits the flush."""
+        """Return what steps leave to be evaluated: tails, and what chunks leave for the flush."""
         pending = [array for one in self.pending for array in (*one.keys, *one.values)]
         new = [array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)]
         return [self.tail_keys, self.tail_values, *pending, *new]
@@ -110,24 +114,11 @@ class LayerStore:
         self.tail_keys = mx.where(step.taken(), keys[which], self.tail_keys)
         self.tail_values = mx.where(step.taken(), values[which], self.tail_values)
 
-    def seal(self, seal: Seal) -> None:
-        """Quantize the rows' oldest 64 exact tokens; the tails show what their pages stand for.
-
-        Before the step appends: the new tokens are not among those.
-        """
-        pool = self.pools[seal.level]
-        block = (len(seal.rows), self.geometry.kv_heads, TAIL_TOKENS // PAGE_TOKENS, PAGE_TOKENS)
-        which = mx.arange(len(seal.rows))
-        keys, values = (
-            tails[seal.slots].reshape(*block, tails.shape[-1])[which, :, seal.blocks]
-            for tails in (self.tail_keys, self.tail_values)
-        )
-        packed = pool.pack(keys, values)
-        self.pending.append(Pending(seal.level, *packed))
-        keys, values = pool.unpack(*packed)
-        where = (seal.slots[:, None], slice(None), seal.positions)
-        _put(self.tail_keys, where, keys.swapaxes(1, 2))
-        _put(self.tail_values, where, values.swapaxes(1, 2))
+    def move_up(self, slots: mx.array) -> None:
+        """Let what is behind the first 64 tokens of these tails take their place; lazy."""
+        where = (slots, slice(None), slice(PAGE_TOKENS))
+        _put(self.tail_keys, where, self.tail_keys[slots, :, PAGE_TOKENS:])
+        _put(self.tail_values, where, self.tail_values[slots, :, PAGE_TOKENS:])
 
     def tails(self, step: DecodeStep) -> tuple[mx.array, mx.array]:
         """Return the rows' tails, ``[rows, heads, TAIL_TOKENS, dim]``."""
@@ -161,38 +152,33 @@ class LayerStore:
     # The flush: the device is idle.
 
     def gather_pages(self, placements: list[Placement]) -> Writing:
-        """Take the pages that await the flush, as they are to be written; lazy, for `put`."""
+        """Take the pages that a flush writes; lazy, for `put`."""
         pending, self.pending = self.pending, []
         writing = Writing()
         for place in placements:
-            mine = [one for one in pending if one.level == place.level]
-            keys = _joined([one.keys for one in mine], place.kept)
-            values = _joined([one.values for one in mine], place.kept)
-            writing.pages.append((place.level, place.slots, keys, values))
+            parts = []
+            if place.kept:
+                mine = [(one.keys, one.values) for one in pending if one.level == place.level]
+                parts.append(_kept(_joined(mine), place.kept))
+            if place.tails:
+                parts.append(self._pack_tails(place))
+            writing.pages.append((place.level, place.slots, *_joined(parts)))
         return writing
 
-    def gather_tails(self, shifts: dict[int, list[int]]) -> Writing:
-        """Take what tails are to hold behind the flush; lazy, for `put`.
+    def _pack_tails(self, place: Placement) -> Sides:
+        which = mx.array(place.tails)
+        heads = (side[which, :, :PAGE_TOKENS] for side in (self.tail_keys, self.tail_values))
+        return self.pools[place.level].pack(*heads)
 
-        ``shifts``: by number of pages that leave a tail, the tails' slots.
-        """
+    def gather_tails(self) -> Writing:
+        """Take what tails are to hold behind a chunk; lazy, for `put`."""
         new_tails, self.new_tails = self.new_tails, []
-        writing = Writing()
-        for pages, slots in shifts.items():
-            tails, tokens = mx.array(slots), pages * PAGE_TOKENS
-            rest = Chunk(self.tail_keys[tails, :, tokens:], self.tail_values[tails, :, tokens:])
-            writing.shifted.append((tails, rest))
-        writing.tails += [(slot, chunk) for slot, chunk in new_tails if chunk.keys.shape[1]]
-        return writing
+        return Writing(tails=[(slot, chunk) for slot, chunk in new_tails if chunk.keys.shape[1]])
 
     def put(self, writing: Writing) -> None:
         """Write what was gathered and evaluated; lazy, in place once `written` is evaluated."""
         for level, slots, keys, values in writing.pages:
             self.pools[level].write(mx.array(slots), keys, values)
-        for tails, rest in writing.shifted:
-            where = (tails, slice(None), slice(rest.keys.shape[2]))
-            _put(self.tail_keys, where, rest.keys)
-            _put(self.tail_values, where, rest.values)
         for slot, chunk in writing.tails:
             tokens = chunk.keys.shape[1]
             self.tail_keys[slot, :, :tokens] = chunk.keys
@@ -201,7 +187,7 @@ class LayerStore:
     def written(self, writing: Writing) -> list[mx.array]:
         """Return what `put` has written."""
         arrays = [array for level, *_ in writing.pages for array in self.pools[level].arrays()]
-        return [*arrays, self.tail_keys, self.tail_values]
+        return [*arrays, self.tail_keys, self.tail_values] if writing.tails else arrays
 
     def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
         """Store packed pages in a level's pool; evaluates. The device must be idle."""
@@ -273,9 +259,22 @@ def _paged(dense: mx.array, tokens: int) -> mx.array:
     return dense[:, :tokens].reshape(heads, pages, PAGE_TOKENS, dim).swapaxes(0, 1)
 
 
-def _joined(parts: list[Packed], kept: list[int] | None) -> Packed:
-    joined = tuple(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))
-    return joined if kept is None else tuple(array[mx.array(kept)] for array in joined)
+def _kept(sides: Sides, which: list[int]) -> Sides:
+    keys, values = sides
+    if len(which) == keys[0].shape[0]:
+        return sides
+    return take(keys, mx.array(which)), take(values, mx.array(which))
+
+
+def _joined(parts: Sequence[Sides]) -> Sides:
+    """Return pages, then others."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = (
+        tuple(mx.concatenate(list(arrays)) for arrays in zip(*sides, strict=True))
+        for sides in zip(*parts, strict=True)
+    )
+    return keys, values
 
 
 def _grown(tails: mx.array) -> mx.array:

@@ -18,7 +18,7 @@ class _Sliced:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do; pages that still await a flush count as left."""
+        """Whether nothing is left to do."""
         return all(step.over for step in self._steps)
 
     def advance(self, seconds: float, clock: Callable[[], float]) -> None:

@@ -35,17 +35,17 @@ class PageList:
     @staticmethod
     def of(rows: Sequence[Row]) -> PageList:
         """List the rows' pages."""
-        ends = tuple(accumulate(len(row.pages) for row in rows))
-        count = ends[-1] if ends else 0
-        # Thousands of pages, after each flush: no loop over them here.
-        numbers = chain.from_iterable(chain.from_iterable(row.pages for row in rows))
-        places = np.fromiter(numbers, np.int32, 2 * count).reshape(count, 2)
-        levels, which = np.unique(places[:, 0], return_inverse=True)
+        return PageList.joined([places_of(row) for row in rows])
+
+    @staticmethod
+    def joined(parts: Sequence[np.ndarray]) -> PageList:
+        """List the pages of rows of which each has its `places_of`."""
+        ends = tuple(accumulate(len(part) for part in parts))
         # Never empty: MLX does not evaluate an operation over an array without elements.
-        found = np.zeros((max(1, count), 3), np.int32)
+        found = np.concatenate(parts) if ends and ends[-1] else np.zeros((1, 3), np.int32)
+        count = ends[-1] if ends else 0
+        levels, which = np.unique(found[:count, 0], return_inverse=True)
         found[:count, 0] = which
-        found[:count, 1] = places[:, 1]
-        found[:count, 2] = np.concatenate([_starts(row) for row in rows]) if count else 0
         return PageList(mx.array(found), count, ends, tuple(levels.tolist()))
 
     @cached_property
@@ -67,8 +67,13 @@ class PageList:
         return replace(self, array=array, _padded={})
 
 
-def _starts(row: Row) -> np.ndarray:
-    """Return `Row.start` of all of a row's pages."""
-    index = np.arange(len(row.pages), dtype=np.int32)
-    index[row.anchored :] += row.skipped
-    return index * PAGE_TOKENS
+def places_of(row: Row) -> np.ndarray:
+    """Return level, slot and first position of each of a row's pages, ``[pages, 3]`` int32."""
+    count = len(row.pages)
+    found = np.zeros((count, 3), np.int32)
+    # Thousands of pages: no loop over them here.
+    found[:, :2] = np.fromiter(chain.from_iterable(row.pages), np.int32, 2 * count).reshape(-1, 2)
+    found[:, 2] = np.arange(count)
+    found[row.anchored :, 2] += row.skipped
+    found[:, 2] *= PAGE_TOKENS
+    return found

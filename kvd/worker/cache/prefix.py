@@ -180,7 +180,7 @@ class PrefixTree:
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
         """Freeze a sequence that has read exactly these tokens; return whether it is stored.
 
-        The device must be idle and nothing pending. It is not if there is one already, if it was
+        The device must be idle. It is not if there is one already, if it was
         stepped down, or if it is larger than the cap.
         """
         if not tokens or len(tokens) % self.chunk:

@@ -15,8 +15,9 @@ import numpy as np
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.packed import unpacking_bytes
+from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.steps import TAIL_TOKENS, DecodeStep, LevelTable, PrefillStep
+from kvd.worker.cache.steps import DecodeStep, LevelTable, PrefillStep
 
 
 @dataclass(frozen=True)

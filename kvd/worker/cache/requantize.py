@@ -26,7 +26,7 @@ SCRATCH = 64 * 1024 * 1024
 
 
 class StepDown:
-    """Brings some rows to a lower level: what they have, and what they seal from now on.
+    """Brings some rows to a lower level: what they have, and what they fill from now on.
 
     Pages that rows share are converted once, for all who hold them, frozen rows among them; these
     may also be stepped down themselves. Whatever goes wrong, every page is on one level or the
@@ -56,20 +56,15 @@ class StepDown:
         """Seconds a page, in the last piece that converted or moved some."""
         self._tight = False
         """Whether the lower pools are being cut, or have been."""
-        self._pending = [row for row in self._rows if row.pending]
-        """Rows that sealed pages of their old level, which the next flush brings."""
-        self._flushes = store.flushes
         for row in self._rows:
-            row.level = max(row.level, level)
+            if row.level < level:
+                store.give_up_early(row)  # its tail has the tokens for one of the new level
+                row.level = level
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do; pages that still await a flush count as left."""
-        return self._tight and not self._waiting() and not self._due() and not self._loose
-
-    def _waiting(self) -> bool:
-        flushed = self._store.flushes > self._flushes
-        return not flushed and any(row.alive for row in self._pending)
+        """Whether nothing is left to do."""
+        return self._tight and not self._due() and not self._loose
 
     def _due(self) -> list[PageId]:
         """Return the pages to convert, the one to take first last."""
@@ -99,7 +94,7 @@ class StepDown:
 
     def _to_tighten(self) -> bool:
         """Return whether all is converted and the lower pools' turn to be cut has come."""
-        if self._tight or self._waiting():
+        if self._tight:
             return False
         self._tight = True
         self._goal = 0

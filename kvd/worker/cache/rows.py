@@ -8,6 +8,9 @@ from typing import ClassVar
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 
+TAIL_TOKENS = 2 * PAGE_TOKENS
+"""Room in a tail: up to 127 exact tokens, and the one that turns 64 of them into a page."""
+
 
 @dataclass(eq=False)
 class Row:
@@ -15,13 +18,13 @@ class Row:
 
     ::
 
-        tokens   0 ........ 64*len(pages) ..... 64*(len(pages)+pending) .......... length
-                 | pages in the pools | quantized, awaits flush |  exact, 0 to 127  |
-                                      |<-------- in the tail, tail_length ---------->|
+        tokens   0 ......... 64 * (len(pages) + skipped) ......... length
+                 | quantized, in pages | exact, in the tail, 0 to 127 |
 
-    The quantized tokens that still await the flush are in the tail as the values that their pages
-    stand for, so attention sees the same before and after the flush. In a window, pages between the
-    ``anchored`` first ones and the rest have fallen out: ``skipped`` of them.
+    How much is quantized follows from the length alone (`full_pages`), never from when pools are
+    written or who shares the batch. A page is written at some flush before its time comes: until
+    then it is ``early``, nobody reads it, and its tokens are those of the tail. In a window, pages
+    between the ``anchored`` first ones and the rest have fallen out: ``skipped`` of them.
     """
 
     is_frozen: ClassVar[bool] = False
@@ -29,11 +32,11 @@ class Row:
     slot: int
     """Place in the tail pools."""
     level: int = 0
-    """Of the pages that it seals from now on; older ones may be on another."""
+    """Of the pages that it fills from now on; older ones may be on another."""
     length: int = 0
     pages: list[PageId] = field(default_factory=list)
-    pending: int = 0
-    """Pages that are quantized and await the next flush."""
+    early: list[PageId] = field(default_factory=list)
+    """The next page, if it is written already."""
     anchored: int = 0
     """Pages at the beginning that stay when others fall out of a window."""
     skipped: int = 0
@@ -43,24 +46,46 @@ class Row:
     alive: bool = True
 
     def become(self, other: Row) -> None:
-        """Take over all that another row is, but for its slot; it has nothing pending."""
+        """Take over all that another row is, but for its slot and what is written early."""
         self.level, self.length, self.pages = other.level, other.length, list(other.pages)
         self.anchored, self.skipped, self.trimmed = other.anchored, other.skipped, other.trimmed
 
     @property
     def tail_length(self) -> int:
-        """Tokens in the tail, quantized ones included."""
+        """Tokens in the tail."""
         return self.length - self.tail_start
 
     @property
     def tail_start(self) -> int:
         """Position of the tail's first token."""
-        return PAGE_TOKENS * (len(self.pages) + self.skipped)
+        return PAGE_TOKENS * self.sealed
 
     @property
     def sealed(self) -> int:
-        """Pages that were ever quantized, those that fell out included."""
-        return len(self.pages) + self.skipped + self.pending
+        """Pages that were ever read, those that fell out included."""
+        return len(self.pages) + self.skipped
+
+    @property
+    def held(self) -> list[PageId]:
+        """All pages that the row holds."""
+        return self.pages + self.early
+
+    @property
+    def at_the_end(self) -> bool:
+        """Whether the next token turns the tail's first 64 into a page."""
+        return self.tail_length + 1 >= TAIL_TOKENS
+
+    @property
+    def wants_early(self) -> bool:
+        """Whether its next page can be written: not at once when 64 tokens are there.
+
+        Between the chunks of a prompt a tail has just so many, and needs none.
+        """
+        return not self.early and self.tail_length > PAGE_TOKENS
+
+    def turn_page(self) -> None:
+        """Read the page that was written early from now on."""
+        self.pages.append(self.early.pop())
 
     def start(self, index: int) -> int:
         """Return the position of the first token of the row's page ``index``."""
@@ -79,4 +104,5 @@ class Row:
         else:
             assert self.sealed == full_pages(self.length), self
         assert not self.skipped or len(self.pages) >= self.anchored, self
-        assert PAGE_TOKENS * self.pending <= self.tail_length, self
+        assert 0 <= self.tail_length < TAIL_TOKENS, self
+        assert PAGE_TOKENS * len(self.early) <= min(self.tail_length, PAGE_TOKENS), self

@@ -60,23 +60,17 @@ class SharedRow:
 class LayerRows(KVStore):
     """A store of one layer that also fills several rows in one pass."""
 
-    def finish_chunks(self, steps: list[PrefillStep]) -> None:
+    def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
         """Count the chunks of all these rows and write their pages, in one flush.
 
-        One, because a flush frees what fell out of windows, and the next one would write there
+        One, because what fell out of windows is freed behind it, and the next one would write there
         while layers that share these keys may still ask for them. In this one nobody gets them.
         """
         self.step = None
         seen = [page for step in steps if step.row.alive for page in step.row.pages]
-        for step in steps:
-            step.row.length += step.count
-            step.row.pending += step.new_pages
-            if step.new_pages:
-                self._pending.append((step.row.level, [step.row] * step.new_pages))
-        mx.eval(self.arrays())
         self.take_hold(seen)
         try:
-            self.flush()
+            super().finish_chunks(steps)
         finally:
             self.let_go(seen)
 
@@ -309,7 +303,6 @@ class SharedStore:
         # A row leaves the dense start here as it does before a single token: by its own length.
         if store.wasteful or store.needs_flush(own):
             self.flush()
-        self._unpend(own)
         self._drain()
         parts = [
             self._chunk(store, row, keys[index : index + 1], values[index : index + 1], span)
@@ -351,26 +344,25 @@ class SharedStore:
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
 
     def flush(self) -> None:
-        """Write what awaits it, when the device reads the pools no more; no pass is under way.
+        """Write pages, when the device reads the pools no more; no pass is under way.
 
         mlx-lm's loop has given a step to the device and builds the next one meanwhile. The outputs
         of attention stand for its reading: of the newest step here, and so of all earlier ones.
         """
+        self.drain()
+        self.rows.flush()
+        self.rows.give_back()
+
+    def drain(self) -> None:
+        """Wait until the device neither reads the pools nor writes tails; no pass is under way."""
         self.passes += 1
         self._drain()
-        store = self.rows
-        mx.eval(store.arrays())
-        store.flush()
-        store.give_back()
+        mx.eval(self.rows.arrays())
 
     def _drain(self) -> None:
         if self.latest is not None:
             mx.eval(self.latest)
             self.latest = None
-
-    def _unpend(self, rows: list[Row]) -> None:
-        if any(row.pending for row in rows):
-            self.flush()
 
     def prepared(self, geometry: LayerGeometry, dtype: mx.Dtype) -> LayerRows:
         """Return the rows for keys and values of this shape and dtype, new ones if there are none.
@@ -410,7 +402,6 @@ class SharedStore:
     def _twin(self, one: SharedRow) -> Row:
         if one.row is None:
             return self.rows.new_row()
-        self._unpend([one.row])
         return self.rows.fork(one.row)
 
     # Fewer tokens.
@@ -430,7 +421,6 @@ class SharedStore:
                 )
         self.passes += 1
         own = self._own(rows)
-        self._unpend(own)
         for row in own:
             self._rows.trim(row, min(count, row.length))
 

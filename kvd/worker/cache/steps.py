@@ -16,14 +16,8 @@ import mlx.core as mx
 from kvd.worker.cache.backend import BackendPrefill, BackendStep
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import PageIndex
-from kvd.worker.cache.rows import Row
+from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
-
-TAIL_TOKENS = 3 * PAGE_TOKENS
-"""Room in a tail: up to 127 exact tokens, and quantized ones that await a flush.
-
-With three pages of room a row asks for a flush once in 64 to 128 tokens of its own.
-"""
 
 
 @dataclass(frozen=True)
@@ -103,20 +97,6 @@ def level_tables(rows: list[Row]) -> list[LevelTable]:
     return tables
 
 
-@dataclass(frozen=True)
-class Seal:
-    """Rows of a decode step that quantize their oldest 64 exact tokens, to the same level."""
-
-    level: int
-    rows: list[Row]
-    slots: mx.array
-    """``[rows]``: their tails."""
-    blocks: mx.array
-    """``[rows]``: which 64 tokens of the tail, 0 to 2."""
-    positions: mx.array
-    """``[rows, 64]``: those tokens' places in the tail."""
-
-
 class Sight:
     """What a decode step's queries see of pages and tails, where a window hides some of it."""
 
@@ -165,14 +145,16 @@ class DecodeStep:
     """``[rows]``: tails; ``whole`` if they are 0, 1, 2 ... up to the pool's end."""
     whole: bool
     places: mx.array
-    """``[tails]`` int32: where each tail takes a new token; -1: it takes none."""
+    """``[tails]`` int32: where each tail takes a new token, -1: it takes none; and `TAIL_TOKENS`
+    more in tails whose row has `turned`."""
+    turned: tuple[Row, ...]
+    """Rows that read one page more from this step on. What is behind it in their tails moves up
+    before a token is taken."""
     givers: mx.array | None
     """``[tails]``: whose token that is; None if the rows are the tails, in their order."""
     tail_lengths: mx.array
     """``[rows]``: tokens in the tails, the new one included."""
     find_tables: Callable[[], list[LevelTable]]
-    seals: list[Seal]
-    """One for each level that a row seals to in this step."""
     sight: Sight | None
     """None where every row sees all that it has."""
     backend: BackendStep | None = None
@@ -188,7 +170,8 @@ class DecodeStep:
     def taken(self) -> mx.array:
         """Return which places of the tails take a new token, ``[tails, 1, TAIL_TOKENS, 1]``."""
         if "taken" not in self.shared:
-            taken = mx.arange(TAIL_TOKENS) == self.places[:, None]
+            places = self.places[:, None]
+            taken = (mx.arange(TAIL_TOKENS) == places % TAIL_TOKENS) & (places >= 0)
             self.shared["taken"] = taken[:, None, :, None]
         found: mx.array = self.shared["taken"]
         return found
@@ -259,18 +242,17 @@ def decode_step(
     kind: Kind,
 ) -> DecodeStep:
     """Append one token to each row, and say what that means for the tails."""
+    turned = tuple(row for row in rows if row.at_the_end)
+    if not all(row.early for row in turned):
+        raise ValueError("a tail is full: flush before the step")
+    for row in turned:
+        row.turn_page()
+    moved = {row.slot: TAIL_TOKENS for row in turned}
     slots = [row.slot for row in rows]
     places, givers = [-1] * tail_slots, [0] * tail_slots
     for giver, row in enumerate(rows):
-        places[row.slot], givers[row.slot] = row.tail_length, giver
-    sealed: dict[int, list[Row]] = {}
-    for row in rows:
-        if row.tail_length >= TAIL_TOKENS:
-            raise ValueError("a tail is full: flush before the step")
+        places[row.slot], givers[row.slot] = row.tail_length + moved.get(row.slot, 0), giver
         row.length += 1
-        if row.sealed < full_pages(row.length):
-            sealed.setdefault(row.level, []).append(row)
-    seals = [_seal(level, due) for level, due in sorted(sealed.items())]
     whole = slots == list(range(tail_slots))
     return DecodeStep(
         rows,
@@ -281,30 +263,14 @@ def decode_step(
         places=mx.array(places, mx.int32),
         givers=None if whole else mx.array(givers),
         tail_lengths=mx.array([row.tail_length for row in rows]),
+        turned=turned,
         find_tables=find_tables,
-        seals=seals,
         sight=Sight(kind, rows) if kind.bounded else None,
     )
 
 
-def _seal(level: int, rows: list[Row]) -> Seal:
-    starts = mx.array([row.pending * PAGE_TOKENS for row in rows])
-    seal = Seal(
-        level,
-        rows,
-        slots=mx.array([row.slot for row in rows]),
-        blocks=mx.array([row.pending for row in rows]),
-        positions=starts[:, None] + mx.arange(PAGE_TOKENS),
-    )
-    for row in rows:
-        row.pending += 1
-    return seal
-
-
 def prefill_step(row: Row, count: int) -> PrefillStep:
-    """Plan ``count`` new tokens of a row that has nothing pending."""
-    if row.pending:
-        raise ValueError("the row awaits a flush")
+    """Plan ``count`` new tokens of a row that has nothing early."""
     return PrefillStep(
         row,
         count,

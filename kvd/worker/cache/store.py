@@ -5,19 +5,22 @@ The life of a step::
     begin_decode(rows), begin_prefill(row, count)       host integers change, the step is set
     or begin_group(rows, counts, width)
         the model runs; each layer appends and attends  lazy
-    ...                                                 any number of decode steps
+    ...                                                 up to 64 decode steps
     flush()                                             drained: pools are written
 
-Rows that share the batch never change what a row attends to (`rows`).
+A row reads a page from a length of its own on, and a flush has written it by then: all that wait
+for theirs with the first one that needs it. So what a row attends to never depends on when a flush
+comes or who shares the batch (`rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import mlx.core as mx
+import numpy as np
 
 from kvd.worker.cache import flushing
 from kvd.worker.cache.backend import Backend
@@ -26,12 +29,11 @@ from kvd.worker.cache.group import PrefillGroup, prefill_group
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
-from kvd.worker.cache.page_list import PageList
+from kvd.worker.cache.page_list import PageList, places_of
 from kvd.worker.cache.pages import PageAllocator, PageId
-from kvd.worker.cache.rows import Row
+from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.steps import (
-    TAIL_TOKENS,
     DecodeStep,
     LevelTable,
     PrefillStep,
@@ -53,6 +55,41 @@ class Copies:
     """Dense copies that steps have made, or will when they are evaluated."""
 
     nbytes: int = 0
+
+
+@dataclass
+class _Arrival:
+    """Pages of one level that a flush writes."""
+
+    level: int
+    filled: list[Row]
+    """A row for each page that chunks have filled."""
+    early: list[Row]
+    """Rows whose next page comes from their tails."""
+    pages: list[PageId] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[int]:
+        """Which of those that chunks have filled are still wanted."""
+        return [at for at, row in enumerate(self.filled) if row.alive]
+
+    @property
+    def count(self) -> int:
+        """How many pages are written."""
+        return len(self.kept) + len(self.early)
+
+    def placement(self) -> Placement:
+        """Return where they go."""
+        slots = [page.slot for page in self.pages]
+        return Placement(self.level, slots, self.kept, [row.slot for row in self.early])
+
+    def hand_over(self) -> None:
+        """Let the rows hold them."""
+        kept = self.kept
+        for at, page in zip(kept, self.pages, strict=False):
+            self.filled[at].pages.append(page)
+        for row, page in zip(self.early, self.pages[len(kept) :], strict=True):
+            row.early = [page]
 
 
 class KVStore:
@@ -110,10 +147,10 @@ class KVStore:
         self._free_slots: list[int] = []
         self._dirty_slots: set[int] = set()
         self._tail_slots = 0
-        self._pending: list[tuple[int, list[Row]]] = []
-        """Level, and a row for each pending page, in the order of the layers' own lists."""
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
         self._page_list: tuple[tuple[int, list[Row]], PageList] | None = None
+        self._places: dict[Row, np.ndarray] = {}
+        """Of rows whose pages are as they were: their part of the list for backends."""
         self._epoch = 0
         self.copies = Copies()
 
@@ -238,11 +275,9 @@ class KVStore:
     def freeze(self, row: Row) -> FrozenRow:
         """Return what a row is now: pages by reference, the tail's tokens copied; evaluated.
 
-        The device must be idle and nothing of the row may await a flush. Pages are never written
-        again once they are full, so sharing them needs no copy, ever.
+        The device must be idle. Pages are never written again once they are full, so sharing them
+        needs no copy, ever.
         """
-        if row.pending:
-            raise ValueError("flush before freezing")
         tails = [layer.copy_tail(row.slot, row.tail_length) for layer in self.layers]
         mx.eval(tails)
         frozen = FrozenRow(tails=tails)
@@ -285,6 +320,11 @@ class KVStore:
         for page in row.pages:
             self.allocators[page.level].retain(page, frozen=row.is_frozen)
 
+    def give_up_early(self, row: Row) -> None:
+        """Give back what was written early of a row: its tail has the tokens."""
+        self._release(row, row.early)
+        row.early = []
+
     def _release(self, row: Row, pages: Iterable[PageId]) -> None:
         for page in pages:
             self.allocators[page.level].release(page, frozen=row.is_frozen)
@@ -303,14 +343,13 @@ class KVStore:
         return self.kind.low(length) >= oldest
 
     def trim(self, row: Row, count: int) -> None:
-        """Take a row's newest tokens back. The device must be idle, and nothing pending.
+        """Take a row's newest tokens back. The device must be idle.
 
         A page that is cut becomes dense again: its head goes into the tail, as attention saw it.
         """
-        if row.pending:
-            raise ValueError("flush before trimming")
         if not self.can_trim(row, count):
             raise ValueError(f"{count} tokens cannot be taken back from {row.length}")
+        self.give_up_early(row)
         length = row.length - count
         cut = None
         while row.tail_start > length:
@@ -322,7 +361,7 @@ class KVStore:
             self._release(row, [cut])
         row.length = length
         row.trimmed = True
-        self._epoch += 1
+        self._changed([row])
 
     def free(self, row: Row, *, clean: bool = True) -> None:
         """Give a row's pages and tail back. No step in flight may still read them.
@@ -335,11 +374,11 @@ class KVStore:
         row.alive = False
         if not clean:
             self._dirty_slots.add(row.slot)
-        self._release(row, row.pages)
+        self._release(row, row.held)
         self.rows.remove(row)
         self._free_slots.append(row.slot)
         self._free_slots.sort()
-        self._epoch += 1
+        self._changed([row])
 
     def discard(self) -> None:
         """Free all rows but the frozen ones, whatever state a step that failed left them in.
@@ -349,6 +388,7 @@ class KVStore:
         for row in self.rows:
             row.alive = False
         self.rows = []
+        self.changed()
         for allocator in self.allocators:
             allocator.release_running()
 
@@ -357,18 +397,23 @@ class KVStore:
     def begin_decode(self, rows: list[Row], batch: int | None = None) -> DecodeStep:
         """Start a forward pass of one token for each row; lengths count it from now on.
 
-        ``batch`` is the number of sequences that the model will see: rows, then padding.
+        ``batch`` is the number of sequences that the model will see: rows, then padding. Raises
+        ``ValueError`` if a row needs a flush before (`needs_flush`); nothing has changed then.
         """
         tables = partial(self._tables_of, list(rows))
         step = decode_step(rows, tables, batch or len(rows), self._tail_slots, self.kind)
+        if step.turned:
+            # By their own lengths too, since it shows in how pages are shared out among threads.
+            self._leave_behind(step.turned, 1)
+            self._changed(step.turned)
         if self.backend is not None:
             backend = self.backend.decode(self.layers, self.kind, rows, self._pages_of(rows))
             step = replace(step, backend=backend)
         self.step = step
-        for seal in step.seals:
-            self._pending.append((seal.level, seal.rows))
+        if step.turned and not (step.backend and step.backend.moves_tails):
+            slots = mx.array([row.slot for row in step.turned])
             for layer in self.layers:
-                layer.seal(seal)
+                layer.move_up(slots)
         return step
 
     def _tables_of(self, rows: list[Row]) -> list[LevelTable]:
@@ -381,11 +426,15 @@ class KVStore:
         """Return the same for backends."""
         key = (self._epoch, list(rows))
         if self._page_list is None or self._page_list[0] != key:
-            self._page_list = (key, PageList.of(rows))
+            for row in rows:
+                if row not in self._places:
+                    self._places[row] = places_of(row)
+            self._page_list = (key, PageList.joined([self._places[row] for row in rows]))
         return self._page_list[1]
 
     def begin_prefill(self, row: Row, count: int) -> PrefillStep:
         """Start a forward pass of ``count`` tokens of one row; `finish_prefill` ends it."""
+        self.give_up_early(row)
         self.step = step = self._with_backend(prefill_step(row, count))
         self.copies.nbytes = 0
         return step
@@ -400,6 +449,8 @@ class KVStore:
 
         `finish_prefill` ends it.
         """
+        for row in rows:
+            self.give_up_early(row)
         step = prefill_group(rows, counts, width)
         self.step = step = replace(step, steps=tuple(map(self._with_backend, step.steps)))
         self.copies.nbytes = 0
@@ -428,13 +479,17 @@ class KVStore:
         step, self.step = self.step, None
         if not isinstance(step, PrefillStep | PrefillGroup):
             raise TypeError("no prefill step is under way")
-        for one in step.steps if isinstance(step, PrefillGroup) else (step,):
-            one.row.length += one.count
-            one.row.pending += one.new_pages
-            if one.new_pages:
-                self._pending.append((one.row.level, [one.row] * one.new_pages))
+        self.finish_chunks(step.steps if isinstance(step, PrefillGroup) else [step])
+
+    def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
+        """Count the chunks of all these rows and write their pages, in one flush."""
         mx.eval(self.arrays())
-        self.flush()
+        filled = []
+        for step in steps:
+            step.row.length += step.count
+            filled += [step.row] * step.new_pages
+        self._write(filled, reading=[step.row for step in steps])
+        self._leave_behind(step.row for step in steps if step.row.alive)
 
     def undo_prefill(self) -> bool:
         """Forget a prefill step that failed before `finish_prefill`; return whether there was one.
@@ -445,15 +500,15 @@ class KVStore:
             return False
         self.step = None
         for layer in self.layers:
-            del layer.pending[len(self._pending) :]
+            layer.pending.clear()
             layer.new_tails.clear()
         return True
 
     # The flush.
 
     def needs_flush(self, rows: list[Row]) -> bool:
-        """Return whether one of these rows has no room for a token, or is to leave the top."""
-        return any(row.tail_length >= TAIL_TOKENS or self._outgrown(row) for row in rows)
+        """Return whether one of these rows lacks its next page, or is to leave the top."""
+        return any((row.at_the_end and not row.early) or self._outgrown(row) for row in rows)
 
     def first_level(self, length: int) -> int:
         """Return the level of a row of this length that nobody has stepped down."""
@@ -468,61 +523,63 @@ class KVStore:
         return row.level < self.first_level(row.length)
 
     def arrays(self) -> list[mx.array]:
-        """Everything that steps leave lazy, for `mx.async_eval`: tails and pending pages."""
+        """Everything that steps leave lazy, for `mx.async_eval`: tails, and pages of prompts."""
         return [array for layer in self.layers for array in layer.lazy_arrays()]
 
     def flush(self) -> None:
-        """Write all pending pages into the pools; the device must be idle."""
+        """Write the next page of all rows that have its tokens; the device must be idle."""
+        self._write([])
+
+    def _write(self, filled: list[Row], *, reading: Collection[Row] = ()) -> None:
+        """Write pages: a row of ``filled`` for each that a chunk has filled, and early ones.
+
+        ``filled`` is in the order of the layers' own lists; those who are ``reading`` get new
+        tails, and nothing early.
+        """
         self.copies.nbytes = 0
-        pending, self._pending = self._pending, []
-        arrivals = {
-            level: [row for mine, rows in pending if mine == level for row in rows]
-            for level in self.levels
-        }
-        self._make_ready(
-            {level: sum(row.alive for row in rows) for level, rows in arrivals.items()}
-        )
-        placements, owners = [], []
-        for level, waiting in arrivals.items():
-            kept = [index for index, row in enumerate(waiting) if row.alive]
-            if not kept:
-                continue
-            pages = self.take_pages(level, len(kept))
-            owners += [(waiting[index], page) for index, page in zip(kept, pages, strict=True)]
-            placements.append(
-                Placement(
-                    level,
-                    [page.slot for page in pages],
-                    None if len(kept) == len(waiting) else kept,
-                )
-            )
-        shifts = self._shifts([row for row, _ in owners])
-        flushing.flush(self.layers, placements, shifts)
-        for row, page in owners:
-            row.pages.append(page)
-            row.pending -= 1
-        self._leave_behind()
-        self._leave_top()
-        self.changed()
+        outgrown = [row for row in self.rows if self._outgrown(row)]
+        for row in outgrown:
+            self.give_up_early(row)  # it is written anew, on the level that the row goes to
+        due = [row for row in self.rows if row.wants_early and row not in reading]
+        arrivals = [self._arrival(level, filled, due) for level in self.levels]
+        self._make_ready({one.level: one.count for one in arrivals})
+        placements = []
+        for one in arrivals:
+            if one.count:
+                one.pages = self.take_pages(one.level, one.count)
+                placements.append(one.placement())
+        flushing.flush(self.layers, placements)
+        for one in arrivals:
+            one.hand_over()
+        self._leave_top(outgrown)
+        if filled:
+            self._changed(filled)
         self.flushes += 1
 
-    def _leave_behind(self) -> None:
-        """Free the pages that no later query sees."""
+    def _arrival(self, level: int, filled: list[Row], due: list[Row]) -> _Arrival:
+        waiting = [row for row in filled if row.level == level]
+        early = [row for row in due if max(row.level, self.first_level(row.length)) == level]
+        return _Arrival(level, waiting, early)
+
+    def _leave_behind(self, rows: Iterable[Row], coming: int = 0) -> None:
+        """Free the pages of these rows that no query sees behind the one that is ``coming``.
+
+        Steps in flight may still read them: nobody writes there before the device is idle.
+        """
         if not self.kind.bounded:
             return
-        for row in self.rows:
-            count = row.outdated(self.kind.low(row.length))
+        for row in rows:
+            count = row.outdated(self.kind.low(row.length - coming))
             gone = row.pages[row.anchored : row.anchored + count]
             del row.pages[row.anchored : row.anchored + count]
             row.skipped += count
             self._release(row, gone)
 
-    def _leave_top(self) -> None:
-        """Quantize the rows that have reached the length for it.
+    def _leave_top(self, rows: list[Row]) -> None:
+        """Quantize rows that have reached the length for it.
 
         Who shares their pages and has not reached it keeps them dense, as if it were alone.
         """
-        rows = [row for row in self.rows if self._outgrown(row)]
         if not rows:
             return
         self._make_ready({1: len(_at_the_top(rows))})
@@ -532,18 +589,16 @@ class KVStore:
         for start in range(0, len(due), SLICE_PAGES):
             self.convert(0, 1, due[start : start + SLICE_PAGES], rows)
 
-    def _shifts(self, owners: list[Row]) -> dict[int, list[int]]:
-        # A prefilled row's tail is written anew; the others move up by what left them.
-        prefilled = {slot for slot, _ in self.layers[0].new_tails}
-        shifts: dict[int, list[int]] = {}
-        for row in dict.fromkeys(owners):
-            if row.slot not in prefilled:
-                shifts.setdefault(row.pending, []).append(row.slot)
-        return shifts
-
     def changed(self) -> None:
         """Note that rows have other pages than before: tables are built anew."""
         self._epoch += 1
+        self._places.clear()
+
+    def _changed(self, rows: Iterable[Row]) -> None:
+        """Note that only these have."""
+        self._epoch += 1
+        for row in rows:
+            self._places.pop(row, None)
 
     # Pools grow and shrink while the device is idle, one layer at a time.
 
@@ -616,11 +671,12 @@ class KVStore:
     def _replace_pages(self, new: dict[PageId, PageId], rows: Iterable[Row]) -> None:
         """Put freshly taken pages in the place of others, in these rows."""
         for row in rows:
-            for index, page in enumerate(row.pages):
-                if page in new:
-                    row.pages[index] = new[page]
-                    self.allocators[new[page].level].retain(new[page], frozen=row.is_frozen)
-                    self.allocators[page.level].release(page, frozen=row.is_frozen)
+            for pages in (row.pages, row.early):
+                for index, page in enumerate(pages):
+                    if page in new:
+                        pages[index] = new[page]
+                        self.allocators[new[page].level].retain(new[page], frozen=row.is_frozen)
+                        self.allocators[page.level].release(page, frozen=row.is_frozen)
         for page in new.values():
             self.allocators[page.level].release(page)  # the hold of the taking
         self.changed()
@@ -629,10 +685,8 @@ class KVStore:
         """Move the pages of every level together and cut its pools; return the bytes given back.
 
         The top level keeps room for ``pages`` pages, less what lower levels take of that. Pages in
-        use move within their pools; the device must be idle and nothing may be pending.
+        use move within their pools; the device must be idle.
         """
-        if self._pending:
-            raise ValueError("flush before compacting")
         before = self.pages_bytes
         self.goals.clear()
         lower = sum(one.used * self.charge(one.level) for one in self.allocators[1:])
@@ -667,12 +721,15 @@ class KVStore:
             layer.move(level, level, list(moves), list(moves.values()))
         allocator.moved(moves)
         for row in self.holders:
-            row.pages = [
-                PageId(level, moves[page.slot])
-                if page.level == level and page.slot in moves
-                else page
-                for page in row.pages
-            ]
+            row.pages, row.early = (
+                [
+                    PageId(level, moves[page.slot])
+                    if page.level == level and page.slot in moves
+                    else page
+                    for page in pages
+                ]
+                for pages in (row.pages, row.early)
+            )
         self.changed()
 
     def shrink(self, pages: int = 0) -> None:
@@ -683,7 +740,6 @@ class KVStore:
         if self.rows:
             raise ValueError(f"{len(self.rows)} rows are still there")
         self.step = None
-        self._pending = []
         self._free_slots = []
         self._dirty_slots = set()
         self._tail_slots = 0
@@ -699,7 +755,7 @@ class KVStore:
             top.grow(pages)
 
     def cut_tails(self) -> None:
-        """Give back tails that no row has; the device must be idle and nothing pending."""
+        """Give back tails that no row has; the device must be idle."""
         if not self._free_slots:
             return
         free = iter(self._free_slots)
@@ -750,10 +806,10 @@ class KVStore:
         held: dict[PageId, int] = {}
         for row in self.holders:
             row.check()
-            for page in row.pages:
+            for page in row.held:
                 held[page] = held.get(page, 0) + 1
-        frozen = {page for row in self.frozen for page in row.pages}
-        running = {page for row in self.rows for page in row.pages}
+        frozen = {page for row in self.frozen for page in row.held}
+        running = {page for row in self.rows for page in row.held}
         for allocator in self.allocators:
             allocator.check()
             mine = {page: count for page, count in held.items() if page.level == allocator.level}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 
@@ -53,6 +53,7 @@ class NativeStep:
     pages: PageList
     rows: mx.array
     """``[rows, 6]`` int32, of `rows_of`."""
+    moves_tails: ClassVar[bool] = False
 
     @staticmethod
     def of(library: ModuleType, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:

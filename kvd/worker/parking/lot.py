@@ -83,7 +83,7 @@ class Parking:
         Nothing may be in flight. Its pages stay, and it waits for `Admission.unpark`.
         """
         hands, cache = self._hands, self._hands.cache
-        hands.flush()
+        hands.drain()
         for completion in request.completions:
             if completion.row is not None:
                 completion.frozen = cache.freeze(completion.row)

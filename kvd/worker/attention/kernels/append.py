@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.text import Text
-from kvd.worker.cache.steps import TAIL_TOKENS
+from kvd.worker.cache.rows import TAIL_TOKENS
 
 THREADS = 256
 PIECE = 16
@@ -43,23 +43,28 @@ def giver_of(tail: str, *, givers: bool) -> str:
 
 
 def add_copies(text: Text, language: Language, *, givers: bool, keys: bool = True) -> None:
-    """Add the copying of piece ``at``; without ``keys`` somebody else writes the new ones."""
+    """Add the copying of piece ``at``; without ``keys`` somebody else writes the new ones.
+
+    A tail whose first page has turned is copied from behind that.
+    """
     for what, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
         condition = "at < keys_end" if what == "keys" else f"at < tails * HEADS * TAIL * {pieces}"
         text.add(f"""
 if ({condition}) {{
   const int piece = at % {pieces}, token = at / {pieces} % TAIL;
   const int head = at / ({pieces} * TAIL) % HEADS, tail = at / ({pieces} * TAIL * HEADS);
-  GLOBAL uint4* old = (GLOBAL uint4*)tail_{what} + at;
+  const int told = places[tail];
+  const int behind = told >= TAIL && token < TAIL / 2 ? TAIL / 2 * {pieces} : 0;
+  GLOBAL uint4* old = (GLOBAL uint4*)tail_{what} + at + behind;
 """)
         if what == "values" or keys:
             text.add(f"""
   const int giver = {giver_of("tail", givers=givers)};
   GLOBAL uint4* taken = (GLOBAL uint4*){what} + (giver * HEADS + head) * {pieces} + piece;
-  if (places[tail] == token) old = taken;
+  if (told >= 0 && told % TAIL == token) old = taken;
 """)
         else:
-            text.add("  if (places[tail] == token) return;")
+            text.add("  if (told >= 0 && told % TAIL == token) return;")
         text.add(f"""
   {language.output} uint4* to = ({language.output} uint4*)new_{what} + at;
   *to = *old;

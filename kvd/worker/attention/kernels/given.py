@@ -21,9 +21,9 @@ class Attention:
     pages: mx.array
     """``[n, 3]`` int32: level, slot, position of the first token."""
     tail_keys: mx.array
-    """``[tails, kv_heads, 192, k_dim]``."""
+    """``[tails, kv_heads, 128, k_dim]``."""
     tail_values: mx.array
-    """``[tails, kv_heads, 192, v_dim]``."""
+    """``[tails, kv_heads, 128, v_dim]``."""
     rows: mx.array
     """``[rows, 8]`` int32: slot of the tail, tokens in it, position of its first token, first page,
     end page, the first position that the newest token sees beside the `keep` first ones (those
@@ -47,15 +47,16 @@ class Append:
     """Tails take a token of each row."""
 
     tail_keys: mx.array
-    """``[tails, kv_heads, 192, k_dim]``."""
+    """``[tails, kv_heads, 128, k_dim]``."""
     tail_values: mx.array
-    """``[tails, kv_heads, 192, v_dim]``."""
+    """``[tails, kv_heads, 128, v_dim]``."""
     keys: mx.array
     """``[rows or more, kv_heads, 1, k_dim]``."""
     values: mx.array
     """``[rows or more, kv_heads, 1, v_dim]``."""
     places: mx.array
-    """``[tails]`` int32: where each takes a token, or -1."""
+    """``[tails]`` int32: where each takes a token, or -1; 128 more where what is behind the tail's
+    first 64 tokens moves up before."""
     givers: mx.array | None
     """``[tails]``: from which row; None if the rows are the tails in their order."""
 
@@ -92,9 +93,9 @@ class Rotate:
     weights: tuple[mx.array, mx.array] | None
     """Of the norms of queries and keys, ``[k_dim]``; None without."""
     tail_keys: mx.array
-    """``[tails, kv_heads, 192, k_dim]``."""
+    """``[tails, kv_heads, 128, k_dim]``."""
     tail_values: mx.array
-    """``[tails, kv_heads, 192, v_dim]``."""
+    """``[tails, kv_heads, 128, v_dim]``."""
     places: mx.array
     """``[tails]`` int32: where each takes a token, or -1."""
     givers: mx.array | None

@@ -45,7 +45,7 @@ if (int(block.x) < vector_blocks) {{
   const int row = is_query ? vector / Q_HEADS : {giver_of("tail", givers=givers)};
   GLOBAL T* from = is_query ? queries + vector * K_DIM : keys + (row * HEADS + head) * K_DIM;
   {language.output} T* to = new_queries + vector * K_DIM;
-  if (!is_query) to = new_keys + ((tail * HEADS + head) * TAIL + places[tail]) * K_DIM;
+  if (!is_query) to = new_keys + ((tail * HEADS + head) * TAIL + places[tail] % TAIL) * K_DIM;
 """)
     if rotation.normed:
         text.add(f"""
