@@ -13,7 +13,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich import markup
 from rich.console import Console
 from rich.text import Span, Text
 
@@ -197,8 +196,3 @@ def said(form: str, *values: object) -> Text:
         spans = [Span(moved(one.start), moved(one.end), one.style) for one in spans]
         begin = at + len(shown)
     return Text(plain, spans=spans)
-
-
-def escape(text: str) -> str:
-    """Return the text so that rich prints it as it is, but for backslashes; `said` keeps those."""
-    return markup.escape(text)

@@ -17,7 +17,6 @@ from kvd.cli.common import (
     HomeOption,
     JsonOption,
     Terms,
-    escape,
     stderr_console,
     stdout_console,
     talk,
@@ -96,11 +95,11 @@ def install(
             wanted.print_json({"files": [str(path) for path in files], "on_demand": on_demand})
             return
         for path in files:
-            talk(f"[dim]wrote[/] {escape(str(path))}")
+            talk("[dim]wrote[/] {}", path)
         way = "the first client starts it" if on_demand else "it runs, and starts with your session"
-        talk(f"{manager.name} has it: {way}")
+        talk("{} has it: {}", manager.name, way)
         if hint := manager.hint():
-            talk(f"[dim]hint:[/] {escape(hint)}")
+            talk("[dim]hint:[/] {}", hint)
 
 
 @app.command(cls=Command)
@@ -113,7 +112,7 @@ def uninstall(context: typer.Context, *, home: HomeOption = None, json: JsonOpti
             wanted.print_json({"files": [str(path) for path in gone]})
         elif gone:
             for path in gone:
-                talk(f"[dim]deleted[/] {escape(str(path))}")
+                talk("[dim]deleted[/] {}", path)
         else:
             talk("it was not installed")
 
@@ -306,22 +305,18 @@ def _say(wanted: Terms, manager: Manager) -> None:
     if wanted.json:
         wanted.print_json(_as_json(manager, state, daemon))
         return
-    talk(f"{state.word}{f' (pid {state.pid})' if state.pid else ''}")
-    for line in _news(daemon):
-        talk(line)
+    talk("{}{}", state.word, f" (pid {state.pid})" if state.pid else "")
+    _tell_news(daemon)
 
 
-def _news(daemon: DaemonStatus | None) -> list[str]:
-    """Return what is to be said of the configuration."""
+def _tell_news(daemon: DaemonStatus | None) -> None:
+    """Say what is to be said of the configuration."""
     if daemon is None:
-        return []
-    found = []
+        return
     if daemon.config_error is not None:
-        found.append(f"[bold red]config.toml was refused:[/] {escape(daemon.config_error)}")
+        talk("[bold red]config.toml was refused:[/] {}", daemon.config_error)
     if daemon.config_waits:
-        keys = escape(", ".join(daemon.config_waits))
-        found.append(f"[yellow]waits for a restart:[/] {keys}")
-    return found
+        talk("[yellow]waits for a restart:[/] {}", ", ".join(daemon.config_waits))
 
 
 def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dict[str, object]:
@@ -350,10 +345,10 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
     if state.about:
         line.append(f"  {state.about}", "dim")
     table.add_row("state", line)
-    table.add_row("home", str(manager.service.home))
+    table.add_row("home", Text(str(manager.service.home)))
     way = "by the first client" if manager.service.on_demand else "with the session"
     for path in managing.installed(manager):
-        table.add_row("file", str(path))
+        table.add_row("file", Text(str(path)))
     if managing.installed(manager):
         table.add_row("starts", way)
     console = stdout_console()
@@ -364,17 +359,18 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
             "`kvctl service install` brings them up to date"
         )
     if daemon is not None and state.word != "running":
-        talk(f"[yellow]a daemon (pid {daemon.pid}) that is not the service's answers[/]")
+        talk("[yellow]a daemon (pid {}) that is not the service's answers[/]", daemon.pid)
     if not managing.installed(manager):
-        theirs = [f"[yellow]{escape(managing.whose(one))}[/]" for one in managing.foreign(manager)]
-        for said in theirs or ["`kvctl service install` installs it"]:
-            talk(said)
-    for news in _news(daemon):
-        talk(news)
+        theirs = managing.foreign(manager)
+        for one in theirs:
+            talk("[yellow]{}[/]", managing.whose(one))
+        if not theirs:
+            talk("`kvctl service install` installs it")
+    _tell_news(daemon)
 
 
 def _print_files(manager: Manager) -> None:
     for path, content in manager.files().items():
-        talk(f"[dim]# {escape(str(path))}[/]")
+        talk("[dim]# {}[/]", path)
         sys.stdout.write(content.decode())
         sys.stdout.flush()

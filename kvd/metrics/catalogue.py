@@ -274,6 +274,13 @@ ATTENTION = Metric(
     "slower than expected: reference means that kernels were wrong, slow or absent",
     ("model", "path"),
 )  # fmt: skip
+ATTENTION_CALL = Metric(
+    "kvd_attention_call_seconds", "gauge",
+    "What decode attention took a layer when the load timed it, by path: fused or reference; "
+    "absent where it timed none, as on CPUs",
+    "fused not below reference: kernels are left out; or did something else keep the device busy?",
+    ("model", "path"),
+)  # fmt: skip
 LOADS = Metric(
     "kvd_model_loads_total", "counter",
     "Times that a model became ready",
@@ -377,7 +384,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         PREFIX_EVICTED, PREFIX_CHECKPOINTS, PREFIX_BYTES,
     ),
     "Models and workers": (
-        STATE, ASLEEP, INFO, ATTENTION, LOADS, RESTARTS, STEPS, PHASES, FLUSHES, LAUNCHES,
+        STATE, ASLEEP, INFO, ATTENTION, ATTENTION_CALL, LOADS, RESTARTS, STEPS, PHASES, FLUSHES,
+        LAUNCHES,
     ),
     "The daemon": (
         BUILD, DRAINING, LAG, HTTP, FOOTPRINT, CPU, FILES, MOST_FILES, STARTED,

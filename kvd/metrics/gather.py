@@ -18,7 +18,15 @@ if TYPE_CHECKING:
     from kvd.metrics.histogram import Histogram
     from kvd.metrics.process import Process
     from kvd.metrics.tally import OfModel, Tally
-    from protocol.types import DaemonStatus, HostMemory, MemoryUse, ModelInfo, ModelStatus, Offer
+    from protocol.types import (
+        DaemonStatus,
+        FusedAttention,
+        HostMemory,
+        MemoryUse,
+        ModelInfo,
+        ModelStatus,
+        Offer,
+    )
 
 _PYTHON = ".".join(map(str, sys.version_info[:3]))
 STAGES, STATES, PRESSURES = get_args(Stage), get_args(ModelState), get_args(Pressure)
@@ -99,6 +107,8 @@ def _model(to: Samples, model: ModelStatus) -> None:
     if (info := model.info) is not None:
         to.put(c.INFO, 1, name, info.architecture, info.dtype, info.kv_scheme, info.device)
         to.put(c.ATTENTION, 1, name, info.attention_path)
+        if info.fused is not None:
+            to.put_all(c.ATTENTION_CALL, _calls(info.fused), name)
 
 
 def _kinds(memory: MemoryUse) -> dict[str, int]:
@@ -128,6 +138,12 @@ def _means(offer: Offer) -> dict[str, int]:
         "level": sum(offer.levels),
         "park": offer.park,
     }
+
+
+def _calls(fused: FusedAttention) -> dict[str, float]:
+    """Return the seconds that a layer's attention took at the load, for each path it timed."""
+    timed = {"fused": fused.call_ms, "reference": fused.reference_ms}
+    return {path: ms / 1e3 for path, ms in timed.items() if ms is not None}
 
 
 def _requests(to: Samples, it: Snapshot) -> None:

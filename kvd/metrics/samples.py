@@ -39,7 +39,7 @@ class Samples:
             raise ValueError(f"{metric.name} has labels {metric.labels}, and not {labels}")
         self.found.setdefault(metric, {})[labels] = value
 
-    def put_all(self, metric: Metric, values: Mapping[str, int], *labels: str) -> None:
+    def put_all(self, metric: Metric, values: Mapping[str, float], *labels: str) -> None:
         """Say it of several, whose last label is the key."""
         for name, value in values.items():
             self.put(metric, value, *labels, name)

@@ -69,6 +69,7 @@ def serve(
         )
         if found.fused is not None:
             progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
+    _log.info("attention: %s, error %.2g", found.path, found.error)
     if found.fused is not None:
         _log.info("%s", told(found.fused))
     return found

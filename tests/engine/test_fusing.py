@@ -252,6 +252,7 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
     assert [stage.startswith("attention kernels compiled") for stage in stages] == (
         [] if reason else [True]
     )
+    assert f"attention: {found.path}, error " in caplog.text
     assert f"fused attention is {'not used: switched off' if reason else 'used'}" in caplog.text
 
 

@@ -127,6 +127,18 @@ def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, hom
     assert json.loads(kvctl("status", "--json"))["files"] == [str(path)]
 
 
+def test_paths_that_look_like_markup_are_shown_as_they_are(kvctl: Played, tmp_path, monkeypatch):
+    folder, home = tmp_path / "[b]agents\\[0]", Home(tmp_path / "[dim]\\[h")
+    monkeypatch.setattr(managing, "manager_of", lambda described: Launchd(described, folder))
+    kvctl.home = home
+    (path,) = Launchd(describe(home, Config()), folder).files()
+    assert f"# {path}\n" in kvctl("install", "--print")
+    assert str(home.root) in "".join(kvctl("status", status=3).split())
+    folder.mkdir()
+    path.write_text("<plist/>")
+    assert f"{path} is not of this home's service" in kvctl("status", status=3)
+
+
 NOWHERE = '[http]\nhost = "nowhere.invalid"\n'
 
 
