@@ -26,8 +26,8 @@ CHOSEN = cases.values_of(60)
 
 def attend(step: Step) -> np.ndarray:
     (language,) = (name for name, one in LANGUAGES.items() if one is LANGUAGE)
-    split = fire(step.split(language), LANGUAGES[language])
-    (out,) = fire(step.combine(language, *split), LANGUAGES[language])
+    (parts,) = fire(step.split(language), LANGUAGES[language])
+    (out,) = fire(step.combine(language, parts), LANGUAGES[language])
     return np.array(out.astype(mx.float32))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.steps import DecodeStep
 
-OWN_BUFFERS = 8
+OWN_BUFFERS = 7
 """Arrays that a kernel takes or makes beside those of the pools: `kernels.shape.Shape.buffers`."""
 LEAST_SPLITS = 16
 """Compiled steps have room for so many: fewer have as little to do."""

@@ -58,8 +58,9 @@ class Fused:
             given.sinks is not None,
             tuple(zip(*map(_sides, given.ladder), strict=True)),
         )
-        outputs, weights = self._fire(split_launch(shape, self.language, given))
-        return self._fire(combine_launch(shape, self.language, given, outputs, weights))[0]
+        (parts,) = self._fire(split_launch(shape, self.language, given))
+        (out,) = self._fire(combine_launch(shape, self.language, given, parts))
+        return out
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """Return the tails' keys and values with the tokens in their places; lazy."""
@@ -83,11 +84,11 @@ def _sides(told: Told) -> tuple[Side, ...]:
 def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     """Return the launch that attends to each split for itself.
 
-    Its outputs: sums ``[splits, kv_heads, vectors, v_dim]``, and maximum (of base-2 logits) and
-    sum of weights ``[splits, kv_heads, vectors, 2]``; float32, undefined for padding.
+    Its output, ``[splits, kv_heads, vectors, v_dim + 2]`` float32: sums of values, the maximum (of
+    base-2 logits) and the sum of weights; undefined for padding.
     """
     text, tiles, warps = _split_text(shape, language)
-    count, each = given.splits.shape[0], (shape.kv_heads, shape.vectors)
+    count = given.splits.shape[0]
     arrays = {
         "queries": given.queries,
         "pages": given.pages,
@@ -100,32 +101,30 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     return Launch(
         name=_name("split", text),
         input_names=tuple(arrays),
-        output_names=("outputs", "weights"),
+        output_names=("parts",),
         source=text,
         header=_header(shape, language, warps * LANES),
         inputs=list(arrays.values()),
-        output_shapes=[(count, *each, shape.v_dim), (count, *each, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+        output_shapes=[(count, shape.kv_heads, shape.vectors, decode.entry(shape))],
+        output_dtypes=[mx.float32],
         grid=(count * warps * LANES, shape.kv_heads, -(-shape.tiles // tiles)),
         threadgroup=(warps * LANES, 1, 1),
         template=(("T", shape.dtype),),
     )
 
 
-def combine_launch(
-    shape: Shape, language: Language, given: Attention, outputs: mx.array, weights: mx.array
-) -> Launch:
+def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx.array) -> Launch:
     """Return the launch that joins the splits of each row, ``[batch, q_heads, L, v_dim]``."""
     text, threads = _combine_text(shape, language)
     batch, q_heads = given.queries.shape[:2]
     extra = [] if given.sinks is None else [given.sinks]
     return Launch(
         name=_name("combine", text),
-        input_names=("outputs", "weights", "rows", *(["sinks"] if extra else [])),
+        input_names=("parts", "rows", *(["sinks"] if extra else [])),
         output_names=("out",),
         source=text,
         header=_header(shape, language),
-        inputs=[outputs, weights, given.rows, *extra],
+        inputs=[parts, given.rows, *extra],
         output_shapes=[(batch, q_heads, shape.queries, shape.v_dim)],
         output_dtypes=[shape.dtype],
         grid=(batch * q_heads * shape.queries * threads, 1, 1),
