@@ -116,20 +116,15 @@ class FusedStep:
             Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
         )
 
-    def rotate(
-        self, layer: LayerStore, step: DecodeStep, made: Sequence[mx.array], how: Turning
-    ) -> mx.array:
+    def rotate(self, layer: LayerStore, step: DecodeStep, qkv: mx.array, how: Turning) -> mx.array:
         """Do so with keys that are still to be normed and turned, and return the queries; lazy.
 
-        ``made``: queries, keys and values as they leave their product.
+        ``qkv``: queries, keys and values as they leave their product, side by side.
         """
-        queries, keys, values = made
         turned, layer.tail_keys, layer.tail_values = self.kernels.rotate(
             Rotate(
                 how.rotation,
-                queries,
-                keys,
-                values,
+                qkv,
                 how.q_heads,
                 step.offsets,
                 how.frequencies,

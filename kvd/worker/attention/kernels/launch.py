@@ -166,16 +166,14 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
     """Return the launch that norms and turns queries and keys, and writes tails."""
     tails, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
-    batch = given.queries.shape[0]
+    batch = given.qkv.shape[0]
     about = (given.q_heads, heads, k_dim, v_dim, dtype.size)
     text = _rotate_text(language, about, given.rotation, given.givers is not None)
     copied = given.tail_keys.nbytes + given.tail_values.nbytes
     blocks = rotate.blocks(batch * given.q_heads, tails * heads, copied, append.PIECE)
     weights = {} if given.weights is None else dict(zip(_NORMS, given.weights, strict=True))
     arrays = {
-        "queries": given.queries,
-        "keys": given.keys,
-        "values": given.values,
+        "qkv": given.qkv,
         "offsets": given.offsets,
         "frequencies": given.frequencies,
         "tail_keys": given.tail_keys,
