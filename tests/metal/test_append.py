@@ -19,6 +19,15 @@ def _noise(*shape: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
 
 
+def given(dtype: mx.Dtype, places: list[int], givers: list[int] | None) -> Append:
+    return Append(
+        *(_noise(TAILS, HEADS, TAIL_TOKENS, dim, dtype=dtype) for dim in (K_DIM, V_DIM)),
+        *(_noise(TAILS + 1, HEADS, 1, dim, dtype=dtype) for dim in (K_DIM, V_DIM)),
+        mx.array(places, mx.int32),
+        None if givers is None else mx.array(givers, mx.int32),
+    )
+
+
 def _floats(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32))
 
@@ -33,20 +42,12 @@ def _floats(array: mx.array) -> np.ndarray:
 def test_each_tail_takes_its_token_and_is_else_what_it_was(
     language: Language, dtype: mx.Dtype, places: list[int], givers: list[int] | None
 ) -> None:
-    tails = [_noise(TAILS, HEADS, TAIL_TOKENS, dim, dtype=dtype) for dim in (K_DIM, V_DIM)]
-    new = [_noise(TAILS + 1, HEADS, 1, dim, dtype=dtype) for dim in (K_DIM, V_DIM)]
-    launch = append_launch(
-        language,
-        Append(
-            *tails,
-            *new,
-            mx.array(places, mx.int32),
-            None if givers is None else mx.array(givers, mx.int32),
-        ),
-    )
+    it = given(dtype, places, givers)
+    launch = append_launch(language, it)
     if language is METAL:
         check_rules(launch)
 
+    tails, new = (it.tail_keys, it.tail_values), (it.keys, it.values)
     for before, tokens, got in zip(tails, new, run(launch, language.name), strict=True):
         want = _floats(before)
         for tail, place in enumerate(places):

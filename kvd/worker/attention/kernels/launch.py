@@ -13,6 +13,7 @@ from kvd.worker.attention.kernels import append, decode, matrix, rotate
 from kvd.worker.attention.kernels.given import Append, Attention, Rotate, Rotation, Told
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
+from kvd.worker.kernel_files import cuda_kernel
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ def fire(launch: Launch, language: Language) -> list[mx.array]:
         launch.output_names,
         launch.source,
         launch.header,
+        launch.template,
     )
     found: list[mx.array] = kernel(
         inputs=launch.inputs,
@@ -291,9 +293,11 @@ def _kernel(
     output_names: tuple[str, ...],
     source: str,
     header: str,
+    _template: tuple[tuple[str, mx.Dtype], ...],  # `kernel_files` wants to be asked for each
 ) -> Any:
-    make = mx.fast.metal_kernel if language == "metal" else mx.fast.cuda_kernel
-    return make(
+    if language == "cuda":
+        return cuda_kernel(name, input_names, output_names, source, header)
+    return mx.fast.metal_kernel(
         name=name,
         input_names=list(input_names),
         output_names=list(output_names),
