@@ -5,9 +5,9 @@ MLX 0.32.4 hashes a kernel's whole text at each of its launches, also in replays
 is the hash of what is in it, and MLX gets a line that includes it. Metal's compiler reads no files
 at run time, and has the text itself.
 
-The folder is the user's and stays: MLX keeps what it compiled by the text that it got, on disk too,
-and a folder of each process would have every start compile anew. A file that is not as it was
-written is written anew; where the folder cannot be written to, MLX gets the text itself.
+The folder is the user's and stays, for all processes: workers end without the interpreter's end, or
+by a signal, and would leave a folder of their own behind. A file that is not as it was written is
+written anew; where the folder cannot be written to, MLX gets the text itself.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def test_one_text_has_one_file_and_another_one_has_its_own(told: Told, folder: P
     assert len({kernel["source"] for kernel in told.kernels}) == 2
 
 
-def test_another_process_gives_mlx_the_same_text(tmp_path: Path) -> None:
-    """MLX keeps what it compiled by its text: a start that has all of it compiles nothing."""
+def test_another_process_has_the_same_files(tmp_path: Path) -> None:
+    """Nobody clears up behind a worker."""
     code = (
         "import mlx.core as mx\n"
         "mx.fast.cuda_kernel = lambda **given: print(given)\n"
@@ -121,6 +121,7 @@ def test_another_process_gives_mlx_the_same_text(tmp_path: Path) -> None:
     )
     assert first == second
     assert f'#include "{tmp_path}' in first
+    assert len(list(tmp_path.rglob("*.inc"))) == 2
 
 
 @pytest.mark.parametrize("end", ["cut", "gone", "all gone"])
