@@ -3,12 +3,13 @@ r"""Time decode attention on this machine's GPU, and hold it against its bars.
     python -m bench.attention [--parts bars length gqa dim] [--json FILE] [--plot FILE.svg]
     python -m bench.attention --path reference --small     # anywhere: shows that the bench runs
 
-Each path attends 20 times in one evaluation, each time with queries of its own, and every result
-is kept; four evaluations follow each other, medians of seven. *serial* lets each call attend with
-the result of the one before, as a model's layers do. Calls take turns at several layers where one
-would stay in the GPU's own cache; a path of which that does not keep enough away is marked ``*``.
-Keys are those of the pages and the dense tail, 64 tokens and the newest; bytes are exactly theirs.
-A result further from float32 than its bound is no result: it is named, and its time is not told.
+Each path attends 20 times in one evaluation, each time with queries of its own (evaluated before
+the clock starts), and every result is kept; four evaluations follow each other, medians of seven.
+*serial* lets each call attend with the result of the one before, as a model's layers do. Calls take
+turns at several layers where one would stay in the GPU's own cache; a path of which that does not
+keep enough away is marked ``*``. Keys are those of the pages and the dense tail, 64 tokens and the
+newest; bytes are exactly theirs. A result further from float32 than its bound is no result: it is
+named, and its time is not told.
 """
 
 from __future__ import annotations

@@ -46,7 +46,6 @@ class Block:
     before: products.Norm
     qkv: mx.array
     """``[outputs of all three, inputs]``."""
-    sizes: tuple[int, int, int]
     bias: mx.array | None
     turning: Turning
     scale: float
@@ -67,8 +66,10 @@ class Block:
         if not products.fits(x, [products.OUTPUTS]) or x.dtype != self.qkv.dtype:
             return None
         fused, layer = step.backend, cache.layer
-        made = products.multiply(x, self.qkv, self.sizes, norm=self.before, bias=self.bias)
-        queries = fused.rotate(layer, step, made, self.turning)
+        (qkv,) = products.multiply(
+            x, self.qkv, self.qkv.shape[:1], norm=self.before, bias=self.bias
+        )
+        queries = fused.rotate(layer, step, qkv, self.turning)
         attended = fused.attend(queries, layer, self.scale, None)
         (h,) = products.multiply(
             attended, self.out, self.out.shape[:1], bias=self.out_bias, residual=x
@@ -134,8 +135,8 @@ def _block_of(layer: Any) -> Block | None:
     if gate_up.bias is not None or down.bias is not None:
         return None
     return Block(
-        before, qkv.whole, tuple(qkv.sizes), qkv.bias, turning, scale, out.whole, out.bias,
-        after, gate_up.whole, down.whole,
+        before, qkv.whole, qkv.bias, turning, scale, out.whole, out.bias, after,
+        gate_up.whole, down.whole,
     )  # fmt: skip
 
 

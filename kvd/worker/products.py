@@ -28,6 +28,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvd.worker.kernel_files import cuda_kernel
+
 MOST_ROWS = 32
 OUTPUTS = 16
 """Of one block; every layer's number of outputs is a multiple of it."""
@@ -271,9 +273,10 @@ def _fire(
     shapes: Sequence[tuple[int, ...]],
 ) -> list[mx.array]:
     inputs = weight.shape[1]
-    found: list[mx.array] = _kernel(how)(
+    template = ("K", inputs), ("TILES", -(-x.shape[0] // _ROWS)), ("WARPS", WARPS)
+    found: list[mx.array] = _kernel(how, template)(
         inputs=[x, weight, *extra],
-        template=[("K", inputs), ("TILES", -(-x.shape[0] // _ROWS)), ("WARPS", WARPS)],
+        template=list(template),
         grid=(blocks * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=list(shapes),
@@ -283,9 +286,9 @@ def _fire(
 
 
 @lru_cache
-def _kernel(how: _How) -> Any:
-    ptx = _PTX[how.dtype]
-    return mx.fast.cuda_kernel(
+def _kernel(how: _How, _template: tuple[tuple[str, int], ...]) -> Any:
+    ptx = _PTX[how.dtype]  # `kernel_files` wants to be asked for each template
+    return cuda_kernel(
         name=how.name,
         input_names=["x", "w", *how.extra],
         output_names=[f"out{number}" for number in range(len(how.sizes))],

@@ -48,15 +48,16 @@ class StandIn:
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
         """As the kernel."""
         self.rotated += 1
-        batch, heads = given.queries.shape[0], given.tail_keys.shape[1]
+        batch = given.qkv.shape[0]
+        _, heads, _, k_dim = given.tail_keys.shape
+        ends = [given.q_heads * k_dim, (given.q_heads + heads) * k_dim]
+        *vectors, values = mx.split(given.qkv, ends, axis=-1)
         weights = given.weights or (None, None)
         queries, keys = (
-            _rotated(given, vectors.reshape(batch, count, 1, -1), weight)
-            for vectors, count, weight in zip(
-                (given.queries, given.keys), (given.q_heads, heads), weights, strict=True
-            )
+            _rotated(given, one.reshape(batch, count, 1, -1), weight)
+            for one, count, weight in zip(vectors, (given.q_heads, heads), weights, strict=True)
         )
-        values = given.values.reshape(batch, heads, 1, -1)
+        values = values.reshape(batch, heads, 1, -1)
         tails = given.tail_keys, given.tail_values
         return queries, *self.append(Append(*tails, keys, values, given.places, given.givers))
 

@@ -142,7 +142,7 @@ def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> Non
 
 def test_compiled_steps_with_too_many_levels_take_plain_operations() -> None:
     kernels = StandIn()
-    few = FusedBackend(kernels, most_buffers=8 + 6)
+    few = FusedBackend(kernels, most_buffers=7 + 6)
     sides = Sides("qwen3", few)
     assert sides.all[1].runner.compile()
     for length in (200, 300):

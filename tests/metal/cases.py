@@ -24,9 +24,9 @@ ROWS = (
     ((2, 70), (0, 8), (5, 127)),
     ((0, 64), (9, 100)),  # more than one split of pages
     ((4, 0), (1, 63)),  # a tail without tokens
-    ((3, 191), (0, 9), (0, 128)),
+    ((3, 126), (0, 9), (0, 128)),
     ((33, 65),),
-    ((0, 12), (0, 191)),  # no pages at all
+    ((0, 12), (0, 127)),  # no pages at all
 )
 LONG = ((624, 64), (0, 1), (62, 127), (1, 64))
 """Up to 40 000 tokens, and very unequal."""

@@ -194,10 +194,10 @@ class Step:
         """Return the first launch."""
         return launches.split_launch(self.shape(), LANGUAGES[language], self.given())
 
-    def combine(self, language: Language, outputs: Any, weights: Any) -> Launch:
+    def combine(self, language: Language, parts: Any) -> Launch:
         """Return the second launch, over what the first one has written."""
         return launches.combine_launch(
-            self.shape(), LANGUAGES[language], self.given(), mx.array(outputs), mx.array(weights)
+            self.shape(), LANGUAGES[language], self.given(), mx.array(parts)
         )
 
     def expected(self) -> np.ndarray:

@@ -38,13 +38,13 @@ CHOSEN = list(cases.all_values()) if WANTED == "all" else cases.values_of(int(WA
 def launches(step: Step, language: Language) -> list[Launch]:
     """Both launches of a step; what the first one writes is zero in the second one."""
     first = step.split(language)
-    outputs = [mx.zeros(shape, mx.float32) for shape in first.output_shapes]
-    return [first, step.combine(language, *outputs)]
+    (shape,) = first.output_shapes
+    return [first, step.combine(language, mx.zeros(shape, mx.float32))]
 
 
 def attend(step: Step, language: Language, *, races: bool = True) -> np.ndarray:
-    outputs, weights = run(step.split(language), language, races=races)
-    (out,) = run(step.combine(language, outputs, weights), language, races=races)
+    (parts,) = run(step.split(language), language, races=races)
+    (out,) = run(step.combine(language, parts), language, races=races)
     return out
 
 
@@ -157,6 +157,14 @@ def test_metal_would_take_every_variant():
         for launch in launches(step, "cuda"):  # 255 registers at the most, of 65,536 a block
             assert math.prod(launch.threadgroup) <= 256
     assert taken == 2 * 2 * len(cases.DIMS) * len(BITS)
+
+
+def test_metal_would_take_four_levels_at_once():
+    step = Step(Case(schemes=("k8v8", "k6v6", "k4v4", "k2v2"), rows=((4, 8),)))
+    shape, launch = step.shape(), step.split("metal")
+    assert fits(shape, LANGUAGES["metal"])
+    assert shape.buffers == len(wrap(launch, "metal").buffers) == LANGUAGES["metal"].most_buffers
+    check_rules(launch)
 
 
 def test_what_does_not_fit_into_metals_memory_is_refused():

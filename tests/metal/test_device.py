@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.attention.kernels.given import Rotate
-from kvd.worker.attention.kernels.launch import find_language, fire, rotate_launch
-from tests.metal import cases
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.launch import (
+    Launch,
+    append_launch,
+    find_language,
+    fire,
+    rotate_launch,
+)
+from tests.metal import cases, test_append, test_rotate
 from tests.metal.decoding import LANGUAGES, Case, Step
 from tests.metal.right import assert_right
-from tests.metal.test_rotate import CASES, check
 
 LANGUAGE = find_language()
 pytestmark = [
@@ -26,9 +33,14 @@ CHOSEN = cases.values_of(60)
 
 def attend(step: Step) -> np.ndarray:
     (language,) = (name for name, one in LANGUAGES.items() if one is LANGUAGE)
-    split = fire(step.split(language), LANGUAGES[language])
-    (out,) = fire(step.combine(language, *split), LANGUAGES[language])
+    (parts,) = fire(step.split(language), LANGUAGES[language])
+    (out,) = fire(step.combine(language, parts), LANGUAGES[language])
     return np.array(out.astype(mx.float32))
+
+
+def made(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:
+    assert LANGUAGE is not None
+    return [np.array(one.astype(mx.float32)) for one in fire(make(LANGUAGE, given), LANGUAGE)]
 
 
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
@@ -50,11 +62,14 @@ def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, 
     assert_right(step, attend(step))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", test_rotate.CASES.values(), ids=test_rotate.CASES.keys())
 def test_queries_and_keys_are_turned_as_float64_does(case: tuple[Any, ...]) -> None:
-    def run(it: Rotate) -> list[np.ndarray]:
-        assert LANGUAGE is not None
-        made = fire(rotate_launch(LANGUAGE, it), LANGUAGE)
-        return [np.array(one.astype(mx.float32)) for one in made]
+    test_rotate.check(partial(made, rotate_launch), *case)
 
-    check(run, *case)
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("places", "givers"), test_append.PLACES, ids=test_append.NAMES)
+def test_each_tail_takes_its_token_and_is_else_what_it_was(
+    dtype: mx.Dtype, places: list[int], givers: list[int] | None
+) -> None:
+    test_append.check(partial(made, append_launch), dtype, places, givers)

@@ -41,11 +41,14 @@ def given(
     batch = TAILS + 1
     weights = tuple(noise(k_dim, dtype=dtype) + shift for shift in (1, 2))
     frequencies = 1e4 ** (-np.arange(rotation.dims // 2) / (rotation.dims // 2))
-    return Rotate(
-        rotation,
+    qkv = [
         noise(batch, 1, Q_HEADS * k_dim, dtype=dtype),
         noise(batch, 1, HEADS * k_dim, dtype=dtype) + 1,
         noise(batch, 1, HEADS * V_DIM, dtype=dtype),
+    ]
+    return Rotate(
+        rotation,
+        mx.concatenate(qkv, axis=-1),
         Q_HEADS,
         mx.array(OFFSETS, mx.int32),
         mx.array(frequencies, mx.float32),
@@ -100,14 +103,16 @@ def check(
     givers: list[int] | None,
 ) -> None:
     it = given(rotation, k_dim, dtype, places, givers)
+    ends = [Q_HEADS * k_dim, (Q_HEADS + HEADS) * k_dim]
+    old_queries, old_keys, old_values = mx.split(it.qkv, ends, axis=-1)
 
     queries, keys, values = run(it)
 
-    want = turned(it, it.queries, Q_HEADS, 0)
+    want = turned(it, old_queries, Q_HEADS, 0)
     assert np.isfinite(queries).all()
     assert np.abs(queries[:, :, 0] - want).max() <= BOUNDS[dtype] * np.abs(want).max()
-    new_keys = turned(it, it.keys, HEADS, 1)
-    new_values = wide(it.values).reshape(len(OFFSETS), HEADS, V_DIM)
+    new_keys = turned(it, old_keys, HEADS, 1)
+    new_values = wide(old_values).reshape(len(OFFSETS), HEADS, V_DIM)
     for got, before, new, bound in (
         (keys, it.tail_keys, new_keys, BOUNDS[dtype]),
         (values, it.tail_values, new_values, 0),

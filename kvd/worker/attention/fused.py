@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.steps import DecodeStep
 
-OWN_BUFFERS = 8
+OWN_BUFFERS = 7
 """Arrays that a kernel takes or makes beside those of the pools: `kernels.shape.Shape.buffers`."""
 LEAST_SPLITS = 16
 """Compiled steps have room for so many: fewer have as little to do."""
@@ -117,20 +117,15 @@ class FusedStep:
             Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
         )
 
-    def rotate(
-        self, layer: LayerStore, step: DecodeStep, made: Sequence[mx.array], how: Turning
-    ) -> mx.array:
+    def rotate(self, layer: LayerStore, step: DecodeStep, qkv: mx.array, how: Turning) -> mx.array:
         """Do so with keys that are still to be normed and turned, and return the queries; lazy.
 
-        ``made``: queries, keys and values as they leave their product.
+        ``qkv``: queries, keys and values as they leave their product, side by side.
         """
-        queries, keys, values = made
         turned, layer.tail_keys, layer.tail_values = self.kernels.rotate(
             Rotate(
                 how.rotation,
-                queries,
-                keys,
-                values,
+                qkv,
                 how.q_heads,
                 step.offsets,
                 how.frequencies,

@@ -99,7 +99,7 @@ class Watched:
 
         shapes = (tuple(tail.shape[1:]) for tail in tails)
         text = given.rotation, given.q_heads, given.tail_keys.dtype, *shapes, given.givers is None
-        arrays = [*tails, given.queries, given.keys, given.values]
+        arrays = [*tails, given.qkv]
         queries, keys, values = self._called(call, self._appends, text, arrays)
         return queries, keys, values
 

@@ -23,7 +23,11 @@ def append_source(
     text.add(language.prologue)
     add_sizes(text, heads, k_dim, v_dim, itemsize)
     text.add(f"int at = block.x * {THREADS} + me;")
-    add_copies(text, language, givers=givers)
+    rows = {
+        "keys": f"keys + giver * {heads * k_dim}",
+        "values": f"values + giver * {heads * v_dim}",
+    }
+    add_copies(text, language, rows, givers=givers)
     return str(text)
 
 
@@ -42,10 +46,11 @@ def giver_of(tail: str, *, givers: bool) -> str:
     return f"givers[{tail}]" if givers else tail
 
 
-def add_copies(text: Text, language: Language, *, givers: bool, keys: bool = True) -> None:
-    """Add the copying of piece ``at``; without ``keys`` somebody else writes the new ones.
+def add_copies(text: Text, language: Language, rows: dict[str, str], *, givers: bool) -> None:
+    """Add the copying of piece ``at``.
 
-    A tail whose first page has turned is copied from behind that.
+    ``rows``: where the row of a ``giver`` begins that has the new keys, and the new values; what is
+    not named somebody else writes. A tail whose row turns a page is copied from behind that.
     """
     for what, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
         condition = "at < keys_end" if what == "keys" else f"at < tails * HEADS * TAIL * {pieces}"
@@ -57,10 +62,10 @@ if ({condition}) {{
   const int behind = told >= TAIL && token < TAIL / 2 ? TAIL / 2 * {pieces} : 0;
   GLOBAL uint4* old = (GLOBAL uint4*)tail_{what} + at + behind;
 """)
-        if what == "values" or keys:
+        if what in rows:
             text.add(f"""
   const int giver = {giver_of("tail", givers=givers)};
-  GLOBAL uint4* taken = (GLOBAL uint4*){what} + (giver * HEADS + head) * {pieces} + piece;
+  GLOBAL uint4* taken = (GLOBAL uint4*)({rows[what]}) + head * {pieces} + piece;
   if (told >= 0 && told % TAIL == token) old = taken;
 """)
         else:

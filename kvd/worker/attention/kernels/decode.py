@@ -11,9 +11,9 @@ KV head, times queries), so a page is loaded once for all of them. On a page of 
 2. scores become weights, with the maximum and the sum so far (`scores`);
 3. the weights take the tokens' scales, and values are summed up in registers (`values`).
 
-Warps add up what they have, a split writes sums, maximum and total, and a second kernel joins a
-row's splits. Work is proportional to the tokens that are there, and a row's sums are made in one
-order whoever shares its batch.
+Warps add up what they have, a split writes sums, maximum and total side by side (each array that a
+kernel makes takes the host 3 µs), and a second kernel joins a row's splits. Work is proportional to
+the tokens that are there, and a row's sums are made in one order whoever shares its batch.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def _begin(text: Text, shape: Shape, language: Language) -> None:
         "TAIL": TAIL_TOKENS,
         "K_DIM": shape.k_dim,
         "V_DIM": shape.v_dim,
+        "ENTRY": entry(shape),
         "HEADS": shape.kv_heads,
         "VECTORS": shape.vectors,
         "KEEP": shape.keep,
@@ -177,8 +178,8 @@ for (int other = 1; other < PARTS; ++other) {{
 const {text.vector} more = work[(other * TILES + which) * REGION + d];
 output@ += more@;
 }}
-{language.output} float* to = outputs + (size_t(split) * HEADS + head) * (VECTORS * V_DIM) + d;
-if (one + # < VECTORS) to[(one + #) * V_DIM] = output@;
+{language.output} float* to = parts + (size_t(split) * HEADS + head) * (VECTORS * ENTRY) + d;
+if (one + # < VECTORS) to[(one + #) * ENTRY] = output@;
 }}
 if (me < TILES) {{
 const int one = (block.z * TILES + me) * TILE;
@@ -187,9 +188,9 @@ for (int other = 1; other < PARTS; ++other) {{
 highest@ = max(highest@, tops[other * TILES + me]@);
 sum@ += totals[other * TILES + me]@;
 }}
-{language.output} float* to = weights + (size_t(split) * HEADS + head) * (VECTORS * 2);
-if (one + # < VECTORS) to[(one + #) * 2] = highest@;
-if (one + # < VECTORS) to[(one + #) * 2 + 1] = sum@;
+{language.output} float* to = parts + (size_t(split) * HEADS + head) * (VECTORS * ENTRY) + V_DIM;
+if (one + # < VECTORS) to[(one + #) * ENTRY] = highest@;
+if (one + # < VECTORS) to[(one + #) * ENTRY + 1] = sum@;
 }}
 """)
 
@@ -200,6 +201,7 @@ def combine_source(shape: Shape, language: Language) -> str:
     text.add(language.prologue)
     text.add(f"""
 constexpr int V_DIM = {shape.v_dim}, VECTORS = {shape.kv_heads * shape.vectors};
+constexpr int ENTRY = {entry(shape)};
 constexpr int THREADS = {combine_threads(shape)};
 const int row = block.x / VECTORS, place = block.x % VECTORS;
 {language.output} T* to = out + size_t(block.x) * V_DIM;
@@ -212,7 +214,7 @@ SHARED float shares[THREADS];
 SHARED float total_of[1];
 float top = {_LEAST};
 for (int split = lane; split < count; split += 32) {{
-  top = max(top, weights[(size_t(first + split) * VECTORS + place) * 2]);
+  top = max(top, parts[(size_t(first + split) * VECTORS + place) * ENTRY + V_DIM]);
 }}
 top = LARGEST(top);
 """)
@@ -227,21 +229,22 @@ float sum = 0;
 for (int begin = 0; begin < count; begin += THREADS) {{
   SYNC_BLOCK();
   if (begin + me < count) {{
-    const size_t at = (size_t(first + begin + me) * VECTORS + place) * 2;
-    shares[me] = POWER(weights[at] - top);
+    const size_t at = (size_t(first + begin + me) * VECTORS + place) * ENTRY;
+    shares[me] = POWER(parts[at + V_DIM] - top);
   }}
   SYNC_BLOCK();
   const int here = min(THREADS, count - begin);
   if (me < V_DIM) {{
 #pragma unroll 8
     for (int split = 0; split < here; ++split) {{
-      const size_t at = size_t(first + begin + split) * VECTORS + place;
-      sum += outputs[at * V_DIM + me] * shares[split];
+      const size_t at = (size_t(first + begin + split) * VECTORS + place) * ENTRY;
+      sum += parts[at + me] * shares[split];
     }}
   }}
   if (warp == 0) {{
     for (int split = lane; split < here; split += 32) {{
-      total += weights[(size_t(first + begin + split) * VECTORS + place) * 2 + 1] * shares[split];
+      const size_t at = (size_t(first + begin + split) * VECTORS + place) * ENTRY;
+      total += parts[at + V_DIM + 1] * shares[split];
     }}
   }}
 }}
@@ -254,6 +257,11 @@ total = total_of[0];
 if (me < V_DIM) to[me] = T(total == 0 ? 0.0f : sum / total);
 """)
     return str(text)
+
+
+def entry(shape: Shape) -> int:
+    """Return what a split leaves of a query vector: sums of values, maximum, total."""
+    return shape.v_dim + 2
 
 
 def combine_threads(shape: Shape) -> int:

@@ -79,12 +79,9 @@ class Rotate:
     """Queries and keys are normed and turned; tails take keys and values of a token of each row."""
 
     rotation: Rotation
-    queries: mx.array
-    """``[batch, ..., q_heads * k_dim]``, as they leave their product."""
-    keys: mx.array
-    """``[batch, ..., kv_heads * k_dim]``."""
-    values: mx.array
-    """``[batch, ..., kv_heads * v_dim]``."""
+    qkv: mx.array
+    """``[batch, ..., q_heads * k_dim + kv_heads * (k_dim + v_dim)]``: queries, keys and values as
+    they leave their product."""
     q_heads: int
     offsets: mx.array
     """``[batch]`` int32: positions."""

@@ -13,6 +13,7 @@ from kvd.worker.attention.kernels import append, decode, matrix, rotate
 from kvd.worker.attention.kernels.given import Append, Attention, Rotate, Rotation, Told
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
+from kvd.worker.kernel_files import cuda_kernel
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Fused:
             given.sinks is not None,
             tuple(zip(*map(_sides, given.ladder), strict=True)),
         )
-        outputs, weights = self._fire(split_launch(shape, self.language, given))
-        return self._fire(combine_launch(shape, self.language, given, outputs, weights))[0]
+        (parts,) = self._fire(split_launch(shape, self.language, given))
+        (out,) = self._fire(combine_launch(shape, self.language, given, parts))
+        return out
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """Return the tails' keys and values with the tokens in their places; lazy."""
@@ -83,11 +85,11 @@ def _sides(told: Told) -> tuple[Side, ...]:
 def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     """Return the launch that attends to each split for itself.
 
-    Its outputs: sums ``[splits, kv_heads, vectors, v_dim]``, and maximum (of base-2 logits) and
-    sum of weights ``[splits, kv_heads, vectors, 2]``; float32, undefined for padding.
+    Its output, ``[splits, kv_heads, vectors, v_dim + 2]`` float32: sums of values, the maximum (of
+    base-2 logits) and the sum of weights; undefined for padding.
     """
     text, tiles, warps = _split_text(shape, language)
-    count, each = given.splits.shape[0], (shape.kv_heads, shape.vectors)
+    count = given.splits.shape[0]
     arrays = {
         "queries": given.queries,
         "pages": given.pages,
@@ -100,32 +102,30 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
     return Launch(
         name=_name("split", text),
         input_names=tuple(arrays),
-        output_names=("outputs", "weights"),
+        output_names=("parts",),
         source=text,
         header=_header(shape, language, warps * LANES),
         inputs=list(arrays.values()),
-        output_shapes=[(count, *each, shape.v_dim), (count, *each, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+        output_shapes=[(count, shape.kv_heads, shape.vectors, decode.entry(shape))],
+        output_dtypes=[mx.float32],
         grid=(count * warps * LANES, shape.kv_heads, -(-shape.tiles // tiles)),
         threadgroup=(warps * LANES, 1, 1),
         template=(("T", shape.dtype),),
     )
 
 
-def combine_launch(
-    shape: Shape, language: Language, given: Attention, outputs: mx.array, weights: mx.array
-) -> Launch:
+def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx.array) -> Launch:
     """Return the launch that joins the splits of each row, ``[batch, q_heads, L, v_dim]``."""
     text, threads = _combine_text(shape, language)
     batch, q_heads = given.queries.shape[:2]
     extra = [] if given.sinks is None else [given.sinks]
     return Launch(
         name=_name("combine", text),
-        input_names=("outputs", "weights", "rows", *(["sinks"] if extra else [])),
+        input_names=("parts", "rows", *(["sinks"] if extra else [])),
         output_names=("out",),
         source=text,
         header=_header(shape, language),
-        inputs=[outputs, weights, given.rows, *extra],
+        inputs=[parts, given.rows, *extra],
         output_shapes=[(batch, q_heads, shape.queries, shape.v_dim)],
         output_dtypes=[shape.dtype],
         grid=(batch * q_heads * shape.queries * threads, 1, 1),
@@ -167,16 +167,14 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
     """Return the launch that norms and turns queries and keys, and writes tails."""
     tails, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
-    batch = given.queries.shape[0]
+    batch = given.qkv.shape[0]
     about = (given.q_heads, heads, k_dim, v_dim, dtype.size)
     text = _rotate_text(language, about, given.rotation, given.givers is not None)
     copied = given.tail_keys.nbytes + given.tail_values.nbytes
     blocks = rotate.blocks(batch * given.q_heads, tails * heads, copied, append.PIECE)
     weights = {} if given.weights is None else dict(zip(_NORMS, given.weights, strict=True))
     arrays = {
-        "queries": given.queries,
-        "keys": given.keys,
-        "values": given.values,
+        "qkv": given.qkv,
         "offsets": given.offsets,
         "frequencies": given.frequencies,
         "tail_keys": given.tail_keys,
@@ -216,6 +214,7 @@ def fire(launch: Launch, language: Language) -> list[mx.array]:
         launch.output_names,
         launch.source,
         launch.header,
+        launch.template,
     )
     found: list[mx.array] = kernel(
         inputs=launch.inputs,
@@ -294,9 +293,11 @@ def _kernel(
     output_names: tuple[str, ...],
     source: str,
     header: str,
+    _template: tuple[tuple[str, mx.Dtype], ...],  # `kernel_files` wants to be asked for each
 ) -> Any:
-    make = mx.fast.metal_kernel if language == "metal" else mx.fast.cuda_kernel
-    return make(
+    if language == "cuda":
+        return cuda_kernel(name, input_names, output_names, source, header)
+    return mx.fast.metal_kernel(
         name=name,
         input_names=list(input_names),
         output_names=list(output_names),

@@ -1,8 +1,10 @@
 """The kernel between a layer's first product and its attention, in one launch instead of five.
 
 Queries and keys of a step are normed and turned by their positions; keys and values go into tails.
-A warp has a vector: of a query head, whose result is for attention, or of a KV head, whose result
-goes to its place in the tail. Other blocks copy what the tails had before (`append`).
+All three come in one array, as their product leaves them: a row has its queries, then its keys,
+then its values. A warp has a vector: of a query head, whose result is for attention, or of a KV
+head, whose result goes to its place in the tail. Other blocks copy what the tails had before
+(`append`).
 """
 
 from __future__ import annotations
@@ -33,19 +35,21 @@ def rotate_source(
     add_sizes(text, kv_heads, k_dim, v_dim, itemsize)
     text.add(f"""
 constexpr int Q_HEADS = {q_heads}, K_DIM = {k_dim};
+constexpr int VALUES = (Q_HEADS + HEADS) * K_DIM, ROW = VALUES + HEADS * {v_dim};
 constexpr int ROTATED = {rotation.dims}, HALF = ROTATED / 2;
-const int q_vectors = queries_shape[0] * Q_HEADS, vectors = q_vectors + tails * HEADS;
+const int q_vectors = qkv_shape[0] * Q_HEADS, vectors = q_vectors + tails * HEADS;
 const int vector_blocks = (vectors + {WARPS} - 1) / {WARPS};
 if (int(block.x) < vector_blocks) {{
   const int vector = block.x * {WARPS} + warp;
   if (vector >= vectors) return;
   const bool is_query = vector < q_vectors;
-  const int tail = (vector - q_vectors) / HEADS, head = (vector - q_vectors) % HEADS;
+  const int tail = (vector - q_vectors) / HEADS, kv_head = (vector - q_vectors) % HEADS;
   if (!is_query && places[tail] < 0) return;
   const int row = is_query ? vector / Q_HEADS : {giver_of("tail", givers=givers)};
-  GLOBAL T* from = is_query ? queries + vector * K_DIM : keys + (row * HEADS + head) * K_DIM;
+  const int head = is_query ? vector % Q_HEADS : Q_HEADS + kv_head;
+  GLOBAL T* from = qkv + row * ROW + head * K_DIM;
   {language.output} T* to = new_queries + vector * K_DIM;
-  if (!is_query) to = new_keys + ((tail * HEADS + head) * TAIL + places[tail] % TAIL) * K_DIM;
+  if (!is_query) to = new_keys + ((tail * HEADS + kv_head) * TAIL + places[tail] % TAIL) * K_DIM;
 """)
     if rotation.normed:
         text.add(f"""
@@ -72,7 +76,7 @@ if (int(block.x) < vector_blocks) {{
 }}
 int at = (int(block.x) - vector_blocks) * {THREADS} + me;
 """)
-    add_copies(text, language, givers=givers, keys=False)
+    add_copies(text, language, {"values": "qkv + giver * ROW + VALUES"}, givers=givers)
     return str(text)
 
 

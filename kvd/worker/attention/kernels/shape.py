@@ -137,7 +137,7 @@ class Shape:
     @property
     def buffers(self) -> int:
         """How many arrays the larger kernel takes and makes."""
-        return 8 + sum(3 if side.packed else 1 for side in (*self.keys, *self.values))
+        return 7 + sum(3 if side.packed else 1 for side in (*self.keys, *self.values))
 
 
 def fits(shape: Shape, language: Language) -> bool:
