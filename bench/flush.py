@@ -21,7 +21,7 @@ import mlx.core as mx
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.batch import make_caches
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
 
 GEOMETRY = LayerGeometry(kv_heads=8, k_dim=128, v_dim=128)
@@ -73,7 +73,7 @@ class Pool:
         mx.async_eval(decode_attention(self.queries, handle, 0.1), self.store.arrays())
 
     def round(self) -> None:
-        """Decode 128 tokens a row, then flush what they sealed."""
+        """Decode up to a page's tokens a row, then write the page of each."""
         start = time.perf_counter()
         steps = 0
         while not self.store.needs_flush(self.rows):
@@ -87,10 +87,8 @@ class Pool:
         self.steps.append((drained - start) / max(1, steps) * 1e3)
         self.flushes.append((done - drained) * 1e3)
         for row in self.rows:  # keep the rows, and so the steps, as short as they were
-            for page in row.pages:
-                self.store.allocators[0].release(page)
-            row.pages.clear()
-            row.length = row.length % 64 + 64
+            self.store.give_up_early(row)
+            row.length = PAGE_TOKENS
 
     def result(self) -> Result:
         """Return the medians."""

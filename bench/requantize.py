@@ -141,7 +141,7 @@ class Batch:
         """Return what the rows' pages take at the levels that they should be on, and the tails."""
         store = self.store
         lowered, kept = (
-            sum(len(row.pages) for row in ones) for ones in (self.lowered, self.untouched)
+            sum(len(row.held) for row in ones) for ones in (self.lowered, self.untouched)
         )
         pages = lowered * store.page_bytes(TARGET) + kept * store.page_bytes()
         return pages + store.tails_bytes

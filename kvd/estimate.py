@@ -103,7 +103,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     ladder = ladder_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
     unit = next((one.charges[0] for one in kinds if one.window is None), tail)
-    row = tail + (-(-tail // 3) if kv.prefix_cache else 0)  # with its first checkpoint
+    row = tail + (-(-tail // 2) if kv.prefix_cache else 0)  # with its first checkpoint
     layers = sum(one.layers for one in kinds)
     parts = 0
     if not (machine.on_cpu or machine.plain_attention):

@@ -420,7 +420,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="of our decode steps; as a load would choose it, or this",
     )
     parser.add_argument("--chunk", type=int, default=2048, help="our prefill chunk")
-    parser.add_argument("--steps", type=int, default=128, help="a flush comes every 64 to 128")
+    parser.add_argument("--steps", type=int, default=128, help="a flush comes every 64")
     parser.add_argument("--only", choices=["kvd", "mlx-lm"], help="one of the two loops")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", type=Path, help="write the model there and measure nothing")

@@ -16,9 +16,9 @@ from kvd.worker.runner import Row, Runner
 from kvd.worker.sampler import Draw, RowSettings, Sampler
 from protocol.types import Sampling
 
-WARM_UP = 136
-"""Steps before those that count: pages are sealed and written once in so many, and what that takes
-is compiled when it happens first."""
+WARM_UP = 72
+"""Steps before those that count: pages are written once in so many, and what that takes is compiled
+when it happens first."""
 
 
 @dataclass

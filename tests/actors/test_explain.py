@@ -48,9 +48,9 @@ async def test_a_model_that_is_not_loaded_is_reckoned_from_its_files():
         found = await ask(it, model="/m", rows=2)
         assert (found.state, found.measured, found.source) == ("not loaded", False, "/m")
         assert (found.context, found.rows, found.verdict) == (640, 2, "fits")
-        assert [one.total_bytes for one in found.levels] == [100 + 200, 100 + 160]
+        assert [one.total_bytes for one in found.levels] == [100 + 220, 100 + 160]
         short = await ask(it, model="/m", rows=2, context=128)
-        assert short.levels[0].total_bytes == 100 + 40
+        assert short.levels[0].total_bytes == 100 + 60
 
         found = await ask(it, model="known", rows=2)
         assert (found.state, found.source, found.context) == ("comes on demand", "/known", 320)
@@ -66,7 +66,7 @@ async def test_a_loaded_models_numbers_are_its_workers(monkeypatch):
 
         assert (found.state, found.measured, found.held_bytes) == ("ready", True, 100)
         assert [one.scheme for one in found.levels] == ["k8v8", "k4v4"]
-        assert found.levels[0].total_bytes == 50 + 3 * 100
+        assert found.levels[0].total_bytes == 50 + 3 * 110
 
 
 @simulated

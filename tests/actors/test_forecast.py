@@ -20,7 +20,7 @@ SCHEMES = ["k8v8", "k8v4", "k4v4"]
 
 
 def costs(base: int = 10_000) -> Costs:
-    """Rows of 100 bytes a page: 1000 tokens are 14 pages and a tail of one."""
+    """Rows of 100 bytes a page: 950 tokens are 14 pages and a tail of one."""
     kind = KVCost(layers=1, page_bytes=(90, 60, 45), charges=(100, 66, 50))
     return Costs(
         weights_bytes=base // 2,
@@ -50,7 +50,7 @@ class House:
         self.now += 60.0
         self.ladder.handle(Offered(name, Offer(**offer)), self.now)
 
-    def ask(self, rows: int, context: int = 1000, model: str = "new") -> Forecast:
+    def ask(self, rows: int, context: int = 950, model: str = "new") -> Forecast:
         before = deepcopy(self.ladder)
         question = Question(model, costs(), SCHEMES, rows=rows, context=context)
         found = forecast(

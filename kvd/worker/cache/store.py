@@ -574,6 +574,8 @@ class KVStore:
             del row.pages[row.anchored : row.anchored + count]
             row.skipped += count
             self._release(row, gone)
+            if gone:
+                self._changed([row])
 
     def _leave_top(self, rows: list[Row]) -> None:
         """Quantize rows that have reached the length for it.
