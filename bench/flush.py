@@ -1,6 +1,6 @@
 """What a flush costs: a pool of 2 MB and one of 0.5 GB, side by side, under a pipelined loop.
 
-    python bench/flush.py [--json FILE]
+    python -m bench.flush [--json FILE]
 
 One layer; each round decodes until rows have a page to write, drains, and times the flush alone.
 If a flush copied the pool that it writes into, the large one would take hundreds of times longer

@@ -1,6 +1,6 @@
 """What tiles cost: one chunk's attention over a long context, in tiles and in one call.
 
-    python bench/prefill.py [--json FILE]
+    python -m bench.prefill [--json FILE]
 
 One layer, K8V8 pages, a chunk of 256 tokens. "Untiled" is one call of the dense kernel with no
 limit of scratch; "tiled" the same chunk in a given scratch. The two take turns; medians.

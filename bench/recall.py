@@ -1,7 +1,7 @@
 """Recall through the daemon: quantized pages against dense ones, digit by digit.
 
     kvd serve &                       # or `make run`
-    python bench/recall.py [--kv k8v8] [--prompts 100] [--json FILE]
+    python -m bench.recall [--kv k8v8] [--prompts 100] [--json FILE]
 
 Loads the embedded model a second time with dense pages (k16v16), asks both models the same
 recall prompts of 2048 to 8192 tokens, greedily, and counts the digits on which they agree, and

@@ -1,6 +1,6 @@
 """What a draw costs: the engine's sampler beside mlx-lm's, one sampler a row as its server has it.
 
-    python bench/sampler.py [--rows 8] [--vocab 4096 151936] [--json FILE]
+    python -m bench.sampler [--rows 8] [--vocab 4096 151936] [--json FILE]
 
 Random logits, all rows with the same settings, each draw evaluated at once. Medians of CPU time
 where MLX computes on the CPU (so that other load does not count), of wall time elsewhere.
