@@ -39,7 +39,7 @@ def cuda_kernel(
     """
     try:
         source, header = _included(source) + _named(source, input_names), _included(header)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: nobody has a home here
         _tell(str(error))
     return mx.fast.cuda_kernel(
         name=name,
@@ -67,8 +67,8 @@ def _included(text: str) -> str:
 
 def _is_sound(path: Path, text: str) -> bool:
     try:
-        _check_ours(path.parent)
-        _check_ours(path)
+        for one in (path.parent.parent, path.parent, path):
+            _check_ours(one)
         return path.read_bytes() == text.encode()
     except FileNotFoundError:
         return False
@@ -76,7 +76,9 @@ def _is_sound(path: Path, text: str) -> bool:
 
 def _write(path: Path, text: str) -> None:
     """Write a file whole or not at all, also where two processes do."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for one in (path.parent.parent, path.parent):  # each of them by itself: a mode is the leaf's
+        one.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(one)
     handle, new = tempfile.mkstemp(dir=path.parent)  # for nobody else to read or write
     try:
         with os.fdopen(handle, "wb") as file:

@@ -144,15 +144,15 @@ class DenseStore:
         mine.paged += 1
 
     def flush(self) -> None:
-        running = [mine for row, mine in self.rows.items() if not row.is_frozen]
-        self._leave_dense(
-            [m for m in running if m.level == 0 and 0 < self.store.quantized_start <= m.length]
-        )
+        self.leave_dense([row for row in self.rows if not row.is_frozen])
 
-    def _leave_dense(self, grown: list[DenseRow]) -> None:
-        """Quantize what these rows hold; who else holds it keeps it as it was."""
+    def leave_dense(self, rows: list[Row]) -> None:
+        """Quantize what the long ones hold; who else holds it keeps it as it was."""
         new: dict[Page, Page] = {}
-        for mine in grown:
+        start = self.store.quantized_start
+        for mine in [self.rows[row] for row in rows]:
+            if mine.level or not 0 < start <= mine.length:
+                continue
             mine.level = 1
             for index, page in enumerate(mine.pages):
                 if page.level == 0:
@@ -347,6 +347,8 @@ class DenseModel:
         )
 
     def freeze(self, sequence: SequenceRow, frozen: FrozenSequence) -> None:
+        for store, row in zip(self.stores, sequence.rows, strict=True):
+            store.leave_dense([row])
         self._copy_rows(sequence, frozen)
         mine = self.sequences[sequence]
         self.frozen[frozen] = DenseSequence(mine.total, mine.last, mine.started)

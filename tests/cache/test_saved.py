@@ -91,6 +91,32 @@ def test_every_setting_comes_back(how: str) -> None:
     both_go_on(runner, rows)
 
 
+@pytest.mark.parametrize("length", [199, 200])
+def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
+    """It has left it when it is frozen, so no flush of others converts what is not there yet."""
+    runner = alone("qwen3", "dense at first")
+    cache = runner.cache
+    (start,) = {store.quantized_start for store in cache.stores}
+    assert start == 200
+    row = cache.new_row()
+    prefill(runner, row, ids(150))
+    decode(runner, [row], ids(length - 150, 2))
+    frozen = cache.freeze(row)
+    twin = cache.thaw(frozen)
+    want = decode(runner, [twin], ids(10, 8))[0]
+    records = list(Saver(cache, [frozen]).records())
+    for one in (row, twin):
+        cache.free(one)
+    cache.drop(frozen)
+    loader = Loader(cache, iter(records))
+    stranger = cache.new_row()
+    prefill(runner, stranger, ids(100, 5))
+    take(loader, cache.flush)
+
+    cache.check()
+    np.testing.assert_array_equal(decode(runner, loader.sequences, ids(10, 8))[0], want)
+
+
 def test_pages_on_two_levels_come_back_on_theirs() -> None:
     runner = alone("qwen3")
     row = runner.cache.new_row()

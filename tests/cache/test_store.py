@@ -117,6 +117,17 @@ def test_a_page_is_written_with_those_of_others_and_read_from_a_length_of_the_ro
     bench.check()
 
 
+def test_pages_that_leave_a_window_leave_the_tables_though_none_came() -> None:
+    bench = Bench(layers=1, kind=Kind(window=100))
+    row = bench.new(320)
+    while row.row.length < 340:
+        bench.decode([row])
+    bench.prefill(row, 30)
+
+    assert row.row.pages == []
+    bench.check()
+
+
 def test_freed_row_whose_page_is_early_leaves_nothing() -> None:
     bench = Bench(layers=1)
     leaving, staying = bench.new(100), bench.new(120)

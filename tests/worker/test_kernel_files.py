@@ -153,7 +153,9 @@ def test_files_are_looked_at_for_each_template_that_mlx_compiles(told: Told, fol
     products._kernel.cache_clear()  # they are not MLX's
 
 
-@pytest.mark.parametrize("why", ["no folder", "others can write", "a file that others can write"])
+@pytest.mark.parametrize(
+    "why", ["no folder", "others can write", "others can write above", "others can write it"]
+)
 def test_where_no_file_can_be_mlx_gets_the_text(
     why: str, told: Told, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,7 +166,9 @@ def test_where_no_file_can_be_mlx_gets_the_text(
         make()
     if why == "others can write":
         folder.chmod(0o777)
-    if why == "a file that others can write":
+    if why == "others can write above":
+        folder.parent.chmod(0o777)
+    if why == "others can write it":
         included(told.texts[0]).chmod(0o666)
 
     with caplog.at_level(logging.INFO):
@@ -173,7 +177,16 @@ def test_where_no_file_can_be_mlx_gets_the_text(
 
     assert told.texts == (BODY, HEADER)
     assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert str(folder) in caplog.text
+    assert str(folder.parent) in caplog.text
+
+
+def test_nor_where_nobody_has_a_home(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(kernel_files, "folder", homeless)
+    make()
+    assert told.texts == (BODY, HEADER)
 
 
 def test_nor_where_its_name_would_end_the_line(

@@ -464,7 +464,7 @@ class ModelCache:
         for store, rows in (
             (self.stores[number], [one.rows[number] for one in sequences]) for number in numbers
         ):
-            paged = [PAGE_TOKENS * len(row.pages) for row in rows]
+            paged = [PAGE_TOKENS * (len(row.pages) + row.at_the_end) for row in rows]
             most = max(
                 tokens + row.tail_length + 1 for tokens, row in zip(paged, rows, strict=True)
             )

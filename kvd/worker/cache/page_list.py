@@ -44,8 +44,8 @@ class PageList:
         # Never empty: MLX does not evaluate an operation over an array without elements.
         found = np.concatenate(parts) if ends and ends[-1] else np.zeros((1, 3), np.int32)
         count = ends[-1] if ends else 0
-        levels, which = np.unique(found[:count, 0], return_inverse=True)
-        found[:count, 0] = which
+        levels = np.flatnonzero(np.bincount(found[:count, 0]))
+        found[:count, 0] = np.searchsorted(levels, found[:count, 0])
         return PageList(mx.array(found), count, ends, tuple(levels.tolist()))
 
     @cached_property

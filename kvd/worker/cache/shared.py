@@ -301,7 +301,7 @@ class SharedStore:
             store.layers[0].append(step, keys, values)
             return DecodeReading(self, DecodeHandle(store, store.layers[0], step))
         # A row leaves the dense start here as it does before a single token: by its own length.
-        if store.wasteful or store.needs_flush(own):
+        if store.wasteful or any(map(store.outgrown, own)):
             self.flush()
         self._drain()
         parts = [

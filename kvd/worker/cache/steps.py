@@ -6,16 +6,18 @@ read it. Rows are never padded to a rectangle: the pages are a flat list, each w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvd.worker.cache.backend import BackendPrefill, BackendStep
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.page_list import places_of
 from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 
@@ -80,20 +82,18 @@ class LevelTable:
         return self._indices[heads]
 
 
-def level_tables(rows: list[Row]) -> list[LevelTable]:
-    """Build the tables of a batch: row after row, each row's pages in order."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
-    for owner, row in enumerate(rows):
-        for index, page in enumerate(row.pages):
-            found.setdefault(page.level, []).append((page.slot, owner, row.start(index)))
+def level_tables(parts: Sequence[np.ndarray]) -> list[LevelTable]:
+    """Build the tables of a batch of which each row has its `places_of`: row after row."""
+    if not parts:
+        return []
+    places = np.concatenate(parts)
+    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     tables = []
-    for level, entries in sorted(found.items()):
-        slots, owners, starts = zip(*entries, strict=True)
-        tables.append(
-            LevelTable(
-                level, mx.array(slots, mx.uint32), mx.array(owners, mx.uint32), owners, starts
-            )
-        )
+    for level in np.flatnonzero(np.bincount(places[:, 0])).tolist():
+        here = places[:, 0] == level
+        slots, mine = (mx.array(one[here].astype(np.uint32)) for one in (places[:, 1], owners))
+        starts = tuple(places[here, 2].tolist())
+        tables.append(LevelTable(level, slots, mine, tuple(owners[here].tolist()), starts))
     return tables
 
 
@@ -276,6 +276,6 @@ def prefill_step(row: Row, count: int) -> PrefillStep:
         count,
         offset=row.length,
         tail_length=row.tail_length,
-        tables=level_tables([row]),
+        tables=level_tables([places_of(row)]),
         new_pages=max(0, full_pages(row.length + count) - row.sealed),
     )

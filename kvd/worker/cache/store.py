@@ -150,7 +150,7 @@ class KVStore:
         self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
         self._page_list: tuple[tuple[int, list[Row]], PageList] | None = None
         self._places: dict[Row, np.ndarray] = {}
-        """Of rows whose pages are as they were: their part of the list for backends."""
+        """Of rows whose pages are as they were: their part of tables and lists."""
         self._epoch = 0
         self.copies = Copies()
 
@@ -276,8 +276,9 @@ class KVStore:
         """Return what a row is now: pages by reference, the tail's tokens copied; evaluated.
 
         The device must be idle. Pages are never written again once they are full, so sharing them
-        needs no copy, ever.
+        needs no copy, ever. A row that has outgrown the top level leaves it, as before a step.
         """
+        self._leave_top([row] if self.outgrown(row) else [])
         tails = [layer.copy_tail(row.slot, row.tail_length) for layer in self.layers]
         mx.eval(tails)
         frozen = FrozenRow(tails=tails)
@@ -419,18 +420,23 @@ class KVStore:
     def _tables_of(self, rows: list[Row]) -> list[LevelTable]:
         key = (self._epoch, rows)
         if self._tables is None or self._tables[0] != key:
-            self._tables = (key, level_tables(rows))
+            self._tables = (key, level_tables(self._places_of(rows)))
         return self._tables[1]
 
     def _pages_of(self, rows: list[Row]) -> PageList:
         """Return the same for backends."""
         key = (self._epoch, list(rows))
         if self._page_list is None or self._page_list[0] != key:
-            for row in rows:
-                if row not in self._places:
-                    self._places[row] = places_of(row)
-            self._page_list = (key, PageList.joined([self._places[row] for row in rows]))
+            self._page_list = (key, PageList.joined(self._places_of(rows)))
         return self._page_list[1]
+
+    def _places_of(self, rows: Iterable[Row]) -> list[np.ndarray]:
+        found = []
+        for row in rows:
+            if row not in self._places:
+                self._places[row] = places_of(row)
+            found.append(self._places[row])
+        return found
 
     def begin_prefill(self, row: Row, count: int) -> PrefillStep:
         """Start a forward pass of ``count`` tokens of one row; `finish_prefill` ends it."""
@@ -508,7 +514,7 @@ class KVStore:
 
     def needs_flush(self, rows: list[Row]) -> bool:
         """Return whether one of these rows lacks its next page, or is to leave the top."""
-        return any((row.at_the_end and not row.early) or self._outgrown(row) for row in rows)
+        return any((row.at_the_end and not row.early) or self.outgrown(row) for row in rows)
 
     def first_level(self, length: int) -> int:
         """Return the level of a row of this length that nobody has stepped down."""
@@ -519,7 +525,8 @@ class KVStore:
         level = self.first_level(row.length)
         return row.level == level and all(page.level == level for page in row.pages)
 
-    def _outgrown(self, row: Row) -> bool:
+    def outgrown(self, row: Row) -> bool:
+        """Return whether a row is to leave the top level before it goes on."""
         return row.level < self.first_level(row.length)
 
     def arrays(self) -> list[mx.array]:
@@ -537,7 +544,7 @@ class KVStore:
         tails, and nothing early.
         """
         self.copies.nbytes = 0
-        outgrown = [row for row in self.rows if self._outgrown(row)]
+        outgrown = [row for row in self.rows if self.outgrown(row)]
         for row in outgrown:
             self.give_up_early(row)  # it is written anew, on the level that the row goes to
         due = [row for row in self.rows if row.wants_early and row not in reading]
@@ -588,6 +595,8 @@ class KVStore:
         due = _at_the_top(rows)  # where room had to be made for them, pages moved
         for row in rows:
             row.level = 1
+            if row.early and row.early[0].level == 0:
+                self.give_up_early(row)
         for start in range(0, len(due), SLICE_PAGES):
             self.convert(0, 1, due[start : start + SLICE_PAGES], rows)
 
@@ -824,6 +833,8 @@ class KVStore:
             tails = [layer.geometry.dense_bytes(row.tail_length) for layer in self.layers]
             assert row.nbytes == sum(tails), "a frozen tail has other tokens than its row"
         assert self.nbytes == sum(layer.nbytes for layer in self.layers) + self.frozen_bytes
+        for row, places in self._places.items():
+            assert np.array_equal(places, places_of(row)), "a table has other pages than its row"
         slots = [row.slot for row in self.rows] + self._free_slots
         assert sorted(slots) == list(range(self._tail_slots)), "a tail is lost or shared"
 
