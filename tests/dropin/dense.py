@@ -238,7 +238,7 @@ class Twin:
             row.was = row.length
         for one, row, pages in self.paired():
             assert [row.levels[index] for index in pages] == [page.level for page in pages.values()]
-            assert len(row.levels) == one.sealed
+            assert len(row.levels) == one.paged
             seen = pages_seen(self.cache.kind, row.length, one.tail_start)
             assert seen <= pages.keys(), "not there"
 

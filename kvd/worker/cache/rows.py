@@ -58,10 +58,10 @@ class Row:
     @property
     def tail_start(self) -> int:
         """Position of the tail's first token."""
-        return PAGE_TOKENS * self.sealed
+        return PAGE_TOKENS * self.paged
 
     @property
-    def sealed(self) -> int:
+    def paged(self) -> int:
         """Pages that were ever read, those that fell out included."""
         return len(self.pages) + self.skipped
 
@@ -100,9 +100,9 @@ class Row:
         """Assert that as much is quantized as the length asks for, no more and no less."""
         assert self.alive
         if self.trimmed:
-            assert self.sealed >= full_pages(self.length), self
+            assert self.paged >= full_pages(self.length), self
         else:
-            assert self.sealed == full_pages(self.length), self
+            assert self.paged == full_pages(self.length), self
         assert not self.skipped or len(self.pages) >= self.anchored, self
         assert 0 <= self.tail_length < TAIL_TOKENS, self
         assert PAGE_TOKENS * len(self.early) <= min(self.tail_length, PAGE_TOKENS), self

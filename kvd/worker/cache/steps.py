@@ -277,5 +277,5 @@ def prefill_step(row: Row, count: int) -> PrefillStep:
         offset=row.length,
         tail_length=row.tail_length,
         tables=level_tables([places_of(row)]),
-        new_pages=max(0, full_pages(row.length + count) - row.sealed),
+        new_pages=max(0, full_pages(row.length + count) - row.paged),
     )
