@@ -30,7 +30,7 @@ run: $(VENV)/.runtime
 
 # MLX's own BLAS is many times slower on Linux: tests that compute preload what workers preload.
 test: check
-	@blas=$$($(BIN)/python -c 'from kvd import blas; print(blas.choose("auto") or "")'); \
+	@blas=$$($(BIN)/python -c 'from kvd.host import blas; print(blas.choose("auto") or "")'); \
 	if test -n "$$blas"; then export LD_PRELOAD="$$blas" OPENBLAS_THREAD_TIMEOUT=12; fi; \
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 

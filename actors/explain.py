@@ -16,7 +16,7 @@ from protocol.types import KVSpec
 if TYPE_CHECKING:
     from actors.board import Board
     from actors.catalogue import Catalogue
-    from actors.machines.ladder import Ladder
+    from actors.machines.governor import Ladder
     from actors.ports import Reckon
     from protocol.forecast import Forecast
     from protocol.messages import Explain

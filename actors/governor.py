@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
 from actors.machines import governing
-from actors.machines.governor import Answer, Released, Wanted
+from actors.machines.ledger import Answer, Released, Wanted
 from actors.runtime.actor import Actor
 from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.events import Events
-    from actors.machines.ladder import Ladder
+    from actors.machines.governor import Ladder
     from actors.mail import GovernorMail, WorkerMail
     from actors.runtime.actor import Ref
 

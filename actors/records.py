@@ -1,6 +1,6 @@
 """What is written down of requests, so that they outlive the daemon, and what that adds up to.
 
-`Records` is where it goes (`kvd.journal` writes it to a disk): who asked for what, each word of a
+`Records` is where it goes (`kvd.daemon.journal` writes it to a disk): who asked for what, each word of a
 worker before the client has it, and that a request need not be remembered any more. `Saved` is a
 request that was read back; its client may come for it (`Saved.attach`).
 """

@@ -24,8 +24,8 @@ from actors.events import Events
 from actors.explain import Explainer
 from actors.governor import Governor, Ledger
 from actors.machines.admission import Desk
-from actors.machines.governor import Governor as GovernorMachine
-from actors.machines.ladder import Ladder
+from actors.machines.governor import Ladder
+from actors.machines.ledger import Governor as GovernorMachine
 from actors.machines.lifecycle import Lifecycle, Patience
 from actors.ports import Notice, unmeasured, unobserved
 from actors.readings import Readings, Scale

@@ -30,15 +30,15 @@ from mlx import nn
 from mlx_lm.models import activations
 
 from kvd import demo
-from kvd.kv import parse_kv
-from kvd.worker import model, probe, seam
+from kvd.config.kv import parse_kv
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.scheme import ladder_of
 from kvd.worker.native import build, choice, operations
 from kvd.worker.native.layers import PackedLinear
-from kvd.worker.runner import Row, Runner
-from kvd.worker.sampler import RowSettings, Sampler
+from kvd.worker.sampling.sampler import RowSettings, Sampler
+from kvd.worker.serving import model_files, probe, seam
+from kvd.worker.serving.runner import Row, Runner
 from protocol.types import Sampling
 
 WARM_UP = 5
@@ -64,7 +64,7 @@ class Steps:
 
     def __init__(self, options: argparse.Namespace, library: ModuleType | None) -> None:
         self._options = options
-        loaded = model.load(Path(demo.__file__).parent, library=library)
+        loaded = model_files.load(Path(demo.__file__).parent, library=library)
         settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(options.kv))))
         served = probe.serve(loaded.model, settings, loaded.vocab_size, library)
         self.runner: Runner = served.runner

@@ -1,4 +1,4 @@
-"""`kvd`: the daemon's command line. Parses and hands over; `kvd.serve` does the work."""
+"""`kvd`: the daemon's command line. Parses and hands over; `kvd.daemon.serve` does the work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 import kvd
-from kvd import exits
 from kvd.cli.options import VersionOption, takes_kv
 from kvd.cli.usage import Command, Group
-from kvd.home import locate
-from kvd.http.settings import HttpSettings, laid_over
-from kvd.options import Attention, Options
-from kvd.serve import become
-from kvd.units import parse_bytes
+from kvd.config.http import HttpSettings, laid_over
+from kvd.config.options import Attention, Options
+from kvd.daemon.serve import become
+from kvd.host import exits
+from kvd.host.home import locate
+from kvd.host.units import parse_bytes
 from protocol.errors import KvdError
 from protocol.types import KVSpec
 

@@ -1,7 +1,7 @@
 """What rows of a model cost: the worker's own arithmetic, for forecasts. Pure.
 
-A worker fills in `Costs` when it has loaded, from the arrays that it has (`kvd.worker.costs`);
-the daemon fills in an estimate before that (`kvd.forecast`). Sums are what a worker asks of the
+A worker fills in `Costs` when it has loaded, from the arrays that it has (`kvd.worker.serving.costs`);
+the daemon fills in an estimate before that (`kvd.daemon.estimate`). Sums are what a worker asks of the
 budget, so they count worst cases: what a row may come to hold until it ends.
 """
 

@@ -2,7 +2,7 @@
 
 The daemon sends commands, the worker sends reports. The end of the stream means death, in both
 directions. Reports are best effort in time, never in content: a worker never waits for the
-daemon, it merges what it has not sent yet (`kvd.worker.outbox`).
+daemon, it merges what it has not sent yet (`kvd.worker.process.outbox`).
 """
 
 from __future__ import annotations

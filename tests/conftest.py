@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvd.home import Home
+from kvd.host.home import Home
 
 # A busy machine must not fail a test: what has to be fast is measured where that is the point.
 settings.register_profile("kvd", deadline=None)
@@ -31,19 +31,19 @@ for ignored, usual in (
 
 TESTS = Path(__file__).parent
 LONGEST = (
-    "architectures/test_caches.py",
-    "cache/test_state_machine.py",
-    "architectures/test_zoo.py",
+    "worker/architectures/test_caches.py",
+    "worker/cache/test_state_machine.py",
+    "worker/architectures/test_zoo.py",
     "acceptance/test_first_light.py",
-    "engine/test_requests.py",
-    "cache/test_frozen.py",
-    "engine/test_parking.py",
-    "cache/test_peak_memory.py",
-    "dropin/test_batch_generator.py",
-    "metal/test_decode.py",
-    "cache/test_prefix_hits.py",
-    "engine/test_mlx_engine.py",
-    "attention/test_prefill.py",
+    "worker/core/test_requests.py",
+    "worker/cache/test_frozen.py",
+    "worker/core/test_parking.py",
+    "worker/cache/test_peak_memory.py",
+    "worker/mlx_lm_drop_in/test_batch_generator.py",
+    "worker/kernels/test_decode.py",
+    "worker/prefix/test_prefix_hits.py",
+    "worker/core/test_mlx_engine.py",
+    "worker/attention/test_prefill.py",
     "acceptance/test_chaos.py",
     "test_readme.py",
 )

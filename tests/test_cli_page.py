@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvd.cli.app import COMMANDS
-from kvd.exits import Exit
+from kvd.host.exits import Exit
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")

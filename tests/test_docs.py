@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvd import config
 from kvd.cli.calibrate import calibrate
 from kvd.cli.options import LEVELS, OPTIONS
-from kvd.config import Config, ModelEntry
-from kvd.exits import Exit
-from kvd.http.settings import HttpSettings
-from kvd.kv import KVText
-from kvd.worker.fidelity import Floor
+from kvd.config import config
+from kvd.config.config import Config, ModelEntry
+from kvd.config.http import HttpSettings
+from kvd.config.kv import KVText
+from kvd.host.exits import Exit
+from kvd.worker.tools.fidelity import Floor
 from protocol import messages
 from protocol.errors import ConfigError, KvdError
 from protocol.messages import Event, Request

@@ -14,9 +14,9 @@ import pytest
 import typer
 from typer.main import get_command
 
-from kvd import config
 from kvd.__main__ import app as kvd_app
 from kvd.cli.app import app as kvctl_app
+from kvd.config import config
 from tests.pages import BLOCK, ROOT, anchors, blocks, commands_of, links
 
 PAGES = sorted(

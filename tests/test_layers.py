@@ -21,9 +21,12 @@ def test_import_linter_keeps_its_contracts():
 @pytest.mark.parametrize(
     ("modules", "forbidden"),
     [
-        ("kvd.daemon, kvd.__main__", "mlx mlx_lm transformers numpy torch kvd.worker"),
-        ("kvd.serve, kvd.daemon", "typer pydantic prometheus_client kvd.cli kvd.client"),
-        ("kvd.client", "actors structlog typer rich mlx kvd.worker kvd.daemon"),
+        ("kvd.daemon.daemon, kvd.__main__", "mlx mlx_lm transformers numpy torch kvd.worker"),
+        (
+            "kvd.daemon.serve, kvd.daemon.daemon",
+            "typer pydantic prometheus_client kvd.cli kvd.client",
+        ),
+        ("kvd.client", "actors structlog typer rich mlx kvd.worker kvd.daemon.daemon"),
         ("protocol.messages, protocol.session, protocol.worker", "kvd actors asyncio"),
         ("actors.system", "kvd structlog mlx"),
     ],

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd import config
-from kvd.home import Home
+from kvd.config import config
+from kvd.host.home import Home
 from tests.pages import blocks, commands_of
 from tests.process.helpers import Daemon, lines_of, wait_for, written
 

@@ -14,7 +14,7 @@ import typer
 from typer.main import get_command
 
 from kvd.cli.app import COMMANDS, app
-from kvd.exits import Exit
+from kvd.host.exits import Exit
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 COMMON = ("--home", "--socket", "--json", "--help")

@@ -20,7 +20,7 @@ from protocol.forecast import Forecast, LevelCost, Room, Verdict
 from protocol.policy import ModelPolicy
 
 if TYPE_CHECKING:
-    from actors.machines.ladder import Ladder
+    from actors.machines.governor import Ladder
     from protocol.costs import Costs
 
 

@@ -5,7 +5,7 @@ compared with the marks is what rows take of the room that weights leave them, n
 growth of the last seconds, a few seconds ahead; and what was measured, of the whole budget.
 While it is tight new rows start lower on the ladder, a level at a time; then at the top again.
 
-Does not cover what is done about it (`actors.machines.ladder`).
+Does not cover what is done about it (`actors.machines.governor`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the governor's machine hears and says (`actors.machines.ladder`)."""
+"""What the governor's machine hears and says (`actors.machines.governor`)."""
 
 from __future__ import annotations
 
 import msgspec
 
 from actors.machines.gauge import Pressure
-from actors.machines.governor import Answer, Released, Wanted
+from actors.machines.ledger import Answer, Released, Wanted
 from protocol.policy import ModelPolicy
 from protocol.types import Offer
 from protocol.worker import Rung

@@ -1,8 +1,8 @@
 """Who lives under the budget, and what each of them is worth there. Pure.
 
 A tenant is a model that the daemon holds a seat for, from before its process is started until the
-seat is given up. Does not cover what it may hold (`actors.machines.governor`), nor what is done
-about it (`actors.machines.ladder`).
+seat is given up. Does not cover what it may hold (`actors.machines.ledger`), nor what is done
+about it (`actors.machines.governor`).
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from bench.fidelity import recipes as recipes_module
 from bench.fidelity.flow import CHUNK, DECODED, Score, run
 from bench.fidelity.recipes import Recipe, parse
 from bench.fidelity.texts import file_texts, recall_texts
-from kvd.worker import model as models
-from kvd.worker import seam
+from kvd.worker.serving import model_files, seam
 
 OUTLIER = 16
 """As in tools/demo_model/export.py, which needs torch."""
@@ -157,7 +156,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def measure(
-    arguments: argparse.Namespace, loaded: models.LoadedModel, found: dict[str, Any]
+    arguments: argparse.Namespace, loaded: model_files.LoadedModel, found: dict[str, Any]
 ) -> None:
     """Run everything that was asked for; what is found is written after each length."""
     results, dense = [], []
@@ -212,7 +211,7 @@ def main() -> None:
     arguments = _arguments()
     seam.install()
     mx.set_cache_limit(4 * 1024**3)  # caches grow by every chunk, and freed sizes do not come again
-    loaded = models.load(models.resolve(arguments.model))
+    loaded = model_files.load(model_files.resolve(arguments.model))
     if arguments.dtype != "stored":
         loaded.model.set_dtype(getattr(mx, arguments.dtype))
     if arguments.flat_keys:

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from bench.fidelity.cache import FakeQuantizedCache, make_caches
 from bench.fidelity.recipes import PAGE, Recipe
-from kvd.worker.fidelity import Agreement, Tally
+from kvd.worker.tools.fidelity import Agreement, Tally
 
 CHUNK = 256
 DECODED = 256

@@ -41,15 +41,15 @@ from bench.gpu.attentions import CHOSEN, FUSED, REFERENCE, Attentions, here
 from bench.gpu.graph import computing
 from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
-from kvd.kv import parse_kv
-from kvd.worker import probe, products, seam, siblings
+from kvd.config.kv import parse_kv
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import ladder_of
-from kvd.worker.fusing import layers
-from kvd.worker.fusing.choice import kernels
-from kvd.worker.fusing.verdict import told
-from kvd.worker.model import default_dtype
-from kvd.worker.runner import Runner, on_cpu
+from kvd.worker.gpu import products, siblings
+from kvd.worker.serving import layers, probe, seam
+from kvd.worker.serving.choice import kernels
+from kvd.worker.serving.model_files import default_dtype
+from kvd.worker.serving.runner import Runner, on_cpu
+from kvd.worker.serving.verdict import told
 
 HOST_LIMIT_MS = 4.0
 """Outside attention."""

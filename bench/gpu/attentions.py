@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvd.worker.cache.backend import Backend
-from kvd.worker.fusing.choice import kernels
-from kvd.worker.runner import Runner
+from kvd.worker.serving.choice import kernels
+from kvd.worker.serving.runner import Runner
 
 CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from bench.gpu.graph import primitives
-from kvd.worker.runner import Row, Runner
-from kvd.worker.sampler import Draw, RowSettings, Sampler
+from kvd.worker.sampling.sampler import Draw, RowSettings, Sampler
+from kvd.worker.serving.runner import Row, Runner
 from protocol.types import Sampling
 
 WARM_UP = 72

@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvd import demo
-from kvd.worker import seam
+from kvd.worker.serving import seam
 
 _QWEN3 = {
     "model_type": "qwen3",

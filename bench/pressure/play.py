@@ -12,9 +12,9 @@ from typing import Any
 from bench.own import daemon
 from bench.pressure.streams import Stream
 from bench.pressure.watch import Watch
-from kvd import memory
 from kvd.client import AsyncClient
-from kvd.kv import parse_kv
+from kvd.config.kv import parse_kv
+from kvd.host import memory
 from protocol.errors import KvdError
 from protocol.messages import Happened, Tokens
 from protocol.policy import ModelPolicy

@@ -15,8 +15,8 @@ from os import sysconf
 from pathlib import Path
 from typing import Any, Self
 
-from kvd import memory
 from kvd.client import AsyncClient
+from kvd.host import memory
 from protocol.types import DaemonStatus, MemoryUse, ModelStatus
 
 HERTZ = 20

@@ -39,9 +39,10 @@ from bench.serve.prompts import Prompts, words_of
 from bench.serve.servers import Fleet, Server
 from bench.serve.sides import bars, make, takes_part
 from bench.serve.traces import Ask, Trace
-from kvd import blas, demo
+from kvd import demo
 from kvd.demo.recall import filler_sentences
-from kvd.memory import nvidia
+from kvd.host import blas
+from kvd.host.memory import nvidia
 
 WARM_UP = Trace("warm-up", (Ask(64, 16),) * 8)
 """The first requests meet cold code and empty pools."""

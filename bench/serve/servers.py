@@ -22,7 +22,7 @@ from bench.serve import processes
 from bench.serve.drivers import KvdDriver, OpenAIDriver
 from bench.serve.player import Driver
 from kvd.client import AsyncClient
-from kvd.kv import parse_kv
+from kvd.config.kv import parse_kv
 from protocol.errors import KvdError, NotRunning
 
 _READY_S = 120.0
@@ -156,7 +156,7 @@ def mlx_lm_side(name: str, model: str, *, blas: Path | None, options: tuple[str,
     port = _free_port()
     environment = {"HF_HUB_OFFLINE": "1"}
     if blas is not None:
-        # What kvd gives its workers (`kvd.environment`), so that both compute alike.
+        # What kvd gives its workers (`kvd.host.environment`), so that both compute alike.
         environment |= {"LD_PRELOAD": str(blas), "OPENBLAS_THREAD_TIMEOUT": "12"}
     command = [sys.executable, "-m", "mlx_lm", "server", "--model", model, "--port", str(port)]
     command += ["--log-level", "WARNING", *options]

@@ -10,7 +10,7 @@ import typer
 from kvd.cli.common import HomeOption, JsonOption, SocketOption, Terms
 from kvd.cli.lazy import Lazy, lazy_group
 from kvd.cli.options import VersionOption
-from kvd.exits import Exit
+from kvd.host.exits import Exit
 
 if TYPE_CHECKING:
     from types import FrameType

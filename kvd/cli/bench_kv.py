@@ -1,6 +1,6 @@
 """`kvctl bench-kv`: what KV schemes cost and lose on this machine, for a model's geometry.
 
-Needs no daemon: the measuring runs in a process of its own (`kvd.worker.bench_kv`) with the
+Needs no daemon: the measuring runs in a process of its own (`kvd.worker.tools.bench_kv`) with the
 environment that workers get. This file starts it and shows what it says.
 """
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvd.cli.common import JsonOption, Terms, stdout_console, talk, terms
 from kvd.cli.tool import run_tool
-from kvd.sources import absolute
+from kvd.config.sources import absolute
 from protocol.errors import ConfigError, InvalidRequest
 
 SCHEMES = "k16v16,k8v8,k8v4,k4v4"
@@ -82,7 +82,7 @@ def bench_kv(
         whose = absolute(model) if model else None if given else "demo"
         arguments = [*([whose] if whose else []), *given]
         arguments += ["--schemes", schemes, "--lengths", lengths]
-        result = run_tool("kvd.worker.bench_kv", arguments, quiet=wanted.json)
+        result = run_tool("kvd.worker.tools.bench_kv", arguments, quiet=wanted.json)
         show(result, wanted)
         if plot is not None:
             draw(result, plot)

@@ -1,6 +1,6 @@
 """`kvctl calibrate`: which level of the ladder a model bears, measured here and stored in the home.
 
-Needs no daemon: the measuring runs in a process of its own (`kvd.worker.calibrate`). This file
+Needs no daemon: the measuring runs in a process of its own (`kvd.worker.tools.calibrate`). This file
 starts it and shows what it says.
 """
 
@@ -22,8 +22,8 @@ from kvd.cli.common import (
 )
 from kvd.cli.options import LEVELS, takes_kv
 from kvd.cli.tool import run_tool
-from kvd.home import locate
-from kvd.sources import absolute
+from kvd.config.sources import absolute
+from kvd.host.home import locate
 from protocol.types import KVSpec
 
 _GAP = 2
@@ -63,7 +63,9 @@ def calibrate(
             "min-top1": min_top1, "prompts": prompts, "tokens": tokens,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in arguments.items()]
-        result = run_tool("kvd.worker.calibrate", [*given, absolute(model)], quiet=wanted.json)
+        result = run_tool(
+            "kvd.worker.tools.calibrate", [*given, absolute(model)], quiet=wanted.json
+        )
         show(result, wanted)
 
 

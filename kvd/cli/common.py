@@ -16,11 +16,11 @@ import typer
 from rich.console import Console
 from rich.text import Span, Text
 
-from kvd import exits
 from kvd.cli import completing
 from kvd.client import Client
-from kvd.exits import Exit
-from kvd.home import locate
+from kvd.host import exits
+from kvd.host.exits import Exit
+from kvd.host.home import locate
 from protocol.errors import (
     InvalidRequest,
     KvdError,

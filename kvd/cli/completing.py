@@ -47,8 +47,8 @@ def a_source(incomplete: str) -> list[str]:
 
 def a_setting(incomplete: str) -> list[str]:
     """Return the keys of the configuration that begin so."""
-    from kvd.config import Config  # noqa: PLC0415 - only here
-    from kvd.settings import flat  # noqa: PLC0415
+    from kvd.config.config import Config  # noqa: PLC0415 - only here
+    from kvd.config.settings import flat  # noqa: PLC0415
 
     return [key for key in flat(Config()) if key.startswith(incomplete)]
 

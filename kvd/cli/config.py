@@ -22,8 +22,8 @@ from kvd.cli.common import (
 )
 from kvd.cli.completing import a_setting
 from kvd.cli.usage import Command, Group
-from kvd.home import locate
-from kvd.units import format_bytes, parse_bytes
+from kvd.host.home import locate
+from kvd.host.units import format_bytes, parse_bytes
 from protocol.errors import ConfigError, NotRunning
 from protocol.settings import Changed, Setting
 
@@ -170,8 +170,8 @@ def _settings(wanted: Terms) -> tuple[Configured | None, list[Setting]]:
     except NotRunning:
         if wanted.socket is not None:
             raise
-    from kvd import config as files  # noqa: PLC0415 - without a daemon only
-    from kvd.settings import table  # noqa: PLC0415
+    from kvd.config import config as files  # noqa: PLC0415 - without a daemon only
+    from kvd.config.settings import table  # noqa: PLC0415
 
     path = locate(wanted.home).config
     return None, table(files.load(path), path)

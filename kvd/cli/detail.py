@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli import render
-from kvd.units import format_bytes
+from kvd.host.units import format_bytes
 from protocol.types import (
     FusedAttention,
     KVPart,

@@ -24,8 +24,8 @@ from kvd.cli.common import (
 from kvd.doctor.examination import examine
 from kvd.doctor.finding import Finding, Section, worst
 from kvd.doctor.scene import Scene
-from kvd.exits import Exit
-from kvd.home import locate
+from kvd.host.exits import Exit
+from kvd.host.home import locate
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _NAME = 14

@@ -8,8 +8,8 @@ import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
 from actors.supervisor import short_name
-from kvd import config
-from kvd.settings import with_value
+from kvd.config import config
+from kvd.config.settings import with_value
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:

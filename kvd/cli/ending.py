@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvd.cli.common import HomeOption, JsonOption, SocketOption, Terms, talk, terms
-from kvd.exits import Exit
+from kvd.host.exits import Exit
 
 _GONE_S = 10.0
 """How long `shutdown` waits for the process to end after its goodbye."""

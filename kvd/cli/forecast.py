@@ -12,8 +12,8 @@ from rich.text import Text
 from kvd.cli.common import HomeOption, JsonOption, SocketOption, stdout_console, terms
 from kvd.cli.completing import a_model
 from kvd.cli.options import takes_kv
-from kvd.sources import absolute
-from kvd.units import format_bytes
+from kvd.config.sources import absolute
+from kvd.host.units import format_bytes
 from protocol.forecast import Forecast, LevelCost, Room
 from protocol.messages import MOST_ROWS
 from protocol.types import KVSpec

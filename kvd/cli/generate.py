@@ -21,7 +21,7 @@ from kvd.cli.common import (
 from kvd.cli.logprobs import probabilities
 from kvd.cli.stream import Several, Stream
 from kvd.client import Completion
-from kvd.exits import Exit
+from kvd.host.exits import Exit
 from protocol.errors import NotRunning
 
 _END = "Where it ends"

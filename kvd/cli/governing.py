@@ -19,7 +19,7 @@ from kvd.cli.common import (
     terms,
 )
 from kvd.cli.completing import a_model
-from kvd.units import format_bytes
+from kvd.host.units import format_bytes
 from protocol.explain import explain
 from protocol.messages import Happened
 from protocol.policy import ModelPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from kvd.home import locate
+from kvd.host.home import locate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

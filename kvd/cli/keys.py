@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kvd import config
 from kvd.cli.common import HomeOption, JsonOption, stdout_console, talk, terms
 from kvd.cli.usage import Command, Group
-from kvd.home import locate
+from kvd.config import config
+from kvd.host.home import locate
 from kvd.http import keys
 from protocol.errors import InvalidRequest
 

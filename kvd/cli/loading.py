@@ -24,8 +24,8 @@ from kvd.cli.common import (
 from kvd.cli.completing import a_source
 from kvd.cli.options import takes_kv
 from kvd.client import Client, Load
-from kvd.sources import absolute
-from kvd.units import format_bytes
+from kvd.config.sources import absolute
+from kvd.host.units import format_bytes
 from protocol.messages import Loading
 from protocol.types import KVSpec, ModelStatus
 

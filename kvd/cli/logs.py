@@ -18,8 +18,8 @@ from rich.text import Text
 
 from kvd.cli.common import HomeOption, JsonOption, stdout_console, talk, terms
 from kvd.cli.completing import a_model
-from kvd.home import locate
-from kvd.units import format_bytes
+from kvd.host.home import locate
+from kvd.host.units import format_bytes
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.exits import Exit
+from kvd.host.exits import Exit
 
 
 class Sample(msgspec.Struct, frozen=True):

@@ -22,8 +22,8 @@ from kvd.cli.common import (
     terms,
 )
 from kvd.client import Client
-from kvd.home import locate
-from kvd.units import format_bytes
+from kvd.host.home import locate
+from kvd.host.units import format_bytes
 from protocol.errors import KvdError, NotRunning
 
 if TYPE_CHECKING:
@@ -129,11 +129,12 @@ def _asking(client: Client, context: int) -> Callable[[str], Forecast]:
 def _alone(wanted: Terms, context: int) -> Callable[[str], Forecast]:
     """Reckon as a daemon would that holds nothing yet."""
     from actors.machines.forecast import Question, forecast  # noqa: PLC0415 - without a daemon
-    from actors.machines.governor import Governor  # noqa: PLC0415
-    from actors.machines.ladder import Ladder  # noqa: PLC0415
+    from actors.machines.governor import Ladder  # noqa: PLC0415
+    from actors.machines.ledger import Governor  # noqa: PLC0415
     from actors.system import Settings  # noqa: PLC0415
-    from kvd import config, memory  # noqa: PLC0415
-    from kvd.estimate import estimate, folder_of, machine  # noqa: PLC0415
+    from kvd.config import config  # noqa: PLC0415
+    from kvd.daemon.estimate import estimate, folder_of, machine  # noqa: PLC0415
+    from kvd.host import memory  # noqa: PLC0415
     from protocol.types import KVSpec  # noqa: PLC0415
 
     settings = config.load(locate(wanted.home).config)

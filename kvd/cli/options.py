@@ -15,8 +15,8 @@ import msgspec
 import typer
 
 import kvd
-from kvd.kv import KVText
-from kvd.units import parse_bytes
+from kvd.config.kv import KVText
+from kvd.host.units import parse_bytes
 from protocol.explain import explain
 from protocol.types import LADDER, MIN_KV_SIZE, KVSpec
 

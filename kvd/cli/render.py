@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from kvd.units import format_bytes, format_duration
+from kvd.host.units import format_bytes, format_duration
 from protocol.types import DaemonStatus, ModelInfo, ModelStatus, PrefixUse
 
 _COLOURS = {

@@ -12,7 +12,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvd import config
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
@@ -25,9 +24,10 @@ from kvd.cli.common import (
 from kvd.cli.logs import line as readable
 from kvd.cli.usage import Command, Group
 from kvd.client import Client
-from kvd.exits import Exit
-from kvd.home import locate
-from kvd.listen import holder
+from kvd.config import config
+from kvd.host.exits import Exit
+from kvd.host.home import locate
+from kvd.host.listen import holder
 from kvd.service import managing
 from kvd.service.describe import describe
 from protocol.errors import AlreadyRunning, ConfigError, KvdError, NotRunning, ServiceError

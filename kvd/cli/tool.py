@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 from rich.progress import BarColumn, Progress, TextColumn
 
-from kvd import blas
 from kvd.cli.common import stderr_console
-from kvd.environment import environment
+from kvd.host import blas
+from kvd.host.environment import environment
 from protocol.errors import ErrorInfo, InternalError, from_info
 
 

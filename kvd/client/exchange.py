@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from kvd.home import check_socket_path, locate
+from kvd.host.home import check_socket_path, locate
 from protocol.errors import (
     InvalidRequest,
     KvdError,

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from kvd import blas
-from kvd.environment import environment
+from kvd.host import blas
+from kvd.host.environment import environment
 from protocol.errors import ConfigError, InternalError, KvdError
 
-_MODULE = "kvd.worker.examine"
+_MODULE = "kvd.worker.tools.examine"
 _MOST_S = 60.0
 
 

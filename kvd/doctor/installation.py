@@ -8,11 +8,11 @@ import re
 import sys
 
 import kvd
-from kvd import blas
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
-from kvd.memory import nvidia
-from kvd.units import format_bytes
+from kvd.host import blas
+from kvd.host.memory import nvidia
+from kvd.host.units import format_bytes
 from protocol.errors import ConfigError, KvdError
 
 _LEAST = (3, 11)

@@ -7,10 +7,10 @@ import resource
 import shutil
 from pathlib import Path
 
-from kvd import files, memory
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
-from kvd.units import format_bytes
+from kvd.host import files, memory
+from kvd.host.units import format_bytes
 
 _FEW_FILES, _FILES = 256, 1024
 """A client takes one, a worker three."""

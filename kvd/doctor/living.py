@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvd import config
 from kvd.client import Client
+from kvd.config import config
 from kvd.doctor.finding import Finding, fail, ok
 from kvd.doctor.system import guarded, short_folder
-from kvd.environment import environment
-from kvd.home import Home
+from kvd.host.environment import environment
+from kvd.host.home import Home
 from kvd.service import managing
 from kvd.service.describe import describe
 from protocol.errors import KvdError, NotRunning

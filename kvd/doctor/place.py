@@ -8,12 +8,12 @@ import socket
 import stat
 from pathlib import Path
 
-from kvd import listen
 from kvd.doctor.finding import Finding, fail, ok, warn
 from kvd.doctor.scene import Scene
-from kvd.home import SOCKET_PATH_LIMIT
-from kvd.logs import FILE_BYTES, FILES_KEPT
-from kvd.units import format_bytes
+from kvd.host import listen
+from kvd.host.home import SOCKET_PATH_LIMIT
+from kvd.host.logs import FILE_BYTES, FILES_KEPT
+from kvd.host.units import format_bytes
 from protocol.errors import ConfigError
 
 

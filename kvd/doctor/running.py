@@ -6,11 +6,11 @@ import errno
 import socket
 
 import kvd
-from kvd import listen
 from kvd.client import Client
+from kvd.config.http import DEFAULT_PORT
 from kvd.doctor.finding import Finding, fail, ok, skip, warn
 from kvd.doctor.scene import Scene
-from kvd.http.settings import DEFAULT_PORT
+from kvd.host import listen
 from protocol.errors import KvdError, NotRunning
 from protocol.types import DaemonStatus
 

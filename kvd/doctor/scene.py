@@ -11,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvd import config, memory
-from kvd.config import Config
+from kvd.config import config
+from kvd.config.config import Config
 from kvd.doctor.engine import ask
-from kvd.home import Home
+from kvd.host import memory
+from kvd.host.home import Home
 from protocol.errors import ConfigError, KvdError
 from protocol.types import HostMemory
 

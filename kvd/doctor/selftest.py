@@ -17,11 +17,11 @@ from typing import IO
 
 import msgspec
 
-from kvd import blas
 from kvd.doctor import living, system
 from kvd.doctor.finding import Finding, Section, fail
 from kvd.doctor.scene import Scene
-from kvd.environment import environment
+from kvd.host import blas
+from kvd.host.environment import environment
 from protocol.errors import ConfigError
 
 MODULE = "kvd.worker.selftest"

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvd import listen, memory
-from kvd.config import Config
+from kvd.config.config import Config
 from kvd.doctor.finding import Finding, fail, ok, skip
 from kvd.doctor.scene import Scene
-from kvd.home import Home
+from kvd.host import listen, memory
+from kvd.host.home import Home
 from kvd.service import managing
 from kvd.service.describe import describe
 

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from kvd import listen
-from kvd.home import check_socket_path
-from kvd.http.settings import DEFAULT_PORT
+from kvd.config.http import DEFAULT_PORT
+from kvd.host import listen
+from kvd.host.home import check_socket_path
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvd.home import Home
-    from kvd.http.settings import HttpSettings
+    from kvd.config.http import HttpSettings
+    from kvd.host.home import Home
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kvd.http import keys
 from kvd.http.errors import forbidden, plain, unauthorized
 
 if TYPE_CHECKING:
-    from kvd.http.settings import HttpSettings
+    from kvd.config.http import HttpSettings
 
 
 @dataclass(frozen=True)

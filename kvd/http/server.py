@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 import kvd
-from kvd import files, listen
+from kvd.host import files, listen
 from kvd.http import errors
 from kvd.http.bodies import Bodies
 from kvd.http.guard import Guard
@@ -25,9 +25,9 @@ from protocol.errors import InternalError, KvdError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from kvd.config.http import HttpSettings
     from kvd.http.doors import Door
     from kvd.http.port import Answered, Backend, Metrics
-    from kvd.http.settings import HttpSettings
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

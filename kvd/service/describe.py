@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvd.config import Config
-from kvd.home import Home, locate
+from kvd.config.config import Config
+from kvd.host.home import Home, locate
 from protocol.errors import ConfigError
 
 STOP_SLACK_S = 15

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from xml.parsers.expat import ExpatError
 
-from kvd import files
-from kvd.home import Home
+from kvd.host import files
+from kvd.host.home import Home
 from kvd.service.commands import run, said, tail
 from kvd.service.describe import Service
 from kvd.service.managing import State

@@ -8,9 +8,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd import files
-from kvd.exits import Exit
-from kvd.home import Home
+from kvd.host import files
+from kvd.host.exits import Exit
+from kvd.host.home import Home
 from kvd.service.commands import run, said, tail
 from kvd.service.describe import Service
 from kvd.service.managing import State, Word

@@ -16,8 +16,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from kvd.worker.loop import Loop, Orphaned
-from kvd.worker.orphan import die_with_parent
+from kvd.worker.process.loop import Loop, Orphaned
+from kvd.worker.process.orphan import die_with_parent
 
 if TYPE_CHECKING:
     from kvd.worker.engine import Engine
@@ -59,10 +59,10 @@ def _arguments() -> argparse.Namespace:
 
 def _engine(name: str) -> Engine:
     if name == "fake":
-        from kvd.worker.fake_engine import FakeEngine  # noqa: PLC0415 - without MLX
+        from kvd.worker.fake.engine import FakeEngine  # noqa: PLC0415 - without MLX
 
         return FakeEngine()
-    from kvd.worker.mlx_engine import MLXEngine  # noqa: PLC0415 - MLX, only in this process
+    from kvd.worker.core.engine import MLXEngine  # noqa: PLC0415 - MLX, only in this process
 
     return MLXEngine()
 

@@ -1,6 +1,6 @@
 """What the worker's loop asks of an engine: the seam between processes and tensors.
 
-Two implementations: `kvd.worker.mlx_engine` (the real one) and `kvd.worker.fake_engine` (speed,
+Two implementations: `kvd.worker.core.engine` (the real one) and `kvd.worker.fake.engine` (speed,
 load time and faults from a string, no tensors). All calls come from the loop's one thread.
 
 An engine knows nothing of sockets, of the daemon or of clients: it turns commands into reports.

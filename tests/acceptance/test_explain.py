@@ -15,7 +15,7 @@ import mlx.core as mx
 from bench.gpu import shapes
 from bench.own import daemon
 from kvd.client import AsyncClient
-from kvd.kv import parse_kv
+from kvd.config.kv import parse_kv
 from protocol.forecast import Forecast
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process]

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from kvd import demo
 from kvd.demo.recall import filler_sentences
-from kvd.home import Home
+from kvd.host.home import Home
 from protocol.messages import Tokens
 from tests.process.helpers import Daemon, wait_for
 

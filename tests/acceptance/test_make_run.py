@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from tests.process.helpers import wait_for
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process]

@@ -8,8 +8,8 @@ import pytest
 
 from actors.machines.forecast import Question, forecast
 from actors.machines.governing import Boarding, Evict, Offered, Rang, Ready, Reclaim, Reclaimed
-from actors.machines.governor import Answer, Governor, Released, Wanted
-from actors.machines.ladder import Ladder
+from actors.machines.governor import Ladder
+from actors.machines.ledger import Answer, Governor, Released, Wanted
 from protocol.costs import Costs, KVCost
 from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.machines.governor import Answer, Event, Governor, Released, Wanted
+from actors.machines.ledger import Answer, Event, Governor, Released, Wanted
 from actors.runtime.journal import Journal, replay
 
 BUDGET = 1000

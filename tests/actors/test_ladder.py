@@ -22,8 +22,8 @@ from actors.machines.governing import (
     Reclaimed,
     StartLevel,
 )
-from actors.machines.governor import Answer, Governor, Released, Wanted
-from actors.machines.ladder import Ladder
+from actors.machines.governor import Ladder
+from actors.machines.ledger import Answer, Governor, Released, Wanted
 from actors.runtime.journal import Journal, replay
 from protocol.policy import ModelPolicy
 from protocol.types import Offer

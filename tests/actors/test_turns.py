@@ -24,7 +24,7 @@ from actors.machines.turns import (
     Weighed,
 )
 from actors.runtime.journal import Journal, replay
-from kvd.worker.gate import Gate
+from kvd.worker.process.gate import Gate
 from protocol import messages
 from protocol.policy import ModelPolicy
 from protocol.worker import Turn, TurnOver, TurnWanted

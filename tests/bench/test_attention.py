@@ -22,7 +22,7 @@ from bench.attention.case import Case, Shape
 from bench.attention.draw import draw
 from bench.attention.plans import LONG, UNEQUAL
 from kvd.worker.cache.scheme import Scheme
-from tests.attention.stand_in import StandIn
+from tests.worker.attention.stand_in import StandIn
 
 pytestmark = pytest.mark.mlx
 SMALL = Shape((130, 64, 640), q_heads=4, kv_heads=2, dim=64)

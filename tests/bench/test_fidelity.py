@@ -12,9 +12,9 @@ from bench.fidelity.cache import FakeQuantizedCache, make_caches
 from bench.fidelity.flow import Score, Texts, run, steps
 from bench.fidelity.recipes import Side, parse
 from kvd import demo
-from kvd.worker import fidelity, seam
-from kvd.worker import model as models
 from kvd.worker.cache.scheme import Scheme, full_pages
+from kvd.worker.serving import model_files, seam
+from kvd.worker.tools import fidelity
 
 pytestmark = pytest.mark.mlx
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mlx
 @pytest.fixture(scope="module")
 def loaded():
     seam.install()
-    found = models.load(demo.path())
+    found = model_files.load(demo.path())
     found.model.set_dtype(mx.float32)
     return found
 

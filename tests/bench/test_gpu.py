@@ -14,10 +14,10 @@ from bench.gpu import attentions, shapes
 from bench.gpu.graph import computing, primitives
 from bench.gpu.loops import Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
-from kvd.worker import model, probe, seam
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
-from tests.attention.stand_in import StandIn
+from kvd.worker.serving import model_files, probe, seam
+from tests.worker.attention.stand_in import StandIn
 
 pytestmark = pytest.mark.mlx
 
@@ -110,7 +110,7 @@ def test_the_stub_takes_attention_away_and_puts_it_back() -> None:
 def test_a_folder_for_servers_never_says_what_its_tokenizer_does_not_know(tmp_path: Path) -> None:
     seam.install()
     gpu.main(["--shape", "tiny", "--folder", str(tmp_path / "m")])
-    loaded = model.load(tmp_path / "m")
+    loaded = model_files.load(tmp_path / "m")
 
     assert loaded.vocab_size == shapes.SHAPES["tiny"]["vocab_size"]
     logits = loaded.model(mx.array([[3, 5, 400, 2]]))[0]
@@ -125,7 +125,7 @@ def test_what_a_tokenizer_does_not_know_is_never_drawn(
     wide = shapes.SHAPES["tiny"] | {"vocab_size": 6000}
     monkeypatch.setitem(shapes.SHAPES, "wide", wide)
     shapes.write("wide", mx.float32, tmp_path / "m")
-    loaded = model.load(tmp_path / "m")
+    loaded = model_files.load(tmp_path / "m")
     ids = mx.array([[7 * at % 4096 for at in range(64)]])
 
     assert loaded.model(ids).argmax(axis=-1).max().item() < 4096

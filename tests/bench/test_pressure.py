@@ -17,7 +17,7 @@ from bench.pressure.draw import draw
 from bench.pressure.play import Outcome, Run
 from bench.pressure.streams import make
 from bench.pressure.watch import _own_pages, kinds_of
-from kvd.memory import reader
+from kvd.host.memory import reader
 from protocol.types import MemoryUse, ModelStatus, WorkerStats
 from tests.sim.fakes import INFO
 

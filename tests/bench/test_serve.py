@@ -36,7 +36,7 @@ from bench.serve.prompts import Prompts, words_of
 from bench.serve.report import as_json, bars_table, plot, trace_table
 from bench.serve.servers import Fleet, kvd_side, mlx_lm_side
 from bench.serve.traces import Ask, Trace
-from kvd.home import Home
+from kvd.host.home import Home
 
 
 def stream(
@@ -335,7 +335,7 @@ async def test_the_harness_on_a_fake_engine(home: Home, tmp_path: Path) -> None:
     assert found.tokens == 22
     assert streams[2].sent >= streams[0].arrivals[3][0]
     assert all(0 < value < 60 for value in (found.wall_s, found.ttft_p50, found.late_ttft))
-    assert {one.name for one in readings} == {"kvd.serve", "kvd.worker"}
+    assert {one.name for one in readings} == {"kvd.daemon.serve", "kvd.worker"}
     assert all(gone(pid) for pid in pids)
     assert trace_table("small", results["small"]).row_count == 1
     plot(results, tmp_path / "plot.svg")

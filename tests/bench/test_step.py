@@ -11,8 +11,8 @@ import pytest
 from mlx import nn
 
 from bench import step
-from kvd.worker import seam
 from kvd.worker.native import build, operations
+from kvd.worker.serving import seam
 
 pytestmark = pytest.mark.mlx
 

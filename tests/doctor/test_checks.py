@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 import kvd
-from kvd import listen, memory
 from kvd.doctor import installation, limits, place, running
 from kvd.doctor.engine import ask
 from kvd.doctor.examination import CHECKS, examine
 from kvd.doctor.finding import Finding, Section, worst
 from kvd.doctor.scene import Scene
-from kvd.home import Home
+from kvd.host import listen, memory
+from kvd.host.home import Home
 from protocol.errors import InternalError
 from protocol.types import HostMemory
 from tests.process.helpers import Daemon, wait_for, written

@@ -13,11 +13,11 @@ from kvd.doctor.finding import Finding, Section
 from kvd.doctor.report import Report, write
 from kvd.doctor.scene import Scene
 from kvd.doctor.system import guarded
-from kvd.home import Home
+from kvd.host.home import Home
 from kvd.worker.attention import decode
 from kvd.worker.cache.store import KVStore
 from kvd.worker.selftest import attention, holding
-from tests.attention.stand_in import StandIn
+from tests.worker.attention.stand_in import StandIn
 
 
 @pytest.mark.process

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from tests.http.live import Live, stopped
 from tests.process.helpers import source, wait_for, written
 

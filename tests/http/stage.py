@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from kvd.home import Home
+from kvd.config.http import HttpSettings
+from kvd.host.home import Home
 from kvd.http.doors import open_doors
 from kvd.http.port import Metrics
 from kvd.http.server import Server
-from kvd.http.settings import HttpSettings
 from protocol import messages
 from protocol.errors import KvdError
 from protocol.messages import Event, Generate

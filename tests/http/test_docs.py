@@ -15,11 +15,11 @@ import pytest
 from msgspec.structs import fields
 
 import kvd.http.errors
-from kvd.config import parse
+from kvd.config.config import parse
+from kvd.config.http import DEFAULT_PORT, HttpSettings
 from kvd.http.requests import UNSUPPORTED, ChatRequest, CompletionRequest, Message
 from kvd.http.responses import Extension
 from kvd.http.routes import OPEN_PATHS, Routes
-from kvd.http.settings import DEFAULT_PORT, HttpSettings
 from tests.http.live import Live
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()

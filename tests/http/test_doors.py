@@ -10,11 +10,11 @@ import pytest
 from structlog.testing import capture_logs
 
 import kvd.http.doors
-from kvd.config import parse
-from kvd.home import Home
+from kvd.config.config import parse
+from kvd.config.http import HttpSettings, laid_over
+from kvd.host.home import Home
 from kvd.http import keys
 from kvd.http.doors import open_doors
-from kvd.http.settings import HttpSettings, laid_over
 from protocol.errors import ConfigError
 
 

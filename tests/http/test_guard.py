@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvd.config.http import HttpSettings
 from kvd.http import keys
 from kvd.http.errors import Refusal
 from kvd.http.guard import Guard
-from kvd.http.settings import HttpSettings
 
 
 def guard(**settings) -> Guard:

@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvd.home import Home
+from kvd.config.http import HttpSettings
+from kvd.host.home import Home
 from kvd.http.doors import open_doors
 from kvd.http.server import Server
-from kvd.http.settings import HttpSettings
 from tests.http.live import Live, asked, request, stopped
 from tests.http.stage import Scripted, hangs, until
 from tests.process.helpers import source, wait_for, written

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from kvd.http.reading import read
 from kvd.http.requests import ChatRequest
 from tests.http.live import Live, asked, request, stopped

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from kvd import cli
-from kvd.config import parse
-from kvd.home import Home
+from kvd.config.config import parse
+from kvd.host.home import Home
 from kvd.http import keys
 from tests.http.live import Live, stopped
 from tests.process.helpers import wait_for, written
@@ -107,5 +107,5 @@ def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
 
 
 def test_nothing_of_http_is_in_memory_where_it_is_off():
-    code = "import sys, kvd.daemon, kvd.cli.keys\nsys.exit('aiohttp' in sys.modules)"
+    code = "import sys, kvd.daemon.daemon, kvd.cli.keys\nsys.exit('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

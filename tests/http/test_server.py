@@ -16,8 +16,8 @@ import pytest
 from openai import AsyncOpenAI, RateLimitError
 from structlog.testing import capture_logs
 
-from kvd import files
-from kvd.home import Home
+from kvd.host import files
+from kvd.host.home import Home
 from kvd.http import keys
 from protocol import errors
 from protocol.messages import Accepted, Tokens

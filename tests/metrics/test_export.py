@@ -15,7 +15,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
-from kvd.home import Home
+from kvd.host.home import Home
 from kvd.metrics.catalogue import ACCELERATOR_LIMIT, ATTENTION_CALL, everything
 from tests.metrics.conftest import Promtool
 from tests.metrics.prometheus import running

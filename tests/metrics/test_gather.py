@@ -12,7 +12,7 @@ from kvd.metrics.process import Process
 from kvd.metrics.samples import Samples
 from kvd.metrics.tally import Tally
 from protocol.types import FusedAttention
-from tests.kvd.stub import INFO, MODEL, daemon_status
+from tests.cli.stub import INFO, MODEL, daemon_status
 
 
 def gathered(fused: FusedAttention | None) -> Samples:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from tests.process.helpers import Daemon, source
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client import Client
-from kvd.home import Home
+from kvd.host.home import Home
 from protocol.errors import KvdError, NotRunning
 from protocol.types import ModelStatus
 

@@ -17,7 +17,7 @@ import time
 import pytest
 
 from kvd import cli
-from kvd.home import Home
+from kvd.host.home import Home
 from protocol.errors import (
     Draining,
     EmptyPrompt,

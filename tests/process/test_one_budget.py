@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from protocol.errors import ContextTooLong, InsufficientMemory, UnknownModel
 from protocol.policy import ModelPolicy
 from tests.process.helpers import source, wait_for

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from tests.process.helpers import DEADLINE_S, Daemon, Reader, alive, source, wait_for, written
 
 

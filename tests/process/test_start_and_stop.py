@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvd.home import Home
+from kvd.host.home import Home
 from protocol.errors import Draining, NotRunning, WorkerDied
 from tests.process.helpers import Daemon, Reader, alive, folder_mode, source, wait_for, written
 

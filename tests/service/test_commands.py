@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvd.cli import service
-from kvd.config import Config
+from kvd.config.config import Config
 from kvd.doctor import running
 from kvd.doctor.scene import Scene
-from kvd.home import Home
+from kvd.host.home import Home
 from kvd.service import managing
 from kvd.service.describe import Service, describe
 from kvd.service.launchd import Launchd, label

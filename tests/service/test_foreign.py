@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import Config
-from kvd.home import Home
+from kvd.config.config import Config
+from kvd.host.home import Home
 from kvd.service import managing
 from kvd.service.describe import describe
 from kvd.service.launchd import Launchd

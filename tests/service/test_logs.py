@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import Config
-from kvd.home import Home
+from kvd.config.config import Config
+from kvd.host.home import Home
 from kvd.service.describe import describe
 from kvd.service.systemd import Systemd
 from tests.process.helpers import wait_for

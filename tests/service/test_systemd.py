@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import Config
-from kvd.home import Home
-from kvd.http.settings import HttpSettings
+from kvd.config.config import Config
+from kvd.config.http import HttpSettings
+from kvd.host.home import Home
 from kvd.service import managing
 from kvd.service.describe import Service, describe
 from kvd.service.systemd import Systemd, units

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.machines.governor import Governor, Released, Wanted
-from kvd.worker.admission import Admission, Held, Turn
-from kvd.worker.budget import PageBudget
+from actors.machines.ledger import Governor, Released, Wanted
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduler import Chunk, Scheduler, Sizes
+from kvd.worker.scheduling.admission import Admission, Held, Turn
+from kvd.worker.scheduling.budget import PageBudget
+from kvd.worker.scheduling.scheduler import Chunk, Scheduler, Sizes
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, GrantWanted
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from actors.machines import governing as words
-from actors.machines.governor import Answer, Governor, Released, Wanted
-from actors.machines.ladder import Ladder
+from actors.machines.governor import Ladder
+from actors.machines.ledger import Answer, Governor, Released, Wanted
 from protocol.policy import ModelPolicy
 from tests.sim.keeper import AGAIN, Asked, Keeper, Kind
 

@@ -8,8 +8,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from kvd.worker import seam
-from tests.worker.tokenizers_zoo import byte_level, wrap
+from kvd.worker.serving import seam
+from tests.worker.text.tokenizers_zoo import byte_level, wrap
 
 CONFIG = {
     "model_type": "qwen3",

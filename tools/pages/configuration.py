@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from actors.machines.lifecycle import Patience
-from kvd.config import Config, ModelEntry
-from kvd.http.settings import HttpSettings
-from kvd.kv import KVText
-from kvd.settings import may_change_live
+from kvd.config.config import Config, ModelEntry
+from kvd.config.http import HttpSettings
+from kvd.config.kv import KVText
+from kvd.config.settings import may_change_live
 from tools.pages.fields import Field, fields, words
 from tools.pages.markdown import table
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-from kvd.http.settings import KeyHash, Origin
+from kvd.config.http import KeyHash, Origin
 from protocol.policy import MAX_TTL_S
 from protocol.types import ALIAS_PATTERN, MAX_BYTES, MAX_INT, MAX_LAYERS
 

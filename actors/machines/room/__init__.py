@@ -1,1 +1,1 @@
-"""How the governor makes room: the parts of `actors.machines.ladder`."""
+"""How the governor makes room: the parts of `actors.machines.governor`."""

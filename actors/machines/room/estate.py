@@ -9,7 +9,7 @@ import msgspec
 
 from actors.machines.gauge import Gauge
 from actors.machines.governing import Noted
-from actors.machines.governor import Governor, Wanted
+from actors.machines.ledger import Governor, Wanted
 from actors.machines.rungs import Scene
 from actors.machines.tenants import Tenant
 
@@ -38,7 +38,7 @@ LEAST = 4096
 
 
 class Estate(msgspec.Struct):
-    """The state of `actors.machines.ladder.Ladder`."""
+    """The state of `actors.machines.governor.Ladder`."""
 
     ledger: Governor
     gauge: Gauge = msgspec.field(default_factory=Gauge)

@@ -15,7 +15,7 @@ from actors.machines.rungs import ALL_BUT_PARK, FREE, LAST, RUNGS, Name, Need, S
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from actors.machines.governor import Wanted
+    from actors.machines.ledger import Wanted
     from actors.machines.room.estate import Estate
 
 LITTLE, MUCH = 0.01, 0.03

@@ -1,7 +1,7 @@
 """What the governor hears: wishes, offers, what was given back, what was measured. Pure.
 
 Takes it into the estate, and answers what the ledger can answer at once. Does not cover what is
-done about the rest (`actors.machines.ladder`).
+done about the rest (`actors.machines.governor`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from actors.machines.governing import (
     Reclaimed,
     Serves,
 )
-from actors.machines.governor import Released, Wanted
+from actors.machines.ledger import Released, Wanted
 from actors.machines.room.estate import GRAIN
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ its padding behind the causal edge.
 
 On the CPU that call is made only where there is no padding: over longer rows sums are rounded in
 another order, and a row's result would depend on who shares the pass. Where the device plans for
-each shape, rows attend with their padding: passes have few widths (`kvd.worker.runner`), and so
+each shape, rows attend with their padding: passes have few widths (`kvd.worker.serving.runner`), and so
 their attention has few shapes.
 """
 

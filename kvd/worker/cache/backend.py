@@ -40,7 +40,7 @@ class BackendStep(Protocol):
     ) -> mx.array:
         """Attend one query a row: as `kvd.worker.attention.decode.decode_attention`."""
 
-    # Compiled steps (`kvd.worker.compiled`).
+    # Compiled steps (`kvd.worker.serving.compiled`).
 
     def padded(self) -> BackendStep:
         """Return the same step with its lists at one of few lengths."""

@@ -3,7 +3,7 @@
 The interface is that of mlx-lm's caches, as far as a forward pass uses it, in two forms:
 
 * `BatchQuantizedKVCache`: what `update_and_fetch` returns can only be attended to
-  (`kvd.worker.seam`); a model that does anything else with it is found out by the probe;
+  (`kvd.worker.serving.seam`); a model that does anything else with it is found out by the probe;
 * `RectangleKVCache`: plain arrays, dequantized for this step, left-padded as mlx-lm's own batches.
 """
 

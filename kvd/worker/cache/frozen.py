@@ -2,7 +2,7 @@
 
 Frozen rows are holders of pages like running ones, so whatever moves, converts or counts pages
 knows of them (`kvd.worker.cache.store`). They serve as checkpoints of prompts
-(`kvd.worker.cache.prefix`), for rows that are parked, and where one prompt has several answers.
+(`kvd.worker.prefix.tree`), for rows that are parked, and where one prompt has several answers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model keeps for a sequence: which caches, of which kind and shape, and how it is served.
 
-Found out by the probe (`kvd.worker.probe`) and turned into stores by `kvd.worker.cache.composite`.
+Found out by the probe (`kvd.worker.serving.probe`) and turned into stores by `kvd.worker.cache.composite`.
 Data only.
 """
 

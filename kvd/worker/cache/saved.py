@@ -11,7 +11,7 @@ Records come and go one at a time, in pieces that a step can do beside decoding.
 looked up anew for each: they may be moved together meanwhile. What comes back is to the bit what
 was frozen, with its pages on their levels.
 
-Does not cover: files and checksums (`kvd.worker.parking.file`).
+Does not cover: files and checksums (`kvd.worker.core.swap`).
 """
 
 from __future__ import annotations

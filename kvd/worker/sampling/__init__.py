@@ -1,4 +1,4 @@
 """Drawing tokens: keys, edits of the logits, filters and draws, logprobs.
 
-`kvd.worker.sampler` is what the engine uses of it.
+`kvd.worker.sampling.sampler` is what the engine uses of it.
 """

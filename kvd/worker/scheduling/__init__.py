@@ -1,1 +1,1 @@
-"""The parts of `kvd.worker.scheduler`: one request, the queue, and whose chunk is next."""
+"""The parts of `kvd.worker.scheduling.scheduler`: one request, the queue, and whose chunk is next."""

@@ -21,7 +21,7 @@ between them, however they arrive and however long it takes: the last of them st
 if all that was submitted after our request and before it is less than (q - p) * age. With q = p
 that is none at all: within a priority the order is that of arrival.
 
-Does not cover: whether the first one fits (`kvd.worker.admission`).
+Does not cover: whether the first one fits (`kvd.worker.scheduling.admission`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One request as integers: its prompt, its place in the line, the memory that it may take.
 
-Does not cover: who is next (`line`, `turns`), moves from state to state (`kvd.worker.scheduler`).
+Does not cover: who is next (`line`, `turns`), moves from state to state (`kvd.worker.scheduling.scheduler`).
 """
 
 from __future__ import annotations

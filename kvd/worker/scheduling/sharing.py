@@ -13,7 +13,7 @@ will find that in the cache when it begins. ::
 waits only for rows in front of it, whose chunks are in the bound of `kvd.worker.scheduling.turns`
 anyway. Who is paused, is parked or ends is waited for no longer.
 
-Does not cover: what is in the cache (`kvd.worker.prompts`).
+Does not cover: what is in the cache (`kvd.worker.core.prompts`).
 """
 
 from __future__ import annotations

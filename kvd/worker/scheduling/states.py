@@ -11,7 +11,7 @@
 Admitted are those that prefill or decode: each of their choices takes a place, and their pages are
 reserved. The others have no place, and of their pages what a row kept when it was parked.
 
-Does not cover: who is admitted and what runs (`kvd.worker.scheduler`).
+Does not cover: who is admitted and what runs (`kvd.worker.scheduling.scheduler`).
 """
 
 from __future__ import annotations

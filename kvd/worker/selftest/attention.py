@@ -20,9 +20,9 @@ from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
-from kvd.worker.fusing import choice
-from kvd.worker.fusing.verdict import takes
 from kvd.worker.selftest.outcome import Outcome, judged
+from kvd.worker.serving import choice
+from kvd.worker.serving.verdict import takes
 
 BOUNDS = {mx.float32: 2e-5, mx.float16: 8e-3, mx.bfloat16: 4e-2}
 """Of the largest difference, relative to the largest value; outputs are rounded to the dtype."""

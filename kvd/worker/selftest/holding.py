@@ -7,11 +7,11 @@ import time
 
 import mlx.core as mx
 
-from kvd import memory as readings
-from kvd.worker import memory
+from kvd.host import memory as readings
 from kvd.worker.cache.batch import make_caches
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
+from kvd.worker.process import memory
 from kvd.worker.selftest.outcome import Outcome, judged
 
 _MIB = 1 << 20

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from kvd.worker import loading, model, seam
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.fusing.verdict import told
 from kvd.worker.native import choice as native
 from kvd.worker.selftest.outcome import Outcome, judged
+from kvd.worker.serving import loading, model_files, seam
+from kvd.worker.serving.verdict import told
 
 
 def probed() -> Outcome:
     """Load `demo`, and have every check of a load made."""
     chosen = native.choose(_silently)
     seam.install()
-    loaded = model.load(model.inspect(model.resolve("demo")).path)
+    loaded = model_files.load(model_files.inspect(model_files.resolve("demo")).path)
     settings = CacheSettings(ladder=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
     served = loading.serve(loaded, settings, chosen.library, _silently)
     said = f"served by {served.path}, logits off by {served.error:.1g}"

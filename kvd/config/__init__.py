@@ -1,0 +1,1 @@
+"""The configuration: `config.toml`, each setting's origin, and changes while the daemon runs."""

@@ -1,0 +1,1 @@
+"""The daemon: the composition root, worker processes, the journal and memory estimates."""

@@ -1,0 +1,272 @@
+"""What a model would cost that is not loaded: from its files, without MLX.
+
+Weights are exact, from the headers of the safetensors files; so are pages of models whose layers
+attend to everything or to a window, as their config says. What the interpreter and its libraries
+take was measured once. Does not cover recurrent states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actors.system import Settings
+from kvd.host.memory.nvidia import has_cuda_build
+from protocol import memory_bounds
+from protocol.costs import Costs, Estimate, KVCost
+from protocol.errors import InvalidModel, UnknownModel
+from protocol.pages import LayerGeometry, floors_of, ladder_of
+from protocol.schemes import Scheme
+from protocol.types import KVSpec
+from protocol.weights import BrokenFileError, Weights, read_header
+
+INTERPRETER_BYTES = 95 * 1024 * 1024
+"""Python, MLX, mlx-lm's libraries and what the checks at load leave (measured on Linux)."""
+SHARED_BYTES = 39 * 1024 * 1024
+"""Of these, pages of files: on Linux each process is charged its share of them."""
+DEFAULT_CONTEXT = 4096
+SLAB_PAGES = 64
+FIRST_ROWS = 4
+TAIL_TOKENS = 128
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides how models are kept here."""
+
+    on_cpu: bool
+    native: bool
+    """Whether workers compute with kvd's own operations."""
+    prefill_chunk: int
+    max_rows: int
+    attention_scratch: int
+    plain_attention: bool = False
+    """Whether decode attention is MLX's plain operations all the same."""
+    sharers: int = 0
+    """Other processes that use the same libraries."""
+
+    @property
+    def native_attention(self) -> bool:
+        """Whether attention is one of kvd's own operations."""
+        return self.native and not self.plain_attention
+
+    @property
+    def interpreter(self) -> int:
+        """What a worker takes before its weights."""
+        return INTERPRETER_BYTES - SHARED_BYTES + SHARED_BYTES // (1 + self.sharers)
+
+
+class Files:
+    """The port `actors.ports.Reckon` on this machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    async def __call__(self, source: str, kv: KVSpec) -> Estimate:
+        """Read a model's files in a thread."""
+        return await asyncio.to_thread(self._estimate, source, kv)
+
+    def _estimate(self, source: str, kv: KVSpec) -> Estimate:
+        machine = replace(self._machine, sharers=sharers())
+        return estimate(folder_of(source), kv, machine)
+
+
+def machine(native: str, settings: Settings, attention: str = "auto") -> Machine:
+    """Return how models are kept here; ``native`` and ``attention``: as in `kvd.config.config`."""
+    on_cpu = sys.platform != "darwin" and not has_cuda_build()
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    return Machine(
+        on_cpu=on_cpu,
+        native=on_cpu and native != "off" and compiler is not None,
+        prefill_chunk=settings.prefill_chunk,
+        max_rows=settings.max_rows,
+        attention_scratch=settings.attention_scratch,
+        plain_attention=attention == "reference",
+    )
+
+
+def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
+    """Reckon what a folder's model would cost; raises `InvalidModel` for one that is none."""
+    config = _config(folder)
+    text = config.get("text_config") or config
+    itemsize = 4 if machine.on_cpu else 2
+    weights = _weights(folder).in_memory(4 if machine.on_cpu else None, packed=machine.native)
+    ladder = ladder_of(kv)
+    kinds, tail = _kinds(text, kv, itemsize)
+    unit = next((one.charges[0] for one in kinds if one.window is None), tail)
+    row = tail + (-(-tail // 2) if kv.prefix_cache else 0)  # with its first checkpoint
+    layers = sum(one.layers for one in kinds)
+    parts = 0
+    if not (machine.on_cpu or machine.plain_attention):
+        parts = memory_bounds.parts_bytes(config, machine.max_rows, _context(text))
+    beside = (
+        machine.interpreter
+        + memory_bounds.freed_bytes(on_cpu=machine.on_cpu)
+        + memory_bounds.LOOSE_BYTES
+        + memory_bounds.traces_bytes(layers, native=machine.native_attention)
+        + memory_bounds.step_bytes(
+            config, machine.prefill_chunk + machine.max_rows, on_cpu=machine.on_cpu
+        )
+        + memory_bounds.scratch_bytes(
+            machine.attention_scratch, native=machine.native_attention, parts=parts
+        )
+    )
+    costs = Costs(
+        weights_bytes=weights,
+        base_bytes=weights + beside,
+        unit_bytes=max(1, unit),
+        row_bytes=row,
+        first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
+        step=machine.prefill_chunk,
+        levels=len(ladder),
+        dense_until=kv.quantized_kv_start,
+        kinds=kinds,
+    )
+    return Estimate(
+        costs=costs, schemes=[one.name for one in ladder], context_length=_context(text)
+    )
+
+
+def sharers(proc: Path = Path("/proc")) -> int:
+    """Return how many processes of ours have MLX's library mapped; 0 where nobody says so."""
+    found = 0
+    for maps in proc.glob("[0-9]*/maps"):
+        try:
+            found += "/libmlx" in maps.read_text("utf-8")
+        except OSError:  # gone, or somebody else's
+            continue
+    return found
+
+
+def folder_of(source: str) -> Path:
+    """Return a source's folder, if it is on this machine; nothing is fetched."""
+    if source == "demo":
+        from kvd import demo  # noqa: PLC0415 - only who asks about it needs it
+
+        return demo.path()
+    if source.startswith("/"):
+        if not Path(source).is_dir():
+            raise UnknownModel(f"there is no folder {source}", source=source)
+        return Path(source)
+    if _HUB_ID.fullmatch(source) and (found := _fetched(source)) is not None:
+        return found
+    raise UnknownModel(
+        f"{source!r} is no model of this machine: give a loaded one's name, demo, the path of a"
+        " folder, or a Hub id that was loaded before",
+        source=source,
+    )
+
+
+def _fetched(hub_id: str) -> Path | None:
+    """Return where the Hub's client keeps the newest snapshot of a model."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    repository = cache / f"models--{hub_id.replace('/', '--')}"
+    try:
+        snapshot = repository / "snapshots" / (repository / "refs/main").read_text("utf-8").strip()
+    except OSError:
+        return None
+    return snapshot if snapshot.is_dir() else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InvalidModel(f"{file} cannot be read ({error})", path=str(file)) from error
+    if not isinstance(found, dict):
+        raise InvalidModel(f"{file} is not a JSON object", path=str(file))
+    return found
+
+
+def _weights(folder: Path) -> Weights:
+    tensors: dict[str, dict[str, Any]] = {}
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise InvalidModel(f"{folder} has no model*.safetensors", path=str(folder))
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                tensors |= read_header(stream, file.stat().st_size)
+        except OSError as error:
+            raise InvalidModel(f"{file} cannot be read ({error})", path=str(file)) from error
+        except BrokenFileError as error:
+            raise InvalidModel(f"{file} {error}", path=str(file)) from error
+    return Weights.of(tensors.values())
+
+
+def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost], int]:
+    """Return the layers by kind, and the bytes of one row's tail in all of them."""
+    try:
+        layers = int(text["num_hidden_layers"])
+        heads = int(text["num_attention_heads"])
+        dim = int(text.get("head_dim") or text["hidden_size"] // heads)
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InvalidModel(
+            f"its config.json does not say how large keys and values are ({error}): load it, and"
+            " ask again"
+        ) from error
+    geometry = LayerGeometry(kv_heads, dim, dim, itemsize)
+    floors = floors_of(kv, layers)
+    schemes = _schemes(kv)
+    by_window: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(_windows(text, layers)):
+        by_window.setdefault(window, []).append(layer)
+    kinds = []
+    for window, members in by_window.items():
+        by_level = [
+            [
+                geometry.page_bytes(scheme if (low := floors[at]) is None else scheme.at_least(low))
+                for at in members
+            ]
+            for scheme in schemes
+        ]
+        bounded = window or kv.max_kv_size
+        kinds.append(
+            KVCost(
+                window=bounded,
+                keep=kv.keep if window is None and kv.max_kv_size else 0,
+                layers=len(members),
+                page_bytes=tuple(map(sum, by_level)),
+                charges=tuple(sum(one) + max(one) for one in by_level),
+            )
+        )
+    return kinds, layers * geometry.dense_bytes(TAIL_TOKENS)
+
+
+def _schemes(kv: KVSpec) -> list[Scheme]:
+    """Return the levels of pages: those of rows that are not quantized yet come first."""
+    return [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *ladder_of(kv)]
+
+
+def _windows(text: dict[str, Any], layers: int) -> list[int | None]:
+    """Return each layer's window; None: it attends to everything. No keys, no entry."""
+    window = text.get("sliding_window")
+    window = window if isinstance(window, int) and window > 0 else None
+    types = text.get("layer_types")
+    if isinstance(types, list):
+        caches = [one for one in types if one in {"full_attention", "sliding_attention"}]
+        return [window if one == "sliding_attention" else None for one in caches]
+    if window is None or text.get("use_sliding_window") is False:
+        return [None] * layers
+    pattern = text.get("sliding_window_pattern")
+    every = pattern if isinstance(pattern, int) and pattern > 0 else 0
+    return [None if every and at % every == every - 1 else window for at in range(layers)]
+
+
+def _context(text: dict[str, Any]) -> int:
+    for key in _CONTEXT_KEYS:
+        if isinstance(found := text.get(key), int) and found > 0:
+            return found
+    return DEFAULT_CONTEXT

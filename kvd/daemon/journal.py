@@ -1,0 +1,247 @@
+r"""The journal on disk: requests and what was sent of them survive the daemon.
+
+One file of records, only ever appended to, and written anew without what nobody needs any more
+(`_compact`). A record is there when `write` returns: in the system's cache, so it outlives this
+process, and not a loss of power, which ends the clients too::
+
+    kvd journal 1\n  then for each record  | length | crc32 | MessagePack ... |   big-endian
+
+Reading stops at the first record that is cut off or damaged: what a dying daemon was writing.
+Where the disk is full or the file as large as it may be, a request is no longer written down, and
+served as ever. Does not cover: what the records mean (`actors.records`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from actors.records import Asked, Forgotten, Heard, Record, Saved
+from kvd.host.home import unusable
+from protocol.worker import RowFailed, RowFinished
+
+MAGIC = b"kvd journal 1\n"
+LEAST_DEAD_BYTES = 4 * 1024 * 1024
+"""What nobody needs may take so much before the file is written anew, or as much as the rest."""
+_HEADER = struct.Struct(">II")
+_MAX_RECORD = 64 * 1024 * 1024
+"""Above a worker's frames; a length beyond it is damage."""
+
+
+class _Whose(msgspec.Struct):
+    rid: str
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+_whose = msgspec.msgpack.Decoder(_Whose).decode
+
+
+class DiskJournal:
+    """`actors.records.Records` in a file: make it, take what `read` finds, then `write`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int,
+        keep_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the journal of this folder; raises `ConfigError` where that cannot be."""
+        self._path = folder / "requests"
+        self._limit = limit_bytes
+        self._keep_s = keep_s
+        self._clock = clock
+        self._log = structlog.get_logger("kvd.daemon.journal")
+        self._sizes: dict[str, int] = {}
+        """Bytes of the requests that are kept."""
+        self._live = 0
+        """Of all these."""
+        self._ended: dict[str, float] = {}
+        """Those that are over, and since when: their clients may not have read the end."""
+        self._refused = False
+        """Whether that was said already."""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.saved = self._read()
+            self._compact()
+        except OSError as error:
+            raise unusable(self._path, error) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def write(self, record: Record) -> None:
+        """Append a record; one of a request that is not kept is dropped."""
+        match record:
+            case Asked():
+                record = msgspec.structs.replace(record, at=self._clock())
+            case Heard(rid=rid) | Forgotten(rid=rid) if rid not in self._sizes:
+                return
+            case Heard(rid=rid, report=RowFinished() | RowFailed()):
+                self._ended[rid] = self._clock()
+                record = msgspec.structs.replace(record, at=self._clock())
+            case _:
+                pass
+        frame = _frame(_encode(record))
+        room = isinstance(record, Forgotten) or self._has_room(len(frame))
+        if not room or not self._append(frame):
+            self._let_go(record.rid)
+            return
+        self._size += len(frame)
+        if isinstance(record, Forgotten):
+            self._drop(record.rid)
+        else:
+            self._sizes[record.rid] = self._sizes.get(record.rid, 0) + len(frame)
+            self._live += len(frame)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return self._size
+
+    def _let_go(self, rid: str) -> None:
+        """Keep a request no longer that has a gap."""
+        frame = _frame(_encode(Forgotten(rid)))
+        if rid in self._sizes and self._append(frame):
+            self._size += len(frame)
+        self._drop(rid)
+
+    def _drop(self, rid: str) -> None:
+        self._live -= self._sizes.pop(rid, 0)
+        self._ended.pop(rid, None)
+
+    def _expire(self) -> None:
+        """Drop those that were over long ago."""
+        due = self._clock() - self._keep_s
+        while self._ended:
+            rid, at = next(iter(self._ended.items()))
+            if at > due:
+                return
+            self._drop(rid)
+
+    # Room.
+
+    def _has_room(self, size: int) -> bool:
+        self._expire()
+        dead = self._size - self._live
+        full = self._size + size > self._limit
+        # Not for little: to write it anew takes as long as it is large.
+        if dead > max(LEAST_DEAD_BYTES, self._live) or (full and dead > self._limit // 8):
+            with contextlib.suppress(OSError):  # the old file is whole
+                self._compact()
+        if self._size + size <= self._limit:
+            return True
+        self._refuse(f"it has {self._size} bytes, and journal_bytes is {self._limit}")
+        return False
+
+    def _append(self, frame: bytes) -> bool:
+        try:
+            if os.pwrite(self._fd, frame, self._size) == len(frame):
+                return True
+            reason = "the disk is full"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, self._size)
+        self._refuse(reason)
+        return False
+
+    def _refuse(self, reason: str) -> None:
+        if not self._refused:
+            self._refused = True
+            self._log.warning(
+                "requests are served and no longer kept: the journal cannot grow", reason=reason
+            )
+
+    def _compact(self) -> None:
+        """Write the file anew, without requests that nobody can come for any more."""
+        sizes: dict[str, int] = {}
+        fresh = self._path.with_suffix(".new")
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(os.dup(fd), "wb") as stream:
+                stream.write(MAGIC)
+                for payload in self._payloads():
+                    rid = _whose(payload).rid
+                    if rid in self._sizes:
+                        frame = _frame(payload)
+                        stream.write(frame)
+                        sizes[rid] = sizes.get(rid, 0) + len(frame)
+            fresh.replace(self._path)
+        except BaseException:
+            os.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise
+        os.close(self._fd)
+        self._fd, self._sizes, self._live = fd, sizes, sum(sizes.values())
+        self._size = len(MAGIC) + self._live
+        self._refused = False
+
+    # Reading.
+
+    def _payloads(self) -> Iterator[bytes]:
+        """Yield the records that are whole, from the beginning."""
+        with os.fdopen(os.dup(self._fd), "rb") as stream:
+            stream.seek(0)
+            if stream.read(len(MAGIC)) != MAGIC:
+                return
+            while len(header := stream.read(_HEADER.size)) == _HEADER.size:
+                length, checksum = _HEADER.unpack(header)
+                if length > _MAX_RECORD:
+                    return
+                payload = stream.read(length)
+                if len(payload) < length or zlib.crc32(payload) != checksum:
+                    return
+                yield payload
+
+    def _read(self) -> dict[str, Saved]:
+        """Return the requests that a client may come for."""
+        there = os.fstat(self._fd).st_size
+        found: dict[str, Saved] = {}
+        whole, now = len(MAGIC), self._clock()
+        for payload in self._payloads():
+            whole += _HEADER.size + len(payload)
+            try:
+                self._take(found, _decode(payload), now)
+            except msgspec.MsgspecError as error:  # of another version
+                self._log.warning("a record of the journal is not understood", reason=str(error))
+        for rid in [rid for rid, at in self._ended.items() if at + self._keep_s < now]:
+            del found[rid], self._ended[rid]
+        self._size = whole
+        self._sizes = dict.fromkeys(found, 0)
+        if there > whole:
+            self._log.warning("the journal's end was damaged", lost_bytes=there - whole)
+        if found:
+            self._log.info("requests wait for their clients", count=len(found))
+        return found
+
+    def _take(self, found: dict[str, Saved], record: Record, now: float) -> None:
+        match record:
+            case Asked(rid=rid, model=model, submit=submit, at=at):
+                left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
+                found[rid] = Saved(model, submit, left)
+            case Heard(rid=rid, report=report) if rid in found:
+                found[rid].hear(report)
+                if isinstance(report, RowFinished | RowFailed):
+                    self._ended[rid] = record.at
+            case Forgotten(rid=rid):
+                found.pop(rid, None)
+                self._ended.pop(rid, None)
+            case _:
+                pass
+
+
+def _frame(payload: bytes) -> bytes:
+    return _HEADER.pack(len(payload), zlib.crc32(payload)) + payload

@@ -1,0 +1,1 @@
+"""What the operating system provides: sockets, logs, files, memory readings, exit codes."""

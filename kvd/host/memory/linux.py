@@ -1,0 +1,100 @@
+"""Linux: what /proc and the cgroup say, and NVIDIA's limit where MLX runs on CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from kvd.host.memory import beside, nvidia
+from protocol.types import HostMemory
+
+_WARNING, _CRITICAL = 10.0, 40.0
+"""Percent of the last ten seconds in which some task waited for memory (PSI `some avg10`)."""
+
+
+class LinuxMemory:
+    """Readings below a root that tests replace; files that are not there read as nothing."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._proc = root / "proc"
+        self._cgroup = root / "sys/fs/cgroup"
+        self._accelerator = nvidia.total_memory() if root == Path("/") else None
+
+    def host(self) -> HostMemory:
+        """Return the smaller of machine and cgroup, and how hard memory is to get."""
+        meminfo = _table(self._proc / "meminfo")
+        total, available = meminfo.get("MemTotal", 0), meminfo.get("MemAvailable", 0)
+        for limit, used in self._cgroup_levels():
+            total, available = min(total, limit), min(available, max(0, limit - used))
+        return HostMemory(
+            total=total,
+            available=available,
+            accelerator_limit=self._accelerator,
+            pressure=self._pressure(),
+        )
+
+    def footprint(self, pid: int) -> int:
+        """Return the proportional set size: shared pages count by their share."""
+        return _table(self._proc / str(pid) / "smaps_rollup").get("Pss", 0)
+
+    async def footprints(self, pids: list[int]) -> dict[int, int]:
+        """Return the same of several, read in a thread: the kernel walks all their page tables."""
+        return await beside.footprints(self.footprint, pids)
+
+    @property
+    def separate(self) -> bool:
+        """Whether MLX computes on a card with memory of its own."""
+        return self._accelerator is not None
+
+    def _cgroup_levels(self) -> list[tuple[int, int]]:
+        """Return limit and use of our cgroup and of each one above it (cgroup v2, then v1)."""
+        own = _read(self._proc / "self/cgroup")
+        path = next((x[3:] for x in own.splitlines() if x.startswith("0::")), "/").strip("/")
+        folder, levels = self._cgroup / path, []
+        while folder.is_relative_to(self._cgroup):
+            limit = _number(folder / "memory.max")
+            if limit is not None:
+                levels.append((limit, _number(folder / "memory.current") or 0))
+            if folder == self._cgroup:
+                break
+            folder = folder.parent
+        v1 = self._cgroup / "memory"
+        limit = _number(v1 / "memory.limit_in_bytes")
+        if limit is not None:
+            levels.append((limit, _number(v1 / "memory.usage_in_bytes") or 0))
+        return levels
+
+    def _pressure(self) -> Literal["normal", "warning", "critical"]:
+        for word in _read(self._proc / "pressure/memory").split():
+            if word.startswith("avg10="):  # the first one is of the line `some`
+                share = float(word.removeprefix("avg10="))
+                return _level(share)
+        return "normal"
+
+
+def _level(share: float) -> Literal["normal", "warning", "critical"]:
+    if share >= _CRITICAL:
+        return "critical"
+    return "warning" if share >= _WARNING else "normal"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:  # not there, not ours, or the process has gone
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Return the lines `Name:  123 kB` of a file, in bytes."""
+    lines = (line.split() for line in _read(path).splitlines())
+    return {
+        words[0].rstrip(":"): int(words[1]) * 1024
+        for words in lines
+        if len(words) == 3 and words[2] == "kB" and words[1].isdigit()
+    }

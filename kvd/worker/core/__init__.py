@@ -1,0 +1,1 @@
+"""The engine: requests become rows, rows run in steps, memory comes and goes between steps."""

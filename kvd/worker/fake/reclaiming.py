@@ -1,0 +1,136 @@
+"""What the fake engine does for the governor: the same words and numbers as the real one, at once.
+
+Its pages are smaller on lower levels, as the bits of the ladder's schemes are. Rows that are parked
+lose nothing: their tokens are a function of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from kvd.worker.cache.scheme import full_pages
+from kvd.worker.core.holdings import Holdings, can_park
+from kvd.worker.scheduling.admission import Admission, Held
+from kvd.worker.scheduling.scheduler import Sizes
+from protocol.types import KVSpec, Offer
+from protocol.worker import Reclaim, Reclaimed, Report, RowParked, RowResumed
+
+if TYPE_CHECKING:
+    from kvd.worker.prefix.tree import PrefixTree
+    from protocol.worker import Where
+
+
+def sizes_of(kv: KVSpec) -> Sizes:
+    """Return how many pages rows take, by level."""
+    bits = [scheme.k_bits + scheme.v_bits for scheme in (kv.scheme, *kv.steps)]
+    return Sizes(
+        lambda length, level: -(-full_pages(length) * bits[level] // bits[0]), levels=len(bits)
+    )
+
+
+class _Cache:
+    """What `Holdings` asks of a cache."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+
+    @property
+    def frozen_charge(self) -> int:
+        """Bytes that only checkpoints hold."""
+        return self._tree.nbytes
+
+
+class _Prompts:
+    """The same of prompts: places keep no room for checkpoints here."""
+
+    left_bytes = 0
+
+    def left_by(self, _row: Any) -> int:
+        """Return what a row has left of that."""
+        return 0
+
+
+class FakeReclaiming:
+    """The fake engine's rows under pressure. ``where``: rows are parked."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        tree: PrefixTree,
+        rows: Mapping[str, Any],
+        where: Where,
+        report: Callable[[Report], None],
+    ) -> None:
+        self._admission = admission
+        self._tree = tree
+        self._rows = rows
+        self._where = where
+        self._report = report
+        views: Any = _Cache(tree), _Prompts()
+        self._holdings = Holdings(views[0], admission, views[1], rows)
+
+    def offer(self) -> Offer:
+        """Return what could be given back."""
+        return self._holdings.offer()
+
+    def reclaim(self, command: Reclaim) -> None:
+        """Give memory back by one means."""
+        unit = self._admission.budget.page_bytes
+        parked: list[str] = []
+        match command.rung:
+            case "spare":
+                pass
+            case "prefixes":
+                self._tree.evict(command.wanted_bytes)
+            case "level":
+                self._lower(command.level, command.wanted_bytes)
+            case "park":
+                parked = self._park(command.wanted_bytes)
+        held = Held(cached=self._tree.nbytes // unit)
+        least = max(0, self._admission.budget.pages - -(-command.wanted_bytes // unit))
+        wish, freed = self._admission.hand_over(least, held)
+        offer = self.offer()
+        if wish is not None:
+            self._report(replace(wish, offer=offer))
+        rest = {
+            "spare": offer.spare,
+            "prefixes": offer.prefixes,
+            "level": sum(offer.levels[: command.level]),
+            "park": offer.park,
+        }
+        exhausted = rest[command.rung] == 0
+        self._report(Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=exhausted))
+        for rid in parked:
+            self._admission.unpark(rid)
+
+    def _lower(self, level: int, wanted_bytes: int) -> None:
+        scheduler = self._admission.scheduler
+        level = min(level, scheduler.sizes.lowest)
+        self._admission.start(max(level, scheduler.start_level))
+        for rid in scheduler.victims():
+            if wanted_bytes > 0 and scheduler.level(rid) < level:
+                wanted_bytes -= scheduler.saving(rid, level) * self._admission.budget.page_bytes
+                self._admission.lowered(rid, level)
+
+    def _park(self, wanted_bytes: int) -> list[str]:
+        admission = self._admission
+        parked = []
+        for rid in admission.scheduler.victims():
+            if wanted_bytes <= 0:
+                break
+            if not can_park(self._rows[rid]):
+                continue
+            nbytes = admission.scheduler.footing(rid)[0] * admission.budget.page_bytes
+            wanted_bytes -= nbytes
+            admission.park(rid)
+            self._report(RowParked(rid=rid, nbytes=nbytes, where=self._where))
+            parked.append(rid)
+        return parked
+
+    def restore(self, rid: str) -> None:
+        """Let a row go on that was parked."""
+        self._rows[rid].resumed_at = self._rows[rid].longest
+        self._report(RowResumed(rid=rid))

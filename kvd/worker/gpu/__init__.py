@@ -1,0 +1,1 @@
+"""Linear layers and decoder layers with fewer operations, for accelerators."""

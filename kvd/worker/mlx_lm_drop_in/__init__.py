@@ -1,0 +1,1 @@
+"""Quantized, paged caches for mlx-lm's own functions, without the daemon."""

@@ -1,0 +1,1 @@
+"""The worker process around its engine: commands in, reports out, memory readings."""

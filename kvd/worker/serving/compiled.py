@@ -1,0 +1,247 @@
+"""Decode steps as compiled functions: the host builds a step's graph once for each of few shapes.
+
+A decode step of a small model is a thousand small operations, and building them in Python takes as
+long as running them. Here the step is a function of arrays alone (tokens, the step's tables, tails
+and pools), which `mx.compile` traces once, fuses, and replays. What changes the trace is part of
+its key: the number of rows, of pages on each level (rounded up, the rest is padding that nobody
+sees) and of slots in tails and pools.
+
+Fused or not, an element is computed by the same operations in the same order, so a row gets the
+same numbers from a compiled step as from a plain one; a test holds this to the bit on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.layout import Access
+from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.shapes import rounded
+from kvd.worker.cache.steps import DecodeStep, LevelTable
+from kvd.worker.cache.store import KVStore
+from protocol.memory_bounds import MOST_TRACES
+
+Arrays = list[mx.array]
+
+
+def can_compile(cache: Any) -> bool:
+    """Return whether a step over this cache depends on arrays alone."""
+    return (
+        isinstance(cache, ModelCache)
+        and cache.batched
+        and not cache.states.parts
+        and all(access is Access.PAGES for access in cache.access.values())
+    )
+
+
+class CompiledDecode:
+    """One model's decode steps. Call it between the cache's `begin_decode` and `end_pass`."""
+
+    def __init__(self, model: Any, cache: ModelCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._traces: OrderedDict[tuple[Any, ...], _Trace] = OrderedDict()
+        self.traced = 0
+        """How many shapes were traced so far."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
+        parts = [_Part.of(store) for store in self._cache.stores]
+        inputs = [tokens, *(array for part in parts for array in part.arrays())]
+        key = tuple(part.key for part in parts)
+        logits, tails = self._called(self._function(key, parts), inputs)
+        left = iter(tails)
+        for part in parts:
+            part.take_tails(left)
+        found: mx.array = logits
+        return found
+
+    def _function(self, key: tuple[Any, ...], parts: list[_Part]) -> _Trace:
+        if key not in self._traces:
+            traced = _Traced(self._model, self._cache)
+            self._traces[key] = _Trace(traced, mx.compile(traced))
+            self.traced += 1
+            if len(self._traces) > MOST_TRACES:
+                self._traces.popitem(last=False)
+        self._traces.move_to_end(key)
+        trace = self._traces[key]
+        trace.traced.parts = parts
+        return trace
+
+    def _called(self, trace: _Trace, inputs: Arrays) -> tuple[mx.array, Arrays]:
+        """Replay a trace, or make it, and count the kernels that are launched for it."""
+        backend = self._cache.backend
+        if backend is None:
+            return trace.function(inputs)
+        before = backend.launched()
+        found = trace.function(inputs)
+        if new := backend.launched() - before:
+            trace.launches = new
+        else:
+            backend.launched(trace.launches)
+        return found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one store brings to a step."""
+
+    store: KVStore
+    step: DecodeStep
+    """With tables that are padded."""
+
+    @staticmethod
+    def of(store: KVStore) -> _Part:
+        step = store.step
+        if not isinstance(step, DecodeStep):
+            raise TypeError("no decode step is under way")
+        if step.backend is not None:
+            return _Part(store, replace(step, backend=step.backend.padded()))
+        tables = [table.padded(rounded(len(table.owners))) for table in step.tables]
+        return _Part(store, _with_tables(step, tables))
+
+    @property
+    def tables(self) -> list[LevelTable]:
+        """The pages, by level."""
+        return self.step.tables
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a trace depends on: all that gives its arrays their shapes."""
+        step = self.step
+        capacities = tuple(
+            layer.pools[level].capacities for layer in self.store.layers for level in self.levels
+        )
+        tails = self.store.layers[0].tail_keys.shape[0]
+        sizes = (step.batch, len(step.rows), tails, self.levels, capacities)
+        if step.backend is not None:
+            return *sizes, *step.backend.shapes(step)
+        pages = tuple(len(table.owners) for table in self.tables)
+        seen = [step.pages_seen(table) for table in self.tables]
+        sight = tuple(None if one is None else one.shape for one in seen)
+        return *sizes, step.whole, pages, sight
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels of the pages."""
+        if self.step.backend is not None:
+            return self.step.backend.pages.levels
+        return tuple(table.level for table in self.tables)
+
+    def arrays(self) -> Arrays:
+        """Return all that the step reads, in the order of `put`."""
+        found = self._described()
+        for layer in self.store.layers:
+            found += [layer.tail_keys, layer.tail_values]
+            for level in self.levels:
+                found += layer.pools[level].arrays()
+        return found
+
+    def _described(self) -> Arrays:
+        """Return the arrays that say what the step reads of tails and pools."""
+        step = self.step
+        if step.backend is not None:
+            return step.backend.arrays(step)
+        found = [step.slots, step.places, step.offsets, step.tails_seen()]
+        if step.givers is not None:
+            found.append(step.givers)
+        for table in self.tables:
+            found += [table.slots, table.rows]
+            for heads in self._heads:
+                for index in table.indices(heads):
+                    found += [index.left, index.right]
+            if (seen := step.pages_seen(table)) is not None:
+                found.append(seen)
+        return found
+
+    def put(self, given: Iterator[mx.array]) -> None:
+        """Put other arrays in the place of all these."""
+        self.store.step = self._redescribed(given)
+        for layer in self.store.layers:
+            _put_tails(layer, given)
+            for level in self.levels:
+                layer.pools[level].put(given)
+
+    def _redescribed(self, given: Iterator[mx.array]) -> DecodeStep:
+        step = self.step
+        if step.backend is not None:
+            return step.backend.with_arrays(step, given)
+        slots, places, offsets, tails = (next(given) for _ in range(4))
+        givers = None if step.givers is None else next(given)
+        shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
+        tables = []
+        for table in self.tables:
+            here, rows = next(given), next(given)
+            indices = {
+                heads: (
+                    PageIndex(next(given), next(given)),
+                    PageIndex(next(given), next(given)),
+                )
+                for heads in self._heads
+            }
+            tables.append(table.with_arrays(here, rows, indices))
+            there = None if step.pages_seen(table) is None else next(given)
+            shared[step.pages_key(table)] = there
+        step = replace(step, slots=slots, places=places, givers=givers, shared=shared)
+        return _with_tables(step, tables)
+
+    def take_tails(self, given: Iterator[mx.array]) -> None:
+        """Take the tails that the step leaves."""
+        for layer in self.store.layers:
+            _put_tails(layer, given)
+
+    @property
+    def _heads(self) -> list[int]:
+        return sorted({layer.geometry.kv_heads for layer in self.store.layers})
+
+
+class _Traced:
+    """The function that is traced: puts the tracers where the model's layers look."""
+
+    def __init__(self, model: Any, cache: ModelCache) -> None:
+        self._model = model
+        self._cache = cache
+        self.parts: list[_Part] = []
+        """Of the step that is under way."""
+
+    def __call__(self, inputs: Arrays) -> tuple[mx.array, Arrays]:
+        before = [array for part in self.parts for array in part.arrays()]
+        given = iter(inputs)
+        tokens = next(given)
+        try:
+            for part in self.parts:
+                part.put(given)
+            logits = self._model(tokens[:, None], cache=self._cache.views([]))[:, -1]
+            layers = [layer for part in self.parts for layer in part.store.layers]
+            tails = [tail for one in layers for tail in (one.tail_keys, one.tail_values)]
+        finally:
+            real = iter(before)
+            for part in self.parts:
+                part.put(real)
+                part.store.step = part.step
+        return logits, tails
+
+
+@dataclass
+class _Trace:
+    """A traced function, compiled."""
+
+    traced: _Traced
+    function: Callable[[Arrays], tuple[mx.array, Arrays]]
+    launches: int = 0
+    """Kernels of ours in it."""
+
+
+def _with_tables(step: DecodeStep, tables: list[LevelTable]) -> DecodeStep:
+    return replace(step, find_tables=lambda: tables)
+
+
+def _put_tails(layer: LayerStore, given: Iterator[mx.array]) -> None:
+    layer.tail_keys, layer.tail_values = next(given), next(given)

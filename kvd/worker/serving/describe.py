@@ -1,0 +1,127 @@
+"""What status says of a model's cache: each kind of layer, how it is served, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.layout import Access
+from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.store import KVStore
+from kvd.worker.serving.probe import Served
+from protocol.types import KVPart
+
+PREFILL_CHUNK = 256
+"""What `LoadModel.prefill_chunk` is unless somebody sets it."""
+_ENDLESS = 1 << 40
+"""Tokens of a row that is as long as can be."""
+
+
+def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:
+    """Return how each kind of a model's layers keeps what it has seen.
+
+    ``prefill_chunk``: tokens that are prefilled at once, whose pages a window holds for a moment.
+    """
+    cache = served.runner.cache
+    if isinstance(cache, OwnCache):
+        return [_own(cache, next(iter(served.reasons.values()), ""))]
+    found = [
+        _attention(cache, store, access, served.reasons.get(kind, ""), prefill_chunk)
+        for (kind, access), store in zip(cache.access.items(), cache.stores, strict=True)
+    ]
+    states = list(cache.layout.states())
+    if states:
+        found.append(
+            KVPart(
+                kind="recurrent",
+                layers=len(states),
+                path="state",
+                scheme="dense",
+                batched=cache.batched,
+                bound_bytes=cache.states.row_bytes,
+            )
+        )
+    return found
+
+
+def _attention(
+    cache: ModelCache, store: KVStore, access: Access, reason: str, chunk: int
+) -> KVPart:
+    level = 1 if store.quantized_start else 0
+    schemes = {layer.pools[level].scheme.name for layer in store.layers}
+    bounded = store.kind.bounded
+    return KVPart(
+        kind=store.kind.name,
+        layers=len(store.layers),
+        path="pages" if access is Access.PAGES else "dequantize-on-read",
+        scheme=" ".join("dense" if name == "k16v16" else name for name in sorted(schemes)),
+        batched=cache.batched,
+        reason=reason,
+        bytes_per_token=0 if bounded else store.page_bytes(level) // PAGE_TOKENS,
+        bound_bytes=_most_held(store, chunk) if bounded else 0,
+    )
+
+
+def _most_held(store: KVStore, chunk: int) -> int:
+    """Return the most bytes that one row of a bounded kind holds: its pages and its tail.
+
+    Not `KVStore.most_bytes`, which counts the copies as well that growing pools takes.
+    """
+    first = 1 if store.quantized_start else 0
+    pages = store.kind.most_pages(_ENDLESS, chunk) * store.page_bytes(first)
+    if first:
+        dense = store.kind.most_pages(store.quantized_start + chunk, chunk)
+        # For a moment both: dense pages, and what they become.
+        pages = max(pages, dense * (store.page_bytes(0) + store.page_bytes(1)))
+    return pages + store.row_bytes
+
+
+def _own(cache: OwnCache, reason: str) -> KVPart:
+    return KVPart(
+        kind="full",
+        layers=len(cache.new_caches()),
+        path="dense",
+        scheme="dense",
+        batched=False,
+        reason=reason,
+        bytes_per_token=cache.token_bytes,
+        bound_bytes=0 if cache.token_bytes else cache.row_bytes,
+    )
+
+
+def ladder(cache: ModelCache | OwnCache) -> list[str]:
+    """Return the schemes that pages may have, from the top down."""
+    if not isinstance(cache, ModelCache) or not cache.stores:
+        return []
+    return [scheme.name for scheme in cache.settings.ladder]
+
+
+def layout(cache: ModelCache | OwnCache) -> str:
+    """Return how keys and values lie in pages, in words."""
+    stores = cache.stores if isinstance(cache, ModelCache) else []
+    per_token = {
+        pool.value_packing.per_token
+        for store in stores
+        for layer in store.layers
+        for pool in layer.pools[-1:]
+        if layer.geometry.v_dim
+    }
+    if not stores or cache.scheme.name == "k16v16":
+        return "not quantized"
+    values = {True: "per token", False: "per channel"}
+    found = " or ".join(values[one] for one in sorted(per_token, reverse=True))
+    return f"keys per channel, values {found}" if found else "keys per channel"
+
+
+def dtype_name(model: Any) -> str:
+    """Return the dtype that most of a model's floating weights have."""
+    counts: dict[str, int] = {}
+    for _, array in tree_flatten(model.parameters()):
+        if isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).removeprefix("mlx.core.")
+            counts[name] = counts.get(name, 0) + array.size
+    return max(counts, key=lambda name: counts[name], default="float32")

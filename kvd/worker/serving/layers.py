@@ -1,0 +1,32 @@
+"""A model with kernels, and with whole layers as blocks where they are right too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from msgspec.structs import replace as restruct
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.gpu import blocks
+from kvd.worker.serving import probe
+
+
+def serve(
+    model: Any, settings: CacheSettings, vocab_size: int, kernels: FusedBackend, *, products: bool
+) -> probe.Served:
+    """Do as `probe.serve` does; ``products``: few rows are multiplied by kernels of our own.
+
+    The probe's comparisons with mlx-lm's caches, in which layers run as they were written, are what
+    blocks must pass. If they do not, the model is probed again without them.
+    """
+    count = blocks.fuse(model) if products else 0
+    found = probe.serve(model, settings, vocab_size, kernels=kernels)
+    if count and not (found.fused and found.fused.used):
+        blocks.unfuse(model)
+        count = 0
+        found = probe.serve(model, settings, vocab_size, kernels=kernels)
+    if found.fused is None:
+        return found
+    return replace(found, fused=restruct(found.fused, layers=count))

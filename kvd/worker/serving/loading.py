@@ -1,0 +1,227 @@
+"""What loading a model asks of the daemon and tells it: grants, settings, and what it got.
+
+A worker's *base* is charged for good: what the process holds once it has loaded, and what it may
+take for a moment or grow by beside its pages. It is measured where that is possible.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from types import ModuleType
+
+import mlx.core as mx
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.scheme import floors_of, ladder_of
+from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.native.step import Library
+from kvd.worker.process import memory
+from kvd.worker.scheduling.budget import mebibytes
+from kvd.worker.serving import choice, describe, layers, model_files, probe, verdicts
+from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.verdict import told
+from protocol import memory_bounds
+from protocol.costs import Costs
+from protocol.errors import InsufficientMemory
+from protocol.types import FusedAttention, ModelInfo
+from protocol.worker import Grant, LoadModel
+
+CHECKS_BYTES = 32 * 1024 * 1024
+"""What converting weights and checking attention may take at least (measured: 16 MB)."""
+
+
+_log = logging.getLogger("kvd.worker")
+
+
+def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
+    """Return how the model's cache is kept; a calibration may lift the ladder."""
+    kv = command.kv
+    return CacheSettings(
+        ladder=tuple(verdicts.lift(ladder_of(kv), verdict)),
+        floors=lambda layers: floors_of(kv, layers),
+        quantized_start=kv.quantized_kv_start,
+        max_size=kv.max_kv_size,
+        keep=kv.keep if kv.max_kv_size else 0,
+        scratch=command.attention_scratch,
+    )
+
+
+def serve(
+    loaded: model_files.LoadedModel,
+    settings: CacheSettings,
+    library: ModuleType | None,
+    progress: ReportProgress,
+) -> probe.Served:
+    """Find the best way to serve the model that is right here, and allowed (`probe.serve`)."""
+    kernels = choice.kernels()
+    if choice.is_plain():
+        found = probe.serve(loaded.model, settings, loaded.vocab_size)
+        off = FusedAttention(used=False, reason="switched off")
+        found = found if kernels is None else replace(found, fused=off)
+    elif kernels is None:
+        found = probe.serve(loaded.model, settings, loaded.vocab_size, library)
+    else:
+        found = layers.serve(
+            loaded.model, settings, loaded.vocab_size, kernels, products=loaded.multiplies
+        )
+        if found.fused is not None:
+            progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
+    _log.info("attention: %s, error %.2g", found.path, found.error)
+    if found.fused is not None:
+        _log.info("%s", told(found.fused))
+    return found
+
+
+def info_of(
+    command: LoadModel,
+    loaded: model_files.LoadedModel,
+    served: probe.Served,
+    verdict: verdicts.Verdict | None,
+    *,
+    native: str | None,
+    has_chat_template: bool,
+    costs: Costs | None,
+) -> ModelInfo:
+    """Return what is told of a loaded model."""
+    cache = served.runner.cache
+    parts = describe.parts(served, command.prefill_chunk)
+    growing = sum(part.bytes_per_token for part in parts)
+    return ModelInfo(
+        architecture=str(loaded.config["model_type"]),
+        parameters=loaded.parameters,
+        context_length=loaded.context_length,
+        vocab_size=loaded.vocab_size,
+        layers=len(loaded.model.layers),
+        dtype=describe.dtype_name(loaded.model),
+        kv_scheme=cache.scheme.name,
+        kv_layout=describe.layout(cache),
+        page_bytes=64 * growing,
+        kv_bytes_per_token=growing,
+        attention_path=_path(served),
+        attention_error=served.error,
+        fused=served.fused,
+        kv=parts,
+        kv_ladder=describe.ladder(cache),
+        kv_calibrated=None if verdict is None else verdict.lowest,
+        has_chat_template=has_chat_template,
+        device=_device(),
+        blas=os.environ.get("KVD_BLAS_PRELOADED"),
+        native=native,
+        costs=costs,
+    )
+
+
+def freed_bytes() -> int:
+    """Return how many bytes of freed buffers MLX may keep for reuse on this device."""
+    return memory_bounds.freed_bytes(on_cpu=_on_cpu())
+
+
+def first_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
+    """Return what loading takes at most, from what the process holds before; an estimate.
+
+    Weights as they are stored lie beside some that are converted, and checks beside all of them:
+    both fit in the scratch, which nothing else uses yet.
+    """
+    weights = headers.packed_bytes if packed else headers.weights_bytes
+    native = packed and not choice.is_plain()
+    scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
+    scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
+    estimate = weights + scratch + freed_bytes() + memory_bounds.LOOSE_BYTES
+    return memory.footprint() + estimate
+
+
+def give_back() -> None:
+    """Return what is free to the system: MLX's freed buffers, and what malloc keeps of them."""
+    mx.clear_cache()
+    memory.give_back()
+
+
+def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
+    """Return what this worker is charged for beside its pages, measured when all is loaded.
+
+    The cache must have no pages. Gives what loading has freed back to the system.
+    """
+    give_back()
+    held = memory.measured()
+    if not _on_cpu() and not mx.metal.is_available():  # a device with memory of its own
+        held += mx.get_active_memory()
+    return (
+        held
+        + freed_bytes()
+        + memory_bounds.LOOSE_BYTES
+        + _traces_bytes(runner)
+        + memory_bounds.step_bytes(
+            loaded.config, command.prefill_chunk + command.max_rows, on_cpu=_on_cpu()
+        )
+        + scratch_bytes(loaded, command, runner)
+    )
+
+
+def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
+    """Return what of a step's scratch this model is charged with."""
+    parts = 0
+    if isinstance(runner.cache, ModelCache) and isinstance(runner.cache.backend, FusedBackend):
+        parts = memory_bounds.parts_bytes(loaded.config, command.max_rows, loaded.context_length)
+    return memory_bounds.scratch_bytes(
+        command.attention_scratch, native=_is_native(runner), parts=parts
+    )
+
+
+def _traces_bytes(runner: Runner) -> int:
+    if not runner.compiled:
+        return 0
+    layers = [layer for store in runner.cache.stores for layer in store.layers]
+    return memory_bounds.traces_bytes(len(layers), native=_is_native(runner))
+
+
+def _is_native(runner: Runner) -> bool:
+    """Return whether all attention is an operation of our own."""
+    cache = runner.cache
+    return isinstance(cache, ModelCache) and all(
+        isinstance(store.backend, Library) for store in cache.stores
+    )
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def bounded(loaded: model_files.LoadedModel, most: int | None) -> model_files.LoadedModel:
+    """Return the model with a context of at most so many tokens."""
+    if most is None or most >= loaded.context_length:
+        return loaded
+    return replace(loaded, context_length=most)
+
+
+def demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
+    """Return the grant of so many bytes; raises `InsufficientMemory` if it is denied."""
+    grant = ask_grant(total_bytes, reason)
+    if not grant.granted:
+        raise InsufficientMemory(
+            f"the model needs {mebibytes(total_bytes)} ({reason}); of the budget of"
+            f" {mebibytes(grant.budget_bytes)} only {mebibytes(grant.available_bytes)} are free"
+            f"{f' ({grant.reason})' if grant.reason else ''}: unload a model or raise the budget",
+            needed_bytes=total_bytes,
+            budget_bytes=grant.budget_bytes,
+            available_bytes=grant.available_bytes,
+        )
+    return grant
+
+
+def _path(served: probe.Served) -> str:
+    runner = served.runner
+    how = [served.path]
+    if runner.compiled:
+        how.append("compiled steps")
+    if runner.groups:
+        how.append("grouped prefill")
+    return ", ".join(how)
+
+
+def _device() -> str:
+    if _on_cpu():
+        return "cpu"
+    return str(mx.device_info().get("device_name", "gpu"))

@@ -1,0 +1,354 @@
+"""Finding a model, looking at it without loading it, and loading it through mlx-lm.
+
+`resolve` turns a name into a folder, `inspect` reads the folder's headers and says what is wrong
+with it while that is cheap, `load` makes the model. What mlx-lm or transformers raise about a
+broken folder becomes a typed error that names the file.
+
+Does not cover: the seam into mlx-lm's attention (installed before any model module is imported,
+so before `load`), and what the model's cache must be.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvd.worker.gpu import products, siblings
+from kvd.worker.native.layers import adopt, packed_arrays
+from protocol import weights
+from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
+from protocol.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from kvd.worker.engine import ReportProgress
+
+EMBEDDED = ("demo",)
+"""Models in the package itself."""
+
+DEFAULT_CONTEXT = 4096
+"""For the few models that do not say how long their context is."""
+
+_T = TypeVar("_T")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
+_EVAL_BYTES = 256 * 1024 * 1024
+"""Weights that are read between two signs of life."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What a model's folder says about itself."""
+
+    path: Path
+    config: dict[str, Any]
+    weight_files: tuple[Path, ...]
+    weights: Weights
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the weights in memory, as `load` converts them on this machine."""
+        return self.weights.in_memory(_itemsize())
+
+    @property
+    def packed_bytes(self) -> int:
+        """The same with the native library, where all matrices are of linear layers."""
+        return self.weights.in_memory(_itemsize(), packed=True)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to run, and what the engine must know about it."""
+
+    model: Any
+    tokenizer: Any
+    """An `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
+    config: dict[str, Any]
+    architecture: str
+    parameters: int
+    weights_bytes: int
+    context_length: int
+    vocab_size: int
+    """Logits of one token; tokenizers often have less tokens."""
+    eos_ids: frozenset[int]
+    multiplies: bool = False
+    """Whether products of few rows are our own (`kvd.worker.gpu.products`)."""
+
+
+def resolve(
+    source: str,
+    progress: ReportProgress = lambda _stage, _fraction: None,
+    *,
+    files: Sequence[str] | None = None,
+) -> Path:
+    """Return the folder of an embedded model, an absolute path or a Hub id.
+
+    ``files``: patterns of what is fetched for a Hub id; None: all that `load` needs.
+    """
+    if source in EMBEDDED:
+        from kvd import demo  # noqa: PLC0415 - only the worker that serves it needs it
+
+        return Path(demo.path())
+    if source.startswith("/"):
+        path = Path(source)
+        if not path.exists():
+            raise UnknownModel(f"there is no folder {source}", source=source)
+        if not path.is_dir():
+            raise InvalidModel(f"{source} is a file; give the model's folder", source=source)
+        return path
+    if _HUB_ID.fullmatch(source):
+        return _download(source, progress, files)
+    raise UnknownModel(
+        f"there is no model {source!r}; give {' or '.join(EMBEDDED)}, the absolute path of a "
+        "folder, or a Hub id such as mlx-community/Qwen3-0.6B-4bit",
+        source=source,
+    )
+
+
+def _download(source: str, progress: ReportProgress, files: Sequence[str] | None) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and seldom needed
+    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # noqa: PLC0415
+
+    disable_progress_bars()
+    patterns = DEFAULT_ALLOW_PATTERNS if files is None else list(files)
+    # The Hub's own client falls back to its cache without a network.
+    download = _in_background(
+        lambda: snapshot_download(source, allow_patterns=patterns),
+        lambda: progress("download", 0.0),  # may raise: the daemon wants us to stop
+    )
+    try:
+        folder = download.result()
+    except Exception as error:  # of several libraries
+        raise UnknownModel(
+            f"cannot get {source} from the Hub: {_first_line(error)}; check the id and the "
+            "network, or give the absolute path of a folder that has the model",
+            source=source,
+        ) from error
+    return Path(folder)
+
+
+def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> Future[_T]:
+    """Run ``work`` in a thread and ``tick`` once a second; return when it is over."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="download", daemon=True).start()
+    while not future.done():
+        try:
+            future.exception(timeout=1.0)
+        except TimeoutError:
+            tick()
+        except Exception:  # noqa: BLE001, S110 - the caller takes it from the future
+            pass
+    return future
+
+
+def inspect(path: Path) -> Headers:
+    """Read the folder's config and headers; raise what `load` would fail with, but early."""
+    config = _read_object(path / "config.json")
+    _check_architecture(config)
+    files = _weight_files(path)
+    tensors: dict[str, dict[str, Any]] = {}
+    for file in files:
+        tensors |= _read_header(file)
+    if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        raise _invalid(path, f"has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+    return Headers(
+        path=path,
+        config=config,
+        weight_files=tuple(files),
+        weights=Weights.of(tensors.values()),
+    )
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise _invalid(file, "is missing") from None
+    except OSError as error:
+        raise _invalid(file, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:  # JSON or UTF-8
+        raise _invalid(file, f"is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _invalid(file, "is not a JSON object")
+    return found
+
+
+def _check_architecture(config: dict[str, Any]) -> None:
+    from mlx_lm.utils import (  # noqa: PLC0415 - its tables, before any model module is imported
+        MODEL_ARCHITECTURE_REMAPPING,
+        MODEL_REMAPPING,
+    )
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise UnsupportedModel("config.json has no model_type; it is no language model for mlx-lm")
+    if "model_file" in config:
+        raise UnsupportedModel(
+            f"the model brings its own code ({config['model_file']}), which kvd does not run"
+        )
+    named = config.get("architectures") or []
+    remapped = [MODEL_ARCHITECTURE_REMAPPING.get((kind, str(name))) for name in named]
+    module = next(filter(None, remapped), None) or MODEL_REMAPPING.get(kind, kind)
+    if not module.isidentifier() or not importlib.util.find_spec(f"mlx_lm.models.{module}"):
+        raise UnsupportedModel(f"mlx-lm does not know the model type {kind!r}", model_type=kind)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    files = sorted(path.glob("model*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise _invalid(index, "has no weight_map")
+        for name in sorted({str(shard) for shard in shards.values()}):
+            if not (path / name).exists():
+                raise _invalid(path / name, "is missing, though the index lists it")
+    if not files:
+        raise _invalid(path, "has no model*.safetensors")
+    return files
+
+
+def _read_header(file: Path) -> weights.Tensors:
+    try:
+        with file.open("rb") as stream:
+            return weights.read_header(stream, file.stat().st_size)
+    except OSError as error:
+        raise _invalid(file, f"cannot be read ({error.strerror})") from error
+    except weights.BrokenFileError as error:
+        raise _invalid(file, str(error)) from error
+
+
+def default_dtype() -> Any:
+    """Return the dtype to load weights as; None keeps the stored one."""
+    # MLX emulates half precision on the CPU, 8 to 35 times slower.
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else None
+
+
+def _itemsize() -> int | None:
+    dtype = default_dtype()
+    return None if dtype is None else int(dtype.size)
+
+
+def load(
+    path: Path,
+    progress: ReportProgress = lambda _stage, _fraction: None,
+    library: ModuleType | None = None,
+) -> LoadedModel:
+    """Load the model of an inspected folder, its floats in this machine's `default_dtype`.
+
+    Quantized weights stay quantized; their scales are converted. With the library
+    (`kvd.worker.native`) dense weights stay as they are stored, in its own order.
+    """
+    from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.set_verbosity_error()  # it warns of prompts that are longer than its own limit
+    try:
+        model, config = load_model(path, lazy=True)
+    except Exception as error:  # mlx-lm's loaders and models raise what they like
+        raise _invalid(path, f"cannot be loaded: {_first_line(error)}") from error
+    try:
+        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # so do tokenizers
+        raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
+            error
+        )
+    product: products.Product | None = None
+    parameters = int(get_total_parameters(model))
+    if library is not None:
+        try:
+            adopt(model, library)
+        except RuntimeError as error:
+            raise _unreadable(path, error) from error
+    elif mx.default_device().type != mx.DeviceType.cpu:
+        product = products.find(siblings.dtype_of(model))
+        siblings.join(model, product)
+    if (dtype := default_dtype()) is not None:
+        model.set_dtype(dtype)
+    _read_weights(path, model, progress)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        architecture=str((config.get("architectures") or [config["model_type"]])[0]),
+        parameters=parameters,
+        weights_bytes=sum(array.nbytes for array in _weights(model)),
+        context_length=_context_length(config, tokenizer),
+        vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
+        eos_ids=frozenset(tokenizer.eos_token_ids),
+        multiplies=product is not None,
+    )
+
+
+def _weights(model: Any) -> list[mx.array]:
+    parameters = [array for _, array in tree_flatten(model.parameters())]
+    return [*parameters, *packed_arrays(model), *siblings.joined_arrays(model)]
+
+
+def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
+    """Read the weights from disk, some at a time."""
+    arrays = _weights(model)
+    total = sum(array.nbytes for array in arrays) or 1
+    done = pending = 0
+    batch = []
+    try:
+        for array in arrays:
+            batch.append(array)
+            pending += array.nbytes
+            if pending >= _EVAL_BYTES or array is arrays[-1]:
+                mx.eval(batch)
+                done, pending, batch = done + pending, 0, []
+                progress("weights", done / total)
+    except RuntimeError as error:
+        raise _unreadable(path, error) from error
+    mx.clear_cache()  # of what was converted
+
+
+def _context_length(config: dict[str, Any], tokenizer: Any) -> int:
+    for key in _CONTEXT_KEYS:
+        if isinstance(found := _setting(config, key), int) and found > 0:
+            return found
+    found = getattr(tokenizer, "model_max_length", None)
+    # transformers says 1e30 for "unknown".
+    return int(found) if isinstance(found, int) and 0 < found < 10**9 else DEFAULT_CONTEXT
+
+
+def _setting(config: dict[str, Any], key: str) -> Any:
+    """Return a setting of the language model; multimodal configurations have it one level down."""
+    return config.get(key) or (config.get("text_config") or {}).get(key)
+
+
+def _invalid(path: Path, what: str) -> InvalidModel:
+    return InvalidModel(f"{path} {what}", path=str(path))
+
+
+def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:
+    return _invalid(path, f"has weights that cannot be read: {_first_line(error)}")
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what the error says, short: loaders list all tensors of a model."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,0 +1,433 @@
+"""How a model can be served: found out at every load, before the first request.
+
+First, what does it keep: a forward pass over mlx-lm's own caches shows each layer's kind, heads and
+sizes (`find_layout`). Then, how does it read that: the ways are tried in order, the best first,
+each with the self-check, and the first that gives the model's own logits is taken:
+
+1. **pages**, several rows a pass: our attention over opaque handles;
+2. **dequantize-on-read**, several rows a pass, for the kinds that need it or for all: plain arrays
+   and array masks, for models that work on keys and values themselves (MLA, soft caps, indexers);
+3. the same two, **one row a pass**: models that take a position as an int;
+4. **dense**: mlx-lm's own caches. Always right, never quantized.
+
+On an accelerator pages are then attended to by kernels, if these are right too, and faster
+(`kvd.worker.fusing`).
+
+Every packing that a way may come to on the ladder is checked, not only that of new rows; so are a
+dense start and a bounded size, at lengths that the check's short rows pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.composite import CacheSettings, ModelCache, no_floors
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.layout import (
+    Access,
+    AttentionPart,
+    Entry,
+    Layout,
+    Part,
+    StatePart,
+    UnusedPart,
+)
+from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.packed import page_product, page_product_by_copy
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
+from kvd.worker.native.step import Library
+from kvd.worker.serving import selfcheck, verdict
+from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.selfcheck import Refused
+from protocol.errors import UnsupportedModel
+from protocol.types import FusedAttention
+
+MEASURED_TOKENS = (8, 520)
+"""Lengths at which the cost of caches that are not ours is measured."""
+CHECKED_START = 128
+"""Where rows of the check leave the dense top: one of them on the way, one before."""
+PAGELESS = (2, 40)
+"""Lengths of rows that are too short for a page."""
+CHECKED_WINDOW = 96
+"""Tokens behind the first ones that rows of a bounded size see in the check."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a model is served, and how that was found."""
+
+    runner: Runner
+    path: str
+    """Such as ``reference, gathered pages``."""
+    error: float
+    """Largest difference of a logit to the reference, relative to the largest logit."""
+    reasons: Mapping[Kind, str]
+    """Why a kind is not on pages, or why rows do not share a pass."""
+    fused: FusedAttention | None = None
+    """What came of kernels, where they were tried."""
+
+
+class UnknownCacheError(Exception):
+    """The model makes a cache that no store of ours stands for."""
+
+
+def find_layout(model: Any) -> Layout:
+    """Find out what a model keeps, by forward passes of a few tokens over its own caches.
+
+    Raises `UnknownCacheError` for caches of a class that we do not know, and `UnsupportedModel`
+    where mlx-lm itself cannot run the model.
+    """
+    caches = make_prompt_cache(model)
+    try:
+        logits = [model(mx.array([ids]), cache=caches) for ids in (list(range(16)), [3])]
+        finite = all(bool(mx.isfinite(one).all().item()) for one in logits)
+    except (MemoryError, UnsupportedModel):
+        raise
+    except Exception as failed:  # models raise what they like
+        raise UnsupportedModel(
+            f"mlx-lm cannot run this model here: {selfcheck.said_plainly(failed)}"
+        ) from failed
+    if not finite:
+        raise UnsupportedModel(
+            "the model's logits are not finite (NaN or infinite): its weights are damaged, or not "
+            "those of this configuration"
+        )
+    entries = tuple(_entry(cache) for cache in caches)
+    dtypes = {
+        cache.keys.dtype for one in caches for cache in _leaves(one) if _keys(one=cache) is not None
+    }
+    if len(dtypes) > 1:
+        raise UnknownCacheError(f"keys of several dtypes: {sorted(map(str, dtypes))}")
+    return Layout(entries, dtypes.pop() if dtypes else mx.float32)
+
+
+def _leaves(cache: Any) -> Iterator[Any]:
+    if isinstance(cache, CacheList):
+        yield from cache.caches
+    else:
+        yield cache
+
+
+def _keys(one: Any) -> mx.array | None:
+    found: mx.array | None = getattr(one, "keys", None)
+    return found
+
+
+def _entry(cache: Any) -> Entry:
+    return Entry(tuple(map(_part, _leaves(cache))), composed=isinstance(cache, CacheList))
+
+
+def _part(cache: Any) -> Part:
+    if type(cache) is ArraysCache:
+        arrays = cache.cache
+        if any(array is None for array in arrays):
+            if all(array is None for array in arrays):
+                return UnusedPart()
+            raise UnknownCacheError("a recurrent state that is only written in part")
+        return StatePart(
+            tuple(array.shape for array in arrays), tuple(array.dtype for array in arrays)
+        )
+    kind = _kind(cache)
+    keys = _keys(cache)
+    if keys is None:
+        return UnusedPart()
+    _, heads, _, k_dim = keys.shape
+    values = cache.values
+    # Some models write values that nobody reads: an indexer over keys alone.
+    empty = not values.size or not bool(mx.any(values != 0).item())
+    # One channel stays: MLX divides by zero, and the process dies, where arrays are empty.
+    v_dim = 1 if empty else values.shape[-1]
+    return AttentionPart(kind, LayerGeometry(heads, k_dim, v_dim, keys.dtype.size))
+
+
+def _kind(cache: Any) -> Kind:
+    if type(cache) is KVCache:
+        return FULL
+    if type(cache) is RotatingKVCache:
+        return Kind(cache.max_size, cache.keep)
+    if type(cache) is ChunkedKVCache:
+        return Kind(chunk=cache.chunk_size)
+    raise UnknownCacheError(f"a cache of its own, {type(cache).__name__}")
+
+
+def serve(
+    model: Any,
+    settings: CacheSettings,
+    vocab_size: int,
+    library: ModuleType | None = None,
+    kernels: FusedBackend | None = None,
+) -> Served:
+    """Choose the best way to serve the model that is right here, and return a runner for it.
+
+    ``library``: kvd's own operations (`kvd.worker.native`), and ``kernels``, where they are to be
+    tried.
+
+    Raises `UnsupportedModel` if mlx-lm itself cannot run it, its logits are not finite, or not even
+    mlx-lm's own caches give the same logits twice.
+    """
+    try:
+        layout = find_layout(model)
+    except UnknownCacheError as unknown:
+        return _own(model, vocab_size, str(unknown))
+    reasons: dict[Kind, str] = {}
+    alone = ""
+    for way in _ways(layout):
+        try:
+            served = _tried(model, layout, settings, way, vocab_size, reasons, library, kernels)
+        except Refused as refused:
+            for kind, why in way.explain(str(refused)).items():
+                reasons.setdefault(kind, why)
+            if way.batched:
+                alone = str(refused)
+        else:
+            return served if way.batched else _with_reason(served, alone)
+    return _own(model, vocab_size, next(iter(reasons.values()), "no way over pages is right"))
+
+
+def _with_reason(served: Served, alone: str) -> Served:
+    """Add why rows do not share a pass where another reason hides it."""
+    reasons = {
+        kind: why if alone in why else f"{why}; and rows do not share a pass, since {alone}"
+        for kind, why in served.reasons.items()
+    }
+    return replace(served, reasons=reasons)
+
+
+@dataclass(frozen=True)
+class _Way:
+    access: Mapping[Kind, Access]
+    batched: bool
+
+    def explain(self, why: str) -> dict[Kind, str]:
+        return {kind: why for kind, access in self.access.items() if access is Access.PAGES}
+
+
+def _ways(layout: Layout) -> Iterator[_Way]:
+    kinds = layout.kinds
+    pages = dict.fromkeys(kinds, Access.PAGES)
+    for batched in (True, False):
+        yield _Way(pages, batched)
+        if len(kinds) > 1:
+            for kind in kinds:
+                yield _Way(pages | {kind: Access.RECTANGLES}, batched)
+        if kinds:
+            yield _Way(dict.fromkeys(kinds, Access.RECTANGLES), batched)
+
+
+def _tried(
+    model: Any,
+    layout: Layout,
+    settings: CacheSettings,
+    way: _Way,
+    vocab_size: int,
+    reasons: dict[Kind, str],
+    library: ModuleType | None,
+    kernels: FusedBackend | None,
+) -> Served:
+    """Check one way, first without quantization against mlx-lm's own caches, then with it."""
+
+    def runner(schemes: CacheSettings) -> Runner:
+        return Runner(model, ModelCache(layout, schemes, access=way.access, batched=way.batched))
+
+    # As the model is, not as it is limited: `max_size` is ours, mlx-lm's caches do not have it.
+    dense = replace(
+        settings, ladder=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
+    )
+    lengths = selfcheck.lengths_for(layout.kinds)
+    selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
+    served = runner(settings)
+    checks = [(_as_checked(settings), lengths)]
+    checks += [(lower, selfcheck.FEW) for lower in _lower_levels(served.cache)]
+    paged = any(access is Access.PAGES for access in way.access.values())
+    native = Library(library) if library and layout.dtype == mx.float32 else None
+    failed = []
+    for path, product, own in _attentions(native) if paged else _PLAIN:
+        served.cache.use(product, own)
+        try:
+            error = max(
+                _error(runner(limits), product, own, vocab_size, rows) for limits, rows in checks
+            )
+        except Refused as refused:
+            failed.append(f"{path}: {refused}" if paged else str(refused))
+            continue
+        if not layout.kinds:
+            path = "recurrent states"  # noqa: PLW2901 - there is no attention to name
+        kept = {
+            kind: why
+            for kind, why in reasons.items()
+            if way.access[kind] is not Access.PAGES or not way.batched
+        }
+        found = Served(served, path, error, kept)
+        if kernels is None or not paged:
+            return found
+        checked = partial(_check_kernels, runner, product, vocab_size, checks)
+        return _with_kernels(found, kernels, checked)
+    raise Refused("; ".join(failed))
+
+
+def _with_kernels(found: Served, kernels: FusedBackend, check: verdict.Check) -> Served:
+    """Let kernels attend, if they are right and faster; what they cannot take stays as it was."""
+    cache = found.runner.cache
+    paged = [
+        store
+        for store, access in zip(cache.stores, cache.access.values(), strict=True)
+        if access is Access.PAGES
+    ]
+    judged, error = verdict.judge(kernels, paged, check)
+    if not judged.used:
+        return replace(found, fused=judged)
+    cache.use(paged[0].page_product, kernels)
+    kernels.kernels.launches = 0  # those of the check are not the engine's
+    error = max(error, found.error)
+    return replace(found, path="fused", error=error, fused=judged)
+
+
+def _check_kernels(
+    runner: Callable[[CacheSettings], Runner],
+    product: Callable[..., mx.array],
+    vocab_size: int,
+    checks: Sequence[tuple[CacheSettings, Sequence[int]]],
+    kernels: Backend,
+) -> float:
+    """Check all that plain operations were checked on, and what is a kernel of its own.
+
+    Those are rows without a page, each level alone, and rows with pages on several.
+    """
+    settings = checks[0][0]
+    seen = {limits.ladder for limits, _ in checks}
+    lower = [
+        replace(settings, ladder=(scheme,))
+        for scheme in settings.ladder[1:]
+        if (scheme,) not in seen
+    ]
+    more = [(settings, PAGELESS), *((one, selfcheck.FEW) for one in lower)]
+    errors = [
+        _error(runner(limits), product, kernels, vocab_size, lengths)
+        for limits, lengths in (*checks, *more)
+    ]
+    if len(settings.schemes) > 1:
+        mixed = runner(settings)
+        mixed.cache.use(product, kernels)
+        # A page on each level, and 64 to 127 exact tokens behind them.
+        lengths = (2, PAGE_TOKENS * (len(settings.schemes) + 1) + 6)
+        errors.append(selfcheck.against_dequantized(mixed, vocab_size, lengths, mixed=True))
+    return max(errors)
+
+
+_Attention = tuple[str, Callable[..., mx.array], Backend | None]
+"""A name, how pages are multiplied, and what attends instead."""
+_PLAIN: list[_Attention] = [("dequantize on read", page_product, None)]
+
+
+def _attentions(native: Library | None) -> list[_Attention]:
+    """Return the ways to attend to pages, the fastest first."""
+    plain: list[_Attention] = [
+        ("reference, gathered pages", page_product, None),
+        ("reference, copied pages", page_product_by_copy, None),
+    ]
+    return plain if native is None else [("native", page_product, native), *plain]
+
+
+def _error(
+    runner: Runner,
+    product: Callable[..., mx.array],
+    backend: Backend | None,
+    vocab_size: int,
+    lengths: Sequence[int],
+) -> float:
+    runner.cache.use(product, backend)
+    return selfcheck.against_dequantized(runner, vocab_size, lengths)
+
+
+def _as_checked(settings: CacheSettings) -> CacheSettings:
+    """Return settings whose dense start and bound the rows of a check reach."""
+    keep = min(settings.keep, PAGE_TOKENS)
+    return replace(
+        settings,
+        quantized_start=min(settings.quantized_start, CHECKED_START),
+        max_size=settings.max_size and min(settings.max_size, keep + CHECKED_WINDOW),
+        keep=keep,
+    )
+
+
+def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
+    """Return settings with lower levels as the top: as few as have all packings of the ladder.
+
+    From the bottom up, since levels between two others often have nothing of their own.
+    """
+    top, *rest = cache.settings.ladder
+    seen = _packings(cache, top)
+    found = []
+    for scheme in reversed(rest):
+        packings = _packings(cache, scheme)
+        if not packings <= seen:
+            seen |= packings
+            found.append(replace(cache.settings, ladder=(scheme,), quantized_start=0))
+    return found
+
+
+def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing]]:
+    """Return what products a scheme takes: whether of keys, the head's size, the packing."""
+    floors = cache.settings.floors(len(cache.layout.entries))
+    found: set[tuple[bool, int, Packing]] = set()
+    for entry, part in cache.layout.attention():
+        floor, geometry = floors[entry], part.geometry
+        mine = scheme if floor is None else scheme.at_least(floor)
+        found.add((True, geometry.k_dim, geometry.keys(mine)))
+        found.add((False, geometry.v_dim, geometry.values(mine)))
+    return {one for one in found if one[2].bits < 16}
+
+
+def _own(model: Any, vocab_size: int, why: str) -> Served:
+    def make_caches() -> list[Any]:
+        caches: list[Any] = make_prompt_cache(model)
+        return caches
+
+    try:
+        fixed, per_token = _measured_cost(model, make_caches)
+        runner = Runner(model, OwnCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
+        error = selfcheck.against_own_caches(runner, vocab_size)
+    except Refused as refused:
+        raise UnsupportedModel(
+            f"not even mlx-lm's own caches serve this model rightly: {refused}"
+        ) from refused
+    return Served(runner, "dense, mlx-lm's own caches", error, {FULL: why})
+
+
+def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[int, int]:
+    """Return what a sequence costs: bytes however short, and bytes a token."""
+    sizes = []
+    for length in MEASURED_TOKENS:
+        probe = OwnCache(make_caches, fixed_bytes=0, token_bytes=0)
+        row = probe.new_row()
+        try:
+            model(mx.array([[0] * length]), cache=row.caches)
+            mx.eval(probe.arrays())
+        except MemoryError:
+            raise
+        except Exception as failed:  # models raise what they like
+            raise Refused(selfcheck.said_plainly(failed)) from failed
+        sizes.append(probe.nbytes)
+    short, long = sizes
+    grown = max(0, long - short)
+    per_token = -(-grown // (MEASURED_TOKENS[1] - MEASURED_TOKENS[0]))
+    return short, per_token
+
+
+__all__ = ["Served", "UnknownCacheError", "find_layout", "serve"]

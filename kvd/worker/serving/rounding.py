@@ -1,0 +1,115 @@
+"""From how many rows on a product's rounding no longer depends on their number.
+
+BLAS has kernels of its own for small products, with another order of summing. A row of a batch
+gets the same logits to the bit whoever shares it only if all batches are computed by one kernel:
+small batches are padded up to where the large ones begin. Where that is depends on the library and
+on the model's own shapes, so it is measured (OpenBLAS 0.3.21: 10 rows for a weight of 128 x 256,
+none for 3072 x 1024).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+USUAL_FLOOR = 16
+"""For what is not measured: products other than of dense linear layers."""
+MOST_ELEMENTS = 4 * 1024 * 1024
+"""Larger weights are beyond BLAS's small kernels; that is checked, but not where they begin."""
+MOST_TOKENS = 32
+"""Short chunks of prompts are padded up to so many tokens at most."""
+_LARGE = (17, 24, 33, 64)
+_LARGE_CHUNKS = (40, 64, 100, 151, 300)
+_MOST_CHUNK = 4096
+_BEYOND = 2 * 1024 * 1024
+"""Multiplications of a product that is beyond BLAS's small kernels, whatever its shape."""
+_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+_PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
+
+
+def batch_floor(model: Any) -> int:
+    """Return the number of rows that smaller batches of this model are padded to.
+
+    On the CPU only: accelerators choose kernels in ways that no padding evens out.
+    """
+    leaves = [module for _, module in model.named_modules() if not module.children()]
+    products = {
+        (type(leaf), leaf.weight.shape, leaf.weight.dtype): leaf
+        for leaf in leaves
+        if isinstance(leaf, _PRODUCTS)
+    }
+    floor = max(map(_floor, products.values()), default=1)
+    return floor if all(map(_is_known, leaves)) else max(floor, USUAL_FLOOR)
+
+
+def token_floor(model: Any) -> int | None:
+    """Return the tokens that shorter prefills are padded to, so that all are rounded alike.
+
+    None if `MOST_TOKENS` are too few, as for a router of few experts. Not measured are logits (they
+    leave nothing in the cache), quantized layers (a row at a time), weights beyond `MOST_ELEMENTS`,
+    and what is no linear layer: experts sort 64 choices or more, which 32 tokens have if each takes
+    two. The whole model is tried with groups behind this (`kvd.worker.serving.runner`). On the CPU only.
+    """
+    leaves = [module for _, module in model.named_modules() if not module.children()]
+    layers = {
+        (leaf.weight.shape, leaf.weight.dtype): leaf
+        for leaf in leaves
+        if isinstance(leaf, nn.Linear) and leaf.weight.size <= MOST_ELEMENTS
+    }
+    floor = max(map(_token_floor, layers.values()), default=1)
+    if not all(map(_is_known, leaves)):
+        floor = max(floor, MOST_TOKENS)
+    return floor if floor <= MOST_TOKENS else None
+
+
+def _token_floor(layer: Any) -> int:
+    """Return from how many tokens on a layer's products are the same, wherever a token stands."""
+    large = -(-_BEYOND // layer.weight.size)  # narrow weights: a router's few experts
+    tokens = _inputs(layer, max(_LARGE_CHUNKS[-1], min(large, _MOST_CHUNK)))
+    right = layer(tokens)
+    last = right[MOST_TOKENS:]
+    alike = _same(layer(tokens[MOST_TOKENS:]), last) and all(
+        _same(layer(tokens[:count]), right[:count]) for count in _LARGE_CHUNKS
+    )
+    if not alike:
+        return MOST_TOKENS + 1
+    counts = range(MOST_TOKENS, 0, -1)
+    wrong = (count for count in counts if not _same(layer(tokens[:count]), right[:count]))
+    return next(wrong, 0) + 1
+
+
+def _inputs(layer: Any, rows: int) -> mx.array:
+    _, inputs = layer.weight.shape
+    if hasattr(layer, "bits"):
+        inputs = inputs * 32 // layer.bits
+    dtype = layer.scales.dtype if hasattr(layer, "scales") else layer.weight.dtype
+    return mx.random.normal((rows, inputs), dtype, key=mx.random.key(0))
+
+
+def _is_known(leaf: nn.Module) -> bool:
+    vectors = all(array.ndim < 2 for _, array in tree_flatten(leaf.parameters()))
+    return vectors or isinstance(leaf, _PRODUCTS)
+
+
+def _floor(layer: Any) -> int:
+    multiply = layer.as_linear if isinstance(layer, _EMBEDDINGS) else layer
+    rows = _inputs(layer, _LARGE[-1])
+
+    def first_row(count: int) -> mx.array:
+        found: mx.array = multiply(rows[:count])[0]
+        return found
+
+    right = first_row(_LARGE[-1])
+    if not all(_same(right, first_row(count)) for count in _LARGE):
+        return USUAL_FLOOR  # no number of rows is right; most shapes are content with this one
+    if layer.weight.size > MOST_ELEMENTS:
+        return 1 if _same(right, first_row(1)) else USUAL_FLOOR
+    wrong = (count for count in range(USUAL_FLOOR, 0, -1) if not _same(right, first_row(count)))
+    return next(wrong, 0) + 1
+
+
+def _same(one: mx.array, other: mx.array) -> bool:
+    return bool(mx.array_equal(one, other).item())

@@ -1,0 +1,247 @@
+"""Forward passes of one model over its cache: tokens in, logits out.
+
+Knows nothing of requests, sampling or memory budgets. Everything runs on the calling thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.cache import shapes
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.layout import Access
+from kvd.worker.cache.own import OwnCache
+from kvd.worker.serving.compiled import CompiledDecode, can_compile
+from kvd.worker.serving.rounding import batch_floor, token_floor
+
+_CHECKED = (3, 200)
+"""Tokens of the rows that compiled steps are checked on: one has a tail alone, one has pages."""
+_CHECKED_STEPS = 2
+_GROUPED = ((3, 70), (20, 9))
+"""Tokens that two rows are given together, to check groups: at first, and then behind those."""
+
+Row = Any
+"""A sequence of the runner's own cache: `SequenceRow` or `OwnRow`."""
+
+
+def on_cpu() -> bool:
+    """Return whether MLX computes on the CPU here."""
+    return mx.default_device().type == mx.DeviceType.cpu
+
+
+class Runner:
+    """A model and its cache."""
+
+    def __init__(self, model: Any, cache: ModelCache | OwnCache) -> None:
+        self.model = model
+        self.cache: Any = cache
+        self._compiled: CompiledDecode | None = None
+        paged = isinstance(cache, ModelCache) and all(
+            access is Access.PAGES for access in cache.access.values()
+        )
+        self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
+        # Rectangles change their shape with the rows that share them anyway.
+        self._floor = batch_floor(model) if on_cpu() and paged and cache.batched else 1
+        """Smaller batches are padded to so many rows, so that all are rounded alike."""
+        self.groups = False
+        """Whether several rows can be prefilled in a pass."""
+        self._least = 1
+        """Then smaller passes are padded to so many tokens, for the same reason."""
+        self._widens = False
+        """And all of them to one of few widths, where the device plans for each."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether decode steps run as compiled functions."""
+        return self._compiled is not None
+
+    @property
+    def launches(self) -> int:
+        """Attention kernels of our own that steps have launched so far, as far as can be known."""
+        backend = self.cache.backend if isinstance(self.cache, ModelCache) else None
+        return 0 if backend is None else backend.launched()
+
+    def compile(self) -> bool:
+        """Run decode steps as compiled functions from now on, if they do the same; return whether.
+
+        The cache must be empty, and is again.
+        """
+        if not can_compile(self.cache):
+            return False
+        cache = self.cache
+        pairs = [[self._checked_row(length) for length in _CHECKED] for _ in range(2)]
+        tokens = mx.array([1] * len(_CHECKED), mx.int32)
+        plain = [self.decode(pairs[0], tokens) for _ in range(_CHECKED_STEPS)]
+        mx.eval(plain, cache.arrays())
+        self._compiled = CompiledDecode(self.model, cache)
+        try:
+            fused = [self.decode(pairs[1], tokens) for _ in range(_CHECKED_STEPS)]
+            mx.eval(fused, cache.arrays())
+            agree = all(map(_agree, plain, fused))
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            agree = False  # the model does in Python what a trace cannot follow
+        if not agree:
+            self._compiled = None
+        for pair in pairs:
+            for row in pair:
+                cache.free(row)
+        cache.shrink()
+        return agree
+
+    def group(self) -> bool:
+        """Let `prefill_group` take several rows, if that does the same; return whether.
+
+        On the CPU the same to the bit, elsewhere but for rounding. Not where shapes are planned:
+        several rows come in many, take as long as one after the other, and a row's numbers would
+        depend on its company; there passes of one row become wider. The cache must be empty, and
+        is again.
+        """
+        cache = self.cache
+        least = token_floor(self.model) if on_cpu() else 1
+        if not isinstance(cache, ModelCache) or not cache.can_group or least is None:
+            return False
+        self._least = least
+        widens = shapes.are_planned()
+        pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
+        tokens = mx.array([1] * len(pairs[0]), mx.int32)
+        try:
+            for lengths in _GROUPED:
+                chunks = [_some_tokens(length) for length in lengths]
+                self._widens = False
+                for row, chunk in zip(pairs[0], chunks, strict=True):
+                    self.prefill(row, chunk)
+                self._widens = widens
+                if widens:
+                    for row, chunk in zip(pairs[1], chunks, strict=True):
+                        self.prefill(row, chunk)
+                else:
+                    self.prefill_group(pairs[1], chunks)
+            alone, together = (self.decode(pair, tokens) for pair in pairs)
+            mx.eval(alone, together, cache.arrays())
+            agree = _agree(alone, together, exactly=on_cpu())
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+            agree = False  # the model takes several rows of one token each, and no more
+        cache.end_pass()
+        for row in (row for pair in pairs for row in pair):
+            cache.free(row)
+        cache.shrink()
+        if not agree:
+            self._least, self._widens = 1, False
+        self.groups = agree and not widens
+        return self.groups
+
+    def width(self, tokens: int) -> int:
+        """Return the tokens of each row that a pass computes where its longest chunk has so many.
+
+        On the CPU a pass of a few tokens may be wider (`group`).
+        """
+        return shapes.widened(tokens) if self._widens else tokens
+
+    def retrace(self) -> None:
+        """Forget compiled steps, where the model's code was changed in place."""
+        if self._compiled is not None:
+            self._compiled = CompiledDecode(self.model, self.cache)
+
+    def _checked_row(self, length: int) -> Row:
+        row = self.cache.new_row()
+        self.prefill(row, _some_tokens(length))
+        return row
+
+    def prefill(self, row: Row, tokens: list[int]) -> None:
+        """Run a chunk of a prompt into the row; evaluated and flushed when it returns.
+
+        The device must be idle. Logits are neither needed nor computed.
+        """
+        self.prefill_group([row], [tokens])
+
+    def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:
+        """Do the same for a chunk of each row, in one forward pass; several only if `groups`.
+
+        Chunks should be of about one length: all are padded to the longest, or a little further
+        (`width`). On the CPU a row gets the same to the bit whoever shares its pass.
+        """
+        self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
+        self.cache.end_pass()
+        self.cache.finish_prefill()
+
+    def score(self, row: Row, tokens: list[int]) -> mx.array:
+        """Prefill one row, and return the chunk's logits, ``[tokens, vocab]``."""
+        padded = self._begin_prefill([row], [tokens])
+        logits: mx.array = self.model(padded, cache=self.cache.views([row]))[0, : len(tokens)]
+        self.cache.end_pass()
+        # Before the flush: what is lazy holds the pools, and a held pool is copied when written.
+        mx.eval(logits)
+        self.cache.finish_prefill()
+        return logits
+
+    def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
+        """Start a pass over chunks; return its tokens, ``[rows, width]``, padded on the right."""
+        counts = [len(chunk) for chunk in chunks]
+        width = self.width(max(*counts, -(-self._least // len(rows))))
+        if counts == [width] and not self._widens:
+            self.cache.begin_prefill(rows[0], width)
+        else:
+            self.cache.begin_group(rows, counts, width)
+        return mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks])
+
+    def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
+        """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.
+
+        Flush the cache before where its `needs_flush` says so. Evaluate the result together with
+        the cache's `arrays`.
+        """
+        passes = self._passes(rows)
+        if len(passes) == 1:
+            return self._decode(rows, tokens, passes[0][1])
+        found, order = [], []
+        for places, floor in passes:
+            logits = self._decode(
+                [rows[place] for place in places], tokens[mx.array(places)], floor
+            )
+            # In this order: what a pass takes for a moment is gone when the next one takes it.
+            mx.async_eval(logits, self.cache.arrays())  # type: ignore[no-untyped-call]
+            found.append(logits)
+            order += places
+        return mx.concatenate(found)[mx.array([order.index(place) for place in range(len(rows))])]
+
+    def _passes(self, rows: list[Row]) -> list[tuple[list[int], int]]:
+        """Return who runs together, by place, and the fewest rows that such a batch has."""
+        together = [place for place, row in enumerate(rows) if self._shares(row)]
+        passes = [([place], 1) for place in range(len(rows)) if place not in together]
+        if together:
+            groups = self.cache.passes([rows[place] for place in together])
+            passes += [([together[one] for one in group], self._floor) for group in groups]
+        return passes
+
+    def _shares(self, row: Row) -> bool:
+        """Return whether a row can share a pass; its recurrent state may not be whole yet."""
+        return bool(self.cache.batched and (not self._recurrent or self.cache.states.complete(row)))
+
+    def _decode(self, rows: list[Row], tokens: mx.array, floor: int) -> mx.array:
+        count = len(rows)
+        batch = max(count, floor)
+        self.cache.begin_decode(rows, batch)
+        if batch > count:
+            tokens = mx.concatenate([tokens, mx.zeros((batch - count,), tokens.dtype)])
+        if self._compiled is not None:
+            logits = self._compiled(tokens)
+        else:
+            logits = self.model(tokens[:, None], cache=self.cache.views(rows))[:, -1]
+        self.cache.end_pass()
+        return logits[:count]
+
+
+def _some_tokens(count: int) -> list[int]:
+    return [1 + position % 64 for position in range(count)]
+
+
+def _agree(one: mx.array, other: mx.array, *, exactly: bool = False) -> bool:
+    """Return whether logits are finite and the same, but for rounding unless ``exactly``."""
+    if not bool((mx.isfinite(one) & mx.isfinite(other)).all().item()):
+        return False
+    if exactly:
+        return bool(mx.array_equal(one, other).item())
+    bound = mx.abs(one).max() * (1e-4 if one.dtype == mx.float32 else 2e-2)
+    return bool((mx.abs(one - other).max() <= bound).item())

@@ -1,0 +1,75 @@
+"""The single seam into mlx-lm: its `scaled_dot_product_attention`, replaced once.
+
+Model modules import that function by name, so `install` must run before any of them is imported.
+Dispatch is on the handle and not on the cache, since some models share keys and values between
+layers with ``cache=None``. What is not ours passes straight through.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from kvd.worker.attention.decode import decode_attention
+from kvd.worker.attention.group import group_attention
+from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.batch import DecodeHandle, GroupHandle, KVHandle, PrefillHandle
+from kvd.worker.mlx_lm_drop_in.shared import Reading
+
+_original = base.scaled_dot_product_attention
+
+
+def scaled_dot_product_attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend to pages where ``keys`` is a handle of ours, else as mlx-lm does."""
+    if isinstance(keys, DecodeHandle):
+        _refuse_mask(mask, keys)
+        return decode_attention(queries, keys, scale, sinks)
+    if isinstance(keys, PrefillHandle):
+        _refuse_mask(mask, keys)
+        return prefill_attention(queries, keys, scale, sinks)
+    if isinstance(keys, GroupHandle):
+        _refuse_mask(mask, keys)
+        return group_attention(queries, keys, scale, sinks)
+    if isinstance(keys, Reading):
+        _refuse_mask(mask, keys)
+        return keys.attend(queries, scale, sinks)
+    dense: mx.array = _original(
+        queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+    )
+    return dense
+
+
+def _refuse_mask(mask: Any, handle: KVHandle | Reading) -> None:
+    # A chunked model's mask says what the cache's own kind says; the self-check has seen to that.
+    if mask is not None and handle.store.kind.chunk is None:
+        raise TypeError(f"the model brings its own attention mask ({type(mask).__name__})")
+
+
+def install() -> None:
+    """Put our function in the place of mlx-lm's; once, before model modules are imported.
+
+    Raises ``RuntimeError`` if a model module has already taken the original.
+    """
+    if base.scaled_dot_product_attention is scaled_dot_product_attention:
+        return
+    taken = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("mlx_lm.models.")
+        and name != base.__name__
+        and getattr(module, "scaled_dot_product_attention", None) is _original
+    ]
+    if taken:
+        raise RuntimeError(f"install the seam before importing {', '.join(taken)}")
+    base.scaled_dot_product_attention = scaled_dot_product_attention

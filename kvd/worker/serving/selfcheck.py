@@ -1,0 +1,227 @@
+"""Whether a runner gives the model's own logits, here and now.
+
+Two questions, each with its own reference on the model's own shapes:
+
+* does the model work with our caches at all: rows of unequal length with pages that are *not*
+  quantized, against mlx-lm's own caches, one sequence at a time;
+* is attention over quantized pages right on this device: the same steps over our pages, and over
+  dense copies of what the pages stand for (`kvd.worker.serving.reference`).
+
+Trust nothing that was not checked: MLX has been seen to return wrong numbers from quantized
+products on one backend while all others were right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.serving.reference import held_caches
+from kvd.worker.serving.runner import Row, Runner
+
+LENGTHS = (2, 126, 200)
+"""The second row seals its first page within the steps, the third has pages from the start."""
+FEW = (2, 128)
+"""Enough for a product: one row has a page, the other none."""
+LONGEST_WINDOW = 512
+"""Windows up to this are passed by a row of the check; longer ones would cost too much."""
+CHUNK = 128
+STEPS = 3
+
+_OPAQUE = re.compile(r"\b(?:Prefill|Decode)Handle\b")
+_MEANINGS = {
+    r"only length-1 arrays|^arange\(\): incompatible": (
+        "the model takes the position as one number for all rows"
+    ),
+    r"asks for a mask array": "the model masks its scores itself (it asks for a mask array)",
+    r"cannot be broadcast": "the model's own arrays do not fit this batch",
+}
+"""What an error says, and what it means."""
+
+
+class Refused(Exception):
+    """The model cannot be served this way; the text says why."""
+
+
+class Reference(Protocol):
+    """Where the right logits of one row come from, step by step."""
+
+    def before(self) -> None:
+        """Note what must be known from before the runner's step."""
+
+    def caches(self) -> list[Any]:
+        """Return the caches for the same step of the model itself."""
+
+
+MakeReference = Callable[[Runner, Row, list[int]], Reference]
+"""Of a row whose prompt is given and has been prefilled."""
+
+
+class _Own:
+    """mlx-lm's own caches, which go along."""
+
+    def __init__(self, runner: Runner, _row: Row, prompt: list[int]) -> None:
+        self._caches: list[Any] = make_prompt_cache(runner.model)
+        mx.eval(runner.model(mx.array([prompt]), cache=self._caches))
+
+    def before(self) -> None:
+        pass
+
+    def caches(self) -> list[Any]:
+        return self._caches
+
+
+class _Held:
+    """Dense copies of what the row holds."""
+
+    def __init__(self, runner: Runner, row: Row, _prompt: list[int]) -> None:
+        self._cache = runner.cache
+        self._row = row
+
+    def before(self) -> None:
+        self._states = self._cache.states.snapshot(self._row)
+
+    def caches(self) -> list[Any]:
+        return held_caches(self._cache, self._row, self._states, but=1)
+
+
+def tolerance(dtype: mx.Dtype) -> float:
+    """Return the relative error of logits that counts as rounding."""
+    return 1e-3 if dtype == mx.float32 else 5e-2
+
+
+def lengths_for(kinds: Sequence[Kind]) -> tuple[int, ...]:
+    """Return prompt lengths of which the longest passes every window that is not too long."""
+    bounds = [kind.window or kind.chunk or 0 for kind in kinds]
+    passed = max((bound for bound in bounds if bound <= LONGEST_WINDOW), default=0)
+    *short, long = LENGTHS
+    return *short, max(long, passed + 72)
+
+
+def against_own_caches(runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> float:
+    """Compare with mlx-lm's own caches; return the error. Raises `Refused`."""
+    return _checked(runner, vocab_size, lengths, _Own)
+
+
+def against_dequantized(
+    runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS, *, mixed: bool = False
+) -> float:
+    """Compare with dense copies of what the rows hold; return the error. Raises `Refused`.
+
+    ``mixed``: with pages on all levels of the ladder in each row that is long enough.
+    """
+    return _checked(runner, vocab_size, lengths, _Held, mixed=mixed)
+
+
+def _checked(
+    runner: Runner,
+    vocab_size: int,
+    lengths: Sequence[int],
+    reference: MakeReference,
+    *,
+    mixed: bool = False,
+) -> float:
+    try:
+        error, dtype = _run(runner, vocab_size, lengths, reference, mixed=mixed)
+    except (Refused, MemoryError):
+        raise
+    except Exception as failed:  # models raise what they like about a cache that is not theirs
+        raise Refused(said_plainly(failed)) from failed
+    if math.isinf(error):
+        raise Refused("its logits are not finite")
+    if error > tolerance(dtype):
+        raise Refused(f"its logits are off by {error:.2g} of the largest one")
+    return error
+
+
+def said_plainly(error: Exception) -> str:
+    """Return what a model's failure over our caches means, in words for people."""
+    text = str(error).strip()
+    if _OPAQUE.search(text):
+        return f"the model works on its keys and values itself ({_use(error)})"
+    for sign, meaning in _MEANINGS.items():
+        if re.search(sign, text, re.IGNORECASE):
+            return meaning
+    first = text.split("\n")[0][:200]
+    if first.startswith("the model "):  # our own views say what they were asked for
+        return first
+    return f"the model fails over these caches: {type(error).__name__}: {first}".removesuffix(": ")
+
+
+def _use(error: Exception) -> str:
+    """Return what was tried with a handle in the place of keys or values."""
+    if isinstance(error, AttributeError):
+        return f"it asks for their `{error.name}`"
+    function = re.match(r"(\w+)\(\)", str(error))
+    return f"it gives them to `{function[1]}`" if function else "it computes with them"
+
+
+def _mix(cache: Any, rows: list[Row]) -> None:
+    """Bring each row's pages to its own level and all lower ones, in turn."""
+    for index, store in enumerate(cache.stores):
+        for row in (one.rows[index] for one in rows):
+            levels = range(row.level, len(store.ladder))
+            pages = list(row.pages)
+            for place, level in enumerate(levels[1:], 1):
+                if due := pages[place :: len(levels)]:
+                    store.convert(row.level, level, due, [row])
+
+
+def _run(
+    runner: Runner,
+    vocab_size: int,
+    lengths: Sequence[int],
+    reference: MakeReference,
+    *,
+    mixed: bool,
+) -> tuple[float, mx.Dtype]:
+    """Prefill rows, decode them as one batch; return the error, and the logits' dtype.
+
+    The error is the worst row's; of a row's steps the middle one counts, since one expert that a
+    router chooses by a rounding is no fault of the cache.
+    """
+    cache = runner.cache
+    prompts = [
+        [(17 * index + 5 * position) % vocab_size for position in range(length)]
+        for index, length in enumerate(lengths)
+    ]
+    rows = [cache.new_row() for _ in prompts]
+    errors: list[list[float]] = [[] for _ in rows]
+    dtype = mx.float32
+    try:
+        for row, prompt in zip(rows, prompts, strict=True):
+            for start in range(0, len(prompt), CHUNK):
+                runner.prefill(row, prompt[start : start + CHUNK])
+        if mixed:
+            _mix(cache, rows)
+        references = [reference(runner, *one) for one in zip(rows, prompts, strict=True)]
+        for step in range(STEPS):
+            tokens = [(3 + 11 * step + index) % vocab_size for index in range(len(rows))]
+            if cache.needs_flush(rows):
+                cache.flush()
+            for one in references:
+                one.before()
+            got = runner.decode(rows, mx.array(tokens, mx.int32))
+            mx.eval(got, cache.arrays())
+            dtype = got.dtype
+            for index, (one, token) in enumerate(zip(references, tokens, strict=True)):
+                wanted = runner.model(mx.array([[token]]), cache=one.caches())[0, -1]
+                errors[index].append(_difference(got[index], wanted))
+    finally:
+        for row in rows:
+            cache.free(row)
+        cache.shrink()
+    return max(statistics.median(one) for one in errors), dtype
+
+
+def _difference(got: mx.array, wanted: mx.array) -> float:
+    got, wanted = got.astype(mx.float32), wanted.astype(mx.float32)
+    error = float((mx.abs(got - wanted).max() / mx.abs(wanted).max()).item())  # type: ignore[arg-type]
+    return math.inf if math.isnan(error) else error  # NaN is not a small error

@@ -1,0 +1,120 @@
+"""How long one layer's decode attention takes here, by kernels and by plain operations.
+
+On a made-up step of the model's own shape: a few rows of some thousand keys, in pages of zeros.
+Several calls are evaluated at once, each behind the one before it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from kvd.worker.attention.decode import decode_attention
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.batch import DecodeHandle
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.store import KVStore
+from kvd.worker.serving.watch import Asked
+
+ROWS = 4
+KEYS = 4096
+TAIL = 70
+CALLS = 8
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that a layer's attention takes, on average over the layers."""
+
+    fused_s: float
+    reference_s: float
+    keys: int
+    """Of each of `ROWS` rows, where no window hides some."""
+
+
+def compare(
+    stores: Sequence[KVStore], backend: FusedBackend, asked: Collection[Asked]
+) -> Times | None:
+    """Time both for the layers of these stores; None where nobody has asked for any of them.
+
+    ``asked``: what a model has asked kernels for. Takes no more of memory than half of the
+    stores' scratch.
+    """
+    fused = reference = 0.0
+    layers, keys = 0, KEYS
+    for store in stores:
+        level = 1 if store.quantized_start else 0
+        sorts = Counter(_sort(layer, level) for layer in store.layers)
+        for (geometry, scheme), count in sorts.items():
+            wanted = next((one for one in asked if _is_for(one, geometry)), None)
+            if wanted is None:
+                continue
+            handle, its_keys = _handle(geometry, scheme, store, backend)
+            plain = replace(handle, step=replace(handle.step, backend=None))
+            fused += count * _seconds(handle, wanted)
+            reference += count * _seconds(plain, wanted)
+            layers, keys = layers + count, min(keys, its_keys)
+    return Times(fused / layers, reference / layers, keys) if layers else None
+
+
+def _sort(layer: LayerStore, level: int) -> tuple[LayerGeometry, Scheme]:
+    return layer.geometry, layer.pools[level].scheme
+
+
+def _is_for(asked: Asked, geometry: LayerGeometry) -> bool:
+    mine = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
+    return mine == (asked.kv_heads, asked.k_dim, asked.v_dim)
+
+
+def _handle(
+    geometry: LayerGeometry, scheme: Scheme, like: KVStore, backend: FusedBackend
+) -> tuple[DecodeHandle, int]:
+    """Return a decode step over one layer, and how many keys its rows have."""
+    store = KVStore([geometry], scheme, like.dtype, kind=like.kind)
+    store.page_product, store.backend = like.page_product, backend
+    store.spare = lambda: 0  # no more pages than these
+    # Pools are copied when they grow, so that half of this half is theirs.
+    fitting = like.prefill_scratch // 4 // (ROWS * store.page_bytes())
+    length = PAGE_TOKENS * max(1, min(KEYS // PAGE_TOKENS, fitting))
+    count = length // PAGE_TOKENS
+    if like.kind.bounded:
+        count = min(count, like.kind.most_pages(length))
+    rows: list[Row] = [store.new_row() for _ in range(ROWS)]
+    pages = store.take_pages(0, ROWS * count)
+    for index, row in enumerate(rows):
+        # Slots as they come to lie: those of all rows among each other.
+        row.pages = pages[index::ROWS]
+        row.skipped = length // PAGE_TOKENS - count
+        row.length = length + TAIL
+    return DecodeHandle(store, store.layers[0], store.begin_decode(rows)), length
+
+
+def _seconds(handle: DecodeHandle, asked: Asked) -> float:
+    """Return the median of what a call takes."""
+    queries = mx.zeros((ROWS, asked.q_heads, 1, asked.k_dim), asked.dtype)
+    sinks = None if asked.sinks is None else mx.zeros((asked.q_heads,), asked.sinks)
+
+    def chain() -> mx.array:
+        found = queries
+        behind = queries
+        for _ in range(CALLS):
+            found = decode_attention(behind, handle, asked.scale, sinks)
+            (behind,) = mx.depends([queries], [found])
+        return found
+
+    mx.eval(queries, chain())
+    times = []
+    for _ in range(REPEATS):
+        lazy = chain()  # serving builds it once, and compiles it
+        start = time.perf_counter()
+        mx.eval(lazy)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / CALLS

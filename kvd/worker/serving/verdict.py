@@ -1,0 +1,85 @@
+"""Whether kernels attend in decode steps: only where they are right here, and faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.shape import LANES
+from kvd.worker.attention.kernels.unpacking import RUN
+from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.scheme import LayerGeometry
+from kvd.worker.cache.store import KVStore
+from kvd.worker.process.shortage import shortage_of
+from kvd.worker.serving import timing
+from kvd.worker.serving.selfcheck import Refused
+from kvd.worker.serving.watch import Watched, first_line
+from protocol.types import FusedAttention
+
+Check = Callable[[Backend], float]
+"""Serves the model with a backend in all ways that it may come to; returns the error, or raises
+`Refused`."""
+
+
+def judge(
+    backend: FusedBackend, stores: Sequence[KVStore], check: Check
+) -> tuple[FusedAttention, float]:
+    """Return the verdict on kernels, and their error.
+
+    ``stores``: what they would serve, with the plain operations that they have to beat. In this
+    order: they must run at all, be right, and be faster.
+    """
+    watched = Watched(backend.kernels)
+    for geometry in (layer.geometry for store in stores for layer in store.layers):
+        if not takes(geometry):
+            sizes = f"{geometry.k_dim} and {geometry.v_dim}"
+            return _unused(f"there are no kernels for heads of {sizes}", watched), 0.0
+    try:
+        error = check(replace(backend, kernels=watched))
+    except Refused as refused:
+        return _unused(str(refused), watched), 0.0
+    try:
+        times = timing.compare(stores, backend, watched.compiled)
+    except Exception as failed:  # drivers raise what they like
+        if shortage_of(failed) is not None:
+            raise
+        return _unused(f"on longer rows they fail: {first_line(failed)}", watched), error
+    if times is None:
+        return _unused("no kernel was launched", watched), error
+    faster = times.fused_s < times.reference_s
+    found = FusedAttention(
+        used=faster,
+        reason=None if faster else "slower than plain operations",
+        compile_s=watched.compile_s,
+        call_ms=times.fused_s * 1e3,
+        reference_ms=times.reference_s * 1e3,
+        rows=timing.ROWS,
+        keys=times.keys,
+    )
+    return found, error
+
+
+def takes(geometry: LayerGeometry) -> bool:
+    """Return whether there are kernels for heads of these sizes: whole runs, one a lane at most."""
+    sizes = geometry.k_dim, geometry.v_dim
+    return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
+
+
+def _unused(reason: str, watched: Watched) -> FusedAttention:
+    return FusedAttention(used=False, reason=reason, compile_s=watched.compile_s)
+
+
+def told(verdict: FusedAttention) -> str:
+    """Return the verdict in words, for the log."""
+    said = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
+    if verdict.call_ms is not None and verdict.reference_ms is not None:
+        said.append(
+            f"{verdict.call_ms:.3f} ms a layer against {verdict.reference_ms:.3f} ms"
+            f" ({verdict.rows} rows of {verdict.keys} keys)"
+        )
+    if verdict.layers:
+        said.append(f"{verdict.layers} layers are kernels as a whole")
+    if verdict.compile_s:
+        said.append(f"compiled in {verdict.compile_s:.1f} s")
+    return "; ".join(said)

@@ -1,0 +1,139 @@
+"""Kernels that are looked at while they are checked: what is asked of them, and compiling them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.attention.fused import Kernels
+from kvd.worker.attention.kernels.given import Append, Attention, Rotate
+from kvd.worker.serving.selfcheck import Refused
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a kernel's text depends on."""
+
+    dtype: mx.Dtype
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    keys: tuple[tuple[int, int, bool], ...]
+    values: tuple[tuple[int, int, bool], ...]
+    scale: float
+    keep: int
+    sinks: mx.Dtype | None
+
+
+class Watched:
+    """`kernels`, each of which is called twice before it serves, to see how long compiling takes.
+
+    Raises `Refused` where they fail.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.compiled: dict[Asked, float] = {}
+        """Seconds that the first call took beyond the second."""
+        self._appends: dict[tuple[object, ...], float] = {}
+
+    @property
+    def launches(self) -> int:
+        """As the kernels count them."""
+        return self._kernels.launches
+
+    @launches.setter
+    def launches(self, count: int) -> None:
+        self._kernels.launches = count
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that all of it took."""
+        return sum(self.compiled.values()) + sum(self._appends.values())
+
+    def decode_attention(self, given: Attention) -> mx.array:
+        """As the kernels do."""
+        asked = Asked(
+            given.queries.dtype,
+            given.queries.shape[1],
+            given.tail_keys.shape[1],
+            given.tail_keys.shape[3],
+            given.tail_values.shape[3],
+            tuple(given.key_told),
+            tuple(given.value_told),
+            given.scale,
+            given.keep,
+            None if given.sinks is None else given.sinks.dtype,
+        )
+
+        def call() -> list[mx.array]:
+            return [self._kernels.decode_attention(given)]
+
+        arrays = [given.queries, given.tail_keys, given.tail_values]
+        return self._called(call, self.compiled, asked, arrays)[0]
+
+    def append(self, given: Append) -> tuple[mx.array, mx.array]:
+        """As the kernels do."""
+        tails = given.tail_keys, given.tail_values
+
+        def call() -> list[mx.array]:
+            return list(self._kernels.append(given))
+
+        shapes = (tuple(tail.shape[1:]) for tail in tails)
+        text = given.tail_keys.dtype, *shapes, given.givers is None
+        arrays = [*tails, given.keys, given.values]
+        new_keys, new_values = self._called(call, self._appends, text, arrays)
+        return new_keys, new_values
+
+    def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
+        """As the kernels do."""
+        tails = given.tail_keys, given.tail_values
+
+        def call() -> list[mx.array]:
+            return list(self._kernels.rotate(given))
+
+        shapes = (tuple(tail.shape[1:]) for tail in tails)
+        text = given.rotation, given.q_heads, given.tail_keys.dtype, *shapes, given.givers is None
+        arrays = [*tails, given.qkv]
+        queries, keys, values = self._called(call, self._appends, text, arrays)
+        return queries, keys, values
+
+    def _called(
+        self,
+        call: Callable[[], list[mx.array]],
+        compiled: dict[Any, float],
+        text: object,
+        given: list[mx.array],
+    ) -> list[mx.array]:
+        """Call kernels, the first time that their text is asked for twice more."""
+        before = self.launches
+        try:
+            if text not in compiled:
+                mx.eval(given)
+                first, second = _seconds(call), _seconds(call)
+                compiled[text] = max(0.0, first - second)
+            found = call()
+        except MemoryError:
+            raise
+        except Exception as failed:  # compilers and drivers raise what they like
+            raise Refused(first_line(failed)) from failed
+        if self.launches <= before:
+            raise Refused("no kernel was launched")
+        return found
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, without the log that may follow."""
+    said = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {said}".removesuffix(": ")
+
+
+def _seconds(call: Callable[[], list[mx.array]]) -> float:
+    start = time.perf_counter()
+    mx.eval(call())
+    return time.perf_counter() - start

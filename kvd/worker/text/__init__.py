@@ -1,0 +1,1 @@
+"""Text and tokens: prompts to tokens, tokens to streamed text, stop strings."""

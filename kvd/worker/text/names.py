@@ -1,0 +1,59 @@
+"""The text of single tokens, as logprobs show them.
+
+A completion's text is another matter (`kvd.worker.text.detokenizer`): there special tokens are left
+out, and characters may be spread over tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from kvd.worker.text.detokenizer import REPLACEMENT
+from protocol.types import Alternative
+
+if TYPE_CHECKING:
+    from kvd.worker.text.detokenizer import BytesTable
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece writes a byte that is no character."""
+_SPACE = "\u2581"
+"""And a space."""
+
+
+class Names:
+    """The tokens of one tokenizer, each looked up once."""
+
+    def __init__(self, tokenizer: Any, table: BytesTable | None, special: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._table = table
+        self._special = special
+        self._size = 1 + max(tokenizer.get_vocab().values())
+        self._known: dict[int, tuple[str, list[int] | None]] = {}
+
+    def of(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's text, and its bytes where the text does not show them."""
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
+
+    def alternative(self, token: int, logprob: float) -> Alternative:
+        """Return a token that could stand at a place."""
+        text, raw = self.of(token)
+        return Alternative(token, text, logprob, raw)
+
+    def _find(self, token: int) -> tuple[str, list[int] | None]:
+        # Models have more logits than their tokenizers have tokens, and ids may have gaps.
+        name = self._tokenizer.convert_ids_to_tokens(token) if token < self._size else None
+        if name is None:
+            return "", None
+        if token in self._special:
+            return str(name), None
+        if self._table is not None:
+            raw = self._table.bytes_of(token)
+        elif (byte := _BYTE.fullmatch(name)) is not None:
+            raw = bytes([int(byte[1], 16)])
+        else:
+            return str(name).replace(_SPACE, " "), None
+        text = raw.decode("utf-8", "replace")
+        return text, list(raw) if REPLACEMENT in text else None

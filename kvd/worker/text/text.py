@@ -1,0 +1,225 @@
+"""Between a request's words and the model's tokens: prompts in, streamed text out.
+
+A *raw* prompt is tokenized as it is, with the tokens that the tokenizer puts before any text (a
+BOS, where it has one); *messages* go through the model's chat template; *tokens* are taken as
+they are. The completion's text goes on after a raw prompt, so that both together read as one;
+after messages it is a text of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvd.worker.process.choices import check_ids
+from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
+from kvd.worker.text.names import Names
+from kvd.worker.text.stops import StopFilter
+from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
+from protocol.types import TokenLogprob
+from protocol.worker import Tokenized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from protocol.types import ChatMessage
+    from protocol.worker import Submit, Tokenize
+
+    Scores = Sequence[tuple[int, float]]
+
+_PROBE_CHARS = 8
+"""Characters a token: a text with more of them than this for each token of the context is
+looked at in part first, so that a hopeless prompt does not stall the rows that run."""
+
+
+class TextStream:
+    """The text of one completion.
+
+    `push` each token that was drawn; once `stopped`, the completion is over. If it ends for
+    another reason, `finish` returns the rest. The first ``min_tokens`` tokens end nothing, and
+    their text is no part of a stop string (as in vLLM).
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        stops: Iterable[str] = (),
+        ends: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+    ) -> None:
+        self.ends = ends
+        """Tokens that end the completion."""
+        self.ended = False
+        """Whether one of them did; it is not sent."""
+        self._detokenizer = detokenizer
+        self._filter = StopFilter(stops)
+        self._free = min_tokens
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string or a token that ends the completion came."""
+        return self.ended or self._filter.stopped
+
+    def push(self, token: int) -> str:
+        """Take a token and return the text that may be sent now."""
+        if self._free:
+            self._free -= 1
+            return self._detokenizer.push(token)
+        if token in self.ends:
+            self.ended = True
+            return self.finish()
+        return self._filter.push(self._detokenizer.push(token))
+
+    def finish(self) -> str:
+        """Return what was held back; what came after a stop string is never sent."""
+        text = self._filter.push(self._detokenizer.finish())
+        return text + self._filter.finish()
+
+
+class Text:
+    """A model's tokenizer and chat template, as the engine needs them."""
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int, context_length: int) -> None:
+        """Take an `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
+        self._wrapper = tokenizer
+        self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
+        self._vocab_size = vocab_size
+        self.context_length = context_length
+        self._table = BytesTable.of(self._tokenizer)
+        self._special = special_ids(self._tokenizer)
+        self._prefix = _prefix_of(self._tokenizer)
+        self._names = Names(self._tokenizer, self._table, self._special)
+        self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
+        """Tokens with which the model ends a completion."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be encoded."""
+        return bool(self._wrapper.has_chat_template)
+
+    def encode(self, request: Submit) -> list[int]:
+        """Return the prompt's tokens, at least one and less than the context has."""
+        check_ids(request, self._vocab_size)
+        match request:
+            case _ if _forms(request) != 1:
+                raise InvalidRequest(
+                    "give exactly one of prompt, messages and tokens", field="prompt"
+                )
+            case _ if request.prompt is not None:
+                tokens = self._encode_prompt(request.prompt)
+            case _ if request.messages is not None:
+                tokens = self._encode_messages(request.messages)
+            case _:
+                tokens = self._check_tokens(request.tokens or [])
+        if not tokens:
+            raise EmptyPrompt("the prompt is empty; give at least one token")
+        if len(tokens) >= self.context_length:
+            raise self._too_long(f"has {len(tokens)} tokens", len(tokens))
+        return tokens
+
+    def tokenize(self, request: Tokenize) -> Tokenized:
+        """Return a text's tokens, of which there may be none, and more than the context has."""
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
+        if request.prompt is not None:
+            tokens = self._encode_prompt(request.prompt)
+        else:
+            tokens = self._encode_messages(request.messages or [])
+        told = tokens[: request.most]
+        texts = [self._names.of(token)[0] for token in told] if request.texts else []
+        return Tokenized(seq=request.seq, count=len(tokens), tokens=told, texts=texts)
+
+    def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
+        """Begin the completion of a request with these prompt tokens."""
+        after = () if request.messages is not None else prompt
+        detokenizer = (
+            self._table.stream(after)
+            if self._table is not None
+            else ContextDecoder(self._tokenizer, self._special, after)
+        )
+        own = frozenset[int]() if request.ignore_eos else self.eos_ids
+        return TextStream(
+            detokenizer,
+            stops=request.stop,
+            ends=own | frozenset(request.stop_tokens),
+            min_tokens=request.min_tokens,
+        )
+
+    def told(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
+        """Return a token's logprob as it is sent, with the most likely tokens."""
+        others = [self._names.alternative(*pair) for pair in top]
+        text, raw = self._names.of(token)
+        return TokenLogprob(token, text, logprob, raw, others)
+
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        tokens = self._tokens_of(prompt, "prompt")
+        if tokens and self._prefix and tokens[: len(self._prefix)] != self._prefix:
+            tokens = self._prefix + tokens
+        return tokens
+
+    def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
+        if not messages:
+            return []
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                "this model has no chat template; send prompt instead of messages",
+                field="messages",
+            )
+        turns = [msgspec.to_builtins(message) for message in messages]
+        try:
+            text = self._wrapper.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # templates raise what they like, about roles above all
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", field="messages"
+            ) from error
+        return self._tokens_of(text, "messages")
+
+    def _tokens_of(self, text: str, field: str) -> list[int]:
+        probe = _PROBE_CHARS * self.context_length
+        if len(text) > 2 * probe:
+            found = len(self._tokenize(text[:probe], field))
+            if found > self.context_length:
+                raise self._too_long(f"has more than {found} tokens", found)
+        return self._tokenize(text, field)
+
+    def _tokenize(self, text: str, field: str) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except (UnicodeError, TypeError) as error:  # a lone surrogate is no text
+            raise InvalidRequest(f"the {field} is not valid text: {error}", field=field) from error
+
+    def _check_tokens(self, tokens: list[int]) -> list[int]:
+        for at, token in enumerate(tokens):
+            if not 0 <= token < self._vocab_size:
+                raise InvalidRequest(
+                    f"token {token} at {at} is outside the vocabulary of {self._vocab_size}",
+                    field="tokens",
+                )
+        return list(tokens)
+
+    def _too_long(self, what: str, tokens: int) -> ContextTooLong:
+        return ContextTooLong(
+            f"the prompt {what}; the model's context is {self.context_length}, "
+            "and the completion needs at least one of them",
+            prompt_tokens=tokens,
+            context_length=self.context_length,
+        )
+
+
+def _forms(request: Submit) -> int:
+    forms = (request.prompt, request.messages, request.tokens)
+    return sum(form is not None for form in forms)
+
+
+def _prefix_of(tokenizer: Any) -> list[int]:
+    """Return what the tokenizer puts before a text; what it puts behind is no prompt's business."""
+    full = list(tokenizer.encode("a"))
+    plain = list(tokenizer.encode("a", add_special_tokens=False))
+    for at in range(len(full) - len(plain) + 1):
+        if full[at : at + len(plain)] == plain:
+            return full[:at]
+    return full[:1] if full and full[0] == tokenizer.bos_token_id else []

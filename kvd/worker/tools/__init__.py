@@ -1,0 +1,1 @@
+"""Programs that measure a model or this machine without the daemon."""

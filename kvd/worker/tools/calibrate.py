@@ -1,0 +1,164 @@
+"""Finds the lowest level that a model bears: ``python -m kvd.worker.tools.calibrate SOURCE --home DIR``.
+
+Loads the model, measures every level of a ladder (`kvd.worker.tools.fidelity`), stores the verdict in
+the home (`kvd.worker.serving.verdicts`) and prints it as one JSON object; progress goes to stderr.
+
+Runs in a process of its own and asks no daemon for memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+import kvd
+from kvd.host.home import Home
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import model_files, seam, verdicts
+from kvd.worker.serving.verdicts import DENSE, MeasuredLevel, Verdict
+from kvd.worker.tools import fidelity
+from kvd.worker.tools.fidelity import Floor, LevelAgreement, TooShortError
+from protocol.errors import ConfigError, InvalidRequest, KvdError
+
+_Talk = Callable[[str], None]
+
+
+def calibrate(
+    source: str,
+    ladder: Sequence[Scheme],
+    floor: Floor,
+    talk: _Talk,
+    *,
+    count: int = 4,
+    tokens: int = 1024,
+) -> Verdict:
+    """Load a model and return its verdict on the ladder, its top first.
+
+    ``count`` prompts of about ``tokens`` tokens each, cut to the model's context. Raises the
+    `KvdError` that the model asks for, `UnsupportedModel` for one that has no quantized keys and
+    values, and `InvalidRequest` for prompts that are too short.
+    """
+    seam.install()
+    talk("weights")
+    headers = model_files.inspect(model_files.resolve(source))
+    loaded = model_files.load(headers.path)
+    tokens = min(tokens, loaded.context_length)
+    try:
+        prompts = fidelity.texts(loaded.tokenizer, count=count, tokens=tokens)
+    except ValueError as error:  # the facts do not fit
+        raise InvalidRequest(f"tokens: {error}", field="tokens") from error
+    prompts = [prompt[: loaded.context_length] for prompt in prompts]
+    try:
+        measured = fidelity.measure(loaded.model, _counted(prompts, talk), ladder)
+    except TooShortError as error:
+        raise InvalidRequest(f"tokens: {error}", field="tokens") from error
+    lowest = fidelity.lowest_level(measured, floor)
+    return Verdict(
+        key=verdicts.key_of(headers),
+        model=source,
+        lowest=(DENSE if lowest is None else ladder[lowest]).name,
+        max_kl=floor.max_kl,
+        min_top1=floor.min_top1,
+        levels=[_said(one, floor) for one in measured],
+        prompts=len(prompts),
+        tokens=max(map(len, prompts)),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        device=mx.default_device().type.name,
+        versions={"kvd": kvd.__version__, "mlx": version("mlx"), "mlx-lm": version("mlx-lm")},
+    )
+
+
+def _counted(prompts: list[list[int]], talk: _Talk) -> Iterator[list[int]]:
+    for number, prompt in enumerate(prompts, 1):
+        talk(f"prompt {number}, {len(prompt)} tokens")
+        yield prompt
+
+
+def _said(one: LevelAgreement, floor: Floor) -> MeasuredLevel:
+    found = one.agreement
+    return MeasuredLevel(
+        scheme=one.scheme.name,
+        allowed=floor.allows(found),
+        kl=_finite(found.kl),
+        top1=_finite(found.top1),
+        perplexity_change=_finite(found.perplexity_change),
+        positions=found.positions,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _arguments() -> argparse.Namespace:
+    floor = Floor()
+    parser = argparse.ArgumentParser(
+        prog="kvd.worker.tools.calibrate", description="Verdicts on levels."
+    )
+    parser.add_argument("source")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--ladder", required=True, help="schemes from the top, comma-separated")
+    parser.add_argument("--max-kl", type=float, default=floor.max_kl)
+    parser.add_argument("--min-top1", type=float, default=floor.min_top1)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1024)
+    return parser.parse_args()
+
+
+def _checked_floor(arguments: argparse.Namespace) -> Floor:
+    if not 0 <= arguments.max_kl < math.inf:
+        raise InvalidRequest("max_kl must be 0 or more", field="max_kl")
+    if not 0 <= arguments.min_top1 <= 1:
+        raise InvalidRequest("min_top1 is a share, from 0 to 1", field="min_top1")
+    if arguments.prompts < 1:
+        raise InvalidRequest("prompts must be at least 1", field="prompts")
+    return Floor(arguments.max_kl, arguments.min_top1)
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    floor = _checked_floor(arguments)
+    try:
+        ladder = [Scheme.parse(name) for name in arguments.ladder.split(",")]
+    except ValueError as error:
+        raise InvalidRequest(f"ladder: {error}", field="ladder") from error
+    done = 0
+
+    def talk(text: str) -> None:
+        nonlocal done
+        done += 1
+        sys.stderr.write(f"{done}/{1 + arguments.prompts} {text}\n")
+        sys.stderr.flush()
+
+    count, tokens = arguments.prompts, arguments.tokens
+    verdict = calibrate(arguments.source, ladder, floor, talk, count=count, tokens=tokens)
+    folder = Home(arguments.home).calibration
+    try:
+        file = verdicts.store(folder, verdict)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}", key="home") from error
+    said: dict[str, Any] = msgspec.to_builtins(verdict)
+    return said | {"file": str(file)}
+
+
+def main() -> None:
+    """Print the verdict and its file, or ``{"error": …}`` with exit status 1."""
+    status = 0
+    try:
+        result = _run(_arguments())
+    except KvdError as error:
+        result, status = {"error": error.info()}, 1
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

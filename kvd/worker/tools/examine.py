@@ -1,0 +1,51 @@
+"""What MLX is and computes on here, as one JSON object: ``python -m kvd.worker.tools.examine``.
+
+For `kvctl doctor`, which does not import MLX itself. Computes one small product, since a device
+that is there may still not work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+from kvd.worker.native import build
+
+
+def examine() -> dict[str, Any]:
+    """Return the device and whether it computes."""
+    device = mx.default_device()
+    on_cpu = device.type == mx.DeviceType.cpu
+    matrix = mx.arange(64 * 64).reshape(64, 64).astype(mx.float32) / 4096
+    product = matrix @ mx.eye(64)
+    wrong = float(mx.abs(product - matrix).max().item())  # type: ignore[arg-type]
+    info = mx.device_info()
+    return {
+        "mlx": version("mlx"),
+        "device": "cpu" if on_cpu else _kind(),
+        "name": str(info.get("device_name") or info.get("architecture") or ""),
+        "memory_bytes": int(info.get("memory_size") or 0),
+        "recommended_bytes": int(info.get("max_recommended_working_set_size") or 0),
+        "error": wrong,
+        "blas": os.environ.get("KVD_BLAS_PRELOADED"),
+        "native_built": on_cpu and build.is_built(),
+        "compiler": build.compiler(),
+    }
+
+
+def _kind() -> str:
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def main() -> None:
+    """Print the object."""
+    sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

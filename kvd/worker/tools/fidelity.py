@@ -1,0 +1,268 @@
+"""How far quantized pages move a model: KL divergence, top-1 agreement, perplexity.
+
+Covers the comparison itself (`Tally`), a measurement of every level of a ladder over the product's
+own pages (`measure`), the texts for it (`texts`), and which level a floor permits
+(`lowest_level`). Does not cover where a verdict is kept, nor who may ask for one.
+
+Every prompt is teacher-forced, in the order of real use: most of it is prefilled in chunks, its
+last tokens are decoded one by one. The truth is the same model over mlx-lm's own dense caches.
+Only positions that attend to a quantized page count; the others are exact by construction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvd.demo.recall import Tokenizer, make_recall_prompt
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
+from kvd.worker.serving import probe
+from kvd.worker.serving.probe import Served
+from kvd.worker.serving.runner import Row
+from protocol.errors import UnsupportedModel
+
+CHUNK = 256
+"""Tokens that are prefilled at once."""
+DECODED = PAGE_TOKENS
+"""Tokens at the end of each prompt that are decoded: a whole page is sealed among them."""
+SCRATCH = 256 * 1024 * 1024
+_SMALL = 1.0
+"""Differences of logarithms up to which the series form of a KL term is the more exact one."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well a model over a lossy cache agrees with the same model over a dense one."""
+
+    positions: int
+    kl: float
+    """KL divergence from the dense distribution, mean over positions, in nats."""
+    top1: float
+    """Share of positions where both rank the same token first."""
+    dense_nll: float
+    """Mean negative log-likelihood of the true next token over the dense cache, in nats."""
+    nll: float
+    """The same over the lossy cache."""
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative: 0.01 is one per cent more."""
+        return math.expm1(self.nll - self.dense_nll)
+
+
+@dataclass(frozen=True)
+class LevelAgreement:
+    """What one level of a ladder does to the model."""
+
+    scheme: Scheme
+    agreement: Agreement
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a level must keep to be allowed."""
+
+    max_kl: float = 0.02
+    min_top1: float = 0.95
+
+    def allows(self, agreement: Agreement) -> bool:
+        """Return whether the agreement is good enough; NaN is not."""
+        return agreement.kl <= self.max_kl and agreement.top1 >= self.min_top1
+
+
+class TooShortError(ValueError):
+    """The prompts have no position that attends to a quantized page."""
+
+
+class Tally:
+    """Sums over positions, a chunk at a time."""
+
+    def __init__(self) -> None:
+        self.positions = 0
+        self._sums = [0.0] * 4
+
+    def add(self, dense: mx.array, lossy: mx.array, targets: mx.array) -> None:
+        """Count positions: logits ``[..., vocab]`` of both, true next tokens ``[...]``."""
+        sums = [one.sum() for one in compare(dense, lossy, targets)]
+        mx.eval(sums)
+        self.positions += targets.size
+        self._sums = [
+            total + float(one.item())  # type: ignore[arg-type]
+            for total, one in zip(self._sums, sums, strict=True)
+        ]
+
+    def agreement(self) -> Agreement:
+        """Return the means so far. Raises `TooShortError` if nothing was counted."""
+        if not self.positions:
+            raise TooShortError("no position attended to a quantized page: give longer prompts")
+        kl, top1, dense_nll, nll = (total / self.positions for total in self._sums)
+        return Agreement(self.positions, kl, top1, dense_nll, nll)
+
+
+def compare(
+    dense: mx.array, lossy: mx.array, targets: mx.array
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Compare logits ``[..., vocab]`` position by position, in float32; lazy.
+
+    Returns ``[...]`` each: KL(dense || lossy) in nats, whether the top token is the same, and the
+    negative log-likelihoods of ``targets`` over both.
+    """
+    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in _float32(dense, lossy))
+    d = q - p
+    # p (e^d - 1 - d) adds up to sum(p (log p - log q)), since p and q both add up to 1. No term is
+    # negative and small ones do not cancel, so float32 is enough far below 1e-6.
+    near = mx.exp(p) * (mx.expm1(mx.minimum(d, _SMALL)) - d)
+    far = mx.exp(q) - mx.exp(p) * (1 + d)
+    kl = mx.where(mx.abs(d) <= _SMALL, near, far).sum(axis=-1)
+    same = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
+    dense_nll, nll = (-mx.take_along_axis(x, targets[..., None], axis=-1)[..., 0] for x in (p, q))
+    return kl, same.astype(mx.float32), dense_nll, nll
+
+
+def _float32(*arrays: mx.array) -> Iterator[mx.array]:
+    return (array.astype(mx.float32) for array in arrays)
+
+
+def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[list[int]]:
+    """Return prompts for a measurement without a text of the user's own, as token ids.
+
+    Recall tasks of the package: prose with facts in it, one of which is asked for at the end, and
+    its answer. Looking something up far back is what a lossy cache damages first, prose alone
+    hides it; and they are the same for everybody, whatever the tokenizer.
+    """
+    tasks = (make_recall_prompt(seed, tokens, tokenizer) for seed in range(count))
+    return [list(tokenizer.encode(f"{task.prompt} {task.answer}")) for task in tasks]
+
+
+def measure(
+    model: Any,
+    prompts: Iterable[Sequence[int]],
+    ladder: Sequence[Scheme],
+    *,
+    chunk: int = CHUNK,
+    decoded: int = DECODED,
+    prefill_scratch: int = SCRATCH,
+) -> list[LevelAgreement]:
+    """Run ``prompts`` over the product's pages on every level; return one measurement a level.
+
+    Holds one prompt at a time: a dense cache and one of each level. The seam must be installed.
+    Raises `UnsupportedModel` for a model that has no quantized keys and values, and `TooShortError`
+    if the prompts (``2 * 64`` tokens and more) are too short to fill a page.
+    """
+    vocab_size = model(mx.array([[0]])).shape[-1]
+    levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in ladder]
+    for prompt in prompts:
+        _follow(model, list(prompt), levels, chunk, decoded)
+    return [LevelAgreement(one.scheme, one.tally.agreement()) for one in levels]
+
+
+def lowest_level(measured: Sequence[LevelAgreement], floor: Floor) -> int | None:
+    """Return the lowest level down to which every level keeps the floor.
+
+    0 is the top of the ladder; None says that not even that does: serve the model dense.
+    """
+    allowed = -1
+    for level, one in enumerate(measured):
+        if not floor.allows(one.agreement):
+            break
+        allowed = level
+    return allowed if allowed >= 0 else None
+
+
+class _Level:
+    """A level under measurement: a store of its own, one row at a time."""
+
+    def __init__(self, model: Any, scheme: Scheme, prefill_scratch: int, vocab_size: int) -> None:
+        self.scheme = scheme
+        self.tally = Tally()
+        settings = CacheSettings(ladder=(scheme,), scratch=prefill_scratch)
+        served = probe.serve(model, settings, vocab_size)
+        _check_quantized(served)
+        self._runner = served.runner
+        self._row: Row | None = None
+
+    def start(self) -> None:
+        self._row = self._runner.cache.new_row()
+
+    def end(self) -> None:
+        if self._row is not None:
+            self._runner.cache.free(self._row)
+            self._row = None
+
+    def prefill(self, tokens: list[int]) -> mx.array:
+        """Return the logits of the chunk, ``[count, vocab]``."""
+        assert self._row is not None
+        return self._runner.score(self._row, tokens)
+
+    def decode(self, tokens: list[int]) -> mx.array:
+        """Return the logits of single steps, ``[count, vocab]``."""
+        assert self._row is not None
+        cache = self._runner.cache
+        logits = []
+        for token in tokens:
+            if cache.needs_flush([self._row]):
+                cache.flush()
+            logits.append(self._runner.decode([self._row], mx.array([token], mx.int32))[0])
+            mx.eval(logits[-1], cache.arrays())
+        cache.flush()
+        return mx.stack(logits)
+
+
+def _check_quantized(served: Served) -> None:
+    """Refuse a model whose levels would all be the dense model compared with itself."""
+    cache = served.runner.cache
+    if isinstance(cache, OwnCache):
+        why = next(iter(served.reasons.values()), "")
+        raise UnsupportedModel(
+            f"this model is served over mlx-lm's own dense caches ({why}): nothing of it is "
+            "quantized, so there is nothing to calibrate"
+        )
+    if not cache.stores:
+        raise UnsupportedModel(
+            "this model keeps recurrent states and no keys and values: nothing of it is quantized, "
+            "so there is nothing to calibrate"
+        )
+
+
+def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, decoded: int) -> None:
+    """Force one prompt through the dense cache and all levels, side by side."""
+    inputs, targets = prompt[:-1], mx.array(prompt[1:])
+    prefilled = max(0, len(inputs) - decoded)
+    truth = make_prompt_cache(model)
+    try:
+        for level in levels:
+            level.start()
+        for start in range(0, prefilled, chunk):
+            stop = min(start + chunk, prefilled)
+            dense = _dense(model, inputs[start:stop], truth)
+            for level in levels:
+                logits = level.prefill(inputs[start:stop])
+                if full_pages(start):
+                    level.tally.add(dense, logits, targets[start:stop])
+        dense = _dense(model, inputs[prefilled:], truth)
+        exact = _first_lossy(prefilled) - prefilled
+        for level in levels:
+            logits = level.decode(inputs[prefilled:])
+            if exact < logits.shape[0]:
+                level.tally.add(dense[exact:], logits[exact:], targets[prefilled + exact :])
+    finally:
+        for level in levels:
+            level.end()
+
+
+def _first_lossy(start: int) -> int:
+    """Return the first position from ``start`` on that attends to a page when it is decoded."""
+    return max(start, 2 * PAGE_TOKENS - 1)
+
+
+def _dense(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:
+    logits: mx.array = model(mx.array([tokens]), cache=caches)[0]
+    mx.eval(logits)
+    return logits

@@ -1,0 +1,121 @@
+"""`kvctl calibrate` from outside, with a stub for the measuring process."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from kvd import cli
+from kvd.cli import tool
+from kvd.host.home import Home
+
+STUB = """
+import json, os, sys
+sys.stderr.write("1/1 weights\\n")
+arguments = sys.argv[1:]
+if os.environ.get("STUB") == "dead":
+    sys.exit("out of memory")
+if os.environ.get("STUB") == "says nothing":
+    sys.stderr.write("Killed\\n\\n  \\n")
+    print("7")
+    sys.exit(1)
+print("a library greets you")
+print("{}")
+if os.environ.get("STUB") == "refuses":
+    print(json.dumps({"error": {"code": "unknown_model", "message": "no [such] model"}}))
+    sys.exit(1)
+level = {"kl": 0.00002, "top1": 1.0, "perplexity_change": -0.0003, "allowed": True}
+bad = {"kl": None, "top1": 0.5, "perplexity_change": None, "allowed": False}
+lowest = os.environ.get("STUB", "k8v8")
+first = level if lowest == "k8v8" else bad
+levels = [{"scheme": "k8v8"} | first, {"scheme": "k4v4"} | bad]
+print(json.dumps({
+    "lowest": lowest, "levels": levels, "max_kl": 0.02, "min_top1": 0.95, "file": "/h/[1].json",
+    "arguments": arguments,
+}))
+"""
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, tmp_path, home: Home):
+    package = tmp_path / "stub" / "kvd" / "worker"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):  # else the real package would be found
+        (folder / "__init__.py").touch()
+    (package / "calibrate.py").write_text(STUB)
+
+    def run(*arguments, stub="k8v8"):
+        environment = {"PYTHONPATH": str(tmp_path / "stub"), "STUB": stub}
+        monkeypatch.setattr(tool, "environment", lambda _: environment)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.process
+def test_people_get_a_table_and_a_sentence(kvctl):
+    code, out, err = kvctl("calibrate", "demo")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["LEVEL", "KL", "TOP-1", "PERPLEXITY", "FLOOR"],
+        ["k8v8", "2e-05", "100.00%", "-0.03%", "kept"],
+        ["k4v4", "not", "finite", "50.00%", "not", "finite", "missed"],
+    ]
+    assert "outside of a running daemon's budget" in err
+    assert "go down to k8v8, not below (KL up to 0.02, top-1 from 0.95)" in err
+    assert "/h/[1].json" in err
+
+
+@pytest.mark.process
+def test_a_model_that_bears_nothing_is_said_to(kvctl):
+    _, _, err = kvctl("calibrate", "demo", stub="k16v16")
+    assert "not even k8v8 keeps the floor" in err
+
+
+@pytest.mark.process
+def test_programs_get_one_json_and_the_process_what_was_asked_for(kvctl, home: Home, tmp_path):
+    code, out, err = kvctl(
+        "calibrate", "./model", "--json", "--kv", "k8v4", "--kv-group-size", "32",
+        "--kv-ladder", "k4v4,k2v2", "--max-kl", "0.5", "--prompts", "2",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert json.loads(out)["arguments"] == [
+        f"--home={home.root}", "--ladder=k8v4g32,k4v4g32,k2v2g32", "--max-kl=0.5",
+        "--min-top1=0.95", "--prompts=2", "--tokens=1024", str(tmp_path / "model"),
+    ]  # fmt: skip
+    assert home.root.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.process
+def test_what_goes_wrong_is_said_with_its_exit_code(kvctl):
+    code, out, err = kvctl("calibrate", "demo", "--json", stub="refuses")
+    assert (code, json.loads(out)["error"]["code"]) == (6, "unknown_model")
+    assert "no [such] model" in err
+    code, _, err = kvctl("calibrate", "demo", stub="dead")
+    assert code == 1
+    assert "ended early: out of memory" in err
+    code, _, err = kvctl("calibrate", "demo", stub="says nothing")
+    assert code == 1
+    assert "ended early: Killed" in err
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--kv", "k9v9"], ["--max-kv-size", "512"], ["--kv-floor", "0=k8v8"]]
+)
+def test_settings_that_are_not_measured_are_refused(kvctl, wrong):
+    assert kvctl("calibrate", "demo", *wrong)[0] == 2
+
+
+def test_a_folder_of_other_things_is_no_home(kvctl, home: Home):
+    home.root.mkdir()
+    (home.root / "thesis.tex").write_text("")
+    code, _, err = kvctl("calibrate", "demo")
+    assert code == 5
+    assert "never a home" in err

@@ -1,0 +1,120 @@
+"""`kvctl logs`: the daemon's own lines, chosen, from all generations, and as they come."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+import structlog
+
+from kvd import cli
+from kvd.cli.logs import following, last, line
+from kvd.host import logs as daemon_logs
+from kvd.host.home import Home
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, home: Home):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), "logs", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def written(home: Home, capsys):
+    """What the daemon's own logging writes."""
+    home.create()
+    before = logging.getLogger().handlers[:], logging.getLogger().level
+    daemon_logs.setup(home.logs, "debug")
+    log = structlog.get_logger("kvd.test")
+    log.debug("looked")
+    log.info("model_state", model="demo", state="ready", reason=None)
+    log.warning("governor", numbers={"freed_bytes": 3 << 20, "level": 1}, names=["a", "b"])
+    log.error("actor failed", model="demo", exc_info=ZeroDivisionError("[odd]"))
+    for handler in logging.getLogger().handlers:
+        handler.close()
+    logging.getLogger().handlers[:], level = before
+    logging.getLogger().setLevel(level)
+    structlog.reset_defaults()
+    capsys.readouterr()
+    return home.logs / "kvd.log"
+
+
+def test_people_read_sentences_and_programs_lines(kvctl, written):
+    code, out, err = kvctl()
+    assert (code, err) == (0, "")
+    first, second, third, fourth, *trace = out.splitlines()
+    assert first.split()[1:] == ["debug", "looked"]
+    assert second.endswith("info    model_state  model=demo  state=ready")
+    assert third.endswith('governor  freed=3.0 MiB  level=1  names=["a","b"]')
+    assert "error" in fourth
+    assert trace[-1] == "ZeroDivisionError: [odd]"
+    assert kvctl("--json")[1] == written.read_text()
+
+
+def test_lines_are_chosen_by_level_model_and_number(kvctl, written):
+    assert kvctl("--level", "warning", "--json")[1].count("\n") == 2
+    assert kvctl("demo", "--json")[1].count("\n") == 2
+    assert json.loads(kvctl("demo", "-n", "1", "--json")[1])["event"] == "actor failed"
+    assert kvctl("-n", "0")[1] == ""
+    code, _, err = kvctl("--level", "loud")
+    assert code == 2
+    assert "no level" in err
+
+
+def test_no_log_says_whose(kvctl, home: Home):
+    code, _, err = kvctl()
+    assert code == 5
+    assert str(home.logs) in err
+
+
+def test_older_generations_are_read_as_far_as_needed(tmp_path):
+    path = tmp_path / "kvd.log"
+    path.write_text("5\n6\n")
+    (tmp_path / "kvd.log.1").write_text("3\n4\n")
+    (tmp_path / "kvd.log.2").write_text("1\n2\n")
+    assert last(path, 3, lambda _: True) == ["4\n", "5\n", "6\n"]
+    assert last(path, 99, lambda text: text != "4\n") == ["1\n", "2\n", "3\n", "5\n", "6\n"]
+
+
+def test_a_line_that_is_none_of_ours_is_shown_as_it_is():
+    assert line("Traceback [red]?\n").plain == "--:--:-- info    Traceback [red]?"
+
+
+def test_new_lines_come_whole_and_through_a_rotation(tmp_path):
+    path = tmp_path / "kvd.log"
+    path.write_text("old\n")
+
+    def write(_seconds):
+        act = acts.pop(0)
+        act()
+
+    def append(text):
+        with path.open("a") as file:
+            file.write(text)
+
+    def rotate():
+        path.rename(tmp_path / "kvd.log.1")
+
+    acts = [
+        lambda: append("one\ntw"),
+        lambda: append("o\n"),
+        rotate,
+        lambda: path.write_text("three\n"),
+    ]
+    lines = following(path, write)
+    assert [next(lines) for _ in range(3)] == ["one\n", "two\n", "three\n"]
+    lines.close()
+
+
+def test_a_log_that_is_not_there_yet_is_waited_for(tmp_path):
+    path = tmp_path / "kvd.log"
+    lines = following(path, lambda _: path.write_text("first\n"))
+    assert next(lines) == "first\n"
+    lines.close()

@@ -1,0 +1,142 @@
+"""The page of one model: what a person asks when `status` says that layers are served otherwise."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvd.cli import detail, render
+from protocol.errors import ErrorInfo
+from protocol.types import FusedAttention, KVPart, KVSpec, ModelStatus, PrefixUse
+from tests.cli.stub import INFO, MODEL, daemon_status
+
+FULL = KVPart(
+    kind="full", layers=6, path="pages", scheme="k8v8", batched=True, bytes_per_token=1632
+)
+WINDOW = KVPart(
+    kind="window 8192 keep 4",
+    layers=24,
+    path="dequantize-on-read",
+    scheme="k4g32v4g128",
+    batched=False,
+    reason="the model takes the offset of its cache as one number",
+    bound_bytes=123_000_000,
+)
+STATE = KVPart(
+    kind="recurrent", layers=2, path="state", scheme="dense", batched=True, bound_bytes=12_000
+)
+SETTINGS = KVSpec(
+    8,
+    8,
+    floors={-1: "k8v8", 0: "k16v16"},
+    quantized_kv_start=512,
+    max_kv_size=8192,
+)
+MIXED = msgspec.structs.replace(
+    MODEL, kv=SETTINGS, info=msgspec.structs.replace(INFO, kv=[FULL, WINDOW, STATE])
+)
+
+
+def shown(value: ModelStatus, width: int) -> str:
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(detail.page(value))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_parts_fit_the_terminal_each_on_a_line(width: int):
+    text = shown(MIXED, width)
+    lines = text.splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    table = lines[next(i for i, line in enumerate(lines) if line.startswith("LAYERS")) :]
+    cells = [" ".join(line.split()) for line in table]
+    assert cells == [
+        "LAYERS KEPT AS SCHEME ROWS BYTES",
+        "6 × full pages k8v8 batched 1.6 KiB/token",  # noqa: RUF001
+        "24 × window 8192 keep 4 dequantize-on-read k4g32v4g128 one 117 MiB/row",  # noqa: RUF001
+        "2 × recurrent state dense batched 11.7 KiB/row",  # noqa: RUF001
+        "window 8192 keep 4: the model takes the offset of its cache as one number",
+    ]
+
+
+def test_all_settings_are_said():
+    text = " ".join(shown(MIXED, 80).split())
+    assert (
+        "k8v8, may step down to k8v4, k4v4; layer 0 not below k16v16; layer -1 not below k8v8; "
+        "dense until 512 tokens; at most 8192 tokens, the first 4 among them; "
+        "up to 256 MiB of prompts for later ones"
+    ) in text
+    lowest = msgspec.structs.replace(
+        MODEL, kv=KVSpec(4, 4, max_kv_size=512, keep=0, prefix_cache=0)
+    )
+    lines = [line.strip() for line in shown(lowest, 80).splitlines()]
+    assert "KV cache   k4v4, never steps down; at most 512 tokens" in lines
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (
+            MODEL.stats.prefix,
+            (
+                "3320 of 4000 tokens found in the cache (83%); 3 checkpoints in 3.0 MiB,"
+                " 1 made room for others"
+            ),
+        ),
+        (
+            PrefixUse(queries=1, query_tokens=300, checkpoints=1, held=1 << 20),
+            "0 of 300 tokens found in the cache (0%); 1 checkpoint in 1.0 MiB",
+        ),
+        (PrefixUse(), "0 of 0 tokens found in the cache; 0 checkpoints in 0 B"),
+    ],
+)
+def test_what_came_of_remembering_prompts(use: PrefixUse, said: str):
+    stats = msgspec.structs.replace(MODEL.stats, prefix=use)
+    value = msgspec.structs.replace(MODEL, stats=stats)
+    assert f"prompts {said} " in " ".join(shown(value, 80).split()) + " "
+    without = msgspec.structs.replace(value, kv=KVSpec(prefix_cache=0))
+    assert "found in the cache" not in shown(without, 80)
+
+
+def test_a_calibrated_ladder_is_the_one_that_is_left():
+    info = msgspec.structs.replace(INFO, kv_ladder=["k8v8", "k8v4"], kv_calibrated="k8v4")
+    text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
+    assert "k8v8, may step down to k8v4; calibrated: not below k8v4" in text
+
+
+def test_a_page_is_named_where_rows_have_pages_for_good():
+    bounded = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, page_bytes=0))
+    assert "values per token; a page of 64 tokens: 102 KiB" in shown(MODEL, 80)
+    assert "a page of" not in shown(bounded, 80)
+
+
+def test_a_model_that_is_not_loaded_shows_what_there_is():
+    failed = ModelStatus(
+        name="m", source="/models/m", state="failed", error=ErrorInfo("x", "3 crashes [a]")
+    )
+    text = shown(failed, 80)
+    for words in ("m  failed", "/models/m", "k8v8", "3 crashes [a]"):
+        assert words in text
+
+
+def test_the_table_of_all_points_here_where_there_is_a_reason():
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    console.print(render.status(daemon_status(MIXED), 80))
+    said = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` says why"
+    assert said in console.file.getvalue()
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    console.print(render.status(daemon_status(MODEL), 80))
+    assert "says why" not in console.file.getvalue()
+
+
+def test_what_came_of_kernels_is_said():
+    def text(**what: object) -> str:
+        info = msgspec.structs.replace(INFO, fused=FusedAttention(**what))  # type: ignore[arg-type]
+        return " ".join(shown(msgspec.structs.replace(MODEL, info=info), 120).split())
+
+    timed = {"call_ms": 0.1234, "reference_ms": 1.4}
+    assert "kernels, 0.12 ms a layer against 1.4 ms" in text(used=True, **timed)
+    assert "without kernels: switched off KV cache" in text(used=False, reason="switched off")

@@ -1,0 +1,174 @@
+"""Models on this machine: in folders and in the Hub's cache; and `kvctl models` over them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvd import cli
+from kvd.cli import completing, finding, models
+from kvd.demo import path as demo
+from kvd.host.home import Home
+from protocol import messages as m
+from protocol.errors import InvalidModel
+from protocol.forecast import Forecast, LevelCost
+from tests.cli.stub import stub_daemon, well
+
+
+def model_at(folder: Path, *sizes: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    for number, size in enumerate(sizes):
+        (folder / f"model-{number}.safetensors").write_bytes(b"x" * size)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path / "hf" / "hub"
+
+
+def test_folders_are_searched_and_models_in_models_are_not(tmp_path):
+    model_at(tmp_path / "a", 3, 4)
+    model_at(tmp_path / "owner" / "b", 5)
+    model_at(tmp_path / "owner" / "b" / "inner", 5)
+    model_at(tmp_path / ".hidden", 5)
+    model_at(tmp_path / "1" / "2" / "3" / "4", 5)
+    found = finding.in_folder(tmp_path)
+    assert [(Path(one.source).name, one.weights_bytes) for one in found] == [("a", 7), ("b", 5)]
+    assert finding.in_folder(tmp_path / "a")[0].complete
+    assert finding.in_folder(tmp_path / "nowhere") == []
+
+
+def test_the_hub_s_cache_gives_each_model_s_main_snapshot(hub):
+    model_at(hub / "models--org--name--x" / "snapshots" / "old", 1)
+    model_at(hub / "models--org--name--x" / "snapshots" / "new", 2)
+    refs = hub / "models--org--name--x" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("old\n")
+    broken = model_at(hub / "models--org--part" / "snapshots" / "s", 2)
+    (broken / "model-9.safetensors").symlink_to("../../blobs/nothing")
+    model_at(hub / "models--org--bare" / "snapshots" / "s")
+    model_at(hub / "datasets--org--data" / "snapshots" / "s", 2)
+    (hub / "models--org--empty").mkdir()
+    found = {one.source: (one.weights_bytes, one.complete) for one in finding.in_hub_cache()}
+    assert found == {
+        "org/name/x": (1, True),
+        "org/part": (2, False),
+        "org/bare": (0, False),
+    }
+    assert completing.a_source("org/n") == ["org/name/x"]
+
+
+def test_its_place_is_what_its_own_variables_say(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "c"))
+    assert finding.hub_cache() == tmp_path / "c"
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert finding.hub_cache() == tmp_path / "x" / "huggingface" / "hub"
+    assert finding.in_hub_cache() == []
+
+
+def test_a_shell_completes_folders(tmp_path):
+    model_at(tmp_path / "qwen", 1)
+    (tmp_path / "file").touch()
+    assert completing.a_source(f"{tmp_path}/") == [f"{tmp_path}/qwen"]
+    assert completing.a_source("de") == ["demo"]
+
+
+def forecast(model, verdict):
+    level = LevelCost(scheme="k4v4", token_bytes=1.0, row_bytes=1, total_bytes=3 << 30, most_rows=0)
+    return Forecast(
+        model=model, source=model, state="not loaded", measured=False, context=4096, rows=1,
+        weights_bytes=1, base_bytes=1, idle_bytes=1, levels=[level], budget_bytes=2 << 30,
+        available_bytes=1, held_bytes=0, lacking_bytes=0, steps=[], short_bytes=0, verdict=verdict,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def kvctl(monkeypatch, capsys, home: Home):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_each_model_is_told_with_what_the_daemon_reckons(
+    kvctl, home: Home, hub, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "300")  # the folder's path has its place in the table
+    model_at(hub / "models--org--big" / "snapshots" / "s", 9)
+    model_at(hub / "models--org--odd" / "snapshots" / "s", 9)
+    model_at(hub / "models--org--part" / "snapshots" / "s")
+    model_at(tmp_path / "mine", 5)
+    asked = []
+
+    def answer(request):
+        if not isinstance(request, m.Explain):
+            yield from well(request)
+            return
+        asked.append((request.model, request.rows, request.context))
+        if request.model.endswith("models--org--odd/snapshots/s"):
+            error = InvalidModel("its config.json is [empty]")
+            yield m.Error(id=request.id, error=error.info())
+        else:
+            verdict = "fits" if request.model == "demo" else "never"
+            yield m.Explained(id=request.id, forecast=forecast(request.model, verdict))
+
+    with stub_daemon(home.socket, answer):
+        code, out, err = kvctl("models", str(tmp_path / "mine"), "--ctx", "100", "--json")
+        page = kvctl("models", str(tmp_path / "mine"))[1]
+    assert (code, err) == (0, "")
+    found = {one["source"]: one for one in json.loads(out)}
+    assert list(found) == ["demo", str(tmp_path / "mine"), "org/big", "org/odd", "org/part"]
+    assert found["demo"]["loaded_as"] == ["demo"]
+    assert found["org/big"]["forecast"]["verdict"] == "never"
+    assert found["org/odd"]["error"]["code"] == "invalid_model"
+    assert "forecast" not in found["org/part"]
+    assert {one[1:] for one in asked} == {(1, 100), (1, 4096)}
+    assert not any("part" in model for model, _, _ in asked)
+    for said in (
+        "never: 3.0 GiB of 2.0 GiB",
+        "its config.json is [empty]",
+        "not all of it is downloaded",
+    ):
+        assert said in page
+
+
+def test_without_a_daemon_a_fresh_one_is_reckoned_with(kvctl, home: Home, hub):
+    home.create()
+    home.config.write_text('budget = "1GiB"')
+    code, out, err = kvctl("models", "--json")
+    assert (code, "no daemon runs" in err) == (0, True)
+    (found,) = json.loads(out)
+    assert found["path"] == str(demo())
+    assert found["forecast"]["verdict"] == "fits"
+    assert found["forecast"]["budget_bytes"] == 1 << 30
+    home.config.write_text('budget = "20MiB"')
+    (found,) = json.loads(kvctl("models", "--json")[1])
+    assert found["forecast"]["verdict"] == "never"
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_the_page_keeps_to_its_width(width):
+    one = finding.Found("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    odd = finding.Found("/[red]x", "folder", Path("/"), 5, complete=True)
+    said = [forecast("m", verdict) for verdict in ("waits", "never")]
+    known = [models.Known(one, ("a", "b"), it) for it in said]
+    known.append(models.Known(odd, forecast=said[0]))
+    console.print(models.page(known))
+    assert max(map(len, console.file.getvalue().splitlines())) <= width
+    assert "/[red]x" in console.file.getvalue()

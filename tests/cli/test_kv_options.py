@@ -1,0 +1,103 @@
+"""The options of the KV cache: the same for `kvctl load` and for `kvd serve`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from typer.testing import CliRunner
+
+from kvd.__main__ import app as kvd_app
+from kvd.cli.app import app as kvctl_app
+from kvd.config.options import Options
+from kvd.host.exits import Exit
+from kvd.host.home import Home
+from protocol.types import KVSpec
+from tests.cli.stub import stub_daemon, well
+
+ALL = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-ladder k8v8,k8v4,k4v4 "
+ALL += "--kv-floor 0=k8v8 --kv-floor -1=k16v16 --quantized-kv-start 512 --max-kv-size 8192 "
+ALL += "--kv-keep 8"
+
+
+@pytest.fixture(params=["load", "serve"])
+def asked(request, home: Home, monkeypatch):
+    """Run one of both with these options; gives its exit code, its words and the settings."""
+
+    def load(options: str):
+        arguments = ["--home", str(home.root), "load", "demo", *options.split()]
+        with stub_daemon(home.socket, well) as requests:
+            done = CliRunner().invoke(kvctl_app, arguments, env={"COLUMNS": "400"})
+        return done.exit_code, done.output, [it.kv for it in requests if hasattr(it, "kv")]
+
+    def serve(options: str):
+        ran: list[Options] = []
+        monkeypatch.setattr(
+            os, "execve", lambda _, words, __: ran.append(Options.unpacked(words[-1]))
+        )
+        arguments = ["serve", "--home", str(home.root), "--model", "demo", *options.split()]
+        done = CliRunner().invoke(kvd_app, arguments, env={"COLUMNS": "400"})
+        return done.exit_code, done.output, [it.kv for it in ran]
+
+    return {"load": load, "serve": serve}[request.param]
+
+
+@pytest.mark.parametrize(
+    ("options", "spec"),
+    [
+        ("", KVSpec()),
+        ("--kv k8v4", KVSpec(8, 4)),
+        ("--kv K4V4G32", KVSpec(4, 4, group_size=32)),
+        ("--max-kv-size 512", KVSpec(max_kv_size=512)),
+        ("--kv-ladder none", KVSpec(ladder=())),
+        (
+            ALL,
+            KVSpec(
+                8,
+                4,
+                group_size=32,
+                value_group_size=128,
+                floors={0: "k8v8", -1: "k16v16"},
+                quantized_kv_start=512,
+                max_kv_size=8192,
+                keep=8,
+            ),
+        ),
+    ],
+)
+def test_options_become_settings(asked, options: str, spec: KVSpec):
+    code, out, specs = asked(options)
+    assert (code, specs) == (0, [spec]), out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--kv k7v8", "--kv 'k7v8' is no KV scheme: key bits must be one of"),
+        ("--kv-group-size 16", "--kv-group-size must be one of 32, 64, not 16"),
+        ("--kv k4v4g32 --kv-group-size 64", "--kv-group-size is said by k4v4g32 too; say it once"),
+        ("--kv-value-group-size 16", "--kv-value-group-size must be one of 32, 64, 128"),
+        ("--kv-ladder k4v4,k8v8", "--kv-ladder must go down"),
+        ("--kv-ladder ,", "--kv-ladder must hold KV schemes"),
+        ("--kv-floor 0", "--kv-floor is no LAYER=SCHEME, such as 0=k8v8: 0"),
+        ("--kv-floor 1=k8v8 --kv-floor 1=k4v4", "--kv-floor names a layer twice: 1=k4v4"),
+        ("--kv-floor 99999=k8v8", "a key of --kv-floor must be at most 4095"),
+        ("--kv-floor 1=k9v9", "--kv-floor must hold KV schemes, and 'k9v9' is no KV scheme"),
+        ("--quantized-kv-start -1", "--quantized-kv-start must be at least 0"),
+        ("--max-kv-size 255", "--max-kv-size must be at least 256"),
+        ("--max-kv-size 256 --kv-keep 200", "--kv-keep must leave 128 of max_kv_size"),
+        ("--max-kv-size many", "--max-kv-size"),
+    ],
+)
+def test_a_wrong_one_is_a_usage_error_that_names_the_option(asked, options: str, says: str):
+    code, out, specs = asked(options)
+    assert (code, specs) == (Exit.USAGE, [])
+    assert says in out
+
+
+def test_settings_of_no_model_are_refused(home: Home):
+    done = CliRunner().invoke(
+        kvd_app, ["serve", "--home", str(home.root), "--kv", "k4v4"], env={"COLUMNS": "400"}
+    )
+    assert done.exit_code == Exit.USAGE
+    assert "are for the models of --model" in done.output

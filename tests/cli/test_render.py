@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import io
+import re
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvd.cli import render
+from protocol.errors import ErrorInfo
+from protocol.types import KVSpec, ModelStatus, WorkerStats
+from tests.cli.stub import MODEL, daemon_status
+
+
+def shown(status, width):
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(render.status(status, width))
+    return console.file.getvalue()
+
+
+def said(model, width):
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(render.model(model, width))
+    return console.file.getvalue()
+
+
+FAILED = ModelStatus(
+    name="a-model-with-quite-a-long-name",
+    source="/models/a-model-with-quite-a-long-name",
+    state="failed",
+    restarts=3,
+    error=ErrorInfo("model_failed", "3 crashes in 60 s [signal 11]"),
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 160, 200])
+def test_no_line_is_wider_than_the_terminal(width):
+    text = shown(daemon_status(MODEL, FAILED), width)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_where_http_answers_is_told():
+    both = ["http://127.0.0.1:11711", "unix:/home/you/.kvd/http.sock"]
+    value = msgspec.structs.replace(daemon_status(MODEL), http=both)
+    assert "http   http://127.0.0.1:11711/v1\n" in shown(value, 80)
+    assert "http" not in shown(daemon_status(MODEL), 80)
+
+
+def table(text):
+    lines = text.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("MODEL"))
+    return re.split(r"  +", lines[head].strip()), lines[head + 1]
+
+
+BUSY = msgspec.structs.replace(MODEL, parked=1, source="/models/demo")
+ALL = ["MODEL", "STATE", "ROWS", "WAIT", "PARKED", "TOK/S", "KV", "LEVELS"]
+ALL += ["GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
+
+
+def test_eighty_columns_have_what_matters():
+    header, row = table(shown(daemon_status(BUSY), 80))
+    assert header == ALL[:10]
+    assert " ".join(row.split()) == "demo ready 3 1 1 312 1.7 MiB k8v8 90.0 MiB 180 MiB"
+
+
+def test_what_nobody_has_takes_no_column():
+    idle = msgspec.structs.replace(MODEL, stats=WorkerStats())
+    header, _ = table(shown(daemon_status(idle), 200))
+    assert not {"WAIT", "PARKED", "HITS", "SOURCE"} & set(header)
+
+
+def test_requests_for_a_model_that_loads_wait():
+    loading = ModelStatus(name="new", source="new", state="loading", requests=4)
+    header, row = table(shown(daemon_status(loading), 80))
+    assert dict(zip(header, row.split(), strict=False))["WAIT"] == "4"
+
+
+def test_levels_say_what_share_of_the_pages_is_on_which():
+    def on(*held):
+        memory = msgspec.structs.replace(MODEL.stats.memory, kv_levels=held)
+        stats = msgspec.structs.replace(MODEL.stats, memory=memory)
+        return render.levels(msgspec.structs.replace(MODEL, stats=stats))
+
+    assert on().plain == on(5, 0, 0).plain == "k8v8"
+    mixed = on(620, 0, 380)
+    assert mixed.plain == "k8v8 62% k4v4 38%"
+    assert [span.style for span in mixed.spans] == ["green", "red"]
+
+
+@pytest.mark.parametrize(
+    ("granted", "said", "filled"),
+    [(0, "0 B of 1.0 GiB, 0%", 0), (2**29, ", 50%", 7), (2**30 - 1, ", 100%", 13)],
+)
+def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
+    status = msgspec.structs.replace(daemon_status(), granted_bytes=granted)
+    line = shown(status, 80).splitlines()[1]
+    assert said in line
+    assert line.count("█") == filled
+
+
+def test_a_budget_that_was_lowered_below_what_is_granted_says_so():
+    status = msgspec.structs.replace(daemon_status(MODEL), budget_bytes=80 << 20)
+    text = shown(status, 160)
+    assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB over, being worked off" in text
+    assert "░" not in text
+
+
+def test_a_wide_terminal_has_the_rest():
+    text = shown(daemon_status(BUSY), 160)
+    assert table(text)[0] == ALL
+    for word in ("90.0 MiB", "83%", "16384", "reference", "4242"):
+        assert word in text
+
+
+def test_forty_columns_still_name_the_model_and_its_state():
+    header, row = table(shown(daemon_status(MODEL), 40))
+    assert header == ["MODEL", "STATE", "ROWS", "WAIT", "TOK/S"]
+    assert row.split()[:2] == ["demo", "ready"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, *range(100, 130), 160, 200])
+def test_every_column_that_is_shown_is_whole(width):
+    text = shown(daemon_status(MODEL, FAILED), width)
+    header, row = table(text)
+    assert [name for name in ALL if name in header] == header
+    assert header[:2] == ["MODEL", "STATE"]
+    assert row.split()[:2] == ["demo", "ready"]
+    assert "failed" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    rows = text.splitlines()[text.splitlines().index("") + 1 :]
+    assert len([line for line in rows if line.strip()]) <= 6  # a name wraps, no letter by itself
+
+
+def test_what_looks_like_markup_is_shown_as_it_is():
+    odd = msgspec.structs.replace(MODEL, source="/models/[red]x[/]")
+    assert "/models/[red]x[/]" in shown(daemon_status(odd), 200)
+
+
+def test_no_models_says_how_to_load_one():
+    assert "kvctl load demo" in shown(daemon_status(), 80)
+
+
+def test_a_failed_model_says_why_word_for_word():
+    text = shown(daemon_status(FAILED), 80)
+    assert "failed ↻3" in text
+    assert "3 crashes in 60 s [signal 11]" in text
+
+
+def test_the_line_about_a_loaded_model_says_the_scheme_it_got():
+    lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
+    assert "  k8v8  " in said(lifted, 160)
+    assert "  k4v4" in said(msgspec.structs.replace(lifted, info=None), 160)
+
+
+def test_the_line_about_a_loaded_model_is_cut_between_words_where_it_is_too_long():
+    words = said(MODEL, 160).split()
+    lines = said(MODEL, 60).splitlines()
+    assert len(said(MODEL, 160).splitlines()) == 1
+    assert [word for line in lines for word in line.split()] == words
+    assert len(lines) == 3
+    assert all(line.startswith("  ") for line in lines[1:])
+
+
+def test_models_that_are_not_loaded_are_named():
+    status = msgspec.structs.replace(daemon_status(MODEL), asleep=["chat", "code"])
+    assert "not loaded, until a request names them: chat, code" in shown(status, 100)
+    assert "no models" not in shown(msgspec.structs.replace(status, models=[]), 100)
+
+
+def test_a_pinned_model_and_a_violation_show():
+    pinned = msgspec.structs.replace(MODEL, pinned=True)
+    status = msgspec.structs.replace(daemon_status(pinned), violations=2)
+    assert "ready pinned" in shown(status, 200)
+    assert "exceeded 2 times" in shown(status, 200)

@@ -1,0 +1,128 @@
+"""Looking again and again: a daemon that goes away and comes back."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from kvd import cli
+from kvd.cli import status
+from kvd.cli.common import Terms
+from kvd.cli.watching import Watch
+from kvd.host.home import Home
+from protocol import messages as m
+from protocol.errors import NotRunning
+from tests.cli.stub import stub_daemon, well
+
+
+def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home: Home):
+    watch = Watch(Terms(home=str(home.root)))
+    asked = []
+
+    def leaving(request):
+        asked.append(request)
+        if len(asked) == 4:
+            yield None
+        else:
+            yield from well(request)
+
+    with stub_daemon(home.socket, leaving):
+        assert watch.status().state == "serving"
+        assert [one.seq for one in watch.news()] == [1]
+        with pytest.raises(NotRunning):
+            watch.status()
+    home.socket.unlink()
+    with pytest.raises(NotRunning):
+        watch.status()
+    asked.clear()
+
+    def successor(request):
+        if isinstance(request, m.Hello):
+            yield m.HelloReply(id=request.id, version="2", protocol=1, pid=7, home="/h")
+        elif isinstance(request, m.Events):
+            asked.append(request.since)
+            yield m.EventsOver(id=request.id, last=0)
+        else:
+            yield from well(request)
+
+    with stub_daemon(home.socket, successor), watch:
+        assert watch.status().version == "0.1.0"
+        assert watch.news() == []
+    assert asked == [0]
+
+
+def test_the_same_daemon_tells_what_is_new(home: Home):
+    with stub_daemon(home.socket, well) as requests, Watch(Terms(home=str(home.root))) as watch:
+        watch.news()
+        watch.news()
+    assert [one.since for one in requests if isinstance(one, m.Events)] == [0, 1]
+
+
+class Times:
+    """Stands in for time: the third sleep is interrupted."""
+
+    def __init__(self, before):
+        self.naps = 0
+        self.before = before
+
+    def sleep(self, seconds):
+        self.naps += 1
+        self.before(self.naps)
+        if self.naps == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_status_again_and_again(home: Home, monkeypatch, capsys, as_json):
+    monkeypatch.setattr(status, "time", Times(lambda _: None))
+    arguments = ["kvctl", "--home", str(home.root), "status", "--watch"]
+    monkeypatch.setattr(sys, "argv", [*arguments, *(["--json"] if as_json else [])])
+    with stub_daemon(home.socket, well), pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, err) == (0, "")  # Ctrl-C is how one leaves
+    if as_json:
+        assert [json.loads(line)["pid"] for line in out.splitlines()] == [4241] * 3
+    else:
+        assert out.count("kvd 0.1.0") == 3
+
+
+def test_a_daemon_that_goes_away_is_waited_for_and_said_once(home: Home, monkeypatch, capsys):
+    gone = []
+
+    def answer(request):
+        if gone:
+            yield None
+        else:
+            yield from well(request)
+
+    monkeypatch.setattr(status, "time", Times(gone.append))
+    monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), "status", "-w", "--json"])
+    with stub_daemon(home.socket, answer), pytest.raises(SystemExit) as ended:
+        cli.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0
+    assert len(out.splitlines()) == 1
+    assert err.count("waiting for it") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_it_is_shown_in_place(home: Home, monkeypatch):
+    screen = Terminal()
+    for name, value in {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(status, "time", Times(lambda _: None))
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "argv", ["kvctl", "--home", str(home.root), "status", "-w"])
+    with stub_daemon(home.socket, well), pytest.raises(SystemExit):
+        cli.main()
+    text = screen.getvalue()
+    assert text.count("demo") == 4  # and once more for good
+    assert "\x1b[2K" in text  # each time the lines before are wiped

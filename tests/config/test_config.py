@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+
+from kvd.config.config import Config, ModelEntry, load, parse
+from protocol.errors import ConfigError
+from protocol.policy import ModelPolicy
+from protocol.types import KVSpec
+
+
+def test_no_file_means_the_defaults(tmp_path):
+    assert load(tmp_path / "config.toml") == Config()
+
+
+def test_a_file_with_everything(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(
+        """
+        budget = "8GiB"
+        models = ["demo", {source = "/models/qwen", alias = "qwen", kv = "k8v4"}]
+        max_rows = 16
+        prefill_chunk = 512
+        drain_timeout_s = 5
+        blas = "off"
+        native = "off"
+        attention = "reference"
+        log_level = "debug"
+        """
+    )
+    config = load(file)
+    assert config.budget_bytes == 8 * 2**30
+    assert config.entries == [
+        ModelEntry("demo"),
+        ModelEntry("/models/qwen", alias="qwen", kv="k8v4"),
+    ]
+    assert [entry.kv_spec for entry in config.entries] == [KVSpec(8, 8), KVSpec(8, 4)]
+    assert config.attention == "reference"
+    assert (config.max_rows, config.prefill_chunk, config.drain_timeout_s) == (16, 512, 5.0)
+
+
+@pytest.mark.parametrize(("memory", "chunk"), [(None, 256), (80 * 2**30, 1024)])
+def test_chunks_are_what_suits_the_device(monkeypatch, memory, chunk):
+    monkeypatch.setattr("kvd.host.memory.nvidia.total_memory", lambda: memory)
+    assert Config().chunk == chunk
+    assert parse("prefill_chunk = 320").chunk == 320
+
+
+def test_kv_settings_of_a_model_are_a_table_of_its_own():
+    config = parse(
+        """
+        [[models]]
+        source = "demo"
+
+        [[models]]
+        source = "/models/qwen"
+        alias = "qwen"
+
+        [models.kv]
+        scheme = "k8v4"
+        group_size = 32
+        value_group_size = 128
+        ladder = ["k4v4", "k4v2g64"]
+        floors = { 0 = "k8v8", -1 = "k16v16" }
+        quantized_kv_start = 512
+        max_kv_size = 8192
+        keep = 8
+        """
+    )
+
+    assert [entry.kv_spec for entry in config.entries] == [
+        KVSpec(),
+        KVSpec(
+            8,
+            4,
+            group_size=32,
+            value_group_size=128,
+            ladder=("k4v4", "k4v2g64"),
+            floors={0: "k8v8", -1: "k16v16"},
+            quantized_kv_start=512,
+            max_kv_size=8192,
+            keep=8,
+        ),
+    ]
+
+
+def kv(settings: str) -> str:
+    return f"models = [{{source = 'b', kv = {{{settings}}}}}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "says"),
+    [
+        ("bugdet = 1", "bugdet", "did you mean budget?"),
+        ("zzz = 1", "zzz", "known keys: budget, models"),
+        ("budget = -1", "budget", "budget must be at least 1"),
+        ("budget = '0'", "budget", "out of range"),
+        (f"budget = '{'9' * 400}'", "budget", "out of range"),
+        (f"budget = {'9' * 400}", "budget", ""),
+        ("budget = 'many'", "budget", "write it like 8GiB"),
+        ("models = [{sorce = 'x'}]", "models[0].sorce", "did you mean source?"),
+        ("models = ['a', {source = ''}]", "models[1].source", "must not be empty"),
+        ("models = ['a', {source = 'b', kv = 'k7v8'}]", "models[1].kv", "no KV scheme"),
+        ("models = [{source = 'b', kv = 8}]", "models[0].kv", "must be a text or an object, not"),
+        (kv("scheme = 'k7v8'"), "models[0].kv.scheme", "key bits must be one of 2, 3, 4, 5, 6, 8"),
+        (kv("schem = 'k8v8'"), "models[0].kv.schem", "did you mean scheme?"),
+        (kv("group_size = 16"), "models[0].kv.group_size", "must be one of 32, 64, not 16"),
+        (kv("scheme = 'k4v4g32', group_size = 64"), "models[0].kv.group_size", "say it once"),
+        (kv("ladder = ['k4v4', 'k8v4']"), "models[0].kv.ladder", "must go down"),
+        (kv("floors = {x = 'k8v8'}"), "models[0].kv.floors", "must be a whole number, not a text"),
+        (kv("max_kv_size = 100"), "models[0].kv.max_kv_size", "must be at least 256"),
+        (kv("max_kv_size = 512, keep = 500"), "models[0].kv.keep", "so be at most 384"),
+        ("models = [1]", "models[0]", "must be a text or an object, not a number"),
+        ("prefill_chunk = 65", "prefill_chunk", "multiple of 64"),
+        ("max_rows = 0", "max_rows", "must be at least 1"),
+        ("models = [{source = 'a', alias = 'a b'}]", "models[0].alias", "letters, digits"),
+        ("log_level = 'loud'", "log_level", "one of debug, error, info, warning, not 'loud'"),
+        ("watchdog = {decode = 9}", "watchdog.decode", "did you mean decode_s?"),
+        ("watchdog = {decode_s = 0}", "watchdog.decode_s", "must be more than 0"),
+        ("drain_timeout_s = 'long'", "drain_timeout_s", "must be a number, not a text"),
+    ],
+)
+def test_an_error_names_the_key(text, key, says):
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert caught.value.detail["key"] == key
+    assert says in caught.value.message
+    assert key in caught.value.message
+
+
+def test_what_is_not_toml_names_the_file_and_the_place():
+    with pytest.raises(ConfigError, match=r"my\.toml is not TOML: .*line 2"):
+        parse("budget = [1\nx", "my.toml")
+
+
+def test_a_file_that_cannot_be_read_is_a_config_error(tmp_path):
+    (tmp_path / "config.toml").write_bytes(b'budget = "\xff"')
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "config.toml")
+
+
+def test_a_model_says_how_it_stands_beside_the_others():
+    config = parse(
+        """
+        [[models]]
+        source = "/models/qwen"
+        load = "demand"
+        priority = 2
+        pinned = true
+        idle_ttl_s = 600
+        max_context = 8192
+        """
+    )
+    (entry,) = config.entries
+
+    assert entry.load == "demand"
+    assert entry.policy == ModelPolicy(priority=2, pinned=True, idle_ttl_s=600.0, max_context=8192)
+    assert parse('models = ["demo"]').entries[0].policy == ModelPolicy()
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("priority = 101", "models[0].priority must be at most 100"),
+        ("idle_ttl_s = 0", "models[0].idle_ttl_s must be more than 0"),
+        ('load = "later"', "models[0].load must be one of demand, start"),
+    ],
+)
+def test_what_a_model_cannot_say_is_named(line, says):
+    with pytest.raises(ConfigError) as refused:
+        parse(f'[[models]]\nsource = "demo"\n{line}')
+    assert says in refused.value.message.replace("...", "0")

@@ -1,0 +1,199 @@
+"""A configuration that comes in the place of another one, without and with actors behind it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from actors.catalogue import Known
+from kvd.config.config import parse
+from kvd.config.options import Options
+from kvd.config.reload import Change, Reloader
+from kvd.host.home import Home
+from protocol.errors import ConfigError
+from protocol.policy import ModelPolicy
+from protocol.types import KVSpec
+
+DEFAULT = 7 * 2**30
+
+
+class Running:
+    """Takes everything, but for what is loaded otherwise."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.loaded: set[str] = set()
+
+    async def set_budget(self, total_bytes):
+        self.said.append(("budget", total_bytes))
+
+    async def list_model(self, name, known, policy):
+        self.said.append(("list", name, known, policy))
+        return name not in self.loaded
+
+    async def unlist_model(self, name):
+        self.said.append(("unlist", name))
+
+
+class Reloading:
+    def __init__(self, home: Home, text: str = "", **options: Any) -> None:
+        self.running = Running()
+        self.brought: list[str] = []
+        self.reloader = Reloader(
+            Options(home, **options),
+            parse(text),
+            self.running,
+            default_budget=lambda: DEFAULT,
+            bring=lambda entry: self.brought.append(entry.source),
+        )
+
+    async def take(self, text: str) -> list[Change]:
+        async with self.reloader.turn:
+            return await self.reloader.take(parse(text))
+
+
+@pytest.fixture(autouse=True)
+def level():
+    before = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(before)
+
+
+async def test_what_is_the_same_changes_nothing(home: Home):
+    text = 'budget = "1GiB"\nmodels = ["demo", {source = "x", kv = "k8v4"}]'
+    it = Reloading(home, text)
+    assert await it.take(text) == []
+    assert await it.take(text.replace('"k8v4"', '{scheme = "k8v4"}')) == []
+    assert (it.running.said, it.brought) == ([], [])
+
+
+async def test_a_budget_holds_at_once_and_its_absence_is_the_default(home: Home):
+    it = Reloading(home)
+    assert await it.take('budget = "1GiB"') == [Change("budget", None, "1GiB")]
+    assert await it.take("") == [Change("budget", "1GiB", None)]
+    assert it.running.said == [("budget", 2**30), ("budget", DEFAULT)]
+
+
+async def test_the_command_line_wins_also_later(home: Home):
+    it = Reloading(home, budget_bytes=2**30, attention="auto")
+    changes = await it.take('budget = "2GiB"\nattention = "reference"')
+    assert [(one.key, one.holds) for one in changes] == [
+        ("budget", "command_line"),
+        ("attention", "command_line"),
+    ]
+    assert it.running.said == []
+    assert it.reloader.waiting == ()
+
+
+async def test_the_log_level_holds_at_once(home: Home):
+    await Reloading(home).take('log_level = "error"')
+    assert logging.getLogger().level == logging.ERROR
+
+
+async def test_what_needs_a_restart_waits_until_it_is_taken_back(home: Home):
+    it = Reloading(home)
+    wanted = "max_rows = 4\ndrain_timeout_s = 5.0"
+    for _ in range(2):  # a second reload says it again
+        assert Change("max_rows", 32, 4, "start") in await it.take(wanted)
+        assert it.reloader.waiting == ("max_rows",)
+    assert it.reloader.settings.max_rows == 32
+    assert it.reloader.settings.drain_timeout_s == 5.0
+    await it.take("drain_timeout_s = 5.0")
+    assert it.reloader.waiting == ()
+
+
+async def test_of_a_model_only_what_changed_is_said(home: Home):
+    it = Reloading(home, 'models = [{source = "demo", priority = 1}]')
+    changes = await it.take('models = [{source = "demo", priority = 2}]')
+    assert changes == [Change("models[demo].priority", 1, 2)]
+    known = Known("demo", KVSpec(), ModelPolicy(priority=2), listed=True)
+    assert it.running.said == [("list", "demo", known, {"priority": 2})]
+    assert it.brought == []
+
+
+async def test_new_models_are_brought_and_lost_ones_forgotten(home: Home):
+    it = Reloading(home, 'models = ["old"]')
+    changes = await it.take('models = ["a", {source = "b", load = "demand"}]')
+    assert changes == [
+        Change("models[a]", None, "a"),
+        Change("models[b]", None, "b"),
+        Change("models[old]", "old", None),
+    ]
+    assert it.brought == ["a"]
+    assert it.running.said[-1] == ("unlist", "old")
+
+
+async def test_models_of_the_command_line_are_not_joined_by_others(home: Home):
+    it = Reloading(home, models=("demo",))
+    await it.take('models = ["a"]')
+    assert it.brought == []
+    assert it.running.said[0][:2] == ("list", "a")
+
+
+async def test_how_a_loaded_model_is_loaded_waits_for_its_unload(home: Home):
+    it = Reloading(home, 'models = ["demo"]')
+    it.running.loaded = {"demo"}
+    wanted = 'models = [{source = "demo", kv = "k8v4", priority = 3}]'
+    for once in (True, False):
+        changes = await it.take(wanted)
+        assert Change("models[demo].kv", "k8v8", "k8v4", "unload") in changes
+        assert (Change("models[demo].priority", 0, 3) in changes) is once
+        assert it.reloader.waiting == ("models[demo].kv",)
+    it.running.loaded = set()
+    assert await it.take(wanted) == [Change("models[demo].kv", "k8v8", "k8v4")]
+    assert it.brought == ["demo"]
+    assert it.reloader.waiting == ()
+
+
+async def test_a_name_that_another_model_has_is_found_again(home: Home):
+    it = Reloading(home)
+    it.running.loaded = {"demo"}
+    for _ in range(2):
+        assert await it.take('models = ["demo"]') == [
+            Change("models[demo]", None, "demo", "unload")
+        ]
+    assert it.brought == []
+
+
+@pytest.mark.parametrize("text", ["budget = 0", "bugdet = 1", "x", 'blas = "/no/library"'])
+async def test_a_wrong_file_is_refused_as_a_whole(home: Home, text, monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    home.create()
+    it = Reloading(home, 'budget = "1GiB"')
+    home.config.write_text(f'log_level = "error"\n{text}')
+    with pytest.raises(ConfigError):
+        await it.reloader.reload()
+    assert it.reloader.settings == parse('budget = "1GiB"')
+    assert it.running.said == []
+    assert logging.getLogger().level != logging.ERROR
+
+
+async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(home: Home):
+    admitted = []
+    it = Reloading(home)
+    it.reloader._admit = admitted.append
+    key = "sha256:" + "0" * 64
+    changes = await it.take(f'[http]\nport = 1\norigins = ["https://a.example"]\nkeys.me = "{key}"')
+
+    assert [(change.key, change.after, change.holds) for change in changes] == [
+        ("http.port", 1, "start"),
+        ("http.keys", ["me"], "now"),
+        ("http.origins", ["https://a.example"], "now"),
+    ]
+    assert [http.keys for http in admitted] == [{"me": key}]
+    assert it.reloader.settings.http == admitted[0]
+    assert it.reloader.waiting == ("http.port",)
+    assert await it.take(f'[http]\norigins = ["https://a.example"]\nkeys.me = "{key}"') == []
+
+
+async def test_a_guard_that_lets_in_too_many_changes_nothing(home: Home):
+    def refuses(_):
+        raise ConfigError("no key", key="http.keys")
+
+    it = Reloading(home, "log_level = 'info'")
+    it.reloader._admit = refuses
+    with pytest.raises(ConfigError, match="no key"):
+        await it.take("log_level = 'debug'\n[http]\nhosts = ['a']")
+    assert it.reloader.settings == parse("log_level = 'info'")

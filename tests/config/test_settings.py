@@ -1,0 +1,284 @@
+"""Settings by key: where they come from, live changes, and changes of the file's text."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvd.cli.config import page
+from kvd.cli.editing import edited_text
+from kvd.config.config import Config, load, parse
+from kvd.config.options import Options
+from kvd.config.reload import Reloader
+from kvd.config.settings import LiveSettings, flat, said_in, table, with_value
+from kvd.host.home import Home
+from protocol.errors import ConfigError
+
+TEXT = """\
+# mine
+budget = "8GiB"  # half of it
+models = [
+  "demo",  # small
+  { source = "/m/qwen", alias = "q", priority = 2 },
+]
+
+[watchdog]
+decode_s = 40.0
+"""
+
+
+class Running:
+    """Takes everything."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+
+    async def set_budget(self, total_bytes):
+        self.said.append(("budget", total_bytes))
+
+    async def list_model(self, name, known, policy):
+        self.said.append(("list", name, policy))
+        return True
+
+    async def unlist_model(self, name):
+        raise AssertionError(name)
+
+
+@pytest.fixture(autouse=True)
+def level():
+    before = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(before)
+
+
+class Live:
+    def __init__(
+        self, home: Home, text: str = TEXT, running: Running | None = None, **options: Any
+    ) -> None:
+        home.create()
+        home.config.write_text(text)
+        given = Options(home, **options)
+        self.running = running or Running()
+        self.reloader = Reloader(
+            given, load(home.config), self.running, default_budget=lambda: 7, bring=lambda _: None
+        )
+        self.settings = LiveSettings(given, self.reloader, self.running, lambda: 7)
+
+    def __getitem__(self, key):
+        return next(one for one in self.settings.table if one.key == key)
+
+
+def test_every_field_of_the_configuration_has_a_key():
+    keys = flat(Config()).keys()
+    for field in Config.__struct_fields__:
+        assert field == "models" or any(key.partition(".")[0] == field for key in keys)
+    assert {"models[demo].priority", "models[q].source"} <= flat(parse(TEXT)).keys()
+
+
+def test_where_values_come_from(home: Home):
+    live = Live(home)
+    assert (live["budget"].value, live["budget"].origin) == ("8GiB", "file")
+    assert (live["max_rows"].value, live["max_rows"].origin) == (32, "default")
+    assert live["watchdog.decode_s"].origin == "file"
+    assert live["watchdog.flush_s"].origin == "default"
+    assert live["models[q].priority"].origin == "file"
+    assert live["models[demo].priority"].origin == "default"
+    assert [one.live for one in (live["budget"], live["max_rows"])] == [True, False]
+    assert Live(home, budget_bytes=5)["budget"].origin == "command_line"
+
+
+async def test_a_live_change_holds_until_the_file_is_read_again(home: Home):
+    live = Live(home)
+    (change,) = await live.settings.change({"budget": "4GiB"})
+    assert (change.before, change.after, change.holds) == ("8GiB", "4GiB", "now")
+    assert live.running.said == [("budget", 4 << 30)]
+    assert (live["budget"].value, live["budget"].origin) == ("4GiB", "live")
+    await live.reloader.reload()
+    assert (live["budget"].value, live["budget"].origin) == ("8GiB", "file")
+
+
+async def test_none_is_what_the_file_says(home: Home):
+    live = Live(home)
+    await live.settings.change({"budget": "4GiB", "log_level": "debug"})
+    await live.settings.change({"budget": None, "log_level": None})
+    assert [live[key].origin for key in ("budget", "log_level")] == ["file", "default"]
+    assert live.running.said[-1] == ("budget", 8 << 30)
+
+
+async def test_what_needs_a_restart_says_so_and_changes_nothing(home: Home):
+    live = Live(home)
+    changes = await live.settings.change({"max_rows": 8, "watchdog.decode_s": 1.5})
+    assert {(one.key, one.after, one.holds) for one in changes} == {
+        ("max_rows", 8, "start"),
+        ("watchdog.decode_s", 1.5, "start"),
+    }
+    assert (live["max_rows"].value, live["max_rows"].origin) == (32, "default")
+    home.config.write_text(TEXT.replace("# mine", "max_rows = 8"))
+    row = live["max_rows"]
+    assert (row.value, row.waits, row.next) == (32, True, 8)
+
+
+async def test_a_budget_beats_the_command_line_of_then(home: Home):
+    live = Live(home, budget_bytes=5)
+    (change,) = await live.settings.change({"budget": "1GiB"})
+    assert change.holds == "now"
+    assert live.running.said == [("budget", 1 << 30)]
+    await live.settings.budget_is(77)
+    assert live["budget"].value == 77
+
+
+class Slow(Running):
+    """Takes a budget when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may = asyncio.Event(), asyncio.Event()
+
+    async def set_budget(self, total_bytes):
+        self.asked.set()
+        await self.may.wait()
+        await super().set_budget(total_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget_bytes": 5}], ids=["file", "command_line"])
+async def test_changes_at_once_leave_each_other_alone(home: Home, options):
+    live = Live(home, running=Slow(), **options)
+    first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
+    await live.running.asked.wait()
+    second = asyncio.create_task(live.settings.change({"log_level": "debug"}))
+    await asyncio.sleep(0)  # as far as it can come
+    live.running.may.set()
+    told = [[(one.key, one.after) for one in await task] for task in (first, second)]
+    assert told == [[("budget", "1GiB")], [("log_level", "debug")]]
+    assert live.running.said == [("budget", 1 << 30)]
+    assert [live[key].value for key in ("budget", "log_level")] == ["1GiB", "debug"]
+
+
+async def test_the_later_of_two_budgets_holds(home: Home):
+    live = Live(home, running=Slow())
+    first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
+    await live.running.asked.wait()
+    second = asyncio.create_task(live.settings.budget_is(77))
+    await asyncio.sleep(0)
+    live.running.may.set()
+    await asyncio.gather(first, second)
+    assert live["budget"].value == 77
+
+
+async def test_the_file_is_read_when_the_change_before_is_done(home: Home):
+    live = Live(home, running=Slow())
+    first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
+    await live.running.asked.wait()
+    second = asyncio.create_task(live.reloader.reload())
+    await asyncio.sleep(0)
+    home.config.write_text(TEXT.replace('"8GiB"', "77"))
+    live.running.may.set()
+    await asyncio.gather(first, second)
+    assert live["budget"].value == 77
+
+
+async def test_a_model_of_the_file_is_changed_alone(home: Home):
+    live = Live(home)
+    (change,) = await live.settings.change({"models[demo].priority": 9})
+    assert (change.key, change.before, change.after) == ("models[demo].priority", 0, 9)
+    assert live.running.said == [("list", "demo", {"priority": 9})]
+    assert live["models[demo].priority"].origin == "live"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"budgets": 1}, "no setting 'budgets'"),
+        ({"decode_s": 1}, "did you mean watchdog.decode_s"),
+        ({"watchdog": {}}, "did you mean watchdog.spawning_s"),
+        ({"models[x].priority": 1}, "no model 'x' is in the configuration"),
+        ({"models[q].sauce": 1}, "no setting"),
+        ({"budget": "much"}, "budget"),
+        ({"log_level": "debug", "max_rows": 0}, "max_rows"),
+    ],
+)
+async def test_a_bad_key_or_value_changes_nothing(home: Home, values, said):
+    live = Live(home)
+    before = flat(live.reloader.settings)
+    with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
+        await live.settings.change(values)
+    assert flat(live.reloader.settings) == before
+    assert live.running.said == []
+
+
+def test_hashes_of_keys_are_nobody_s_business(home: Home):
+    home.create()
+    home.config.write_text(f'[http]\nkeys = {{ me = "sha256:{"0" * 64}" }}\n')
+    (row,) = [one for one in table(load(home.config), home.config) if one.key == "http.keys"]
+    assert row.value == ["me"]
+    assert "sha256" not in repr(row)
+
+
+async def test_a_key_is_taken_back_at_once_and_its_hash_not_told(home: Home):
+    live = Live(home, f'[http]\nkeys = {{ me = "sha256:{"0" * 64}", you = "sha256:{"1" * 64}" }}\n')
+    changes = await live.settings.change({"http.keys": {"me": f"sha256:{'0' * 64}"}})
+    assert [(one.key, one.before, one.after, one.holds) for one in changes] == [
+        ("http.keys", ["me", "you"], ["me"], "now")
+    ]
+    assert (live["http.keys"].value, live["http.keys"].live) == (["me"], True)
+
+
+def test_a_broken_file_does_not_hide_what_holds(home: Home):
+    live = Live(home)
+    home.config.write_text("budget = ")
+    assert live["budget"].value == "8GiB"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("budget", "2GiB"),
+        ("max_rows", 8),
+        ("watchdog.decode_s", 1.5),
+        ("watchdog.flush_s", 9),
+        ("http.port", 1234),
+        ("models[demo].priority", 5),
+        ("models[q].kv", "k8v4"),
+    ],
+)
+def test_an_edited_file_says_it_and_keeps_all_else(home: Home, key, value):
+    home.create()
+    home.config.write_text(TEXT)
+    text = edited_text(home.config, key, value)
+    assert flat(parse(text)) == flat(with_value(parse(TEXT), key, value))
+    assert key in said_in(text)
+    for comment in ("# mine", "# half of it"):
+        assert comment in text
+    home.config.write_text(text)
+    assert said_in(edited_text(home.config, key, None)) == said_in(text) - {key}
+    assert said_in(text) == said_in(TEXT) | {key}
+
+
+def test_a_file_that_is_not_there_is_made_and_a_broken_one_stays(home: Home):
+    home.create()
+    assert parse(edited_text(home.config, "max_rows", 8)).max_rows == 8
+    assert edited_text(home.config, "max_rows", None) == ""
+    for broken in (b"max_rows = ", b'# gr\xfc\xdfe\nbudget = "1GiB"'):
+        home.config.write_bytes(broken)
+        with pytest.raises(ConfigError):
+            edited_text(home.config, "max_rows", 8)
+        assert home.config.read_bytes() == broken
+
+
+def test_the_page_shows_keys_values_and_what_waits(home: Home):
+    live = Live(home)
+    home.config.write_text(TEXT.replace("# mine", "max_rows = 8"))
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    console.print(page(live.settings.table))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    lines = {row[0]: " ".join(row[1:]) for row in rows}
+    assert lines["budget"] == "8GiB file live"
+    assert lines["max_rows"] == "32 default waits for a restart: 8"
+    assert lines["models[q].priority"] == "2 file live"
+    assert lines["models[q].source"] == "/m/qwen file while it is not loaded"
+    assert lines["prefill_chunk"] == "- default at a restart"

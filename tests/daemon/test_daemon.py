@@ -1,0 +1,123 @@
+"""The daemon's own decisions, without a socket; whole daemons are in tests/process."""
+
+from __future__ import annotations
+
+import os
+
+from structlog.testing import capture_logs
+
+import kvd.daemon.daemon
+from actors.ports import Notice
+from kvd.config.config import Config, parse
+from kvd.config.http import HttpSettings
+from kvd.config.options import Options
+from kvd.daemon.daemon import Daemon, Start, _notify, welcome
+from kvd.host.home import Home
+from kvd.http.doors import open_doors
+from kvd.http.server import Server
+from protocol.types import KVSpec
+from tests.cli.stub import MODEL
+
+
+def daemon(home: Home, settings: Config, **options) -> Daemon:
+    return Daemon(Options(home, fake=True, **options), settings)
+
+
+def test_models_of_the_configuration_are_relative_to_the_home(home: Home, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.chdir(tmp_path)
+    text = (
+        'models = ["demo", "org/name", "~/x", "./y", {source = "../z", alias = "z", kv = "k8v4"}]'
+    )
+    assert daemon(home, parse(text))._starts() == [
+        Start("demo"),
+        Start("org/name"),
+        Start("/home/someone/x"),
+        Start(str(home.root / "y")),
+        Start(str(home.root.parent / "z"), alias="z", kv=KVSpec(8, 4)),
+    ]
+
+
+def test_notices_may_have_fields_of_any_name():
+    fields = {"level": 2, "event": "x", "exc_info": "y", "model": "demo"}
+    with capture_logs() as logs:
+        _notify(Notice("governor_start_level", "warning", fields))
+    (said,) = logs
+    assert (said["event"], said["log_level"]) == ("governor_start_level", "warning")
+    assert (said["its_level"], said["its_event"], said["model"]) == (2, "x", "demo")
+
+
+def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    entries = daemon(home, Config(models=["other"]), models=("./y",))._starts()
+    assert entries == [Start(str(tmp_path / "y"))]
+    dense = daemon(home, Config(models=["other"]), models=("demo",), kv=KVSpec(16, 16))
+    assert dense._starts() == [Start("demo", kv=KVSpec(16, 16))]
+
+
+def test_the_command_lines_budget_wins_and_then_the_configurations(home: Home):
+    settings = Config(budget="2GiB")
+    assert daemon(home, settings, budget_bytes=2**30)._budget == 2**30
+    assert daemon(home, settings)._budget == 2**31
+
+
+def test_the_command_lines_attention_wins_and_then_the_configurations(home: Home, monkeypatch):
+    said = []
+    monkeypatch.setattr(
+        kvd.daemon.daemon, "Spawner", lambda **options: said.append(options["attention"])
+    )
+    for settings, options in (
+        (Config(), {}),
+        (Config(attention="reference"), {}),
+        (Config(attention="reference"), {"attention": "auto"}),
+        (Config(), {"attention": "reference"}),
+    ):
+        daemon(home, settings, **options)
+
+    assert said == ["auto", "reference", "auto", "reference"]
+
+
+async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkeypatch):
+    home.create()
+    (door,) = open_doors(home, HttpSettings(tcp=False))
+    one = Daemon(Options(home, fake=True), Config(), doors=[door])
+    early, late = ({name: "sha256:" + "0" * 64} for name in ("early", "late"))
+    started = Server.start
+
+    async def meanwhile(server: Server) -> None:
+        assert server._guard.settings.keys == early
+        await one._system.configuration.change({"http.keys": late})
+        await started(server)
+
+    monkeypatch.setattr(Server, "start", meanwhile)
+    await one._system.configuration.change({"http.keys": early})
+    await one._serve_http(starting=lambda: False)
+    assert one._web is not None
+    assert one._web._guard.settings.keys == late
+    await one._web.close()
+    door.close()
+
+
+def test_the_welcome_suggests_what_is_there(home: Home):
+    text = welcome(home, [MODEL], [])
+    assert "serves demo (k8v8)" in text
+    assert "generate demo" in text
+    assert "failed" not in text
+    assert "load demo" in welcome(home, [], [])
+
+
+def test_the_welcome_names_what_failed_and_suggests_nothing_of_it(home: Home):
+    text = welcome(home, [], [("demo", "it does not fit")])
+    assert "failed  demo: it does not fit" in text
+    assert "status" in text
+    assert "generate" not in text
+    assert "load demo" not in text
+    text = welcome(home, [MODEL], [("big", "it does not fit")])
+    assert "failed  big: it does not fit" in text
+    assert "generate demo" in text
+
+
+def test_what_the_command_line_said_reaches_the_daemon(tmp_path):
+    root = tmp_path / os.fsdecode(b"caf\xe9 \xff")  # file names need not be UTF-8
+    said = Options(Home(root), 5, ("demo", "/ä"), KVSpec(8, 4, floors={-1: "k8v8"}), "reference")
+    assert Options.unpacked(said.packed()) == said

@@ -1,0 +1,150 @@
+"""Estimates from a model's files: what its worker then says, but for the interpreter's share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvd.daemon.estimate import Machine, estimate, folder_of, sharers
+from protocol.costs import Costs
+from protocol.errors import InvalidModel, UnknownModel
+from protocol.types import KVSpec
+from protocol.worker import Grant, LoadModel
+
+MACHINE = Machine(
+    on_cpu=True, native=False, prefill_chunk=256, max_rows=32, attention_scratch=256 * 2**20
+)
+QWEN = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+}
+
+
+def folder(tmp_path: Path, config: dict[str, object]) -> Path:
+    """A folder with this config and one tensor of 1000 half floats."""
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [10, 100], "data_offsets": [0, 2000]}}
+    ).encode()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data = len(header).to_bytes(8, "little") + header + bytes(2000)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    return tmp_path
+
+
+def test_weights_are_those_of_the_headers(tmp_path):
+    found = estimate(folder(tmp_path, QWEN), KVSpec(), MACHINE).costs
+    packed = estimate(tmp_path, KVSpec(), replace(MACHINE, native=True)).costs
+    on_card = estimate(tmp_path, KVSpec(), replace(MACHINE, on_cpu=False)).costs
+
+    assert (found.weights_bytes, packed.weights_bytes, on_card.weights_bytes) == (4000, 2000, 2000)
+    assert found.base_bytes > found.weights_bytes + MACHINE.attention_scratch
+
+
+def test_windows_are_kinds_of_their_own(tmp_path):
+    types = ["sliding_attention", "full_attention"] * 2
+    config = QWEN | {"sliding_window": 1024, "layer_types": types}
+    kinds = estimate(folder(tmp_path, config), KVSpec(), MACHINE).costs.kinds
+    patterned = QWEN | {"sliding_window": 512, "sliding_window_pattern": 4}
+    third = estimate(folder(tmp_path, patterned), KVSpec(), MACHINE).costs.kinds
+
+    assert [(one.window, one.layers) for one in kinds] == [(1024, 2), (None, 2)]
+    assert [(one.window, one.layers) for one in third] == [(512, 3), (None, 1)]
+
+
+def test_a_multimodal_config_has_its_language_model_one_level_down(tmp_path):
+    flat = estimate(folder(tmp_path, QWEN), KVSpec(), MACHINE)
+    nested = estimate(folder(tmp_path, {"text_config": QWEN}), KVSpec(), MACHINE)
+
+    assert nested == flat
+
+
+@pytest.mark.parametrize(
+    "config", [{}, QWEN | {"num_attention_heads": 0, "head_dim": None}, QWEN | {"hidden_size": "x"}]
+)
+def test_what_a_config_does_not_say_is_an_error_that_says_so(tmp_path, config):
+    config = {**config}
+    config.pop("head_dim", None)
+    with pytest.raises(InvalidModel, match="load it"):
+        estimate(folder(tmp_path, config), KVSpec(), MACHINE)
+
+
+def test_broken_folders_are_named(tmp_path):
+    with pytest.raises(InvalidModel, match=r"config\.json cannot be read"):
+        estimate(tmp_path, KVSpec(), MACHINE)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(InvalidModel, match="not a JSON object"):
+        estimate(tmp_path, KVSpec(), MACHINE)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    with pytest.raises(InvalidModel, match="has no model"):
+        estimate(tmp_path, KVSpec(), MACHINE)
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(InvalidModel, match="truncated or no safetensors"):
+        estimate(tmp_path, KVSpec(), MACHINE)
+
+
+def test_sources_are_found_where_they_are(tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub/models--org--name/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub/models--org--name/refs").mkdir()
+    (tmp_path / "hub/models--org--name/refs/main").write_text("abc\n")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+
+    assert (folder_of("demo") / "config.json").exists()
+    assert folder_of(str(tmp_path)) == tmp_path
+    assert folder_of("org/name") == snapshot
+    for source in ("org/other", "nothing", "/no/such/folder"):
+        with pytest.raises(UnknownModel):
+            folder_of(source)
+
+
+def test_processes_with_the_library_are_counted(tmp_path):
+    for pid, text in ((1, "a /lib/libc.so\n"), (2, "b /x/libmlx.so\n"), (3, "c /x/libmlx.so\n")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "maps").write_text(text)
+
+    assert sharers(tmp_path) == 2
+    assert replace(MACHINE, sharers=1).interpreter < MACHINE.interpreter
+
+
+@pytest.mark.mlx
+@pytest.mark.parametrize(
+    "kv",
+    [
+        KVSpec(),
+        KVSpec(k_bits=8, v_bits=4, prefix_cache=0, floors={0: "k8v8", -1: "k8v4"}),
+        KVSpec(quantized_kv_start=512),
+        KVSpec(max_kv_size=1024),
+    ],
+    ids=["default", "floors", "dense start", "bounded rows"],
+)
+def test_an_estimate_is_what_the_worker_says(kv):
+    pytest.importorskip("mlx.core")
+    from kvd.worker.core.engine import MLXEngine
+
+    def grant(total: int, _reason: str) -> Grant:
+        return Grant(
+            seq=1, total_bytes=total, granted=True, available_bytes=2**40, budget_bytes=2**40
+        )
+
+    info = MLXEngine().load(LoadModel(source="demo", kv=kv), lambda *_: None, grant)
+    machine = replace(MACHINE, native=info.native == "on")
+    found = estimate(folder_of("demo"), kv, machine)
+
+    assert info.costs is not None
+    assert without_base(found.costs) == without_base(info.costs)
+    assert found.schemes == info.kv_ladder
+    assert found.context_length == info.context_length
+
+
+def without_base(costs: Costs) -> Costs:
+    return msgspec.structs.replace(costs, base_bytes=0)

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from kvd.host import listen
+from kvd.host.home import Home
+from protocol.errors import AlreadyRunning, ConfigError
+
+
+@pytest.fixture
+def made(home: Home) -> Home:
+    home.create()
+    return home
+
+
+class Recorder:
+    """Stands where the actors stand: keeps what comes and answers on demand."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.gone = asyncio.Event()
+        self.talked = asyncio.Event()
+
+    def connect(self, *, write, close, backlog):
+        self.write, self.close, self.backlog = write, close, backlog
+        return self
+
+    def receive(self, data: bytes) -> None:
+        self.received += data
+        self.talked.set()
+
+    def closed(self) -> None:
+        self.gone.set()
+
+
+@pytest.fixture
+async def door(made: Home):
+    recorder = Recorder()
+    listener = listen.bind(made.socket)
+    server = await listen.serve(listener, recorder.connect)
+    recorder.reader, recorder.writer = await asyncio.open_unix_connection(str(made.socket))
+    async with asyncio.timeout(10):
+        yield recorder
+    server.close()
+    recorder.writer.close()
+
+
+def test_a_second_daemon_learns_who_holds_the_home(made: Home):
+    refusal = pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}.*kvctl shutdown")
+    with listen.hold_lock(made), refusal, listen.hold_lock(made):
+        pass
+    with listen.hold_lock(made):
+        assert made.lock.read_text() == f"{os.getpid()}\n"
+
+
+def test_a_lock_that_cannot_be_opened_is_a_config_error(made: Home):
+    made.lock.mkdir()
+    refusal = pytest.raises(ConfigError, match=r"cannot use .*kvd\.lock")
+    with refusal as caught, listen.hold_lock(made):
+        pass
+    assert caught.value.detail["key"] == "home"
+
+
+def test_the_lock_is_not_inherited_by_what_the_holder_starts(made: Home):
+    with listen.hold_lock(made):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with listen.hold_lock(made):
+            pass
+    finally:
+        child.communicate(b"\n")
+
+
+def test_the_socket_is_private_and_a_dead_one_is_replaced(made: Home):
+    listen.bind(made.socket).close()
+    assert made.socket.exists()
+    with listen.bind(made.socket):
+        found = made.socket.stat().st_mode
+        assert stat.S_ISSOCK(found)
+        assert stat.S_IMODE(found) == 0o600
+
+
+def test_a_socket_on_which_somebody_listens_is_not_taken_from_him(made: Home):
+    """The service manager does, with a daemon or without; nor is it woken by our looking."""
+    with listen.bind(made.socket) as its:
+        mine = made.socket.stat().st_ino
+        with pytest.raises(ConfigError, match="kvctl service stop"):
+            listen.bind(made.socket)
+        assert made.socket.stat().st_ino == mine
+        with pytest.raises(BlockingIOError):
+            its.accept()
+
+
+async def test_the_path_is_not_the_servers_to_remove(made: Home):
+    """Python would from 3.13 on, also where the path is the service manager's."""
+    server = await listen.serve(listen.bind(made.socket), Recorder().connect)
+    server.close()
+    await server.wait_closed()
+    assert made.socket.exists()
+
+
+def test_a_file_in_the_sockets_place_is_not_deleted(made: Home):
+    made.socket.write_text("precious")
+    with pytest.raises(ConfigError, match="in the way"):
+        listen.bind(made.socket)
+    assert made.socket.read_text() == "precious"
+
+
+def test_the_peer_is_us():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert listen.peer_uid(ours) == os.geteuid()
+
+
+async def test_bytes_pass_both_ways_and_the_end_is_told(door):
+    door.writer.write(b"hello\n")
+    await door.talked.wait()
+    assert door.received == b"hello\n"
+    door.write(b"reply\n")
+    assert await door.reader.readline() == b"reply\n"
+    assert door.backlog() == 0
+    door.writer.close()
+    await door.gone.wait()
+    door.write(b"to nobody\n")
+    door.close()
+
+
+async def test_a_client_that_only_stops_writing_still_gets_its_answer(door):
+    door.writer.write(b"question\n")
+    door.writer.write_eof()
+    await door.talked.wait()
+    await asyncio.sleep(0)
+    door.write(b"answer\n")
+    assert await door.reader.read() == b"answer\n"
+    await door.gone.wait()
+
+
+async def test_a_client_that_closes_is_gone_at_once(door, monkeypatch):
+    monkeypatch.setattr(listen, "_FAREWELL_S", 3600)
+    door.writer.write(b"question\n")
+    await door.talked.wait()
+    door.writer.close()
+    await door.gone.wait()
+
+
+async def test_an_end_of_ours_lets_the_last_words_through(door):
+    door.writer.write(b"x" * 300_000)  # still arriving while we close
+    await door.talked.wait()
+    before = len(door.received)
+    door.write(b"last words\n")
+    door.close()
+    door.close()
+    door.writer.write(b"y" * 300_000)
+    assert await door.reader.read() == b"last words\n"
+    assert b"y" not in door.received[before:]
+    door.writer.close()
+    await door.gone.wait()
+
+
+async def test_a_client_that_never_reads_is_cut_off(door, monkeypatch):
+    monkeypatch.setattr(listen, "_LINGER_S", 0.05)
+    door.reader._transport.pause_reading()
+    door.write(b"x" * 4_000_000)
+    assert door.backlog() > 0
+    door.close()
+    await door.gone.wait()
+
+
+async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(door, monkeypatch):
+    monkeypatch.setattr(listen, "_FAREWELL_S", 0.01)
+    monkeypatch.setattr(listen, "_LINGER_S", 0.05)
+    door.reader._transport.pause_reading()
+    door.write(b"x" * 4_000_000)
+    assert door.backlog() > 0
+    door.writer.write_eof()
+    await door.gone.wait()
+
+
+async def test_a_client_that_was_gone_before_we_looked_is_no_fault(made: Home):
+    def uid_of(_: socket.socket) -> int:
+        raise ConnectionResetError
+
+    recorder, faults = Recorder(), []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: faults.append(context))
+    listener = listen.bind(made.socket)
+    server = await loop.create_unix_server(
+        lambda: listen.ClientPort(recorder.connect, uid_of=uid_of), sock=listener
+    )
+    reader, writer = await asyncio.open_unix_connection(str(made.socket))
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    assert faults == []
+    assert not hasattr(recorder, "write")
+    writer.close()
+    server.close()
+
+
+def test_the_kernel_of_a_mac_knows_nothing_of_who_is_gone(monkeypatch):
+    class Gone:
+        def getsockopt(self, *_: int) -> bytes:
+            raise OSError(errno.ENOTCONN, "Socket is not connected")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ConnectionResetError):
+        listen.peer_uid(Gone())
+
+
+async def test_another_user_is_turned_away_with_a_reason(made: Home):
+    recorder = Recorder()
+    loop = asyncio.get_running_loop()
+    listener = listen.bind(made.socket)
+    server = await loop.create_unix_server(
+        lambda: listen.ClientPort(recorder.connect, uid_of=lambda _: 12345), sock=listener
+    )
+    reader, writer = await asyncio.open_unix_connection(str(made.socket))
+    async with asyncio.timeout(10):
+        assert b'"permission_denied"' in await reader.read()
+    assert not recorder.received
+    writer.close()
+    server.close()

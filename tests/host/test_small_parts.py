@@ -1,0 +1,167 @@
+"""Sources, exit codes, BLAS and logs: a few lines each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+
+import pytest
+import structlog
+
+from kvd.config.sources import absolute
+from kvd.host import blas, exits, logs
+from kvd.host.exits import Exit
+from kvd.host.memory import nvidia
+from protocol import errors
+
+
+def test_names_and_hub_ids_stay_as_they_are(tmp_path):
+    (tmp_path / "demo").mkdir()
+    assert absolute("demo", tmp_path) == "demo"
+    assert absolute("org/name", tmp_path) == "org/name"
+
+
+def test_folders_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    (tmp_path / "org/name").mkdir(parents=True)
+    assert absolute("org/name", tmp_path) == str(tmp_path / "org/name")
+    assert absolute("./demo", tmp_path) == str(tmp_path / "demo")
+    assert absolute("../demo", tmp_path) == str(tmp_path.parent / "demo")
+    assert absolute(".", tmp_path) == str(tmp_path)
+    assert absolute("/models/x", tmp_path) == "/models/x"
+    assert absolute("~/x", tmp_path) == "/home/someone/x"
+    assert absolute("~no-such-user/x", tmp_path) == str(tmp_path / "~no-such-user/x")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.NotRunning("x"), Exit.NOT_RUNNING),
+        (errors.AlreadyRunning("x"), Exit.ALREADY_RUNNING),
+        (errors.ConfigError("x"), Exit.CONFIG),
+        (errors.UnknownModel("x"), Exit.REFUSED),
+        (errors.ContextTooLong("x"), Exit.REFUSED),
+        (errors.WorkerDied("x"), Exit.RETRY),
+        (errors.Draining("x"), Exit.RETRY),
+        (errors.InternalError("x"), Exit.FAILED),
+        (errors.InsufficientMemory("x"), Exit.FAILED),
+    ],
+)
+def test_errors_have_exit_codes(error, code):
+    assert exits.of(error) == code
+
+
+def test_openblas_is_found_where_distributions_put_it(tmp_path):
+    assert blas.find(tmp_path) is None
+    library = tmp_path / "usr/lib/x86_64-linux-gnu/libopenblas.so.0"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"")
+    assert blas.find(tmp_path) == library
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="preloading is for Linux")
+def test_a_blas_that_is_not_there_is_a_config_error(tmp_path):
+    assert blas.choose("off") is None
+    with pytest.raises(errors.ConfigError, match="no library at"):
+        blas.choose(str(tmp_path / "none.so"))
+
+
+@pytest.fixture
+def restored_logging():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def test_logs_are_json_in_the_file_and_off_a_terminal(tmp_path, capsys, restored_logging):
+    logs.setup(tmp_path, "info")
+    structlog.get_logger("kvd.test").info("model ready", model="demo")
+    logging.getLogger("asyncio").warning("slow %s", "callback")
+    structlog.get_logger("kvd.test").debug("not this one")
+    try:
+        int("why")
+    except ValueError:
+        structlog.get_logger("kvd.test").exception("went wrong")
+    written = [json.loads(line) for line in (tmp_path / "kvd.log").read_text().splitlines()]
+    assert [line["event"] for line in written] == ["model ready", "slow callback", "went wrong"]
+    assert written[0] | {"timestamp": ""} == {
+        "event": "model ready",
+        "model": "demo",
+        "level": "info",
+        "logger": "kvd.test",
+        "timestamp": "",
+    }
+    assert "ValueError: invalid literal" in written[2]["exception"]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [json.loads(line)["event"] for line in shown.err.splitlines()] == [
+        line["event"] for line in written
+    ]
+
+
+def test_a_log_that_cannot_be_written_is_a_config_error(tmp_path, restored_logging):
+    (tmp_path / "kvd.log").mkdir()
+    with pytest.raises(errors.ConfigError, match=r"cannot use .*kvd\.log") as caught:
+        logs.setup(tmp_path)
+    assert caught.value.detail["key"] == "home"
+
+
+def test_a_terminal_gets_lines_for_people(monkeypatch, capsys, restored_logging):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    logs.setup(None)
+    structlog.get_logger("kvd.test").info("model ready", model="demo", reason=None)
+    line = capsys.readouterr().err
+    assert re.match(r"\d\d:\d\d:\d\d \[info +\] model ready", line)
+    assert "model=demo" in line
+    assert "reason" not in line
+    assert "\x1b" not in line
+
+
+class FakeNvml:
+    """The driver's library with one device of this size."""
+
+    def __init__(self, total: int, failing: str = "") -> None:
+        self._total, self._failing = total, failing
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            if name == self._failing:
+                return 999
+            if name == "nvmlDeviceGetMemoryInfo":
+                arguments[1]._obj.total = self._total
+            return 0
+
+        return call
+
+
+def test_nvidia_counts_only_where_mlx_computes_on_it(monkeypatch):
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(141 * 2**30))
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: False)
+    assert nvidia.total_memory() is None
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    assert nvidia.total_memory() == 141 * 2**30
+
+
+@pytest.mark.parametrize("failing", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo"])
+def test_a_driver_that_fails_is_no_accelerator(monkeypatch, failing):
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", lambda name: FakeNvml(1, failing))
+    assert nvidia.total_memory() is None
+
+
+def test_no_driver_is_no_accelerator(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(nvidia, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(nvidia.ctypes, "CDLL", missing)
+    assert nvidia.total_memory() is None

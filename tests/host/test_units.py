@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.host.units import format_bytes, format_duration, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", 1),
+        ("1073741824", 2**30),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("500MB", 500_000_000),
+        (" 2KiB ", 2048),
+    ],
+)
+def test_sizes_as_people_write_them(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "many", "-1", "8 XB", "8GiB8", "1e9", "GiB", "8,5GB"])
+def test_what_is_no_size_says_how_to_write_one(text):
+    with pytest.raises(ValueError, match="write it like 8GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 2**60))
+def test_a_formatted_size_is_short_and_close(count):
+    text = format_bytes(count)
+    assert len(text) <= 13
+    if count < 900 * 2**40:
+        assert parse_bytes(text.replace(" ", "")) == pytest.approx(count, rel=0.06)
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "0.5B", "9" * 400, "9e9TiB".replace("e9", "0" * 9)])
+def test_a_size_of_nothing_or_of_more_than_there_is_is_out_of_range(text):
+    with pytest.raises(ValueError, match="out of range"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0s"), (59.9, "59s"), (61, "1m 1s"), (3 * 3600 + 720, "3h 12m"), (90000, "1d 1h")],
+)
+def test_durations(seconds, expected):
+    assert format_duration(seconds) == expected

@@ -1,0 +1,211 @@
+"""Every architecture over kvd's caches gives what mlx-lm gives over its own.
+
+Three sequences in one batch, one joining and one leaving in mid-flight: with pages that are not
+quantized the logits are those of mlx-lm's own single-sequence runs; with quantized ones those of
+the same passes over dense copies of what the pages stand for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import probe
+from kvd.worker.serving.probe import Served
+from kvd.worker.serving.reference import held_caches
+from kvd.worker.serving.runner import Row, Runner
+from tests.worker.architectures import table
+from tests.worker.architectures.reference import TOKENS, difference, run, tokens
+from tests.worker.architectures.zoo import ZOO, build
+
+pytestmark = pytest.mark.mlx
+
+CHUNK = 64
+PROMPTS = (1, 70, 310)
+STEPS = 14
+"""The longest sequence seals a page, and the pages before it are several."""
+JOINS, LEAVES = 3, 6
+"""When the longest sequence comes, and the shortest goes."""
+CLOSE = 1e-4
+SCHEME, CHUNK_SCHEME = "k8v4", "k4v8"
+"""Keys and values are not mistaken for each other, and both are on both numbers of bits."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how the probe says that it is served."""
+
+    name: str
+    model: Any
+    served: Served
+
+    def runner(self, scheme: str) -> Runner:
+        """Return a runner over pages of another scheme."""
+        cache = self.served.runner.cache
+        if not isinstance(cache, ModelCache):
+            return self.served.runner
+        settings = replace(cache.settings, ladder=(Scheme.parse(scheme),))
+        paged = ModelCache(cache.layout, settings, access=cache.access, batched=cache.batched)
+        return Runner(self.model, paged)
+
+
+class Batch:
+    """Sequences whose tokens are given, in a runner's cache."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.ids = [tokens(length + STEPS, seed=length) for length in PROMPTS]
+        self.rows: list[Row | None] = [None for _ in PROMPTS]
+        self.done = [0 for _ in PROMPTS]
+
+    def join(self, index: int) -> list[tuple[int, mx.array]]:
+        """Prefill all but the last token of a prompt; return where chunks began, and logits."""
+        row = self.rows[index] = self.runner.cache.new_row()
+        found = []
+        end = PROMPTS[index] - 1
+        for start in range(0, end, CHUNK):
+            chunk = self.ids[index][start : min(start + CHUNK, end)].tolist()
+            found.append((start, self.runner.score(row, chunk)))
+        self.done[index] = end
+        return found
+
+    def leave(self, index: int) -> None:
+        self.runner.cache.free(self.rows[index])
+        self.rows[index] = None
+
+    def step(self) -> dict[int, mx.array]:
+        """Decode one token of every sequence that is there; return its logits by index."""
+        there = [index for index, row in enumerate(self.rows) if row is not None]
+        rows = [self.rows[index] for index in there]
+        if self.runner.cache.needs_flush(rows):
+            self.runner.cache.flush()
+        inputs = mx.array([self.ids[index][self.done[index]].item() for index in there], mx.int32)
+        logits = self.runner.decode(rows, inputs).astype(mx.float32)
+        mx.eval(logits, self.runner.cache.arrays())
+        for index in there:
+            self.done[index] += 1
+        return dict(zip(there, logits, strict=True))
+
+
+def close(got: mx.array, want: mx.array, bound: float = CLOSE) -> None:
+    assert mx.isfinite(got).all().item()
+    assert difference(got.astype(mx.float32), want.astype(mx.float32)) <= bound
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def case(request: pytest.FixtureRequest) -> Case:
+    model, _ = build(request.param)
+    served = probe.serve(model, CacheSettings(scratch=1 << 26), TOKENS)
+    return Case(request.param, model, served)
+
+
+def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
+    batch = Batch(case.runner("k16v16"))
+    # A chunk is the cheaper way to the same logits, but for caches whose chunks see their own.
+    decoded = STEPS + 1 if ZOO[case.name].chunked > CLOSE else 0
+    wanted = [run(case.model, ids, chunk=CHUNK, decoded=decoded) for ids in batch.ids]
+    prefilled = {index: batch.join(index) for index in (0, 1)}
+    for step in range(STEPS):
+        if step == JOINS:
+            prefilled[2] = batch.join(2)
+        if step == LEAVES:
+            batch.leave(0)
+        places = list(batch.done)
+        for index, logits in batch.step().items():
+            close(logits, wanted[index][places[index]])
+    for index, chunks in prefilled.items():
+        for start, logits in chunks:
+            close(logits, wanted[index][start : start + len(logits)])
+    assert batch.done[2] == PROMPTS[2] - 1 + STEPS - JOINS
+    batch.runner.cache.check()
+
+
+def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
+    runner = case.runner(SCHEME)
+    cache = runner.cache
+    if not isinstance(cache, ModelCache):
+        pytest.skip("served dense: nothing is quantized")
+    batch = Batch(runner)
+    for index in (1, 0):
+        batch.join(index)
+    for step in range(STEPS):
+        if step == JOINS:
+            batch.join(2)
+        if step == LEAVES:
+            batch.leave(0)
+        looks = step in {JOINS - 1, JOINS, LEAVES, STEPS - 1}
+        states = {
+            index: cache.states.snapshot(row)
+            for index, row in enumerate(batch.rows)
+            if row is not None and looks
+        }
+        places = list(batch.done)
+        logits = batch.step()
+        for index, state in states.items():
+            caches = held_caches(cache, batch.rows[index], state, but=1)
+            token = batch.ids[index][places[index]].reshape(1, 1)
+            close(logits[index], case.model(token, cache=caches)[0, -1])
+    cache.check()
+    if cache.growing is not None:
+        assert cache.pages_used > 0
+
+
+def test_chunks_attend_to_what_quantized_pages_stand_for(case: Case) -> None:
+    runner = case.runner(CHUNK_SCHEME)
+    cache = runner.cache
+    if not isinstance(cache, ModelCache):
+        pytest.skip("served dense: nothing is quantized")
+    ids = tokens(300)
+    row = cache.new_row()
+    for start in range(0, 256, CHUNK):
+        runner.score(row, ids[start : start + CHUNK].tolist())
+    caches = held_caches(cache, row, cache.states.snapshot(row))
+    got = runner.score(row, ids[256:].tolist())
+    close(got, case.model(ids[None, 256:], cache=caches)[0])
+
+
+def test_the_table_of_models_is_kept(case: Case) -> None:
+    assert table.line(case.name, case.served) in table.PAGE.read_text().splitlines()
+
+
+NOT_QUANTIZED = {"deepseek_v41": "a cache of its own, LayerCache"}
+"""Models with attention that are served dense, and why: no store of ours stands for what they keep.
+
+LayerCache is a window, groups that the model compresses itself, their index keys and an open group.
+"""
+
+
+def test_most_models_use_pages_and_all_with_attention_are_quantized() -> None:
+    text, _, _ = table.PAGE.read_text().partition("## Not run here")
+    rows = {
+        name.strip("` "): (kinds.strip().split(", "), paths.strip().split(", "), why.strip())
+        for name, kinds, paths, _, why in (
+            line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")
+        )
+    }
+    assert rows.keys() == ZOO.keys()
+    assert len(rows) >= 70
+    assert sum("pages" in paths for _, paths, _ in rows.values()) >= 55
+    dense = {}
+    for name, (kinds, paths, why) in rows.items():
+        attends = set(kinds) - {"recurrent"}
+        assert attends or paths == ["state"], name
+        if "dense" in paths:
+            dense[name] = why
+        elif attends:
+            assert set(paths) & {"pages", "dequantize-on-read"}, name
+    assert dense == NOT_QUANTIZED
+
+
+def test_reasons_are_sentences_and_no_python_errors() -> None:
+    text, _, _ = table.PAGE.read_text().partition("## Not run here")
+    whys = {line.split("|")[5].strip() for line in text.splitlines() if line.startswith("| `")}
+    assert len(whys) > 5
+    for why in whys:
+        assert not re.search(r"Handle|Error|::|incompatible|\[\w+\]", why), why

@@ -1,0 +1,132 @@
+"""Every model of the zoo is worth comparing with: its logits are sane and depend on far context.
+
+Runs on mlx-lm's own caches only; what kvd makes of these models is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from tests.worker.architectures.entry import Entry
+from tests.worker.architectures.reference import TOKENS, difference, parts, run, tokens
+from tests.worker.architectures.zoo import NOT_RUNNABLE, ZOO, build, leaves
+
+pytestmark = pytest.mark.mlx
+
+LENGTHS = (1, 70, 300)
+
+
+@dataclass(frozen=True)
+class Case:
+    entry: Entry
+    model: nn.Module
+    logits: dict[int, mx.array]
+
+
+@pytest.fixture(scope="module", params=ZOO)
+def case(request) -> Case:
+    model, _ = build(request.param)
+    logits = {n: run(model, tokens(n + 3)) for n in LENGTHS}
+    return Case(ZOO[request.param], model, logits)
+
+
+def test_every_model_file_of_mlx_lm_is_in_one_table():
+    spec = importlib.util.find_spec("mlx_lm.models")
+    files = Path(spec.submodule_search_locations[0]).glob("*.py")
+    defines = re.compile(r"^class Model\(|^from \.\w+ import .*\bModel\b", re.MULTILINE)
+    models = {file.stem for file in files if defines.search(file.read_text())}
+    assert models == ZOO.keys() | NOT_RUNNABLE.keys()
+    assert not ZOO.keys() & NOT_RUNNABLE.keys()
+
+
+def test_logits_are_finite_and_not_constant(case):
+    for logits in case.logits.values():
+        assert mx.isfinite(logits).all().item()
+        spread = mx.std(logits, axis=-1) / mx.abs(logits).max(axis=-1)
+        assert spread.min().item() > 0.05
+
+
+def test_chunks_and_single_tokens_give_what_all_at_once_gives(case):
+    for length, logits in case.logits.items():
+        whole = run(case.model, tokens(length + 3), chunk=None, decoded=0)
+        assert difference(logits, whole) < case.entry.chunked
+
+
+def test_the_last_logits_feel_a_far_token(case):
+    ids, reach = tokens(303), case.entry.reach
+    ids[300 - reach] = (ids[300 - reach] + 17) % TOKENS
+    last = run(case.model, ids)[-1]
+    assert difference(last, case.logits[300][-1]) > 2e-3
+
+
+def test_every_array_of_every_cache_matters(case):
+    ids = tokens(301)[None]
+    cache = make_prompt_cache(case.model)
+    case.model(ids[:, :300], cache=cache)
+    expected = case.model(ids[:, 300:], cache=copy.deepcopy(cache))[0, -1]
+    places = set(range(sum(len(parts(layer)) for layer in cache)))
+    assert places
+    for place in places:
+        changed = copy.deepcopy(cache)
+        _clear(changed, place)
+        got = case.model(ids[:, 300:], cache=changed)[0, -1]
+        assert (difference(got, expected) > 2e-3) != (place in case.entry.unread), place
+
+
+def _clear(cache, place):
+    owner, key = [part for layer in cache for part in parts(layer)][place]
+    if isinstance(owner, list):
+        owner[key] = mx.zeros_like(owner[key])
+    else:
+        setattr(owner, key, mx.zeros_like(getattr(owner, key)))
+
+
+WINDOWS = {
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "window_size",
+    "loop_window_size",
+    "attention_chunk_size",
+}
+
+
+@pytest.mark.parametrize("name", [n for n, e in ZOO.items() if "_window" in str(e.config)])
+def test_a_window_one_token_wider_gives_other_logits(name):
+    model, config = build(name)
+    wider, _ = build(name, config=_wider(config))
+    ids = tokens(303)
+    assert difference(run(wider, ids)[-1], run(model, ids)[-1]) > 5e-4
+
+
+def _wider(config):
+    return {
+        key: _wider(value) if isinstance(value, dict) else value + 1 if key in WINDOWS else value
+        for key, value in config.items()
+    }
+
+
+def test_rounding_does_not_grow(case):
+    parts = [part for _, part in case.model.named_modules() if isinstance(part, nn.Embedding)]
+    table = max(parts, key=lambda part: part.weight.size)
+    weight = table.weight
+    noise = mx.random.normal(weight.shape, key=mx.random.key(7))
+    table.weight = weight * (1 + 1e-6 * noise)
+    nudged = run(case.model, tokens(303))
+    table.weight = weight
+    assert difference(nudged, case.logits[300]) < 1e-4
+
+
+def test_the_caches_are_described(case):
+    described = leaves(case.model)
+    assert described
+    assert all("Cache" in text for text in described)

@@ -1,0 +1,73 @@
+"""Tiny random models of every model file of mlx-lm that runs here; `ZOO` and `NOT_RUNNABLE`.
+
+The configurations stand in one file per family. Models are made so that their logits depend on far
+context (`weights.py`), which `test_zoo.py` checks: a wrong cache cannot pass unnoticed.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+from mlx import nn
+
+from kvd.worker.serving import seam
+from tests.worker.architectures.entry import Entry
+from tests.worker.architectures.experts import EXPERTS
+from tests.worker.architectures.latent import LATENTS
+from tests.worker.architectures.plain import PLAIN
+from tests.worker.architectures.recurrent import RECURRENT
+from tests.worker.architectures.windows import WINDOWS
+
+ZOO: dict[str, Entry] = dict(sorted((PLAIN | EXPERTS | WINDOWS | RECURRENT | LATENTS).items()))
+
+# Model files that cannot run here, with the reason seen.
+NOT_RUNNABLE: dict[str, str] = {
+    "bitnet": "its linear layers are a Metal kernel: [metal_kernel] No Metal back-end.",
+    "muse_spark": "mlx_lm.kernels makes a Metal kernel: [metal_kernel] No Metal back-end.",
+    "olmo": "imports hf_olmo, which is not installed, and exits the process without it",
+    "phi3small": "adds its boolean mask to the scores instead of masking, so that prefill sees the"
+    " future; and writes to token ids up to 100351",
+}
+
+
+def build(
+    name: str, seed: int = 0, config: dict[str, Any] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The tiny model of model file ``name`` with random float32 weights, and its configuration.
+
+    Another ``seed`` gives other weights; 0 is the one that the tests know. ``config`` takes the
+    place of the zoo's; parameters of the same path and shape get the same weights.
+    """
+    seam.install()
+    from tests.worker.architectures.weights import redraw
+
+    entry = ZOO[name]
+    config = {"model_type": name} | (config or entry.config)
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    # Some configurations are changed in place by their own __post_init__.
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    redraw(model, entry.seed + seed, entry.gains)
+    model.eval()
+    return model, config
+
+
+def leaves(model: nn.Module) -> list[str]:
+    """A description of each cache that mlx-lm makes for ``model``, in its order."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return [_describe(cache) for cache in make_prompt_cache(model)]
+
+
+def _describe(cache: Any) -> str:
+    name = type(cache).__name__
+    if hasattr(cache, "caches"):
+        return f"{name}({', '.join(map(_describe, cache.caches))})"
+    for size in ("max_size", "chunk_size", "window_size"):
+        if hasattr(cache, size):
+            keep = getattr(cache, "keep", 0)
+            return f"{name}({size}={getattr(cache, size)}{f', keep={keep}' if keep else ''})"
+    if name == "ArraysCache":
+        return f"{name}({len(cache.cache)})"
+    return name

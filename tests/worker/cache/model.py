@@ -1,0 +1,444 @@
+"""A model's whole cache as a list of dense rows, in numpy: what `ModelCache` must agree with.
+
+Each row is what attention sees of it: pages through the quantizer's own arithmetic, then the dense
+tail. Pages are objects here, and who holds them is counted anew for every comparison. Covers
+contents, lengths, levels, references, bytes and states; not the arithmetic of a scheme (`helpers`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.worker.cache.composite import ModelCache, SequenceRow
+from kvd.worker.cache.frozen import FrozenRow, FrozenSequence
+from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, full_pages
+from kvd.worker.cache.states import State
+from kvd.worker.cache.store import KVStore
+from tests.worker.cache.helpers import through_page
+
+Sides = tuple[np.ndarray, np.ndarray]
+"""Keys and values, ``[heads, tokens, dim]``."""
+TAIL = 2 * PAGE_TOKENS
+STATE_BYTES = 4 * (3 + 2 * 4)
+"""Of one sequence, in one layer."""
+NOWHERE = 1e3
+"""Stands where a page fell out: whoever attends to it is found out."""
+
+
+def packed(dense: np.ndarray, packing: Packing) -> np.ndarray:
+    return np.array(through_page(mx.array(dense), packing))
+
+
+def oldest_seen(kind: Kind, position: int) -> int:
+    """The first position that a query there sees beside the kept ones, said once more."""
+    if kind.chunk is not None:
+        return position - position % kind.chunk
+    # As many as fit beside the kept ones, its own token among them.
+    return 0 if kind.window is None else position + 1 - (kind.window - kind.keep)
+
+
+@dataclass(eq=False)
+class Page:
+    """64 tokens of one kind's layers, shared by all rows that hold this object."""
+
+    level: int
+    start: int
+    layers: list[Sides]
+
+
+@dataclass(eq=False)
+class DenseRow:
+    """One row of one kind."""
+
+    tail: list[Sides]
+    level: int = 0
+    length: int = 0
+    pages: list[Page] = field(default_factory=list)
+    paged: int = 0
+    """Pages that it ever had, those that fell out included."""
+
+    @property
+    def tail_start(self) -> int:
+        return PAGE_TOKENS * self.paged
+
+
+def bytes_of_page(geometry: LayerGeometry, side: int, packing: Packing) -> int:
+    elements = geometry.kv_heads * (geometry.k_dim, geometry.v_dim)[side] * PAGE_TOKENS
+    if packing.bits == 16:
+        return 4 * elements
+    scales = elements // packing.group * 2
+    return elements * packing.bits // 8 + 4 * scales
+
+
+class DenseStore:
+    """The rows of one kind, beside the store that they are compared with."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self.kind: Kind = store.kind
+        self.geometries = [layer.geometry for layer in store.layers]
+        self.packings: list[list[tuple[Packing, Packing]]] = [
+            [
+                (one.geometry.keys(pool.scheme), one.geometry.values(pool.scheme))
+                for pool in one.pools
+            ]
+            for one in store.layers
+        ]
+        self.rows: dict[Row, DenseRow] = {}
+
+    # What happens to it.
+
+    def add(self, row: Row) -> None:
+        empty = [
+            (
+                np.zeros((g.kv_heads, 0, g.k_dim), np.float32),
+                np.zeros((g.kv_heads, 0, g.v_dim), np.float32),
+            )
+            for g in self.geometries
+        ]
+        self.rows[row] = DenseRow(empty)
+
+    def copy(self, row: Row, twin: Row) -> None:
+        """Freeze or thaw a row: the copy has the same pages, and a tail of its own."""
+        mine = self.rows[row]
+        self.rows[twin] = DenseRow(
+            list(mine.tail), mine.level, mine.length, list(mine.pages), mine.paged
+        )
+
+    def append(self, row: Row, new: list[Sides], *, chunk: bool) -> None:
+        """Take tokens: a ``chunk`` of a prompt, or the one of a decode step."""
+        mine = self.rows[row]
+        mine.tail = [
+            (np.concatenate([k, more_k], axis=1), np.concatenate([v, more_v], axis=1))
+            for (k, v), (more_k, more_v) in zip(mine.tail, new, strict=True)
+        ]
+        mine.length += new[0][0].shape[1]
+        turns = mine.paged < full_pages(mine.length)
+        while mine.paged < full_pages(mine.length):
+            self._turn_page(mine)
+        # What no query sees from here on falls out with a page's turn, or behind a chunk.
+        if self.kind.bounded and (chunk or turns):
+            low = oldest_seen(self.kind, mine.length - (not chunk))
+            anchor = PAGE_TOKENS * -(-self.kind.keep // PAGE_TOKENS)
+            mine.pages = [
+                page for page in mine.pages if page.start < anchor or page.start + PAGE_TOKENS > low
+            ]
+
+    def _turn_page(self, mine: DenseRow) -> None:
+        head = [
+            tuple(
+                packed(side[:, :PAGE_TOKENS], packing)
+                for side, packing in zip(sides, packings[mine.level], strict=True)
+            )
+            for sides, packings in zip(mine.tail, self.packings, strict=True)
+        ]
+        mine.tail = [(k[:, PAGE_TOKENS:], v[:, PAGE_TOKENS:]) for k, v in mine.tail]
+        mine.pages.append(Page(mine.level, mine.tail_start, head))
+        mine.paged += 1
+
+    def flush(self) -> None:
+        self.leave_dense([row for row in self.rows if not row.is_frozen])
+
+    def leave_dense(self, rows: list[Row]) -> None:
+        """Quantize what the long ones hold; who else holds it keeps it as it was."""
+        new: dict[Page, Page] = {}
+        start = self.store.quantized_start
+        for mine in [self.rows[row] for row in rows]:
+            if mine.level or not 0 < start <= mine.length:
+                continue
+            mine.level = 1
+            for index, page in enumerate(mine.pages):
+                if page.level == 0:
+                    if page not in new:
+                        new[page] = Page(0, page.start, list(page.layers))
+                        self.convert(new[page], 1)
+                    mine.pages[index] = new[page]
+
+    def convert(self, page: Page, level: int) -> None:
+        """Bring a page to a lower level; a side that is packed the same there stays as it is."""
+        if page.level >= level:
+            return
+        for layer, packings in enumerate(self.packings):
+            page.layers[layer] = tuple(
+                side if before == after else packed(side, after)
+                for side, before, after in zip(
+                    page.layers[layer], packings[page.level], packings[level], strict=True
+                )
+            )
+        page.level = level
+
+    def can_trim(self, row: Row, count: int) -> bool:
+        """Whether all that a query behind the rest would see is still there."""
+        mine = self.rows[row]
+        length = mine.length - count
+        held = {page.start // PAGE_TOKENS for page in mine.pages}
+        low = max(0, oldest_seen(self.kind, length))
+        seen = {*range(low, min(length, mine.tail_start)), *range(min(self.kind.keep, length))}
+        return {at // PAGE_TOKENS for at in seen if at < mine.tail_start} <= held
+
+    def trim(self, row: Row, count: int) -> None:
+        mine = self.rows[row]
+        mine.length -= count
+        while mine.tail_start > mine.length:
+            page = mine.pages.pop()
+            mine.paged -= 1
+            assert page.start == mine.tail_start
+            mine.tail = list(page.layers)
+        keep = mine.length - mine.tail_start
+        mine.tail = [(k[:, :keep], v[:, :keep]) for k, v in mine.tail]
+
+    def lowered(self, level: int) -> int:
+        """Take over which pages a step down has brought to ``level``; return how many."""
+        changed = {
+            page
+            for row, mine in self.rows.items()
+            for page, real in zip(mine.pages, row.pages, strict=True)
+            if page.level != real.level
+        }
+        for page in changed:
+            assert page.level < level
+            self.convert(page, level)
+        return len(changed)
+
+    # What attention sees.
+
+    def dense(self, row: Row, layer: int) -> tuple[mx.array, mx.array]:
+        """Return keys and values of all positions."""
+        mine = self.rows[row]
+        sides = []
+        for side in (0, 1):
+            tail = mine.tail[layer][side]
+            out = np.full((tail.shape[0], mine.length, tail.shape[2]), NOWHERE, np.float32)
+            for page in mine.pages:
+                out[:, page.start : page.start + PAGE_TOKENS] = page.layers[layer][side]
+            out[:, mine.tail_start :] = tail
+            sides.append(mx.array(out))
+        return sides[0], sides[1]
+
+    # Comparing.
+
+    def check(self) -> None:
+        self.store.check()
+        assert set(self.rows) == {*self.store.rows, *self.store.frozen}
+        real = self._check_rows()
+        self._check_pages(real)
+        self._check_tails()
+        self._check_bytes()
+
+    def _check_rows(self) -> dict[Page, PageId]:
+        """Compare the integers; return where each page is."""
+        places: dict[Page, PageId] = {}
+        holders: Counter[Page] = Counter()
+        for row, mine in self.rows.items():
+            assert row.alive
+            assert row.length == mine.length
+            assert row.level == mine.level
+            assert row.tail_start == mine.tail_start
+            starts = [row.start(index) for index in range(len(row.pages))]
+            assert starts == [page.start for page in mine.pages]
+            for page, place in zip(mine.pages, row.pages, strict=True):
+                assert places.setdefault(page, place) == place, "sharers went apart"
+                assert place.level == page.level
+                holders[page] += 1
+        assert len(set(places.values())) == len(places), "two pages in one place"
+        for page, count in holders.items():
+            place = places[page]
+            assert self.store.allocators[place.level].references(place) == count
+        seen = {page for row, mine in self.rows.items() if not row.is_frozen for page in mine.pages}
+        for allocator in self.store.allocators:
+            mine = [page for page in places if page.level == allocator.level]
+            early = [page for row in self.rows for page in row.early]
+            here = sum(page.level == allocator.level for page in early)
+            assert allocator.used == len(mine) + here
+            assert allocator.idle == sum(page not in seen for page in mine)
+        return places
+
+    def _check_pages(self, places: dict[Page, PageId]) -> None:
+        for level in self.store.levels:
+            pages = [page for page in places if page.level == level]
+            if not pages:
+                continue
+            slots = mx.array([places[page].slot for page in pages])
+            for index, layer in enumerate(self.store.layers):
+                for side, found in enumerate(layer.pools[level].read(slots)):
+                    agree(found, np.stack([page.layers[index][side] for page in pages]))
+
+    def _check_tails(self) -> None:
+        for index, layer in enumerate(self.store.layers):
+            for side, tails in enumerate((layer.tail_keys, layer.tail_values)):
+                found = np.array(tails)
+                for row, mine in self.rows.items():
+                    want = mine.tail[index][side]
+                    if isinstance(row, FrozenRow):
+                        agree(row.tails[index][side], want)
+                    else:
+                        agree(found[row.slot, :, : want.shape[1]], want)
+
+    def _check_bytes(self) -> None:
+        store = self.store
+        rows = store.tail_slots
+        assert rows >= len(store.rows)
+        total = 0
+        for layer, geometry, packings in zip(
+            store.layers, self.geometries, self.packings, strict=True
+        ):
+            want = rows * geometry.kv_heads * (geometry.k_dim + geometry.v_dim) * TAIL * 4
+            for pool, both in zip(layer.pools, packings, strict=True):
+                for side, packing in enumerate(both):
+                    want += pool.capacities[side] * bytes_of_page(geometry, side, packing)
+            assert sum(array.nbytes for array in layer.arrays()) == layer.nbytes == want
+            tokens = sum(
+                mine.tail[0][0].shape[1] for row, mine in self.rows.items() if row.is_frozen
+            )
+            total += want + tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim) * 4
+        assert store.nbytes == total
+
+    def read(self, row: Row) -> None:
+        """Compare what `KVStore.read` and `positions` say of one row."""
+        positions = self.store.positions(row)
+        for layer in range(len(self.geometries)):
+            for found, dense in zip(
+                self.store.read(row, layer), self.dense(row, layer), strict=True
+            ):
+                agree(found, np.array(dense)[:, positions])
+
+
+def agree(found: mx.array | np.ndarray, want: np.ndarray, tolerance: float = 1e-6) -> None:
+    found = np.asarray(found)
+    assert found.shape == want.shape
+    # What is no number is no more than anything.
+    assert found.size == 0 or np.abs(found - want).max() <= tolerance
+
+
+@dataclass(eq=False)
+class DenseSequence:
+    """One sequence: its state is a sum and the last two of what it was given."""
+
+    total: np.ndarray
+    """``[3]``."""
+    last: np.ndarray
+    """``[2, 4]``."""
+    started: bool = False
+
+
+class DenseModel:
+    """The twin of a `ModelCache`."""
+
+    def __init__(self, cache: ModelCache) -> None:
+        self.cache = cache
+        self.stores = [DenseStore(store) for store in cache.stores]
+        self.sequences: dict[SequenceRow, DenseSequence] = {}
+        self.frozen: dict[FrozenSequence, DenseSequence] = {}
+        self.left = 0
+        """Sequences that left since the last pass."""
+
+    def add(self, sequence: SequenceRow) -> None:
+        for store, row in zip(self.stores, sequence.rows, strict=True):
+            store.add(row)
+        self.sequences[sequence] = DenseSequence(
+            np.zeros(3, np.float32), np.zeros((2, 4), np.float32)
+        )
+
+    def freeze(self, sequence: SequenceRow, frozen: FrozenSequence) -> None:
+        for store, row in zip(self.stores, sequence.rows, strict=True):
+            store.leave_dense([row])
+        self._copy_rows(sequence, frozen)
+        mine = self.sequences[sequence]
+        self.frozen[frozen] = DenseSequence(mine.total, mine.last, mine.started)
+
+    def thaw(self, frozen: FrozenSequence, sequence: SequenceRow) -> None:
+        self._copy_rows(frozen, sequence)
+        mine = self.frozen[frozen]
+        self.sequences[sequence] = DenseSequence(mine.total, mine.last, mine.started)
+
+    def _copy_rows(
+        self, source: SequenceRow | FrozenSequence, target: SequenceRow | FrozenSequence
+    ) -> None:
+        for store, row, other in zip(self.stores, source.rows, target.rows, strict=True):
+            store.copy(row, other)
+
+    def drop(self, frozen: FrozenSequence) -> None:
+        for store, row in zip(self.stores, frozen.rows, strict=True):
+            del store.rows[row]
+        del self.frozen[frozen]
+
+    def free(self, sequence: SequenceRow) -> None:
+        for store, row in zip(self.stores, sequence.rows, strict=True):
+            del store.rows[row]
+        del self.sequences[sequence]
+        self.left += 1
+
+    def step(self, sequences: list[SequenceRow], inputs: list[np.ndarray]) -> None:
+        """Give each state its tokens, ``[tokens, 4]``."""
+        self.left = 0
+        for sequence, tokens in zip(sequences, inputs, strict=True):
+            mine = self.sequences[sequence]
+            mine.total = mine.total + tokens[:, :3].sum(axis=0)
+            mine.last = np.concatenate([mine.last, tokens])[-2:]
+            mine.started = True
+
+    def flush(self) -> None:
+        for store in self.stores:
+            store.flush()
+
+    def check(self) -> None:
+        self.cache.check()
+        assert set(self.cache.sequences) == set(self.sequences)
+        assert set(self.cache.frozen) == set(self.frozen)
+        for store in self.stores:
+            store.check()
+        self._check_states()
+        for frozen, mine in self.frozen.items():
+            self._check_state(mine, frozen.state)
+        arrays = [
+            array for store in self.cache.stores for one in store.layers for array in one.arrays()
+        ]
+        tails = [
+            side
+            for frozen in self.frozen
+            for row in frozen.rows
+            for sides in row.tails
+            for side in sides
+        ]
+        states = [
+            array
+            for frozen in self.frozen
+            for part in frozen.state
+            for array in part
+            if array is not None
+        ]
+        held = [*arrays, *self.cache.states.arrays(), *tails, *states]
+        assert self.cache.nbytes == sum(array.nbytes for array in held)
+        assert self.cache.frozen_bytes == sum(array.nbytes for array in [*tails, *states])
+
+    def _check_states(self) -> None:
+        states = self.cache.states
+        if not states.parts:
+            return
+        count = sum(mine.started for mine in self.sequences.values())
+        held, odd = divmod(states.nbytes, STATE_BYTES * len(states.parts))
+        assert not odd, "padding, or a part of a state"
+        # Who left keeps a place in a block until the next pass.
+        assert count <= held <= count + self.left
+        for sequence, mine in self.sequences.items():
+            self._check_state(mine, states.snapshot(sequence))
+
+    def _check_state(self, mine: DenseSequence, state: State) -> None:
+        for total, last in state:
+            if mine.started:
+                agree(total[0], mine.total)
+                agree(last[0], mine.last)
+            else:
+                assert total is None
+                assert last is None
+
+    def snapshot(self, sequence: SequenceRow) -> None:
+        """Compare what `StateStore.snapshot` says."""
+        self._check_state(self.sequences[sequence], self.cache.states.snapshot(sequence))

@@ -1,0 +1,282 @@
+"""Frozen sequences of real models: what is thawed goes on to the bit as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.layout import Access
+from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import probe
+from kvd.worker.serving.runner import Row, Runner
+from tests.worker.architectures.reference import TOKENS
+from tests.worker.architectures.zoo import build
+from tests.worker.cache.helpers import Bench
+
+pytestmark = pytest.mark.mlx
+
+CHUNK = 64
+MODELS = {
+    "qwen3": "full attention",
+    "gpt_oss": "windows and sinks",
+    "gemma3n": "layers that share keys and values",
+    "baichuan_m1": "windows, full attention and states",
+    "qwen3_next": "gated delta nets",
+    "longcat_flash_ngram": "rectangles, and states of token ids",
+    "mamba2": "states alone",
+    "llama4": "chunks, one row a pass",
+    "deepseek_v41": "mlx-lm's own caches",
+}
+SETTINGS = {
+    "plain": CacheSettings(ladder=(Scheme(8, 4), Scheme(4, 4)), scratch=1 << 26),
+    "dense at first": CacheSettings(ladder=(Scheme(4, 4),), quantized_start=200, scratch=1 << 26),
+    "bounded": CacheSettings(ladder=(Scheme(4, 4),), max_size=200, keep=70, scratch=1 << 26),
+}
+
+
+def ids(length: int, seed: int = 1) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, TOKENS, length)]
+
+
+def prefill(runner: Runner, row: Row, tokens: list[int]) -> None:
+    for start in range(0, len(tokens), CHUNK):
+        runner.prefill(row, tokens[start : start + CHUNK])
+
+
+def decode(runner: Runner, rows: list[Row], tokens: list[int]) -> list[np.ndarray]:
+    """Give all rows the same tokens; return each one's logits, ``[tokens, vocab]``."""
+    found = []
+    for token in tokens:
+        if runner.cache.needs_flush(rows):
+            runner.cache.flush()
+        logits = runner.decode(rows, mx.array([token] * len(rows), mx.int32)).astype(mx.float32)
+        mx.eval(logits, runner.cache.arrays())
+        assert mx.isfinite(logits).all().item()
+        found.append(np.array(logits))
+    return list(np.stack(found, axis=1))
+
+
+def disturb(runner: Runner) -> None:
+    """Let others come, write where there is room, leave NaN behind and make all pages move."""
+    cache = runner.cache
+    for seed in (5, 6):
+        other = cache.new_row()
+        prefill(runner, other, ids(200, seed))
+        decode(runner, [other], ids(3, seed))
+        if isinstance(cache, ModelCache):
+            for store, row in zip(cache.stores, other.rows, strict=True):
+                for layer in store.layers:
+                    layer.tail_values[row.slot] = mx.nan
+        cache.free(other, clean=False)
+    cache.flush()
+    cache.compact()
+    cache.check()
+
+
+def together(runner: Runner) -> bool:
+    """Whether rows that share a pass compute the same to the bit: in padded batches of pages."""
+    cache = runner.cache
+    paged = isinstance(cache, ModelCache) and cache.batched and bool(cache.stores)
+    return paged and all(access is Access.PAGES for access in cache.access.values())
+
+
+def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
+    """Freeze a sequence so old, let it run on, and compare with what is thawed later."""
+    cache = runner.cache
+    below = cache.new_row()
+    prefill(runner, below, ids(200, 9))
+    row = cache.new_row()
+    prefill(runner, row, ids(prompt))
+    if decoded:
+        decode(runner, [row], ids(decoded, 2))
+    cache.flush()
+    frozen = cache.freeze(row)
+    cache.check()
+    chunk, more = ids(100, 3), ids(34, 4)  # a page is sealed on the way
+    prefill(runner, row, chunk)
+    (want,) = decode(runner, [row], more)
+    cache.free(row)
+    cache.free(below)  # so that compacting moves what is frozen
+    disturb(runner)
+    twins = [cache.thaw(frozen) for _ in range(2)]
+    for twin in twins:
+        prefill(runner, twin, chunk)
+    if together(runner):
+        got = decode(runner, twins, more)
+    else:
+        got = [decode(runner, [twin], more)[0] for twin in twins]
+    for one in got:
+        np.testing.assert_array_equal(one, want)
+    for twin in twins:
+        cache.free(twin)
+    cache.check()
+    assert cache.frozen_bytes == frozen.nbytes > 0
+    assert cache.freed_bytes([frozen]) == cache.held_bytes([frozen])
+    assert cache.frozen_charge == cache.charge_of(frozen) >= cache.held_bytes([frozen])
+    cache.drop(frozen)
+    cache.shrink()
+    assert cache.nbytes == cache.frozen_charge == 0
+    with pytest.raises(ValueError, match="dropped"):
+        cache.thaw(frozen)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def served(request: pytest.FixtureRequest) -> tuple[str, Any, Runner]:
+    model, _ = build(request.param)
+    return request.param, model, probe.serve(model, SETTINGS["plain"], TOKENS).runner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompt", "decoded"), [(256, 0), (150, 37)])
+def test_every_kind_of_cache_goes_on_to_the_bit(
+    served: tuple[str, Any, Runner], prompt: int, decoded: int
+) -> None:
+    name, _, runner = served
+    assert isinstance(runner.cache, OwnCache) == ("own caches" in MODELS[name])
+    goes_on(runner, prompt, decoded)
+
+
+@pytest.mark.parametrize("how", ["dense at first", "bounded"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_every_setting_goes_on_to_the_bit(name: str, how: str) -> None:
+    model, _ = build(name)
+    cache = ModelCache(probe.find_layout(model), SETTINGS[how])
+    for prompt, decoded in ((128, 3), (448, 0)):
+        goes_on(Runner(model, cache), prompt, decoded)
+
+
+def test_who_leaves_the_dense_start_takes_nobody_along() -> None:
+    """Rows that share dense pages leave them each at its own length."""
+    model, _ = build("qwen3")
+
+    def runner() -> Runner:
+        return Runner(model, ModelCache(probe.find_layout(model), SETTINGS["dense at first"]))
+
+    alone = runner()
+    row = alone.cache.new_row()
+    prefill(alone, row, ids(128))
+    (want,) = decode(alone, [row], ids(20, 2))
+
+    shared = runner()
+    cache = shared.cache
+    first = cache.new_row()
+    prefill(shared, first, ids(128))
+    frozen = cache.freeze(first)
+    late = cache.thaw(frozen)
+    prefill(shared, first, ids(128, 3))  # long enough to be quantized
+    assert {page.level for page in first.rows[0].pages} == {1}
+    assert {page.level for page in [*late.rows[0].pages, *frozen.rows[0].pages]} == {0}
+    assert cache.unlowered(frozen)
+    (got,) = decode(shared, [late], ids(20, 2))
+
+    np.testing.assert_array_equal(got, want)
+    cache.check()
+
+
+def test_a_step_down_takes_frozen_rows_along() -> None:
+    model, _ = build("gpt_oss")
+    cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
+    runner = Runner(model, cache)
+    row = cache.new_row()
+    prefill(runner, row, ids(256))
+    frozen, before = cache.freeze(row), cache.used_bytes
+    lowering = Lowering(cache, [row], 1)
+    while not lowering.over:
+        lowering.advance(0.01, lambda: 0.0)
+    cache.check()
+
+    assert cache.used_bytes < before
+    assert not cache.unlowered(frozen)
+    assert [one.pages for one in frozen.rows] == [one.pages for one in row.rows]
+    cache.free(row)
+    assert cache.used_bytes > 0
+    cache.drop(frozen)
+    assert cache.used_bytes == 0
+
+
+def test_a_parked_sequence_can_be_stepped_down() -> None:
+    model, _ = build("qwen3")
+    cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
+    runner = Runner(model, cache)
+    row = cache.new_row()
+    prefill(runner, row, ids(256))
+    frozen = cache.freeze(row)
+    cache.free(row)
+    lowering = Lowering(cache, [frozen], 1)
+    while not lowering.over:
+        lowering.advance(0.01, lambda: 0.0)
+    again = cache.thaw(frozen)
+
+    assert {page.level for page in again.rows[0].pages} == {again.rows[0].level} == {1}
+    assert np.isfinite(decode(runner, [again], [1])[0]).all()
+    cache.check()
+
+
+def test_only_what_lives_in_a_tail_is_copied() -> None:
+    bench = Bench(layers=2)
+    row = bench.new(200).row
+    frozen = bench.store.freeze(row)
+    per_token = sum(layer.geometry.dense_bytes(1) for layer in bench.store.layers)
+
+    assert frozen.nbytes == (200 - 128) * per_token
+    assert [keys.shape for keys, _ in frozen.tails] == [(2, 72, 64)] * 2
+    assert bench.store.idle_charge == 0
+    bench.free(bench.rows[0])
+    assert bench.store.idle_charge == 2 * bench.store.charge()
+    bench.store.drop(frozen)
+    assert bench.store.idle_charge == bench.store.used_bytes == 0
+
+
+def test_what_was_written_early_is_not_frozen() -> None:
+    bench = Bench(layers=1)
+    row = bench.new(100)
+    bench.drain()
+    assert row.row.early
+    frozen = bench.store.freeze(row.row)
+
+    assert frozen.held == []
+    assert frozen.tail_length == 100
+    bench.store.check()
+
+
+def test_a_frozen_row_is_dropped_once() -> None:
+    bench = Bench(layers=1)
+    frozen = bench.store.freeze(bench.new(70).row)
+    bench.store.drop(frozen)
+
+    with pytest.raises(ValueError, match="already"):
+        bench.store.drop(frozen)
+    with pytest.raises(ValueError, match="was dropped"):
+        bench.store.thaw(frozen)
+
+
+def test_where_memory_is_short_nothing_is_kept_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = build("gpt_oss")
+    cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
+    runner = Runner(model, cache)
+    row = cache.new_row()
+    prefill(runner, row, ids(100))
+    last = cache.stores[-1].layers[-1]
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "copy_tail", fail)
+        with pytest.raises(MemoryError):
+            cache.freeze(row)
+    cache.check()
+    assert not any(store.frozen for store in cache.stores)
+    frozen = cache.freeze(row)
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "fill_tail", fail)
+        with pytest.raises(MemoryError):
+            cache.thaw(frozen)
+    cache.check()
+    assert [len(store.rows) for store in cache.stores] == [1] * len(cache.stores)

@@ -1,0 +1,92 @@
+"""Pools grow between steps, a piece at a time, before a flush lacks room."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.cache.growth import lacks_room, make_room
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.scheme import Scheme
+from tests.worker.cache.helpers import Bench
+
+pytestmark = pytest.mark.mlx
+
+
+def full(bench: Bench) -> list[PageId]:
+    """Take all free pages, so that the next flush lacks room."""
+    return bench.store.take_pages(0, bench.store.allocators[0].free)
+
+
+def test_one_piece_a_step_and_no_flush_has_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    rows = [bench.new(300), bench.new(70)]
+    taken = full(bench)
+    assert lacks_room(bench.store)
+    copies: list[int] = []
+    resize = PagePool.resize
+
+    def counted(pool: PagePool, side: int, capacity: int) -> None:
+        copies[-1] += 1
+        resize(pool, side, capacity)
+
+    monkeypatch.setattr(PagePool, "resize", counted)
+    before, flushes = bench.store.allocators[0].capacity, bench.store.flushes
+    while bench.store.flushes == flushes:
+        copies.append(0)
+        bench.decode(rows)
+        mx.eval(bench.store.arrays())
+        make_room(bench.store, 0.0, itertools.count().__next__)
+    for page in taken:
+        bench.store.allocators[0].release(page)
+
+    bench.store.check()
+    assert bench.store.allocators[0].capacity > before
+    assert sum(copies) == 2 * len(bench.store.layers)
+    assert max(copies) == 1
+
+
+def test_what_is_to_come_is_charged_at_once_and_bounded_by_what_is_spare() -> None:
+    bench = Bench()
+    bench.new(300)
+    full(bench)
+    store = bench.store
+    before = store.charged_bytes
+    room = before + 10 * store.charge()
+    store.spare = lambda: room - store.charged_bytes
+    make_room(store, 0.0, itertools.count().__next__)
+
+    assert store.charged_bytes == room
+    make_room(store, 1e9, itertools.count().__next__)
+    assert store.allocators[0].free == 10
+    assert store.charged_bytes == room
+    full(bench)
+    assert not lacks_room(store)
+
+
+def test_compacting_amidst_growth_leaves_nothing_behind() -> None:
+    bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
+    row = bench.new(300)
+    held = full(bench)
+    make_room(bench.store, 0.0, itertools.count().__next__)
+    for page in held:
+        bench.store.allocators[0].release(page)
+    bench.store.compact()
+
+    assert bench.store.pages_bytes == len(row.row.pages) * bench.store.page_bytes()
+    bench.store.check()
+
+
+def test_lower_levels_are_charged_to_what_the_top_keeps() -> None:
+    bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
+    row = bench.new(1000)
+    store = bench.store
+    store.convert(0, 1, list(row.row.pages))
+    reserved = store.allocators[1].used + 20
+    store.compact(reserved)
+
+    assert store.charged_bytes <= reserved * store.charge()
+    assert store.allocators[0].capacity >= 20

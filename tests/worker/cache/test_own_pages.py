@@ -1,0 +1,71 @@
+"""Several answers to one prompt: what they hold together is within what is reserved for them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.serving import probe
+from kvd.worker.serving.runner import Row, Runner
+from tests.worker.architectures.zoo import build
+from tests.worker.cache.test_frozen import CHUNK, SETTINGS, ids, prefill
+
+pytestmark = pytest.mark.mlx
+CHOICES, STEPS = 3, 150
+
+
+def held(cache: ModelCache) -> int:
+    """Return what pages in use are charged with."""
+    return sum(
+        allocator.used * store.charge(allocator.level)
+        for store in cache.stores
+        for allocator in store.allocators
+    )
+
+
+def branches(runner: Runner, start: int) -> list[Row]:
+    """Return rows that go on from one prompt of so many tokens."""
+    cache = runner.cache
+    row = cache.new_row()
+    prefill(runner, row, ids(start))
+    cache.flush()
+    frozen = cache.freeze(row)
+    rows = [row, *(cache.thaw(frozen) for _ in range(CHOICES - 1))]
+    cache.drop(frozen)
+    return rows
+
+
+@pytest.mark.parametrize("start", [60, 330])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("qwen3", "plain"),
+        ("qwen3", "dense at first"),
+        ("qwen3", "bounded"),
+        ("gpt_oss", "plain"),
+        ("baichuan_m1", "plain"),
+    ],
+)
+def test_what_answers_share_is_reserved_once(model: str, settings: str, start: int) -> None:
+    made, _ = build(model)
+    cache = ModelCache(probe.find_layout(made), SETTINGS[settings])
+    runner = Runner(made, cache)
+    end = start + STEPS
+    whole, own = cache.pages_bytes_for(end, CHUNK), cache.own_bytes_for(start, end, CHUNK)
+    assert 0 <= own <= whole
+    rows = branches(runner, start)
+    most = held(cache)
+    for step in range(STEPS):
+        if cache.needs_flush(rows):
+            cache.flush()
+        tokens = mx.array([1 + (step + number) % 50 for number in range(CHOICES)], mx.int32)
+        mx.eval(runner.decode(rows, tokens), cache.arrays())
+        most = max(most, held(cache))
+    cache.flush()
+    most = max(most, held(cache))
+
+    assert most <= whole + (CHOICES - 1) * own
+    if (model, settings) == ("qwen3", "plain"):
+        assert most == whole + (CHOICES - 1) * own
+        assert (own < whole) == (start > 128)

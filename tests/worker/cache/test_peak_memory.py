@@ -1,0 +1,478 @@
+"""Peak memory of a pipelined loop, watched through growth, flush, shrink and step-down.
+
+Step n+1 is launched before step n is read, as the engine does. Then a write into a pool that is
+still being read would copy the whole pool: what is allowed beyond the steady state is only what is
+reserved for it. Does not cover what a forward pass itself takes: attention's own temporaries are
+measured beforehand, with nothing else going on, and counted as part of the steady state.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache
+
+from kvd.worker.attention.decode import decode_attention
+from kvd.worker.attention.group import group_attention
+from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.batch import RectangleKVCache
+from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.layer import LayerStore, Writing
+from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
+from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.requantize import StepDown
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.scheduling.row import Place
+from kvd.worker.scheduling.row import Row as Waiting
+from kvd.worker.scheduling.turns import Turns
+from kvd.worker.serving.runner import Runner
+
+pytestmark = pytest.mark.mlx
+
+MIB = 1 << 20
+GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
+WINDOW = Kind(window=512)
+SCRATCH = 12 * MIB
+STATE = StatePart(((1, 1 << 19),), (mx.float32,))
+NOISE = MIB // 2
+"""Index arrays and the like."""
+
+
+class Loop:
+    """A model of four attention layers, three of full attention and one window.
+
+    And as many recurrent ones as ``states`` says, of 2 MiB a sequence each.
+    """
+
+    def __init__(self, *, quantized_start: int = 0, states: int = 0) -> None:
+        parts = [AttentionPart(kind, GEOMETRY) for kind in (FULL, FULL, FULL, WINDOW)]
+        entries = [Entry((part,)) for part in (*parts, *[STATE] * states)]
+        settings = CacheSettings(
+            ladder=(Scheme(8, 8), Scheme(4, 4)), scratch=SCRATCH, quantized_start=quantized_start
+        )
+        self.cache = ModelCache(Layout(tuple(entries), mx.float32), settings)
+        self.token = mx.random.normal((4, 4, 1, 128))
+        self.queries = mx.random.normal((4, 4, 1, 128))
+        self.flight: list[mx.array] = []
+        self.drained = 0
+        mx.eval(self.token, self.queries)
+
+    @property
+    def growing(self):
+        return self.cache.stores[0]
+
+    def fill(self, pages: int) -> SequenceRow:
+        """A row of so many pages in the growing store, put there without a prompt's compute."""
+        sequence = self.cache.new_row()
+        for _ in range(0, pages + 1, 16):
+            self.prefill(sequence, 16 * 64)
+        return sequence
+
+    def prefill(self, sequence: SequenceRow, count: int) -> None:
+        self.drain()
+        self.cache.begin_prefill(sequence, count)
+        chunk = mx.random.normal((1, 4, count, 128))
+        for view in self.cache.views([sequence]):
+            if isinstance(view, ArraysCache):
+                self.recur(view, 1)
+            else:
+                view.update_and_fetch(chunk, chunk)
+        self.cache.end_pass()
+        self.cache.finish_prefill()
+
+    def recur(self, view: ArraysCache, batch: int) -> mx.array:
+        before = mx.zeros((batch, *STATE.shapes[0][1:])) if view[0] is None else view[0]
+        view[0] = before * 0.5 + 1.0
+        return view[0].mean(axis=1, keepdims=True)
+
+    def step(self, sequences: list[SequenceRow], batch: int | None = None) -> None:
+        """Launch a step, and only then wait for the one before it."""
+        if self.cache.needs_flush(sequences):
+            self.drain()
+            self.cache.flush()
+        self.cache.begin_decode(sequences, batch)
+        count = len(sequences)
+        outputs = []
+        for view in self.cache.views(sequences):
+            if isinstance(view, ArraysCache):
+                outputs.append(self.recur(view, batch or count))
+                continue
+            handle, _ = view.update_and_fetch(self.token[:count], self.token[:count])
+            outputs.append(decode_attention(self.queries[:count], handle, 0.1))
+        self.cache.end_pass()
+        mx.async_eval(outputs, self.cache.arrays())
+        before, self.flight = self.flight, outputs
+        mx.eval(before)
+
+    def drain(self) -> None:
+        mx.eval(self.flight, self.cache.arrays())
+        self.flight = []
+
+
+@dataclass
+class Watch:
+    """Bytes above what was there when the watch began."""
+
+    start: int = 0
+    peak: int = 0
+    end: int = 0
+
+
+@contextmanager
+def watched(loop: Loop) -> Iterator[Watch]:
+    loop.drain()
+    gc.collect()  # what earlier tests left in cycles
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    watch = Watch(start=mx.get_active_memory())
+    yield watch
+    loop.drain()
+    watch.peak = mx.get_peak_memory() - watch.start
+    mx.clear_cache()
+    watch.end = mx.get_active_memory() - watch.start
+
+
+def of_steps(loop: Loop, sequences: list[SequenceRow]) -> int:
+    """What pipelined steps take by themselves, when nothing is written, grown or given back."""
+    loop.step(sequences)
+    with watched(loop) as watch:
+        for _ in range(8):
+            loop.step(sequences)
+    assert watch.peak < 8 * MIB
+    return watch.peak
+
+
+def share_of_growth(cache: ModelCache) -> int:
+    """What `charge` reserves for the copy of a layer's pool, beyond the pools themselves."""
+    return cache.charged_bytes - cache.pages_bytes
+
+
+def test_growth_takes_a_copy_of_one_layers_pool() -> None:
+    loop = Loop()
+    rows = [loop.fill(220), loop.fill(100)]
+    alone = of_steps(loop, rows)
+    assert loop.cache.pages_bytes > 50 * MIB
+    store = loop.growing
+    held = loop.cache.pages_bytes
+    capacity = store.allocators[0].capacity
+    loop.drain()
+    store.take_pages(0, store.allocators[0].free)  # all that is free; nobody needs them
+    with watched(loop) as watch:
+        while store.allocators[0].capacity == capacity:
+            loop.step(rows)
+    grown = loop.cache.pages_bytes - held
+
+    assert grown > 0
+    assert watch.peak <= grown + share_of_growth(loop.cache) + alone + NOISE
+    assert abs(watch.end - grown) <= alone + NOISE
+
+
+def test_flushes_copy_nothing() -> None:
+    loop = Loop()
+    rows = [loop.fill(220), loop.fill(20), loop.fill(70)]
+    loop.step(rows)
+    alone = of_steps(loop, rows)
+    before, held = loop.cache.flushes, loop.cache.nbytes
+    with watched(loop) as watch:
+        steps = 0
+        while loop.cache.flushes - before < 2:
+            loop.step(rows)
+            steps += 1
+
+    assert steps <= 260
+    assert loop.cache.nbytes == held
+    # Pages that await the flush, and dense copies of them where tails are moved up.
+    waiting = 3 * 3 * 4 * GEOMETRY.dense_bytes(64)
+    smallest = min(side for layer in loop.growing.layers for side in layer.pools[0].side_bytes)
+    assert waiting + NOISE < smallest  # so a copy would be seen
+    assert watch.peak <= waiting + alone + NOISE
+
+
+def test_shrinking_takes_a_copy_of_one_layers_pool_and_gives_the_rest_back() -> None:
+    loop = Loop()
+    rows = [loop.fill(100), loop.fill(100), loop.fill(100)]
+    alone = of_steps(loop, rows)
+    loop.drain()
+    loop.cache.flush()
+    loop.cache.free(rows.pop(0))
+    held, reserved = loop.cache.nbytes, share_of_growth(loop.cache)
+    with watched(loop) as watch:
+        for _ in range(3):
+            loop.step(rows)
+        loop.drain()
+        loop.cache.flush()
+        freed = loop.cache.compact()
+        for _ in range(3):
+            loop.step(rows)
+
+    assert freed == held - loop.cache.nbytes > 10 * MIB
+    assert watch.peak <= reserved + alone + NOISE
+    assert abs(watch.end + freed) <= alone + NOISE
+
+
+def test_stepping_down_stays_within_the_scratch() -> None:
+    loop = Loop()
+    rows = [loop.fill(150), loop.fill(150), loop.fill(20)]
+    alone = of_steps(loop, rows)
+    loop.drain()
+    loop.cache.flush()
+    loop.cache.compact()
+    downs = [
+        StepDown(store, [one.rows[index] for one in rows[:2]], 1, scratch=SCRATCH)
+        for index, store in enumerate(loop.cache.stores)
+    ]
+    loop.cache.limit_bytes = 0  # no page ahead of need, as where a grant is used up
+    held, used = loop.cache.pages_bytes, loop.cache.pages_used
+    peaks = []
+    with watched(loop) as watch:
+        for down in downs:
+            while not down.over:
+                loop.drain()
+                mx.reset_peak_memory()
+                down.advance(0.0, lambda: 1.0)
+                peaks.append(mx.get_peak_memory() - watch.start)
+                loop.step(rows)
+                peaks.append(mx.get_peak_memory() - watch.start)
+                loop.drain()
+                loop.cache.flush()
+
+    # Rows went on: what they sealed meanwhile is theirs.
+    sealed = (loop.cache.pages_used - used) * loop.growing.charge()
+    assert sealed < 4 * MIB
+    assert max(peaks) <= SCRATCH + sealed + alone + NOISE
+    assert loop.cache.pages_bytes < 0.65 * held
+    assert watch.end < -0.35 * held + alone
+
+
+def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> None:
+    """What a step-down holds above what was there, and a chunk's dense copies, are both in it."""
+    loop = Loop()
+    rows = [loop.fill(150), loop.fill(150)]
+    long = loop.fill(60)
+    loop.drain()
+    loop.cache.flush()
+    loop.cache.compact()
+    loop.cache.limit_bytes = 0  # no page ahead of need
+    count, heads = 256, GEOMETRY.kv_heads
+    chunk = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
+    queries = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
+    mx.eval(chunk, queries)
+    used = loop.cache.pages_used
+    lowering = Lowering(loop.cache, rows, 1)
+    peaks = []
+    with watched(loop) as watch:
+        while not lowering.over:
+            mine = (loop.cache.pages_used - used) * loop.growing.page_bytes()
+            mx.reset_peak_memory()
+            lowering.advance(0.0, lambda: 1.0)
+            peaks.append(mx.get_peak_memory() - watch.start - mine)
+            if long.length > 100 * 64:
+                continue
+            mx.reset_peak_memory()
+            loop.cache.begin_prefill(long, count)
+            outputs = []
+            for view in loop.cache.views([long]):
+                handle, _ = view.update_and_fetch(chunk, chunk)
+                outputs.append(prefill_attention(queries, handle, 0.1).sum())
+            loop.cache.end_pass()
+            mx.eval(outputs)
+            peaks.append(mx.get_peak_memory() - watch.start - mine)
+            loop.cache.finish_prefill()  # pools grow: what a page is charged with covers it
+
+    assert long.length > 100 * 64
+    # Of four layers, the chunk behind its tail, and its pages that await the flush.
+    tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.layer_page_bytes()[0])
+    assert max(peaks) <= SCRATCH + tails + NOISE
+
+
+def test_a_group_takes_what_a_single_chunk_may_take() -> None:
+    """Each of its rows brings a tail, and its pages dense for a moment: no more than 5 fit."""
+    loop = Loop()
+    chunk, width = 256, 8
+    rows = [loop.fill(15) for _ in range(33)]
+    waiting = [
+        Waiting(str(number), 1024 + width + 1, 1, Place(number, number), 0, None, 1, prefilled=1024)
+        for number in range(len(rows))
+    ]
+    group = Turns(chunk=chunk, budget=chunk, group=True).choose(waiting)
+    chosen = [rows[int(one.rid)] for one in group]
+    own = mx.random.normal((len(chosen), GEOMETRY.kv_heads, width, GEOMETRY.k_dim))
+    mx.eval(own)
+    with watched(loop) as watch:
+        loop.cache.begin_group(chosen, [width] * len(chosen), width)
+        outputs = []
+        for view in loop.cache.views(chosen):
+            handle, _ = view.update_and_fetch(own, own)
+            outputs.append(group_attention(own, handle, 0.1).sum())
+        loop.cache.end_pass()
+        mx.eval(outputs)
+        loop.cache.finish_prefill()
+
+    assert {row.length for row in rows} == {1024, 1024 + width}
+    assert len(chosen) == 5
+    assert watch.peak <= SCRATCH * 3 // 4 + 4 * GEOMETRY.dense_bytes(chunk + 127) + NOISE
+
+
+def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
+    loop = Loop(quantized_start=1024)
+    lengths, chunk = [4096, 1536, 3072], 512
+    cache = loop.cache
+    cache.limit_bytes = sum(cache.pages_bytes_for(one, chunk) + cache.row_bytes for one in lengths)
+    # A chunk before it is paged, and 16 pages on their way from one level to another.
+    moving = 8 * GEOMETRY.dense_bytes(chunk) + 3 * GEOMETRY.dense_bytes(16 * 64)
+    with watched(loop) as watch:
+        rows = [cache.new_row() for _ in lengths]
+        for _ in range(7):
+            for row, length in zip(rows, lengths, strict=True):
+                if row.length < length - chunk:
+                    loop.prefill(row, chunk)
+    reserved = cache.limit_bytes
+
+    assert cache.charged_bytes + cache.tail_slots * cache.row_bytes <= reserved
+    assert watch.peak <= reserved + moving + NOISE
+    assert watch.peak > 0.5 * reserved
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+def test_recurrent_states_stay_within_what_rows_are_charged_with(padding: int) -> None:
+    alone = of_steps(quiet := Loop(), [quiet.fill(2) for _ in range(4)])
+    del quiet
+    loop = Loop(states=6)
+    cache = loop.cache
+    with watched(loop) as watch:
+        rows = [loop.fill(2) for _ in range(4)]
+        for number in range(12):
+            if number == 5:
+                loop.drain()
+                cache.free(rows.pop(1))
+            if number == 8:
+                rows.append(loop.fill(2))
+            loop.step(rows, len(rows) + padding)
+    states = 4 * cache.states.charged_row_bytes
+    paged = cache.pages_bytes + 4 * GEOMETRY.dense_bytes(192) * cache.tail_slots
+    # Padded arrays of two layers, in and out.
+    inside = 4 * (4 + padding) * STATE.nbytes
+
+    assert watch.peak <= states + paged + share_of_growth(cache) + alone + inside + 8 * MIB
+    assert watch.end <= paged + 4 * cache.states.row_bytes + NOISE
+
+
+LATENT = LayerGeometry(kv_heads=1, k_dim=256, v_dim=32)
+
+
+class Latent:
+    """A model of three layers that read plain arrays."""
+
+    def __call__(self, tokens: mx.array, cache: list[RectangleKVCache]) -> mx.array:
+        x = tokens[:, None, :, None].astype(mx.float32)
+        for view in cache:
+            keys, values = view.update_and_fetch(
+                mx.broadcast_to(mx.sin(x), (*x.shape[:3], 256)),
+                mx.broadcast_to(mx.cos(x), (*x.shape[:3], 32)),
+            )
+            seen = keys.sum(axis=(1, 2, 3)) / 256 + values.sum(axis=(1, 2, 3))
+            x = x + mx.sin(seen)[:, None, None, None]
+        return x[:, 0]
+
+
+def latent_runner(scratch: int) -> Runner:
+    layout = Layout((Entry((AttentionPart(FULL, LATENT),)),) * 3, mx.float32)
+    settings = CacheSettings(ladder=(Scheme(8, 8),), scratch=scratch)
+    return Runner(Latent(), ModelCache(layout, settings, access={FULL: Access.RECTANGLES}))
+
+
+def run_latent(runner: Runner, lengths: list[int], chunk: int) -> list[mx.array]:
+    """Prefill rows of these lengths, and decode them in a pipelined loop."""
+    cache = runner.cache
+    rows = [cache.new_row() for _ in lengths]
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        for start in range(0, length, chunk):
+            runner.prefill(row, [number + place for place in range(start, start + chunk)])
+    found: list[mx.array] = []
+    for number in range(6):
+        logits = runner.decode(rows, mx.arange(len(rows)) + number)
+        mx.async_eval(logits, cache.arrays())
+        mx.eval(found)
+        found.append(logits)
+    mx.eval(found, cache.arrays())
+    return found
+
+
+def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
+    """Very unequal rows, of which one alone needs more than the scratch."""
+    chunk, lengths = 512, [4096] + [512] * 7
+    runner = latent_runner(4 * MIB)
+    cache = runner.cache
+    reserved = sum(cache.pages_bytes_for(one + 64, chunk) + cache.row_bytes for one in lengths)
+    cache.limit_bytes = reserved
+    beyond = cache.pages_bytes_for(4096, chunk) - cache.stores[0].most_bytes(4096, chunk)
+    assert beyond > 4 * MIB
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    start = mx.get_active_memory()
+    split = run_latent(runner, lengths, chunk)
+    peak = mx.get_peak_memory() - start
+    # Tokens of a chunk of three layers, before they are paged and behind it.
+    moving = 3 * 3 * LATENT.dense_bytes(chunk)
+
+    assert len(cache.passes(cache.sequences)) > 1
+    assert peak <= reserved + 4 * MIB + moving + NOISE
+    wide = latent_runner(1 << 30)
+    together = run_latent(wide, lengths, chunk)
+    assert len(wide.cache.passes(wide.cache.sequences)) == 1
+    for one, other in zip(split, together, strict=True):
+        assert mx.isfinite(one).all().item()
+        assert mx.allclose(one, other, rtol=1e-4, atol=1e-4).item()
+
+
+def test_steps_over_rectangles_do_not_add_up() -> None:
+    """Of short rows all layers fit the scratch at once, but those of many steps do not."""
+    runner = latent_runner(16 * MIB)
+    run_latent(runner, [512] * 3, 256)
+    cache = runner.cache
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    start = mx.get_active_memory()
+    rows = cache.sequences
+    assert len(cache.passes(rows)) == 1
+    found = []
+    for _ in range(8):  # launched, and none of them waited for
+        found.append(runner.decode(rows, mx.arange(3)))
+        mx.async_eval(found[-1], cache.arrays())
+    mx.eval(found)
+
+    assert mx.get_peak_memory() - start <= 12 * MIB + NOISE
+
+
+def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush that does not wait for the step in flight is found out."""
+    loop = Loop()
+    rows = [loop.fill(220), loop.fill(20)]
+    alone = of_steps(loop, rows)
+    monkeypatch.setattr(Loop, "drain", lambda self: None)
+    held: list[mx.array] = []
+    put = LayerStore.put
+
+    def undrained(layer: LayerStore, writing: Writing) -> None:
+        # Somebody reads the pool while it is written.
+        held[:] = [array[:, :1] for array in layer.pools[0].arrays()]
+        put(layer, writing)
+
+    monkeypatch.setattr(LayerStore, "put", undrained)
+    mx.reset_peak_memory()
+    start = mx.get_active_memory()
+    before = loop.cache.flushes
+    while loop.cache.flushes == before:
+        loop.step(rows)
+    loop.step(rows)
+    mx.eval(loop.flight)
+
+    smallest = min(side for layer in loop.growing.layers for side in layer.pools[0].side_bytes)
+    assert mx.get_peak_memory() - start > alone + smallest // 2

@@ -1,0 +1,159 @@
+"""Frozen sequences that were written and read go on to the bit, whatever their kind of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.saved import Damaged, Loader, Saver
+from kvd.worker.serving import probe
+from kvd.worker.serving.runner import Row, Runner
+from tests.worker.architectures.zoo import build
+from tests.worker.cache.test_frozen import SETTINGS, decode, disturb, ids, prefill
+
+pytestmark = pytest.mark.mlx
+
+KINDS = ["baichuan_m1", "qwen3_next"]
+"""Windows, full attention and states; full attention and gated delta nets."""
+
+
+def alone(name: str, how: str = "plain") -> Runner:
+    model, _ = build(name)
+    return Runner(model, ModelCache(probe.find_layout(model), SETTINGS[how]))
+
+
+def take(loader: Loader, between=lambda: None) -> None:
+    for _ in loader.run():
+        between()
+
+
+def both_go_on(runner: Runner, rows: list[Row]) -> None:
+    """Write two rows that share a beginning, let pages move, read them, and compare."""
+    cache = runner.cache
+    cache.flush()
+    frozen = [cache.freeze(row) for row in rows]
+    shared = {page for store in frozen[0].rows for page in store.pages}
+    more = ids(66, 8)
+    wanted = [decode(runner, [row], more)[0] for row in rows]
+    for row in rows:
+        cache.free(row)
+    saver = Saver(cache, frozen)
+    stream = saver.records()
+    records = [next(stream) for _ in range(3)]
+    disturb(runner)  # what is not written yet has moved
+    records += stream
+    content = sum(map(len, records[1:]))
+    assert content == saver.nbytes
+    for one in frozen:
+        cache.drop(one)
+    cache.shrink()
+    assert cache.nbytes == 0
+
+    loader = Loader(cache, iter(records))
+    stranger = cache.new_row()
+    prefill(runner, stranger, ids(130, 4))
+    take(loader, cache.check)
+    cache.free(stranger)
+    disturb(runner)
+    assert len({page for store in loader.sequences[0].rows for page in store.pages}) == len(shared)
+    for row, want in zip(loader.sequences, wanted, strict=True):
+        np.testing.assert_array_equal(decode(runner, [row], more)[0], want)
+        cache.free(row)
+    cache.shrink()
+    assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_cache_comes_back(name: str) -> None:
+    runner = alone(name)
+    row = runner.cache.new_row()
+    prefill(runner, row, ids(150))
+    runner.cache.flush()
+    frozen = runner.cache.freeze(row)
+    other = runner.cache.thaw(frozen)
+    runner.cache.drop(frozen)
+    decode(runner, [row], ids(37, 2))
+    decode(runner, [other], ids(5, 3))
+    both_go_on(runner, [row, other])
+
+
+@pytest.mark.parametrize("how", ["dense at first", "bounded"])
+def test_every_setting_comes_back(how: str) -> None:
+    runner = alone("gpt_oss", how)
+    rows = [runner.cache.new_row() for _ in range(2)]
+    for seed, row in enumerate(rows):
+        prefill(runner, row, ids(150 + 130 * seed, seed))
+        decode(runner, [row], ids(30, 2))
+    both_go_on(runner, rows)
+
+
+@pytest.mark.parametrize("length", [199, 200])
+def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
+    """It has left it when it is frozen, so no flush of others converts what is not there yet."""
+    runner = alone("qwen3", "dense at first")
+    cache = runner.cache
+    (start,) = {store.quantized_start for store in cache.stores}
+    assert start == 200
+    row = cache.new_row()
+    prefill(runner, row, ids(150))
+    decode(runner, [row], ids(length - 150, 2))
+    frozen = cache.freeze(row)
+    twin = cache.thaw(frozen)
+    want = decode(runner, [twin], ids(10, 8))[0]
+    records = list(Saver(cache, [frozen]).records())
+    for one in (row, twin):
+        cache.free(one)
+    cache.drop(frozen)
+    loader = Loader(cache, iter(records))
+    stranger = cache.new_row()
+    prefill(runner, stranger, ids(100, 5))
+    take(loader, cache.flush)
+
+    cache.check()
+    np.testing.assert_array_equal(decode(runner, loader.sequences, ids(10, 8))[0], want)
+
+
+def test_pages_on_two_levels_come_back_on_theirs() -> None:
+    runner = alone("qwen3")
+    row = runner.cache.new_row()
+    prefill(runner, row, ids(256))
+    lowering = Lowering(runner.cache, [row], 1)
+    while not lowering.over:
+        lowering.advance(1.0, iter(range(1000)).__next__)
+    other = runner.cache.new_row()
+    prefill(runner, other, ids(256, 7))
+    both_go_on(runner, [row, other])
+
+
+def damaged(records: list[bytes]) -> Iterator[list[bytes]]:
+    yield []
+    yield records[:1]
+    yield records[:-1]
+    yield [b"{}", *records[1:]]
+    yield [records[0], records[1][:-4], *records[2:]]
+    yield [*records[:-1], records[-1] + b"1234"]
+
+
+def test_what_is_not_whole_is_damaged_and_leaves_nothing() -> None:
+    runner = alone("qwen3")
+    cache = runner.cache
+    row = cache.new_row()
+    prefill(runner, row, ids(200))
+    frozen = cache.freeze(row)
+    records = list(Saver(cache, [frozen]).records())
+    cache.free(row)
+    cache.drop(frozen)
+    for one in damaged(records):
+        loader = Loader(cache, iter(one))
+        with pytest.raises(Damaged):
+            take(loader)
+        loader.forget()
+        cache.check()
+        assert cache.pages_used == 0
+    other = alone("gpt_oss").cache
+    with pytest.raises(Damaged, match="another model"):
+        take(Loader(other, iter(records)))

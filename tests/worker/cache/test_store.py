@@ -1,0 +1,321 @@
+"""The store against a list of dense rows: contents, lengths, references, bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.worker.attention.decode import decode_attention
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.layout import AttentionPart, Entry, Layout
+from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from tests.worker.cache.helpers import Bench, DenseRow
+
+pytestmark = pytest.mark.mlx
+
+LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000)
+BITS = (2, 3, 4, 5, 6, 8, 16)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_prefilled_row_reads_back(length: int) -> None:
+    bench = Bench()
+    bench.new(length)
+
+    bench.check()
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits"), [(k, 8) for k in BITS] + [(8, v) for v in BITS])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_every_bit_width_and_orientation(k_bits: int, v_bits: int, dim: int) -> None:
+    geometry = LayerGeometry(kv_heads=2, k_dim=dim, v_dim=dim)
+    bench = Bench(geometry, Scheme(k_bits, v_bits), layers=1)
+    row = bench.new(200)
+    for _ in range(70):
+        bench.decode([row])
+
+    bench.check()
+    bench.drain()
+    bench.check()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
+    bench = Bench(LayerGeometry(kv_heads=2, k_dim=dim, v_dim=dim), Scheme(8, 4))
+    bench.new(700)
+    bench.new(130)
+    held = sum(array.nbytes for layer in bench.store.layers for array in layer.arrays())
+
+    assert bench.store.nbytes == held
+    assert bench.store.pages_bytes == bench.store.allocators[0].capacity * bench.store.page_bytes()
+
+
+def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
+    """Flush after every step, or only when a tail is full: the same numbers, to the bit."""
+    read = []
+    for every in (1, 1000):
+        bench = Bench(layers=1, seed=5)
+        row = bench.new(100)
+        shown = []
+        for step in range(300):
+            bench.decode([row])
+            if step % 7 == 0:
+                shown += [np.array(side) for side in bench.store.read(row.row, 0)]
+            if step % every == 0:
+                bench.drain()
+        read.append(shown)
+
+    assert all(np.array_equal(one, other) for one, other in zip(*read, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 12, 40, 65, 66, 100, 127, 191, 300]])
+def test_rows_of_whatever_length_flush_once_in_64_tokens(lengths: list[int]) -> None:
+    bench = Bench(layers=1)
+    rows = [bench.new(length) for length in lengths]
+    before = bench.store.flushes
+    for _ in range(1280):
+        bench.decode(rows)
+
+    assert bench.store.flushes - before <= 20
+    bench.check()
+
+
+def test_full_tail_refuses_a_step_without_a_flush() -> None:
+    bench = Bench(layers=1)
+    other, row = bench.new(100), bench.new(127)
+    assert bench.store.needs_flush([row.row])
+    with pytest.raises(ValueError, match="flush"):
+        bench.store.begin_decode([other.row, row.row])
+    bench.check()  # nobody has a token more
+    bench.drain()
+    bench.decode([row])
+    bench.check()
+
+
+def test_a_page_is_written_with_those_of_others_and_read_from_a_length_of_the_row() -> None:
+    bench = Bench(layers=1)
+    second, first = bench.new(100), bench.new(125)
+    for _ in range(3):
+        bench.decode([first, second])
+    assert second.row.early
+    assert (first.row.length, second.row.length) == (128, 103)
+    flushes = bench.store.flushes
+    assert first.row.pages
+    while second.row.length < 127:
+        bench.decode([first, second])
+        assert not second.row.pages
+    bench.decode([second])
+
+    assert second.row.pages
+    assert bench.store.flushes == flushes
+    bench.check()
+
+
+def test_pages_that_leave_a_window_leave_the_tables_though_none_came() -> None:
+    bench = Bench(layers=1, kind=Kind(window=100))
+    row = bench.new(320)
+    while row.row.length < 340:
+        bench.decode([row])
+    bench.prefill(row, 30)
+
+    assert row.row.pages == []
+    bench.check()
+
+
+def test_freed_row_whose_page_is_early_leaves_nothing() -> None:
+    bench = Bench(layers=1)
+    leaving, staying = bench.new(100), bench.new(120)
+    for _ in range(20):
+        bench.decode([leaving, staying])
+    assert leaving.row.early
+    bench.free(leaving)
+    bench.drain()
+
+    bench.check()
+    assert bench.store.allocators[0].used == len(staying.row.held)
+
+
+def test_shrink_gives_everything_back() -> None:
+    bench = Bench()
+    rows = [bench.new(500) for _ in range(3)]
+    for row in rows:
+        bench.free(row)
+    bench.store.shrink()
+
+    assert bench.store.nbytes == 0
+    bench.new(300)
+    bench.check()
+
+
+def test_page_limit_caps_growth() -> None:
+    bench = Bench(layers=1)
+    limit = 10 * bench.store.charge()
+    bench.store.spare = lambda: limit - bench.store.charged_bytes
+    bench.new(64 * 11)
+
+    assert bench.store.allocators[0].capacity == 10
+
+
+def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
+    """The pools of dense pages go when others need the room: on every level, at every flush."""
+    schemes = [Scheme(16, 16), Scheme(4, 4)]
+    bench = Bench(LayerGeometry(1, 64, 64), schemes, layers=2, quantized_start=512)
+    store, chunk = bench.store, 128
+    lengths = [3000, 600, 2500, 500]
+    limit = sum(store.most_bytes(length, chunk) for length in lengths)
+    store.spare = lambda: limit - store.charged_bytes
+    rows = [bench.new() for _ in lengths]
+    rng = np.random.default_rng(2)
+    while left := [
+        (row, length)
+        for row, length in zip(rows, lengths, strict=True)
+        if row.row.length <= length - chunk
+    ]:
+        row, _ = left[rng.integers(len(left))]
+        bench.prefill(row, chunk)
+        assert store.charged_bytes <= limit
+        store.check()
+
+    assert [{page.level for page in row.row.pages} for row in rows] == [{1}, {1}, {1}, {0}]
+
+
+def test_kinds_do_not_hold_ahead_what_others_reserved() -> None:
+    part = LayerGeometry(1, 64, 64)
+    kinds = (FULL, Kind(window=400), FULL, Kind(window=1000))
+    layout = Layout(tuple(Entry((AttentionPart(kind, part),)) for kind in kinds), mx.float32)
+    cache = ModelCache(layout, CacheSettings(ladder=(Scheme(8, 8),)))
+    lengths, chunk = [2000, 700], 128
+    cache.limit_bytes = sum(cache.pages_bytes_for(one, chunk) + cache.row_bytes for one in lengths)
+    tokens = mx.random.normal((1, 1, chunk, 64))
+    for length in lengths:
+        sequence = cache.new_row()
+        while sequence.length <= length - chunk:
+            cache.begin_prefill(sequence, chunk)
+            for view in cache.views([sequence]):
+                view.update_and_fetch(tokens, tokens)
+            cache.end_pass()
+            cache.finish_prefill()
+            held = cache.charged_bytes + cache.tail_slots * cache.row_bytes
+            assert held <= cache.limit_bytes
+            cache.check()
+
+
+def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> None:
+    bench = Bench(scheme=[Scheme(16, 16), Scheme(2, 2)], layers=1, quantized_start=512)
+    row = bench.new(400)
+    store = bench.store
+    before = [np.array(side) for side in store.read(row.row, 0)]
+    copies = [store.fork(row.row) for _ in range(3)]
+    frozen = store.freeze(copies.pop())
+    for copy in copies:  # two leave, at flushes of their own
+        store.begin_prefill(copy, 200)
+        tokens = mx.random.normal((1, 2, 200, 64))
+        bench.caches[0].update_and_fetch(tokens, tokens)
+        store.finish_prefill()
+
+    assert all({page.level for page in copy.pages} == {1} for copy in copies)
+    for holder in (row.row, store.thaw(frozen)):
+        after = [np.array(side) for side in store.read(holder, 0)]
+        assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+    store.check()
+
+
+def test_slots_of_a_gap_are_reused() -> None:
+    bench = Bench(layers=1)
+    rows = [bench.new(10) for _ in range(4)]
+    bench.free(rows[1])
+    again = bench.new(70)
+
+    assert again.row.slot == rows[1].row.slot
+    bench.check()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_joins_and_leaves_in_mid_flight(data: st.DataObject) -> None:
+    scheme = data.draw(st.sampled_from([Scheme(8, 8), Scheme(4, 4), Scheme(16, 16)]))
+    bench = Bench(scheme=scheme, layers=1, seed=data.draw(st.integers(0, 99)))
+    rows: list[DenseRow] = []
+    for _ in range(data.draw(st.integers(3, 12))):
+        action = data.draw(st.sampled_from(["join", "leave", "decode", "decode", "flush"]))
+        if action == "join":
+            rows.append(bench.new(data.draw(st.sampled_from(LENGTHS[:-1])), chunk=128))
+        elif action == "leave" and rows:
+            bench.free(rows.pop(data.draw(st.integers(0, len(rows) - 1))))
+        elif action == "flush":
+            bench.drain()
+        elif rows:
+            chosen = data.draw(st.lists(st.sampled_from(rows), min_size=1, unique_by=id))
+            for _ in range(data.draw(st.integers(1, 140))):
+                bench.decode(chosen, batch=len(chosen) + 1)
+        bench.check()
+    bench.drain()
+    bench.check()
+
+
+def test_lengths_chunks_and_rows_multiply() -> None:
+    """Any cut into chunks of the grid stores the same pages."""
+    for length, chunk in itertools.product((65, 300, 513), (64, 128, 256)):
+        bench = Bench(layers=1, seed=3)
+        bench.new(length, chunk=chunk)
+        bench.check()
+
+
+def test_pages_are_written_in_place_and_only_at_flushes() -> None:
+    """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
+    geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
+    bench = Bench(geometry, layers=2)
+    limit = 400 * bench.store.charge()
+    bench.store.spare = lambda: limit - bench.store.charged_bytes
+    big = bench.new(64 * 300, chunk=2048)
+    small = bench.new(100)
+    for row in (big, small):  # nobody looks at what they hold, and a step would copy it all
+        row.keys, row.values = ([side[:, :0] for side in held] for held in (row.keys, row.values))
+    one_layer = bench.store.pages_bytes // 2
+    assert one_layer > 20_000_000
+    bench.drain()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    steady = mx.get_active_memory()
+    queries = mx.random.normal((2, 8, 1, 128))
+    outputs: list[mx.array] = []
+    for _ in range(160):
+        outputs = _pipelined_step(bench, [big, small], queries, outputs)
+    mx.eval(outputs)
+    bench.drain()
+
+    # The smallest copy that could hide, of one side's words, is 0.44 of a layer.
+    assert mx.get_peak_memory() - steady < one_layer // 3
+
+
+def _pipelined_step(
+    bench: Bench, rows: list[DenseRow], queries: mx.array, before: list[mx.array]
+) -> list[mx.array]:
+    if bench.store.needs_flush([row.row for row in rows]):
+        mx.eval(before)  # as the engine does: nothing that reads the pools is in flight
+    handles = bench.decode(rows)
+    outputs = [decode_attention(queries, handle, 0.1) for handle in handles]
+    # Launched, and not waited for: the next step is built while this one runs.
+    mx.async_eval(outputs, bench.store.arrays())
+    return outputs
+
+
+def test_a_row_that_held_nan_leaves_none_to_the_next_in_its_place() -> None:
+    bench = Bench(layers=1)
+    bad, good = bench.new(100), bench.new(30)
+    bench.store.layers[0].tail_values[bad.row.slot, :, 50] = mx.nan
+    bench.rows.remove(bad)
+    bench.store.free(bad.row, clean=False)
+    after = bench.new(20)
+    assert after.row.slot == bad.row.slot
+    (handle,) = bench.decode([good, after])
+    output = decode_attention(mx.ones((2, 4, 1, 64)), handle, 0.125)
+
+    assert np.isfinite(np.array(output)).all()
+    bench.check()

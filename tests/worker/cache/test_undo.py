@@ -1,0 +1,73 @@
+"""Steps that fail in their middle: what is taken back, and what is thrown away."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.worker.cache.helpers import Bench, DenseRow
+
+pytestmark = pytest.mark.mlx
+
+
+def with_early_page(bench: Bench) -> DenseRow:
+    row = bench.new(100)
+    bench.decode([row])
+    bench.drain()
+    assert row.row.early
+    return row
+
+
+@pytest.mark.parametrize("layers_done", [1, 2])
+def test_a_chunk_that_is_taken_back_leaves_no_trace(layers_done: int) -> None:
+    bench = Bench()
+    decoding = with_early_page(bench)
+    reading = bench.new(256)
+    decoding_too = with_early_page(bench)
+    bench.store.begin_prefill(reading.row, 200)
+    for cache in bench.caches[:layers_done]:
+        shape = (1, bench.geometry.kv_heads, 200, 64)
+        cache.update_and_fetch(mx.full(shape, 9.0), mx.full(shape, 9.0))
+
+    assert bench.store.undo_prefill()
+    assert not bench.store.undo_prefill()
+    bench.drain()
+    bench.check()
+    bench.prefill(reading, 200)
+    bench.decode([decoding, decoding_too, reading])
+    bench.drain()
+    bench.check()
+
+
+def test_a_decode_step_cannot_be_taken_back() -> None:
+    bench = Bench()
+    bench.decode([bench.new(10)])
+
+    assert not bench.store.undo_prefill()
+
+
+def test_what_a_failed_flush_has_taken_is_thrown_away_and_frozen_rows_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    store = bench.store
+    kept = bench.new(300)
+    frozen = store.freeze(kept.row)
+    before = [np.array(side) for side in store.read(kept.row, 1)]
+    bench.decode([bench.new(100)])
+    mx.eval(store.arrays())
+    with monkeypatch.context() as patch:
+        patch.setattr(store.layers[1], "put", None)
+        with pytest.raises(TypeError):
+            store.flush()
+    store.discard()
+    store.shrink()
+
+    store.check()
+    assert store.rows == []
+    assert store.allocators[0].used == store.allocators[0].idle == len(frozen.pages)
+    thawed = store.thaw(frozen)
+    for side, wanted in zip(store.read(thawed, 1), before, strict=True):
+        np.testing.assert_array_equal(np.array(side), wanted)
+    store.check()

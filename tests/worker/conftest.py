@@ -1,0 +1,30 @@
+"""One engine with the embedded model for all tests here: loading it takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.worker.core.driver import Driver
+
+
+@pytest.fixture(scope="session")
+def _demo() -> Driver:
+    return Driver("demo")
+
+
+@pytest.fixture
+def demo(_demo: Driver) -> Iterator[Driver]:
+    _demo.outcomes.clear()
+    yield _demo
+    # Whatever a test did, nothing stays: no row, no page, no request.
+    for rid in list(_demo.engine._requests):
+        _demo.engine.cancel(rid)
+    _demo.run(until=lambda: not _demo.engine.has_work)
+    assert not _demo.engine._requests
+    assert not _demo.engine._runner.cache.sequences
+    _demo.engine._prompts.tree.clear()
+    assert _demo.engine._runner.cache.pages_used == 0
+    assert _demo.engine._scheduler.reserved == 0
+    _demo.outcomes.clear()

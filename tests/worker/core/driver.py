@@ -1,0 +1,185 @@
+"""Runs an engine without a process around it: submits, steps, and collects what each row got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvd.worker.core.engine import MLXEngine
+from protocol.errors import ErrorInfo
+from protocol.types import KVSpec, Sampling, TokenLogprob, Usage
+from protocol.worker import (
+    ChoiceFinished,
+    Grant,
+    GrantWanted,
+    LoadModel,
+    Reclaim,
+    Reclaimed,
+    Report,
+    RowFailed,
+    RowFinished,
+    RowParked,
+    RowPrompt,
+    RowQueued,
+    RowResumed,
+    RowTokens,
+    Submit,
+)
+
+GIB = 1 << 30
+
+
+@dataclass
+class Outcome:
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+    usage: Usage | None = None
+    """But for what was found in the cache: that is `cached`, and may be anything."""
+    cached: int = field(default=0, compare=False)
+    error: ErrorInfo | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    others: dict[int, Outcome] = field(default_factory=dict)
+    """Completions beside the first, by choice."""
+
+    @property
+    def over(self) -> bool:
+        return self.reason is not None or self.error is not None
+
+
+class Driver:
+    """An engine with a daemon that grants up to ``budget`` bytes."""
+
+    def __init__(self, source: str, *, kv: KVSpec | None = None, budget: int = 8 * GIB, **load):
+        self.engine = MLXEngine()
+        self.budget = budget
+        self.total = 0
+        self.seq = 0
+        self.others = 0
+        """What other models hold of the budget."""
+        self.denied: tuple[int, int] | None = None
+        """The last wish, if it waits."""
+        self.asked: list[tuple[int, str]] = []
+        self.outcomes: dict[str, Outcome] = {}
+        self.stages: list[str] = []
+        self.parkings: dict[str, list[str]] = {}
+        """Of each request, where it was parked, and that it went on."""
+        self.positions: dict[str, list[int]] = {}
+        self.reclaimed: list[Reclaimed] = []
+        self.info = self.engine.load(
+            LoadModel(source=source, kv=kv or KVSpec(), **load),
+            lambda stage, fraction: self.stages.append(stage),
+            self.ask,
+        )
+
+    def ask(self, total: int, reason: str) -> Grant:
+        self.seq += 1
+        return self.answer(self.seq, total, reason)
+
+    def answer(self, seq: int, total: int, reason: str) -> Grant:
+        self.asked.append((total, reason))
+        granted = total <= max(self.budget - self.others, self.total)
+        self.denied = None if granted else (seq, total)
+        if granted:
+            self.total = total
+        return Grant(
+            seq=seq,
+            total_bytes=self.total,
+            granted=granted,
+            available_bytes=max(0, self.budget - self.others - self.total),
+            budget_bytes=self.budget,
+        )
+
+    def retry(self) -> None:
+        """Grant what was denied and fits now, as the daemon does when others give back."""
+        if self.denied is not None:
+            seq, total = self.denied
+            self.engine.granted(self.answer(seq, total, "again"))
+
+    def submit(self, rid: str, prompt: str | list[int], sampling: Sampling | None = None, **more):
+        words = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}
+        self.outcomes[rid] = Outcome()
+        return self.engine.submit(
+            Submit(rid=rid, sampling=sampling or Sampling(seed=0), **words, **more)
+        )
+
+    def step(self) -> None:
+        for report in self.engine.step():
+            match report:
+                case RowTokens():
+                    outcome = self.outcomes[report.rid]
+                    assert not outcome.over
+                    if report.choice:
+                        outcome = outcome.others.setdefault(report.choice, Outcome())
+                    assert report.index == len(outcome.tokens)
+                    outcome.tokens += report.tokens
+                    outcome.text += report.text
+                    outcome.logprobs += report.logprobs or []
+                case RowPrompt():
+                    outcome = self.outcomes[report.rid]
+                    assert report.index == len(outcome.prompt_logprobs)
+                    outcome.prompt_logprobs += report.logprobs
+                case ChoiceFinished():
+                    outcome = self.outcomes[report.rid]
+                    if report.choice:
+                        outcome.others.setdefault(report.choice, Outcome()).reason = report.reason
+                case RowFinished():
+                    assert not self.outcomes[report.rid].over
+                    self.outcomes[report.rid].reason = report.reason
+                    usage = report.usage
+                    self.outcomes[report.rid].cached = usage.cached_tokens
+                    self.outcomes[report.rid].usage = msgspec.structs.replace(
+                        usage, cached_tokens=0
+                    )
+                case RowFailed():
+                    assert not self.outcomes[report.rid].over
+                    self.outcomes[report.rid].error = report.error
+                case GrantWanted():
+                    self.engine.granted(self.answer(report.seq, report.total_bytes, report.reason))
+                case _:
+                    self._note(report)
+        cache, budget = self.engine._runner.cache, self.engine._admission.budget
+        # Beside the pools that go down the ladder stand those that they go to: the base has that.
+        scratch = cache.settings.lowering_scratch if self.engine._reclaiming.active else 0
+        assert cache.nbytes <= self.total - budget.base_bytes + scratch
+        cache.check()
+        self.engine._scheduler.check()
+
+    def _note(self, report: Report) -> None:
+        match report:
+            case RowQueued():
+                self.positions.setdefault(report.rid, []).append(report.position)
+            case RowParked():
+                assert report.nbytes > 0
+                self.parkings.setdefault(report.rid, []).append(report.where)
+            case RowResumed():
+                self.parkings.setdefault(report.rid, []).append("resumed")
+            case Reclaimed():
+                self.reclaimed.append(report)
+
+    def run(self, *, until: Callable[[], bool] | None = None, steps: int = 5000) -> None:
+        for _ in range(steps):
+            if until is not None and until():
+                return
+            if not self.engine.has_work:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"still at work after {steps} steps")
+        if until is None:
+            assert all(outcome.over for outcome in self.outcomes.values()), self.outcomes
+
+    def reclaim(self, rung: str, wanted_bytes: int, level: int = 0) -> Reclaimed:
+        """Ask for memory, as the governor does, and step until it is given back."""
+        before = len(self.reclaimed)
+        self.engine.reclaim(Reclaim(seq=7, rung=rung, wanted_bytes=wanted_bytes, level=level))
+        self.run(until=lambda: len(self.reclaimed) > before)
+        return self.reclaimed[-1]
+
+    def alone(self, prompt: str | list[int], sampling: Sampling | None = None, **more) -> Outcome:
+        self.submit("alone", prompt, sampling, **more)
+        self.run()
+        return self.outcomes.pop("alone")

@@ -1,0 +1,17 @@
+"""What a row of a runner's cache holds, for tests that compare two of them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvd.worker.serving.runner import Row, Runner
+
+
+def held(runner: Runner, row: Row) -> list[mx.array]:
+    """Return keys and values of each layer, ``[heads, tokens, dim]``."""
+    return [
+        side
+        for store, one in zip(runner.cache.stores, row.rows, strict=True)
+        for layer in range(len(store.layers))
+        for side in store.read(one, layer)
+    ]

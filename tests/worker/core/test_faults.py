@@ -1,0 +1,297 @@
+"""Steps that go wrong, at any point of them: who is not at fault does not notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.cache.group import PrefillGroup
+from kvd.worker.cache.steps import PrefillStep
+from kvd.worker.core import setbacks
+from kvd.worker.engine import unwatched
+from kvd.worker.process import shortage
+from kvd.worker.sampling import sampler
+from protocol.errors import InsufficientMemory
+from protocol.types import Sampling, TokenLogprob
+from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
+from tests.worker.core.test_mlx_engine import prompt_of
+
+pytestmark = pytest.mark.mlx
+
+REQUESTS = {
+    "greedy": (prompt_of(300, 1), Sampling(seed=1), {"max_tokens": 90, "logprobs": 0}),
+    "drawn": (
+        prompt_of(70, 2),
+        Sampling(temperature=0.9, repetition_penalty=1.2, seed=2),
+        {"max_tokens": 100, "n": 2, "logprobs": 2},
+    ),
+    "short": (
+        [7],
+        Sampling(temperature=0.7, seed=3),
+        {"max_tokens": 40, "logprobs": 0, "prompt_logprobs": 0},
+    ),
+    "scored": (prompt_of(270, 4), Sampling(seed=4), {"max_tokens": 20, "prompt_logprobs": 1}),
+}
+
+
+def serve(driver: Driver, requests: dict[str, tuple] = REQUESTS) -> dict[str, Outcome]:
+    """Run all of them, one joining after the other."""
+    driver.outcomes = {}
+    for rid, (prompt, sampling, more) in requests.items():
+        driver.submit(rid, prompt, sampling, **more)
+        driver.step()
+        driver.step()
+    driver.run()
+    outcomes, driver.outcomes = driver.outcomes, {}
+    return outcomes
+
+
+def assert_same(got: dict[str, Outcome], wanted: dict[str, Outcome]) -> None:
+    """All that a client sees, and logprobs but for the order of summing."""
+    assert got.keys() == wanted.keys()
+    for rid, outcome in got.items():
+        expected = wanted[rid]
+        for mine, its in ((outcome, expected), *zip_values(outcome.others, expected.others)):
+            assert [one.token for one in mine.logprobs] == [one.token for one in its.logprobs]
+            for told, others in (
+                (mine.logprobs, its.logprobs),
+                (mine.prompt_logprobs, its.prompt_logprobs),
+            ):
+                numbers, others_numbers = logprobs_of(told), logprobs_of(others)
+                assert np.isfinite(numbers).all()
+                np.testing.assert_allclose(numbers, others_numbers, atol=1e-4)
+        assert without_logprobs(outcome) == without_logprobs(expected)
+
+
+def zip_values(got: dict[int, Outcome], wanted: dict[int, Outcome]) -> list[tuple]:
+    assert got.keys() == wanted.keys()
+    return [(outcome, wanted[choice]) for choice, outcome in got.items()]
+
+
+def logprobs_of(told: list[TokenLogprob]) -> list[float]:
+    return [one.logprob for one in told if one.logprob is not None]
+
+
+def without_logprobs(outcome: Outcome) -> Outcome:
+    others = {choice: without_logprobs(one) for choice, one in outcome.others.items()}
+    return replace(outcome, logprobs=[], prompt_logprobs=[], others=others)
+
+
+@pytest.fixture(scope="module")
+def wanted(_demo: Driver) -> dict[str, Outcome]:
+    outcomes = serve(_demo)
+    assert all(outcome.error is None for outcome in outcomes.values())
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def evaluations(_demo: Driver, wanted: dict) -> int:
+    """So many are at least made for all that."""
+    _demo.engine._prompts.tree.clear()
+    with memory_runs_out(lambda _: False) as seen:
+        assert_same(serve(_demo), wanted)
+    return seen.count
+
+
+@pytest.fixture
+def cold(demo: Driver) -> Driver:
+    """An engine that remembers no prompt and no shortage."""
+    demo.engine._prompts.tree.clear()
+    demo.engine._setbacks.calm = setbacks.CALM_STEPS
+    return demo
+
+
+def test_memory_that_comes_back_at_once_costs_nothing(cold: Driver, wanted: dict) -> None:
+    with memory_runs_out(lambda number: number % 5 in {0, 1}) as seen:
+        outcomes = serve(cold)
+
+    assert seen.failed > 10
+    assert cold.engine._setbacks.count == 0, seen.failed
+    assert_same(outcomes, wanted)
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.9])
+def test_a_step_that_lacks_memory_drops_nothing(
+    cold: Driver, wanted: dict, evaluations: int, part: float
+) -> None:
+    first = int(part * evaluations)
+    with memory_runs_out(range(first, first + shortage.TRIES + 1).__contains__) as seen:
+        outcomes = serve(cold)
+
+    assert seen.failed == shortage.TRIES + 1
+    assert cold.engine._setbacks.count == 1
+    assert_same(outcomes, wanted)
+
+
+def test_what_the_device_lost_is_computed_again(
+    cold: Driver, wanted: dict, evaluations: int
+) -> None:
+    with memory_runs_out((evaluations // 2).__eq__, LATE) as seen:
+        outcomes = serve(cold)
+
+    assert seen.failed == 1
+    assert cold.engine._setbacks.count == 1
+    assert_same(outcomes, wanted)
+
+
+def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> None:
+    rids = ["first", "second", "third", "fourth"]
+    expected = {rid: cold.alone(prompt_of(150, at), max_tokens=40) for at, rid in enumerate(rids)}
+    for at, rid in enumerate(rids):
+        cold.submit(rid, prompt_of(150, at), max_tokens=40)
+    cold.run(until=lambda: all(len(cold.outcomes[rid].tokens) > at for at, rid in enumerate(rids)))
+    decoding = cold.engine._scheduler
+    with memory_runs_out(lambda _: decoding.decoding > 2):
+        cold.run()
+
+    for rid in ("third", "fourth"):
+        error = cold.outcomes[rid].error
+        assert error is not None
+        assert (error.code, error.retryable) == ("overloaded", True)
+        assert error.detail["retry_after_s"] > 0
+        assert cold.outcomes[rid].tokens == expected[rid].tokens[: len(cold.outcomes[rid].tokens)]
+    assert cold.engine._setbacks.count == 3
+    assert {rid: cold.outcomes[rid] for rid in rids[:2]} == {rid: expected[rid] for rid in rids[:2]}
+
+
+def test_a_request_that_never_fits_fails_and_the_next_one_runs(cold: Driver) -> None:
+    expected = cold.alone(prompt_of(100), max_tokens=5)
+    cold.submit("large", prompt_of(600), max_tokens=5)
+    with memory_runs_out(lambda _: "large" in cold.engine._requests):
+        cold.run()
+    error = cold.outcomes["large"].error
+    assert error is not None
+    assert error.code == "overloaded"
+    assert cold.alone(prompt_of(100), max_tokens=5) == expected
+
+
+@pytest.mark.parametrize("text", [UNABLE, LATE])
+def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text: str) -> None:
+    requests = {
+        "stays": prompt_of(100, 1),
+        "parked": prompt_of(300, 2),
+        "reads": prompt_of(2500, 3),
+    }
+    expected = {rid: cold.alone(prompt, max_tokens=40, n=2) for rid, prompt in requests.items()}
+    cold.engine._prompts.tree.clear()
+    for rid, prompt in requests.items():
+        cold.submit(rid, prompt, max_tokens=40, n=2)
+    cold.run(until=lambda: bool(cold.outcomes["parked"].tokens))
+    assert not cold.outcomes["reads"].tokens
+    for rid in ("parked", "reads"):
+        cold.engine.park(rid)
+    tries = 1 if text == LATE else shortage.TRIES + 1
+    with memory_runs_out(range(3, 3 + tries).__contains__, text):
+        cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)
+    assert cold.engine._setbacks.count == 1
+    cold.engine.unpark("parked")
+    cold.engine.unpark("reads")
+    cold.run()
+
+    assert cold.outcomes == expected
+
+
+def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -> None:
+    cold.submit("a", prompt_of(30), max_tokens=5)
+    hung = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002)"
+    with memory_runs_out((2).__eq__, hung), pytest.raises(RuntimeError, match="Timeout"):
+        cold.run()
+    cold.engine._setbacks._recovery.clear(cold.engine._requests.values(), late=True)
+
+
+def test_a_load_that_lacks_memory_says_so() -> None:
+    with memory_runs_out((5).__le__), pytest.raises(InsufficientMemory, match="while the model"):
+        Driver("demo")
+
+
+@pytest.mark.parametrize("poison", [mx.nan, 0.0])
+def test_bad_logits_of_a_scored_prompt_never_leave(
+    cold: Driver, monkeypatch: pytest.MonkeyPatch, poison: float
+) -> None:
+    expected = cold.alone(prompt_of(700, 1), max_tokens=10)
+    runner = cold.engine._runner
+    plain = runner.score
+
+    def poisoned(row: object, tokens: list[int]) -> mx.array:
+        logits = plain(row, tokens)
+        return logits if len(tokens) == 256 else mx.full(logits.shape, poison)
+
+    monkeypatch.setattr(runner, "score", poisoned)
+    cold.submit("beside", prompt_of(700, 1), max_tokens=10)
+    cold.submit("bad", prompt_of(300, 2), max_tokens=10, prompt_logprobs=1)
+    cold.run()
+
+    bad = cold.outcomes["bad"]
+    assert bad.error is not None
+    assert bad.error.code == "numerical_error"
+    assert (bad.tokens, len(bad.prompt_logprobs)) == ([], 257)
+    assert cold.outcomes["beside"].tokens == expected.tokens
+    assert cold.engine._prompts.tree.known(prompt_of(300, 2)) == 0
+
+
+def test_one_bad_choice_of_several_ends_its_request_alone(
+    cold: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = cold.alone(prompt_of(300, 1), max_tokens=20)
+    trusted = sampler.finite_and_varied
+    cold.submit("bad", prompt_of(300, 2), Sampling(temperature=1.0, seed=1), max_tokens=20, n=3)
+    cold.submit("beside", prompt_of(300, 1), max_tokens=20)
+    cold.run(until=lambda: len(cold.outcomes["beside"].tokens) > 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            sampler,
+            "finite_and_varied",
+            lambda logits: trusted(logits + mx.array([0, mx.nan, 0, 0])[:, None]),
+        )
+        cold.step()
+    cold.run()
+
+    assert cold.outcomes["bad"].error is not None
+    assert cold.outcomes["bad"].error.code == "numerical_error"
+    assert cold.outcomes["beside"] == expected
+    assert cold.engine._prompts.tree.known(prompt_of(300, 2)) == 0
+
+
+def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
+    phases: list[str] = []
+    cold.engine.watch(phases.append)
+    cold.submit("a", prompt_of(600), max_tokens=5)
+    cold.step()
+    assert phases[0] == "prefill"
+    cold.run()
+    assert "decode" in phases
+    cold.engine.watch(unwatched)
+
+
+def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
+    cold: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = {"runs": prompt_of(200, 1), "reads": prompt_of(700, 2), "with": prompt_of(100, 3)}
+    more = {"max_tokens": 30, "logprobs": 0}
+    expected = {rid: cold.alone(prompt, **more) for rid, prompt in requests.items()}
+    cold.engine._prompts.tree.clear()
+    cold.submit("runs", requests["runs"], **more)
+    cold.run(until=lambda: len(cold.outcomes["runs"].tokens) > 2)
+    for rid in ("reads", "with"):
+        cold.submit(rid, requests[rid], **more)
+    store = cold.engine._runner.cache.stores[0]
+    forwards = 0
+
+    def in_a_chunk(_: int) -> bool:
+        nonlocal forwards
+        if not isinstance(store.step, PrefillStep | PrefillGroup):
+            return False
+        forwards += 1
+        return 2 <= forwards <= shortage.TRIES + 2
+
+    monkeypatch.setattr(cold.engine._setbacks._recovery, "clear", None)
+    with memory_runs_out(in_a_chunk) as seen:
+        cold.run()
+
+    assert seen.failed == shortage.TRIES + 1
+    assert cold.engine._setbacks.count == 1
+    assert_same(cold.outcomes, expected)

@@ -1,0 +1,189 @@
+"""The whole engine over fused decode attention: plain and compiled steps, and that kernels ran.
+
+There is no GPU where tests run. The kernels are `stand_in.StandIn`, plain operations over the very
+arrays that a kernel gets, and then Metal's own text, compiled as C++ and run by `tests.metal`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.language import METAL
+from kvd.worker.attention.kernels.launch import Fused, Launch
+from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving.probe import find_layout
+from kvd.worker.serving.runner import Runner
+from tests.worker.architectures.zoo import build
+from tests.worker.attention.stand_in import StandIn
+from tests.worker.kernels.build import compiler
+from tests.worker.kernels.run import run
+
+pytestmark = pytest.mark.mlx
+LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+
+
+class Side:
+    """A runner of a model, and its rows."""
+
+    def __init__(self, model: Any, backend: Backend | None) -> None:
+        self.runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+        self.runner.cache.use(page_product, backend)
+        self.rows: list[Any] = []
+
+    def join(self, length: int) -> None:
+        self.rows.append(self.runner.cache.new_row())
+        for start in range(0, length, 64):
+            chunk = [5 + at % 50 for at in range(start, min(start + 64, length))]
+            self.runner.prefill(self.rows[-1], chunk)
+
+    def leave(self, index: int) -> None:
+        self.runner.cache.free(self.rows.pop(index))
+
+    def lower(self, index: int, level: int) -> None:
+        """Step a row down, but for its newest page: it then lies on two levels."""
+        cache = self.runner.cache
+        cache.flush()
+        Lowering(cache, [self.rows[index]], level).advance(1e9, lambda: 0.0)
+
+    def rest(self, index: int) -> None:
+        """Park a row, and let it go on."""
+        cache = self.runner.cache
+        frozen = cache.freeze(self.rows[index])
+        cache.free(self.rows[index])
+        self.rows[index] = cache.thaw(frozen)
+        cache.drop(frozen)
+
+    def step(self, token: int) -> np.ndarray:
+        cache = self.runner.cache
+        if cache.needs_flush(self.rows):
+            cache.flush()
+        tokens = mx.array([token + at for at in range(len(self.rows))])
+        logits = self.runner.decode(self.rows, tokens)
+        mx.eval(logits, cache.arrays())
+        return np.array(logits)
+
+
+class Sides:
+    """The same rows of one model, served in several ways; the first is plain operations'."""
+
+    def __init__(self, name: str, *backends: Backend) -> None:
+        model = build(name)[0]
+        self.model = model
+        self.all = [Side(model, backend) for backend in (None, *backends)]
+
+    def each(self, action: str, *what: int) -> None:
+        for side in self.all:
+            getattr(side, action)(*what)
+
+    def step(self, token: int) -> None:
+        plain, *others = [side.step(token) for side in self.all]
+        assert np.isfinite(plain).all()
+        for other in others:
+            assert np.isfinite(other).all()
+            assert np.abs(other - plain).max() <= 1e-4 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_the_same_as_plain_operations_through_joins_leaves_seals_and_levels(name: str) -> None:
+    eager, traced = StandIn(), StandIn()
+    sides = Sides(name, eager.backend(), traced.backend())
+    assert sides.all[2].runner.compile()
+    layers = len(sides.model.layers)
+    before = eager.launches, traced.launches
+    for length in (3, 110, 300):
+        sides.each("join", length)
+    for step in range(24):
+        if step == 8:
+            sides.each("lower", 2, 2)
+        if step == 20:
+            sides.each("leave", 1)
+            sides.each("join", 64)
+        sides.step(step)
+
+    # Replayed steps count as those that were traced.
+    assert eager.launches - before[0] == traced.launches - before[1]
+    assert eager.attended == 24 * layers
+    assert eager.launches - before[0] >= 2 * eager.attended
+    compiled = sides.all[2].runner._compiled
+    assert compiled is not None
+    assert 1 < compiled.traced < 8
+
+
+@pytest.mark.parametrize(("name", "what"), [("qwen3", "flush"), ("gpt_oss", "all")])
+def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> None:
+    """Others make pages be written at any time, and rows may rest: kernels give the same."""
+    model = build(name)[0]
+    calm, hasty = (Side(model, StandIn().backend()) for _ in range(2))
+    for side in (calm, hasty):
+        for length in (3, 70, 100, 300):
+            side.join(length)
+    draw = np.random.default_rng(4)
+    for step in range(150):
+        if draw.random() < 0.1:
+            hasty.runner.cache.flush()
+            if what == "all":
+                hasty.join(int(draw.integers(1, 300)))
+                hasty.leave(4)
+                hasty.rest(int(draw.integers(4)))
+        assert np.array_equal(calm.step(step % 50), hasty.step(step % 50)), step
+
+
+def test_compiled_steps_with_too_many_levels_take_plain_operations() -> None:
+    kernels = StandIn()
+    few = FusedBackend(kernels, most_buffers=7 + 6)
+    sides = Sides("qwen3", few)
+    assert sides.all[1].runner.compile()
+    for length in (200, 300):
+        sides.each("join", length)
+    sides.step(1)
+    counted = kernels.launches
+    sides.each("lower", 0, 1)
+    sides.step(2)
+    assert kernels.launches == counted
+
+    sides.each("lower", 1, 1)
+    sides.step(3)
+    assert kernels.launches > counted
+
+
+class Shimmed(Fused):
+    """Metal's kernels, run by the shim."""
+
+    def __init__(self) -> None:
+        super().__init__(METAL)
+        self.texts: set[str] = set()
+
+    def _fire(self, launch: Launch) -> list[mx.array]:
+        self.launches += 1
+        self.texts.add(launch.source)
+        return [
+            mx.array(out).astype(dtype)
+            for out, dtype in zip(run(launch, "metal"), launch.output_dtypes, strict=True)
+        ]
+
+
+@pytest.mark.skipif(compiler() is None, reason="no g++ on Linux")
+def test_metals_own_kernels_serve_a_model() -> None:
+    """Windows and full attention, rows of unequal lengths, two levels, a join and a leave."""
+    kernels = Shimmed()
+    sides = Sides("gemma3_text", FusedBackend(kernels, METAL.most_buffers))
+    for length in (3, 200):
+        sides.each("join", length)
+    sides.step(1)
+    sides.each("lower", 1, 2)
+    sides.each("join", 70)
+    sides.step(2)
+    sides.each("leave", 0)
+    sides.step(3)
+
+    assert kernels.launches >= 3 * 2 * len(sides.model.layers)
+    assert len(kernels.texts) > 2

@@ -1,0 +1,243 @@
+"""Short prompts that are read together: the rows that each gets alone, to the bit, in one pass."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.native import build as build_native
+from kvd.worker.native.layers import adopt
+from kvd.worker.native.step import Library
+from kvd.worker.serving import runner as runners
+from kvd.worker.serving.probe import find_layout, serve
+from kvd.worker.serving.runner import Row, Runner
+from protocol.types import Sampling
+from tests.worker.architectures.reference import TOKENS
+from tests.worker.architectures.zoo import build
+from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.held import held
+from tests.worker.core.test_mlx_engine import prompt_of
+
+pytestmark = pytest.mark.mlx
+LADDER = (Scheme(8, 8), Scheme(4, 4))
+LENGTHS = (1, 2, 3, 4, 9, 15, 16, 17, 31, 63, 64, 65, 127, 200, 299)
+
+
+def library() -> ModuleType:
+    try:
+        return build_native.load()
+    except build_native.NotBuiltError:
+        pytest.skip("no C++ compiler")
+
+
+class Counted:
+    """A model that notes the tokens of each of its passes, ``(rows, tokens)``."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.passes: list[tuple[int, int]] = []
+
+    def __call__(self, tokens: mx.array, **more: Any) -> Any:
+        self.passes.append(tokens.shape)
+        return self._model(tokens, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def two_runners(
+    name: str, library: ModuleType | None = None, settings: CacheSettings | None = None
+) -> tuple[Runner, Runner]:
+    """Over caches of their own, of one model."""
+    model = build(name)[0]
+    if library is not None:
+        adopt(model, library)
+    layout = find_layout(model)
+    caches = [ModelCache(layout, settings or CacheSettings(LADDER)) for _ in range(2)]
+    for cache in caches:
+        cache.use(page_product, library and Library(library))
+    alone, together = (Runner(model, cache) for cache in caches)
+    assert alone.group()
+    assert together.group()
+    return alone, together
+
+
+def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
+    assert one.length == other.length
+    for mine, theirs in zip(held(alone, one), held(together, other), strict=True):
+        assert mx.isfinite(mine).all()
+        assert mx.array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "native", "settings"),
+    [
+        ("llama", False, CacheSettings(LADDER, max_size=200, keep=4)),
+        ("qwen3", False, CacheSettings(LADDER, quantized_start=150)),
+        ("gemma3_text", False, CacheSettings(LADDER)),
+        ("qwen3_moe", True, CacheSettings(LADDER)),
+    ],
+    ids=["bounded", "dense start", "windows", "experts"],
+)
+def test_rows_of_any_lengths_are_what_they_are_alone_to_the_bit(
+    name: str, settings: CacheSettings, *, native: bool
+) -> None:
+    """Chunk after chunk, and a token in between."""
+    alone, together = two_runners(name, library() if native else None, settings)
+    draw = random.Random(3)
+    for count in (1, 2, 5, 8):
+        pairs = [(alone.cache.new_row(), together.cache.new_row()) for _ in range(count)]
+        for _ in range(3):
+            chunks = [[draw.randrange(60) for _ in range(draw.choice(LENGTHS))] for _ in pairs]
+            for (row, _), chunk in zip(pairs, chunks, strict=True):
+                alone.prefill(row, chunk)
+            together.prefill_group([row for _, row in pairs], chunks)
+            for one, other in pairs:
+                assert_same(alone, one, together, other)
+            found = []
+            for side, runner in enumerate((alone, together)):
+                logits = runner.decode([pair[side] for pair in pairs], mx.array([7] * count))
+                mx.eval(logits, runner.cache.arrays())
+                runner.cache.flush()
+                runner.cache.check()
+                found.append(logits)
+            assert mx.isfinite(found[0]).all()
+            assert mx.array_equal(*found)
+        for side, runner in enumerate((alone, together)):
+            for pair in pairs:
+                runner.cache.free(pair[side])
+
+
+def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
+    alone, _ = two_runners("llama")
+    one, other = alone.cache.new_row(), alone.cache.new_row()
+    scores = alone.score(one, [5, 9, 3])
+    alone.prefill(other, [5, 9, 3])
+
+    assert scores.shape[0] == 3
+    assert_same(alone, one, alone, other)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "jamba", "llama4", "deepseek_v3"])
+def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
+    """Recurrent states, positions as an int, rectangles."""
+    served = serve(build(name)[0], CacheSettings(LADDER), TOKENS)
+
+    assert not served.runner.group()
+    assert not served.runner.groups
+    row = served.runner.cache.new_row()
+    served.runner.prefill(row, [1, 2, 3])
+    assert row.length == 3
+
+
+def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")[0]
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+
+    def wrong(self: Any) -> mx.array:
+        return mx.zeros((len(self.steps),), mx.int32)
+
+    monkeypatch.setattr("kvd.worker.cache.group.PrefillGroup.offsets", property(wrong))
+    assert not runner.group()
+    assert not runner.groups
+    assert runner.cache.pages_used == 0
+    assert not runner.cache.sequences
+
+
+def test_on_an_accelerator_rounding_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router of four experts: its products are small, and rounded by the number of rows."""
+    model = build("mixtral")[0]
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    monkeypatch.setattr(runners, "on_cpu", lambda: False)
+
+    assert runner.group()
+
+
+# The engine.
+
+
+def submitted(demo: Driver, requests: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+    for rid, request in requests.items():
+        demo.submit(rid, **request)
+    demo.run()
+    return {rid: demo.outcomes.pop(rid) for rid in requests}
+
+
+def test_short_prompts_that_come_together_take_one_pass(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = demo.engine._runner
+    assert runner.groups
+    model = Counted(runner.model)
+    monkeypatch.setattr(runner, "model", model)
+    requests = {
+        f"r{number}": {"prompt": prompt_of(30 + number % 3, number), "max_tokens": 20}
+        for number in range(8)
+    }
+    wanted = {rid: demo.alone(**request) for rid, request in requests.items()}
+    assert len(model.passes) == 8
+    model.passes.clear()
+
+    assert submitted(demo, requests) == wanted
+    assert model.passes == [(8, 31)]
+
+
+def test_in_groups_of_any_kind_requests_get_what_they_get_alone(
+    demo: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scored prompts, several choices, logprobs and prompts read before among them; some decode."""
+    model = Counted(demo.engine._runner.model)
+    monkeypatch.setattr(demo.engine._runner, "model", model)
+    draw = random.Random(11)
+    requests: dict[str, dict[str, Any]] = {}
+    for number in range(24):
+        length = draw.choice((2, 3, 17, 18, 40, 41, 64, 65, 66, 120, 129, 257, 300))
+        how = Sampling(temperature=draw.choice((0.0, 0.9)), seed=number)
+        more = draw.choice(({}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"n": 2}))
+        requests[f"r{number}"] = {
+            "prompt": prompt_of(length, number),
+            "sampling": how,
+            "max_tokens": draw.randrange(3, 30),
+        } | more
+    wanted = {rid: demo.alone(**request) for rid, request in requests.items()}
+    model.passes.clear()
+    demo.engine._prompts.tree.clear()
+    names = list(requests)
+    draw.shuffle(names)
+    while names or demo.engine.has_work:
+        for _ in range(draw.choice((0, 0, 1, 4, 7))):
+            if names:
+                rid = names.pop()
+                demo.submit(rid, **requests[rid])
+        if demo.engine.has_work:
+            demo.step()
+
+    assert max(rows for rows, _ in model.passes) >= 3
+    for rid, outcome in wanted.items():
+        assert (rid, demo.outcomes.pop(rid)) == (rid, outcome)
+
+
+def test_who_is_cancelled_in_a_group_leaves_the_others_alone(demo: Driver) -> None:
+    requests = {
+        f"r{number}": {"prompt": prompt_of(40, number), "max_tokens": 10} for number in range(4)
+    }
+    wanted = {rid: demo.alone(**request) for rid, request in requests.items()}
+    for rid, request in requests.items():
+        demo.submit(rid, **request)
+    demo.engine.cancel("r1")
+    demo.step()
+    demo.engine.cancel("r2")
+    demo.run()
+
+    for rid in ("r0", "r3"):
+        assert demo.outcomes[rid] == wanted[rid]
+    assert demo.outcomes["r1"].reason == demo.outcomes["r2"].reason == "cancelled"

@@ -1,0 +1,441 @@
+"""Rows give their memory back while they run, and go on with the same tokens."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.worker.core import engine as mlx_engine
+from kvd.worker.core import holdings, reclaiming, setbacks, swap
+from kvd.worker.core.rates import Rates
+from kvd.worker.process import shortage
+from protocol.types import KVSpec, Sampling
+from protocol.worker import Reclaim
+from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.faults import memory_runs_out
+
+pytestmark = pytest.mark.mlx
+
+WARM = Sampling(temperature=0.9, seed=5)
+EVERYTHING = 1 << 40
+QUICK = 1e15
+"""A second: work that takes no time."""
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    return [(start * 31 + 7 * position) % 4000 + 10 for position in range(length)]
+
+
+def prefer(driver: Driver, where: str) -> None:
+    rates = driver.engine._rates
+    fast = ("write", "read") if where == "disk" else ("prefill", "decode")
+    rates._known = {"write": 1.0, "read": 1.0, "prefill": 1.0, "decode": 1.0}
+    rates._known |= dict.fromkeys(fast, QUICK)
+    rates.note = lambda *_: None
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    folder = tmp_path_factory.mktemp("parked")
+    return Driver("demo", parked_folder=str(folder), parked_bytes=1 << 30)
+
+
+@pytest.fixture
+def driver(loaded: Driver) -> Iterator[Driver]:
+    yield loaded
+    folder = loaded.engine._parking._folder
+    for rid in list(loaded.engine._requests):
+        loaded.engine.cancel(rid)
+    loaded.run(until=lambda: not loaded.engine.has_work)
+    assert folder is not None
+    assert list(folder._path.iterdir()) == [], "a file outlived its request"
+    assert folder.held_bytes == 0
+    assert not loaded.engine._runner.cache.sequences
+    loaded.engine._prompts.tree.clear()
+    assert loaded.engine._runner.cache.pages_used == 0
+    assert loaded.engine._scheduler.reserved == 0
+    for record in (loaded.outcomes, loaded.parkings, loaded.positions, loaded.reclaimed):
+        record.clear()
+    loaded.engine._rates.__dict__.pop("note", None)
+
+
+def submit_three(driver: Driver) -> None:
+    """Greedy, seeded with two answers and penalties, and one whose prompt is long."""
+    driver.submit("greedy", prompt_of(500, 1), max_tokens=70, ignore_eos=True)
+    penalized = Sampling(temperature=0.9, seed=3, frequency_penalty=0.5)
+    driver.submit("two", prompt_of(330, 2), penalized, max_tokens=70, ignore_eos=True, n=2)
+    driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 7)
+    driver.submit("long", prompt_of(1700, 3), WARM, max_tokens=40, prompt_logprobs=0)
+
+
+def undisturbed(driver: Driver) -> dict[str, Outcome]:
+    submit_three(driver)
+    driver.run()
+    found = dict(driver.outcomes)
+    driver.outcomes.clear()
+    driver.engine._prompts.tree.clear()
+    return found
+
+
+def files(driver: Driver) -> list[Path]:
+    return list(driver.engine._parking._folder._path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["disk", "recompute"])
+def test_parked_rows_go_on_with_the_same_tokens(driver: Driver, where: str) -> None:
+    prefer(driver, where)
+    wanted = undisturbed(driver)
+    submit_three(driver)
+    driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 9)
+    assert driver.engine._scheduler.prefilling == 1, "the long prompt is half read"
+    active = driver.engine._runner.cache.nbytes
+    offer = driver.engine.stats().offer
+    answer = driver.reclaim("park", EVERYTHING)
+
+    assert answer.exhausted
+    assert {one[0] for one in driver.parkings.values()} == {where}
+    assert answer.freed_bytes >= offer.park > 0
+    assert driver.engine._runner.cache.nbytes < active / 3
+    driver.run()
+    assert driver.outcomes == wanted
+    assert all(one[-1] == "resumed" for one in driver.parkings.values())
+
+
+def test_what_is_enough_in_memory_stays_there(driver: Driver) -> None:
+    prefer(driver, "disk")
+    prompt = prompt_of(300, 4)
+    wanted = driver.alone(prompt, WARM, max_tokens=200, ignore_eos=True)
+    driver.submit("a", prompt, WARM, max_tokens=200, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 5)
+    unit = driver.engine._admission.budget.page_bytes
+    driver.reclaim("park", unit)
+    assert driver.parkings["a"][0] == "memory"
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+
+
+def test_a_row_that_was_parked_makes_tokens_before_it_is_parked_again(driver: Driver) -> None:
+    prefer(driver, "disk")
+    driver.submit("a", prompt_of(300, 4), WARM, max_tokens=330, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 20)
+    driver.reclaim("park", EVERYTHING)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 270)
+    assert driver.engine.stats().offer.park == 0
+    assert driver.reclaim("park", EVERYTHING).exhausted
+    assert driver.parkings["a"] == ["disk", "resumed"]
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 280)
+    assert driver.engine.stats().offer.park > 0
+    driver.reclaim("park", EVERYTHING)
+    driver.run()
+    assert driver.parkings["a"] == ["disk", "resumed"] * 2
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5000])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut, flip, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_file_that_is_not_what_was_written_costs_time_and_no_request(
+    driver: Driver, harm
+) -> None:
+    prefer(driver, "disk")
+    prompt = prompt_of(400, 6)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+    driver.submit("a", prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
+    driver.others = driver.budget  # so that it cannot come back yet
+    driver.reclaim("park", EVERYTHING)
+    (path,) = files(driver)
+    harm(path)
+    driver.others = 0
+    driver.retry()
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+    assert driver.parkings["a"] == ["disk", "resumed"]
+
+
+def test_a_full_disk_is_no_reason_to_lose_a_request(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(driver, "disk")
+    prompt = prompt_of(400, 7)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
+
+    def full(self: swap.Writing, record: bytes) -> None:
+        if len(record) > 20_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._file.write(record)
+
+    monkeypatch.setattr(swap.Writing, "add", full)
+    driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
+    driver.reclaim("park", EVERYTHING)
+    assert driver.parkings["a"][0] == "recompute"
+    driver.run()
+    assert driver.outcomes["a"] == wanted
+
+
+def test_bounds_of_the_folder_send_rows_to_be_computed_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer(driver, "disk")
+    folder = driver.engine._parking._folder
+    for bound, value in (("_cap_bytes", 1000), ("_free_bytes", lambda _: swap.SPARE_DISK_BYTES)):
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, bound, value)
+            driver.submit(bound, prompt_of(400, 8), WARM, max_tokens=30, ignore_eos=True)
+            driver.run(until=lambda rid=bound: len(driver.outcomes[rid].tokens) > 3)
+            driver.reclaim("park", EVERYTHING)
+            assert driver.parkings[bound][0] == "recompute"
+            driver.run()
+            assert len(driver.outcomes[bound].tokens) == 30
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_request_can_end_while_it_is_written_or_read(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    prefer(driver, "disk")
+    driver.submit("b", prompt_of(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
+    parking = driver.engine._parking
+    for rid, under_way in (("written", parking._writing), ("read", parking.loading)):
+        driver.submit(rid, prompt_of(900, 9), WARM, max_tokens=60, ignore_eos=True)
+        driver.run(until=lambda rid=rid: len(driver.outcomes[rid].tokens) > 3)
+        driver.engine.reclaim(_park_one(driver))
+        driver.run(until=lambda under_way=under_way: bool(under_way))
+        for _ in range(steps):
+            driver.step()
+        driver.engine.cancel(rid)
+        driver.run(until=lambda: not (parking.busy or driver.engine._reclaiming.active))
+        assert driver.outcomes[rid].reason == "cancelled"
+        assert files(driver) == []
+    driver.run()
+
+
+def _park_one(driver: Driver):
+    rid = driver.engine._scheduler.victims()[0]
+    pages, _ = driver.engine._scheduler.footing(rid)
+    wanted = pages * driver.engine._admission.budget.page_bytes
+    return Reclaim(seq=1, rung="park", wanted_bytes=wanted)
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "memory", "reclaim"])
+def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Nobody runs, and what others keep is what the first one lacks."""
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    prefer(driver, "disk")
+    requests = {rid: prompt_of(500, seed) for seed, rid in enumerate("abc")}
+    wanted = {rid: driver.alone(requests[rid], max_tokens=30, ignore_eos=True) for rid in "abc"}
+    driver.engine._prompts.tree.clear()
+    for rid, prompt in requests.items():
+        driver.submit(rid, prompt, max_tokens=30, ignore_eos=True)
+    driver.run(until=lambda: all(len(driver.outcomes[rid].tokens) > 3 for rid in "abc"))
+    driver.reclaim("prefixes", EVERYTHING)
+    unit = driver.engine._admission.budget.page_bytes
+    for rid in "abc":
+        driver.engine.park(rid)
+    driver.engine._reclaiming.ask(Reclaim(seq=1, rung="spare", wanted_bytes=EVERYTHING))
+    driver.run(until=lambda: not driver.engine._reclaiming.active)
+    for rid in "abc":
+        driver.engine.unpark(rid)
+    kept = sum(one.kept_pages for one in driver.engine._requests.values())
+    assert kept > 8
+    assert driver.engine._admission.budget.pages <= kept + 1
+    # Two pages more than they keep: not enough for one.
+    driver.others = driver.budget - driver.total - 2 * unit
+    driver.run(until=lambda: driver.engine._parking.busy)
+    if meanwhile == "cancel":
+        driver.engine.cancel("c")
+    elif meanwhile == "memory":
+        driver.others = 0
+        driver.retry()
+    elif meanwhile == "reclaim":
+        driver.engine.reclaim(Reclaim(seq=2, rung="park", wanted_bytes=EVERYTHING))
+    driver.run(until=lambda: all(one.over for one in driver.outcomes.values()))
+    if meanwhile == "cancel":
+        assert driver.outcomes.pop("c").reason == "cancelled"
+        del wanted["c"]
+    assert driver.outcomes == wanted
+    driver.others = 0
+
+
+def test_who_waits_is_told_its_place(driver: Driver) -> None:
+    driver.submit("runs", prompt_of(20, 1), max_tokens=40, ignore_eos=True)
+    driver.run(until=lambda: bool(driver.outcomes["runs"].tokens))
+    assert driver.positions == {}
+    driver.others = driver.budget - driver.total
+    try:
+        for rid in "ab":
+            driver.submit(rid, prompt_of(2000, 1), max_tokens=3)
+        driver.run(until=lambda: not driver.engine.has_work)
+        assert driver.positions == {"a": [1], "b": [2]}
+        driver.engine.cancel("a")
+        driver.run(until=lambda: not driver.engine.has_work)
+        assert driver.positions == {"a": [1], "b": [2, 1]}
+    finally:
+        driver.others = 0
+    driver.retry()
+    driver.run()
+    assert len(driver.outcomes["b"].tokens) == 3
+
+
+def _request(rng: random.Random, index: int) -> tuple[list[int], dict]:
+    more = {
+        "sampling": Sampling(temperature=rng.choice([0.0, 0.8]), seed=index),
+        "max_tokens": rng.choice([5, 30, 60]),
+        "n": rng.choice([1, 1, 2]),
+        "priority": rng.choice([0, 0, 1]),
+        "ignore_eos": True,
+    }
+    return prompt_of(rng.choice([1, 40, 300, 600]), 20 + index % 5), more
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    requests = [_request(rng, index) for index in range(9)]
+    alone = [driver.alone(prompt, **more) for prompt, more in requests]
+    driver.engine._prompts.tree.clear()
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    monkeypatch.setattr(holdings, "AGAIN_TOKENS", 4)  # else no row here is parked twice
+    waiting = list(enumerate(requests))
+    for step in range(4000):
+        if waiting and rng.random() < 0.1:
+            index, (prompt, more) = waiting.pop()
+            driver.submit(f"r{index}", prompt, **more)
+        if rng.random() < 0.08:
+            prefer(driver, rng.choice(["disk", "recompute"]))
+            wanted = rng.choice([1, 10**6, EVERYTHING])
+            rung = rng.choice(["spare", "prefixes", "park", "park"])
+            driver.engine.reclaim(Reclaim(seq=step, rung=rung, wanted_bytes=wanted))
+        if rng.random() < 0.05:  # another model holds the rest, or gives it back
+            driver.others = rng.choice([0, driver.budget - driver.total])
+        if not driver.engine.has_work:
+            driver.others = 0
+            driver.retry()
+        driver.step()
+        if not waiting and all(one.over for one in driver.outcomes.values()):
+            break
+    driver.others = 0
+    assert [driver.outcomes[f"r{index}"] for index in range(9)] == alone
+    assert sum(len(one) for one in driver.parkings.values()) > 3
+
+
+def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    prefer(driver, "disk")
+    driver.submit("stays", prompt_of(300, 1), max_tokens=200, ignore_eos=True, priority=1)
+    driver.submit("goes", prompt_of(900, 2), max_tokens=200, ignore_eos=True)
+    driver.run(until=lambda: len(driver.outcomes["goes"].tokens) > 3)
+    driver.engine.reclaim(_park_one(driver))
+    driver.others = driver.budget  # else it may be back before anybody looks
+    steps, before = 0, len(driver.outcomes["stays"].tokens)
+    while driver.engine._reclaiming.active:
+        driver.step()
+        steps += 1
+    made = len(driver.outcomes["stays"].tokens) - before
+    assert steps > 5
+    assert made >= steps - 2, "it decodes in each step"
+    assert len(files(driver)) == 1
+    driver.engine.close()
+    assert files(driver) == []
+    driver.others = 0
+    driver.retry()
+    driver.run()
+    assert len(driver.outcomes["goes"].tokens) == 200
+
+
+@pytest.mark.parametrize("nth", [3, 21, 75])
+def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
+    prefer(driver, "disk")
+    requests = {"a": prompt_of(300, 1), "b": prompt_of(500, 2)}
+    wanted = {rid: driver.alone(one, WARM, max_tokens=40, n=2) for rid, one in requests.items()}
+    driver.engine._prompts.tree.clear()
+    for rid, prompt in requests.items():
+        driver.submit(rid, prompt, WARM, max_tokens=40, n=2)
+    driver.run(until=lambda: len(driver.outcomes["b"].tokens) > 3)
+    driver.engine.reclaim(Reclaim(seq=1, rung="park", wanted_bytes=EVERYTHING))
+    driver.engine._setbacks.calm = setbacks.CALM_STEPS
+    tries = shortage.TRIES + 1
+    with memory_runs_out(range(nth, nth + tries).__contains__) as seen:
+        driver.run()
+    assert seen.failed == tries
+    assert driver.engine._setbacks.count == 1
+    assert driver.outcomes == wanted
+    assert len(driver.reclaimed) == 1
+
+
+def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
+    for name in ("old.parked", "half.part"):
+        (tmp_path / name).write_bytes(b"x")
+    folder = swap.Folder.open(str(tmp_path / "m"), 100)
+    assert folder is not None
+    folder = swap.Folder.open(str(tmp_path), 100)
+    assert folder is not None
+    assert [one.name for one in tmp_path.iterdir()] == ["m"]
+    assert not folder.has_room(101)
+    (tmp_path / "file").write_bytes(b"")
+    assert swap.Folder.open(str(tmp_path / "file"), 100) is None
+
+
+@pytest.mark.parametrize(
+    "kv",
+    [
+        KVSpec(k_bits=4, v_bits=4),
+        KVSpec(k_bits=16, v_bits=16),
+        KVSpec(max_kv_size=256, keep=4),
+        KVSpec(quantized_kv_start=300),
+    ],
+    ids=["k4v4", "dense", "window", "dense at first"],
+)
+def test_every_way_of_keeping_keys_comes_back_from_disk(kv: KVSpec, tmp_path: Path) -> None:
+    driver = Driver("demo", kv=kv, parked_folder=str(tmp_path), parked_bytes=1 << 30)
+    prompt = prompt_of(420, 5)
+    wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+    for where in ("disk", "recompute"):
+        prefer(driver, where)
+        driver.submit(where, prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
+        driver.run(until=lambda rid=where: len(driver.outcomes[rid].tokens) > 9)
+        driver.reclaim("park", EVERYTHING)
+        driver.run()
+        assert driver.parkings[where] == [where, "resumed"]
+        assert driver.outcomes.pop(where) == wanted
+
+
+def test_rates_decide_by_seconds() -> None:
+    rates = Rates()
+    rates.note("write", 100, 1.0)
+    rates.note("read", 200, 1.0)
+    assert rates.disk(1000) == pytest.approx(15.0)
+    rates.note("prefill", 10, 1.0)
+    rates.note("decode", 1, 0.5)
+    assert rates.recompute(100, 4) == pytest.approx(12.0)
+    rates.note("decode", 0, 0.5)
+    assert rates.recompute(0, 4) == pytest.approx(2.0)

@@ -1,0 +1,174 @@
+"""A worker dies at any word that it says: what its successor says goes on, to the byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+
+from kvd.worker.core.replay import unsaid
+from protocol.errors import InvalidRequest
+from protocol.types import Sampling
+from protocol.worker import (
+    ChoiceFinished,
+    Report,
+    Resumed,
+    RowFailed,
+    RowFinished,
+    RowPrompt,
+    RowTokens,
+    Submit,
+)
+from tests.worker.core.driver import Driver
+from tests.worker.process.heard import Heard
+
+pytestmark = pytest.mark.mlx
+
+WORDS = "To open a file, call open() and read it. To close it,"
+HOLDS = [f"{letter}#" for letter in "aeiou tnsrlh.,"]
+"""Whatever the text ends with is held back, so that an end has text of its own."""
+
+
+def tokens_of(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 2000) for _ in range(count)]
+
+
+def asked() -> list[Submit]:
+    greedy, warm = Sampling(seed=0), Sampling(temperature=0.9, seed=3)
+    strict = Sampling(
+        temperature=1.0, seed=8, repetition_penalty=1.3, presence_penalty=0.5, top_p=0.9
+    )
+    return [
+        Submit(rid="greedy", prompt=WORDS, sampling=greedy, max_tokens=150, ignore_eos=True),
+        Submit(rid="warm", tokens=tokens_of(300, 1), sampling=warm, max_tokens=90, logprobs=2),
+        Submit(rid="three", prompt=WORDS, sampling=warm, max_tokens=40, n=3),
+        Submit(rid="strict", prompt="Hi", sampling=strict, max_tokens=70, min_tokens=40),
+        Submit(rid="stops", prompt=WORDS, sampling=warm, max_tokens=80, n=2, stop=["e", "the"]),
+        Submit(
+            rid="scored",
+            tokens=tokens_of(290, 2),
+            sampling=greedy,
+            max_tokens=30,
+            prompt_logprobs=1,
+            ignore_eos=True,
+        ),
+        Submit(rid="held", prompt=WORDS, sampling=warm, max_tokens=20, stop=HOLDS),
+        Submit(rid="one", tokens=[400], sampling=warm, max_tokens=9, prompt_logprobs=0),
+    ]
+
+
+def hear(reports: Iterable[Report]) -> dict[str, Heard]:
+    heard = {submit.rid: Heard(submit) for submit in asked()}
+    for report in reports:
+        heard[report.rid].hear(report)
+    return heard
+
+
+def said(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
+    """Run requests to their end; return all that is said of them."""
+    for submit in requests:
+        driver.engine.submit(submit)
+    reports: list[Report] = []
+    before = driver.engine.step
+
+    def step() -> list[Report]:
+        found = before()
+        reports.extend(one for one in found if hasattr(one, "rid"))
+        return [one for one in found if not hasattr(one, "rid")]
+
+    driver.engine.step = step
+    try:
+        driver.run(until=lambda: not driver.engine._requests and not driver.engine._reports)
+    finally:
+        del driver.engine.step
+    kinds = (RowTokens, RowPrompt, ChoiceFinished, RowFinished, RowFailed)
+    return [one for one in reports if isinstance(one, kinds)]
+
+
+@pytest.fixture
+def undisturbed(demo: Driver) -> list[Report]:
+    return said(demo, asked())
+
+
+def test_streams_go_on_from_any_word(demo: Driver, undisturbed: list[Report]) -> None:
+    right = {rid: heard.all() for rid, heard in hear(undisturbed).items()}
+    assert {reasons[0] for _, _, _, reasons, _, _ in right.values()} >= {"stop", None}
+    # Before an end is the worst moment: its tokens are known, and not that they were the last.
+    ends = [
+        at for at, one in enumerate(undisturbed) if isinstance(one, ChoiceFinished | RowFinished)
+    ]
+    rng = random.Random(5)
+    for cut in [0, *rng.sample(range(len(undisturbed)), 3), *rng.sample(ends, 3), ends[-1]]:
+        demo.engine._prompts.tree.clear()
+        heard = hear(undisturbed[:cut])
+        again = [one.again() for one in heard.values() if one.end is None]
+        for report in said(demo, again):
+            heard[report.rid].hear(report)
+
+        assert {rid: one.all() for rid, one in heard.items()} == right, f"cut at {cut}"
+
+
+def test_who_runs_beside_a_replay_is_not_disturbed(demo: Driver, undisturbed: list[Report]) -> None:
+    right = hear(undisturbed)["greedy"]
+    heard = hear(undisturbed[: len(undisturbed) // 2])
+    others = [one for rid, one in heard.items() if rid != "greedy" and one.end is None]
+    beside = [msgspec.structs.replace(one, rid=f"{one.rid}!") for one in map(Heard.again, others)]
+    alone = Heard(right.submit)
+    for report in said(demo, [right.submit, *beside]):
+        if report.rid == "greedy":
+            alone.hear(report)
+
+    assert alone.all() == right.all()
+
+
+def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
+    demo: Driver, undisturbed: list[Report]
+) -> None:
+    right = hear(undisturbed)["greedy"]
+    far = Heard(right.submit)
+    far.tokens, far.texts = [right.tokens[0][:100]], [""]
+    text = "".join(
+        one.text
+        for one in undisturbed
+        if isinstance(one, RowTokens) and one.rid == "greedy" and one.index < 100
+    )
+    far.texts = [text]
+    engine = demo.engine
+
+    engine.submit(far.again())
+    for _ in range(20):
+        engine.step()
+    engine.cancel("greedy")
+    [end] = [one for one in said(demo, []) if isinstance(one, RowFinished)]
+    assert (end.reason, end.usage.completion_tokens) == ("cancelled", 100)
+
+    engine.submit(far.again())
+    for _ in range(20):
+        engine.step()
+    engine.park("greedy")
+    engine.unpark("greedy")
+    for report in said(demo, []):
+        far.hear(report)
+    assert far.all() == right.all()
+
+    late = msgspec.structs.replace(far.submit, deadline_s=1e-9, resume=[Resumed([400, 401], 0)])
+    engine.submit(late)
+    [failed] = [one for report in range(3) for one in engine.step() if isinstance(one, RowFailed)]
+    assert failed.error.code == "deadline_exceeded"
+    assert failed.error.detail["completion_tokens"] == 2
+
+
+def test_what_cannot_be_of_the_request_is_refused(demo: Driver) -> None:
+    submit = asked()[0]
+    for wrong in ([Resumed(), Resumed()], [Resumed([10**9])]):
+        with pytest.raises(InvalidRequest, match="resume"):
+            demo.engine.submit(msgspec.structs.replace(submit, resume=wrong))
+
+
+def test_text_is_cut_by_bytes() -> None:
+    assert unsaid("aé日b", 0) == "aé日b"
+    assert unsaid("aé日b", 3) == "日b"
+    assert unsaid("aé日b", 99) == ""

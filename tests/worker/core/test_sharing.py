@@ -1,0 +1,281 @@
+"""Prompts that begin alike on the real engine: read once, counted, and never seen in the output."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from protocol.types import KVSpec, Sampling
+from tests.worker.core.driver import GIB, Driver, Outcome
+
+pytestmark = pytest.mark.mlx
+CHUNK = 64
+WARM = Sampling(temperature=0.9, seed=3)
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 2000) for _ in range(tokens)]
+
+
+SHARED = prompt_of(375, 0)
+"""As 1500 tokens are to the usual chunk of 256."""
+
+
+@functools.cache
+def engine() -> Driver:
+    return Driver("demo", kv=KVSpec(prefix_every=256), prefill_chunk=CHUNK)
+
+
+@functools.cache
+def forgetful() -> Driver:
+    return Driver("demo", kv=KVSpec(prefix_cache=0), prefill_chunk=CHUNK)
+
+
+@pytest.fixture
+def driver() -> Driver:
+    driver = engine()
+    driver.outcomes.clear()
+    driver.engine._prompts.tree.clear()
+    return driver
+
+
+def computed(driver: Driver) -> int:
+    return driver.engine.stats().computed_tokens
+
+
+def assert_read_once(driver: Driver, asked: dict[str, list[int]], before: int, most: int) -> None:
+    """Assert that so many tokens were read, and that all others are told as hits."""
+    read = computed(driver) - before
+    assert read == most
+    told = sum(driver.outcomes[rid].cached for rid in asked)
+    assert read + told == sum(len(prompt) - 1 for prompt in asked.values())
+
+
+@pytest.mark.parametrize("at_once", [8, 32])
+@pytest.mark.parametrize("others", [0, 1])
+def test_32_requests_read_what_they_share_once(driver: Driver, at_once: int, others: int) -> None:
+    asked = {f"long {number}": prompt_of(1500, 90 + number) for number in range(others)}
+    rng = random.Random(1)
+    for number in range(32):
+        asked[f"{number}"] = SHARED + prompt_of(rng.randint(8, 12), 100 + number)
+    common = len(SHARED) // CHUNK * CHUNK
+    before, waiting = computed(driver), list(asked)
+    while waiting or not all(one.over for one in driver.outcomes.values()):
+        while waiting and sum(not one.over for one in driver.outcomes.values()) < at_once:
+            rid = waiting.pop(0)
+            driver.submit(rid, asked[rid], max_tokens=2, ignore_eos=True)
+        driver.step()
+
+    own = sum(len(prompt) - 1 for prompt in asked.values()) - 32 * common
+    assert_read_once(driver, asked, before, common + own)
+
+
+def test_each_request_has_room_for_one_checkpoint_in_any_case(driver: Driver) -> None:
+    """If no more is granted than rows need: the first leaves 256, and the second 320 at worst."""
+    asked = {f"{number}": SHARED + prompt_of(5, 100 + number) for number in range(8)}
+    before = computed(driver)
+    for rid, prompt in asked.items():
+        driver.submit(rid, prompt, max_tokens=2, ignore_eos=True)
+    driver.run(until=lambda: driver.engine._scheduler.places == 8)
+    driver.budget, budget = driver.total, driver.budget
+    driver.run()
+    driver.budget = budget
+
+    assert computed(driver) - before <= 320 + 64 + 8 * 59
+
+
+def test_an_express_row_waits_for_the_long_one_that_reads_its_beginning(driver: Driver) -> None:
+    asked = {"long": prompt_of(1500, 1), "short": prompt_of(1500, 1)[:250] + prompt_of(50, 2)}
+    before = computed(driver)
+    driver.submit("long", asked["long"], max_tokens=2)
+    driver.run(until=lambda: computed(driver) - before == CHUNK)  # an express turn comes next
+    driver.submit("short", asked["short"], max_tokens=2)
+    driver.run(until=lambda: driver.outcomes["short"].over)
+    assert not driver.outcomes["long"].over
+    driver.run()
+
+    assert_read_once(driver, asked, before, 1499 + 299 - 192)
+
+
+def test_who_comes_while_its_beginning_is_read_shares_it_too(driver: Driver) -> None:
+    asked = {"first": SHARED + prompt_of(40, 3), "second": SHARED + prompt_of(40, 4)}
+    before = computed(driver)
+    driver.submit("first", asked["first"], max_tokens=2)
+    driver.run(until=lambda: computed(driver) - before == 4 * CHUNK)
+    driver.submit("second", asked["second"], max_tokens=2)
+    driver.run()
+
+    assert driver.outcomes["second"].cached == 320
+    assert_read_once(driver, asked, before, 2 * 414 - 320)
+
+
+def test_where_the_reader_gives_up_the_next_one_reads(driver: Driver) -> None:
+    asked = {f"{number}": SHARED + prompt_of(40, 10 + number) for number in range(4)}
+    wanted = {rid: forgetful().alone(prompt, WARM, max_tokens=4) for rid, prompt in asked.items()}
+    before = computed(driver)
+    for rid, prompt in asked.items():
+        driver.submit(rid, prompt, WARM, max_tokens=4)
+    driver.run(until=lambda: computed(driver) - before == 3 * CHUNK)
+    driver.engine.cancel("0")
+    driver.run()
+
+    assert driver.outcomes.pop("0").reason == "cancelled"
+    assert driver.outcomes == {rid: wanted[rid] for rid in driver.outcomes}
+    own = sum(414 - 320 for _ in driver.outcomes)
+    assert computed(driver) - before == 3 * CHUNK + 320 + own
+
+
+def test_scored_prompts_wait_for_nobody_and_leave_what_others_take(driver: Driver) -> None:
+    prompt = SHARED + prompt_of(40, 5)
+    before = computed(driver)
+    for rid in ("scored", "scored too"):
+        driver.submit(rid, prompt, max_tokens=2, prompt_logprobs=0)
+    driver.submit("plain", SHARED + prompt_of(40, 6), max_tokens=2)
+    driver.run()
+
+    assert [driver.outcomes[rid].cached for rid in ("scored", "scored too", "plain")] == [0, 0, 256]
+    assert computed(driver) - before == 3 * 414 - 256
+
+
+def test_hits_are_counted(driver: Driver) -> None:
+    before = driver.engine.stats().prefix
+    for seed in (7, 8):
+        driver.alone(SHARED + prompt_of(40, seed), max_tokens=2)
+    after = driver.engine.stats().prefix
+
+    assert after.queries - before.queries == 2
+    assert after.query_tokens - before.query_tokens == 2 * 415
+    assert after.hit_tokens - before.hit_tokens == 256  # of the first, `prefix_every`
+    assert after.checkpoints == 4  # 256 and 384 of the first, 320 and 384 of the second
+    assert 0 < after.held <= 256 << 20
+    driver.engine._prompts.evict(1)
+    assert driver.engine.stats().prefix.evicted > after.evicted
+
+
+def test_answers_to_one_prompt_reserve_it_once(driver: Driver) -> None:
+    """And stay within the grant: the driver looks after every step."""
+    scheduler = driver.engine._scheduler
+    one, many = (scheduler.reservation(1500, 40, n) for n in (1, 8))
+    assert many - one < one
+    found = driver.alone(prompt_of(1500, 9), WARM, max_tokens=40, n=8, ignore_eos=True)
+    alone = forgetful().alone(prompt_of(1500, 9), WARM, max_tokens=40, ignore_eos=True)
+
+    assert found.tokens == alone.tokens
+    assert len(found.others) == 7
+
+
+# Whatever happens, the output is that of an engine that remembers nothing.
+
+TRUNK = prompt_of(300, 20)
+PROMPTS = [
+    TRUNK[:cut] + prompt_of(own, 30 + number)
+    for number, (cut, own) in enumerate(
+        [(300, 20), (300, 1), (300, 90), (200, 30), (129, 1), (64, 65), (64, 1), (0, 150), (0, 1)]
+    )
+]
+
+
+ASKED = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
+
+
+@functools.cache
+def wanted(prompt: int, n: int) -> Outcome:
+    return forgetful().alone(PROMPTS[prompt], WARM, n=n, **ASKED)
+
+
+class Company(RuleBasedStateMachine):
+    """Prompts with common beginnings come, give up, are parked; checkpoints go."""
+
+    @initialize(tight=st.booleans())
+    def start(self, tight: bool) -> None:
+        self.driver = driver = engine()
+        driver.outcomes.clear()
+        driver.engine._prompts.tree.clear()
+        self.asked: dict[str, tuple[int, int]] = {}
+        self.cancelled: set[str] = set()
+        self.parked: list[str] = []
+        # Where nothing more is granted, checkpoints give way to rows, or are not made.
+        driver.budget = driver.total + (4 << 20 if tight else 1 << 30)
+
+    @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.sampled_from([1, 1, 2]))
+    def submit(self, prompt: int, n: int) -> None:
+        rid = f"r{len(self.asked)}"
+        self.asked[rid] = prompt, n
+        self.driver.submit(
+            rid, PROMPTS[prompt], WARM, max_tokens=12, n=n, ignore_eos=True, logprobs=2
+        )
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+            tree = self.driver.engine._prompts.tree
+            tree.check()
+
+    def _any_of(self, data: Any, rids: list[str]) -> str | None:
+        return data.draw(st.sampled_from(rids)) if rids else None
+
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        if rid := self._any_of(data, list(self.driver.engine._requests)):
+            self.cancelled.add(rid)
+            self.driver.engine.cancel(rid)
+
+    @rule(data=st.data())
+    def park(self, data: Any) -> None:
+        if rid := self._any_of(data, self.driver.engine._scheduler.victims()):
+            self.driver.engine.park(rid)
+            self.parked.append(rid)
+
+    @precondition(lambda self: self.parked)
+    @rule()
+    def unpark(self) -> None:
+        rid = self.parked.pop(0)
+        if rid in self.driver.engine._requests:
+            self.driver.engine.unpark(rid)
+
+    @rule(wanted=st.sampled_from([1, 1 << 20, 1 << 30]))
+    def evict(self, wanted: int) -> None:
+        self.driver.engine._prompts.evict(wanted)
+
+    def _grant_what_was_denied(self) -> None:
+        """As the daemon does when it has room again: parked rows may hold what others wait for."""
+        budget = self.driver.engine._admission.budget
+        self.driver.budget = 8 * GIB
+        if budget.remembered:
+            self.driver.engine.granted(
+                self.driver.answer(budget.seq, budget.denied_bytes, "denied before")
+            )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        while self.parked:
+            self.unpark()
+        self._grant_what_was_denied()
+        self.driver.run()
+        for rid, asked in self.asked.items():
+            outcome, right = self.driver.outcomes[rid], wanted(*asked)
+            if rid in self.cancelled:
+                assert outcome.tokens == right.tokens[: len(outcome.tokens)]
+            else:
+                assert outcome == right
+        engine = self.driver.engine
+        assert not engine._runner.cache.sequences
+        assert engine._prompts.remembered.idle
+
+
+TestCompany = Company.TestCase
+TestCompany.settings = settings(
+    max_examples=12,
+    stateful_step_count=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

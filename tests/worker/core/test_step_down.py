@@ -1,0 +1,185 @@
+"""Requests go down the ladder while they run, and give the memory back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.core import reclaiming
+from protocol.errors import InsufficientMemory
+from protocol.types import KVSpec
+from protocol.worker import Reclaim, StartLevel
+from tests.worker.core.driver import Driver
+
+pytestmark = pytest.mark.mlx
+
+
+def prompt_of(length: int, start: int) -> list[int]:
+    return [(start * 31 + 7 * position) % 4000 + 10 for position in range(length)]
+
+
+@pytest.fixture(scope="module")
+def laddered() -> Driver:
+    return Driver("demo", kv=KVSpec())
+
+
+def reclaim(driver: Driver, rung: str, wanted: int, level: int = 0) -> None:
+    driver.engine.reclaim(Reclaim(seq=1, rung=rung, wanted_bytes=wanted, level=level))
+
+
+def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
+    for rid, seed in (("kept", 1), ("lowered", 2)):
+        driver.submit(rid, prompt_of(900, seed), max_tokens=60)
+    driver.run(until=lambda: all(len(driver.outcomes[rid].tokens) > 5 for rid in driver.outcomes))
+    store = driver.engine._runner.cache.stores[0]
+    before = store.pages_bytes
+    if lower:
+        reclaim(driver, "level", 1, level=2)
+        driver.run(until=lambda: not driver.engine._reclaiming.active)
+        held = driver.engine._requests["lowered"].completions[0].row.rows[0]
+        assert {page.level for page in held.pages} == {2}
+        other = driver.engine._requests["kept"].completions[0].row.rows[0]
+        assert {page.level for page in other.pages} == {0}
+        assert store.pages_bytes < before
+        assert store.used_bytes == len(other.pages) * store.page_bytes(0) + len(
+            held.pages
+        ) * store.page_bytes(2)
+        told = driver.engine.stats().memory
+        assert told.kv_levels == (
+            len(other.pages) * store.page_bytes(0),
+            0,
+            len(held.pages) * store.page_bytes(2),
+        )
+        assert sum(told.kv_levels) == told.kv_pages_used
+    driver.run()
+    levels = {rid: outcome.usage.levels for rid, outcome in driver.outcomes.items()}
+    assert levels == {"kept": [0], "lowered": [0, 2] if lower else [0]}
+    found = {rid: outcome.tokens for rid, outcome in driver.outcomes.items()}
+    driver.outcomes.clear()
+    return found
+
+
+def test_a_lowered_request_goes_on_and_the_others_do_not_notice(laddered: Driver) -> None:
+    whole = run_two(laddered, lower=False)
+    stepped = run_two(laddered, lower=True)
+
+    assert stepped["kept"] == whole["kept"]
+    assert len(stepped["lowered"]) == len(whole["lowered"]) == 60
+    assert stepped["lowered"][:6] == whole["lowered"][:6]
+
+
+def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -> None:
+    laddered.submit("short", prompt_of(700, 3), max_tokens=3)
+    laddered.run(until=lambda: bool(laddered.outcomes["short"].tokens))
+    reclaim(laddered, "level", 1 << 40, level=1)
+    laddered.run()
+
+    assert laddered.outcomes["short"].reason == "length"
+    laddered.engine._prompts.evict(1 << 40)
+    assert not laddered.engine._runner.cache.sequences
+    assert laddered.engine._runner.cache.pages_used == 0
+
+
+def test_a_request_that_waits_for_memory_does_not_undo_the_work(
+    laddered: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)  # one piece a step
+    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    laddered.outcomes.clear()
+    budget = laddered.budget
+    for rid, seed in (("a", 1), ("b", 2)):
+        laddered.submit(rid, prompt_of(900, seed), max_tokens=400)
+    laddered.run(until=lambda: all(len(one.tokens) > 3 for one in laddered.outcomes.values()))
+    try:
+        laddered.budget = laddered.total
+        laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
+        reclaim(laddered, "level", 1 << 40, level=2)
+        laddered.run(until=lambda: not laddered.engine._reclaiming.active)
+        held = [laddered.engine._requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
+        assert {page.level for row in held for page in row.pages} == {2}
+        assert laddered.engine._requests["waits"].row is None
+    finally:
+        laddered.budget = budget
+    laddered.engine.cancel("waits")
+    laddered.run()
+    laddered.outcomes.clear()
+
+
+@pytest.fixture
+def pressed() -> Iterator[Driver]:
+    driver = Driver("demo", kv=KVSpec(prefix_every=256))
+    for rid, seed in (("a", 1), ("b", 2), ("c", 3)):
+        driver.submit(rid, prompt_of(1500, seed), max_tokens=300, ignore_eos=True)
+    driver.run(until=lambda: all(len(one.tokens) > 9 for one in driver.outcomes.values()))
+    yield driver
+    driver.run()
+    assert all(len(one.tokens) == 300 for one in driver.outcomes.values())
+    driver.engine._prompts.tree.clear()
+    assert driver.engine._runner.cache.pages_used == 0
+    assert driver.engine._scheduler.reserved == 0
+
+
+def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: Driver) -> None:
+    unit = pressed.engine._admission.budget.page_bytes
+    for rung, level in (("spare", 0), ("prefixes", 0), ("level", 1), ("level", 2), ("park", 0)):
+        offer = pressed.engine.stats().offer
+        promised = offer.levels[level - 1] if rung == "level" else getattr(offer, rung)
+        assert promised > 0, rung
+        total, active = pressed.total, pressed.engine._runner.cache.nbytes
+        real = mx.get_active_memory()
+        answer = pressed.reclaim(rung, promised, level)
+        assert abs(answer.freed_bytes - promised) <= unit, rung
+        assert (pressed.asked[-1][0], answer.exhausted) == (total - answer.freed_bytes, True), rung
+        if rung in ("level", "park"):
+            freed = active - pressed.engine._runner.cache.nbytes
+            assert freed > promised / 3, rung  # the rest was reserved, and not yet filled
+            # Rows go on meanwhile, for more steps on a slow machine.
+            assert real - mx.get_active_memory() > 0.8 * freed, rung
+        after = pressed.engine.stats().offer
+        left = after.levels[level - 1] if rung == "level" else getattr(after, rung)
+        assert left <= unit
+    assert offer.base + sum(
+        (offer.spare, offer.prefixes, *offer.levels, offer.park)
+    ) == pytest.approx(total, abs=2 * unit)
+
+
+def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Driver) -> None:
+    scheduler = pressed.engine._scheduler
+    answer = pressed.reclaim("level", 1, level=1)
+    assert [scheduler.level(rid) for rid in "abc"] == [0, 0, 1]
+    assert not answer.exhausted
+    pressed.submit("d", prompt_of(300, 4), max_tokens=300, ignore_eos=True)
+    pressed.step()
+    assert scheduler.level("d") == 1
+    pressed.run(until=lambda: len(pressed.outcomes["d"].tokens) > 3)
+    held = pressed.engine._requests["d"].completions[0].row.rows[0]
+    assert {page.level for page in held.pages} == {1}
+    assert pressed.engine.stats().offer.level == 1
+    pressed.engine.start_level(StartLevel(level=0))
+    pressed.submit("e", prompt_of(300, 5), max_tokens=300, ignore_eos=True)
+    pressed.step()
+    assert scheduler.level("e") == 0
+
+
+def test_a_request_that_fits_only_below_the_top_runs_there(laddered: Driver) -> None:
+    laddered.outcomes.clear()
+    prompt = prompt_of(9000, 7)
+    base, unit = (
+        getattr(laddered.engine._admission.budget, one) for one in ("base_bytes", "page_bytes")
+    )
+    sizes, row_pages = laddered.engine._scheduler.sizes, laddered.engine._admission.row_pages
+    top, lowest = (sizes.of(9000, 20, level)[0] + row_pages for level in (0, 2))
+    budget, laddered.budget = laddered.budget, base + (lowest + 1) * unit
+    try:
+        assert lowest + 1 < top
+        laddered.reclaim("spare", 1)  # the daemon's answer says how small the budget is now
+        laddered.submit("large", prompt, max_tokens=20, ignore_eos=True)
+        laddered.run()
+        assert len(laddered.outcomes.pop("large").tokens) == 20
+        with pytest.raises(InsufficientMemory):
+            laddered.submit("larger", prompt_of(12000, 7), max_tokens=20)
+    finally:
+        laddered.budget = budget
+        laddered.outcomes.clear()

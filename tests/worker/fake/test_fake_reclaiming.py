@@ -1,0 +1,130 @@
+"""The fake engine under pressure: what it offers it gives, and no request loses a token."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvd.worker.core import holdings
+from protocol.types import KVSpec
+from protocol.worker import (
+    GrantWanted,
+    Reclaim,
+    Reclaimed,
+    RowFinished,
+    RowParked,
+    RowResumed,
+    StartLevel,
+)
+from tests.worker.fake.test_fake_engine import grant_of, loaded, run, tokens_of
+from tests.worker.process.peer import submit
+
+PAGE = 64 * 1024
+
+
+def filled(**fields):
+    """Three rows of 1664 tokens, 25 pages each; their prompts are read."""
+    engine = loaded("tps=0,pages=8", prefill_chunk=256, **fields)
+    for rid in "abc":
+        engine.submit(submit(rid, rid * 1024, max_tokens=640))
+    reports = []
+    while engine.stats().generated_tokens < 30:
+        reports += answered(engine)
+    return engine, reports
+
+
+def answered(engine):
+    made = engine.step()
+    for report in made:
+        if isinstance(report, GrantWanted):
+            engine.granted(grant_of(report))
+    return made
+
+
+def reclaim(engine, rung, wanted, level=0):
+    engine.reclaim(Reclaim(seq=3, rung=rung, wanted_bytes=wanted, level=level))
+    reports = answered(engine)
+    return next(one for one in reports if isinstance(one, Reclaimed)), reports
+
+
+def test_each_means_gives_what_it_promised():
+    engine, _ = filled()
+    for rung, level in (("spare", 0), ("prefixes", 0), ("level", 1), ("level", 2), ("park", 0)):
+        offer = engine.stats().offer
+        promised = offer.levels[level - 1] if rung == "level" else getattr(offer, rung)
+        before = engine._admission.budget.granted_bytes
+        answer, reports = reclaim(engine, rung, promised, level)
+        assert (answer.seq, answer.exhausted) == (3, True), rung
+        assert (
+            answer.freed_bytes
+            == promised
+            == before
+            - min(
+                [one.total_bytes for one in reports if isinstance(one, GrantWanted)], default=before
+            )
+        )
+        if rung in ("level", "park"):
+            assert promised >= 10 * PAGE
+    kinds = [type(one) for one in reports]
+    assert kinds.count(RowParked) == 3
+    assert kinds.index(GrantWanted) < kinds.index(Reclaimed)
+    assert run(engine)
+
+
+def test_a_wish_says_what_could_be_given_back_and_whether_it_is_for_a_parked_row():
+    engine, reports = filled(kv=KVSpec(prefix_cache=0))
+    wishes = [one for one in reports if isinstance(one, GrantWanted)]
+    assert wishes[-1].offer.base == 64 << 20
+    assert not any(one.resuming for one in wishes)
+    _, reports = reclaim(engine, "park", 1 << 40)
+    reports += answered(engine)
+    wishes = [one for one in reports if isinstance(one, GrantWanted)]
+    assert wishes[-1].resuming
+    assert wishes[-1].offer.waiting == 3
+
+
+def test_new_rows_start_lower_until_pressure_is_over():
+    engine, _ = filled()
+    engine.start_level(StartLevel(level=9))
+    engine.submit(submit("d", "d" * 640, max_tokens=640))
+    answered(engine)
+    answered(engine)
+    assert engine.stats().offer.level == engine._scheduler.level("d") == 2
+    engine.start_level(StartLevel(level=0))
+    engine.submit(submit("e", "e" * 640, max_tokens=640))
+    answered(engine)
+    answered(engine)
+    assert engine._scheduler.level("e") == 0
+    run(engine)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_are_parked_again_and_again_get_the_same_tokens(seed, monkeypatch):
+    monkeypatch.setattr(holdings, "AGAIN_TOKENS", 16)
+    engine, reports = filled(parked_folder="/nowhere", parked_bytes=1)
+    draw = random.Random(seed)
+    while engine.has_work:
+        if draw.random() < 0.05:
+            rung, level = draw.choice([("park", 0), ("spare", 0), ("level", 1), ("level", 2)])
+            engine.reclaim(
+                Reclaim(seq=1, rung=rung, wanted_bytes=draw.choice([1, 1 << 40]), level=level)
+            )
+        reports += answered(engine)
+    wanted = {rid: tokens_of(run_alone(rid), rid) for rid in "abc"}
+    for rid in "abc":
+        assert tokens_of(reports, rid) == wanted[rid]
+    assert sum(isinstance(one, RowFinished) for one in reports) == 3
+    story = [one for one in reports if isinstance(one, (RowParked, RowResumed))]
+    for rid in "abc":
+        mine = [type(one) for one in story if one.rid == rid]
+        assert mine == [RowParked, RowResumed] * (len(mine) // 2)
+    assert {one.where for one in story if isinstance(one, RowParked)} == {"disk"}
+    made = max(len(tokens) for tokens in wanted.values())
+    assert len(story) <= 3 * 2 * (1 + made // 16)
+
+
+def run_alone(rid):
+    engine = loaded("tps=0", prefill_chunk=256)
+    engine.submit(submit(rid, rid * 1024, max_tokens=640))
+    return run(engine)

@@ -1,0 +1,163 @@
+"""Whole decoder layers as blocks: which layers are taken for such, and that they do the same.
+
+There is no GPU where tests run: products are MLX's own here, and kernels are `stand_in.StandIn`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.gpu import blocks, products, siblings
+from kvd.worker.serving import layers, timing
+from kvd.worker.serving.timing import Times
+from kvd.worker.serving.verdict import told
+from tests.worker.architectures.zoo import build
+from tests.worker.attention.stand_in import StandIn
+from tests.worker.core.test_fused import Side
+
+pytestmark = pytest.mark.mlx
+SETTINGS = CacheSettings((Scheme(8, 8), Scheme(4, 4)))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+class Counted:
+    """Products of our own, as plain operations."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gated = 0
+        monkeypatch.setattr(products, "multiply", self.multiply)
+        monkeypatch.setattr(products, "multiply_gated", self.multiply_gated)
+
+    def plain(self, x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+        return self.multiply(x, weight, sizes)
+
+    def multiply(
+        self,
+        x: mx.array,
+        weight: mx.array,
+        sizes: Sequence[int],
+        *,
+        norm: products.Norm | None = None,
+        bias: mx.array | None = None,
+        residual: mx.array | None = None,
+    ) -> list[mx.array]:
+        x = x.reshape(x.shape[0], 1, -1)
+        if norm is not None:
+            x = mx.fast.rms_norm(x, norm.weight, norm.eps)
+        found = x @ weight.T
+        for one in (bias, residual):
+            found = found if one is None else found + one
+        ends = [sum(sizes[: count + 1]) for count in range(len(sizes) - 1)]
+        return list(mx.split(found, ends, axis=-1))
+
+    def multiply_gated(self, x: mx.array, weight: mx.array, norm: products.Norm) -> mx.array:
+        self.gated += 1
+        sizes = [weight.shape[0] // 2] * 2
+        gate, up = self.multiply(x, weight, sizes, norm=norm)
+        return nn.silu(gate) * up
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    times = Times(fused_s=1e-3, reference_s=2e-3, keys=64)
+    monkeypatch.setattr(timing, "compare", lambda *_: times)
+    return Counted(monkeypatch)
+
+
+def joined(name: str, counted: Counted, **config: Any) -> tuple[Any, dict[str, Any]]:
+    model, settings = build(name)
+    if config:
+        model, settings = build(name, config=settings | config)
+    siblings.join(model, counted.plain)
+    return model, settings
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("llama", {"rope_scaling": LLAMA3}), ("qwen2", {}), ("qwen3", {})],
+    ids=["llama, scaled positions", "qwen2, biases", "qwen3, norms of heads"],
+)
+def test_layers_are_blocks_and_do_the_same(
+    name: str, config: dict[str, Any], counted: Counted
+) -> None:
+    model, _ = joined(name, counted, **config)
+    count = len(model.layers)
+    plain, kernels = Side(model, None), StandIn()
+    fused = Side(model, kernels.backend())
+
+    for side in (plain, fused):
+        for length in (3, 64, 200):
+            side.join(length)
+    assert blocks.fuse(model) == count
+    assert blocks.fuse(model) == 0
+    for token in range(3):
+        expected, got = plain.step(token), fused.step(token)
+        assert abs(got - expected).max() <= 1e-4 * abs(expected).max()
+
+    assert (kernels.rotated, counted.gated) == (3 * count, 3 * count)
+    blocks.unfuse(model)
+    fused.step(4)
+    assert counted.gated == 3 * count
+    assert type(model.layers[0]).__mro__[1] is nn.Module
+
+
+def test_a_model_is_served_with_them_in_compiled_steps_too(counted: Counted) -> None:
+    model, config = joined("qwen3", counted, num_hidden_layers=1)
+    kernels = StandIn()
+    found = layers.serve(model, SETTINGS, config["vocab_size"], kernels.backend(), products=True)
+    assert found.fused is not None
+    assert found.fused.used
+    assert found.fused.layers == len(model.layers)
+    assert "layers are kernels as a whole" in told(found.fused)
+    assert found.error < 1e-4
+
+    before = counted.gated
+    assert found.runner.compile()
+    assert counted.gated > before
+
+
+def test_layers_that_look_so_and_compute_otherwise_are_left_as_they_were(
+    counted: Counted,
+) -> None:
+    """Granite's residuals have a factor, in code and not in the layers' parts."""
+    model, config = joined("granite", counted, num_hidden_layers=1)
+    assert blocks.fuse(model) == len(model.layers)
+    blocks.unfuse(model)
+
+    found = layers.serve(model, SETTINGS, config["vocab_size"], StandIn().backend(), products=True)
+
+    assert found.fused is not None
+    assert found.fused.used
+    assert found.fused.layers == 0
+    before = counted.gated
+    assert not any("block" in vars(layer) for layer in model.layers)
+    found.runner.compile()
+    assert counted.gated == before
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "phi3", "olmo2", "stablelm"])
+def test_layers_of_other_parts_are_none(name: str, counted: Counted) -> None:
+    model, _ = joined(name, counted)
+    assert blocks.fuse(model) == 0
+
+
+def test_a_dense_layer_among_layers_of_experts_is_one(counted: Counted) -> None:
+    model, _ = joined("qwen3_moe", counted)
+    assert blocks.fuse(model) == 1 < len(model.layers)
+
+
+def test_weights_that_are_not_joined_are_none() -> None:
+    assert blocks.fuse(build("qwen3")[0]) == 0

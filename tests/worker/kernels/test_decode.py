@@ -1,0 +1,189 @@
+"""The decode kernels without a GPU: both languages, against dense attention in float64.
+
+`KVD_KERNELS=all` runs every head size with all bits of keys and values and all dtypes, in both
+languages (an hour on two cores); a number runs so many random cases.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.kernels import matrix
+from kvd.worker.attention.kernels.launch import Launch
+from kvd.worker.attention.kernels.shape import fits
+from protocol.schemes import BITS
+from tests.worker.kernels import build, cases
+from tests.worker.kernels.decoding import LANGUAGES, Case, Step
+from tests.worker.kernels.printed import printed_by_mlx
+from tests.worker.kernels.right import assert_right
+from tests.worker.kernels.rules import check_rules
+from tests.worker.kernels.run import KernelFault, run
+from tests.worker.kernels.wrap import Language, wrap
+
+pytestmark = pytest.mark.mlx
+
+WANTED = os.environ.get("KVD_KERNELS", "20")
+CHOSEN = list(cases.all_values()) if WANTED == "all" else cases.values_of(int(WANTED))
+
+
+def launches(step: Step, language: Language) -> list[Launch]:
+    """Both launches of a step; what the first one writes is zero in the second one."""
+    first = step.split(language)
+    (shape,) = first.output_shapes
+    return [first, step.combine(language, mx.zeros(shape, mx.float32))]
+
+
+def attend(step: Step, language: Language, *, races: bool = True) -> np.ndarray:
+    (parts,) = run(step.split(language), language, races=races)
+    (out,) = run(step.combine(language, parts), language, races=races)
+    return out
+
+
+def looks_for_races(number: int) -> bool:
+    """Return whether a case does: a third, since that takes its time."""
+    return WANTED == "all" or number % 3 == 0
+
+
+@pytest.fixture(scope="module")
+def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile ahead of the tests that were asked for, two kernels at a time."""
+    items = [one for one in request.session.items if "_compiled" in one.fixturenames]
+    chosen = [one.callspec.params["number"] for one in items]
+    with ThreadPoolExecutor(2) as pool:
+        for number in chosen:
+            language = CHOSEN[number]["language"]
+            step = Step(cases.case_of(CHOSEN[number], number))
+            for launch in launches(step, language):
+                races = looks_for_races(number)
+                pool.submit(build.library, wrap(launch, language), language, races=races)
+        yield
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_kernels_attend_as_dense_attention_does(number):
+    step, language = Step(cases.case_of(CHOSEN[number], number)), CHOSEN[number]["language"]
+    assert_right(step, attend(step, language, races=looks_for_races(number)))
+
+
+@pytest.mark.parametrize("case", cases.MATRIX, ids=lambda case: case.name)
+def test_tensor_cores_attend_as_dense_attention_does(case):
+    step = Step(case)
+    assert matrix.fits(step.shape(), LANGUAGES["cuda"])
+    assert_right(step, attend(step, "cuda", races=case == cases.MATRIX[0] or WANTED == "all"))
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_a_scale_that_exceeds_half_floats_gives_no_number(side):
+    step = Step(replace(cases.MATRIX[0], rows=((1, 70), (0, 9)), sinks=False))
+    assert matrix.fits(step.shape(), LANGUAGES["cuda"])
+    (pool,) = step.pools
+    words, scales, biases = getattr(pool, side)
+    setattr(pool, side, (words, scales * 1e6, biases))
+    got = attend(step, "cuda", races=False)
+
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+def test_rows_may_be_long_and_very_unequal(language):
+    step = Step(Case(mx.bfloat16, 64, 64, 1, 4, 1, ("k8v8", "k4v4"), cases.LONG))
+    assert_right(step, attend(step, language, races=False))
+
+
+def test_every_value_of_each_dimension_is_run_in_both_languages():
+    if WANTED == "20":
+        assert cases.missing(CHOSEN) == []
+
+
+@pytest.mark.parametrize("language", ["metal", "cuda"])
+def test_a_row_does_not_depend_on_its_company(language):
+    rows = ((1, 70), (6, 127))
+    case = Case(dtype=mx.bfloat16, v_dim=96, repeats=2, schemes=("k4v8g32",), rows=rows, sinks=True)
+    together = Step(case)
+    alone = Step(case)
+    alone.case = replace(case, rows=rows[1:])
+    alone.queries = together.queries[1:]
+    alone.rows = together.rows[1:]
+    alone.rows[0, 6:] -= together.rows[0, 7]
+    alone.splits = together.splits[2:]
+    alone.splits[:, 0] -= 1
+    assert (
+        attend(together, language, races=False)[1] == attend(alone, language, races=False)[0]
+    ).all()
+
+
+@pytest.mark.parametrize("foreign", ["k16v16", "k6v6g32", "k8v4"])
+def test_nor_on_the_levels_of_its_company(foreign):
+    shape = Step(Case(mx.bfloat16, 128, 128, schemes=("k4v4", foreign))).shape()
+    mixed = replace(shape, ladder=tuple(zip(shape.keys, shape.values, strict=True)))
+    alone = replace(mixed, keys=shape.keys[:1], values=shape.values[:1])
+    for language in LANGUAGES.values():
+        assert mixed.plan(language) == alone.plan(language)
+        assert (mixed.tile, mixed.region) == (alone.tile, alone.region)
+        assert matrix.fits(mixed, language) == matrix.fits(alone, language)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_mlx_writes_the_same_text_around_the_kernels(part):
+    case = Case(dtype=mx.float16, schemes=("k3v5", "k16v16"), sinks=True, padding=1)
+    launch = launches(Step(case), "metal")[part]
+    assert wrap(launch, "metal").text + "\n" == printed_by_mlx(launch)
+
+
+def test_metal_would_take_every_variant():
+    """Head sizes and bits all paired, groups of 32 (the most scales), few vectors and many."""
+    taken = 0
+    for (k_dim, v_dim), bits, (repeats, queries) in product(cases.DIMS, BITS, ((1, 1), (16, 8))):
+        case = Case(
+            mx.float32, k_dim, v_dim, 1, repeats, queries, (f"k{bits}v{bits}g32",), ((0, 8),)
+        )
+        step = Step(case)
+        assert fits(step.shape(), LANGUAGES["metal"])
+        for launch in launches(step, "metal"):
+            check_rules(launch)
+            taken += 1
+        for launch in launches(step, "cuda"):  # 255 registers at the most, of 65,536 a block
+            assert math.prod(launch.threadgroup) <= 256
+    assert taken == 2 * 2 * len(cases.DIMS) * len(BITS)
+
+
+def test_metal_would_take_four_levels_at_once():
+    step = Step(Case(schemes=("k8v8", "k6v6", "k4v4", "k2v2"), rows=((4, 8),)))
+    shape, launch = step.shape(), step.split("metal")
+    assert fits(shape, LANGUAGES["metal"])
+    assert shape.buffers == len(wrap(launch, "metal").buffers) == LANGUAGES["metal"].most_buffers
+    check_rules(launch)
+
+
+def test_what_does_not_fit_into_metals_memory_is_refused():
+    case = Case(k_dim=4096, v_dim=256, schemes=("k4v4g32",), rows=((0, 8),))
+    assert not fits(Step(case).shape(), LANGUAGES["metal"])
+
+
+@pytest.mark.skipif(build.find_clang() is None, reason="no clang++ 17 to know address spaces")
+def test_clang_takes_the_text_with_its_address_spaces():
+    for number, values in enumerate(cases.values_of(10)):
+        for launch in launches(Step(cases.case_of(values, number)), "metal"):
+            assert build.refused_by_clang(wrap(launch, "metal")) == ""
+    lost = replace(launch, source=launch.source.replace("device T* to", "T* to"))
+    assert "cannot initialize" in build.refused_by_clang(wrap(lost, "metal"))
+
+
+@pytest.mark.parametrize("barrier", ["SYNC_WARP();", "SYNC_BLOCK();"])
+def test_kernels_need_their_barriers(barrier):
+    case = Case(schemes=("k4v4",), repeats=4, rows=((3, 65),))
+    launch = Step(case).split("metal")
+    with pytest.raises(KernelFault, match="race: "):
+        run(replace(launch, source=launch.source.replace(barrier, "")), "metal")

@@ -1,0 +1,75 @@
+"""The decode kernels on this machine's GPU, where it has one: the same cases, and long rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.attention.kernels.language import Language
+from kvd.worker.attention.kernels.launch import (
+    Launch,
+    append_launch,
+    find_language,
+    fire,
+    rotate_launch,
+)
+from tests.worker.kernels import cases, test_append, test_rotate
+from tests.worker.kernels.decoding import LANGUAGES, Case, Step
+from tests.worker.kernels.right import assert_right
+
+LANGUAGE = find_language()
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(LANGUAGE is None, reason="needs a GPU that the kernels are for"),
+]
+
+CHOSEN = cases.values_of(60)
+
+
+def attend(step: Step) -> np.ndarray:
+    (language,) = (name for name, one in LANGUAGES.items() if one is LANGUAGE)
+    (parts,) = fire(step.split(language), LANGUAGES[language])
+    (out,) = fire(step.combine(language, parts), LANGUAGES[language])
+    return np.array(out.astype(mx.float32))
+
+
+def made(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:
+    assert LANGUAGE is not None
+    return [np.array(one.astype(mx.float32)) for one in fire(make(LANGUAGE, given), LANGUAGE)]
+
+
+@pytest.mark.parametrize("number", range(len(CHOSEN)))
+def test_kernels_attend_as_dense_attention_does(number: int) -> None:
+    step = Step(cases.case_of(CHOSEN[number], number))
+    assert_right(step, attend(step))
+
+
+@pytest.mark.parametrize("case", cases.MATRIX, ids=lambda case: case.name)
+def test_tensor_cores_attend_as_dense_attention_does(case: Case) -> None:
+    step = Step(case)
+    assert_right(step, attend(step))
+
+
+@pytest.mark.parametrize("schemes", [("k4v4",), ("k8v8",), ("k8v8", "k8v4", "k4v4"), ("k16v16",)])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
+def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, ...]) -> None:
+    step = Step(Case(dtype, 128, 128, 2, 4, 1, schemes, cases.LONG))
+    assert_right(step, attend(step))
+
+
+@pytest.mark.parametrize("case", test_rotate.CASES.values(), ids=test_rotate.CASES.keys())
+def test_queries_and_keys_are_turned_as_float64_does(case: tuple[Any, ...]) -> None:
+    test_rotate.check(partial(made, rotate_launch), *case)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("places", "givers"), test_append.PLACES, ids=test_append.NAMES)
+def test_each_tail_takes_its_token_and_is_else_what_it_was(
+    dtype: mx.Dtype, places: list[int], givers: list[int] | None
+) -> None:
+    test_append.check(partial(made, append_launch), dtype, places, givers)

@@ -1,0 +1,199 @@
+"""CUDA kernels' text in files: what is in them, whose they are, and what MLX gets instead of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.attention.kernels import kernel_files
+from kvd.worker.gpu import products
+
+pytestmark = pytest.mark.mlx
+BODY = "const int rows = x_shape[0];\nout[0] = w_strides[0] + long_w_ndim + rows;\n"
+HEADER = "#define TWO 2\n"
+
+
+@dataclass
+class Told:
+    """In the place of `mx.fast.cuda_kernel`: what MLX was given for each kernel."""
+
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+
+    def __call__(self, **given: Any) -> Any:
+        self.kernels.append(given)
+        return lambda **launch: [mx.zeros(shape) for shape in launch["output_shapes"]]
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The last one's source and header."""
+        return self.kernels[-1]["source"], self.kernels[-1]["header"]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    kernel_files._tell.cache_clear()
+    told = Told()
+    monkeypatch.setattr(mx.fast, "cuda_kernel", told)
+    return told
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    folder = tmp_path / "cache" / "kernels"
+    monkeypatch.setattr(kernel_files, "folder", lambda: folder)
+    return folder
+
+
+def make(source: str = BODY, header: str = HEADER) -> None:
+    kernel_files.cuda_kernel("k", ["x", "w", "long_w"], ["out"], source, header)
+
+
+def included(text: str) -> Path:
+    """Return the file that a text's first line includes."""
+    front, path, end = text.partition("\n")[0].split('"')
+    assert (front, end) == ("#include ", "")
+    return Path(path)
+
+
+def test_files_have_the_text_and_mlx_their_names(told: Told, folder: Path) -> None:
+    make()
+
+    source, header = told.texts
+    assert included(source).read_text() == BODY
+    assert included(header).read_text() == HEADER
+    assert {included(text).parent for text in told.texts} == {folder}
+    assert header.count("\n") == 1
+    # All that MLX would have found in the text, and it looks for parts of words.
+    assert source.split("\n")[1:] == ["// x_shape w_strides w_ndim long_w_ndim", ""]
+    assert len(source) < 400
+    given = told.kernels[0]
+    assert (given["name"], given["input_names"]) == ("k", ["x", "w", "long_w"])
+    assert given["output_names"] == ["out"]
+
+
+def test_they_are_the_users_alone(told: Told, folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        make()
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_one_text_has_one_file_and_another_one_has_its_own(told: Told, folder: Path) -> None:
+    make()
+    first = {path: path.stat().st_ino for path in folder.iterdir()}
+    make()
+    assert told.kernels[0] == told.kernels[1]
+    assert {path: path.stat().st_ino for path in folder.iterdir()} == first  # nothing was written
+    make(BODY + "\n")
+    assert told.texts[1] == told.kernels[0]["header"]
+    assert len({kernel["source"] for kernel in told.kernels}) == 2
+
+
+def test_another_process_has_the_same_files(tmp_path: Path) -> None:
+    """Nobody clears up behind a worker."""
+    code = (
+        "import mlx.core as mx\n"
+        "mx.fast.cuda_kernel = lambda **given: print(given)\n"
+        "from kvd.worker import kernel_files\n"
+        f"kernel_files.cuda_kernel('k', ['x'], ['out'], {BODY!r}, {HEADER!r})"
+    )
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    first, second = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    )
+    assert first == second
+    assert f'#include "{tmp_path}' in first
+    assert len(list(tmp_path.rglob("*.inc"))) == 2
+
+
+@pytest.mark.parametrize("end", ["cut", "gone", "all gone"])
+def test_what_is_not_as_it_was_written_is_written_anew(told: Told, folder: Path, end: str) -> None:
+    make()
+    source = included(told.texts[0])
+    if end == "cut":
+        source.write_text(BODY[:-5])
+    else:
+        source.unlink()
+    if end == "all gone":
+        included(told.texts[1]).unlink()
+        folder.rmdir()
+    make()
+    assert source.read_text() == BODY
+    assert included(told.texts[1]).read_text() == HEADER
+
+
+def test_files_are_looked_at_for_each_template_that_mlx_compiles(told: Told, folder: Path) -> None:
+    weight = mx.zeros((32, 64), mx.bfloat16)
+    products._kernel.cache_clear()
+    products.multiply(mx.zeros((1, 1, 64), mx.bfloat16), weight, (32,))
+    for path in folder.iterdir():
+        path.unlink()
+    products.multiply(mx.zeros((8, 1, 64), mx.bfloat16), weight, (32,))
+    assert list(folder.iterdir()) == []  # it was compiled before
+    products.multiply(mx.zeros((9, 1, 64), mx.bfloat16), weight, (32,))
+    assert len(list(folder.iterdir())) == 2
+    products._kernel.cache_clear()  # they are not MLX's
+
+
+@pytest.mark.parametrize(
+    "why", ["no folder", "others can write", "others can write above", "others can write it"]
+)
+def test_where_no_file_can_be_mlx_gets_the_text(
+    why: str, told: Told, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if why == "no folder":
+        folder.parent.mkdir()
+        folder.write_text("")
+    else:
+        make()
+    if why == "others can write":
+        folder.chmod(0o777)
+    if why == "others can write above":
+        folder.parent.chmod(0o777)
+    if why == "others can write it":
+        included(told.texts[0]).chmod(0o666)
+
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            make()
+
+    assert told.texts == (BODY, HEADER)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert str(folder.parent) in caplog.text
+
+
+def test_nor_where_nobody_has_a_home(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(kernel_files, "folder", homeless)
+    make()
+    assert told.texts == (BODY, HEADER)
+
+
+def test_nor_where_its_name_would_end_the_line(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_files, "folder", lambda: tmp_path / 'a"b')
+    make()
+    assert told.texts == (BODY, HEADER)
+    assert list(tmp_path.iterdir()) == []

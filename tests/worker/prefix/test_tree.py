@@ -1,0 +1,291 @@
+"""The tree of prompts, in integers: against a dictionary of all that was ever stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvd.worker.prefix.tree import PrefixTree
+
+CHUNK = 4
+TAIL = 3
+"""Bytes of a checkpoint beside its pages; a page is one token and one byte."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """A frozen sequence of the fake cache."""
+
+    pages: tuple[int, ...]
+    sound: bool = True
+    alive: bool = True
+
+
+@dataclass
+class FakeCache:
+    """Pages by number, and how many hold each."""
+
+    holds: Counter[int] = field(default_factory=Counter)
+
+    def freeze(self, sequence: tuple[int, ...]) -> Kept:
+        self.holds.update(sequence)
+        return Kept(sequence)
+
+    def drop(self, frozen: Kept) -> None:
+        assert frozen.alive
+        frozen.alive = False
+        self.holds -= Counter(frozen.pages)
+
+    def unlowered(self, frozen: Kept) -> bool:
+        assert frozen.alive
+        return frozen.sound
+
+    def held_bytes(self, frozen: list[Kept]) -> int:
+        return TAIL * len(frozen) + len({page for one in frozen for page in one.pages})
+
+    def freed_bytes(self, frozen: list[Kept]) -> int:
+        mine = Counter(page for one in frozen for page in one.pages)
+        return TAIL * len(frozen) + sum(self.holds[page] == count for page, count in mine.items())
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.holds)
+
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=22).map(tuple)
+SALTS = st.sampled_from(["", "a"])
+Key = tuple[str, tuple[int, ...]]
+
+
+class Prompts(RuleBasedStateMachine):
+    """Prompts come, leave checkpoints, run on and end; memory is taken away."""
+
+    @initialize(cap=st.sampled_from([0, 20, 40, 1000]), every=st.sampled_from([0, 3, 8]))
+    def start(self, cap: int, every: int) -> None:
+        self.cache = FakeCache()
+        self.tree = PrefixTree(self.cache, CHUNK, every, cap)
+        self.stored: dict[Key, Kept] = {}
+        self.running: list[tuple[int, ...]] = []
+        self.pages: dict[Key, int] = {}
+        self.queries: list[tuple[int, int]] = []
+        self.cleared = 0
+
+    def _pages(self, salt: str, tokens: tuple[int, ...]) -> list[int]:
+        """A page a token: that of everybody who has read the same up to there."""
+        keys = [(salt, tokens[: end + 1]) for end in range(len(tokens))]
+        return [self.pages.setdefault(key, len(self.pages)) for key in keys]
+
+    def _prune(self) -> None:
+        self.stored = {key: kept for key, kept in self.stored.items() if kept.alive}
+
+    def _longest(self, salt: str, tokens: tuple[int, ...]) -> int:
+        return max(
+            (
+                len(key[1])
+                for key, kept in self.stored.items()
+                if kept.sound
+                and key[0] == salt
+                and len(key[1]) < len(tokens)
+                and tokens[: len(key[1])] == key[1]
+            ),
+            default=0,
+        )
+
+    @rule(tokens=TOKENS, salt=SALTS)
+    def match(self, tokens: tuple[int, ...], salt: str) -> None:
+        want = self._longest(salt, tokens)
+        hit = self.tree.match(tokens, salt)
+        self._prune()
+        assert hit.tokens == want
+        assert hit.frozen is (self.stored[salt, tokens[:want]] if want else None)
+        self.queries.append((len(tokens), want))
+
+    @rule(tokens=TOKENS, salt=SALTS, run=st.booleans())
+    def prompt(self, tokens: tuple[int, ...], salt: str, run: bool) -> None:
+        """All that an engine does with one prompt; it may go on running."""
+        want = self._longest(salt, tokens)
+        hit = self.tree.match(tokens, salt)
+        self._prune()
+        assert hit.tokens == want
+        self.queries.append((len(tokens), want))
+        boundaries = self.tree.boundaries(tokens, salt)
+        assert boundaries == self._boundaries(salt, tokens)
+        pages = tuple(self._pages(salt, tokens))
+        self.cache.holds.update(pages)
+        for end in sorted(boundary for boundary in boundaries if boundary > hit.tokens):
+            self._insert(salt, tokens[:end])
+        self.running.append(pages)
+        if not run:
+            self.end(0, newest=True)
+
+    def _boundaries(self, salt: str, tokens: tuple[int, ...]) -> set[int]:
+        grid = range(CHUNK, len(tokens), CHUNK)
+        known = [
+            end
+            for end in grid
+            if any(key[0] == salt and key[1][:end] == tokens[:end] for key in self.stored)
+        ]
+        every = self.tree.every
+        wanted = {end for end in grid if (every and end % every == 0)}
+        wanted |= {*grid[-1:], *known[-1:]}
+        return {end for end in wanted if (salt, tokens[:end]) not in self.stored}
+
+    def _insert(self, salt: str, tokens: tuple[int, ...]) -> None:
+        before, there = dict(self.stored), self.stored.get((salt, tokens))
+        pages = tuple(self._pages(salt, tokens))
+        done = self.tree.insert(tokens, salt, pages)
+        fits = TAIL + len(set(pages)) <= self.tree.cap_bytes
+        assert done == (fits and not (there is not None and there.sound))
+        if done:
+            self.stored[salt, tokens] = self.tree.match((*tokens, 7), salt).frozen
+            self.queries.append((len(tokens) + 1, len(tokens)))
+            assert self.stored[salt, tokens].pages == pages
+        self._prune()
+        assert done or set(self.stored) <= set(before)
+
+    @precondition(lambda self: self.running)
+    @rule(choice=st.integers(0, 99))
+    def end(self, choice: int, newest: bool = False) -> None:
+        pages = self.running.pop(-1 if newest else choice % len(self.running))
+        self.cache.holds -= Counter(pages)
+
+    @precondition(lambda self: self.stored)
+    @rule(wanted=st.integers(1, 60))
+    def evict(self, wanted: int) -> None:
+        all_of_it = self.tree.nbytes
+        tails, pages = len(self.stored), self.cache.nbytes
+        freed = self.tree.evict(wanted)
+        self._prune()
+        gone = tails - len(self.stored)
+        assert freed == TAIL * gone + pages - self.cache.nbytes
+        assert gone > 0
+        assert freed >= wanted or (freed == all_of_it and not self.stored)
+
+    @precondition(lambda self: self.stored)
+    @rule(choice=st.integers(0, 99), at_once=st.booleans())
+    def lower(self, choice: int, at_once: bool) -> None:
+        """A checkpoint is stepped down: no hit any more, found out sooner or later."""
+        list(self.stored.values())[choice % len(self.stored)].sound = False
+        if at_once:
+            unsound = sum(not kept.sound for kept in self.stored.values())
+            assert self.tree.forget_below_top() == unsound
+            self._prune()
+            assert all(kept.sound for kept in self.stored.values())
+
+    @rule(tokens=TOKENS, salt=SALTS)
+    def distrust(self, tokens: tuple[int, ...], salt: str) -> None:
+        """A request gave bad logits: nothing that it may have read or left stays."""
+        on_its_way = {
+            key for key in self.stored if key[0] == salt and tokens[: len(key[1])] == key[1]
+        }
+        before = set(self.stored)
+        self.tree.distrust(tokens, salt)
+        self._prune()
+        assert set(self.stored) == before - on_its_way
+
+    @precondition(lambda self: self.stored)
+    @rule()
+    def clear(self) -> None:
+        want = self.tree.nbytes
+        self.cleared += len(self.stored)
+        assert self.tree.clear() == want
+        self._prune()
+        assert not self.stored
+        assert self.tree.nbytes == self.tree.held_bytes == 0
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "tree"):
+            return
+        self.tree.check()
+        assert len(self.tree) == len(self.stored)
+        kept = list(self.stored.values())
+        assert self.tree.held_bytes == self.cache.held_bytes(kept) <= self.tree.cap_bytes
+        assert self.tree.nbytes == self.cache.freed_bytes(kept) <= self.tree.held_bytes
+        counts = self.tree.counts
+        assert counts.queries == len(self.queries)
+        assert counts.prompt_tokens == sum(tokens for tokens, _ in self.queries)
+        assert counts.hit_tokens == sum(hit for _, hit in self.queries)
+        dropped = counts.evicted + counts.lowered + counts.distrusted
+        assert counts.stored - len(self.stored) - dropped == self.cleared
+
+
+TestPrompts = Prompts.TestCase
+TestPrompts.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+def tree(cap: int = 1000, every: int = 0) -> tuple[PrefixTree, FakeCache]:
+    cache = FakeCache()
+    return PrefixTree(cache, CHUNK, every, cap), cache
+
+
+def test_the_third_request_of_a_shared_beginning_hits_where_it_ends() -> None:
+    prefixes, _ = tree(every=100)
+    shared = tuple(range(10))
+    hits = []
+    for user in range(3):
+        prompt = (*shared, *[50 + user] * 9)
+        hit = prefixes.match(prompt)
+        hits.append(hit.tokens)
+        for end in sorted(prefixes.boundaries(prompt)):
+            if end > hit.tokens:
+                prefixes.insert(prompt[:end], "", prompt[:end])
+
+    assert hits == [0, 0, 8]
+
+
+def test_a_prompt_never_hits_whole() -> None:
+    prefixes, _ = tree()
+    prefixes.insert((1, 2, 3, 4), "", (1,))
+
+    assert prefixes.match((1, 2, 3, 4)).tokens == 0
+    assert prefixes.match((1, 2, 3, 4, 5)).tokens == 4
+    assert prefixes.match((1, 2, 3, 4, 5), "other").tokens == 0
+
+
+def test_the_distance_of_checkpoints_is_rounded_up_to_the_grid() -> None:
+    prefixes, _ = tree(every=5)
+
+    assert prefixes.boundaries(tuple(range(30))) == {8, 16, 24, 28}
+
+
+def test_what_was_asked_for_goes_after_what_was_not() -> None:
+    prefixes, _ = tree()
+    old, new = (1, 1, 1, 1), (2, 2, 2, 2)
+    for prompt in (old, new):
+        prefixes.insert(prompt, "", prompt)
+    for _ in range(3):
+        prefixes.match((*old, 0))
+    prefixes.evict(1)
+
+    assert [prefixes.match((*prompt, 0)).tokens for prompt in (old, new)] == [4, 0]
+
+
+def test_what_saves_more_a_byte_goes_later() -> None:
+    """A checkpoint whose pages others hold frees a tail only, and so is worth more a byte."""
+    prefixes, cache = tree()
+    held, alone = (1, 1, 1, 1), (2, 2, 2, 2)
+    for prompt, pages in ((held, (1, 2, 3, 4)), (alone, (5, 6, 7, 8))):
+        prefixes.insert(prompt, "", pages)
+    cache.holds.update((1, 2, 3, 4))  # a row runs
+    freed = prefixes.evict(1)
+
+    assert freed == TAIL + 4
+    assert prefixes.match((*held, 0)).tokens == 4
+
+
+@pytest.mark.parametrize("tokens", [(), (1, 2, 3)])
+def test_only_the_grid_is_stored(tokens: tuple[int, ...]) -> None:
+    prefixes, _ = tree()
+    with pytest.raises(ValueError, match="grid"):
+        prefixes.insert(tokens, "", (1,))
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        PrefixTree(FakeCache(), 0, 0, 0)

@@ -1,0 +1,197 @@
+"""The daemon's side of a worker, for tests: a real process or a loop in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from kvd.worker.process.loop import Loop, Orphaned
+from protocol.framing import FrameDecoder, decode_report, encode_frame
+from protocol.types import Sampling
+from protocol.worker import (
+    Grant,
+    GrantWanted,
+    LoadModel,
+    Ready,
+    RowFailed,
+    RowFinished,
+    RowTokens,
+    Submit,
+)
+
+DEADLINE_S = 30.0
+"""For what takes milliseconds: two cores may be busy."""
+
+
+def submit(rid, prompt="hello", **fields):
+    sampling = fields.pop("sampling", Sampling())
+    return Submit(rid=rid, prompt=prompt, sampling=sampling, **fields)
+
+
+class Peer:
+    """Speaks frames; grants memory up to a budget; keeps all reports."""
+
+    def __init__(self, sock, budget=2**40):
+        self.sock = sock
+        self.budget = budget
+        self.granted = 0
+        self.reports = []
+        self._ends = []
+        self._decoder = FrameDecoder()
+        sock.settimeout(DEADLINE_S)
+
+    def send(self, *commands):
+        for command in commands:
+            self.sock.sendall(encode_frame(command))
+
+    def read(self, timeout_s=DEADLINE_S):
+        """Read once; return False at the end of the stream."""
+        ready, _, _ = select.select([self.sock], [], [], timeout_s)
+        if not ready:
+            return True
+        with contextlib.suppress(ConnectionResetError):
+            if data := self.sock.recv(1 << 20):
+                for frame in self._decoder.receive(data):
+                    self._take(decode_report(frame))
+                return True
+        return False
+
+    def _take(self, report):
+        self.reports.append(report)
+        if isinstance(report, (RowFinished, RowFailed)):
+            self._ends.append(report)
+        if isinstance(report, GrantWanted):
+            fits = report.total_bytes <= self.budget
+            if fits:
+                self.granted = report.total_bytes
+            self.send(
+                Grant(
+                    seq=report.seq,
+                    total_bytes=self.granted,
+                    granted=fits,
+                    available_bytes=self.budget - self.granted,
+                    budget_bytes=self.budget,
+                )
+            )
+
+    def wait_for(self, holds):
+        """Read until it holds; return its value."""
+        end = time.monotonic() + DEADLINE_S
+        while not (found := holds()):
+            assert time.monotonic() < end, f"not in time; the last: {self.reports[-3:]}"
+            assert self.read(1.0) or holds(), f"the worker is gone; the last: {self.reports[-3:]}"
+        return found
+
+    def of(self, kind, rid=None):
+        found = [report for report in self.reports if isinstance(report, kind)]
+        return found if rid is None else [report for report in found if report.rid == rid]
+
+    def load(self, source="fake:tps=0", **fields):
+        self.send(LoadModel(source=source, **fields))
+        return self.wait_for(lambda: self.of(Ready))[0].info
+
+    def ends(self):
+        return list(self._ends)
+
+    def wait_for_end(self, *rids):
+        self.wait_for(lambda: set(rids) <= {end.rid for end in self.ends()})
+        return [next(end for end in self.ends() if end.rid == rid) for rid in rids]
+
+    def tokens(self, rid):
+        found = []
+        for report in self.of(RowTokens, rid):
+            assert report.index == len(found)
+            found += report.tokens
+        return found
+
+    def text(self, rid):
+        return "".join(report.text for report in self.of(RowTokens, rid))
+
+    def read_all(self):
+        while self.read():
+            pass
+
+
+class Process(Peer):
+    """A worker in a process of its own."""
+
+    def __init__(self, **options):
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "kvd.worker", str(theirs.fileno()), "--engine", "fake"]
+        self.process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
+        )
+        theirs.close()
+        super().__init__(ours, **options)
+
+    def wait(self, timeout_s=DEADLINE_S):
+        return self.process.wait(timeout_s)
+
+    def errors(self):
+        """Return what an ended worker wrote on stderr."""
+        return self.process.stderr.read()
+
+    def close(self):
+        self.sock.close()
+        self.process.kill()
+        self.process.wait()
+        self.process.stderr.close()
+
+
+class Thread(Peer):
+    """A loop in a thread, over an engine that the test can look into."""
+
+    def __init__(self, engine, *, sock_buffer=None, **options):
+        ours, theirs = socket.socketpair()
+        if sock_buffer:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sock_buffer)
+        self.engine = engine
+        self._loop = Loop(theirs, engine, **options)
+        self._theirs = theirs
+        self.outcome = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        super().__init__(ours)
+        self._thread.start()
+
+    def _run(self):
+        try:
+            self._loop.run()
+            self.outcome = "done"
+        except Orphaned:
+            self.outcome = "orphaned"
+        finally:
+            self._theirs.close()
+
+    def join(self):
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        return self.outcome
+
+    def close(self):
+        self.sock.close()
+        self.join()
+
+
+def wait_until(holds, deadline_s=DEADLINE_S):
+    end = time.monotonic() + deadline_s
+    while not (found := holds()):
+        assert time.monotonic() < end, "not in time"
+        time.sleep(0.005)
+    return found
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return bool(status) and not status.startswith("Z")

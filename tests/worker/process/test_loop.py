@@ -1,0 +1,272 @@
+"""The loop in a thread: what it reports, in which order, and that it waits for nobody."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.worker.fake.engine import FakeEngine
+from kvd.worker.process.loop import RATE_WINDOW_S, _Rate
+from protocol.types import Usage
+from protocol.worker import (
+    CancelRow,
+    Entered,
+    GrantWanted,
+    LoadFailed,
+    LoadModel,
+    Progress,
+    Ready,
+    Reclaim,
+    Reclaimed,
+    RowAccepted,
+    RowBegun,
+    RowFailed,
+    RowFinished,
+    RowParked,
+    RowResumed,
+    RowTokens,
+    Started,
+    StartLevel,
+    Stats,
+    Stop,
+)
+from tests.worker.process.peer import Thread, submit, wait_until
+
+
+@pytest.fixture
+def start():
+    made = []
+
+    def make(engine=None, **options):
+        made.append(Thread(engine or FakeEngine(), **options))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.close()
+
+
+def test_a_life_from_start_to_stop(start):
+    peer = start()
+    info = peer.load()
+    assert info.architecture == "Fake"
+    peer.send(submit("a", max_tokens=3))
+    peer.wait_for_end("a")
+    peer.wait_for(lambda: [one.phase for one in peer.of(Entered)][-1:] == ["idle"])
+    peer.send(Stop())
+    peer.read_all()
+    assert peer.join() == "done"
+    phases = [report.phase for report in peer.of(Entered)]
+    assert phases == ["tokenize", "decode", "prefill", "decode", "idle"]
+    signs = (Entered, Progress, Stats)
+    kinds = [type(report) for report in peer.reports if not isinstance(report, signs)]
+    assert kinds[:5] == [Started, GrantWanted, Ready, RowAccepted, RowBegun]
+    assert kinds[-1] is RowFinished
+    assert set(kinds[5:-1]) == {RowTokens}
+    assert peer.of(RowAccepted) == [RowAccepted(rid="a", prompt_tokens=5)]
+    assert peer.of(RowFinished) == [
+        RowFinished(rid="a", reason="length", usage=Usage(prompt_tokens=5, completion_tokens=3))
+    ]
+    assert len(peer.tokens("a")) == 3
+
+
+def test_a_peer_that_does_not_read_never_stalls_the_steps_and_loses_nothing(start):
+    peer = start(sock_buffer=4096)
+    peer.load("fake:tps=0,pages=1000")
+    for row in range(8):
+        peer.send(submit(f"r{row}", prompt=f"prompt {row}", max_tokens=3000))
+    # Nobody reads: 24 000 tokens are made against a socket that takes some hundred of them.
+    wait_until(lambda: peer.engine._generated_tokens == 24_000)
+    peer.wait_for_end(*[f"r{row}" for row in range(8)])
+    reference = start()
+    reference.load("fake:tps=0,pages=1000")
+    for row in range(8):
+        rid = f"r{row}"
+        assert len(peer.tokens(rid)) == 3000
+        reference.send(submit(rid, prompt=f"prompt {row}", max_tokens=3000))
+        reference.wait_for_end(rid)
+        assert peer.tokens(rid) == reference.tokens(rid)
+        assert peer.text(rid) == reference.text(rid)
+    assert len(peer.of(RowTokens)) < 3000  # merged while they waited
+
+
+def test_a_cancelled_row_ends_within_a_step_and_leaves_the_others_alone(start):
+    peer = start()
+    peer.load("fake:tps=500")
+    peer.send(submit("a", max_tokens=10_000), submit("b", max_tokens=60))
+    peer.wait_for(lambda: peer.of(RowTokens, "a"))
+    peer.send(CancelRow(rid="a"), CancelRow(rid="nobody"))
+    a, b = peer.wait_for_end("a", "b")
+    assert (a.reason, b.reason) == ("cancelled", "length")
+    assert a.usage.completion_tokens == len(peer.tokens("a"))
+    assert len(peer.tokens("b")) == 60
+    assert len(peer.ends()) == 2
+
+
+def test_a_refused_request_fails_alone(start):
+    peer = start()
+    peer.load()
+    peer.send(submit("empty", prompt=""), submit("long", prompt="x" * 20_000), submit("fine"))
+    empty, too_long, _ = peer.wait_for_end("empty", "long", "fine")
+    assert empty.error.code == "empty_prompt"
+    assert too_long.error.code == "context_too_long"
+    assert not peer.of(RowAccepted, "empty")
+
+
+def test_a_tokenizer_that_breaks_costs_its_request_only(start):
+    class Breaking(FakeEngine):
+        def submit(self, request):
+            if request.rid == "bad":
+                raise ZeroDivisionError
+            return super().submit(request)
+
+    peer = start(Breaking())
+    peer.load()
+    peer.send(submit("bad"), submit("good", max_tokens=2))
+    bad, good = peer.wait_for_end("bad", "good")
+    assert bad.error.code == "internal"
+    assert good.reason == "length"
+
+
+def test_a_load_that_fails_is_told_and_ends_the_worker(start):
+    peer = start()
+    peer.send(LoadModel(source="fake:load_error=invalid_model"))
+    peer.read_all()
+    assert peer.of(LoadFailed)[0].error.code == "invalid_model"
+    assert peer.join() == "done"
+
+
+def test_a_load_that_gets_no_memory_says_how_much_it_needs(start):
+    peer = start()
+    peer.budget = 1000
+    peer.send(LoadModel(source="fake:weights=5000,pages=0"))
+    peer.read_all()
+    error = peer.of(LoadFailed)[0].error
+    assert error.code == "insufficient_memory"
+    assert error.detail == {"needed_bytes": 5000, "available_bytes": 1000, "budget_bytes": 1000}
+    assert peer.join() == "done"
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_a_stop_ends_a_load(start, drain):
+    peer = start()
+    peer.send(LoadModel(source="fake:load=5"))
+    peer.wait_for(lambda: peer.of(Progress))
+    peer.send(Stop(drain=drain))
+    peer.read_all()
+    assert peer.join() == "done"
+    assert not peer.of(Ready)
+
+
+def test_a_stop_before_the_load(start):
+    peer = start()
+    peer.send(Stop())
+    assert peer.join() == "done"
+
+
+def test_a_draining_worker_finishes_its_rows_and_takes_no_new_ones(start):
+    peer = start()
+    peer.load("fake:tps=200")
+    peer.send(submit("a", max_tokens=40), Stop(), submit("late"))
+    peer.read_all()
+    assert peer.join() == "done"
+    assert peer.of(RowFinished)[0].rid == "a"
+    assert len(peer.tokens("a")) == 40
+    assert peer.of(RowFailed)[0].error.code == "draining"
+
+
+def test_a_stop_without_drain_does_not_wait_for_rows(start):
+    peer = start()
+    peer.load("fake:tps=50")
+    peer.send(submit("a", max_tokens=10_000))
+    peer.wait_for(lambda: peer.of(RowTokens))
+    peer.send(Stop(drain=False))
+    peer.read_all()
+    assert peer.join() == "done"
+
+
+def test_the_end_of_the_stream_is_the_end(start):
+    peer = start()
+    peer.load()
+    peer.sock.close()
+    assert peer.join() == "orphaned"
+
+
+def test_rows_wait_for_grants_and_run_when_these_come(start):
+    peer = start()
+    peer.load("fake:tps=0,pages=2")
+    peer.send(submit("a", prompt="x" * 1000, max_tokens=100))
+    peer.wait_for_end("a")
+    wanted = peer.of(GrantWanted)
+    assert [one.seq for one in wanted] == list(range(1, len(wanted) + 1))
+    assert len(wanted) >= 2
+
+
+def test_a_request_that_no_grant_can_cover_fails_alone(start):
+    peer = start()
+    peer.load("fake:tps=0,pages=2,weights=0")
+    peer.budget = peer.granted
+    peer.send(submit("big", prompt="x" * 1000, max_tokens=100), submit("small", max_tokens=100))
+    big, small = peer.wait_for_end("big", "small")
+    assert big.error.code == "insufficient_memory"
+    assert small.reason == "length"
+
+
+def test_a_worker_that_waits_for_a_grant_sleeps(start):
+    peer = start()
+    peer.load("fake:tps=0,pages=2")
+    peer._take = peer.reports.append  # the daemon thinks about it
+    peer.send(submit("a", prompt="x" * 1000, max_tokens=100))
+    peer.wait_for(lambda: len(peer.of(GrantWanted)) == 2)
+    steps = peer.engine._steps
+    peer.send(CancelRow(rid="nobody"))  # woken, it finds nothing to do
+    peer.send(submit("b", prompt="x", max_tokens=1))
+    peer.wait_for(lambda: peer.of(RowAccepted, "b"))
+    assert peer.engine._steps == steps
+    assert not peer.engine.has_work
+
+
+def test_counters_come_at_most_four_times_a_second_and_with_a_rate(start):
+    engine = FakeEngine()
+    peer = start(engine, clock=lambda: engine._steps * 0.01, footprint=lambda: 12345)
+    peer.load()
+    peer.send(submit("a", max_tokens=2000))
+    peer.wait_for_end("a")
+    seen = [report.stats for report in peer.of(Stats)]
+    assert 2 <= len(seen) <= 2000 * 0.01 / 0.25 + 2
+    assert seen[-1].memory.footprint == 12345
+    assert seen[-1].tokens_per_s == pytest.approx(100.0)
+    assert seen == sorted(seen, key=lambda stats: stats.step)
+
+
+def test_an_idle_worker_says_so_soon(start):
+    peer = start()
+    peer.load()
+    peer.send(submit("a", max_tokens=5))
+    peer.wait_for_end("a")
+    peer.wait_for(lambda: peer.of(Stats) and peer.of(Stats)[-1].stats.generated_tokens == 5)
+    assert peer.of(Stats)[-1].stats.rows_running == 0
+
+
+def test_a_rate_falls_to_zero_in_its_window():
+    rate = _Rate()
+    assert rate.at(0.0, 0) == 0.0
+    assert rate.at(1.0, 100) == 100.0
+    assert rate.at(2.0, 300) == 150.0
+    assert rate.at(4.0, 300) == 0.0
+    assert rate.at(4.0 + RATE_WINDOW_S, 300) == 0.0
+
+
+def test_the_governor_s_commands_reach_the_engine_and_are_answered(start):
+    peer = start()
+    peer.load("fake:tps=0,pages=8")
+    peer.send(StartLevel(level=1), submit("a", "x" * 2000, max_tokens=4000))
+    peer.wait_for(lambda: any(one.stats.offer.rows == 1 for one in peer.of(Stats)))
+    peer.send(Reclaim(seq=5, rung="park", wanted_bytes=1))
+    peer.wait_for(lambda: bool(peer.of(RowResumed)))
+    assert [(one.seq, one.freed_bytes > 0) for one in peer.of(Reclaimed)] == [(5, True)]
+    assert [one.rid for one in peer.of(RowParked)] == ["a"]
+    assert peer.of(Stats)[-1].stats.offer.level == 1
+    wishes = peer.of(GrantWanted)
+    assert any(one.resuming for one in wishes) or len(wishes) > 1
+    peer.send(CancelRow(rid="a"))
+    peer.wait_for_end("a")

@@ -1,0 +1,268 @@
+"""The outbox: whatever is put and however it is taken, each request's story comes out whole."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvd.worker.process.outbox import Outbox
+from protocol.errors import LocalProtocolError, WorkerDied
+from protocol.framing import FrameDecoder, decode_report
+from protocol.types import TokenLogprob, Usage, WorkerStats
+from protocol.worker import (
+    ChoiceFinished,
+    Entered,
+    GrantWanted,
+    Progress,
+    RowAccepted,
+    RowFailed,
+    RowFinished,
+    RowParked,
+    RowPrompt,
+    RowQueued,
+    RowResumed,
+    RowTokens,
+    Started,
+    Stats,
+)
+
+ALL = 10**9
+
+
+@pytest.fixture
+def outbox():
+    made = Outbox()
+    yield made
+    made.check()
+
+
+def taken(outbox, at_least=ALL):
+    return [decode_report(frame) for frame in FrameDecoder().receive(outbox.take(at_least))]
+
+
+def tokens(rid, index, *numbers):
+    return RowTokens(rid=rid, index=index, tokens=list(numbers), text="".join(map(chr, numbers)))
+
+
+def finished(rid):
+    return RowFinished(rid=rid, reason="stop", usage=Usage(1, 2))
+
+
+def stats(step):
+    return Stats(stats=WorkerStats(step=step))
+
+
+def test_tokens_of_a_request_are_joined_across_others(outbox):
+    for report in (tokens("a", 0, 65), tokens("b", 0, 97), tokens("a", 1, 66, 67), stats(1)):
+        outbox.put(report)
+    assert taken(outbox) == [tokens("a", 0, 65, 66, 67), tokens("b", 0, 97), stats(1)]
+    assert len(outbox) == 0
+
+
+def test_choices_are_joined_each_on_its_own_and_their_ends_come_after_them(outbox):
+    def of(choice, index, number):
+        made = tokens("a", index, number)
+        told = [TokenLogprob(number, chr(number), -1.0)]
+        return msgspec.structs.replace(made, choice=choice, logprobs=told)
+
+    story = [of(0, 0, 65), of(1, 0, 97), of(0, 1, 66), of(1, 1, 98)]
+    first = msgspec.structs.replace(story[0], logprobs=list(story[0].logprobs))
+    for report in [*story, ChoiceFinished(rid="a", choice=1, reason="stop"), of(0, 2, 67)]:
+        outbox.put(report)
+    outbox.put(finished("a"))
+    assert story[0] == first, "what was put is not changed"
+    zero, one, choice, end = taken(outbox)
+    assert (zero.choice, zero.tokens, zero.text) == (0, [65, 66, 67], "ABC")
+    assert [told.token for told in zero.logprobs] == zero.tokens
+    assert (one.choice, one.tokens, len(one.logprobs)) == (1, [97, 98], 2)
+    assert (choice.choice, end) == (1, finished("a"))
+
+
+def test_a_prompt_s_logprobs_stand_between_acceptance_and_tokens(outbox):
+    story = [
+        RowAccepted(rid="a", prompt_tokens=3),
+        RowPrompt(rid="a", index=0, logprobs=[TokenLogprob(1, "x")]),
+        RowPrompt(rid="a", index=1, logprobs=[TokenLogprob(2, "y", -1.0)]),
+        tokens("a", 0, 65),
+    ]
+    for report in story:
+        outbox.put(report)
+    assert taken(outbox) == story
+
+
+def parked(rid, nbytes=1):
+    return RowParked(rid=rid, nbytes=nbytes, where="disk")
+
+
+def test_only_the_newest_place_in_the_queue_waits(outbox):
+    for rid, position in [("a", 7), ("b", 8), ("a", 6), ("b", 7)]:
+        outbox.put(RowQueued(rid=rid, position=position))
+    assert taken(outbox) == [RowQueued(rid="a", position=6), RowQueued(rid="b", position=7)]
+
+
+def test_of_parking_and_going_on_the_last_of_each_waits_in_turns(outbox):
+    resumed = RowResumed(rid="a")
+    for report in (parked("a"), resumed, parked("b"), parked("a", 2)):
+        outbox.put(report)
+    assert taken(outbox) == [parked("a", 2), parked("b")]
+    for report in (resumed, parked("a", 3), resumed):
+        outbox.put(report)
+    assert taken(outbox) == [resumed]
+    for report in (parked("a", 4), tokens("a", 0, 65), resumed):
+        outbox.put(report)
+    assert taken(outbox) == [parked("a", 4), tokens("a", 0, 65), resumed]
+
+
+def test_what_was_put_is_not_changed(outbox):
+    first = tokens("a", 0, 65)
+    outbox.put(first)
+    outbox.put(tokens("a", 1, 66))
+    assert first == tokens("a", 0, 65)
+
+
+def test_tokens_after_a_take_begin_a_new_report(outbox):
+    outbox.put(tokens("a", 0, 65))
+    assert taken(outbox) == [tokens("a", 0, 65)]
+    outbox.put(tokens("a", 1, 66))
+    assert taken(outbox) == [tokens("a", 1, 66)]
+
+
+def test_the_order_of_one_request_is_kept(outbox):
+    story = [RowAccepted(rid="a", prompt_tokens=3), tokens("a", 0, 65), finished("a")]
+    for report in story:
+        outbox.put(report)
+    assert taken(outbox) == story
+
+
+def test_newer_counters_progress_and_phases_replace_older_ones_in_their_place(outbox):
+    outbox.put(stats(1))
+    outbox.put(Progress(stage="weights", fraction=0.1))
+    outbox.put(Entered(phase="prefill"))
+    outbox.put(tokens("a", 0, 65))
+    outbox.put(Progress(stage="weights", fraction=0.9))
+    outbox.put(Entered(phase="decode"))
+    outbox.put(stats(2))
+    assert taken(outbox) == [
+        stats(2),
+        Progress(stage="weights", fraction=0.9),
+        Entered(phase="decode"),
+        tokens("a", 0, 65),
+    ]
+
+
+def test_other_reports_are_all_kept(outbox):
+    reports = [
+        Started(pid=1),
+        GrantWanted(seq=1, total_bytes=5, reason="x"),
+        GrantWanted(seq=2, total_bytes=9, reason="y"),
+        RowFailed(rid="b", error=WorkerDied("gone").info()),
+    ]
+    for report in reports:
+        outbox.put(report)
+    assert taken(outbox) == reports
+
+
+def test_a_take_ends_after_the_frame_that_reaches_its_size(outbox):
+    for rid in "abc":
+        outbox.put(finished(rid))
+    one = len(outbox.take(1))
+    assert len(outbox) == 2
+    assert len(outbox.take(one + 1)) == 2 * one
+    assert outbox.take(ALL) == b""
+
+
+def test_a_gap_in_a_request_s_tokens_is_a_bug(outbox):
+    outbox.put(tokens("a", 0, 65))
+    with pytest.raises(LocalProtocolError, match="row a: tokens from 2 follow those from 0 to 1"):
+        outbox.put(tokens("a", 2, 67))
+
+
+def test_what_waits_is_bounded_by_the_requests(outbox):
+    for step in range(1000):
+        for rid in "abcd":
+            outbox.put(tokens(rid, step, 65))
+        outbox.put(stats(step))
+    assert len(outbox) == 5
+
+
+class Stories(RuleBasedStateMachine):
+    """Requests tell their stories, somebody reads now and then: nothing is lost or swapped."""
+
+    def __init__(self):
+        super().__init__()
+        self.outbox = Outbox()
+        self.told = {}
+        self.read = {}
+        self.stats = (0, 0)
+        self.open = []
+        self.grants = ([], [])
+
+    @rule()
+    def accept(self):
+        rid = f"r{len(self.told)}"
+        self.told[rid] = ["accepted"]
+        self.open.append(rid)
+        self.outbox.put(RowAccepted(rid=rid, prompt_tokens=1))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), numbers=st.lists(st.integers(65, 90), max_size=3))
+    def tokens(self, data, numbers):
+        rid = data.draw(st.sampled_from(self.open))
+        index = sum(isinstance(one, int) for one in self.told[rid])
+        self.told[rid] += numbers
+        self.outbox.put(tokens(rid, index, *numbers))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def end(self, data):
+        rid = data.draw(st.sampled_from(self.open))
+        self.open.remove(rid)
+        self.told[rid].append("finished")
+        self.outbox.put(finished(rid))
+
+    @rule()
+    def count(self):
+        self.stats = (self.stats[0] + 1, self.stats[1])
+        self.outbox.put(stats(self.stats[0]))
+
+    @rule()
+    def want(self):
+        self.grants[0].append(len(self.grants[0]))
+        self.outbox.put(GrantWanted(seq=self.grants[0][-1], total_bytes=1, reason=""))
+
+    @rule(at_least=st.integers(1, 200))
+    def take(self, at_least):
+        for report in taken(self.outbox, at_least):
+            match report:
+                case Stats():
+                    assert report.stats.step > self.stats[1]
+                    self.stats = (self.stats[0], report.stats.step)
+                case GrantWanted():
+                    self.grants[1].append(report.seq)
+                case RowAccepted():
+                    self.read[report.rid] = ["accepted"]
+                case RowTokens():
+                    story = self.read[report.rid]
+                    assert report.index == sum(isinstance(one, int) for one in story)
+                    assert report.text == "".join(map(chr, report.tokens))
+                    story += report.tokens
+                case RowFinished():
+                    self.read[report.rid].append("finished")
+
+    @invariant()
+    def holds(self):
+        self.outbox.check()
+        assert len(self.outbox) <= 3 * len(self.told) + 1 + len(self.grants[0])
+
+    def teardown(self):
+        self.take(ALL)
+        assert self.read == self.told
+        assert self.stats[0] == self.stats[1]
+        assert self.grants[0] == self.grants[1]
+
+
+Stories.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStories = Stories.TestCase

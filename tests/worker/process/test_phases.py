@@ -1,0 +1,73 @@
+"""How long phases take: what is one of them, and what is counted of it."""
+
+from __future__ import annotations
+
+import time
+
+from kvd.worker.process.phases import Phases
+from protocol.spread import SPAN_BOUNDS_S, Spread
+
+
+def counted(spread: Spread) -> dict[float, int]:
+    """Return the buckets that have something, by their upper bound."""
+    bounds = (*SPAN_BOUNDS_S, float("inf"))
+    return {bound: count for bound, count in zip(bounds, spread.counts, strict=True) if count}
+
+
+def test_each_phase_lasts_until_the_next_one_or_the_end_of_the_step():
+    phases = Phases()
+    phases.enter("decode", 10.0)
+    phases.enter("prefill", 10.004)
+    phases.leave(10.054)
+    phases.leave(99.0)
+    phases.enter("decode", 100.0)
+    phases.leave(100.2)
+
+    spreads = phases.spreads()
+    assert spreads.keys() == {"decode", "prefill"}
+    assert counted(spreads["decode"]) == {0.005: 1, 0.25: 1}
+    assert counted(spreads["prefill"]) == {0.1: 1}
+    assert abs(spreads["decode"].total_s - 0.204) < 1e-9
+
+
+def test_a_phase_that_goes_on_is_one_and_being_idle_is_none():
+    phases = Phases()
+    phases.enter("decode", 0.0)
+    phases.enter("decode", 0.003)
+    phases.enter("idle", 0.004)
+    phases.enter("decode", 60.0)
+    phases.leave(60.001)
+
+    assert phases.spreads().keys() == {"decode"}
+    assert sum(phases.spreads()["decode"].counts) == 2
+    assert abs(phases.spreads()["decode"].total_s - 0.005) < 1e-9
+
+
+def test_what_takes_longer_than_the_last_bound_is_counted_too():
+    phases = Phases()
+    phases.enter("pools", 0.0)
+    phases.leave(SPAN_BOUNDS_S[-1] + 1)
+    assert counted(phases.spreads()["pools"]) == {float("inf"): 1}
+
+
+def test_spreads_add_up():
+    phases = Phases()
+    phases.enter("flush", 0.0)
+    phases.leave(0.02)
+    one = phases.spreads()["flush"]
+    assert (one + one).counts == tuple(2 * count for count in one.counts)
+    assert (one + one).total_s == 2 * one.total_s
+    assert one + Spread() == one
+
+
+def test_a_step_pays_next_to_nothing_for_it():
+    phases, clock, steps = Phases(), time.perf_counter, 20_000
+    took = []
+    for _ in range(5):  # the best of some: others compute here too
+        start = clock()
+        for _ in range(steps):
+            phases.enter("decode", clock())
+            phases.enter("decode", clock())
+            phases.leave(clock())
+        took.append((clock() - start) / steps)
+    assert min(took) < 10e-6, "microseconds, where a step takes milliseconds"

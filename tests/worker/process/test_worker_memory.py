@@ -1,0 +1,55 @@
+"""The worker's own footprint: a plausible number, and not read too often."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from kvd.worker.process import memory
+
+
+def test_it_grows_with_what_is_touched():
+    before = memory._reading._read()
+    size = 32 * 1024 * 1024
+    with mmap.mmap(-1, size) as block:
+        block.write(b"x" * size)
+        after = memory._reading._read()
+    assert 0 < before < after
+    assert after - before > 0.8 * size
+
+
+def test_a_cheap_reading_is_kept_for_a_quarter_of_a_second():
+    values, clock = iter([1, 2, 3]), iter([0.0, 0.0, 0.1, 0.24, 0.25, 0.25, 0.3, 0.6, 0.6])
+    reading = memory._Reading(lambda: next(values), lambda: next(clock))
+    assert [reading.newest() for _ in range(6)] == [1, 1, 1, 2, 2, 3]
+
+
+def test_a_slow_reading_takes_a_small_share_of_the_time():
+    now, taken = 0.0, 0
+
+    def read():
+        nonlocal now, taken
+        now += 0.1
+        taken += 1
+        return taken
+
+    reading = memory._Reading(read, lambda: now)
+    while now < 100.0:
+        reading.newest()
+        now += 0.01
+    assert 18 <= taken <= 20
+
+
+def test_a_system_without_smaps_rollup_says_the_resident_size(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "_ROLLUP", tmp_path / "none")
+    assert memory._read_linux() > 1024 * 1024
+
+
+def test_the_structure_has_the_size_of_the_system_s():
+    # sizeof(struct rusage_info_v4) on macOS: a uuid and 35 counters.
+    assert ctypes.sizeof(memory._RUsageInfoV4) == 16 + 35 * 8
+    assert memory._RUsageInfoV4.ri_phys_footprint.offset == 16 + 7 * 8
+
+
+def test_footprint_is_this_process_s():
+    assert memory.footprint() > 1024 * 1024

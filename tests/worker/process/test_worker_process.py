@@ -1,0 +1,163 @@
+"""The worker as a process: how it starts, how it dies, and that it never outlives its daemon."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvd.worker.fake.engine import CRASH_STATUS
+from protocol.worker import LoadModel, Progress, RowFinished, RowTokens, Started, Stop
+from tests.worker.process.peer import Process, alive, submit, wait_until
+
+pytestmark = pytest.mark.process
+SOON_S = 2.0
+"""How long a worker may outlive its daemon."""
+
+
+@pytest.fixture
+def worker():
+    made = Process()
+    yield made
+    made.close()
+
+
+def test_it_serves_and_stops_with_status_0(worker):
+    worker.load()
+    worker.send(submit("a", max_tokens=5), Stop())
+    worker.read_all()
+    assert worker.wait() == 0
+    assert worker.of(Started)[0].pid == worker.process.pid
+    assert worker.of(Started)[0].mlx
+    assert worker.of(RowFinished)[0].reason == "length"
+
+
+def gone_soon(worker):
+    start = time.monotonic()
+    worker.sock.close()
+    worker.wait()
+    assert time.monotonic() - start < SOON_S
+    return worker.process.returncode
+
+
+def test_the_end_of_the_stream_ends_an_idle_worker(worker):
+    worker.load()
+    assert gone_soon(worker) == 0
+
+
+def test_the_end_of_the_stream_ends_a_worker_in_mid_step(worker):
+    worker.load("fake:tps=0.02")  # a step takes 50 s
+    worker.send(submit("a", prompt="x", max_tokens=100))
+    worker.wait_for(lambda: worker.of(RowTokens))  # of the first step; it is in the second
+    assert gone_soon(worker) == 0
+
+
+@pytest.mark.parametrize("fault", ["load=600", "load_hang=1"])
+def test_the_end_of_the_stream_ends_a_worker_in_mid_load(worker, fault):
+    worker.send(LoadModel(source=f"fake:{fault}"))
+    worker.wait_for(lambda: worker.of(Progress))
+    assert gone_soon(worker) == 0
+
+
+def test_the_end_of_the_stream_ends_a_worker_whose_reports_nobody_reads(worker):
+    worker.load("fake:tps=0")
+    for row in range(16):
+        worker.send(submit(f"r{row}", max_tokens=16_000))
+    assert gone_soon(worker) == 0
+
+
+@pytest.mark.parametrize("source", ["fake:tps=0", "fake:tps=0.02", "fake:hang_after=1"])
+def test_a_killed_daemon_takes_its_worker_along(source):
+    """Twice removed: this test's child is the daemon, the grandchild is the worker."""
+    code = f"""
+import sys, time
+from tests.worker.process.peer import Process, submit
+worker = Process()
+worker.load({source!r})
+worker.send(submit("a", max_tokens=100))
+print(worker.process.pid, flush=True)
+time.sleep(600)
+"""
+    daemon = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(daemon.stdout.readline())
+    assert alive(pid)
+    daemon.kill()
+    daemon.communicate()
+    wait_until(lambda: not alive(pid), SOON_S)
+
+
+def test_a_crash_is_seen_by_its_status(worker):
+    worker.load("fake:tps=0,crash_after=50")
+    worker.send(submit("a", max_tokens=100))
+    assert worker.wait() == CRASH_STATUS
+
+
+def test_a_poisonous_prompt_crashes_and_others_do_not(worker):
+    worker.load("fake:tps=0,crash_on=poison")
+    worker.send(submit("a", max_tokens=3))
+    worker.wait_for_end("a")
+    worker.send(submit("b", prompt="some poison", max_tokens=3))
+    assert worker.wait() == CRASH_STATUS
+
+
+def test_a_crash_in_the_load(worker):
+    worker.send(LoadModel(source="fake:load_crash=1"))
+    worker.read_all()
+    assert worker.wait() == CRASH_STATUS
+
+
+def test_a_hung_worker_can_be_terminated(worker):
+    worker.load("fake:tps=0,hang_after=3")
+    worker.send(submit("a", max_tokens=100))
+    worker.wait_for(lambda: worker.tokens("a"))
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.wait() == -signal.SIGTERM
+
+
+def test_ctrl_c_is_the_daemon_s_business(worker):
+    worker.load()
+    worker.process.send_signal(signal.SIGINT)
+    worker.send(submit("a", max_tokens=3))
+    worker.wait_for_end("a")
+
+
+@pytest.mark.parametrize("data", [b"\0\0\0\1\xc1", b"\xff\xff\xff\xff", b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_daemon_that_breaks_the_protocol_ends_the_worker(worker, data):
+    worker.sock.sendall(data)
+    assert worker.wait() == 1
+    assert "protocol.errors." in worker.errors()
+
+
+def test_the_first_command_is_a_load(worker):
+    worker.send(submit("a"))
+    assert worker.wait() == 1
+    assert "not a load" in worker.errors()
+
+
+def test_a_fake_worker_never_imports_mlx():
+    code = (
+        "import sys, kvd.worker.__main__, kvd.worker.fake.engine;"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'transformers')];"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_idle_worker_takes_no_time(worker):
+    worker.load()
+    before = cpu_ticks(worker.process.pid)
+    count = len(worker.reports)
+    worker.read(0.5)  # an idle worker says nothing, or its first counters
+    worker.read(0.5)
+    assert len(worker.reports) <= count + 1
+    assert cpu_ticks(worker.process.pid) - before <= 5  # of a hundred in the second
+
+
+def cpu_ticks(pid):
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return sum(map(int, stat.rpartition(")")[2].split()[11:13]))

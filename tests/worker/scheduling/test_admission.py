@@ -1,0 +1,574 @@
+"""Queue and grant together, under a daemon that answers late and to others first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.machines.ledger import Governor, Released, Wanted
+from kvd.worker.scheduling.admission import Admission, Held
+from kvd.worker.scheduling.budget import PageBudget
+from kvd.worker.scheduling.scheduler import Scheduler, Sizes
+from protocol.errors import InsufficientMemory
+from protocol.worker import Grant, GrantWanted
+
+BASE = 1000
+PAGE = 10
+ROW_PAGES = 3
+REST = 8
+
+
+def admission_of(pages=REST, rows=5):
+    return Admission(
+        Scheduler(max_rows=rows, chunk=128),
+        PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
+        row_pages=ROW_PAGES,
+        rest_pages=REST,
+    )
+
+
+def answer(admission, wish, *, granted, budget_pages=100):
+    budget = admission.budget
+    admission.granted(
+        Grant(
+            seq=wish.seq,
+            total_bytes=wish.total_bytes if granted else budget.granted_bytes,
+            granted=granted,
+            budget_bytes=BASE + budget_pages * PAGE,
+        )
+    )
+
+
+def denied(admission, held=Held(), **more):  # noqa: B008 - a value
+    """Take turns until nothing more is asked; all is denied."""
+    while (turn := admission.turn(held)).wish is not None and turn.refused is None:
+        answer(admission, turn.wish, granted=False, **more)
+    return turn
+
+
+def test_what_is_denied_is_sought_among_cached_prefixes_before_anyone_is_refused() -> None:
+    admission = admission_of(pages=20)
+    admission.submit("a", 640, 64)  # 10 pages, 3 of a tail
+    assert denied(admission, Held(20, 1, cached=16)).evict_pages == 9
+    assert admission.has_work
+    turn = admission.turn(Held(17, 1, cached=7))
+    assert turn.plan.admitted == ("a",)
+    assert turn.evict_pages == 0
+
+
+def test_no_more_is_evicted_than_is_cached() -> None:
+    admission = admission_of(pages=20)
+    admission.submit("a", 1920, 64)
+    assert denied(admission, Held(20, 1, cached=4)).evict_pages == 4
+    turn = denied(admission, Held(16, 1))
+    assert turn.plan.wanted_pages == 13
+    assert (turn.evict_pages, turn.refused, turn.spill) == (0, None, False)
+
+
+def test_a_new_request_waits_while_others_hold_the_memory_and_says_at_which_place() -> None:
+    admission = admission_of()
+    admission.submit("a", 1920, 64)
+    wish = admission.turn(Held()).wish
+    assert wish is not None
+    assert not wish.resuming
+    admission.submit("b", 1920, 64)
+    assert admission.turn(Held()).queued == ()  # the daemon may still say yes
+    answer(admission, wish, granted=False)
+    turn = denied(admission)
+    assert (turn.refused, turn.evict_pages) == (None, 0)
+    assert [(one.rid, one.position) for one in turn.queued] == [("a", 1), ("b", 2)]
+    assert not admission.has_work
+    admission.granted(Grant(seq=admission.budget.seq, total_bytes=BASE + 33 * PAGE, granted=True))
+    assert admission.turn(Held()).plan.admitted == ("a",)
+
+
+def test_what_can_never_fit_is_refused_when_it_comes_and_when_the_budget_has_shrunk() -> None:
+    admission = admission_of()
+    admission.submit("a", 64, 1)
+    wish = admission.turn(Held()).wish
+    assert wish is None
+    admission.budget.budget_bytes = BASE + 40 * PAGE
+    admission.submit("b", 2368, 64)  # 37 pages, and a tail of 3
+    with pytest.raises(InsufficientMemory) as refused:
+        admission.submit("c", 2432, 64)
+    detail = refused.value.detail
+    assert (detail["needed_bytes"], detail["budget_bytes"]) == (BASE + 41 * PAGE, BASE + 40 * PAGE)
+    admission.finish("a")
+    turn = denied(admission, budget_pages=39)
+    assert turn.refused is not None
+    assert turn.refused[0] == "b"
+
+
+def laddered(pages=REST) -> Admission:
+    """Two levels; pages of the lower one are half as large."""
+    sizes = Sizes(pages_for=lambda length, level: -(-length // 64 // (1 + level)), levels=2)
+    return Admission(
+        Scheduler(max_rows=5, chunk=128, sizes=sizes),
+        PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
+        row_pages=ROW_PAGES,
+        rest_pages=REST,
+    )
+
+
+def test_rows_start_lower_when_told_and_what_they_reserve_falls_with_them() -> None:
+    admission = laddered(pages=60)
+    scheduler = admission.scheduler
+    admission.submit("a", 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("a",)
+    admission.start(1)
+    admission.submit("b", 640, 64)
+    admission.submit("c", 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("b", "c")
+    assert [scheduler.level(rid) for rid in "abc"] == [0, 1, 1]
+    assert scheduler.reserved == 11 + 6 + 6
+    assert scheduler.saving("a", 1) == 5
+    admission.lowered("a", 1)
+    assert scheduler.reserved == 18
+    admission.start(0)
+    admission.submit("d", 640, 64)
+    admission.turn(Held())
+    assert scheduler.reserved == 29
+
+
+def test_who_fits_the_whole_budget_only_lower_down_starts_there() -> None:
+    admission = laddered()
+    admission.budget.budget_bytes = BASE + 30 * PAGE
+    admission.submit("a", 1920, 64)  # 31 pages at the top, 16 below
+    assert admission.scheduler.level("a") == 1
+    admission.granted(Grant(seq=1, total_bytes=0, granted=True, budget_bytes=BASE + 40 * PAGE))
+    assert admission.scheduler.level("a") == 0
+
+
+def test_nobody_is_admitted_while_memory_is_given_back() -> None:
+    admission = admission_of(pages=30)
+    admission.submit("a", 640, 64)
+    admission.closed = True
+    assert admission.turn(Held()).plan.admitted == ()
+    assert not admission.has_work
+    admission.closed = False
+    assert admission.turn(Held()).plan.admitted == ("a",)
+
+
+def test_handing_over_forgets_a_wish_that_is_open() -> None:
+    admission = admission_of(pages=40)
+    admission.submit("a", 6400, 64)
+    open_wish = admission.turn(Held()).wish
+    assert open_wish is not None
+    wish, freed = admission.hand_over(20, Held())
+    assert wish is not None
+    assert (wish.seq, wish.total_bytes, freed) == (open_wish.seq + 1, BASE + 20 * PAGE, 20 * PAGE)
+    answer(admission, open_wish, granted=True, budget_pages=200)  # it came too late
+    assert admission.budget.granted_bytes == BASE + 20 * PAGE
+    answer(admission, wish, granted=True, budget_pages=200)
+    assert admission.turn(Held()).wish is not None
+
+
+def test_what_others_keep_in_memory_goes_elsewhere_before_the_first_waits_for_ever() -> None:
+    admission = admission_of(pages=30)
+    for rid in "ab":
+        admission.submit(rid, 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("a", "b")
+    for rid in "ab":
+        admission.park(rid, kept=11)
+        admission.unpark(rid)
+    wish, _ = admission.hand_over(22, Held())
+    assert wish is not None
+    answer(admission, wish, granted=True)
+    turn = denied(admission)
+    assert turn.spill
+    admission.keep("b", 0)
+    assert admission.turn(Held()).plan.restored == ("a",)
+
+
+def parked_beside_another_model() -> Admission:
+    admission = admission_of(pages=20)
+    admission.submit("a", 640, 64)
+    assert admission.turn(Held()).plan.admitted == ("a",)
+    admission.park("a")
+    wish = admission.give_back(8, Held())
+    assert wish is not None
+    answer(admission, wish, granted=True)
+    admission.unpark("a")
+    return admission
+
+
+def test_who_has_begun_waits_where_a_new_request_would_be_refused() -> None:
+    admission = parked_beside_another_model()
+    turn = denied(admission)
+    assert (turn.refused, admission.has_work) == (None, False)
+    # The daemon remembers what it denied, and grants it when there is room.
+    admission.granted(Grant(seq=admission.budget.seq, total_bytes=BASE + 20 * PAGE, granted=True))
+    turn = admission.turn(Held())
+    assert (turn.plan.admitted, turn.plan.restored) == (("a",), ("a",))
+
+
+def test_who_has_begun_is_refused_if_the_whole_budget_is_too_small() -> None:
+    admission = parked_beside_another_model()
+    refused = denied(admission, budget_pages=12).refused
+    assert refused is not None
+    assert isinstance(refused[1], InsufficientMemory)
+
+
+def test_what_a_row_has_left_in_the_room_of_its_place_counts_once() -> None:
+    admission = admission_of(pages=20)
+    admission.submit("a", 1, 1)
+    admission.turn(Held())
+    spare = admission.spare(Held(0, 1))
+    assert spare > 0
+    assert admission.spare(Held(3, 1, cached=3)) == spare - 3
+    assert admission.spare(Held(3, 1, cached=3, left=2)) == spare - 1
+    wish = admission.want_spare(spare + 2, Held(3, 1, cached=3, left=2))
+    assert wish is not None
+    assert wish.reason == "3 more pages"
+    assert admission.want_spare(spare + 2, Held()) is None  # one is open
+
+
+def test_spare_tails_count_until_they_are_given_up() -> None:
+    admission = admission_of(pages=20)
+    admission.submit("a", 640, 64)
+    assert admission.turn(Held(0, 4)).plan.wanted_pages == 10 + 4 * ROW_PAGES - 20
+    assert admission.turn(Held(0, 3)).plan.admitted == ("a",)
+
+
+def test_what_rows_hold_is_not_given_back() -> None:
+    admission = admission_of(pages=40)
+    admission.submit("a", 640, 64)
+    admission.submit("b", 640, 64)
+    admission.turn(Held())
+    assert admission.give_back(0, Held(40, 0)) is None
+    wish = admission.give_back(0, Held(5, 1))  # the rows have not grown to what they may be
+    assert wish is not None
+    assert wish.total_bytes == BASE + 26 * PAGE
+    answer(admission, wish, granted=True)
+    admission.park("b", kept=4)
+    wish = admission.give_back(0, Held(14, 1))
+    assert wish is not None
+    assert wish.total_bytes == BASE + 17 * PAGE
+
+
+def test_an_idle_engine_keeps_cached_prefixes() -> None:
+    admission = admission_of(pages=40)
+    wish = admission.rest(cached=12)
+    assert wish is not None
+    assert wish.total_bytes == BASE + (REST + 12) * PAGE
+    answer(admission, wish, granted=True)
+    assert not admission.has_work
+    assert admission.rest(cached=12) is None
+
+
+def test_who_leaves_takes_along_what_was_denied() -> None:
+    """The daemon remembers it, and would grant it to nobody."""
+    admission = admission_of()
+    admission.submit("a", 1920, 64)
+    wish = admission.turn(Held()).wish
+    assert wish is not None
+    answer(admission, wish, granted=False)
+    admission.finish("a")
+    assert admission.has_work
+    wish = admission.rest()
+    assert wish is not None
+    assert wish.total_bytes == BASE + REST * PAGE
+
+
+def test_paused_and_parked_rows_are_no_work() -> None:
+    admission = admission_of(pages=40)
+    admission.submit("a", 640, 64)
+    admission.turn(Held())
+    assert admission.has_work
+    admission.scheduler.pause("a")
+    assert not admission.has_work
+    admission.scheduler.resume("a")
+    assert admission.has_work
+    admission.park("a")
+    admission.turn(Held())
+    assert not admission.has_work
+    assert not admission.idle
+    admission.unpark("a")
+    assert admission.has_work
+
+
+@pytest.mark.parametrize("event", ["finish", "finish_choice", "park"])
+def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
+    admission = admission_of(pages=40)
+    admission.submit("a", 1, 1, choices=2)
+    admission.turn(Held())
+    admission.submit("b", 5120, 64)
+    denied(admission)
+    admission.turn(Held())
+    assert admission.budget.denied is not None
+    getattr(admission, event)("a")
+    assert admission.turn(Held()).wish is not None
+
+
+def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
+    admission = admission_of(pages=30)
+    admission.submit("runs", 1, 1)
+    admission.submit("a", 640, 64)
+    admission.turn(Held())
+    admission.park("a", kept=10)
+    admission.submit("b", 960, 64)  # 15 pages, and two tails
+    assert denied(admission).plan.wanted_pages == 1
+    assert not admission.turn(Held()).plan.admitted
+    admission.keep("a", 4)
+    assert admission.has_work
+    assert admission.turn(Held()).plan.admitted == ("b",)
+    admission.scheduler.pause("runs")
+    admission.scheduler.pause("b")
+    admission.submit("c", 5120, 64)
+    denied(admission)
+    admission.keep("a", 0)
+    assert admission.has_work
+    assert admission.turn(Held()).wish is not None
+
+
+class Traffic(RuleBasedStateMachine):
+    """One worker's admission against the daemon's own ledger, with messages in flight.
+
+    The pools grow as far as the plan allows and stay until nobody is there, or something is
+    evicted or given back; the worst that an engine does.
+    """
+
+    @initialize(budget=st.integers(150, 500))
+    def start(self, budget: int) -> None:
+        self.most = budget
+        self.governor = Governor(budget_bytes=BASE + budget * PAGE)
+        first = BASE + REST * PAGE
+        self.governor.handle(Wanted("me", 1, first), 0.0)
+        self.admission = laddered(REST)
+        self.scheduler = self.admission.scheduler
+        self.up: list[GrantWanted] = []
+        self.down: list[Grant] = []
+        self.queued: set[str] = set()
+        self.running: set[str] = set()
+        self.parked: set[str] = set()
+        self.held = Held()
+        self.names = 0
+
+    def hold(self, *, spare: bool = True) -> None:
+        """Hold what rows may take, what is cached, and what is left over from before."""
+        scheduler, held = self.scheduler, self.held
+        pages, rows = scheduler.reserved + held.cached, scheduler.places
+        self.held = Held(
+            max(pages, held.pages if spare else 0),
+            max(rows, held.rows if spare else 0),
+            held.cached,
+        )
+
+    def tell(self, wish: GrantWanted | None) -> None:
+        if wish is not None:
+            self.up.append(wish)
+
+    @rule(
+        length=st.integers(1, 6000),
+        new=st.integers(1, 300),
+        priority=st.integers(-1, 1),
+        choices=st.sampled_from([1, 1, 1, 2, 5]),
+    )
+    def submit(self, length: int, new: int, priority: int, choices: int) -> None:
+        rid = f"r{self.names}"
+        self.names += 1
+        try:
+            self.admission.submit(rid, length, new, priority=priority, choices=choices)
+        except InsufficientMemory:
+            assert (
+                self.scheduler.reservation(length, new, choices) > self.most - ROW_PAGES * choices
+            )
+        else:
+            self.queued.add(rid)
+
+    @precondition(lambda self: self.queued or self.running or self.parked)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """It finished, or was cancelled in whatever state."""
+        self._finish(data.draw(st.sampled_from(sorted(self.queued | self.running | self.parked))))
+
+    def _finish(self, rid: str) -> None:
+        self.admission.finish(rid)
+        for where in (self.queued, self.running, self.parked):
+            where.discard(rid)
+
+    @precondition(lambda self: self.able())
+    @rule(data=st.data())
+    def end_choice(self, data: st.DataObject) -> None:
+        self.admission.finish_choice(data.draw(st.sampled_from(self.able())))
+
+    def able(self) -> list[str]:
+        """Rows of which one of several choices may end."""
+        rows = self.scheduler._states.decoding.values()
+        return [row.rid for row in rows if row.choices > 1]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def park(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.running)))
+        pages = self.scheduler._states.find(rid).pages
+        self.admission.park(rid, data.draw(st.integers(0, pages)))
+        self.running.discard(rid)
+        self.parked.add(rid)
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data())
+    def unpark(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.parked)))
+        self.admission.unpark(rid)
+        self.parked.discard(rid)
+        self.queued.add(rid)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def pause_or_resume(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.running)))
+        scheduler = self.scheduler
+        (scheduler.resume if scheduler.is_paused(rid) else scheduler.pause)(rid)
+
+    @rule(pages=st.integers(0, 60))
+    def give_back(self, pages: int) -> None:
+        self.hold(spare=False)
+        self.tell(self.admission.give_back(pages, self.held))
+
+    @rule(pages=st.integers(0, 60))
+    def hand_over(self, pages: int) -> None:
+        """The daemon asks for memory, whatever is under way."""
+        self.hold(spare=False)
+        before = self.admission.budget.granted_bytes
+        wish, freed = self.admission.hand_over(pages, self.held)
+        assert freed == before - self.admission.budget.granted_bytes
+        assert (wish is None) == (freed == 0)
+        self.tell(wish)
+
+    @rule(level=st.integers(0, 2))
+    def start_level(self, level: int) -> None:
+        self.admission.start(level)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def lower(self, data: st.DataObject) -> None:
+        """A running row goes down: what it reserves falls by what was promised."""
+        rid = data.draw(st.sampled_from(sorted(self.running)))
+        if self.scheduler.level(rid) == 0:
+            before, saved = self.scheduler.reserved, self.scheduler.saving(rid, 1)
+            self.admission.lowered(rid, 1)
+            assert self.scheduler.reserved == before - saved
+            self.hold(spare=False)
+
+    @rule(pages=st.integers(1, 10))
+    def cache(self, pages: int) -> None:
+        """A prefix is cached where there is room."""
+        held = Held(self.held.pages, self.held.rows, self.held.cached + pages)
+        scheduler = self.scheduler
+        if self.admission.lacking(scheduler.reserved, scheduler.places, held) <= 0:
+            self.held = held
+            self.hold()
+
+    @precondition(lambda self: self.admission.has_work)
+    @rule()
+    def step(self) -> None:
+        turn = self.admission.turn(self.held)
+        self.running |= set(turn.plan.admitted)
+        self.queued -= set(turn.plan.admitted)
+        self.tell(turn.wish)
+        for chunk in turn.plan.group:
+            self.scheduler.prefilled(chunk.rid, chunk.end)
+        self.hold()
+        if turn.evict_pages:
+            assert not turn.refused
+            self.held = Held(cached=self.held.cached - turn.evict_pages)
+            self.hold(spare=False)
+        if turn.refused is not None:
+            pages, places = self.scheduler.footing(turn.refused[0])
+            assert self.admission.budget.too_large(pages + places * ROW_PAGES)
+            self._finish(turn.refused[0])
+        if turn.spill:
+            assert not self.running
+            for rid in [*self.queued, *self.parked]:
+                self.admission.keep(rid, 0)
+        if turn.plan.wanted_pages and self.gives_up_spare():
+            self.step()
+        if self.admission.idle:
+            self.held = Held(self.held.cached, 0, self.held.cached)
+            self.tell(self.admission.rest(self.held.cached))
+
+    def gives_up_spare(self) -> bool:
+        """Cut what is left over from before, as the engine does for who waits; tails at the end."""
+        before, scheduler = self.held, self.scheduler
+        rows = max(scheduler.places, before.rows if scheduler.places else 0)
+        self.held = Held(scheduler.reserved + before.cached, rows, before.cached)
+        return self.held != before
+
+    @precondition(lambda self: self.up)
+    @rule()
+    def daemon_reads(self) -> None:
+        wish = self.up.pop(0)
+        self._answer(Wanted("me", wish.seq, wish.total_bytes))
+
+    def _answer(self, event: Wanted | Released) -> None:
+        for one in self.governor.handle(event, 0.0):
+            if one.model == "me":
+                self.down.append(
+                    Grant(
+                        seq=one.seq,
+                        total_bytes=one.total_bytes,
+                        granted=one.granted,
+                        available_bytes=one.available_bytes,
+                        budget_bytes=self.governor.budget_bytes,
+                    )
+                )
+
+    @rule(total=st.integers(0, 3000))
+    def other_model_asks(self, total: int) -> None:
+        self._answer(Wanted("other", 1, total))
+
+    @rule()
+    def other_model_leaves(self) -> None:
+        self._answer(Released("other"))
+
+    @precondition(lambda self: self.down)
+    @rule()
+    def worker_reads(self) -> None:
+        self.admission.granted(self.down.pop(0))
+
+    @invariant()
+    def nothing_is_held_beyond_the_grant(self) -> None:
+        if not hasattr(self, "admission"):
+            return
+        self.governor.check()
+        self.scheduler.check()
+        granted = self.governor.grants.get("me", 0)
+        held = BASE + (self.held.pages + self.held.rows * ROW_PAGES) * PAGE
+        resting = self.admission.idle
+        assert resting or held <= max(granted, BASE)
+        assert self.admission.budget.granted_bytes <= granted
+
+    def teardown(self) -> None:
+        """Deliver everything: then all have ended, and an idle worker keeps what rest allows."""
+        if not hasattr(self, "admission"):
+            return
+        self._answer(Released("other"))
+        for rid in list(self.running):
+            self._finish(rid)
+        for rid in sorted(self.parked):
+            self.admission.unpark(rid)
+            self.queued.add(rid)
+        self.parked.clear()
+        for rid in self.queued:
+            self.admission.keep(rid, 0)  # what it kept goes to disk
+        for _ in range(5000):
+            if self.up:
+                self.daemon_reads()
+            elif self.down:
+                self.worker_reads()
+            elif self.admission.has_work:
+                self.step()
+                for rid in list(self.running):
+                    self._finish(rid)
+            else:
+                break
+        assert not self.queued, "a request waits, and nothing is under way for it"
+        assert self.governor.grants["me"] <= BASE + (REST + self.held.cached) * PAGE
+        assert "me" not in self.governor.refused
+
+
+Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestTraffic = Traffic.TestCase

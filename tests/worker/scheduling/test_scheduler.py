@@ -1,0 +1,679 @@
+"""The scheduler: admission, chunks, choices, preemption, deadlines, and any order of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvd.worker.cache.scheme import full_pages
+from kvd.worker.scheduling.scheduler import Chunk, Plan, Scheduler, Sizes
+from protocol.errors import InvalidRequest, LocalProtocolError
+
+PAGES = 40
+CHUNK = 128
+
+
+@pytest.fixture
+def scheduler():
+    made = Scheduler(max_rows=3, chunk=CHUNK)
+    yield made
+    made.check()
+
+
+def within(total):
+    """Memory of so many pages, for what rows reserve."""
+    return lambda pages, rows: pages - total
+
+
+def grouping(**changes):
+    return Scheduler(**({"max_rows": 8, "chunk": CHUNK, "group": True} | changes))
+
+
+def own(start, end, _level=0):
+    """Full attention: what a choice fills beyond the shared prompt."""
+    return full_pages(end) - full_pages(start)
+
+
+def run_prefill(scheduler, free=PAGES):
+    """Run plans until nothing prefills; return the chunks."""
+    chunks = []
+    while (chunk := scheduler.plan(within(free)).prefill) is not None:
+        chunks.append(chunk)
+        scheduler.prefilled(chunk.rid, chunk.end)
+    return chunks
+
+
+def test_an_idle_scheduler_plans_nothing(scheduler):
+    assert scheduler.plan(within(PAGES)) == Plan((), (), (), 0)
+
+
+def test_a_prompt_of_one_token_decodes_at_once(scheduler):
+    scheduler.submit("a", 1, 10)
+    assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0)
+
+
+def test_chunks_end_on_the_absolute_grid_and_leave_the_last_token(scheduler):
+    scheduler.submit("a", 300, 10)
+    assert run_prefill(scheduler) == [
+        Chunk("a", 0, 128),
+        Chunk("a", 128, 256),
+        Chunk("a", 256, 299),
+    ]
+    assert scheduler.plan(within(PAGES)).decode == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "ends"), [(2, [1]), (128, [127]), (129, [128]), (130, [128, 129])]
+)
+def test_chunk_ends_around_the_grid(scheduler, prompt_len, ends):
+    scheduler.submit("a", prompt_len, 1)
+    assert [chunk.end for chunk in run_prefill(scheduler)] == ends
+
+
+def test_a_plan_is_repeated_until_its_chunk_ran(scheduler):
+    scheduler.submit("a", 300, 1)
+    scheduler.submit("b", 300, 1)
+    first = scheduler.plan(within(PAGES)).prefill
+    assert scheduler.plan(within(PAGES)).prefill == first
+
+
+def test_decoding_goes_on_beside_a_long_prompt(scheduler):
+    scheduler.submit("short", 1, 10)
+    scheduler.submit("long", 2000, 10)
+    while (plan := scheduler.plan(within(PAGES))).prefill is not None:
+        assert "short" in plan.decode
+        scheduler.prefilled("long", plan.prefill.end)
+    assert plan.decode == ("short", "long")
+
+
+def test_rows_are_bounded(scheduler):
+    for rid in "abcd":
+        scheduler.submit(rid, 1, 1)
+    assert scheduler.plan(within(PAGES)).admitted == ("a", "b", "c")
+    assert scheduler.plan(within(PAGES)) == Plan((), (), ("a", "b", "c"), 0)
+    scheduler.finish("b")
+    assert scheduler.plan(within(PAGES)) == Plan(("d",), (), ("a", "c", "d"), 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_new", "pages"),
+    [(1, 1, 0), (1, 126, 0), (1, 127, 1), (64, 64, 1), (128, 63, 1), (128, 64, 2), (4000, 96, 63)],
+)
+def test_reservation_is_the_worst_case_less_the_tail(scheduler, prompt_len, max_new, pages):
+    assert scheduler.reservation(prompt_len, max_new) == pages
+
+
+def test_rows_count_beside_their_pages(scheduler):
+    """Two pages for each row's tail, say."""
+    scheduler.submit("a", 640, 64)
+    asked = []
+
+    def lacking(pages, rows):
+        asked.append((pages, rows))
+        return pages + 2 * rows - 11
+
+    assert scheduler.plan(lacking).wanted_pages == 1
+    assert scheduler.head == "a"
+    assert asked[0] == (10, 1)
+    assert scheduler.plan(within(12)).admitted == ("a",)
+    assert scheduler.head is None
+    assert scheduler.requests == 1
+
+
+def test_hopes_for_all_that_have_a_place(scheduler):
+    for rid in "abcd":  # three places
+        scheduler.submit(rid, 640, 64)
+    plan = scheduler.plan(within(7))
+    assert (plan.wanted_pages, plan.hoped_pages) == (3, 23)
+    plan = scheduler.plan(within(12))
+    assert plan.admitted == ("a",)
+    assert (plan.wanted_pages, plan.hoped_pages) == (8, 18)
+
+
+def test_the_head_waits_for_pages_and_is_never_overtaken(scheduler):
+    scheduler.submit("big", 640, 64)  # 10 pages
+    scheduler.submit("tiny", 1, 1)
+    assert scheduler.plan(within(7)) == Plan((), (), (), 3, 3)
+    assert scheduler.waiting == 2
+    assert scheduler.plan(within(10)).admitted == ("big", "tiny")
+    assert scheduler.reserved == 10
+
+
+def test_pages_are_given_back_once(scheduler):
+    scheduler.submit("a", 640, 64)
+    scheduler.submit("b", 640, 64)
+    assert scheduler.plan(within(10)) == Plan(("a",), (Chunk("a", 0, 128),), (), 10, 10)
+    assert scheduler.finish("a") == 10
+    assert scheduler.finish("b") == 0  # it only waited
+    with pytest.raises(LocalProtocolError, match="row a is not scheduled"):
+        scheduler.finish("a")
+
+
+def test_what_is_overdrawn_is_wanted_too(scheduler):
+    scheduler.submit("a", 640, 64)
+    assert scheduler.plan(within(-5)).wanted_pages == 15
+
+
+@pytest.mark.parametrize("end", [0, 64, 127, 129, 299])
+def test_only_the_planned_chunk_can_be_told(scheduler, end):
+    scheduler.submit("a", 300, 1)
+    scheduler.plan(within(PAGES))
+    with pytest.raises(LocalProtocolError, match="no chunk"):
+        scheduler.prefilled("a", end)
+
+
+def test_a_row_cannot_be_told_out_of_turn(scheduler):
+    scheduler.submit("a", 300, 1)
+    scheduler.submit("b", 300, 1)
+    scheduler.plan(within(PAGES))
+    with pytest.raises(LocalProtocolError, match="row b"):
+        scheduler.prefilled("b", 128)
+
+
+def test_a_chunk_is_told_once(scheduler):
+    scheduler.submit("a", 300, 1)
+    scheduler.plan(within(PAGES))
+    scheduler.prefilled("a", 128)
+    with pytest.raises(LocalProtocolError, match="no chunk"):
+        scheduler.prefilled("a", 256)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_rows": 0}, {"chunk": 0}, {"age": 0}, {"chunk": 256, "budget": 256}]
+)
+def test_wrong_limits_are_refused(wrong):
+    with pytest.raises(LocalProtocolError):
+        Scheduler(**({"max_rows": 1, "chunk": 1} | wrong))
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_wrong_numbers_and_doubles_are_refused(scheduler, wrong):
+    scheduler.submit("a", 1, 1)
+    with pytest.raises(LocalProtocolError, match="scheduled already"):
+        scheduler.submit("a", 1, 1)
+    prompt_len, max_new, choices = wrong
+    with pytest.raises(LocalProtocolError, match="must be positive"):
+        scheduler.submit("b", prompt_len, max_new, choices=choices)
+
+
+def test_who_is_not_there_cannot_do_anything(scheduler):
+    scheduler.submit("waiting", 10, 1)
+    for act in (scheduler.finish, scheduler.pause, scheduler.resume, scheduler.park):
+        with pytest.raises(LocalProtocolError, match="nobody"):
+            act("nobody")
+    for act in (scheduler.pause, scheduler.resume, scheduler.park, scheduler.unpark):
+        with pytest.raises(LocalProtocolError, match="row waiting is not"):
+            act("waiting")
+
+
+# Priorities: the line's own tests are in test_line.py, those of the turns in test_turns.py.
+
+
+def test_higher_priorities_are_admitted_first_and_ageing_is_counted_in_work():
+    scheduler = Scheduler(max_rows=1, chunk=CHUNK, age=1000)
+    scheduler.submit("running", 1, 1)
+    scheduler.plan(within(PAGES))
+    scheduler.submit("low", 100, 100)
+    scheduler.submit("later", 100, 100)
+    scheduler.submit("urgent", 300, 300, priority=1)  # 400 of 1000 tokens after "low"
+    scheduler.submit("too late", 1, 1, priority=1)  # 1000 after it, and 800 after "later"
+    admitted = []
+    for rid in ("running", "urgent", "low", "too late"):
+        scheduler.finish(rid)
+        admitted += scheduler.plan(within(PAGES)).admitted
+    assert admitted == ["urgent", "low", "too late", "later"]
+
+
+def test_eight_short_prompts_are_prefilled_in_two_passes():
+    scheduler = grouping()
+    for rid in "abcdefgh":
+        scheduler.submit(rid, 33, 10)
+    for rids in ("abcd", "efgh"):
+        group = scheduler.plan(within(PAGES)).group
+        assert group == tuple(Chunk(rid, 0, 32) for rid in rids)
+        for chunk in group:
+            scheduler.prefilled(chunk.rid, chunk.end)
+            scheduler.check()
+    assert scheduler.plan(within(PAGES)).decode == tuple("abcdefgh")
+
+
+def test_a_group_takes_what_decoding_leaves_of_the_steps_budget():
+    """170 tokens: five prompts of 32 beside 10 choices that decode, four beside 11."""
+    for choices, together in ((10, 5), (11, 4), (30, 4)):
+        scheduler = grouping(max_rows=42)
+        scheduler.submit("decodes", 1, 10, choices=choices)
+        for rid in "abcdefgh":
+            scheduler.submit(rid, 33, 10)
+        plan = scheduler.plan(within(PAGES))
+        assert plan.decode == ("decodes",)
+        assert len(plan.group) == together
+
+
+def test_however_many_decode_there_is_room_for_a_chunk():
+    scheduler = grouping(max_rows=3)
+    scheduler.submit("decodes", 1, 10, choices=2)
+    scheduler.submit("long", 1000, 10)
+    assert scheduler.plan(within(PAGES)).group == (Chunk("long", 0, 128),)
+
+
+def test_paused_rows_take_nothing_from_the_budget():
+    scheduler = grouping(max_rows=42)
+    scheduler.submit("decodes", 1, 10, choices=11)
+    for rid in "abcdefgh":
+        scheduler.submit(rid, 33, 10)
+    assert len(scheduler.plan(within(PAGES)).group) == 4
+    scheduler.pause("decodes")
+    assert len(scheduler.plan(within(PAGES)).group) == 5
+
+
+def test_a_group_is_one_turn_however_many_run():
+    scheduler = grouping()
+    for rid, prompt_len in (("a", 60), ("b", 60), ("long", 1025), ("short", 257)):
+        scheduler.submit(rid, prompt_len, 10)
+    leads = []
+    for _ in range(3):
+        group = scheduler.plan(within(PAGES)).group
+        leads.append(group[0].rid)
+        for chunk in group:
+            scheduler.prefilled(chunk.rid, chunk.end)
+    assert leads == ["a", "short", "long"]
+
+
+def test_who_of_a_group_was_not_told_is_planned_again():
+    scheduler = grouping()
+    for rid in "abc":
+        scheduler.submit(rid, 33, 10)
+    scheduler.plan(within(PAGES))
+    scheduler.prefilled("b", 32)
+    scheduler.finish("a")
+    assert scheduler.plan(within(PAGES)).group == (Chunk("c", 0, 32),)
+
+
+# Cached prefixes.
+
+
+def test_a_cached_prefix_is_skipped():
+    scheduler = grouping()
+    scheduler.submit("a", 300, 10)
+    scheduler.submit("b", 60, 10)
+    assert scheduler.plan(within(PAGES)).group == (Chunk("a", 0, 128),)
+    assert scheduler.fresh == ("a", "b")
+    scheduler.skip_to("a", 256)
+    assert scheduler.fresh == ("b",)
+    assert scheduler.next_group() == (Chunk("a", 256, 299), Chunk("b", 0, 59))
+
+
+def test_a_prompt_that_is_cached_whole_decodes_at_once(scheduler):
+    scheduler.submit("a", 257, 10)
+    scheduler.plan(within(PAGES))
+    scheduler.skip_to("a", 256)
+    assert scheduler.next_group() == ()
+    assert scheduler.plan(within(PAGES)).decode == ("a",)
+
+
+def test_a_miss_changes_nothing(scheduler):
+    scheduler.submit("a", 300, 10)
+    group = scheduler.plan(within(PAGES)).group
+    scheduler.skip_to("a", 0)
+    assert scheduler.next_group() == group
+
+
+@pytest.mark.parametrize("position", [-128, 64, 299, 384])
+def test_what_is_skipped_lies_on_the_grid_and_in_the_prompt(scheduler, position):
+    scheduler.submit("a", 300, 10)
+    scheduler.plan(within(PAGES))
+    with pytest.raises(LocalProtocolError, match="not a chunk's end"):
+        scheduler.skip_to("a", position)
+
+
+def test_nothing_is_skipped_after_the_first_chunk_or_before_admission(scheduler):
+    scheduler.submit("a", 300, 10)
+    with pytest.raises(LocalProtocolError, match="not about to begin"):
+        scheduler.skip_to("a", 128)
+    scheduler.plan(within(PAGES))
+    scheduler.prefilled("a", 128)
+    with pytest.raises(LocalProtocolError, match="not about to begin"):
+        scheduler.skip_to("a", 256)
+
+
+# Deadlines.
+
+
+def test_deadlines_hold_in_every_state(scheduler):
+    scheduler.submit("runs", 10, 10, deadline=5.0)
+    scheduler.submit("parked", 10, 10, deadline=3.0)
+    scheduler.plan(within(PAGES))
+    scheduler.park("parked")
+    scheduler.submit("waits", 10, 10, deadline=4.0)
+    scheduler.submit("patient", 10, 10)
+    assert scheduler.next_deadline == 3.0
+    assert scheduler.expired(2.9) == []
+    assert scheduler.expired(4.0) == ["parked", "waits"]
+    for rid in scheduler.expired(5.0):
+        scheduler.finish(rid)
+    assert scheduler.next_deadline is None
+    assert scheduler.requests == 1
+
+
+# Pause and park.
+
+
+def test_a_paused_row_keeps_its_memory_and_gets_no_tokens(scheduler):
+    for rid in "ab":
+        scheduler.submit(rid, 640, 64)
+    scheduler.submit("c", 1, 1)
+    scheduler.plan(within(PAGES))
+    scheduler.pause("a")
+    scheduler.pause("c")
+    plan = scheduler.plan(within(PAGES))
+    assert plan == Plan((), (Chunk("b", 0, 128),), (), 0)
+    assert (scheduler.reserved, scheduler.places, scheduler.active) == (20, 3, 1)
+    assert scheduler.is_paused("a")
+    scheduler.resume("a")
+    scheduler.resume("c")
+    plan = scheduler.plan(within(PAGES))
+    assert plan == Plan((), (Chunk("a", 0, 128),), ("c",), 0)
+
+
+def test_a_paused_rows_chunk_is_not_told(scheduler):
+    scheduler.submit("a", 300, 1)
+    scheduler.plan(within(PAGES))
+    scheduler.pause("a")
+    with pytest.raises(LocalProtocolError, match="no chunk"):
+        scheduler.prefilled("a", 128)
+    with pytest.raises(LocalProtocolError, match="paused already"):
+        scheduler.pause("a")
+    scheduler.resume("a")
+    with pytest.raises(LocalProtocolError, match="not paused"):
+        scheduler.resume("a")
+
+
+def test_a_parked_row_gives_back_all_and_goes_on_from_where_it_was(scheduler):
+    scheduler.submit("a", 640, 64)
+    scheduler.submit("b", 640, 64)
+    scheduler.plan(within(20))
+    scheduler.prefilled("a", 128)
+    assert scheduler.park("a") == 10
+    scheduler.submit("c", 640, 64)
+    assert scheduler.plan(within(20)).admitted == ("c",)
+    scheduler.submit("d", 640, 64)
+    scheduler.unpark("a")
+    assert scheduler.head == "a"  # it came before d
+    scheduler.finish("b")
+    plan = scheduler.plan(within(20))
+    assert (plan.admitted, plan.restored) == (("a",), ("a",))
+    assert plan.prefill == Chunk("a", 128, 256)
+    assert scheduler.plan(within(20)).restored == ()
+
+
+def test_a_row_that_decoded_decodes_as_soon_as_it_is_restored(scheduler):
+    scheduler.submit("a", 1, 100)
+    scheduler.plan(within(PAGES))
+    scheduler.pause("a")
+    scheduler.park("a")
+    assert scheduler.plan(within(PAGES)) == Plan((), (), (), 0)
+    scheduler.unpark("a")
+    assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0, 0, ("a",))
+
+
+def test_what_a_parked_row_keeps_in_memory_is_counted_once(scheduler):
+    scheduler.submit("a", 640, 64)
+    scheduler.plan(within(10))
+    assert scheduler.park("a", kept=7) == 3
+    assert scheduler.reserved == 7
+    scheduler.submit("b", 250, 70)
+    assert scheduler.plan(within(10)) == Plan((), (), (), 1, 1)
+    scheduler.unpark("a")
+    assert scheduler.plan(within(10)).admitted == ("a",)
+    assert scheduler.reserved == 10
+    scheduler.park("a", kept=7)
+    assert scheduler.keep("a", 2) == 5
+    assert scheduler.plan(within(10)).admitted == ("b",)
+    with pytest.raises(LocalProtocolError, match="not parked with 3"):
+        scheduler.keep("a", 3)
+    with pytest.raises(LocalProtocolError, match="cannot keep"):
+        scheduler.park("b", kept=-1)
+    assert scheduler.finish("a") == 2
+
+
+def test_victims_are_those_of_low_priority_and_late_arrival(scheduler):
+    scheduler.submit("old", 10, 10)
+    scheduler.submit("urgent", 10, 10, priority=2)
+    scheduler.submit("new", 300, 10)
+    scheduler.submit("waits", 10, 10, priority=-1)
+    scheduler.plan(within(PAGES))
+    scheduler.pause("new")
+    assert scheduler.victims() == ["new", "old", "urgent"]
+
+
+# Several choices.
+
+
+def test_choices_share_the_prompts_pages_and_end_one_by_one():
+    scheduler = Scheduler(max_rows=3, chunk=CHUNK, sizes=Sizes(own_pages=own))
+    scheduler.submit("a", 321, 127, choices=3)  # 4 pages of prompt, 6 at the end
+    scheduler.submit("b", 1, 1)
+    assert scheduler.reservation(321, 127, 3) == 4 + 3 * 2
+    assert scheduler.plan(within(9)).wanted_pages == 1
+    assert scheduler.plan(within(10)).admitted == ("a",)
+    run_prefill(scheduler)
+    assert scheduler.plan(within(10)).decode == ("a",)
+    assert scheduler.finish_choice("a") == 2
+    plan = scheduler.plan(within(10))
+    assert (plan.admitted, plan.decode) == (("b",), ("a", "b"))
+    assert scheduler.finish_choice("a") == 2
+    assert (scheduler.places, scheduler.reserved) == (2, 6)
+    with pytest.raises(LocalProtocolError, match="several choices"):
+        scheduler.finish_choice("a")
+    assert scheduler.finish("a") == 6
+
+
+def test_unless_told_choices_share_nothing(scheduler):
+    assert scheduler.reservation(321, 127, 3) == 3 * 6
+
+
+def test_more_choices_than_places_can_never_run(scheduler):
+    with pytest.raises(InvalidRequest, match="at most 3"):
+        scheduler.submit("a", 10, 10, choices=4)
+
+
+def test_several_choices_wait_for_as_many_places_and_are_not_overtaken(scheduler):
+    scheduler.submit("a", 1, 1)
+    scheduler.submit("b", 1, 1, choices=3)
+    scheduler.submit("c", 1, 1)
+    assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0)
+    scheduler.finish("a")
+    assert scheduler.plan(within(PAGES)).admitted == ("b",)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Any order of events keeps the invariants, the account and the queue's order.
+
+    Beside the scheduler runs a naive model of it: what each request has, in a dictionary.
+    """
+
+    @initialize(group=st.booleans(), budget=st.sampled_from([CHUNK + 5, 3 * CHUNK]))
+    def start(self, group, budget):
+        self.scheduler = grouping(
+            max_rows=5, group=group, budget=budget, sizes=Sizes(own_pages=own), age=500
+        )
+        self.group, self.budget = group, budget
+        self.requests = {}
+        self.names = 0
+        self.now = 0.0
+
+    def of(self, *states):
+        return [rid for rid, one in self.requests.items() if one["state"] in states]
+
+    @rule(
+        prompt_len=st.one_of(st.integers(1, 700), st.integers(1, 60)),
+        max_new=st.integers(1, 300),
+        priority=st.integers(-2, 2),
+        choices=st.sampled_from([1, 1, 1, 2, 5]),
+        patience=st.one_of(st.none(), st.floats(0, 50)),
+        family=st.sampled_from(["", "a", "b"]),
+    )
+    def submit(self, prompt_len, max_new, priority, choices, patience, family):
+        rid = f"r{self.names}"
+        self.names += 1
+        deadline = None if patience is None else self.now + patience
+        beginnings = range((prompt_len - 1) // CHUNK) if family else ()
+        self.scheduler.submit(
+            rid,
+            prompt_len,
+            max_new,
+            priority=priority,
+            deadline=deadline,
+            choices=choices,
+            path=tuple(f"{family}{number}" for number in beginnings),
+        )
+        self.requests[rid] = {
+            "state": "waiting",
+            "number": self.names,
+            "priority": priority,
+            "choices": choices,
+            "deadline": deadline,
+            "at": 0,
+            "end": prompt_len - 1,
+            "one": full_pages(prompt_len + max_new),
+            "more": own(prompt_len - 1, prompt_len + max_new),
+            "kept": 0,
+            "paused": False,
+            "begun": False,
+        }
+
+    def pages(self, rid):
+        one = self.requests[rid]
+        if one["state"] != "running":
+            return one["kept"]
+        return one["one"] + (one["choices"] - 1) * one["more"]
+
+    @rule(run=st.sampled_from(["all", "lead", "nothing"]))
+    def step(self, run):
+        plan = self.scheduler.plan(within(PAGES))
+        for rid in plan.admitted:
+            one = self.requests[rid]
+            assert one["state"] == "waiting"
+            for other in self.of("waiting"):  # nobody of its priority waits that came before it
+                if self.requests[other]["priority"] == one["priority"]:
+                    assert self.requests[other]["number"] >= one["number"]
+            assert (rid in plan.restored) == one["begun"]
+            one |= {"state": "running", "kept": 0, "begun": True}
+        assert sum(self.pages(rid) for rid in self.requests) <= PAGES
+        for rid in self.of("running"):
+            one = self.requests[rid]
+            through = one["at"] == one["end"]
+            assert (rid in plan.decode) == (through and not one["paused"])
+        self.check_group(plan)
+        count = {"all": len(plan.group), "lead": 1, "nothing": 0}[run]
+        for chunk in plan.group[:count]:
+            self.scheduler.prefilled(chunk.rid, chunk.end)
+            self.requests[chunk.rid]["at"] = chunk.end
+
+    def check_group(self, plan):
+        able = [
+            rid
+            for rid in self.of("running")
+            if not self.requests[rid]["paused"]
+            and self.requests[rid]["at"] < self.requests[rid]["end"]
+        ]
+        assert bool(plan.group) == bool(able)
+        assert {chunk.rid for chunk in plan.group} <= set(able)
+        longest = max((chunk.length for chunk in plan.group), default=0)
+        decoded = sum(self.requests[rid]["choices"] for rid in plan.decode)
+        assert decoded + longest * len(plan.group) <= self.budget
+        assert self.group or len(plan.group) <= 1
+        for chunk in plan.group:
+            one = self.requests[chunk.rid]
+            assert chunk.start == one["at"] < chunk.end <= one["end"]
+            assert chunk.end == min((chunk.start // CHUNK + 1) * CHUNK, one["end"])
+
+    @precondition(lambda self: self.scheduler.fresh)
+    @rule(data=st.data())
+    def skip(self, data):
+        rid = data.draw(st.sampled_from(self.scheduler.fresh))
+        one = self.requests[rid]
+        assert (one["state"], one["at"]) == ("running", 0)
+        one["at"] = data.draw(st.integers(0, one["end"] // CHUNK)) * CHUNK
+        self.scheduler.skip_to(rid, one["at"])
+
+    @precondition(lambda self: self.of("running"))
+    @rule(data=st.data())
+    def pause_or_resume(self, data):
+        rid = data.draw(st.sampled_from(self.of("running")))
+        one = self.requests[rid]
+        (self.scheduler.resume if one["paused"] else self.scheduler.pause)(rid)
+        one["paused"] = not one["paused"]
+
+    @precondition(lambda self: self.of("running"))
+    @rule(data=st.data())
+    def park(self, data):
+        rid = data.draw(st.sampled_from(self.of("running")))
+        pages = self.pages(rid)
+        kept = data.draw(st.integers(0, pages))
+        assert self.scheduler.park(rid, kept) == pages - kept
+        self.requests[rid] |= {"state": "parked", "kept": kept, "paused": False}
+
+    @precondition(lambda self: self.of("parked"))
+    @rule(data=st.data())
+    def unpark(self, data):
+        rid = data.draw(st.sampled_from(self.of("parked")))
+        self.scheduler.unpark(rid)
+        self.requests[rid]["state"] = "waiting"
+
+    @precondition(lambda self: any(self.requests[rid]["kept"] for rid in self.requests))
+    @rule(data=st.data())
+    def spill(self, data):
+        rid = data.draw(st.sampled_from([rid for rid, one in self.requests.items() if one["kept"]]))
+        self.scheduler.keep(rid, 0)
+        self.requests[rid]["kept"] = 0
+
+    @precondition(lambda self: self.of("running"))
+    @rule(data=st.data())
+    def finish_choice(self, data):
+        rid = data.draw(st.sampled_from(self.of("running")))
+        one = self.requests[rid]
+        if one["choices"] > 1 and one["at"] == one["end"]:
+            assert self.scheduler.finish_choice(rid) == one["more"]
+            one["choices"] -= 1
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data):
+        rid = data.draw(st.sampled_from(sorted(self.requests)))
+        assert self.scheduler.finish(rid) == self.pages(rid)
+        del self.requests[rid]
+
+    @rule(passing=st.floats(0, 20))
+    def time(self, passing):
+        self.now += passing
+        late = [
+            rid
+            for rid, one in self.requests.items()
+            if one["deadline"] is not None and one["deadline"] <= self.now
+        ]
+        assert sorted(self.scheduler.expired(self.now)) == sorted(late)
+        for rid in late:
+            self.scheduler.finish(rid)
+            del self.requests[rid]
+        assert self.scheduler.next_deadline is None or self.scheduler.next_deadline > self.now
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check()
+        running = self.of("running")
+        assert self.scheduler.waiting == len(self.of("waiting"))
+        assert self.scheduler.parked == len(self.of("parked"))
+        assert self.scheduler.prefilling + self.scheduler.decoding == len(running)
+        assert self.scheduler.active == sum(not self.requests[rid]["paused"] for rid in running)
+        assert self.scheduler.places == sum(self.requests[rid]["choices"] for rid in running) <= 5
+        assert self.scheduler.reserved == sum(self.pages(rid) for rid in self.requests)
+        assert set(self.scheduler.victims()) == set(running)
+
+
+Traffic.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase

@@ -1,0 +1,164 @@
+"""Who waits for whom where prompts begin alike, that nobody waits too long, and where they part."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.worker.prefix.waiting import Waiting, path_of
+from kvd.worker.scheduling.row import Place, Row
+from kvd.worker.scheduling.scheduler import Scheduler
+from kvd.worker.scheduling.sharing import not_waiting
+from kvd.worker.scheduling.turns import Turns
+
+C = 4
+
+
+def row(number, prompt, priority=0, reads=None):
+    """A row of a place, with so many tokens of its prompt read; None: it has not begun."""
+    return Row(
+        rid=f"{number:02}",
+        prompt_len=len(prompt),
+        max_new=1,
+        place=Place(number - 1000 * priority, number),
+        priority=priority,
+        deadline=None,
+        choices=1,
+        prefilled=reads or 0,
+        reads=reads is not None,
+        path=path_of(prompt, "", C),
+    )
+
+
+@pytest.mark.parametrize(
+    ("reads", "waits"),
+    [(None, False), (0, True), (C, True), (2 * C, False), (3 * C, False)],
+)
+def test_a_prompt_waits_while_its_own_beginning_is_read(reads, waits):
+    first, second = row(0, [1] * 20, reads=reads), row(1, [1] * 11 + [2] * 9)
+    assert (second not in not_waiting([second, first], C)) == waits
+    assert first in not_waiting([second, first], C)
+
+
+def test_nobody_waits_for_who_stands_behind_or_for_others_or_once_it_reads():
+    reading = row(1, [1] * 20, reads=C)
+    before, other, begun = row(0, [1] * 20), row(2, [2] * 20), row(3, [1] * 20, reads=0)
+    assert not_waiting([begun, other, before, reading], C) == [before, reading, other, begun]
+
+
+def test_a_scored_prompt_has_no_path_and_waits_for_nobody():
+    scored = row(1, [1] * 20)
+    scored.path = ()
+    assert scored in not_waiting([row(0, [1] * 20, reads=0), scored], C)
+
+
+def test_who_is_waited_for_may_pause_park_or_end():
+    scheduler = Scheduler(max_rows=3, chunk=C)
+    path = path_of([1] * 20, "", C)
+    for rid in "abc":
+        scheduler.submit(rid, 20, 1, path=path)
+    scheduler.plan(lambda _pages, _places: 0)
+    scheduler.skip_to("a", 0)
+    assert scheduler.fresh == ()
+    for leave, come_back in (
+        (scheduler.pause, scheduler.resume),
+        (scheduler.park, scheduler.unpark),
+    ):
+        leave("a")
+        assert scheduler.fresh == ("b", "c")
+        come_back("a")
+        scheduler.plan(lambda _pages, _places: 0)
+        assert scheduler.fresh == ()
+    scheduler.finish("a")
+    assert scheduler.fresh == ("b", "c")
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=2, max_size=14).map(
+    lambda halves: [half for half in halves for _ in range(2)]
+)
+
+
+@settings(max_examples=200)
+@given(
+    crowd=st.lists(
+        st.tuples(PROMPTS, st.integers(0, 2), st.integers(0, 12)), min_size=1, max_size=9
+    ),
+    cancelled=st.sets(st.integers(0, 8)),
+    group=st.booleans(),
+)
+def test_the_bound_of_the_turns_holds_for_who_waits(crowd, cancelled, group):
+    """Whoever waits for whom, and whoever gives up: twice the chunks of those in front."""
+    turns = Turns(chunk=C, budget=C, group=group)
+    coming = [(when, row(at, prompt, rank)) for at, (prompt, rank, when) in enumerate(crowd)]
+    allowed = {
+        one.rid: 2 * sum(-(-other.left // C) for _, other in coming if other.place <= one.place)
+        for _, one in coming
+    }
+    waited, here = Counter(), []
+    for step in range(200):
+        here += [one for when, one in coming if when == step]
+        rows = [one for one in here if one.left]
+        waited.update(one.rid for one in rows)
+        free = not_waiting(rows, C)
+        chosen = turns.choose(free)
+        assert bool(chosen) == bool(rows)
+        for chunk in chosen:
+            one = next(one for one in rows if one.rid == chunk.rid)
+            one.reads, one.prefilled = True, chunk.end
+        if chosen:
+            turns.ran()
+        if step == 6:  # whoever reads may end
+            here = [one for one in here if int(one.rid) not in cancelled]
+    assert not any(one.left for one in here)
+    assert all(groups <= allowed[rid] for rid, groups in waited.items())
+
+
+# Where they part.
+
+
+@given(
+    waiting=st.lists(st.tuples(PROMPTS, st.sampled_from(["", "salt"])), max_size=8),
+    gone=st.integers(0, 8),
+    reads=PROMPTS,
+)
+def test_checkpoints_are_left_where_who_waits_goes_another_way(waiting, gone, reads):
+    paths = Waiting()
+    for prompt, salt in waiting:
+        paths.add(path_of(prompt, salt, C))
+    for prompt, salt in waiting[:gone]:
+        paths.remove(path_of(prompt, salt, C))
+    common = set()
+    for prompt, salt in waiting[gone:]:
+        whole = min(len(prompt) - 1, len(reads) - 1) // C
+        shared = 0
+        while shared < whole and prompt[: C * shared + C] == reads[: C * shared + C]:
+            shared += 1
+        common |= {shared} - {0} if not salt else set()
+    path = path_of(reads, "", C)
+
+    assert paths.partings(path) == common
+    assert not any(paths.parts_at(path, chunks) for chunks in (0, len(path) + 1))
+    for prompt, salt in waiting[gone:]:
+        paths.remove(path_of(prompt, salt, C))
+    assert not len(paths)
+
+
+def test_ten_thousand_who_wait_are_looked_up_in_the_path_alone():
+    """As many names as there are different beginnings, and a lookup for each of the path's."""
+    paths, shared = Waiting(), [1] * 1500
+    for number in range(10_000):
+        paths.add(path_of([*shared, number, number], "", 256))
+    assert len(paths) == 5
+    asked = Counter()
+
+    class Counted(Counter):
+        def __getitem__(self, name):
+            asked[name] += 1
+            return super().__getitem__(name)
+
+    paths._through = Counted(paths._through)
+    assert paths.partings(path_of([*shared, *range(600)], "", 256)) == {5}
+    assert asked.total() <= 2 * 8

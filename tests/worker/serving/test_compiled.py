@@ -1,0 +1,141 @@
+"""Compiled decode steps: the numbers of plain ones, to the bit, whatever the batch does."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvd.worker.cache.backend import Backend
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.shapes import rounded
+from kvd.worker.native import build as build_native
+from kvd.worker.native.step import Library
+from kvd.worker.serving import compiled
+from kvd.worker.serving.probe import find_layout
+from kvd.worker.serving.runner import Runner
+from tests.worker.architectures.zoo import build
+
+pytestmark = pytest.mark.mlx
+LADDER = (Scheme(8, 8), Scheme(4, 4))
+
+
+class Pair:
+    """The same rows over two caches: steps of one are compiled."""
+
+    def __init__(self, name: str, settings: CacheSettings, backend: Backend | None = None) -> None:
+        model = build(name)[0]
+        layout = find_layout(model)
+        self.plain, self.compiled = (Runner(model, ModelCache(layout, settings)) for _ in range(2))
+        for runner in self.runners:
+            runner.cache.use(page_product, backend)
+        assert self.compiled.compile()
+        self.rows: list[tuple[object, object]] = []
+
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        return self.plain, self.compiled
+
+    def join(self, length: int) -> None:
+        rows = tuple(runner.cache.new_row() for runner in self.runners)
+        for runner, row in zip(self.runners, rows, strict=True):
+            for start in range(0, length, 64):
+                runner.prefill(row, [5 + at % 50 for at in range(start, min(start + 64, length))])
+        self.rows.append(rows)
+
+    def leave(self, index: int) -> None:
+        for runner, row in zip(self.runners, self.rows.pop(index), strict=True):
+            runner.cache.free(row)
+
+    def step(self, token: int) -> None:
+        found = []
+        for side, runner in enumerate(self.runners):
+            rows = [pair[side] for pair in self.rows]
+            if runner.cache.needs_flush(rows):
+                runner.cache.flush()
+            logits = runner.decode(rows, mx.array([token + at for at in range(len(rows))]))
+            mx.eval(logits, runner.cache.arrays())
+            found.append(np.array(logits))
+        assert np.isfinite(found[0]).all()
+        np.testing.assert_array_equal(found[0], found[1])
+
+
+@pytest.fixture(params=["plain", "native"])
+def library(request: pytest.FixtureRequest) -> Backend | None:
+    if request.param == "native" and build_native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    return Library(build_native.load()) if request.param == "native" else None
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
+    name: str, library: Backend | None
+) -> None:
+    pair = Pair(name, CacheSettings(LADDER), library)
+    for length in (3, 70, 150):
+        pair.join(length)
+    for step in range(66):
+        if step == 20:
+            pair.join(64)
+        if step == 44:
+            pair.leave(1)
+        pair.step(step % 40)
+
+    assert pair.compiled.compiled
+    assert pair.compiled._compiled is not None
+    assert 1 < pair.compiled._compiled.traced < 40
+
+
+def test_rows_on_several_levels(library: Backend | None) -> None:
+    pair = Pair("llama", CacheSettings(LADDER), library)
+    for length in (200, 300):
+        pair.join(length)
+    pair.step(1)
+    for side, runner in enumerate(pair.runners):
+        Lowering(runner.cache, [pair.rows[0][side]], 1).advance(1e9, lambda: 0.0)
+    for step in range(10):
+        pair.step(step)
+
+
+def test_few_shapes_and_little_padding() -> None:
+    sizes = {rounded(pages) for pages in range(1, 4097)}
+    assert len(sizes) <= 4 * 12
+    for pages in range(1, 4097):
+        assert pages <= rounded(pages) <= max(pages + 1, 1.25 * pages)
+    assert rounded(0) == 0
+
+
+def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_TRACES", 2)
+    pair = Pair("llama", CacheSettings(LADDER))
+    for length in (10, 20, 30):
+        pair.join(length)
+        pair.step(1)
+    for _ in range(2):
+        pair.leave(0)
+        pair.step(1)
+
+    assert pair.compiled._compiled is not None
+    assert len(pair.compiled._compiled._traces) == 2
+
+
+def test_models_that_cannot_be_traced_run_plainly() -> None:
+    model = build("mamba2")[0]
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    assert not runner.compile()
+    assert not runner.compiled
+
+
+def test_a_trace_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")[0]
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    right = compiled.CompiledDecode.__call__
+    monkeypatch.setattr(
+        compiled.CompiledDecode, "__call__", lambda self, tokens: right(self, tokens) * 1.01
+    )
+
+    assert not runner.compile()
+    assert runner.cache.nbytes == 0

@@ -1,0 +1,137 @@
+"""Passes over prompts on devices that plan for each shape: few widths, and the same results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.attention import group
+from kvd.worker.cache import shapes
+from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import runner as runners
+from kvd.worker.serving.probe import find_layout
+from kvd.worker.serving.runner import Row, Runner
+from tests.worker.architectures.zoo import build
+from tests.worker.attention.test_group import Group, bench_of
+from tests.worker.core.held import held
+
+pytestmark = pytest.mark.mlx
+
+LENGTHS = ((130, 7, 64), (1, 70, 33), (64, 64, 64), (63, 5, 200))
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A device that plans for each shape; the shapes of queries and keys that it was asked for."""
+    monkeypatch.setattr(shapes, "are_planned", lambda: True)
+    for module, name in ((group, "_on_cpu"), (runners, "on_cpu")):
+        monkeypatch.setattr(module, name, lambda: False)
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    attend = mx.fast.scaled_dot_product_attention
+
+    def noted(queries: mx.array, keys: mx.array, *rest: Any, **more: Any) -> mx.array:
+        seen.append((queries.shape, keys.shape))
+        found: mx.array = attend(queries, keys, *rest, **more)
+        return found
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "kind", [FULL, Kind(window=150, keep=70), Kind(chunk=96)], ids=lambda kind: kind.name
+)
+@pytest.mark.usefixtures("planned")
+def test_a_chunk_attends_to_the_same_with_its_padding(kind: Kind) -> None:
+    """Padding of 7.0 in keys and values: `Group` compares with dense attention in float32."""
+    bench = bench_of(kind=kind)
+    rows = [bench.new(), bench.new(100), bench.new(333)]
+    for counts in (*LENGTHS, (1, 1, 2)):
+        case = Group(bench, rows, counts)
+        case.check()
+        case.check(mx.array([0.5, -2.0, 3.0, 1.0]))
+        case.finish()
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("share", [4, 24])
+def test_in_parts_too(share: int) -> None:
+    """Heads by heads, and in tiles."""
+    bench = bench_of()
+    case = Group(bench, [bench.new(2000), bench.new(1500)], (100, 30))
+    bench.store.prefill_scratch = bench.geometry.dense_bytes(2100) * share // 4
+    case.check()
+    case.finish()
+
+
+def runner_of(name: str) -> Runner:
+    model = build(name)[0]
+    cache = ModelCache(find_layout(model), CacheSettings((Scheme(16, 16),)))
+    runner = Runner(model, cache)
+    assert runner.group() != shapes.are_planned()  # several rows come in too many shapes
+    return runner
+
+
+def read(runner: Runner) -> tuple[list[Row], mx.array]:
+    """Prefill three rows, together and alone, with a token in between; return them and logits."""
+    rows = [runner.cache.new_row() for _ in range(3)]
+    found = []
+    for turn, counts in enumerate(LENGTHS):
+        chunks = [[(7 * at + count) % 60 for at in range(count)] for count in counts]
+        if turn % 2:
+            for row, chunk in zip(rows, chunks, strict=True):
+                runner.prefill(row, chunk)
+        else:
+            runner.prefill_group(rows, chunks)
+        logits = runner.decode(rows, mx.array([5, 6, 7]))
+        mx.eval(logits, runner.cache.arrays())
+        runner.cache.flush()
+        runner.cache.check()
+        found.append(logits)
+    return rows, mx.stack(found)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_what_is_stored_and_said_does_not_change(request: pytest.FixtureRequest, name: str) -> None:
+    plain = runner_of(name)
+    rows, logits = read(plain)
+    seen = request.getfixturevalue("planned")
+    few = runner_of(name)
+    del seen[:]
+    few_rows, few_logits = read(few)
+
+    assert all(queries[2] % 64 == 0 for queries, _ in seen if queries[2] > 1)
+    assert len(set(seen)) < len(seen)
+    assert mx.isfinite(few_logits).all()
+    assert mx.abs(few_logits - logits).max() <= 1e-4 * mx.abs(logits).max()
+    for one, other in zip(rows, few_rows, strict=True):
+        assert one.length == other.length
+        for mine, theirs in zip(held(plain, one), held(few, other), strict=True):
+            assert mine.shape == theirs.shape
+            assert mx.isfinite(theirs).all()
+            assert mx.abs(mine - theirs).max() <= 1e-4 * mx.abs(mine).max()
+
+
+def test_prompts_of_many_lengths_have_few_shapes(
+    planned: list[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    runner = runner_of("qwen3")
+    del planned[:]
+    for length in range(3, 250, 13):
+        row = runner.cache.new_row()
+        runner.prefill(row, [1 + at % 50 for at in range(length)])
+        runner.cache.free(row)
+
+    assert len(set(planned)) == 4  # widths of 64, 128, 192 and 256
+
+
+def test_on_the_cpu_passes_are_as_wide_as_their_chunks() -> None:
+    runner = runner_of("qwen3")
+
+    assert not shapes.are_planned()
+    assert [runner.width(count) for count in (1, 63, 64, 65)] == [1, 63, 64, 65]
+    assert [shapes.widened(count) for count in (1, 63, 64, 65, 1000)] == [64, 64, 64, 128, 1024]

@@ -1,0 +1,282 @@
+"""Kernels are used where they are right, at every level, and faster; else the reason is told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.attention.kernels.given import Attention
+from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import choice, loading, probe, runner, timing, verdict
+from kvd.worker.serving.probe import Served
+from kvd.worker.serving.timing import Times
+from protocol.types import FusedAttention
+from tests.worker.attention.stand_in import StandIn
+from tests.worker.core.driver import Driver
+from tests.worker.serving.test_probe import VOCAB, model_of
+
+pytestmark = pytest.mark.mlx
+LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch: pytest.MonkeyPatch) -> Times:
+    """Kernels are twice as fast, unless a test says otherwise."""
+    times = Times(fused_s=1e-3, reference_s=2e-3, keys=64)
+    monkeypatch.setattr(timing, "compare", lambda *_: times)
+    return times
+
+
+def served(
+    kernels: StandIn, kind: str = "qwen3", ladder: tuple[Scheme, ...] = LADDER[::2], **settings: Any
+) -> Served:
+    backend = kernels.backend()
+    window = {"sliding_window": 64, "sliding_window_pattern": 2}
+    model = model_of(kind, **(window if kind == "gemma3_text" else {"num_hidden_layers": 1}))
+    return probe.serve(model, CacheSettings(ladder, **settings), VOCAB, kernels=backend)
+
+
+def assert_unused(found: Served, reason: str) -> None:
+    assert found.fused is not None
+    assert not found.fused.used
+    assert reason in str(found.fused.reason)
+    assert reason in verdict.told(found.fused)
+    assert found.path == "reference, gathered pages"
+    assert all(store.backend is None for store in found.runner.cache.stores)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_right_and_faster_kernels_are_used(kind: str) -> None:
+    kernels = StandIn()
+    found = served(kernels, kind)
+
+    assert found.path == "fused"
+    assert 0 <= found.error < 1e-4
+    assert kernels.attended > 0
+    assert kernels.launches == 0  # those of the check are not counted
+    assert found.fused is not None
+    assert found.fused.used
+    assert found.fused.reason is None
+    assert (found.fused.call_ms, found.fused.reference_ms) == (1.0, 2.0)
+    assert found.fused.compile_s >= 0
+    for store in found.runner.cache.stores:
+        assert isinstance(store.backend, FusedBackend)
+        assert store.backend.kernels is kernels
+    assert "1.000 ms a layer against 2.000 ms" in verdict.told(found.fused)
+
+
+def test_slower_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, timed: Times) -> None:
+    monkeypatch.setattr(timing, "compare", lambda *_: replace(timed, fused_s=2e-3))
+    assert_unused(served(StandIn()), "slower than plain operations")
+
+
+def test_wrong_kernels_are_not_used() -> None:
+    assert_unused(served(StandIn(error=0.3)), "off by")
+
+
+class Picky(StandIn):
+    """Wrong, or failing, for steps that some test tells by their levels."""
+
+    def __init__(self, is_picked: Any, failure: Exception | None = None) -> None:
+        super().__init__()
+        self.is_picked = is_picked
+        self.failure = failure
+
+    def decode_attention(self, given: Attention) -> mx.array:
+        picked = self.is_picked(given.key_told, given.value_told)
+        if picked and self.failure is not None:
+            raise self.failure
+        found = super().decode_attention(given)
+        return found * 0.5 if picked else found
+
+
+@pytest.mark.parametrize(
+    "is_picked",
+    [
+        lambda keys, values: not keys,
+        lambda keys, values: len(keys) == 1 and (keys[0][0], values[0][0]) == (8, 4),
+        lambda keys, values: len(keys) == 1 and keys[0][0] == 4,
+        lambda keys, values: len(keys) == len(LADDER),
+    ],
+    ids=["no pages", "a level in the middle", "the lowest level", "mixed levels"],
+)
+def test_kernels_that_are_wrong_for_some_levels_only_are_not_used(is_picked: Any) -> None:
+    assert_unused(served(Picky(is_picked), ladder=LADDER), "off by")
+
+
+def test_kernels_that_do_not_compile_are_not_used() -> None:
+    failure = RuntimeError("error: use of undeclared identifier\nand the rest of the log")
+    found = served(Picky(lambda keys, values: True, failure))
+
+    assert_unused(found, "RuntimeError: error: use of undeclared identifier")
+    assert "the rest" not in str(found.fused)
+
+
+def test_kernels_that_fail_when_they_are_timed_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> Times:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(timing, "compare", failing)
+    assert_unused(served(StandIn()), "on longer rows they fail: RuntimeError: an illegal memory")
+
+
+def test_lack_of_memory_is_no_verdict_on_kernels() -> None:
+    with pytest.raises(MemoryError):
+        served(Picky(lambda keys, values: True, MemoryError()))
+
+
+class Silent(StandIn):
+    """Right, but nothing was launched for it."""
+
+    def decode_attention(self, given: Attention) -> mx.array:
+        found = super().decode_attention(given)
+        self.launches = 0
+        return found
+
+
+def test_right_numbers_without_a_launch_are_not_trusted() -> None:
+    assert_unused(served(Silent()), "no kernel was launched")
+
+
+def test_heads_that_kernels_do_not_take_are_left_to_plain_operations() -> None:
+    kernels = StandIn()
+    model = model_of("llama", head_dim=60)
+    found = probe.serve(model, CacheSettings(LADDER), VOCAB, kernels=kernels.backend())
+
+    assert_unused(found, "no kernels for heads of 60 and 60")
+    assert kernels.launches == 0
+
+
+def test_a_dense_start_and_bounded_rows_are_checked_too() -> None:
+    found = served(StandIn(), quantized_start=512, max_size=2048, keep=1000)
+
+    assert found.path == "fused"
+    assert found.runner.cache.settings.keep == 1000
+
+
+def test_a_model_that_is_not_served_over_pages_has_no_verdict() -> None:
+    found = served(StandIn(), "gemma2")
+
+    assert found.fused is None
+    assert found.path == "dequantize on read"
+
+
+def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(timing, "KEYS", 256)
+    seen: list[tuple[Any, ...]] = []
+
+    class Noting(StandIn):
+        def decode_attention(self, given: Attention) -> mx.array:
+            lists = given.pages, given.tail_keys, given.splits
+            seen.append((given.queries.shape, *(one.shape[0] for one in lists)))
+            return super().decode_attention(given)
+
+    found = served(Noting())
+    assert isinstance(found.fused, FusedAttention)
+    assert found.fused.rows == timing.ROWS
+    assert found.fused.keys == 256
+    assert found.fused.call_ms is not None
+    assert found.fused.call_ms > 0
+    assert found.fused.reference_ms is not None
+    assert found.fused.reference_ms > 0
+    assert found.runner.cache.nbytes == 0
+    # Four pages and a tail of each row, in two splits.
+    timed = [(timing.ROWS, 4, 1, 64), timing.ROWS * 4, timing.ROWS, timing.ROWS * 2]
+    assert seen[-timing.CALLS * (timing.REPEATS + 1) :] == [
+        tuple(timed) for _ in range(timing.CALLS * (timing.REPEATS + 1))
+    ]
+
+
+def test_timing_stays_within_the_scratch() -> None:
+    found = served(StandIn(), scratch=1 << 20)
+    store = found.runner.cache.stores[0]
+    asked = [
+        timing.Asked(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
+    ]
+    handle, keys = timing._handle(store.layers[0].geometry, LADDER[0], store, StandIn().backend())
+
+    assert timing._is_for(asked[0], store.layers[0].geometry)
+    assert 2 * handle.store.pages_bytes <= store.prefill_scratch // 2
+    assert 64 <= keys < timing.KEYS
+
+
+@pytest.mark.parametrize(("told", "plain"), [("reference", True), ("auto", False), (None, False)])
+def test_the_environment_forces_plain_operations(
+    monkeypatch: pytest.MonkeyPatch, told: str | None, *, plain: bool
+) -> None:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    if told is not None:
+        monkeypatch.setenv(choice.VARIABLE, told)
+
+    assert choice.is_plain() == plain
+
+
+@pytest.mark.parametrize(
+    ("told", "path", "reason"),
+    [("reference", "reference", "switched off"), ("auto", "fused", None)],
+)
+def test_loading_tries_kernels_unless_it_is_told_not_to(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    told: str,
+    path: str,
+    reason: str | None,
+) -> None:
+    caplog.set_level(logging.INFO, "kvd.worker")
+    monkeypatch.setenv(choice.VARIABLE, told)
+    monkeypatch.setattr(choice, "kernels", StandIn().backend)
+    stages: list[str] = []
+    loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, multiplies=False)
+    found = loading.serve(
+        loaded,  # type: ignore[arg-type]
+        CacheSettings(),
+        None,
+        lambda stage, _: stages.append(stage),
+    )
+
+    assert found.path.startswith(path)
+    assert found.fused is not None
+    assert found.fused.reason == reason
+    assert found.fused.used == (reason is None)
+    assert [stage.startswith("attention kernels compiled") for stage in stages] == (
+        [] if reason else [True]
+    )
+    assert f"attention: {found.path}, error " in caplog.text
+    assert f"fused attention is {'not used: switched off' if reason else 'used'}" in caplog.text
+
+
+def test_an_engine_serves_with_kernels_and_counts_them(
+    monkeypatch: pytest.MonkeyPatch, demo: Driver
+) -> None:
+    kernels = StandIn()
+    monkeypatch.setattr(choice, "kernels", kernels.backend)
+    # Compiled ones are in `test_fused`; a compiler for the CPU takes its time over them.
+    monkeypatch.setattr(runner, "can_compile", lambda _: False)
+    fused = Driver("demo")
+    loaded = kernels.launches
+    prompt = list(range(5, 140))
+    texts = [driver.alone(prompt, max_tokens=20).text for driver in (demo, fused)]
+
+    assert texts[0] == texts[1]
+    assert demo.engine.stats().kernel_launches == 0
+    assert fused.info.attention_path.startswith("fused")
+    assert fused.info.fused is not None
+    # Two a layer and step.
+    assert kernels.launches - loaded >= 2 * fused.info.layers * 19
+    assert fused.engine.stats().kernel_launches == kernels.launches
+
+
+def test_the_cpu_has_no_kernels() -> None:
+    if mx.default_device().type != mx.DeviceType.cpu:
+        pytest.skip("an accelerator")
+    assert choice.kernels() is None

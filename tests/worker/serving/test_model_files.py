@@ -1,0 +1,293 @@
+"""Finding, inspecting and loading models: every kind of broken folder says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from kvd.worker.native import build
+from kvd.worker.serving import describe, model_files
+from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
+from tests.worker import tiny_model
+
+pytestmark = pytest.mark.mlx
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tiny_model.save(tmp_path / "tiny")
+
+
+def change_config(folder, **fields):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+# Finding
+
+
+def test_the_embedded_model_is_in_the_package():
+    path = model_files.resolve("demo")
+    assert (path / "config.json").exists()
+
+
+def test_a_folder_is_itself(folder):
+    assert model_files.resolve(str(folder)) == folder
+
+
+@pytest.mark.parametrize("source", ["nope", "./tiny", "../a/b", "a/b/c", "", "~/x", "a b/c"])
+def test_other_names_are_unknown(source):
+    with pytest.raises(UnknownModel, match="give demo, the absolute path") as caught:
+        model_files.resolve(source)
+    assert caught.value.detail == {"source": source}
+
+
+def test_a_path_to_nothing_and_to_a_file(folder):
+    with pytest.raises(UnknownModel, match="no folder"):
+        model_files.resolve(str(folder / "none"))
+    with pytest.raises(InvalidModel, match="is a file"):
+        model_files.resolve(str(folder / "config.json"))
+
+
+def test_the_hub_without_a_network_says_what_to_do(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(*_args, **_kwargs):
+        raise LocalEntryNotFoundError("cannot reach\nthe Hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UnknownModel, match="check the id and the network") as caught:
+        model_files.resolve("some/model")
+    assert "LocalEntryNotFoundError: cannot reach;" in caught.value.message
+
+
+def test_a_download_shows_life_and_ends_in_its_folder(monkeypatch, folder):
+    import huggingface_hub
+
+    ticked = threading.Event()
+
+    def download(_source, *, allow_patterns):
+        assert "*.json" in allow_patterns
+        assert ticked.wait(30)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_files.resolve("some/model", lambda stage, _: ticked.set()) == folder
+
+
+def test_only_what_is_asked_for_is_fetched(monkeypatch, folder):
+    import huggingface_hub
+
+    asked = []
+
+    def download(_source, *, allow_patterns):
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_files.resolve("some/model", files=("config.json",)) == folder
+    assert asked == [["config.json"]]
+
+
+# Inspecting
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_headers_tell_what_the_weights_take(tmp_path, shards):
+    folder = tiny_model.save(tmp_path / "tiny", shards=shards)
+    headers = model_files.inspect(folder)
+    loaded = model_files.load(folder)
+    assert len(headers.weight_files) == shards
+    assert headers.weights.tensors == len(tree_flatten(loaded.model.parameters()))
+    assert headers.weights.stored_bytes * 2 == headers.weights_bytes == loaded.weights_bytes
+
+
+def test_headers_tell_what_packed_weights_take(tmp_path):
+    if build.compiler() is None:
+        pytest.skip("no C++ compiler")
+    folder = tiny_model.save(tmp_path / "tiny")
+    headers = model_files.inspect(folder)
+    loaded = model_files.load(folder, library=build.load())
+    assert headers.packed_bytes < 0.55 * headers.weights_bytes
+    assert headers.packed_bytes <= loaded.weights_bytes <= 1.1 * headers.packed_bytes
+
+
+def test_headers_of_quantized_weights(tmp_path):
+    folder = tiny_model.save(tmp_path / "tiny", quantized=True)
+    headers = model_files.inspect(folder)
+    assert headers.weights.stored_bytes < headers.weights_bytes < 2 * headers.weights.stored_bytes
+    assert headers.weights_bytes == model_files.load(folder).weights_bytes
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(InvalidModel, match=r"config\.json is missing"):
+        model_files.inspect(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b"{", "not valid JSON"), (b"\xff", "not valid JSON"), (b"[]", "not a JSON object")],
+)
+def test_a_broken_config(folder, content, what):
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(InvalidModel, match=what):
+        model_files.inspect(folder)
+
+
+@pytest.mark.parametrize("kind", ["bert_of_tomorrow", "../qwen3", "", "os.path"])
+def test_an_unknown_architecture(folder, kind):
+    change_config(folder, model_type=kind)
+    with pytest.raises(UnsupportedModel, match="does not know the model type"):
+        model_files.inspect(folder)
+
+
+def test_no_architecture_and_own_code(folder):
+    change_config(folder, model_type=None)
+    with pytest.raises(UnsupportedModel, match="no model_type"):
+        model_files.inspect(folder)
+    change_config(folder, model_type="qwen3", model_file="evil.py")
+    with pytest.raises(UnsupportedModel, match="brings its own code"):
+        model_files.inspect(folder)
+
+
+def test_a_remapped_architecture_is_known(folder):
+    change_config(folder, model_type="mistral")
+    model_files.inspect(folder)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InvalidModel, match=r"has no model\*\.safetensors"):
+        model_files.inspect(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 5000, -1])
+def test_truncated_weights(folder, keep):
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:keep])
+    with pytest.raises(InvalidModel, match=r"model\.safetensors is truncated") as caught:
+        model_files.inspect(folder)
+    assert caught.value.detail == {"path": str(file)}
+
+
+def test_weights_with_something_behind(folder):
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(InvalidModel, match="longer than its header says"):
+        model_files.inspect(folder)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{", b"[]", b'{"a": 1}', b'{"a": {"shape": 3, "dtype": "F32"}}', b"\xff\xff"]
+)
+def test_weights_with_a_broken_header(folder, header):
+    content = len(header).to_bytes(8, "little") + header
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(InvalidModel, match="broken header"):
+        model_files.inspect(folder)
+
+
+def test_a_git_lfs_pointer_is_no_weights(folder):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    (folder / "model.safetensors").write_bytes(pointer)
+    with pytest.raises(InvalidModel, match="truncated or no safetensors"):
+        model_files.inspect(folder)
+
+
+def test_a_shard_that_the_index_lists_is_missing(tmp_path):
+    folder = tiny_model.save(tmp_path / "tiny", shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(InvalidModel, match=r"00002-of-00003\.safetensors is missing"):
+        model_files.inspect(folder)
+
+
+def test_a_broken_index(tmp_path):
+    folder = tiny_model.save(tmp_path / "tiny", shards=2)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InvalidModel, match="has no weight_map"):
+        model_files.inspect(folder)
+
+
+def test_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(InvalidModel, match="has no tokenizer"):
+        model_files.inspect(folder)
+
+
+# Loading
+
+
+def test_a_model_is_loaded_as_float32_on_the_cpu(folder):
+    seen = []
+    loaded = model_files.load(folder, lambda stage, part: seen.append((stage, part)))
+    assert model_files.default_dtype() == mx.float32
+    assert describe.dtype_name(loaded.model) == "float32"
+    assert loaded.architecture == "Qwen3ForCausalLM"
+    assert loaded.context_length == 1024
+    assert loaded.vocab_size == 512
+    assert loaded.eos_ids == {2, 7}
+    assert loaded.parameters == sum(a.size for _, a in tree_flatten(loaded.model.parameters()))
+    assert seen[-1] == ("weights", 1.0)
+    logits = loaded.model(mx.array([[1, 2, 3]]))
+    assert logits.dtype == mx.float32
+    assert logits.shape == (1, 3, 512)
+
+
+def test_quantized_weights_stay_quantized_with_float32_scales(tmp_path):
+    loaded = model_files.load(tiny_model.save(tmp_path / "tiny", quantized=True))
+    projection = loaded.model.layers[0].self_attn.q_proj
+    assert projection.weight.dtype == mx.uint32
+    assert projection.scales.dtype == mx.float32
+    assert loaded.model(mx.array([[1]])).dtype == mx.float32
+    assert describe.dtype_name(loaded.model) == "float32"
+    full = model_files.load(tiny_model.save(tmp_path / "full"))
+    assert loaded.parameters == full.parameters
+
+
+def test_signs_of_life_while_weights_are_read(folder, monkeypatch):
+    monkeypatch.setattr(model_files, "_EVAL_BYTES", 50_000)
+    seen = []
+    model_files.load(folder, lambda _stage, part: seen.append(part))
+    assert len(seen) > 3
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_weights_that_do_not_fit_the_config(folder):
+    change_config(folder, hidden_size=128)
+    with pytest.raises(InvalidModel, match="cannot be loaded: ValueError"):
+        model_files.load(folder)
+
+
+def test_a_config_without_what_the_model_needs(folder):
+    change_config(folder, hidden_size=None)
+    model_files.inspect(folder)
+    with pytest.raises(InvalidModel, match="cannot be loaded: TypeError"):
+        model_files.load(folder)
+
+
+def test_a_broken_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(InvalidModel, match="tokenizer that cannot be loaded"):
+        model_files.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({"max_position_embeddings": None, "seq_length": 77}, 77),
+        ({"max_position_embeddings": None, "text_config": {"max_position_embeddings": 99}}, 99),
+        ({"max_position_embeddings": None}, model_files.DEFAULT_CONTEXT),
+    ],
+)
+def test_context_lengths(fields, length):
+    config = tiny_model.CONFIG | fields
+    assert model_files._context_length(config, object()) == length

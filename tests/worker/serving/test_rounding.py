@@ -1,0 +1,70 @@
+"""From how many tokens on a prefill's products are rounded alike: what is measured holds."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from kvd.worker.serving import rounding
+from kvd.worker.serving.rounding import MOST_TOKENS, token_floor
+
+pytestmark = pytest.mark.mlx
+
+
+class Model(nn.Module):
+    def __init__(self, *shapes: tuple[int, int]) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(inputs, outputs) for inputs, outputs in shapes]
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (256, 128), (64, 96), (96, 64), (768, 256)])
+def test_from_the_floor_on_a_token_is_rounded_alike_wherever_it_stands(
+    shape: tuple[int, int],
+) -> None:
+    model = Model(shape)
+    floor = token_floor(model)
+    assert floor is not None, "small only by its tokens"
+    (layer,) = model.layers
+    tokens = mx.random.normal((320, shape[0]))
+    right = layer(tokens)
+    for count in (*range(floor, 50), *range(50, 321, 27)):
+        assert mx.array_equal(layer(tokens[:count]), right[:count])
+    for start in range(7, 280, 39):
+        assert mx.array_equal(layer(tokens[start:]), right[start:])
+
+
+def test_the_least_content_layer_decides() -> None:
+    floors = [token_floor(Model(shape)) for shape in ((256, 256), (96, 64))]
+
+    assert token_floor(Model((256, 256), (96, 64))) == max(floors)
+
+
+def test_where_padding_would_be_long_there_is_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a router of few experts, where the library has a kernel of its own for it."""
+    right = nn.Linear.__call__
+
+    def small(layer: nn.Linear, x: mx.array) -> mx.array:
+        return right(layer, x) + (1e-6 if x.shape[0] < MOST_TOKENS + 10 else 0.0)
+
+    monkeypatch.setattr(nn.Linear, "__call__", small)
+    assert token_floor(Model((64, 8))) is None
+
+
+def test_large_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "MOST_ELEMENTS", 64 * 96 - 1)
+
+    assert token_floor(Model((64, 96))) == 1
+
+
+def test_narrow_weights_are_compared_with_chunks_that_are_long_enough() -> None:
+    """A router of four experts: even 300 tokens are a small product."""
+    model = Model((64, 4))
+    floor = token_floor(model)
+    tokens = mx.random.normal((2048, 64))
+    right = model.layers[0](tokens)
+    alike = [
+        bool(mx.array_equal(model.layers[0](tokens[:count]), right[:count]).item())
+        for count in range(MOST_TOKENS, 600, 20)
+    ]
+    assert floor is None or all(alike)

@@ -1,0 +1,113 @@
+"""Stop strings: the first to be complete ends the text, however the text is cut."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.worker.text.stops import MAX_STOP_CHARS, StopFilter
+from protocol.errors import InvalidRequest
+
+
+def run(stops, pieces):
+    """Return what came out in all, and whether a stop string ended it."""
+    out = StopFilter(stops)
+    text = "".join(out.push(piece) for piece in pieces)
+    return text + out.finish(), out.stopped
+
+
+def reference(stops, text):
+    """Look at every beginning of the text, shortest first, for a stop string at its end."""
+    for end in range(1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            return text[: end - max(map(len, hits))], True
+    return text, False
+
+
+def test_without_stop_strings_all_passes_at_once():
+    out = StopFilter()
+    assert [out.push("abc"), out.push(""), out.push("d"), out.finish()] == ["abc", "", "d", ""]
+
+
+def test_a_stop_string_split_over_pieces_is_held_back_and_never_shown():
+    out = StopFilter(["</end>"])
+    assert [out.push(p) for p in ("a</", "en", "d>b", "c")] == ["a", "", "", ""]
+    assert out.stopped
+    assert out.finish() == ""
+
+
+def test_what_turns_out_to_be_none_is_sent():
+    out = StopFilter(["</end>"])
+    assert [out.push(p) for p in ("a</", "en", "x")] == ["a", "", "</enx"]
+    assert not out.stopped
+
+
+def test_the_end_of_the_text_releases_what_was_held():
+    assert run(["stop"], ["so", " st"]) == ("so st", False)
+
+
+def test_a_stop_string_at_the_very_start_leaves_nothing():
+    assert run(["\n"], ["\nabc"]) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [
+        (["abcd", "bc"], "xabcd", "xa"),  # the inner one is complete first
+        (["bc", "abc"], "xabcd", "x"),  # both at once: the longer
+        (["aab"], "aaab", "a"),
+        (["abab"], "abaabab", "aba"),
+        (["👩‍👧"], "x👩‍👦👩‍👧y", "x👩‍👦"),
+        (["ab", "ab"], "cab", "c"),
+    ],
+)
+def test_overlaps(stops, text, expected):
+    assert run(stops, [text]) == (expected, True)
+    assert run(stops, list(text)) == (expected, True)
+
+
+@settings(deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
+    pieces=st.lists(st.text("abc", max_size=6), max_size=12),
+)
+def test_any_cut_gives_the_reference_s_text(stops, pieces):
+    text = "".join(pieces)
+    assert run(stops, pieces) == reference(stops, text)
+    assert run(stops, list(text)) == reference(stops, text)
+
+
+@settings(deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    text=st.text("abc", max_size=30),
+)
+def test_no_more_is_held_than_may_become_a_stop_string(stops, text):
+    out = StopFilter(stops)
+    sent = ""
+    for at, char in enumerate(text):
+        sent += out.push(char)
+        if out.stopped:
+            return
+        held = text[len(sent) : at + 1]
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+def test_empty_and_huge_stop_strings_are_refused():
+    with pytest.raises(InvalidRequest, match="empty") as caught:
+        StopFilter([""])
+    assert caught.value.detail == {"field": "stop"}
+    with pytest.raises(InvalidRequest, match="4096"):
+        StopFilter(["x" * (MAX_STOP_CHARS + 1)])
+
+
+def test_the_worst_stop_strings_stay_cheap():
+    out = StopFilter(["a" * 4095 + str(at) for at in range(10)] + ["ab"] * 6)
+    start = time.perf_counter()
+    for _ in range(2000):
+        out.push("aaaa")
+    assert (time.perf_counter() - start) / 2000 < 1e-3

@@ -1,0 +1,233 @@
+"""Verdicts: made by the process, kept in the home, obeyed at load, and void for other models."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import mlx.core as mx
+import msgspec
+import pytest
+
+from kvd import demo
+from kvd.host.home import Home
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import model_files, verdicts
+from kvd.worker.serving.verdicts import Verdict, find, key_of, lift, store
+from kvd.worker.tools import calibrate, fidelity
+from kvd.worker.tools.fidelity import Floor
+from protocol.errors import InvalidRequest
+from protocol.types import KVSpec
+from tests.worker import tiny_model
+from tests.worker.core.driver import Driver
+
+pytestmark = pytest.mark.mlx
+
+K8V8, K8V4, K4V4 = Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return tiny_model.save(tmp_path / "tiny")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    place = tmp_path / "calibration"
+    monkeypatch.setenv(verdicts.FOLDER_VARIABLE, str(place))
+    return place
+
+
+def verdict_of(path, lowest: str) -> Verdict:
+    return Verdict(
+        key=key_of(model_files.inspect(path)), model=str(path), lowest=lowest, max_kl=0.02, min_top1=0.95,
+        levels=[], prompts=1, tokens=400, date="2025-01-01T00:00:00+00:00", device="cpu",
+        versions={},
+    )  # fmt: skip
+
+
+# What a verdict does.
+
+
+@pytest.mark.parametrize(
+    ("lowest", "ladder", "left"),
+    [
+        ("k4v4", [K8V8, K8V4, K4V4], [K8V8, K8V4, K4V4]),
+        ("k8v4", [K8V8, K8V4, K4V4], [K8V8, K8V4]),
+        ("k8v8", [K8V8, K8V4, K4V4], [K8V8]),
+        ("k16v16", [K8V8, K8V4, K4V4], [Scheme(16, 16)]),
+        ("k8v4", [K4V4], [K8V4]),
+        ("k8v4", [Scheme(6, 6), K4V4, Scheme(2, 2)], [Scheme(8, 6), K8V4]),
+        ("k4v4g32", [K8V8, K4V4], [K8V8, Scheme(4, 4, 32, 32)]),
+        ("k4v4", [K8V8, Scheme(4, 4, 32, 32)], [K8V8, Scheme(4, 4, 32, 32)]),
+    ],
+)
+def test_nothing_stays_below_the_lowest_level(tiny, lowest, ladder, left):
+    assert lift(ladder, verdict_of(tiny, lowest)) == left
+    assert lift(ladder, None) == ladder
+
+
+def test_a_load_obeys_it_and_says_so(tiny, folder):
+    assert Driver(str(tiny)).info.kv_ladder == ["k8v8", "k8v4", "k4v4"]
+    store(folder, verdict_of(tiny, "k8v4"))
+
+    cut = Driver(str(tiny))
+    assert cut.info.kv_ladder == ["k8v8", "k8v4"]
+    assert cut.info.kv_calibrated == "k8v4"
+    levels = cut.engine._runner.cache.stores[0].layers[0].pools
+    assert [level.scheme.name for level in levels] == ["k8v8", "k8v4"]
+    lifted = Driver(str(tiny), kv=KVSpec(4, 4)).info
+    assert (lifted.kv_scheme, lifted.kv_ladder) == ("k8v4", ["k8v4"])
+    assert {part.scheme for part in lifted.kv} == {"k8v4"}
+
+    store(folder, verdict_of(tiny, "k16v16"))
+    dense = Driver(str(tiny)).info
+    assert (dense.kv_ladder, dense.kv_layout) == (["k16v16"], "not quantized")
+
+
+# Whose it is.
+
+
+def test_another_model_has_none_even_with_the_same_shapes(tiny, tmp_path, folder):
+    other = tiny_model.save(tmp_path / "other")
+    assert key_of(model_files.inspect(other)) == key_of(model_files.inspect(tiny))  # a copy
+    file = other / "model.safetensors"
+    weights, metadata = mx.load(str(file), return_metadata=True)
+    name = max(weights)
+    weights[name] = weights[name] + 1
+    mx.eval(weights)
+    mx.save_safetensors(str(file), weights, metadata=metadata)
+    store(folder, verdict_of(tiny, "k8v8"))
+
+    assert find(model_files.inspect(tiny)).lowest == "k8v8"
+    assert find(model_files.inspect(other)) is None
+
+
+def test_another_configuration_is_another_model(tiny, folder):
+    store(folder, verdict_of(tiny, "k8v8"))
+    config = json.loads((tiny / "config.json").read_text()) | {"rope_theta": 5000.0}
+    (tiny / "config.json").write_text(json.dumps(config))
+    assert find(model_files.inspect(tiny)) is None
+
+
+def test_without_a_folder_there_is_none(tiny, folder, monkeypatch):
+    assert find(model_files.inspect(tiny)) is None
+    store(folder, verdict_of(tiny, "k8v8"))
+    monkeypatch.delenv(verdicts.FOLDER_VARIABLE)
+    assert find(model_files.inspect(tiny)) is None
+
+
+# What is stored.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'"lowest"'],
+)
+def test_a_damaged_file_is_ignored_and_the_log_says_so(tiny, folder, caplog, text):
+    store(folder, verdict_of(tiny, "k8v8")).write_bytes(text)
+    with caplog.at_level(logging.WARNING):
+        assert find(model_files.inspect(tiny)) is None
+    assert "is ignored" in caplog.text
+
+
+def test_so_is_one_with_no_scheme_or_another_models_key(tiny, folder, caplog):
+    whole = verdict_of(tiny, "k8v8")
+    file = store(folder, whole)
+    for change in ({"lowest": "k9v9"}, {"key": "0" * 32}):
+        file.write_bytes(msgspec.json.encode(msgspec.to_builtins(whole) | change))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert find(model_files.inspect(tiny)) is None
+        assert "is ignored" in caplog.text
+
+
+def test_a_new_verdict_replaces_the_old_one_and_a_failed_write_leaves_it(tiny, folder, monkeypatch):
+    store(folder, verdict_of(tiny, "k8v8"))
+    file = store(folder, verdict_of(tiny, "k8v4"))
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+    def full(_handle):
+        raise OSError("no space")
+
+    monkeypatch.setattr(verdicts.os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        store(folder, verdict_of(tiny, "k4v4"))
+    assert find(model_files.inspect(tiny)).lowest == "k8v4"
+    assert list(folder.iterdir()) == [file]
+
+
+# The measuring.
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_process_stores_what_it_prints(tmp_path, folder):
+    ladder = "k8v8,k4v4,k2v2"
+    command = [sys.executable, "-m", "kvd.worker.tools.calibrate", "demo", "--ladder", ladder]
+    place = ["--home", str(tmp_path), "--prompts", "1", "--tokens", "420"]
+    done = subprocess.run([*command, *place], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert done.stderr.splitlines()[-1].startswith("2/2 prompt 1, ")
+    assert [one["scheme"] for one in said["levels"]] == ladder.split(",")
+    assert said["levels"][0]["allowed"]
+    assert not said["levels"][2]["allowed"]
+    assert 0 < said["levels"][0]["kl"] < said["levels"][2]["kl"]
+    assert said["lowest"] in {"k8v8", "k4v4"}
+    found = find(model_files.inspect(demo.path()), Home(tmp_path).calibration)
+    assert said == msgspec.to_builtins(found) | {"file": said["file"]}
+
+
+def test_not_even_the_top_means_dense(monkeypatch):
+    agreement = fidelity.Agreement(10, float("nan"), 0.99, 1.0, 1.1)
+    monkeypatch.setattr(
+        calibrate.fidelity,
+        "measure",
+        lambda _model, prompts, ladder: [
+            fidelity.LevelAgreement(scheme, agreement) for scheme in ladder if list(prompts)
+        ],
+    )
+    stages: list[str] = []
+    found = calibrate.calibrate("demo", [K8V8], Floor(), stages.append, count=1, tokens=400)
+    assert found.lowest == "k16v16"
+    assert (found.levels[0].kl, found.levels[0].allowed) == (None, False)
+    assert len(stages) == 2
+
+
+@pytest.mark.parametrize(("tokens", "why"), [(100, "facts take"), (430, "longer prompts")])
+def test_texts_that_are_too_short_are_refused(monkeypatch, tokens, why):
+    cut = [list(range(300, 400))]
+    if tokens > 400:
+        monkeypatch.setattr(calibrate.fidelity, "texts", lambda *_, **__: cut)
+    with pytest.raises(InvalidRequest, match=f"^tokens: .*{why}") as caught:
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=tokens)
+    assert caught.value.detail == {"field": "tokens"}
+
+
+def test_a_fault_of_the_measuring_is_not_blamed_on_the_texts(monkeypatch):
+    def broken(*_):
+        raise ValueError("shapes do not match")
+
+    monkeypatch.setattr(calibrate.fidelity, "measure", broken)
+    with pytest.raises(ValueError, match=r"^shapes do not match"):
+        calibrate.calibrate("demo", [K8V8], Floor(), lambda _: None, count=1, tokens=400)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--max-kl=nan"], ["--max-kl=-1"], ["--min-top1=95"], ["--prompts=0"], ["--ladder=k9v9"]],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch, capsys, tmp_path, wrong):
+    place = ["--home", str(tmp_path), "--ladder", "k8v8"]
+    monkeypatch.setattr(sys, "argv", ["calibrate", "demo", *place, *wrong])
+    monkeypatch.setattr(calibrate.model, "load", None)
+    with pytest.raises(SystemExit) as ended:
+        calibrate.main()
+    assert ended.value.code == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "invalid_request"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,94 @@
+"""Measuring levels for calibration, and the verdict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from kvd import demo
+from kvd.worker.cache.scheme import Scheme
+from kvd.worker.serving import model_files, seam
+from kvd.worker.tools import fidelity
+from kvd.worker.tools.fidelity import (
+    Agreement,
+    Floor,
+    LevelAgreement,
+    Tally,
+    TooShortError,
+    lowest_level,
+)
+from protocol.errors import UnsupportedModel
+from tests.worker.architectures.zoo import build
+
+pytestmark = pytest.mark.mlx
+
+LADDER = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4), Scheme(2, 2)]
+
+
+def levels(*kls: float, top1: float = 1.0) -> list[LevelAgreement]:
+    return [
+        LevelAgreement(scheme, Agreement(100, kl, top1, 2.0, 2.0 + kl))
+        for scheme, kl in zip(LADDER, kls, strict=False)
+    ]
+
+
+def test_the_lowest_level_that_keeps_the_floor():
+    floor = Floor(max_kl=0.01, min_top1=0.95)
+    assert lowest_level(levels(0.001, 0.002, 0.009, 0.1), floor) == 2
+    assert lowest_level(levels(0.001, 0.002), floor) == 1
+    assert lowest_level(levels(0.02, 0.001), floor) is None
+    assert lowest_level(levels(0.001, top1=0.9), floor) is None
+    assert lowest_level([], floor) is None
+
+
+def test_nothing_below_a_level_that_fails():
+    assert lowest_level(levels(0.001, 0.5, 0.001), Floor()) == 0
+
+
+def test_nan_is_not_good_enough():
+    assert lowest_level(levels(math.nan), Floor()) is None
+
+
+def test_perplexity_change_is_relative():
+    assert Agreement(1, 0.0, 1.0, 2.0, 2.0 + math.log(1.5)).perplexity_change == pytest.approx(0.5)
+
+
+def test_no_position_is_no_verdict():
+    with pytest.raises(TooShortError, match="longer prompts"):
+        Tally().agreement()
+
+
+@pytest.mark.slow
+def test_each_level_is_worse_than_the_one_above():
+    seam.install()
+    loaded = model_files.load(demo.path())
+    prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=512)
+
+    measured = fidelity.measure(loaded.model, prompts, LADDER)
+
+    assert [one.scheme for one in measured] == LADDER
+    kls = [one.agreement.kl for one in measured]
+    assert all(math.isfinite(kl) for kl in kls)
+    assert 0 < kls[0] < kls[1] < kls[2] < kls[3]
+    assert kls[0] < 1e-3
+    assert measured[0].agreement.top1 > measured[3].agreement.top1
+    assert lowest_level(measured, Floor(max_kl=(kls[1] + kls[2]) / 2, min_top1=0)) == 1
+    # The first chunk of a prompt sees nothing quantized; the rest counts once.
+    assert measured[0].agreement.positions == sum(len(p) - 1 - 256 for p in prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("deepseek_v41", "dense caches .*LayerCache"), ("mamba", "recurrent states")]
+)
+def test_a_model_without_quantized_keys_gets_no_verdict(name, why):
+    model, _ = build(name)
+    with pytest.raises(UnsupportedModel, match=f"{why}.*nothing to calibrate"):
+        fidelity.measure(model, [list(range(300))], LADDER[:1])
+
+
+def test_short_prompts_are_refused():
+    seam.install()
+    loaded = model_files.load(demo.path())
+    with pytest.raises(TooShortError, match="longer prompts"):
+        fidelity.measure(loaded.model, [list(range(300, 400))], LADDER[:1])
