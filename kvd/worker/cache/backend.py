@@ -6,6 +6,7 @@ steps that a backend leaves to them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.scheme import Packing
     from kvd.worker.cache.steps import DecodeStep
+    from kvd.worker.cache.store import KVStore
 
 
 class BackendStep(Protocol):
@@ -82,6 +84,20 @@ class Backend(Protocol):
 
     def launched(self, more: int = 0) -> int:
         """Count kernels that were launched without a call; return how many there were so far."""
+
+
+class OpaqueKV(ABC):
+    """Keys and values of one forward pass that only attention can read.
+
+    mlx-lm's models pass it from their cache to attention, where `kvd.worker.serving.seam` calls
+    `attend`.
+    """
+
+    store: KVStore
+
+    @abstractmethod
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """Attend ``[batch, query heads, tokens, key size]`` causally; same shape, value size."""
 
 
 def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int, ...]]:

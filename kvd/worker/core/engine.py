@@ -44,7 +44,6 @@ from kvd.worker.native import choice
 from kvd.worker.prefix.remembered import Remembered, Room, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import shortage
-from kvd.worker.process.choices import Choices, late
 from kvd.worker.sampling.sampler import Draw, Drawn, Sampler
 from kvd.worker.scheduling.admission import Admission, Turn
 from kvd.worker.scheduling.budget import PageBudget
@@ -52,6 +51,7 @@ from kvd.worker.scheduling.scheduler import Plan, Scheduler, Sizes
 from kvd.worker.serving import loading, model_files, verdicts
 from kvd.worker.serving.costs import costs_of
 from kvd.worker.serving.runner import Row, Runner
+from kvd.worker.text.choices import Choices, late
 from kvd.worker.text.text import Text
 from protocol.costs import Costs
 from protocol.errors import (

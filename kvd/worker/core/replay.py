@@ -18,7 +18,7 @@ from protocol.worker import RowTokens
 
 if TYPE_CHECKING:
     from kvd.worker.core.request import Completion, Request
-    from kvd.worker.process.choices import Choices
+    from kvd.worker.text.choices import Choices
     from protocol.messages import FinishReason
     from protocol.worker import Report, Resumed, Submit
 

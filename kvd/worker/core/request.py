@@ -8,9 +8,9 @@ from typing import Any
 
 from kvd.worker.core.replay import unsaid
 from kvd.worker.prefix.remembered import Reader
-from kvd.worker.process.choices import Choices
 from kvd.worker.sampling.sampler import RowSettings
 from kvd.worker.serving.runner import Row
+from kvd.worker.text.choices import Choices
 from kvd.worker.text.text import TextStream
 from protocol.worker import Submit
 

@@ -26,10 +26,10 @@ from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
 from kvd.worker.fake.story import VOCABULARY, Story, word
 from kvd.worker.prefix.remembered import Reader, Remembered, Room, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
-from kvd.worker.process.choices import Choices, check_ids, late
 from kvd.worker.scheduling.admission import Admission, Held, Turn
 from kvd.worker.scheduling.budget import PageBudget, mebibytes
 from kvd.worker.scheduling.scheduler import Scheduler
+from kvd.worker.text.choices import Choices, check_ids, late
 from kvd.worker.text.stops import StopFilter
 from protocol.errors import (
     ContextTooLong,

@@ -32,6 +32,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.backend import OpaqueKV
 from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.pages import PageId
@@ -95,7 +96,7 @@ class LayerRows(KVStore):
             self.compact(self.allocators[0].used + SLAB_PAGES)
 
 
-class Reading:
+class Reading(OpaqueKV):
     """Stands for a batch's keys and values in one forward pass; it can only be attended to."""
 
     def __init__(self, shared: SharedStore) -> None:

@@ -16,8 +16,8 @@ from mlx_lm.models import base
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.backend import OpaqueKV
 from kvd.worker.cache.batch import DecodeHandle, GroupHandle, KVHandle, PrefillHandle
-from kvd.worker.mlx_lm_drop_in.shared import Reading
 
 _original = base.scaled_dot_product_attention
 
@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     if isinstance(keys, GroupHandle):
         _refuse_mask(mask, keys)
         return group_attention(queries, keys, scale, sinks)
-    if isinstance(keys, Reading):
+    if isinstance(keys, OpaqueKV):
         _refuse_mask(mask, keys)
         return keys.attend(queries, scale, sinks)
     dense: mx.array = _original(
@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
     return dense
 
 
-def _refuse_mask(mask: Any, handle: KVHandle | Reading) -> None:
+def _refuse_mask(mask: Any, handle: KVHandle | OpaqueKV) -> None:
     # A chunked model's mask says what the cache's own kind says; the self-check has seen to that.
     if mask is not None and handle.store.kind.chunk is None:
         raise TypeError(f"the model brings its own attention mask ({type(mask).__name__})")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvd.worker.process.choices import check_ids
+from kvd.worker.text.choices import check_ids
 from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
 from kvd.worker.text.names import Names
 from kvd.worker.text.stops import StopFilter
