@@ -25,26 +25,26 @@ class Board:
     """Written by each model's worker, taken down by the supervisor."""
     requests: Mapping[str, int] = field(default_factory=dict)
     """Written by the router."""
-    parked: Callable[[], Mapping[str, int]] = dict
+    paused: Callable[[], Mapping[str, int]] = dict
     """How many of them rest; the router's."""
     policies: Callable[[], Mapping[str, ModelPolicy]] = dict
     """What users said of the models; the supervisor's."""
 
     def model(self, name: str) -> ModelStatus:
         """Return one model's status."""
-        return self._complete(name, self.parked())
+        return self._complete(name, self.paused())
 
-    def _complete(self, name: str, parked: Mapping[str, int]) -> ModelStatus:
+    def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:
         policy = self.policies().get(name)
         return replace(
             self.models[name],
             requests=self.requests.get(name, 0),
-            parked=parked.get(name, 0),
+            paused=paused.get(name, 0),
             pinned=policy is not None and policy.pinned,
             priority=0 if policy is None else policy.priority,
         )
 
     def all(self) -> list[ModelStatus]:
         """Return every model's status, by name."""
-        parked = self.parked()
-        return [self._complete(name, parked) for name in sorted(self.models)]
+        paused = self.paused()
+        return [self._complete(name, paused) for name in sorted(self.models)]

@@ -1,7 +1,7 @@
 """Which models the daemon knows by name, loaded or not: a request for one of them brings it.
 
 Known are those of the configuration and those that were loaded and then made room for others; not
-those that a user has unloaded. Does not cover who is loaded (`actors.supervisor`).
+those that a user has unloaded. Does not cover who is loaded (`actors.model_registry`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from actors import moments
+from actors import telemetry
 from actors.ports import Notice, unobserved
 from protocol.messages import Happened
 
@@ -42,7 +42,7 @@ class Events:
         model: str | None,
         reason: str,
         *,
-        wisher: str | None = None,
+        requester: str | None = None,
         level: Level = "info",
         numbers: dict[str, int] | None = None,
     ) -> None:
@@ -55,12 +55,17 @@ class Events:
             kind=kind,
             model=model or None,
             reason=reason,
-            wisher=wisher,
+            requester=requester,
             numbers=numbers or {},
         )
         self.records.append(happened)
-        self.observe(moments.Acted(model or "", kind))
-        fields = {"model": model or None, "reason": reason, "wisher": wisher, "numbers": numbers}
+        self.observe(telemetry.Acted(model or "", kind))
+        fields = {
+            "model": model or None,
+            "reason": reason,
+            "requester": requester,
+            "numbers": numbers,
+        }
         self.notify(Notice(f"governor_{kind}", level, fields))
         for tell in list(self.followers.values()):
             tell(happened)
@@ -72,4 +77,4 @@ class Events:
 
 def concerns(it: Happened, model: str | None) -> bool:
     """Return whether a record is about this model, or any, if none is named."""
-    return model is None or model in {it.model, it.wisher} or it.model is None
+    return model is None or model in {it.model, it.requester} or it.model is None

@@ -29,7 +29,7 @@ class Explainer:
 
     board: Board
     catalogue: Catalogue
-    ladder: Ladder
+    schemes: Ladder
     reckon: Reckon
 
     async def __call__(self, asked: Explain) -> Forecast:
@@ -40,7 +40,7 @@ class Explainer:
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
         info = status.info if status is not None else None
         if info is not None and info.costs is not None:
-            costs, schemes, longest = info.costs, info.kv_ladder, info.context_length
+            costs, schemes, longest = info.costs, info.kv_schemes, info.context_length
         else:
             estimate = await self.reckon(source, kv)
             costs, schemes, longest = estimate.costs, estimate.schemes, estimate.context_length
@@ -51,7 +51,7 @@ class Explainer:
         )
         return forecast(
             question,
-            self.ladder,
+            self.schemes,
             asyncio.get_running_loop().time(),
             source=source,
             state=_state(status, resting=known is not None),

@@ -107,8 +107,8 @@ class Governor(Actor["GovernorMail"]):
 
     def _asked(self, asked: mail.GrantAsked) -> None:
         self._ledger.workers[asked.model] = (asked.worker, asked.life)
-        if asked.offer is not None:
-            self._do(governing.Offered(asked.model, asked.offer))
+        if asked.reclaimable is not None:
+            self._do(governing.Offered(asked.model, asked.reclaimable))
         self._do(Wanted(asked.model, asked.seq, asked.total_bytes, asked.resuming))
 
     def _do(self, event: governing.Event) -> None:
@@ -139,7 +139,7 @@ class Governor(Actor["GovernorMail"]):
             case governing.Reclaim(model=model):
                 order = wire.Reclaim(
                     seq=command.seq,
-                    rung=command.rung,
+                    method=command.method,
                     wanted_bytes=command.wanted_bytes,
                     level=command.level,
                 )
@@ -155,7 +155,7 @@ class Governor(Actor["GovernorMail"]):
                     kind,
                     command.model,
                     command.reason,
-                    wisher=command.wisher,
+                    requester=command.requester,
                     level="debug" if kind in ROUTINE else "info",
                     numbers=command.numbers,
                 )

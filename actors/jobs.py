@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from protocol.messages import Event, FinishReason
 
 
-Stage = Literal["waiting", "running", "parked"]
+Stage = Literal["waiting", "running", "paused"]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Job:
     """Beyond the daemon's life, where anything is."""
     prompt_tokens: int | None = None
     """Once a worker has taken it."""
-    prompt_told: int = 0
+    prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent."""
     fresh: bool = True
     """Nothing new was heard since a worker got it."""
@@ -79,7 +79,7 @@ class Job:
     def stage(self) -> Stage:
         """Where it is, as its client may know it."""
         if self.resting:
-            return "parked"
+            return "paused"
         return "running" if self.running else "waiting"
 
     @property
@@ -94,7 +94,7 @@ class Job:
         if not self.replayed:
             return self.submit
         resume = [sent.resumed() for sent in self.choices]
-        return replace(self.submit, resume=resume, prompt_told=self.prompt_told)
+        return replace(self.submit, resume=resume, prompt_reported=self.prompt_reported)
 
     def lost(self) -> Event | None:
         """Note that its worker died; return what its client is told."""
@@ -102,7 +102,7 @@ class Job:
         if self.resting or self.prompt_tokens is None:  # it knows of no worker
             return None
         self.resting = True
-        return messages.Parked(id=self.id, reason="restart")
+        return messages.Paused(id=self.id, reason="restart")
 
     def hear(self, report: wire.Report) -> Event | None:  # noqa: C901, PLR0911 - one match
         """Take a worker's word; return what the client is told, if anything."""
@@ -116,14 +116,14 @@ class Job:
             case wire.RowBegun():
                 self.running = True
                 return None
-            case wire.RowParked():
+            case wire.RowPreempted():
                 self.running = False
                 return self._rest()
             case wire.RowResumed():
                 self.running = True
                 return self._resume()
             case wire.RowPrompt(index=index, logprobs=told):
-                self.prompt_told = index + len(told)
+                self.prompt_reported = index + len(told)
                 return messages.PromptLogprobs(id=self.id, index=index, logprobs=told)
             case wire.ChoiceFinished(choice=choice, reason=reason):
                 self.choices[choice].reason = reason
@@ -174,7 +174,7 @@ class Job:
         if self.resting:
             return None
         self.resting = True
-        return messages.Parked(id=self.id, reason="memory")
+        return messages.Paused(id=self.id, reason="memory")
 
     def _resume(self) -> Event | None:
         if not self.resting:

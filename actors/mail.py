@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from protocol.errors import ErrorInfo
     from protocol.messages import Attach, Event, Generate
     from protocol.policy import ModelPolicy
-    from protocol.types import KVSpec, ModelState, Offer
+    from protocol.types import KVSpec, ModelState, Reclaimable
     from protocol.worker import (
         Grant,
         Reclaim,
         Report,
         StartLevel,
         Submit,
+        TimeSlice,
+        TimeSliceOver,
         Tokenize,
-        Turn,
-        TurnOver,
     )
 
 
@@ -210,10 +210,10 @@ class Granted(_Message, frozen=True):
     life: int
 
 
-class TurnGiven(_Message, frozen=True):
+class TimeSliceGiven(_Message, frozen=True):
     """When the process with the number `life` may compute."""
 
-    turn: Turn
+    turn: TimeSlice
     life: int
 
 
@@ -279,7 +279,7 @@ WorkerMail = (
     | Granted
     | Commanded
     | StillWaits
-    | TurnGiven
+    | TimeSliceGiven
     | WeightIs
     | TokensAsked
     | HasProcess
@@ -300,7 +300,7 @@ class GrantAsked(_Message, frozen=True):
     life: int
     seq: int
     total_bytes: int
-    offer: Offer | None = None
+    reclaimable: Reclaimable | None = None
     """What it could give back; absent while it loads."""
     resuming: bool = False
 
@@ -355,7 +355,7 @@ ReadingsMail = ReadingsRang | HaveRead
 # -- to the turns ---------------------------------------------------------------------------------
 
 
-class TurnAsked(_Message, frozen=True):
+class TimeSliceAsked(_Message, frozen=True):
     """A worker's process has work from now on."""
 
     model: str
@@ -365,31 +365,33 @@ class TurnAsked(_Message, frozen=True):
     step_s: float | None
 
 
-class TurnEnded(_Message, frozen=True):
+class TimeSliceEnded(_Message, frozen=True):
     """A worker's process passes its turn on."""
 
     model: str
-    over: TurnOver
+    over: TimeSliceOver
 
 
-class TurnsWeighed(_Message, frozen=True):
+class TimeSlicesWeighed(_Message, frozen=True):
     """A model's weight is another."""
 
     model: str
     weight: float
 
 
-class TurnsLost(_Message, frozen=True):
+class TimeSlicesLost(_Message, frozen=True):
     """A worker's process is gone."""
 
     model: str
 
 
-class TurnsRang(_Message, frozen=True):
+class TimeSlicesRang(_Message, frozen=True):
     """A turn may have lapsed."""
 
 
-TurnsMail = TurnAsked | TurnEnded | TurnsWeighed | TurnsLost | TurnsRang
+TimeSlicesMail = (
+    TimeSliceAsked | TimeSliceEnded | TimeSlicesWeighed | TimeSlicesLost | TimeSlicesRang
+)
 
 # -- to the supervisor ----------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from actors.moments import Moment
+from actors.telemetry import Moment
 from protocol.costs import Estimate
 from protocol.settings import Changed, Setting
 from protocol.types import HostMemory, KVSpec

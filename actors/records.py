@@ -111,7 +111,7 @@ class Saved:
     def job(self, request: messages.Attach, client: Ref[ClientMail], deadline: float | None) -> Job:
         """Return it as a request that runs again, for the client that came for it."""
         job = Job(request.id, client, self.submit, Timing(self.model), deadline)
-        job.prompt_tokens, job.prompt_told = self.prompt_tokens, len(self.prompt)
+        job.prompt_tokens, job.prompt_reported = self.prompt_tokens, len(self.prompt)
         job.replayed = True
         for sent, answer in zip(job.choices, self.answers, strict=True):
             sent.tokens.extend(answer.tokens)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from msgspec.structs import replace
 
-from actors import mail, moments
+from actors import mail, telemetry
 from actors.archive import Archive
 from actors.jobs import Job
 from actors.machines import admission, lifecycle
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from actors.board import Board
     from actors.events import Events
     from actors.mail import RouterMail, WorkerMail
-    from actors.moments import Moment
     from actors.ports import Level, Notify, Observe
     from actors.runtime.actor import Ref
+    from actors.telemetry import Moment
     from protocol.messages import Event, Generate
 
 TOKEN_BYTES = 36
@@ -62,9 +62,9 @@ class Office:
     def __post_init__(self) -> None:
         self.journal: Journal[admission.Event, admission.Command] = Journal(self.machine)
         self.board.requests = self.machine.counts
-        self.board.parked = self.parked
+        self.board.paused = self.paused
 
-    def parked(self) -> Counter[str]:
+    def paused(self) -> Counter[str]:
         """Count the requests that rest, by model."""
         requests = self.machine.requests
         return Counter(requests[rid].model for rid, job in self.jobs.items() if job.resting)
@@ -169,7 +169,7 @@ class Router(Actor["RouterMail"]):
         office.jobs[rid] = Job(
             request.id, wanted.client, submit, timing, deadline, name, wanted.kept
         )
-        office.observe(moments.Arrived(request.model))
+        office.observe(telemetry.Arrived(request.model))
         self._do(admission.Arrived(rid, request.model, _size(submit), deadline))
         if wanted.kept and rid in office.jobs:  # not refused; no worker has said anything yet
             office.archive.asked(rid, request.model, submit)
@@ -193,7 +193,7 @@ class Router(Actor["RouterMail"]):
             return
         deadline = office.archive.deadline_of(saved)
         office.jobs[rid] = saved.job(request, wanted.client, deadline)
-        office.observe(moments.Arrived(saved.model))
+        office.observe(telemetry.Arrived(saved.model))
         self._do(admission.Arrived(rid, saved.model, _size(saved.submit), deadline))
 
     def _expire(self) -> None:

@@ -27,14 +27,14 @@ from actors.machines.admission import Desk
 from actors.machines.governor import Ladder
 from actors.machines.ledger import Governor as GovernorMachine
 from actors.machines.lifecycle import Lifecycle, Patience
+from actors.model_registry import House, Supervisor
 from actors.ports import Notice, unmeasured, unobserved
 from actors.readings import Readings, Scale
 from actors.router import Office, Router
 from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, Tree
-from actors.supervisor import House, Supervisor
 from actors.texts import Texts
-from actors.turns import Ring, Turns
+from actors.time_slices import Ring, TimeSlices
 from actors.worker import Berth, Surroundings, Worker
 from protocol.errors import InvalidRequest, UnknownModel
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from protocol.messages import Event, Generate
     from protocol.policy import ModelPolicy
     from protocol.settings import Changed, Setting
-    from protocol.types import TurnsMode
+    from protocol.types import TimeSlicesMode
 
 
 class SystemFault(Exception):
@@ -85,15 +85,15 @@ class Settings:
     """The most rows in one decode step of a model."""
     prefill_chunk: int = 256
     attention_scratch: int = 256 * 1024 * 1024
-    turns: TurnsMode = "auto"
+    time_slices: TimeSlicesMode = "auto"
     """Whether models that compute at once take turns."""
     max_queue: int = 1024
     """Requests that one model may hold, queued or running; beyond it they are `overloaded`."""
     max_queue_bytes: int = 64 * 1024 * 1024
     """Memory that those may take in the daemon; the prompts are most of it."""
-    parked_folder: str | None = None
+    swap_folder: str | None = None
     """Where rows are parked, each model's in a folder of its own; None: nowhere."""
-    parked_bytes: int = 0
+    swap_bytes: int = 0
     """The most of one model's."""
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread events that a connection may have before it is closed with `slow_reader`."""
@@ -245,7 +245,7 @@ class System:
         self._around = Surroundings(
             spawn=self._spawn,
             router=router,
-            turns=tree.start(Child("turns", lambda: Turns(self._ring))),
+            time_slices=tree.start(Child("time_slices", lambda: TimeSlices(self._ring))),
             governor=governor,
             supervisor=self._supervisor,
             board=self._board,
@@ -352,7 +352,7 @@ class System:
             footprint_bytes=self._memory.footprint(identity.pid),
             host=self._memory.host(),
             models=self._board.all(),
-            asleep=sorted(set(self._catalogue.models) - set(self._board.models)),
+            unloaded=sorted(set(self._catalogue.models) - set(self._board.models)),
             config_waits=self.config.waits,
             config_error=self.config.error,
             config_reloads=self.config.reloads,
@@ -403,9 +403,9 @@ class System:
             max_rows=self._settings.max_rows,
             prefill_chunk=self._settings.prefill_chunk,
             attention_scratch=self._settings.attention_scratch,
-            turns=self._settings.turns,
-            parked_folder=self._parked_folder(name),
-            parked_bytes=self._settings.parked_bytes,
+            time_slices=self._settings.time_slices,
+            swap_folder=self._swap_folder(name),
+            swap_bytes=self._settings.swap_bytes,
         )
         machine = Lifecycle(name, self._settings.patience)
         berth = Berth(name, load, self._around, machine, weight=known.policy.weight)
@@ -414,9 +414,9 @@ class System:
         child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)
         return self._tree.start(child)
 
-    def _parked_folder(self, name: str) -> str | None:
+    def _swap_folder(self, name: str) -> str | None:
         """Return a model's own folder; names may hold what paths may not."""
-        folder = self._settings.parked_folder
+        folder = self._settings.swap_folder
         return folder and f"{folder}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
     def _on_fault(self, error: BaseException) -> None:

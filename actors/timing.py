@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from actors import moments
+from actors import telemetry
 from protocol import messages
 
 if TYPE_CHECKING:
-    from actors.moments import Moment
+    from actors.telemetry import Moment
     from protocol.messages import Event
 
 
@@ -30,7 +30,7 @@ class Timing:
         begun, self.begun = self.begun, True
         if begun or self.arrived_at is None:
             return None
-        return moments.Begun(self.model, now - self.arrived_at)
+        return telemetry.Begun(self.model, now - self.arrived_at)
 
     def told(self, event: Event, now: float) -> Moment | None:  # noqa: PLR0911 - one match
         """Return what it means that the client is told this."""
@@ -38,16 +38,16 @@ class Timing:
             case messages.Tokens(tokens=tokens) if tokens:
                 return self._spoke(event.choice, len(tokens), now)
             case messages.Accepted(prompt_tokens=tokens):
-                return moments.Taken(self.model, tokens)
-            case messages.Parked(reason=reason):
-                return moments.Parked(self.model, reason)
+                return telemetry.Taken(self.model, tokens)
+            case messages.Paused(reason=reason):
+                return telemetry.Paused(self.model, reason)
             case messages.Resumed():
-                return moments.Resumed(self.model)
+                return telemetry.Resumed(self.model)
             case messages.Done(reason=reason):
                 took_s = None if self.arrived_at is None else now - self.arrived_at
-                return moments.Finished(self.model, reason, took_s)
+                return telemetry.Finished(self.model, reason, took_s)
             case messages.Error(error=error):
-                return moments.Failed(self.model, error.code)
+                return telemetry.Failed(self.model, error.code)
             case _:
                 return None
 
@@ -55,7 +55,7 @@ class Timing:
         before, first = self.spoke_at.get(choice), not self.spoke_at
         self.spoke_at[choice] = now
         if before is not None:
-            return moments.Spoke(self.model, count, gap_s=now - before)
+            return telemetry.Spoke(self.model, count, gap_s=now - before)
         if first and self.arrived_at is not None:
-            return moments.Spoke(self.model, count, first_s=now - self.arrived_at)
-        return moments.Spoke(self.model, count)
+            return telemetry.Spoke(self.model, count, first_s=now - self.arrived_at)
+        return telemetry.Spoke(self.model, count)

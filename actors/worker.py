@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 
 from msgspec.structs import replace
 
-from actors import mail, moments
+from actors import mail, telemetry
 from actors.machines import governing, lifecycle
 from actors.ports import Notice
 from actors.runtime.actor import Actor, Later, MailboxFull
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from actors.board import Board
     from actors.machines.admission import Standing
-    from actors.mail import GovernorMail, RouterMail, SupervisorMail, TurnsMail, WorkerMail
+    from actors.mail import GovernorMail, RouterMail, SupervisorMail, TimeSlicesMail, WorkerMail
     from actors.ports import Exit, Level, Notify, Observe, SpawnWorker, WorkerProcess
     from actors.runtime.actor import Ref
 
@@ -39,7 +39,7 @@ class Surroundings:
 
     spawn: SpawnWorker
     router: Ref[RouterMail]
-    turns: Ref[TurnsMail]
+    time_slices: Ref[TimeSlicesMail]
     governor: Ref[GovernorMail]
     supervisor: Ref[SupervisorMail]
     board: Board
@@ -151,8 +151,8 @@ class Worker(Actor["WorkerMail"]):
                     self._do(lifecycle.Alive())
             case mail.WeightIs(weight=weight):
                 berth.weight = weight
-                self._around.turns.tell(mail.TurnsWeighed(berth.name, weight))
-            case mail.TurnGiven(turn=turn, life=life):
+                self._around.time_slices.tell(mail.TimeSlicesWeighed(berth.name, weight))
+            case mail.TimeSliceGiven(turn=turn, life=life):
                 if life == berth.life:
                     self._send(turn)
             case mail.TokensAsked(command=command):
@@ -183,9 +183,9 @@ class Worker(Actor["WorkerMail"]):
 
     def _ask(self, wish: wire.GrantWanted) -> None:
         berth = self._berth
-        offer = wish.offer if berth.info is not None else None
+        reclaimable = wish.reclaimable if berth.info is not None else None
         asked = mail.GrantAsked(
-            berth.name, self.ref, berth.life, wish.seq, wish.total_bytes, offer, wish.resuming
+            berth.name, self.ref, berth.life, wish.seq, wish.total_bytes, reclaimable, wish.resuming
         )
         self._around.governor.tell(asked)
 
@@ -283,18 +283,18 @@ class Worker(Actor["WorkerMail"]):
                 if (asker := berth.texts.pop(seq, None)) is not None:
                     asker.answer(report)
             case wire.Stats(stats=stats):
-                if stats.offer != berth.stats.offer:
-                    self._govern(governing.Offered(berth.name, stats.offer))
+                if stats.reclaimable != berth.stats.reclaimable:
+                    self._govern(governing.Offered(berth.name, stats.reclaimable))
                 berth.stats = stats
-                around.observe(moments.Counted(berth.name, berth.life, stats))
+                around.observe(telemetry.Counted(berth.name, berth.life, stats))
                 self._do(lifecycle.Alive())
                 self._publish()
-            case wire.TurnWanted(step_s=step_s):
-                asked = mail.TurnAsked(berth.name, self.ref, berth.life, berth.weight, step_s)
-                around.turns.tell(asked)
-            case wire.TurnOver():
+            case wire.TimeSliceWanted(step_s=step_s):
+                asked = mail.TimeSliceAsked(berth.name, self.ref, berth.life, berth.weight, step_s)
+                around.time_slices.tell(asked)
+            case wire.TimeSliceOver():
                 self._do(lifecycle.Alive())
-                around.turns.tell(mail.TurnEnded(berth.name, report))
+                around.time_slices.tell(mail.TimeSliceEnded(berth.name, report))
             case wire.Reclaimed(seq=seq, freed_bytes=freed, exhausted=exhausted):
                 self._do(lifecycle.Alive())
                 self._govern(governing.Reclaimed(berth.name, seq, freed, exhausted))
@@ -303,7 +303,7 @@ class Worker(Actor["WorkerMail"]):
                 | wire.RowPrompt()
                 | wire.RowQueued()
                 | wire.RowBegun()
-                | wire.RowParked()
+                | wire.RowPreempted()
                 | wire.RowResumed()
             ):
                 self._do(lifecycle.Alive())
@@ -361,7 +361,7 @@ class Worker(Actor["WorkerMail"]):
                 around.router.tell(died)
             case lifecycle.Release():
                 around.governor.tell(mail.MemoryFree(berth.name))
-                around.turns.tell(mail.TurnsLost(berth.name))
+                around.time_slices.tell(mail.TimeSlicesLost(berth.name))
                 berth.freed_bytes, berth.granted_bytes = berth.granted_bytes, 0
             case _:
                 assert_never(command)
@@ -382,7 +382,7 @@ class Worker(Actor["WorkerMail"]):
             reason=error.message if error is not None else None,
         )
         cause = lifecycle.cause_of(error)
-        self._around.observe(moments.Became(berth.name, berth.state, cause))
+        self._around.observe(telemetry.Became(berth.name, berth.state, cause))
         self._publish()
         refused = isinstance(state, lifecycle.Failed) and state.refused
         if refused or (isinstance(state, lifecycle.Stopping) and state.then == "failed"):

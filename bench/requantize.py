@@ -33,7 +33,7 @@ from kvd.worker.cache.store import KVStore
 GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
 LAYERS = 4
 QUERY_HEADS = 8
-LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 TARGET = 2
 CHUNK = 1024
 UNTOUCHED = 2
@@ -69,7 +69,7 @@ class Batch:
 
     def __init__(self, rows: int, tokens: int) -> None:
         mx.random.seed(1)
-        self.store = KVStore([GEOMETRY] * LAYERS, LADDER, mx.float32)
+        self.store = KVStore([GEOMETRY] * LAYERS, SCHEMES, mx.float32)
         self.caches = make_caches(self.store)
         self.untouched = [self._row(UNTOUCHED_TOKENS) for _ in range(UNTOUCHED)]
         self.lowered = [self._row(tokens) for _ in range(rows)]
@@ -171,7 +171,7 @@ def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:
         "tokens": tokens,
         "layers": LAYERS,
         "geometry": {"kv_heads": GEOMETRY.kv_heads, "head_dim": GEOMETRY.k_dim, "bytes": 4},
-        "ladder": [scheme.name for scheme in LADDER],
+        "schemes": [scheme.name for scheme in SCHEMES],
         "scratch_bytes": scratch,
         "slice_s": SLICE_S,
         "steps": len(work.seconds),

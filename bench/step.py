@@ -33,7 +33,7 @@ from kvd import demo
 from kvd.config.kv import parse_kv
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.scheme import ladder_of
+from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.native import build, choice, operations
 from kvd.worker.native.layers import PackedLinear
 from kvd.worker.sampling.sampler import RowSettings, Sampler
@@ -65,7 +65,7 @@ class Steps:
     def __init__(self, options: argparse.Namespace, library: ModuleType | None) -> None:
         self._options = options
         loaded = model_files.load(Path(demo.__file__).parent, library=library)
-        settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(options.kv))))
+        settings = CacheSettings(schemes=tuple(schemes_of(parse_kv(options.kv))))
         served = probe.serve(loaded.model, settings, loaded.vocab_size, library)
         self.runner: Runner = served.runner
         self.runner.compile()

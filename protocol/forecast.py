@@ -33,7 +33,7 @@ class LevelCost(msgspec.Struct, frozen=True, kw_only=True):
 class Room(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that would be done, in this order."""
 
-    rung: str
+    method: str
     """``spare``, ``prefixes``, ``expired``, ``level``, ``idle`` or ``park``; docs/operations.md."""
     model: str
     nbytes: int

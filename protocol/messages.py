@@ -48,7 +48,7 @@ RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 MOST_ROWS = 65_536
 """That `explain` reckons with."""
-MOST_TOLD = 65_536
+MAX_LISTED_TOKENS = 65_536
 """Token ids that `tokenize` tells."""
 
 
@@ -216,7 +216,7 @@ class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
     model: Name
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    most: Annotated[int, Meta(ge=0, le=MOST_TOLD)] = MOST_TOLD
+    most: Annotated[int, Meta(ge=0, le=MAX_LISTED_TOKENS)] = MAX_LISTED_TOKENS
     """Tell so many of the first tokens at most; 0: only how many there are."""
     texts: bool = False
     """Tell each token's text too."""
@@ -318,7 +318,7 @@ class Queued(_Event, tag="queued", frozen=True, kw_only=True):
     """1: it is next."""
 
 
-class Parked(_Event, tag="parked", frozen=True, kw_only=True):
+class Paused(_Event, tag="paused", frozen=True, kw_only=True):
     """The request rests, and goes on by itself: nothing of it is lost."""
 
     reason: Literal["restart", "memory"]
@@ -400,11 +400,11 @@ class Happened(_Event, tag="happened", frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     kind: str
-    """Such as ``evict``, ``reclaim_level``, ``load_refused``."""
+    """Such as ``evict``, ``reclaim_precision``, ``load_refused``."""
     model: str | None = None
     """To which it was done."""
     reason: str = ""
-    wisher: str | None = None
+    requester: str | None = None
     """The model for which it was done."""
     numbers: dict[str, int] = {}
     """Bytes (``_bytes``) and levels: those that were reckoned with."""
@@ -465,7 +465,7 @@ Event = (
     | Unloaded
     | Accepted
     | Queued
-    | Parked
+    | Paused
     | Resumed
     | PromptLogprobs
     | Tokens
@@ -494,7 +494,7 @@ _NOT_LAST = (
     Loading,
     Accepted,
     Queued,
-    Parked,
+    Paused,
     Resumed,
     PromptLogprobs,
     ChoiceFinished,

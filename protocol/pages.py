@@ -88,7 +88,7 @@ def full_pages(length: int) -> int:
     return max(0, length // PAGE_TOKENS - 1)
 
 
-def ladder_of(spec: KVSpec) -> list[Scheme]:
+def schemes_of(spec: KVSpec) -> list[Scheme]:
     """Return the schemes of a model's pages, the one that new rows start with first.
 
     Each takes fewer bytes than the one before it, and on neither side more.

@@ -12,8 +12,8 @@ from msgspec import Meta
 
 from protocol.costs import Costs
 from protocol.errors import ErrorInfo
+from protocol.histogram import Spread
 from protocol.schemes import Scheme
-from protocol.spread import Spread
 
 MAX_BYTES = 2**63 - 1
 """Of sizes in bytes."""
@@ -26,7 +26,7 @@ ALIAS_PATTERN = r"^(?!-)[A-Za-z0-9._:/@+-]+\Z"
 ALIAS_RULE = "may hold letters, digits and ._:/@+- only, and must not start with -"
 Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)]
 Bits = Literal[2, 3, 4, 5, 6, 8, 16]
-TurnsMode = Literal["auto", "on", "off"]
+TimeSlicesMode = Literal["auto", "on", "off"]
 """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
 
 
@@ -111,7 +111,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     content: str
 
 
-LADDER = ("k8v8", "k8v4", "k4v4")
+SCHEMES = ("k8v8", "k8v4", "k4v4")
 MIN_KV_SIZE = 256
 """A row's newest 64 to 127 tokens are dense anyway, its first ones hold a page, and so does what
 falls out next: a smaller bound would save nothing."""
@@ -126,7 +126,7 @@ class KVRules(msgspec.Struct, frozen=True, kw_only=True):
     Raises ``ValueError`` with ``field: what is wrong`` where fields do not fit each other.
     """
 
-    ladder: Annotated[tuple[str, ...], Meta(max_length=8)] = LADDER
+    schemes: Annotated[tuple[str, ...], Meta(max_length=8)] = SCHEMES
     """Schemes to step down to, each below the one before it.
 
     Those that are not below the start are passed over. Names without a group have the start's.
@@ -173,14 +173,14 @@ class KVSpec(KVRules, frozen=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         above = None
-        for name in self.ladder:
-            rung = self._named("ladder", name)
-            if above is not None and not rung.is_below(above):
+        for name in self.schemes:
+            method = self._named("schemes", name)
+            if above is not None and not method.is_below(above):
                 raise ValueError(
-                    "ladder: must go down: each scheme takes less than the one before it for keys "
+                    "schemes: must go down: each scheme takes less than the one before it for keys "
                     f"or for values, and more for neither; {name} does not after {above.name}"
                 )
-            above = rung
+            above = method
         for name in self.floors.values():
             self._named("floors", name)
 
@@ -204,8 +204,8 @@ class KVSpec(KVRules, frozen=True):
     def steps(self) -> list[Scheme]:
         """What rows may step down to, each below the one before it."""
         start = self.scheme
-        rungs = [self.scheme_of(name) for name in self.ladder]
-        return [rung for rung in rungs if rung.is_below(start)]
+        methods = [self.scheme_of(name) for name in self.schemes]
+        return [method for method in methods if method.is_below(start)]
 
     @property
     def name(self) -> str:
@@ -283,7 +283,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Such as ``keys per channel, values per token``."""
     kv: list[KVPart] = []
     """All layers, by kind."""
-    kv_ladder: list[str] = []
+    kv_schemes: list[str] = []
     """What pages may be, from the top down; empty: not told, or the model is served dense."""
     kv_calibrated: str | None = None
     """The scheme that a calibration lets pages go down to; absent: none was found."""
@@ -346,7 +346,7 @@ class PrefixUse(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints that were dropped to make room."""
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class Reclaimable(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker could give back of its grant, in bytes; each on top of those before it."""
 
     spare: int = 0
@@ -358,7 +358,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     Each on top of the level above; the last is the model's quality floor.
     """
-    park: int = 0
+    preempt: int = 0
     """What parking all rows frees that may be parked now."""
     rows: int = 0
     """Requests that have memory."""
@@ -393,7 +393,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Generated, over the last seconds."""
     memory: MemoryUse = MemoryUse()
     prefix: PrefixUse = PrefixUse()
-    offer: Offer = Offer()
+    reclaimable: Reclaimable = Reclaimable()
     phases: dict[str, Spread] = {}
     """How long it was in each phase of its steps, each time."""
 
@@ -416,7 +416,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     granted_bytes: int = 0
     requests: int = 0
     """Requests that the daemon holds for it, queued or running."""
-    parked: int = 0
+    paused: int = 0
     """Of these, those that gave their memory to others, or wait for its process, and go on."""
     pinned: bool = False
     """Never unloaded to make room."""
@@ -454,7 +454,7 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of the daemon process."""
     host: HostMemory
     models: list[ModelStatus]
-    asleep: list[str] = []
+    unloaded: list[str] = []
     """Models that are known and not loaded: a request brings them."""
     config_waits: list[str] = []
     """Keys of `config.toml` that have changed and do not hold yet, as of the last reload."""

@@ -17,10 +17,10 @@ from protocol.types import (
     ChatMessage,
     KVSpec,
     ModelInfo,
-    Offer,
+    Reclaimable,
     Sampling,
+    TimeSlicesMode,
     TokenLogprob,
-    TurnsMode,
     Usage,
     WorkerStats,
 )
@@ -47,11 +47,11 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
     """The most tokens of prompt and completion; absent: what the model says."""
-    parked_folder: str | None = None
+    swap_folder: str | None = None
     """Where rows are parked, this worker's own: what is in it is deleted. Absent: not on disk."""
-    parked_bytes: int = 0
+    swap_bytes: int = 0
     """The most that all files there may hold."""
-    turns: TurnsMode = "auto"
+    time_slices: TimeSlicesMode = "auto"
     """Whether it takes turns with other workers; ``auto``: where there is an accelerator."""
 
 
@@ -89,7 +89,7 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     prefix_salt: str | None = None
     resume: list[Resumed] = []
     """One for each choice, after a worker's death; empty: nothing was sent yet."""
-    prompt_told: int = 0
+    prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent already."""
 
 
@@ -129,7 +129,7 @@ class Grant(_Command, tag="grant", frozen=True, kw_only=True):
     """Of a load that is refused: who holds the rest."""
 
 
-Rung = Literal["spare", "prefixes", "level", "park"]
+ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]
 """By what means memory is given back, the cheapest first (`protocol.types.Offer`)."""
 
 
@@ -141,7 +141,7 @@ class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
 
     seq: int
     """The daemon's own, to know the answer by."""
-    rung: Rung
+    method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
     """For ``level``: where all rows go, and where new ones start until `StartLevel`."""
@@ -153,12 +153,12 @@ class StartLevel(_Command, tag="start_level", frozen=True, kw_only=True):
     level: int
 
 
-class Turn(_Command, tag="turn", frozen=True, kw_only=True):
+class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
     """When the worker may compute; the newest word holds."""
 
     seq: int
     slice_s: float | None
-    """So long from now on, then `TurnOver`; absent: as it likes; 0: not before a turn."""
+    """So long from now on, then `TimeSliceOver`; absent: as it likes; 0: not before a turn."""
 
 
 class Stop(_Command, tag="stop", frozen=True, kw_only=True):
@@ -167,7 +167,9 @@ class Stop(_Command, tag="stop", frozen=True, kw_only=True):
     drain: bool = True
 
 
-Command = LoadModel | Submit | Tokenize | CancelRow | Grant | Reclaim | StartLevel | Turn | Stop
+Command = (
+    LoadModel | Submit | Tokenize | CancelRow | Grant | Reclaim | StartLevel | TimeSlice | Stop
+)
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True, tag_field="r", omit_defaults=True):
@@ -207,7 +209,7 @@ class GrantWanted(_Report, tag="grant_wanted", frozen=True, kw_only=True):
     seq: int
     total_bytes: int
     reason: str
-    offer: Offer = Offer()
+    reclaimable: Reclaimable = Reclaimable()
     """What it could give back when it asked."""
     resuming: bool = False
     """It is for a row that was parked: nobody else shall be parked for it."""
@@ -240,7 +242,7 @@ Where = Literal["memory", "disk", "recompute"]
 """Where a parked row's keys and values are until it goes on."""
 
 
-class RowParked(_Report, tag="parked", frozen=True, kw_only=True):
+class RowPreempted(_Report, tag="preempted", frozen=True, kw_only=True):
     """The request gave its memory back and waits to go on; nothing of it is lost."""
 
     rid: str
@@ -260,7 +262,7 @@ LONG_STEP_S = 0.05
 turns: nobody waits for another's step as long as for its slice."""
 
 
-class TurnWanted(_Report, tag="turn_wanted", frozen=True, kw_only=True):
+class TimeSliceWanted(_Report, tag="time_slice_wanted", frozen=True, kw_only=True):
     """There is work from now on; begun already, unless the last `Turn` forbids it.
 
     Said again when it becomes of another kind: prompts to read, or none any more.
@@ -270,16 +272,16 @@ class TurnWanted(_Report, tag="turn_wanted", frozen=True, kw_only=True):
     """What a step of it takes while nobody else computes; absent: not known yet."""
 
 
-class TurnOver(_Report, tag="turn_over", frozen=True, kw_only=True):
+class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
     """The turn ``seq`` is over."""
 
     seq: int
     used_s: float
     """Of it, up to the end of its last step."""
     more: bool
-    """There is work left; without, the next word about turns is `TurnWanted`."""
+    """There is work left; without, the next word about turns is `TimeSliceWanted`."""
     step_s: float | None = None
-    """As in `TurnWanted`."""
+    """As in `TimeSliceWanted`."""
     left_s: float = 0.0
     """What a last step will probably take that is told with the next turn's end."""
 
@@ -379,13 +381,13 @@ Report = (
     | LoadFailed
     | GrantWanted
     | Reclaimed
-    | TurnWanted
-    | TurnOver
+    | TimeSliceWanted
+    | TimeSliceOver
     | Tokenized
     | RowAccepted
     | RowQueued
     | RowBegun
-    | RowParked
+    | RowPreempted
     | RowResumed
     | RowPrompt
     | RowTokens

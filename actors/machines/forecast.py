@@ -1,7 +1,7 @@
 """What would happen if a model got so many rows: the governor's own choice, on a copy. Pure.
 
 Says what the rows cost by level (`protocol.costs`, the worker's own arithmetic), what is lacking,
-and which steps of the ladder would be taken for it (`actors.machines.rungs`, which the governor
+and which steps of the ladder would be taken for it (`actors.machines.reclaim_order`, which the governor
 uses too). Changes nothing. What others will ask for meanwhile, nobody knows.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from actors.machines.rungs import RUNGS, Need, Scene, Step, reclaimed_by, steps
+from actors.machines.reclaim_order import RECLAIM_ORDER, Need, Scene, Step, reclaimed_by, steps
 from actors.machines.tenants import Tenant
 from protocol.forecast import Forecast, LevelCost, Room, Verdict
 from protocol.policy import ModelPolicy
@@ -39,7 +39,7 @@ class Question:
 
 def forecast(
     question: Question,
-    ladder: Ladder,
+    schemes: Ladder,
     now: float,
     *,
     source: str,
@@ -49,7 +49,7 @@ def forecast(
 ) -> Forecast:
     """Answer it under the ladder's budget, with what its tenants hold and offer now."""
     model, costs = question.model, question.costs
-    ledger, tenant = ladder.ledger, ladder.tenants.get(model)
+    ledger, tenant = schemes.ledger, schemes.tenants.get(model)
     held = ledger.grants.get(model, 0)
     level = min(tenant.level, costs.levels - 1) if tenant is not None else 0
     units = _held_units(tenant, held, costs)
@@ -62,11 +62,11 @@ def forecast(
         savings = [
             above.total_bytes - below.total_bytes for above, below in pairwise(levels[level:])
         ]
-        scene = _scene(ladder, model, policy or ModelPolicy(), now, [*[0] * level, *savings])
+        scene = _scene(schemes, model, policy or ModelPolicy(), now, [*[0] * level, *savings])
         need = Need(
             lacking,
             "explain",
-            wisher=model,
+            requester=model,
             priority=scene.tenants[model].policy.priority,
             total_bytes=levels[level].total_bytes,
             since=now,
@@ -101,11 +101,11 @@ def make_room(need: Need, scene: Scene) -> tuple[list[Room], int]:
     """
     lacking = need.nbytes
     taken: list[Room] = []
-    for rung in RUNGS:
-        while lacking > 0 and (found := steps(rung, need, scene)):
+    for method in RECLAIM_ORDER:
+        while lacking > 0 and (found := steps(method, need, scene)):
             step = found[0]
-            nbytes = step.nbytes if reclaimed_by(rung) is None else min(step.nbytes, lacking)
-            taken.append(Room(rung=rung, model=step.model, nbytes=nbytes, level=step.level))
+            nbytes = step.nbytes if reclaimed_by(method) is None else min(step.nbytes, lacking)
+            taken.append(Room(method=method, model=step.model, nbytes=nbytes, level=step.level))
             lacking -= nbytes
             scene = _after(step, scene)
     return taken, max(0, lacking)
@@ -113,31 +113,31 @@ def make_room(need: Need, scene: Scene) -> tuple[list[Room], int]:
 
 def _after(step: Step, scene: Scene) -> Scene:
     """Return how it looks when that is done: what was given is not there any more."""
-    rung = reclaimed_by(step.rung)
+    method = reclaimed_by(step.method)
     tenants, grants = dict(scene.tenants), dict(scene.grants)
-    if rung is None:
+    if method is None:
         del tenants[step.model]
         grants.pop(step.model, None)
     else:
-        tenants[step.model].gave(rung, step.level, step.nbytes, exhausted=True)
+        tenants[step.model].gave(method, step.level, step.nbytes, exhausted=True)
         grants[step.model] = scene.granted(step.model) - step.nbytes
     return replace(scene, tenants=tenants, grants=grants)
 
 
 def _scene(
-    ladder: Ladder, model: str, policy: ModelPolicy, now: float, savings: list[int]
+    schemes: Ladder, model: str, policy: ModelPolicy, now: float, savings: list[int]
 ) -> Scene:
     """Return a copy of what the rungs look at, in which the model wants something.
 
     ``savings``: by level, what its new rows would give back if they were stepped down: they pay
     like those that run.
     """
-    seen = ladder.scene(now)
+    seen = schemes.scene(now)
     tenants = deepcopy(dict(seen.tenants))
     tenant = tenants.setdefault(model, Tenant(model, policy))
     tenant.state, tenant.idle_since = "ready", None
-    has = zip_longest(tenant.offer.levels, savings, fillvalue=0)
-    tenant.offer = replace(tenant.offer, levels=tuple(map(sum, has)))
+    has = zip_longest(tenant.reclaimable.levels, savings, fillvalue=0)
+    tenant.reclaimable = replace(tenant.reclaimable, levels=tuple(map(sum, has)))
     wishes = {**seen.wishes, model: now}
     return Scene(tenants, dict(seen.grants), wishes, seen.budget, now, seen.least)
 
@@ -146,10 +146,10 @@ def _held_units(tenant: Tenant | None, held: int, costs: Costs) -> int:
     """Return what the model holds beside its base and what it would give up unasked."""
     if tenant is None or tenant.state != "ready":
         return 0
-    offer = tenant.offer
-    if not offer.rows:
-        return -(-offer.prefixes // costs.unit_bytes)
-    return max(0, held - offer.spare - costs.base_bytes) // costs.unit_bytes
+    reclaimable = tenant.reclaimable
+    if not reclaimable.rows:
+        return -(-reclaimable.prefixes // costs.unit_bytes)
+    return max(0, held - reclaimable.spare - costs.base_bytes) // costs.unit_bytes
 
 
 def _level(question: Question, level: int, units: int, budget: int) -> LevelCost:

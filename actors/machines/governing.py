@@ -7,8 +7,8 @@ import msgspec
 from actors.machines.gauge import Pressure
 from actors.machines.ledger import Answer, Released, Wanted
 from protocol.policy import ModelPolicy
-from protocol.types import Offer
-from protocol.worker import Rung
+from protocol.types import Reclaimable
+from protocol.worker import ReclaimMethod
 
 
 class _Tagged(msgspec.Struct, frozen=True, tag=True):
@@ -62,7 +62,7 @@ class Offered(_Tagged, frozen=True):
     """What its worker could give back now."""
 
     model: str
-    offer: Offer
+    reclaimable: Reclaimable
 
 
 class Reclaimed(_Tagged, frozen=True):
@@ -115,7 +115,7 @@ class Reclaim(_Tagged, frozen=True):
 
     model: str
     seq: int
-    rung: Rung
+    method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
 
@@ -149,7 +149,7 @@ class Noted(_Tagged, frozen=True):
     model: str
     reason: str
     numbers: dict[str, int] = {}
-    wisher: str | None = None
+    requester: str | None = None
     """The model for which it was done."""
 
 

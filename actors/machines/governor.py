@@ -7,7 +7,7 @@ What it does with every event, in this order:
 3. a load that cannot be granted is refused, with the arithmetic;
 4. the gauge says whether memory is tight, and where new rows start;
 5. what is to be freed, and for whom, the most urgent first (`room.needs`); the cheapest rung that
-   has something to give does it (`actors.machines.rungs`). What is on its way is waited for: at
+   has something to give does it (`actors.machines.reclaim_order`). What is on its way is waited for: at
    most one `Reclaim` runs in a worker, and nobody pays for what another is giving already;
 6. where no rung helps the first wish for `Times.turn_s`, models that are in use are *held*: new
    requests for them wait, those they have run to their end, and then they are idle.

@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from protocol.policy import ModelPolicy
-from protocol.types import Offer
-from protocol.worker import Rung
+from protocol.types import Reclaimable
+from protocol.worker import ReclaimMethod
 
 GRACE_S = 1.0
 """What a request, or the word of it, may take on its way: before, nobody is idle for sure."""
@@ -23,7 +23,7 @@ class Open(msgspec.Struct, frozen=True):
     """A `Reclaim` that the worker works on."""
 
     seq: int
-    rung: Rung
+    method: ReclaimMethod
     wanted_bytes: int
     level: int
     until: float
@@ -38,7 +38,7 @@ class Tenant(msgspec.Struct):
     state: Literal["loading", "ready", "leaving"] = "loading"
     patient: bool = True
     """Its load waits until others have finished; else it is refused if they do not make room."""
-    offer: Offer = Offer()
+    reclaimable: Reclaimable = Reclaimable()
     boarded_at: float = 0.0
     load_since: float | None = None
     """When its load first asked for memory, also if it had to begin anew since."""
@@ -90,30 +90,30 @@ class Tenant(msgspec.Struct):
         idle_s = 1.0 + now - (now if self.idle_since is None else self.idle_since)
         return self.policy.priority, self.load_s / (max(1, granted_bytes) * idle_s), self.name
 
-    def take(self, offer: Offer, now: float) -> None:
+    def take(self, reclaimable: Reclaimable, now: float) -> None:
         """Note what it could give back, and whether anybody asks for it."""
-        if offer.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
+        if reclaimable.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
             self.kept_since = None
-        self.offer = offer
-        if self.state != "ready" or self.serving or offer.rows or offer.waiting:
+        self.reclaimable = reclaimable
+        if self.state != "ready" or self.serving or reclaimable.rows or reclaimable.waiting:
             self.idle_since = None
         elif self.idle_since is None:
             self.idle_since = now
 
-    def gave(self, rung: Rung, level: int, freed_bytes: int, *, exhausted: bool) -> None:
+    def gave(self, method: ReclaimMethod, level: int, freed_bytes: int, *, exhausted: bool) -> None:
         """Take what was given out of the offer, until the worker says a new one."""
-        offer = self.offer
-        if rung == "level":
-            levels = tuple(0 if at < level else left for at, left in enumerate(offer.levels))
-            self.offer = msgspec.structs.replace(offer, levels=levels)
+        reclaimable = self.reclaimable
+        if method == "precision":
+            levels = tuple(0 if at < level else left for at, left in enumerate(reclaimable.levels))
+            self.reclaimable = msgspec.structs.replace(reclaimable, levels=levels)
         else:
-            rest = 0 if exhausted else max(0, getattr(offer, rung) - freed_bytes)
-            self.offer = msgspec.structs.replace(offer, **{rung: rest})
+            rest = 0 if exhausted else max(0, getattr(reclaimable, method) - freed_bytes)
+            self.reclaimable = msgspec.structs.replace(reclaimable, **{method: rest})
 
     def end(self) -> None:
         """Forget what its process said: it is gone."""
         self.state = "loading"
-        self.offer = Offer()
+        self.reclaimable = Reclaimable()
         self.idle_since = self.open = self.kept_since = None
         self.barren.clear()
         self.evicting = self.serving = False

@@ -43,7 +43,7 @@ from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from kvd.config.kv import parse_kv
 from kvd.worker.cache.composite import CacheSettings
-from kvd.worker.cache.scheme import ladder_of
+from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.gpu import products, siblings
 from kvd.worker.serving import layers, probe, seam
 from kvd.worker.serving.choice import kernels
@@ -85,7 +85,7 @@ class Bench:
     def _serve(self, kv: str) -> tuple[Runner, Attentions]:
         """Return our runner over pages of a scheme; the first time it is probed."""
         if kv not in self._served:
-            settings = CacheSettings(ladder=tuple(ladder_of(parse_kv(kv))))
+            settings = CacheSettings(schemes=tuple(schemes_of(parse_kv(kv))))
             served = self._probed(settings)
             shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
             how = "compiled steps" if served.runner.compile() else "plain steps"

@@ -33,7 +33,7 @@ from bench.gpu import shapes
 from bench.pressure.draw import draw
 from bench.pressure.play import Outcome, Run, play
 from bench.pressure.streams import Stream, make
-from protocol.types import LADDER
+from protocol.types import SCHEMES
 
 MOST_OVER = 0.03
 """Of the budget: what the footprint may be above it, for what nobody asks grants for."""
@@ -53,11 +53,11 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             completion=options.completion,
             seed=options.seed,
         )
-        free = asyncio.run(play(models, streams, kv=LADDER[0]))
+        free = asyncio.run(play(models, streams, kv=SCHEMES[0]))
         demand = free.peak_granted - sum(free.bases.values())
         print(f"without pressure: {free.seconds:.0f} s, demand {_mib(demand)}", flush=True)
         room = int(options.share * demand)
-        pressed = asyncio.run(play(models, streams, kv=LADDER[0], budget=lambda it: it + room))
+        pressed = asyncio.run(play(models, streams, kv=SCHEMES[0], budget=lambda it: it + room))
         print(f"under {_mib(pressed.budget)}: {pressed.seconds:.0f} s", flush=True)
         found = _found(options, streams, free, pressed)
         _write(options, found)  # a run that is cut off has said something
@@ -105,7 +105,7 @@ def summary(run: Run, same: int, differ: list[int]) -> dict[str, Any]:
         "on_one_level_and_the_same": same,
         "on_one_level_and_not": differ,
         "streams_by_levels": dict(sorted(levels.items())),
-        "streams_parked": sum(bool(one.events.get("parked")) for one in run.outcomes),
+        "streams_paused": sum(bool(one.events.get("paused")) for one in run.outcomes),
         "actions": dict(Counter(one["kind"] for one in run.actions)),
         "seconds": run.seconds,
         "samples": len(run.watched["samples"]),
@@ -139,10 +139,10 @@ def _unpressed(
     right: dict[int, Outcome] = {}
     for level, some in sorted(_by_level(pressed).items()):
         if level == 0:
-            run = free or asyncio.run(play(models, streams, kv=LADDER[0]))
+            run = free or asyncio.run(play(models, streams, kv=SCHEMES[0]))
             right |= {number: run.outcomes[number] for number in some}
         else:
-            run = asyncio.run(play(models, [streams[n] for n in some], kv=LADDER[level]))
+            run = asyncio.run(play(models, [streams[n] for n in some], kv=SCHEMES[level]))
             right |= dict(zip(some, run.outcomes, strict=True))
     return right
 

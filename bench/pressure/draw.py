@@ -14,7 +14,7 @@ _COLOURS = {
     "free pages": "#f0e6c8",
     "tails": "#e9a23b",
 }
-_MARKS = {"reclaim_level": ("v", "stepped down"), "reclaim_park": ("P", "parked")}
+_MARKS = {"reclaim_precision": ("v", "stepped down"), "reclaim_preempt": ("P", "parked")}
 """What was done, above the budget's line."""
 
 

@@ -96,7 +96,7 @@ async def play(
         for loading in loads:
             await loading.result()
         status = await client.status()
-        bases = {one.name: one.stats.offer.base for one in status.models}
+        bases = {one.name: one.stats.reclaimable.base for one in status.models}
         total = budget(sum(bases.values())) if budget is not None else AMPLE
         while (await client.configure(budget_bytes=total)).granted_bytes > total:  # noqa: ASYNC110
             await asyncio.sleep(_WORKED_OFF_S)
@@ -134,7 +134,7 @@ def _action(event: Happened, start: float) -> dict[str, Any]:
         "at": round(event.at - start, 3),
         "kind": event.kind,
         "model": event.model,
-        "wisher": event.wisher,
+        "requester": event.requester,
         "reason": event.reason,
         "numbers": event.numbers,
     }

@@ -146,8 +146,8 @@ def _own_pages(pid: int) -> int:
 def kinds_of(model: ModelStatus) -> dict[str, int]:
     """Return what one worker holds, by kind; pages by the scheme that they have now."""
     use: MemoryUse = model.stats.memory
-    ladder = model.info.kv_ladder if model.info is not None else []
-    pages = {f"pages {name}": n for name, n in zip(ladder, use.kv_levels, strict=False)}
+    schemes = model.info.kv_schemes if model.info is not None else []
+    pages = {f"pages {name}": n for name, n in zip(schemes, use.kv_levels, strict=False)}
     return {
         "weights": use.weights,
         **pages,

@@ -243,8 +243,8 @@ def overview() -> list[Json]:
             steps=((1, "yellow"), (32, "red")),
         ),
         number(
-            "Parked",
-            f'sum(kvd_requests{{{MODEL}, state="parked"}})',
+            "Paused",
+            f'sum(kvd_requests{{{MODEL}, state="paused"}})',
             "Requests that gave their memory to others, or wait for a worker to come back",
             steps=((1, "yellow"),),
         ),
@@ -414,7 +414,7 @@ def throughput() -> list[Json]:
 def governor() -> list[Json]:
     """Return what was done to make room."""
     done = f"sum by (kind) (increase(kvd_governor_actions_total{{{MODEL}}}[$__rate_interval])) > 0"
-    parked = f"sum by (reason) (increase(kvd_requests_parked_total{{{MODEL}}}[$__rate_interval]))"
+    paused = f"sum by (reason) (increase(kvd_requests_paused_total{{{MODEL}}}[$__rate_interval]))"
     resumed = f"sum(increase(kvd_requests_resumed_total{{{MODEL}}}[$__rate_interval]))"
     loads = f"sum by (model) (increase(kvd_model_loads_total{{{MODEL}}}[$__rate_interval])) > 0"
     return [
@@ -427,7 +427,7 @@ def governor() -> list[Json]:
         ),
         lines(
             "Parked and resumed",
-            [query(parked, "parked: {{reason}}"), query(resumed, "resumed")],
+            [query(paused, "paused: {{reason}}"), query(resumed, "resumed")],
             "Requests that gave way, and those that went on",
             bars=True,
         ),
@@ -436,7 +436,7 @@ def governor() -> list[Json]:
             "Loads, and models asleep",
             [
                 query(loads, "load of {{model}}"),
-                query(f"sum(kvd_models_asleep{{{HERE}}})", "asleep"),
+                query(f"sum(kvd_models_unloaded{{{HERE}}})", "asleep"),
             ],
             "Loads again and again: models push each other out of the budget",
             bars=True,
@@ -581,7 +581,9 @@ def dashboard() -> Json:
         "query": "prometheus",
         "current": {},
     }
-    kinds = "evict|requeue|reclaim_level|reclaim_park|load_refused|quarantine|violation|budget"
+    kinds = (
+        "evict|requeue|reclaim_precision|reclaim_preempt|load_refused|quarantine|violation|budget"
+    )
     done = f'increase(kvd_governor_actions_total{{{MODEL}, kind=~"{kinds}"}}[1m]) > 0'
     lost = f"increase(kvd_worker_restarts_total{{{MODEL}}}[1m]) > 0"
     return {

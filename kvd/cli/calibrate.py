@@ -57,9 +57,9 @@ def calibrate(
         if not wanted.json:
             talk("[dim]this loads the model once more, outside of a running daemon's budget[/]")
         spec = kv or KVSpec()
-        ladder = [spec.name, *(step.name for step in spec.steps)]
+        schemes = [spec.name, *(step.name for step in spec.steps)]
         arguments = {
-            "home": place.root, "ladder": ",".join(ladder), "max-kl": max_kl,
+            "home": place.root, "schemes": ",".join(schemes), "max-kl": max_kl,
             "min-top1": min_top1, "prompts": prompts, "tokens": tokens,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in arguments.items()]

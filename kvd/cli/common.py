@@ -122,7 +122,7 @@ def terms(
 def model_in(status: DaemonStatus, name: str) -> ModelStatus:
     """Return a model's status; raises `UnknownModel` with what to do."""
     found = {model.name: model for model in status.models}
-    if name in status.asleep:
+    if name in status.unloaded:
         raise UnknownModel(f"{name} is not loaded; a request for it brings it", model=name)
     if name not in found:
         there = f"loaded: {', '.join(found)}" if found else "no model is loaded"

@@ -25,7 +25,7 @@ def a_model(context: typer.Context, incomplete: str) -> list[str]:
     status = _status(context)
     if status is None:
         return []
-    names = [model.name for model in status.models] + status.asleep
+    names = [model.name for model in status.models] + status.unloaded
     return [name for name in names if name.startswith(incomplete)]
 
 

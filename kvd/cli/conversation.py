@@ -110,7 +110,7 @@ class Chat:
 
     def _check_model(self, name: str) -> None:
         status = self._client.status()
-        if name not in status.asleep:  # those come with the first question
+        if name not in status.unloaded:  # those come with the first question
             model_in(status, name)
 
     def _line(self, line: str) -> None:

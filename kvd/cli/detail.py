@@ -74,7 +74,7 @@ def _pairs(lines: list[tuple[str, str]]) -> Table:
 
 
 def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
-    top, *rest = (info.kv_ladder if info else []) or [kv.name, *(one.name for one in kv.steps)]
+    top, *rest = (info.kv_schemes if info else []) or [kv.name, *(one.name for one in kv.steps)]
     steps = ", ".join(rest)
     said = [f"{top}, may step down to {steps}" if steps else f"{top}, never steps down"]
     if info and info.kv_calibrated:
@@ -109,13 +109,13 @@ def _rows(value: ModelStatus) -> list[tuple[str, str]]:
         f"{stats.rows_running} running" if stats.rows_running else "",
         f"{stats.rows_prefilling} reading prompts" if stats.rows_prefilling else "",
         f"{waits} waiting" if (waits := render.waiting(value)) else "",
-        f"{value.parked} parked" if value.parked else "",
+        f"{value.paused} parked" if value.paused else "",
     ]
     said = ", ".join(part for part in parts if part) or "none"
     if stats.max_rows_in_step:
         said += f"; at most {stats.max_rows_in_step} in a step so far"
-    if stats.offer.level:
-        said += f"; new ones start at {render.ladder(value)[stats.offer.level]}"
+    if stats.reclaimable.level:
+        said += f"; new ones start at {render.schemes(value)[stats.reclaimable.level]}"
     return [("rows", said), ("pages", _pages(value))]
 
 

@@ -23,9 +23,9 @@ _DONE = {
     "spare": "take back what {} has and does not need",
     "prefixes": "drop prompts that {} remembers",
     "expired": "unload {}, which has been idle for too long",
-    "level": "step rows of {} down to level {level}",
+    "precision": "step rows of {} down to level {level}",
     "idle": "unload {}, which is idle",
-    "park": "park rows of {}",
+    "preempt": "park rows of {}",
 }
 """What a rung of the ladder does, in words."""
 _STYLES = {"fits": "green", "makes_room": "yellow", "waits": "yellow", "never": "bold red"}
@@ -158,6 +158,6 @@ def _steps(steps: list[Room]) -> Table:
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
     for number, step in enumerate(steps, 1):
-        what = _DONE[step.rung].format(step.model, level=step.level)
+        what = _DONE[step.method].format(step.model, level=step.level)
         table.add_row(f"{number}.", what, format_bytes(step.nbytes))
     return table

@@ -27,8 +27,8 @@ from protocol.policy import ModelPolicy
 _LOUD = {
     "evict": "yellow",
     "requeue": "yellow",
-    "reclaim_level": "yellow",
-    "reclaim_park": "yellow",
+    "reclaim_precision": "yellow",
+    "reclaim_preempt": "yellow",
     "load_refused": "red",
     "excess": "red",
     "violation": "bold red",

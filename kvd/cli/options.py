@@ -18,7 +18,7 @@ import kvd
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes
 from protocol.explain import explain
-from protocol.types import LADDER, MIN_KV_SIZE, KVSpec
+from protocol.types import MIN_KV_SIZE, SCHEMES, KVSpec
 
 _PANEL = "KV cache"
 _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
@@ -27,7 +27,7 @@ OPTIONS = {
     "scheme": "--kv",
     "group_size": "--kv-group-size",
     "value_group_size": "--kv-value-group-size",
-    "ladder": "--kv-ladder",
+    "schemes": "--kv-schemes",
     "floors": "--kv-floor",
     "quantized_kv_start": "--quantized-kv-start",
     "max_kv_size": "--max-kv-size",
@@ -36,7 +36,7 @@ OPTIONS = {
     "prefix_every": "--prefix-every",
 }
 """By field."""
-LEVELS = ("scheme", "group_size", "value_group_size", "ladder")
+LEVELS = ("scheme", "group_size", "value_group_size", "schemes")
 """Those fields that say which schemes a model's pages may have."""
 
 
@@ -83,13 +83,13 @@ def _kv(
             help="The same of values alone (default: as of keys).",
         ),
     ] = None,
-    kv_ladder: Annotated[
+    kv_schemes: Annotated[
         str | None,
         typer.Option(
-            OPTIONS["ladder"],
+            OPTIONS["schemes"],
             metavar="SCHEMES",
             rich_help_panel=_PANEL,
-            help=f"What rows may step down to, or {_NO_LADDER} (default: {','.join(LADDER)}).",
+            help=f"What rows may step down to, or {_NO_LADDER} (default: {','.join(SCHEMES)}).",
         ),
     ] = None,
     kv_floor: Annotated[
@@ -152,7 +152,7 @@ def _kv(
         "scheme": kv,
         "group_size": kv_group_size,
         "value_group_size": kv_value_group_size,
-        "ladder": None if kv_ladder is None else _ladder(kv_ladder),
+        "schemes": None if kv_schemes is None else _schemes(kv_schemes),
         "floors": _floors(kv_floor) if kv_floor else None,
         "quantized_kv_start": quantized_kv_start,
         "max_kv_size": max_kv_size,
@@ -171,7 +171,7 @@ def _kv(
         raise typer.BadParameter(text.replace(field, option, 1)) from error
 
 
-def _ladder(text: str) -> list[str]:
+def _schemes(text: str) -> list[str]:
     return [] if text.strip().lower() == _NO_LADDER else [part.strip() for part in text.split(",")]
 
 

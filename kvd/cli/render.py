@@ -51,10 +51,10 @@ def status(value: DaemonStatus, width: int) -> RenderableType:
     parts: list[RenderableType] = [daemon(value), budget(value, width)]
     if addresses := [address for address in value.http if address.startswith("http:")]:
         parts.append(Text(f"http   {'  '.join(f'{address}/v1' for address in addresses)}"))
-    if value.asleep:
-        names = ", ".join(value.asleep)
+    if value.unloaded:
+        names = ", ".join(value.unloaded)
         parts.append(Text(f"not loaded, until a request names them: {names}", style="dim"))
-    if not value.models and not value.asleep:
+    if not value.models and not value.unloaded:
         parts.append(Text("\nno models; load one with `kvctl load demo`", style="dim"))
         return Group(*parts)
     if value.models:
@@ -180,7 +180,7 @@ def cells(value: ModelStatus) -> dict[str, str | Text]:
         "STATE": state(value),
         "ROWS": str(stats.rows_running + stats.rows_prefilling),
         "WAIT": Text(str(waits), "yellow") if waits else "",
-        "PARKED": Text(str(value.parked), "yellow") if value.parked else "",
+        "PARKED": Text(str(value.paused), "yellow") if value.paused else "",
         "TOK/S": f"{stats.tokens_per_s:.0f}",
         "KV": format_bytes(memory.kv_pages_used + memory.kv_tails),
         "LEVELS": levels(value),
@@ -198,13 +198,13 @@ def cells(value: ModelStatus) -> dict[str, str | Text]:
 def waiting(value: ModelStatus) -> int:
     """Return how many requests of a model wait, but for those that are parked."""
     there = value.stats.rows_waiting if value.state == "ready" else value.requests
-    return max(0, there - value.parked)
+    return max(0, there - value.paused)
 
 
-def ladder(value: ModelStatus) -> list[str]:
+def schemes(value: ModelStatus) -> list[str]:
     """Return the schemes that a model's pages may have, from the top down."""
-    if value.info and value.info.kv_ladder:
-        return value.info.kv_ladder
+    if value.info and value.info.kv_schemes:
+        return value.info.kv_schemes
     return [value.kv.name, *(step.name for step in value.kv.steps)]
 
 
@@ -216,7 +216,7 @@ def levels(value: ModelStatus) -> Text:
         return Text(value.info.kv_scheme if value.info else value.kv.name, "dim")
     found = [
         (f"{name} {count / total:.0%}" if count < total else name, style_of_level(number))
-        for number, (name, count) in enumerate(zip(ladder(value), held, strict=False))
+        for number, (name, count) in enumerate(zip(schemes(value), held, strict=False))
         if count
     ]
     return Text(" ").join(Text(text, style) for text, style in found)

@@ -10,7 +10,7 @@ from types import FrameType
 from kvd.cli.common import stderr_console, stdout_console, talk
 from kvd.cli.wrapping import Wrap
 from kvd.client import Completion
-from protocol.messages import Event, Parked, Queued, Tokens
+from protocol.messages import Event, Paused, Queued, Tokens
 
 
 class Stream:
@@ -89,9 +89,9 @@ def _say_why(event: Event) -> None:
     match event:
         case Queued(position=position):
             talk(f"[dim]waits for memory or a place, number {position} in line[/]")
-        case Parked(reason="restart"):
+        case Paused(reason="restart"):
             talk("[dim]the model's process is started again; the request goes on then[/]")
-        case Parked():
+        case Paused():
             talk("[dim]rests while others need the memory[/]")
         case _:
             pass

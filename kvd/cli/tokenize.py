@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvd.cli.common import HomeOption, JsonOption, ModelArgument, SocketOption, stdin, talk, terms
-from protocol.messages import MOST_TOLD
+from protocol.messages import MAX_LISTED_TOKENS
 
 
 def tokenize(
@@ -35,7 +35,7 @@ def tokenize(
             model,
             None if chat else said,
             messages=[("user", said)] if chat else None,
-            most=0 if count else MOST_TOLD,
+            most=0 if count else MAX_LISTED_TOKENS,
             texts=not count,
         )
         if wanted.json:

@@ -148,10 +148,10 @@ def page(view: View, status: DaemonStatus | None, width: int, height: int) -> Re
 def _head(view: View, status: DaemonStatus, width: int) -> list[Text]:
     rows = sum(it.stats.rows_running + it.stats.rows_prefilling for it in status.models)
     waits = sum(render.waiting(it) for it in status.models)
-    parked = sum(it.parked for it in status.models)
+    paused = sum(it.paused for it in status.models)
     counts = f"{_count(len(status.models), 'model')}, {_count(rows, 'row')}"
     counts += f", {waits} waiting" if waits else ""
-    counts += f", {parked} parked" if parked else ""
+    counts += f", {paused} parked" if paused else ""
     now = view.total[-1] if view.total else 0.0
     speed = Text.assemble("tok/s  ", (f"{now:,.0f} ", "bold"), f" {counts}  ")
     curve = spark(list(view.total), max(0, width - speed.cell_len))

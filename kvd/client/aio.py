@@ -195,7 +195,7 @@ class AsyncClient:
         prompt: str | None = None,
         *,
         messages: Messages | None = None,
-        most: int = m.MOST_TOLD,
+        most: int = m.MAX_LISTED_TOKENS,
         texts: bool = False,
     ) -> m.Tokenized:
         """Tell the tokens that a model reads for a text, or so many of them; 0: only the count.

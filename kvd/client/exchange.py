@@ -33,7 +33,7 @@ from protocol.messages import (
     Have,
     Loaded,
     Loading,
-    Parked,
+    Paused,
     PromptLogprobs,
     Queued,
     Request,
@@ -211,7 +211,7 @@ class CompletionRecord:
         match event:
             case Accepted(seed=seed, request=request):
                 self.seed, self.request = seed, request
-            case Queued() | Parked() | Resumed():
+            case Queued() | Paused() | Resumed():
                 pass
             case PromptLogprobs(logprobs=logprobs):
                 self.prompt_logprobs += logprobs

@@ -22,7 +22,7 @@ from kvd.host.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
 from protocol.explain import explain
 from protocol.policy import ModelPolicy
-from protocol.types import Alias, KVSpec, Name, TurnsMode
+from protocol.types import Alias, KVSpec, Name, TimeSlicesMode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +75,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] | None = None
     """Prompt tokens in one step. Part of what decides the output, so change it knowingly; absent:
     256, on CUDA 1024."""
-    turns: TurnsMode = "auto"
+    time_slices: TimeSlicesMode = "auto"
     """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     """How long a stop waits for what runs before it ends it; launchd's ``ExitTimeOut`` is above."""
@@ -93,7 +93,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the file on the disk; beyond it requests are served and not kept."""
     journal_keep_s: Annotated[float, Meta(gt=0)] = KEEP_S
     """How long a request of a daemon that died waits for its client."""
-    parked_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
+    swap_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
     """Of one model's parked rows on the disk; beyond it they are computed again. 0: all are."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least that goes to the log."""
@@ -117,9 +117,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return parse_bytes(limit) if isinstance(limit, str) else limit
 
     @property
-    def parked_bytes(self) -> int:
+    def swap_bytes(self) -> int:
         """That limit as a number; `load` has checked it."""
-        limit = self.parked_limit
+        limit = self.swap_limit
         return parse_bytes(limit) if isinstance(limit, str) else limit
 
     @property
@@ -165,8 +165,8 @@ def _check_texts(config: Config, path: str) -> None:
         _ = config.budget_bytes
         key = "journal_limit"
         _ = config.journal_bytes
-        key = "parked_limit"
-        _ = config.parked_bytes
+        key = "swap_limit"
+        _ = config.swap_bytes
         key = "http.body_limit"
         _ = config.http.body_bytes
         for index, entry in enumerate(config.entries):

@@ -15,7 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from actors.catalogue import Known
-from actors.supervisor import short_name
+from actors.model_registry import short_name
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
 from kvd.config.http import OF_THE_COMMAND_LINE

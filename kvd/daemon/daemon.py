@@ -35,7 +35,7 @@ from kvd.host import blas, files, listen, logs, memory
 from kvd.host.exits import Exit
 from kvd.host.home import check_socket_path
 from kvd.host.units import format_bytes
-from kvd.http.doors import check_keys, open_doors
+from kvd.http.listeners import check_keys, open_doors
 from kvd.metrics.exposition import Exposition
 from kvd.service import activation
 from kvd.service.notify import Notifier
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvd.config.config import Config, ModelEntry
     from kvd.config.http import HttpSettings
     from kvd.host.home import Home
-    from kvd.http.doors import Door
+    from kvd.http.listeners import Door
     from kvd.http.server import Server
     from protocol.types import ModelStatus
 
@@ -127,10 +127,10 @@ class Daemon:
         limits = self._limits = Settings(
             max_rows=settings.max_rows,
             prefill_chunk=settings.chunk,
-            turns=settings.turns,
+            time_slices=settings.time_slices,
             patience=settings.watchdog,
-            parked_folder=str(options.home.parked),
-            parked_bytes=settings.parked_bytes,
+            swap_folder=str(options.home.swap),
+            swap_bytes=settings.swap_bytes,
         )
         self._metrics = Exposition(lambda: self._system)
         self._system = System(
@@ -180,7 +180,7 @@ class Daemon:
     async def serve(self, listener: socket.socket) -> Exit:
         """Run actors and socket until `finished`."""
         started = time.monotonic()
-        shutil.rmtree(self._options.home.parked, ignore_errors=True)  # nobody comes back for it
+        shutil.rmtree(self._options.home.swap, ignore_errors=True)  # nobody comes back for it
         await self._system.start()
         self._metrics.start()
         server = await listen.serve(listener, self._system.connect)

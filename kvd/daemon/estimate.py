@@ -22,7 +22,7 @@ from kvd.host.memory.nvidia import has_cuda_build
 from protocol import memory_bounds
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
-from protocol.pages import LayerGeometry, floors_of, ladder_of
+from protocol.pages import LayerGeometry, floors_of, schemes_of
 from protocol.schemes import Scheme
 from protocol.types import KVSpec
 from protocol.weights import BrokenFileError, Weights, read_header
@@ -100,7 +100,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     text = config.get("text_config") or config
     itemsize = 4 if machine.on_cpu else 2
     weights = _weights(folder).in_memory(4 if machine.on_cpu else None, packed=machine.native)
-    ladder = ladder_of(kv)
+    schemes = schemes_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
     unit = next((one.charges[0] for one in kinds if one.window is None), tail)
     row = tail + (-(-tail // 2) if kv.prefix_cache else 0)  # with its first checkpoint
@@ -127,12 +127,12 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
         step=machine.prefill_chunk,
-        levels=len(ladder),
+        levels=len(schemes),
         dense_until=kv.quantized_kv_start,
         kinds=kinds,
     )
     return Estimate(
-        costs=costs, schemes=[one.name for one in ladder], context_length=_context(text)
+        costs=costs, schemes=[one.name for one in schemes], context_length=_context(text)
     )
 
 
@@ -247,7 +247,7 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
 
 def _schemes(kv: KVSpec) -> list[Scheme]:
     """Return the levels of pages: those of rows that are not quantized yet come first."""
-    return [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *ladder_of(kv)]
+    return [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *schemes_of(kv)]
 
 
 def _windows(text: dict[str, Any], layers: int) -> list[int | None]:

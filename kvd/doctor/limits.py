@@ -97,12 +97,10 @@ def disk(scene: Scene) -> Finding:
     """Whether rows can be parked, and logs written."""
     place = _existing(scene.home.root)
     free = shutil.disk_usage(place).free
-    limit = scene.settings.parked_bytes
+    limit = scene.settings.swap_bytes
     said = f"{format_bytes(free)} free for {scene.home.root}"
     if limit == 0:
-        return ok(
-            "disk", f"{said}; parked rows are not written (parked_limit = 0)", free_bytes=free
-        )
+        return ok("disk", f"{said}; parked rows are not written (swap_limit = 0)", free_bytes=free)
     if free < 2 * _FREE_FOR_PARKING:
         return warn(
             "disk",

@@ -22,7 +22,7 @@ SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
 
 _OURS = {
     "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
-    "chat_history", "journal", "parked", ".DS_Store",
+    "chat_history", "journal", "swap", ".DS_Store",
 }  # fmt: skip
 """What may lie in a home before its first start: `config.toml` and `models` are the user's."""
 
@@ -74,9 +74,9 @@ class Home:
         return self.root / "chat_history"
 
     @property
-    def parked(self) -> Path:
+    def swap(self) -> Path:
         """The folder of rows that gave their memory back, a folder a model; workers clear it."""
-        return self.root / "parked"
+        return self.root / "swap"
 
     @property
     def calibration(self) -> Path:

@@ -159,7 +159,7 @@ class Streamed(Hearing):
                 return self._done(number, self.reason(reason))
             case messages.Queued(position=position):
                 return comment(f"queued, position {position}")
-            case messages.Parked(reason=reason):
+            case messages.Paused(reason=reason):
                 return comment(f"parked, {reason}")
             case messages.Resumed():
                 return comment("resumed")

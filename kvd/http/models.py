@@ -17,8 +17,8 @@ _COMING = frozenset({"stopped", "spawning", "loading", "backoff"})
 def listed(status: DaemonStatus, created: int) -> ModelList:
     """Return all models that a request may name; those that sleep are loaded by it."""
     loaded = [_model(one, created) for one in status.models]
-    asleep = [Model(name, created, ModelExtension("asleep")) for name in status.asleep]
-    return ModelList(sorted([*loaded, *asleep], key=lambda model: model.id))
+    unloaded = [Model(name, created, ModelExtension("asleep")) for name in status.unloaded]
+    return ModelList(sorted([*loaded, *unloaded], key=lambda model: model.id))
 
 
 def _model(status: ModelStatus, created: int) -> Model:
@@ -42,15 +42,20 @@ def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, 
     answer. A model that comes back after a crash, or sleeps, does not count: requests wait for it.
     """
     states: list[str] = [model.state for model in status.models]
-    asleep, ready = len(status.asleep), states.count("ready")
+    unloaded, ready = len(status.unloaded), states.count("ready")
     coming = sum(state in _COMING for state in states)
     if status.state == "draining":
         said = "draining"
-    elif ready or asleep:
+    elif ready or unloaded:
         said = "ready"
     elif starting or coming:
         said = "loading"
     else:
         said = "failed" if states else "ready"
-    models = {"ready": ready, "asleep": asleep, "loading": coming, "failed": states.count("failed")}
+    models = {
+        "ready": ready,
+        "asleep": unloaded,
+        "loading": coming,
+        "failed": states.count("failed"),
+    }
     return said == "ready", {"status": said, "models": models}

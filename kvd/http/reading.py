@@ -170,7 +170,7 @@ def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Genera
     least = request.min_tokens or 0
     if most is not None and least > most:
         raise _wrong("min_tokens", f"must be at most {named}, {most}")
-    told, prompt_told = _logprobs(request, prompt)
+    told, prompt_reported = _logprobs(request, prompt)
     return Generate(
         id="http",
         model=request.model,
@@ -182,7 +182,7 @@ def _generate(request: ChatRequest | CompletionRequest, **prompt: Any) -> Genera
         ignore_eos=request.ignore_eos or False,
         min_tokens=least,
         logprobs=told,
-        prompt_logprobs=prompt_told,
+        prompt_logprobs=prompt_reported,
         priority=request.priority or 0,
         deadline_s=request.deadline_s,
         prefix_salt=request.cache_salt,

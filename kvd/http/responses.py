@@ -116,7 +116,7 @@ class Extension(msgspec.Struct, frozen=True, omit_defaults=True):
     """All that it ran on, in order, if it was stepped down."""
     queued_ms: int | UnsetType = UNSET
     """From its arrival until a worker had it: also how long its model was loaded for it."""
-    parked_ms: int | UnsetType = UNSET
+    paused_ms: int | UnsetType = UNSET
     """How long it rested for others' sake, or while its model's process was started again."""
     resumed: int | UnsetType = UNSET
     """How often it went on after that."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from kvd.config.http import HttpSettings
-    from kvd.http.doors import Door
+    from kvd.http.listeners import Door
     from kvd.http.port import Answered, Backend, Metrics
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

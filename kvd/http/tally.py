@@ -21,9 +21,9 @@ class _Call:
 
     seed: int | None = None
     accepted_at: float | None = None
-    parked_at: float | None = None
-    parked_s: float = 0.0
-    was_parked: bool = False
+    paused_at: float | None = None
+    paused_s: float = 0.0
+    was_paused: bool = False
     resumed: int = 0
     took: Took | None = None
 
@@ -45,8 +45,8 @@ class Tally:
         match event:
             case messages.Accepted(seed=seed):
                 call.seed, call.accepted_at = seed, now
-            case messages.Parked():
-                call.was_parked, call.parked_at = True, now
+            case messages.Paused():
+                call.was_paused, call.paused_at = True, now
             case messages.Resumed():
                 call.resumed += 1
                 _rested(call, now)
@@ -78,21 +78,21 @@ class Tally:
         queued = [c.accepted_at - self.began_at for c in calls if c.accepted_at is not None]
         seed = calls[0].seed if len(calls) == 1 else None
         steps = sorted({level for one in levels for level in one})
-        parked = any(call.was_parked for call in calls)
+        paused = any(call.was_paused for call in calls)
         return Extension(
             seed=UNSET if seed is None else seed,
             level=max(one[-1] for one in levels) if levels else UNSET,
             levels=steps if len(steps) > 1 else UNSET,
             queued_ms=_ms(max(queued)) if queued else UNSET,
-            parked_ms=_ms(max(call.parked_s for call in calls)) if parked else UNSET,
-            resumed=sum(call.resumed for call in calls) if parked else UNSET,
+            paused_ms=_ms(max(call.paused_s for call in calls)) if paused else UNSET,
+            resumed=sum(call.resumed for call in calls) if paused else UNSET,
         )
 
 
 def _rested(call: _Call, now: float) -> None:
-    if call.parked_at is not None:
-        call.parked_s += now - call.parked_at
-        call.parked_at = None
+    if call.paused_at is not None:
+        call.paused_s += now - call.paused_at
+        call.paused_at = None
 
 
 def _ms(seconds: float) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvd.metrics import bounds
-from protocol.spread import SPAN_BOUNDS_S
+from protocol.histogram import SPAN_BOUNDS_S
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +155,8 @@ FAILED = Metric(
     "overloaded: more work than fits; quarantined, worker_died, internal: look into the log",
     ("model", "code"),
 )  # fmt: skip
-PARKED = Metric(
-    "kvd_requests_parked_total", "counter",
+PAUSED = Metric(
+    "kvd_requests_paused_total", "counter",
     "Times that a request was parked: memory for others, or a restart of its worker",
     "rising by memory: latency is paid for lack of room",
     ("model", "reason"),
@@ -257,8 +257,8 @@ STATE = Metric(
     "backoff or failed: its worker dies; asleep models are not here",
     ("model", "state"),
 )  # fmt: skip
-ASLEEP = Metric(
-    "kvd_models_asleep", "gauge",
+UNLOADED = Metric(
+    "kvd_models_unloaded", "gauge",
     "Models that are known and not loaded: a request brings them",
     "beside the loads: do models take turns in a budget that is too small?",
 )  # fmt: skip
@@ -376,7 +376,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         HOST_AVAILABLE, ACCELERATOR_LIMIT, HOST_PRESSURE, ACTIONS,
     ),
     "Requests": (
-        REQUESTS, RECEIVED, FINISHED, FAILED, PARKED, RESUMED, QUEUE_TIME, FIRST_TOKEN, TOKEN_GAP,
+        REQUESTS, RECEIVED, FINISHED, FAILED, PAUSED, RESUMED, QUEUE_TIME, FIRST_TOKEN, TOKEN_GAP,
         WHOLE_TIME,
     ),
     "Tokens and prompts": (
@@ -384,7 +384,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         PREFIX_EVICTED, PREFIX_CHECKPOINTS, PREFIX_BYTES,
     ),
     "Models and workers": (
-        STATE, ASLEEP, INFO, ATTENTION, ATTENTION_CALL, LOADS, RESTARTS, STEPS, PHASES, FLUSHES,
+        STATE, UNLOADED, INFO, ATTENTION, ATTENTION_CALL, LOADS, RESTARTS, STEPS, PHASES, FLUSHES,
         LAUNCHES,
     ),
     "The daemon": (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         MemoryUse,
         ModelInfo,
         ModelStatus,
-        Offer,
+        Reclaimable,
     )
 
 _PYTHON = ".".join(map(str, sys.version_info[:3]))
@@ -68,7 +68,7 @@ def _daemon(to: Samples, it: Snapshot) -> None:
     to.put(c.BUDGET, status.budget_bytes)
     to.put(c.GRANTED, status.granted_bytes)
     to.put(c.VIOLATIONS, status.violations)
-    to.put(c.ASLEEP, len(status.asleep))
+    to.put(c.UNLOADED, len(status.unloaded))
     to.put(c.BUILD, 1, status.version, _PYTHON)
     to.put(c.DRAINING, int(status.state == "draining"))
     to.put(c.LAG, _buckets(it.lag))
@@ -100,8 +100,8 @@ def _model(to: Samples, model: ModelStatus) -> None:
     to.put_all(c.KV_LEVEL, _levels(stats.memory, model.info), name)
     free = max(0, stats.pages_total - stats.pages_used)
     to.put_all(c.KV_PAGES, {"used": stats.pages_used, "free": free}, name)
-    to.put(c.START_LEVEL, stats.offer.level, name)
-    to.put_all(c.RECLAIMABLE, _means(stats.offer), name)
+    to.put(c.START_LEVEL, stats.reclaimable.level, name)
+    to.put_all(c.RECLAIMABLE, _means(stats.reclaimable), name)
     to.put(c.PREFIX_CHECKPOINTS, stats.prefix.checkpoints, name)
     to.put(c.PREFIX_BYTES, stats.prefix.held, name)
     if (info := model.info) is not None:
@@ -126,17 +126,17 @@ def _levels(memory: MemoryUse, info: ModelInfo | None) -> dict[str, int]:
     """Return the bytes on each level, by its scheme."""
     if info is None:
         return {}
-    names = info.kv_ladder or [info.kv_scheme]
+    names = info.kv_schemes or [info.kv_scheme]
     held = memory.kv_levels or (memory.kv_pages_used,)
     return {name: held[at] if at < len(held) else 0 for at, name in enumerate(names)}
 
 
-def _means(offer: Offer) -> dict[str, int]:
+def _means(reclaimable: Reclaimable) -> dict[str, int]:
     return {
-        "spare": offer.spare,
-        "prefixes": offer.prefixes,
-        "level": sum(offer.levels),
-        "park": offer.park,
+        "spare": reclaimable.spare,
+        "prefixes": reclaimable.prefixes,
+        "precision": sum(reclaimable.levels),
+        "preempt": reclaimable.preempt,
     }
 
 
@@ -164,7 +164,7 @@ def _counted(to: Samples, name: str, it: OfModel) -> None:
     if not name:  # what belongs to no model was refused, and has no more to tell
         return
     to.put_all(c.FINISHED, it.finished, name)
-    to.put_all(c.PARKED, it.parked, name)
+    to.put_all(c.PAUSED, it.paused, name)
     to.put(c.RESUMED, it.resumed, name)
     to.put(c.PROMPT_TOKENS, it.prompt_tokens, name)
     to.put(c.GENERATED, it.generated, name)

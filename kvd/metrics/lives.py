@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.spread import Spread
+from protocol.histogram import Spread
 from protocol.types import PrefixUse, WorkerStats
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What is counted of moments (`actors.moments`), by model: the observer that a daemon has.
+"""What is counted of moments (`actors.telemetry`), by model: the observer that a daemon has.
 
 Each moment costs about a microsecond; there is one for each token that goes to a client. Only
 models that are known have counters of their own: what is asked for under any other name counts for
@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from actors import moments
+from actors import telemetry
 from actors.machines.lifecycle import CAUSES
 from kvd.metrics import bounds
 from kvd.metrics.histogram import Histogram
@@ -22,7 +22,7 @@ from protocol.messages import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from actors.moments import Moment
+    from actors.telemetry import Moment
 
 MOST_GONE = 16
 """Models that are gone whose counters are kept."""
@@ -34,10 +34,10 @@ FAILURES = (
     "worker_died",
 )  # fmt: skip
 """Codes that requests end with, there from the start: of what begins with 1 no rise is seen."""
-PARKINGS = ("memory", "restart")
+PAUSE_REASONS = ("memory", "restart")
 ACTIONS = (
-    "evict", "first", "hold", "let_go", "load_refused", "quarantine", "reclaim_level",
-    "reclaim_park", "reclaim_prefixes", "reclaim_spare", "reclaimed", "replay", "requeue",
+    "evict", "first", "hold", "let_go", "load_refused", "quarantine", "reclaim_precision",
+    "reclaim_preempt", "reclaim_prefixes", "reclaim_spare", "reclaimed", "replay", "requeue",
     "start_level",
 )  # fmt: skip
 """What may be done to a model."""
@@ -58,7 +58,7 @@ class OfModel:
     generated: int = 0
     finished: Counter[str] = field(default_factory=_from_zero(*get_args(FinishReason)))
     failed: Counter[str] = field(default_factory=_from_zero(*FAILURES))
-    parked: Counter[str] = field(default_factory=_from_zero(*PARKINGS))
+    paused: Counter[str] = field(default_factory=_from_zero(*PAUSE_REASONS))
     resumed: int = 0
     actions: Counter[str] = field(default_factory=_from_zero(*ACTIONS))
     restarts: Counter[str] = field(default_factory=_from_zero(*CAUSES))
@@ -80,17 +80,17 @@ class Tally:
         self.models = {NOBODY: nobody}
         self._knows = knows
         self._hear: dict[type[Moment], Callable[[OfModel, Any], None]] = {
-            moments.Spoke: _spoke,
-            moments.Counted: _counted,
-            moments.Arrived: _arrived,
-            moments.Taken: _taken,
-            moments.Begun: _begun,
-            moments.Parked: _parked,
-            moments.Resumed: _resumed,
-            moments.Finished: _finished,
-            moments.Failed: _failed,
-            moments.Acted: _acted,
-            moments.Became: _became,
+            telemetry.Spoke: _spoke,
+            telemetry.Counted: _counted,
+            telemetry.Arrived: _arrived,
+            telemetry.Taken: _taken,
+            telemetry.Begun: _begun,
+            telemetry.Paused: _paused,
+            telemetry.Resumed: _resumed,
+            telemetry.Finished: _finished,
+            telemetry.Failed: _failed,
+            telemetry.Acted: _acted,
+            telemetry.Became: _became,
         }
 
     def __call__(self, moment: Moment) -> None:
@@ -111,19 +111,19 @@ class Tally:
         return self.models.setdefault(model, OfModel())
 
 
-def _arrived(of: OfModel, _: moments.Arrived) -> None:
+def _arrived(of: OfModel, _: telemetry.Arrived) -> None:
     of.received += 1
 
 
-def _taken(of: OfModel, moment: moments.Taken) -> None:
+def _taken(of: OfModel, moment: telemetry.Taken) -> None:
     of.prompt_tokens += moment.prompt_tokens
 
 
-def _begun(of: OfModel, moment: moments.Begun) -> None:
+def _begun(of: OfModel, moment: telemetry.Begun) -> None:
     of.queue.observe(moment.waited_s)
 
 
-def _spoke(of: OfModel, moment: moments.Spoke) -> None:
+def _spoke(of: OfModel, moment: telemetry.Spoke) -> None:
     """Count tokens; several that came at once have taken as long each."""
     count = moment.tokens
     of.generated += count
@@ -133,33 +133,33 @@ def _spoke(of: OfModel, moment: moments.Spoke) -> None:
         of.first.observe(moment.first_s)
 
 
-def _parked(of: OfModel, moment: moments.Parked) -> None:
-    of.parked[moment.reason] += 1
+def _paused(of: OfModel, moment: telemetry.Paused) -> None:
+    of.paused[moment.reason] += 1
 
 
-def _resumed(of: OfModel, _: moments.Resumed) -> None:
+def _resumed(of: OfModel, _: telemetry.Resumed) -> None:
     of.resumed += 1
 
 
-def _finished(of: OfModel, moment: moments.Finished) -> None:
+def _finished(of: OfModel, moment: telemetry.Finished) -> None:
     of.finished[moment.reason] += 1
     if moment.took_s is not None:
         of.whole.observe(moment.took_s)
 
 
-def _failed(of: OfModel, moment: moments.Failed) -> None:
+def _failed(of: OfModel, moment: telemetry.Failed) -> None:
     of.failed[moment.code] += 1
 
 
-def _acted(of: OfModel, moment: moments.Acted) -> None:
+def _acted(of: OfModel, moment: telemetry.Acted) -> None:
     of.actions[moment.kind] += 1
 
 
-def _counted(of: OfModel, moment: moments.Counted) -> None:
+def _counted(of: OfModel, moment: telemetry.Counted) -> None:
     of.lives.hear(moment.life, moment.stats)
 
 
-def _became(of: OfModel, moment: moments.Became) -> None:
+def _became(of: OfModel, moment: telemetry.Became) -> None:
     if moment.state == "ready":
         of.loads += 1
     elif moment.state == "backoff":

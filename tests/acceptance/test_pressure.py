@@ -16,14 +16,14 @@ from bench.own import daemon
 from bench.pressure.play import AMPLE, Outcome, serve
 from bench.pressure.streams import Stream, make
 from kvd.client import AsyncClient
-from protocol.types import LADDER, KVSpec
+from protocol.types import SCHEMES, KVSpec
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process]
 
 MODELS = ["a", "b"]
 
 
-async def load(client: AsyncClient, alias: str, scheme: str = LADDER[0]) -> None:
+async def load(client: AsyncClient, alias: str, scheme: str = SCHEMES[0]) -> None:
     kv = KVSpec(k_bits=int(scheme[1]), v_bits=int(scheme[3]), prefix_cache=0)
     await (await client.load("demo", alias=alias, kv=kv)).result()
 
@@ -35,11 +35,11 @@ async def on_lower_levels(streams: list[Stream], pressed: list[Outcome]) -> dict
     """
     right = {}
     async with daemon(f"budget = {AMPLE}\n") as client:
-        for level in range(1, len(LADDER)):
+        for level in range(1, len(SCHEMES)):
             some = [number for number, one in enumerate(pressed) if one.levels == [level]]
             if some:
-                await load(client, LADDER[level], LADDER[level])
-                asked = [Stream(**vars(streams[n]) | {"model": LADDER[level]}) for n in some]
+                await load(client, SCHEMES[level], SCHEMES[level])
+                asked = [Stream(**vars(streams[n]) | {"model": SCHEMES[level]}) for n in some]
                 outcomes, _ = await serve(client, asked)
                 assert {tuple(one.levels) for one in outcomes} == {(0,)}
                 right |= {n: one.tokens for n, one in zip(some, outcomes, strict=True)}
@@ -53,7 +53,7 @@ async def main() -> None:
             await load(client, alias)
         free, calm = await serve(client, streams)
         status = await client.status()
-        bases = sum(model.stats.offer.base for model in status.models)
+        bases = sum(model.stats.reclaimable.base for model in status.models)
         demand = max(one.granted for one in calm.kinds) - bases
         budget = bases + demand // 3
         await client.configure(budget_bytes=budget)
@@ -73,7 +73,7 @@ async def main() -> None:
     assert all(pressed[n].tokens == right[n] for n in same)
     assert {one.levels[0] for one in free} == {0}
     assert any(one.levels != [0] for one in pressed), "nobody was pressed"
-    assert any(event.kind in {"reclaim_level", "start_level"} for event in events)
+    assert any(event.kind in {"reclaim_precision", "start_level"} for event in events)
     assert violations == 0
     assert max(one.granted for one in watch.kinds) <= budget
     assert max(one.footprint for one in watch.samples) <= 1.03 * budget

@@ -59,7 +59,7 @@ async def test_a_model_that_is_not_loaded_is_reckoned_from_its_files():
 @simulated
 async def test_a_loaded_models_numbers_are_its_workers(monkeypatch):
     costs = msgspec.structs.replace(COSTS, base_bytes=50)
-    info = msgspec.structs.replace(fakes.INFO, costs=costs, kv_ladder=["k8v8", "k4v4"])
+    info = msgspec.structs.replace(fakes.INFO, costs=costs, kv_schemes=["k8v8", "k4v4"])
     monkeypatch.setattr(fakes, "INFO", info)
     async with world() as it:
         found = await ask(it, model="demo", rows=3, context=640)

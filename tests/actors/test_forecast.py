@@ -13,7 +13,7 @@ from actors.machines.ledger import Answer, Governor, Released, Wanted
 from protocol.costs import Costs, KVCost
 from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy
-from protocol.types import Offer
+from protocol.types import Reclaimable
 
 BUDGET = 100_000
 SCHEMES = ["k8v8", "k8v4", "k4v4"]
@@ -38,31 +38,33 @@ class House:
     """A ladder with tenants, which can be let act as the forecast says it would."""
 
     def __init__(self) -> None:
-        self.ladder = Ladder(Governor(BUDGET))
+        self.schemes = Ladder(Governor(BUDGET))
         self.now = 1000.0
         self.freed: list[tuple[str, str]] = []
 
-    def tenant(self, name: str, granted: int, policy: ModelPolicy | None = None, **offer) -> None:
-        self.ladder.handle(Boarding(name, policy or ModelPolicy()), self.now)
-        self.ladder.handle(Wanted(name, 1, granted), self.now)
-        self.ladder.handle(Ready(name), self.now)
-        self.ladder.handle(Offered(name, Offer(**offer)), self.now)
+    def tenant(
+        self, name: str, granted: int, policy: ModelPolicy | None = None, **reclaimable
+    ) -> None:
+        self.schemes.handle(Boarding(name, policy or ModelPolicy()), self.now)
+        self.schemes.handle(Wanted(name, 1, granted), self.now)
+        self.schemes.handle(Ready(name), self.now)
+        self.schemes.handle(Offered(name, Reclaimable(**reclaimable)), self.now)
         self.now += 60.0
-        self.ladder.handle(Offered(name, Offer(**offer)), self.now)
+        self.schemes.handle(Offered(name, Reclaimable(**reclaimable)), self.now)
 
     def ask(self, rows: int, context: int = 950, model: str = "new") -> Forecast:
-        before = deepcopy(self.ladder)
+        before = deepcopy(self.schemes)
         question = Question(model, costs(), SCHEMES, rows=rows, context=context)
         found = forecast(
-            question, self.ladder, self.now, source="/m", state="not loaded", measured=True
+            question, self.schemes, self.now, source="/m", state="not loaded", measured=True
         )
-        assert self.ladder == before, "asking changed something"
+        assert self.schemes == before, "asking changed something"
         return found
 
     def really(self, total: int, model: str = "new") -> bool:
         """Let the model ask for so much, do what the ladder says, and return whether it got it."""
-        self.ladder.handle(Boarding(model, ModelPolicy()), self.now)
-        todo = self.ladder.handle(Wanted(model, 1, total), self.now)
+        self.schemes.handle(Boarding(model, ModelPolicy()), self.now)
+        todo = self.schemes.handle(Wanted(model, 1, total), self.now)
         for _ in range(50):
             self.now += 1.0
             for command in todo:
@@ -72,21 +74,21 @@ class House:
         return False
 
     def _do(self, command):
-        ladder, now = self.ladder, self.now
+        schemes, now = self.schemes, self.now
         match command:
             case Reclaim(model=model):
-                self.freed.append((command.rung, model))
-                held = ladder.ledger.grants[model]
+                self.freed.append((command.method, model))
+                held = schemes.ledger.grants[model]
                 wish = Wanted(model, 99 + command.seq, held - command.wanted_bytes)
                 over = Reclaimed(model, command.seq, command.wanted_bytes, exhausted=False)
-                return [*ladder.handle(wish, now), *ladder.handle(over, now)]
+                return [*schemes.handle(wish, now), *schemes.handle(over, now)]
             case Evict(model=model):
                 self.freed.append(("idle", model))
-                return ladder.handle(Released(model), now)
+                return schemes.handle(Released(model), now)
         return []
 
     def _ring(self):
-        return self.ladder.handle(Rang(), self.now)
+        return self.schemes.handle(Rang(), self.now)
 
 
 def test_rows_that_fit_lack_nothing():
@@ -108,47 +110,47 @@ def test_rows_that_fit_lack_nothing():
 def test_the_steps_are_those_that_the_ladder_takes():
     house = House()
     house.tenant(
-        "busy", 50_000, base=20_000, rows=4, spare=3_000, levels=(8_000, 4_000), park=5_000
+        "busy", 50_000, base=20_000, rows=4, spare=3_000, levels=(8_000, 4_000), preempt=5_000
     )
     house.tenant("idle", 30_000, base=30_000)
     found = house.ask(rows=14)
 
     assert found.lacking_bytes == 31_000 - 20_000
-    assert [(it.rung, it.model, it.nbytes) for it in found.steps] == [
+    assert [(it.method, it.model, it.nbytes) for it in found.steps] == [
         ("spare", "busy", 3_000),
-        ("level", "busy", 8_000),
+        ("precision", "busy", 8_000),
     ]
     assert found.steps[1].level == 1
     assert found.verdict == "makes_room"
     assert house.really(found.levels[0].total_bytes)
-    assert house.freed == [(it.rung, it.model) for it in found.steps]
+    assert house.freed == [(it.method, it.model) for it in found.steps]
 
 
 def test_idle_models_go_before_rows_are_parked():
     house = House()
-    house.tenant("busy", 60_000, base=20_000, rows=4, park=20_000)
+    house.tenant("busy", 60_000, base=20_000, rows=4, preempt=20_000)
     house.tenant("idle", 30_000, base=30_000)
     found = house.ask(rows=26)
 
-    assert [(it.rung, it.model, it.nbytes) for it in found.steps] == [
-        ("level", "new", 10_400),
-        ("level", "new", 7_800),
+    assert [(it.method, it.model, it.nbytes) for it in found.steps] == [
+        ("precision", "new", 10_400),
+        ("precision", "new", 7_800),
         ("idle", "idle", 30_000),
     ]
     parks = house.ask(rows=46)  # 79,000 at the top, 18,400 and 13,800 less below it
-    assert [it.rung for it in parks.steps] == ["level", "level", "idle"]
+    assert [it.method for it in parks.steps] == ["precision", "precision", "idle"]
     assert parks.short_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
     assert parks.verdict == "waits", "nobody parks for more than a fair share"
 
 
 def test_own_rows_start_lower_before_others_are_parked():
     house = House()
-    house.tenant("busy", 70_000, base=20_000, rows=4, park=30_000)
+    house.tenant("busy", 70_000, base=20_000, rows=4, preempt=30_000)
     found = house.ask(rows=20)
 
-    assert [(it.rung, it.model, it.nbytes, it.level) for it in found.steps] == [
-        ("level", "new", 8_000, 1),
-        ("level", "new", 2_000, 2),
+    assert [(it.method, it.model, it.nbytes, it.level) for it in found.steps] == [
+        ("precision", "new", 8_000, 1),
+        ("precision", "new", 2_000, 2),
     ]
     assert found.verdict == "makes_room"
 

@@ -20,9 +20,9 @@ async def test_a_new_model_is_known_and_a_request_would_bring_it() -> None:
     async with world(load=()) as w:
         assert await w.system.list_model("demo", DEMO, {})
         assert known(w) == DEMO
-        assert w.system.status().asleep == ["demo"]
+        assert w.system.status().unloaded == ["demo"]
         await w.system.unlist_model("demo")
-        assert w.system.status().asleep == []
+        assert w.system.status().unloaded == []
 
 
 @simulated

@@ -9,7 +9,7 @@ import pytest
 from actors.catalogue import Known
 from protocol import errors, messages
 from protocol.policy import ModelPolicy
-from protocol.types import Offer, WorkerStats
+from protocol.types import Reclaimable, WorkerStats
 from protocol.worker import GrantWanted, Reclaim, Reclaimed, Stats
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
@@ -30,9 +30,9 @@ async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_brings
         await client.ask(messages.Load, model="big")
 
         assert w.model() is None
-        assert w.system.status().asleep == ["demo"]
+        assert w.system.status().unloaded == ["demo"]
         (evicted,) = happened(w, "evict")
-        assert (evicted.model, evicted.wisher) == ("demo", "big")
+        assert (evicted.model, evicted.requester) == ("demo", "big")
         assert evicted.numbers["freed_bytes"] == 600
         assert (await client.end(client.generate())).reason == "length"
         assert w.model("big") is None
@@ -70,7 +70,9 @@ async def test_a_model_in_use_is_not_evicted_and_the_load_says_who_holds_what():
 
 async def busy(w, name: str) -> None:
     """Have the worker say that it has a request, as the real one does."""
-    w.spawn.last(name).say(Stats(stats=WorkerStats(step=1, offer=Offer(rows=1, base=600))))
+    w.spawn.last(name).say(
+        Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
+    )
     await until(lambda: w.system._ledger.machine.tenants[name].idle_since is None, 1)
 
 
@@ -86,7 +88,9 @@ async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others
 
         assert w.model("big").state == "loading"
         assert w.said("worker_terminated") == []
-        w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+        w.spawn.last("demo").say(
+            Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
+        )
         assert (await client.end(key)).reason == "length"
 
 
@@ -106,7 +110,9 @@ async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known
 
         if known:
             assert not [one for one in client.events[key] if messages.is_last(one)]
-            w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+            w.spawn.last("demo").say(
+                Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
+            )
             assert (await client.end(key)).reason == "length"
         else:
             assert (await client.end(key)).error.code == "insufficient_memory"
@@ -125,7 +131,9 @@ async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it
         await asyncio.sleep(3)
 
         assert not client.count(demo)
-        w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+        w.spawn.last("demo").say(
+            Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
+        )
         assert (await client.end(big)).reason == "length"
         assert (await client.end(demo)).reason == "length"
         assert happened(w, "let_go")
@@ -141,7 +149,9 @@ async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_ot
         _, key = (client.generate(name, max_tokens=40) for name in ("big", "demo"))
         await until(lambda: client.events[key])
         for seq, name in enumerate(("big", "demo"), 9):
-            wish = GrantWanted(seq=seq, total_bytes=800, reason="", offer=Offer(waiting=1))
+            wish = GrantWanted(
+                seq=seq, total_bytes=800, reason="", reclaimable=Reclaimable(waiting=1)
+            )
             w.spawn.last(name).say(wish)
             await asyncio.sleep(1)
         await until(lambda: happened(w, "requeue"), 100)
@@ -157,19 +167,19 @@ async def test_the_ladder_speaks_to_the_worker_and_hears_what_came_of_it():
     async with world({"demo": [Script(weights=400)]}, load=("demo", "other")) as w:
         demo, other = w.spawn.last("demo"), w.spawn.last("other")
         demo.want(800)
-        demo.say(Stats(stats=WorkerStats(offer=Offer(rows=2, levels=(300,), base=100))))
+        demo.say(Stats(stats=WorkerStats(reclaimable=Reclaimable(rows=2, levels=(300,), base=100))))
         await asyncio.sleep(1)
-        offer = Offer(rows=1, waiting=1, base=100)
-        other.say(GrantWanted(seq=9, total_bytes=400, reason="", offer=offer))
+        reclaimable = Reclaimable(rows=1, waiting=1, base=100)
+        other.say(GrantWanted(seq=9, total_bytes=400, reason="", reclaimable=reclaimable))
         await until(lambda: any(isinstance(it, Reclaim) for it in demo.commands), 5)
         order = next(it for it in demo.commands if isinstance(it, Reclaim))
 
-        assert (order.rung, order.level) == ("level", 1)
+        assert (order.method, order.level) == ("precision", 1)
         demo.want(500)
         demo.say(Reclaimed(seq=order.seq, freed_bytes=300, exhausted=True))
         await until(lambda: other.grant == 400, 5)
         assert w.system.status().granted_bytes == 900
-        assert happened(w, "reclaim_level")[0].wisher == "other"
+        assert happened(w, "reclaim_precision")[0].requester == "other"
 
 
 @simulated

@@ -13,7 +13,7 @@ import pytest
 
 from actors.system import Settings
 from protocol import messages
-from protocol.messages import Done, Error, Parked, Resumed, is_last
+from protocol.messages import Done, Error, Paused, Resumed, is_last
 from protocol.types import Sampling
 from tests.sim.fakes import FakeProcess, Script, token
 from tests.sim.loop import run
@@ -55,8 +55,8 @@ class Stream:
         else:
             assert isinstance(end, Done), end
             assert tokens == self.right
-        rests = [event for event in events if isinstance(event, Parked | Resumed)]
-        assert all(isinstance(one, Parked) for one in rests[::2])
+        rests = [event for event in events if isinstance(event, Paused | Resumed)]
+        assert all(isinstance(one, Paused) for one in rests[::2])
         assert all(isinstance(one, Resumed) for one in rests[1::2])
         accepted = sum(isinstance(event, messages.Accepted) for event in events)
         assert accepted == 1 or (self.cancelled and not tokens)

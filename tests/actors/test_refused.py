@@ -10,7 +10,7 @@ from actors import mail
 from actors.catalogue import Known
 from protocol import errors, messages
 from protocol.policy import ModelPolicy
-from protocol.types import Offer, WorkerStats
+from protocol.types import Reclaimable, WorkerStats
 from protocol.worker import Stats
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
@@ -28,12 +28,14 @@ def known(source: str = "big", *, listed: bool = True) -> dict[str, Known]:
 
 async def busy(w: World) -> None:
     """Have the other model say that it has a request, as a real one does."""
-    w.spawn.last("demo").say(Stats(stats=WorkerStats(step=1, offer=Offer(rows=1, base=600))))
+    w.spawn.last("demo").say(
+        Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
+    )
     await until(lambda: w.system._ledger.machine.tenants["demo"].idle_since is None, 1)
 
 
 def idle(w: World) -> None:
-    w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, offer=Offer(base=600))))
+    w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600))))
 
 
 async def start_load(w: World, client: SimClient, source: str = "big", **fields: object) -> str:

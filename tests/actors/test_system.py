@@ -10,7 +10,7 @@ from actors import mail
 from actors.machines.lifecycle import Patience
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
-from protocol.messages import Parked
+from protocol.messages import Paused
 from protocol.types import Alternative, KVSpec, Sampling, TokenLogprob, WorkerStats
 from protocol.worker import (
     CancelRow,
@@ -19,7 +19,7 @@ from protocol.worker import (
     LoadModel,
     Ready,
     RowFailed,
-    RowParked,
+    RowPreempted,
     RowPrompt,
     RowQueued,
     RowResumed,
@@ -328,7 +328,7 @@ async def test_hello_and_status_answer():
 async def test_a_load_reports_progress_and_what_it_loaded():
     async with world(load=()) as w:
         client = w.client()
-        kv = {"k_bits": 4, "v_bits": 4, "floors": {"-1": "k8v8"}, "max_kv_size": 512, "ladder": []}
+        kv = {"k_bits": 4, "v_bits": 4, "floors": {"-1": "k8v8"}, "max_kv_size": 512, "schemes": []}
         key = client.start(messages.Load, model="org/Tiny-1B", kv=kv)
         loaded = await client.end(key)
         fractions = [e.fraction for e in client.events[key] if isinstance(e, messages.Loading)]
@@ -337,7 +337,7 @@ async def test_a_load_reports_progress_and_what_it_loaded():
         assert (loaded.model.name, loaded.model.source) == ("Tiny-1B", "org/Tiny-1B")
         command = w.spawn.last("Tiny-1B").commands[0]
         assert isinstance(command, LoadModel)
-        assert command.kv == KVSpec(4, 4, floors={-1: "k8v8"}, max_kv_size=512, ladder=())
+        assert command.kv == KVSpec(4, 4, floors={-1: "k8v8"}, max_kv_size=512, schemes=())
         assert command.kv == loaded.model.kv
 
 
@@ -605,7 +605,7 @@ async def test_a_stream_goes_on_through_a_process_that_dies_every_few_tokens():
         kinds = [type(event).__name__ for event in client.events[key]]
         assert kinds[0] == "Accepted"
         assert kinds.count("Accepted") == 1
-        assert kinds.count("Parked") == kinds.count("Resumed") == 6
+        assert kinds.count("Paused") == kinds.count("Resumed") == 6
         assert w.model().restarts == 6
 
 
@@ -624,12 +624,12 @@ async def test_a_kill_is_seen_by_the_streams_of_that_model_alone():
 
         for n, key in enumerate(struck):
             assert client.tokens(key) == [token(f"p{n}", 7 + n, place) for place in range(9)]
-            rests = [event.reason for event in client.events[key] if isinstance(event, Parked)]
+            rests = [event.reason for event in client.events[key] if isinstance(event, Paused)]
             assert rests == ["restart"] * 2
         for key in spared:
             kinds = {type(event) for event in client.events[key]}
             assert kinds == {messages.Accepted, messages.Tokens, messages.Done}
-        assert all(type(event) is not Parked for key in spared for event in client.events[key])
+        assert all(type(event) is not Paused for key in spared for event in client.events[key])
 
 
 @simulated
@@ -786,8 +786,8 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
         for report in (
             RowQueued(rid="1.1", position=2),
             RowQueued(rid="1.1", position=1),
-            RowParked(rid="1.1", nbytes=7, where="disk"),
-            RowParked(rid="1.1", nbytes=7, where="disk"),
+            RowPreempted(rid="1.1", nbytes=7, where="disk"),
+            RowPreempted(rid="1.1", nbytes=7, where="disk"),
             RowResumed(rid="1.1"),
         ):
             worker.say(report)
@@ -798,7 +798,7 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
         assert told[1:-1] == [
             messages.Queued(id=key, position=2),
             messages.Queued(id=key, position=1),
-            Parked(id=key, reason="memory"),
+            Paused(id=key, reason="memory"),
             messages.Resumed(id=key),
         ]
         assert not w.system._office.machine.suspects["demo"].queued

@@ -79,7 +79,7 @@ def test_operations_of_a_graph() -> None:
 def test_both_loops_prefill_and_decode_the_same_rows() -> None:
     seam.install()
     model = shapes.build("tiny", mx.float32)
-    settings = CacheSettings(ladder=(Scheme(16, 16),))
+    settings = CacheSettings(schemes=(Scheme(16, 16),))
     ours = Ours(probe.serve(model, settings, 512).runner, 512, chunk=64)
     theirs = Theirs(model, longest=32)
     prompts = [shapes.tokens("tiny", length, length) for length in (90, 90)]

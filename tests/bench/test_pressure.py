@@ -28,7 +28,7 @@ KINDS = {"weights": 5, "pages k8v8": 30, "free pages": 8, "tails": 9}
 
 def run(**fields) -> Run:
     outcomes = [Outcome("a", [1, 2], "length", levels=[0]), Outcome("b", [3], "length")]
-    outcomes[1].levels, outcomes[1].events = [0, 2], {"parked": 1}
+    outcomes[1].levels, outcomes[1].events = [0, 2], {"paused": 1}
     watched = {
         "samples": [[0.0, 90, 0, 0], [1.0, 101, 0, 0]],
         "kinds": [{"at": at, "granted": 99, "by_kind": KINDS} for at in (0.0, 1.0)],
@@ -41,7 +41,7 @@ def run(**fields) -> Run:
         "governed": "footprint",
         "peak_granted": 99,
         "peak_footprint": 101,
-        "actions": [{"kind": "reclaim_level", "at": 0.5}],
+        "actions": [{"kind": "reclaim_precision", "at": 0.5}],
         "violations": 0,
         "seconds": 2.0,
     }
@@ -69,7 +69,7 @@ def test_own_pages_are_the_most_of_a_footprint_and_nobodys_are_none():
 
 def test_pages_are_told_by_the_scheme_that_they_have():
     memory = MemoryUse(weights=5, kv_pages=50, kv_pages_used=42, kv_levels=(30, 12), kv_tails=9)
-    info = replace(INFO, kv_ladder=["k8v8", "k4v4"])
+    info = replace(INFO, kv_schemes=["k8v8", "k4v4"])
     model = ModelStatus(
         name="a", source="a", state="ready", info=info, stats=WorkerStats(memory=memory)
     )

@@ -135,7 +135,7 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
                 kind="evict",
                 model=request.model or "demo",
                 reason="the load of other",
-                wisher="other",
+                requester="other",
                 numbers={"freed_bytes": 2**30, "level": 1},
             )
             if not request.follow:

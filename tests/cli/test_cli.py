@@ -391,7 +391,7 @@ def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_
 def test_a_model_that_a_request_brings_may_be_talked_to_and_has_no_page(kvctl, home: Home):
     def answer(request):
         if isinstance(request, m.Status):
-            status = replace(daemon_status(MODEL), asleep=["lazy"])
+            status = replace(daemon_status(MODEL), unloaded=["lazy"])
             yield m.StatusReply(id=request.id, status=status)
         else:
             yield from well(request)

@@ -40,9 +40,9 @@ print(json.dumps({
 
 @pytest.fixture
 def kvctl(monkeypatch, capsys, tmp_path, home: Home):
-    package = tmp_path / "stub" / "kvd" / "worker"
+    package = tmp_path / "stub" / "kvd" / "worker" / "tools"
     package.mkdir(parents=True)
-    for folder in (package.parent, package):  # else the real package would be found
+    for folder in (package.parents[1], package.parent, package):  # else the real package would be found
         (folder / "__init__.py").touch()
     (package / "calibrate.py").write_text(STUB)
 
@@ -83,7 +83,7 @@ def test_a_model_that_bears_nothing_is_said_to(kvctl):
 def test_programs_get_one_json_and_the_process_what_was_asked_for(kvctl, home: Home, tmp_path):
     code, out, err = kvctl(
         "calibrate", "./model", "--json", "--kv", "k8v4", "--kv-group-size", "32",
-        "--kv-ladder", "k4v4,k2v2", "--max-kl", "0.5", "--prompts", "2",
+        "--kv-schemes", "k4v4,k2v2", "--max-kl", "0.5", "--prompts", "2",
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert json.loads(out)["arguments"] == [

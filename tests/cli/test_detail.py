@@ -102,7 +102,7 @@ def test_what_came_of_remembering_prompts(use: PrefixUse, said: str):
 
 
 def test_a_calibrated_ladder_is_the_one_that_is_left():
-    info = msgspec.structs.replace(INFO, kv_ladder=["k8v8", "k8v4"], kv_calibrated="k8v4")
+    info = msgspec.structs.replace(INFO, kv_schemes=["k8v8", "k8v4"], kv_calibrated="k8v4")
     text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
     assert "k8v8, may step down to k8v4; calibrated: not below k8v4" in text
 

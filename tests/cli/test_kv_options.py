@@ -15,7 +15,7 @@ from kvd.host.home import Home
 from protocol.types import KVSpec
 from tests.cli.stub import stub_daemon, well
 
-ALL = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-ladder k8v8,k8v4,k4v4 "
+ALL = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-schemes k8v8,k8v4,k4v4 "
 ALL += "--kv-floor 0=k8v8 --kv-floor -1=k16v16 --quantized-kv-start 512 --max-kv-size 8192 "
 ALL += "--kv-keep 8"
 
@@ -49,7 +49,7 @@ def asked(request, home: Home, monkeypatch):
         ("--kv k8v4", KVSpec(8, 4)),
         ("--kv K4V4G32", KVSpec(4, 4, group_size=32)),
         ("--max-kv-size 512", KVSpec(max_kv_size=512)),
-        ("--kv-ladder none", KVSpec(ladder=())),
+        ("--kv-schemes none", KVSpec(schemes=())),
         (
             ALL,
             KVSpec(
@@ -77,8 +77,8 @@ def test_options_become_settings(asked, options: str, spec: KVSpec):
         ("--kv-group-size 16", "--kv-group-size must be one of 32, 64, not 16"),
         ("--kv k4v4g32 --kv-group-size 64", "--kv-group-size is said by k4v4g32 too; say it once"),
         ("--kv-value-group-size 16", "--kv-value-group-size must be one of 32, 64, 128"),
-        ("--kv-ladder k4v4,k8v8", "--kv-ladder must go down"),
-        ("--kv-ladder ,", "--kv-ladder must hold KV schemes"),
+        ("--kv-schemes k4v4,k8v8", "--kv-schemes must go down"),
+        ("--kv-schemes ,", "--kv-schemes must hold KV schemes"),
         ("--kv-floor 0", "--kv-floor is no LAYER=SCHEME, such as 0=k8v8: 0"),
         ("--kv-floor 1=k8v8 --kv-floor 1=k4v4", "--kv-floor names a layer twice: 1=k4v4"),
         ("--kv-floor 99999=k8v8", "a key of --kv-floor must be at most 4095"),

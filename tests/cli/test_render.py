@@ -53,7 +53,7 @@ def table(text):
     return re.split(r"  +", lines[head].strip()), lines[head + 1]
 
 
-BUSY = msgspec.structs.replace(MODEL, parked=1, source="/models/demo")
+BUSY = msgspec.structs.replace(MODEL, paused=1, source="/models/demo")
 ALL = ["MODEL", "STATE", "ROWS", "WAIT", "PARKED", "TOK/S", "KV", "LEVELS"]
 ALL += ["GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
 
@@ -164,7 +164,7 @@ def test_the_line_about_a_loaded_model_is_cut_between_words_where_it_is_too_long
 
 
 def test_models_that_are_not_loaded_are_named():
-    status = msgspec.structs.replace(daemon_status(MODEL), asleep=["chat", "code"])
+    status = msgspec.structs.replace(daemon_status(MODEL), unloaded=["chat", "code"])
     assert "not loaded, until a request names them: chat, code" in shown(status, 100)
     assert "no models" not in shown(msgspec.structs.replace(status, models=[]), 100)
 

@@ -7,16 +7,16 @@ from rich.console import Console
 
 from kvd.cli import stream
 from kvd.client import Completion
-from protocol.messages import Event, Parked, Queued, Resumed, Tokens
+from protocol.messages import Event, Paused, Queued, Resumed, Tokens
 
 EVENTS: list[Event] = [
     Queued(id="1", position=3),
-    Parked(id="1", reason="restart"),
+    Paused(id="1", reason="restart"),
     Resumed(id="1"),
-    Parked(id="1", reason="memory"),
+    Paused(id="1", reason="memory"),
     Tokens(id="1", index=0, tokens=[5], text="so"),
     Queued(id="1", position=1),
-    Parked(id="1", reason="restart"),
+    Paused(id="1", reason="restart"),
 ]
 
 

@@ -59,7 +59,7 @@ def test_kv_settings_of_a_model_are_a_table_of_its_own():
         scheme = "k8v4"
         group_size = 32
         value_group_size = 128
-        ladder = ["k4v4", "k4v2g64"]
+        schemes = ["k4v4", "k4v2g64"]
         floors = { 0 = "k8v8", -1 = "k16v16" }
         quantized_kv_start = 512
         max_kv_size = 8192
@@ -74,7 +74,7 @@ def test_kv_settings_of_a_model_are_a_table_of_its_own():
             4,
             group_size=32,
             value_group_size=128,
-            ladder=("k4v4", "k4v2g64"),
+            schemes=("k4v4", "k4v2g64"),
             floors={0: "k8v8", -1: "k16v16"},
             quantized_kv_start=512,
             max_kv_size=8192,
@@ -105,7 +105,7 @@ def kv(settings: str) -> str:
         (kv("schem = 'k8v8'"), "models[0].kv.schem", "did you mean scheme?"),
         (kv("group_size = 16"), "models[0].kv.group_size", "must be one of 32, 64, not 16"),
         (kv("scheme = 'k4v4g32', group_size = 64"), "models[0].kv.group_size", "say it once"),
-        (kv("ladder = ['k4v4', 'k8v4']"), "models[0].kv.ladder", "must go down"),
+        (kv("schemes = ['k4v4', 'k8v4']"), "models[0].kv.schemes", "must go down"),
         (kv("floors = {x = 'k8v8'}"), "models[0].kv.floors", "must be a whole number, not a text"),
         (kv("max_kv_size = 100"), "models[0].kv.max_kv_size", "must be at least 256"),
         (kv("max_kv_size = 512, keep = 500"), "models[0].kv.keep", "so be at most 384"),

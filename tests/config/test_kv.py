@@ -41,5 +41,5 @@ def test_groups_are_said_by_the_name_or_beside_it():
 
 
 def test_the_rest_is_taken_over():
-    text = KVText(scheme="k8v4", ladder=(), floors={1: "k8v8"}, max_kv_size=512, keep=0)
-    assert text.spec == KVSpec(8, 4, ladder=(), floors={1: "k8v8"}, max_kv_size=512, keep=0)
+    text = KVText(scheme="k8v4", schemes=(), floors={1: "k8v8"}, max_kv_size=512, keep=0)
+    assert text.spec == KVSpec(8, 4, schemes=(), floors={1: "k8v8"}, max_kv_size=512, keep=0)

@@ -13,7 +13,7 @@ from kvd.config.http import HttpSettings
 from kvd.config.options import Options
 from kvd.daemon.daemon import Daemon, Start, _notify, welcome
 from kvd.host.home import Home
-from kvd.http.doors import open_doors
+from kvd.http.listeners import open_doors
 from kvd.http.server import Server
 from protocol.types import KVSpec
 from tests.cli.stub import MODEL

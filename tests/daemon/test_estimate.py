@@ -142,7 +142,7 @@ def test_an_estimate_is_what_the_worker_says(kv):
 
     assert info.costs is not None
     assert without_base(found.costs) == without_base(info.costs)
-    assert found.schemes == info.kv_ladder
+    assert found.schemes == info.kv_schemes
     assert found.context_length == info.context_length
 
 

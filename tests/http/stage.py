@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvd.config.http import HttpSettings
 from kvd.host.home import Home
-from kvd.http.doors import open_doors
+from kvd.http.listeners import open_doors
 from kvd.http.port import Metrics
 from kvd.http.server import Server
 from protocol import messages
@@ -72,7 +72,7 @@ class Scripted:
     models: list[ModelStatus] = field(
         default_factory=lambda: [ModelStatus(name="m", source="fake:", state="ready")]
     )
-    asleep: list[str] = field(default_factory=list)
+    unloaded: list[str] = field(default_factory=list)
     state: str = "serving"
 
     def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
@@ -95,7 +95,7 @@ class Scripted:
             footprint_bytes=0,
             host=HostMemory(total=0, available=0),
             models=self.models,
-            asleep=self.asleep,
+            unloaded=self.unloaded,
         )
 
     async def settled(self) -> None:

@@ -120,15 +120,15 @@ def test_usage_comes_last_if_asked_for():
 
 
 def test_what_only_kvd_knows():
-    parked, resumed = m.Parked(id="http", reason="memory"), m.Resumed(id="http")
-    events = [m.Queued(id="http", position=2), accepted(), said("a"), parked, resumed, said("b")]
-    answer = whole(CHAT, asked(), *events, parked, done(levels=[0, 2]))
+    paused, resumed = m.Paused(id="http", reason="memory"), m.Resumed(id="http")
+    events = [m.Queued(id="http", position=2), accepted(), said("a"), paused, resumed, said("b")]
+    answer = whole(CHAT, asked(), *events, paused, done(levels=[0, 2]))
     assert answer["kvd"] == {
         "seed": 7,
         "level": 2,
         "levels": [0, 2],
         "queued_ms": 1000,
-        "parked_ms": 2000,
+        "paused_ms": 2000,
         "resumed": 1,
     }
 
@@ -298,5 +298,5 @@ def test_an_answer_in_one_piece_is_bounded(monkeypatch, of, events):
 def test_a_stream_says_why_nothing_comes():
     answer = Streamed(CHAT, asked(), 0.0)
     assert answer.hear(0, m.Queued(id="http", position=3), 0) == b": queued, position 3\n\n"
-    assert answer.hear(0, m.Parked(id="http", reason="restart"), 0) == b": parked, restart\n\n"
+    assert answer.hear(0, m.Paused(id="http", reason="restart"), 0) == b": parked, restart\n\n"
     assert answer.hear(0, m.Resumed(id="http"), 0) == b": resumed\n\n"

@@ -129,7 +129,7 @@ def test_openais_errors(ai: openai.OpenAI):
 
 def test_openai_lists_models_and_a_request_brings_one_that_sleeps(ai: openai.OpenAI, live: Live):
     with live.client() as kvd:
-        if "asleep" not in kvd.status().asleep:
+        if "asleep" not in kvd.status().unloaded:
             kvd.unload("asleep")
     states = {model.id: model.model_extra["kvd"]["state"] for model in ai.models.list()}
     assert states["fast"] == "ready"
@@ -227,7 +227,7 @@ def test_a_stream_outlives_its_worker(live: Live, ai: openai.OpenAI):
             os.kill(live.worker_pid("mortal"), signal.SIGKILL)
     assert text == undisturbed
     assert extension["resumed"] == 1
-    assert extension["parked_ms"] > 0
+    assert extension["paused_ms"] > 0
 
 
 def test_a_drain_finishes_streams_and_refuses_what_is_new(live_alone: Live):

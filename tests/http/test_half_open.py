@@ -18,7 +18,7 @@ import pytest
 
 from kvd.config.http import HttpSettings
 from kvd.host.home import Home
-from kvd.http.doors import open_doors
+from kvd.http.listeners import open_doors
 from kvd.http.server import Server
 from tests.http.live import Live, asked, request, stopped
 from tests.http.stage import Scripted, hangs, until

@@ -503,7 +503,7 @@ async def test_models(home: Home):
         device="none",
     )
     ready = ModelStatus(name="org/b:1", source="fake:", state="ready", info=info)
-    backend = Scripted(models=[ready], asleep=["a"])
+    backend = Scripted(models=[ready], unloaded=["a"])
     async with serving(home, backend=backend) as it:
         listed = (await get(it.url, "/v1/models")).json()
         assert [(one["id"], one["kvd"]["state"]) for one in listed["data"]] == [
@@ -531,13 +531,13 @@ async def test_models(home: Home):
         (["ready"], [], "draining", False, "draining"),
     ],
 )
-async def test_readiness(home: Home, states, asleep, daemon, starting, said):
+async def test_readiness(home: Home, states, unloaded, daemon, starting, said):
     models = [ModelStatus(name=f"m{i}", source="x", state=s) for i, s in enumerate(states)]
-    backend = Scripted(models=models, asleep=asleep, state=daemon)
+    backend = Scripted(models=models, unloaded=unloaded, state=daemon)
     async with serving(home, backend=backend, starting=starting) as it:
         answer = await get(it.url, "/readyz")
         assert answer.json()["status"] == said
-        assert sum(answer.json()["models"].values()) == len(states) + len(asleep)
+        assert sum(answer.json()["models"].values()) == len(states) + len(unloaded)
         assert answer.status_code == (200 if said == "ready" else 503)
         assert (await get(it.url, "/healthz")).status_code == 200
 

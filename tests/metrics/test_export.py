@@ -74,7 +74,7 @@ def test_it_tells_what_was_done(served: Served):
         'kvd_model_state{model="three",state="ready"}': 1,
         "kvd_budget_bytes": 190 * 2**20,
         "kvd_budget_violations_total": 0,
-        "kvd_models_asleep": 1,
+        "kvd_models_unloaded": 1,
         "kvd_draining": 0,
     }.items():
         assert value_in(text, series) == value, series

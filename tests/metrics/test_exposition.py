@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from actors import moments
+from actors import telemetry
 from kvd.metrics import families
 from kvd.metrics.exposition import Answer, Exposition
 from protocol.types import DaemonStatus, HostMemory
@@ -43,17 +43,17 @@ class Idle:
 @simulated
 async def test_what_happens_while_it_is_encoded_is_in_the_next_scrape():
     async def late(call) -> Answer:
-        exposition.tally(moments.Begun("m", 0.2))
-        exposition.tally(moments.Parked("m", "memory"))
+        exposition.tally(telemetry.Begun("m", 0.2))
+        exposition.tally(telemetry.Paused("m", "memory"))
         exposition.answered("/metrics", 200)
         return call()
 
     exposition = Exposition(Idle, beside=late)
-    exposition.tally(moments.Arrived("m"))
+    exposition.tally(telemetry.Arrived("m"))
     for number in range(3):
         text = await exposition.text()
         assert f'kvd_request_queue_time_seconds_count{{model="m"}} {number}.0\n' in text
-        assert f'kvd_requests_parked_total{{model="m",reason="memory"}} {number}.0\n' in text
+        assert f'kvd_requests_paused_total{{model="m",reason="memory"}} {number}.0\n' in text
         answers = f'kvd_http_responses_total{{code="200",path="/metrics"}} {number}.0\n'
         assert (answers in text) == (number > 0)
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from actors.jobs import Stage
 from kvd.metrics.histogram import Histogram
 from protocol import errors, messages
-from protocol.worker import RowParked, RowResumed
+from protocol.worker import RowPreempted, RowResumed
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
@@ -67,13 +67,13 @@ async def test_counters_survive_a_death_and_its_cause_is_told():
         w.spawn.last("demo").die(-9)
         await until(lambda: w.state() == "backoff")
 
-        await until(lambda: stages(w) == {"parked": 1})
+        await until(lambda: stages(w) == {"paused": 1})
         assert of(w).lives.total.step == before
         assert (await client.end(key)).reason == "length"
         it = of(w)
         assert it.lives.total.step > before
         assert it.generated == 6, "what was sent before is not sent again"
-        assert (it.parked["restart"], it.resumed, it.restarts["killed"], it.loads) == (1, 1, 1, 2)
+        assert (it.paused["restart"], it.resumed, it.restarts["killed"], it.loads) == (1, 1, 1, 2)
         assert (count(it.queue), count(it.first), count(it.gaps)) == (1, 1, 5)
         assert it.gaps.total > 5.0, "the way back is one of the gaps"
         assert it.actions["replay"] == 1
@@ -110,12 +110,12 @@ async def test_requests_that_rest_for_others_and_go_on():
         client, worker = w.client(), w.spawn.last("demo")
         key = client.generate(max_tokens=3)
         await until(lambda: client.count(key) == 1)
-        worker.say(RowParked(rid="1.1", nbytes=7, where="disk"))
-        await until(lambda: stages(w) == {"parked": 1})
+        worker.say(RowPreempted(rid="1.1", nbytes=7, where="disk"))
+        await until(lambda: stages(w) == {"paused": 1})
         worker.say(RowResumed(rid="1.1"))
         await until(lambda: stages(w) == {"running": 1})
         await client.end(key)
-        assert (of(w).parked["memory"], of(w).resumed) == (1, 1)
+        assert (of(w).paused["memory"], of(w).resumed) == (1, 1)
         assert not w.system.census()
 
 

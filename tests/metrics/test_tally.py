@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from actors import moments
+from actors import telemetry
 from actors.machines.lifecycle import CAUSES
 from kvd.metrics.tally import ACTIONS, ACTIONS_OF_ALL, FAILURES, MOST_GONE, NOBODY, Tally
 from protocol.errors import KvdError
-from protocol.spread import Spread
+from protocol.histogram import Spread
 from protocol.types import MemoryUse, PrefixUse, WorkerStats
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,22 +38,22 @@ def stats(step: int, hits: int = 0, decode: int = 0, peak: int = 0) -> WorkerSta
 def test_the_life_of_a_request():
     tally, _ = tally_of("m")
     for moment in (
-        moments.Arrived("m"),
-        moments.Taken("m", 12),
-        moments.Begun("m", 0.05),
-        moments.Spoke("m", 1, first_s=0.2),
-        moments.Spoke("m", 4, gap_s=0.04),
-        moments.Parked("m", "memory"),
-        moments.Resumed("m"),
-        moments.Finished("m", "length", 3.0),
-        moments.Failed("m", "overloaded"),
+        telemetry.Arrived("m"),
+        telemetry.Taken("m", 12),
+        telemetry.Begun("m", 0.05),
+        telemetry.Spoke("m", 1, first_s=0.2),
+        telemetry.Spoke("m", 4, gap_s=0.04),
+        telemetry.Paused("m", "memory"),
+        telemetry.Resumed("m"),
+        telemetry.Finished("m", "length", 3.0),
+        telemetry.Failed("m", "overloaded"),
     ):
         tally(moment)
 
     it = tally.models["m"]
     assert (it.received, it.prompt_tokens, it.generated, it.resumed) == (1, 12, 5, 1)
     assert it.finished == {"stop": 0, "length": 1, "cancelled": 0}
-    assert (it.failed["overloaded"], it.parked["memory"]) == (1, 1)
+    assert (it.failed["overloaded"], it.paused["memory"]) == (1, 1)
     assert (it.queue.total, it.first.total, it.whole.total) == (0.05, 0.2, 3.0)
     assert sum(it.gaps.counts) == 4, "each token counts"
     assert it.gaps.total == pytest.approx(0.04)
@@ -62,8 +62,8 @@ def test_the_life_of_a_request():
 
 def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
     tally, _ = tally_of("m")
-    tally(moments.Begun("m", 0.3))
-    tally(moments.Begun("m", 1e9))
+    tally(telemetry.Begun("m", 0.3))
+    tally(telemetry.Begun("m", 1e9))
     queue = tally.models["m"].queue
     assert queue.counts[queue.bounds.index(0.3)] == 1
     assert queue.counts[-1] == 1
@@ -73,7 +73,7 @@ def test_counters_go_on_where_the_last_process_stopped():
     tally, _ = tally_of("m")
     seen = []
     for life, told in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
-        tally(moments.Counted("m", life, stats(told, hits=told, decode=told)))
+        tally(telemetry.Counted("m", life, stats(told, hits=told, decode=told)))
         seen.append(tally.models["m"].lives.total)
 
     assert [it.step for it in seen] == [5, 9, 11, 13, 13, 20]
@@ -91,15 +91,15 @@ def test_counters_go_on_where_the_last_process_stopped():
 def test_a_peak_is_kept_until_the_next_process():
     tally, _ = tally_of("m")
     for life, peak, expected in ((1, 50, 50), (1, 20, 50), (1, 70, 70), (2, 10, 10)):
-        tally(moments.Counted("m", life, stats(1, peak=peak)))
+        tally(telemetry.Counted("m", life, stats(1, peak=peak)))
         assert tally.models["m"].lives.peak == expected
 
 
 def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
     tally, _ = tally_of("m")
     for number in range(1000):
-        tally(moments.Arrived(f"made up {number}"))
-        tally(moments.Failed(f"made up {number}", "unknown_model"))
+        tally(telemetry.Arrived(f"made up {number}"))
+        tally(telemetry.Failed(f"made up {number}", "unknown_model"))
 
     assert tally.models.keys() == {NOBODY}
     assert tally.models[NOBODY].failed["unknown_model"] == 1000
@@ -108,14 +108,14 @@ def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
 
 def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
     tally, known = tally_of("first")
-    tally(moments.Arrived("first"))
+    tally(telemetry.Arrived("first"))
     known.clear()
-    tally(moments.Failed("first", "draining"))
+    tally(telemetry.Failed("first", "draining"))
     assert tally.models["first"].failed["draining"] == 1
 
     for number in range(1000):
         known.add(f"m{number}")
-        tally(moments.Became(f"m{number}", "ready"))
+        tally(telemetry.Became(f"m{number}", "ready"))
         known.discard(f"m{number}")
 
     assert "first" not in tally.models
@@ -124,12 +124,12 @@ def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
 
 def test_models_that_are_there_are_never_dropped_and_come_back_with_their_counters():
     tally, known = tally_of("stays")
-    tally(moments.Arrived("stays"))
+    tally(telemetry.Arrived("stays"))
     for number in range(100):
         known.add(f"m{number}")
-        tally(moments.Arrived(f"m{number}"))
+        tally(telemetry.Arrived(f"m{number}"))
         known.discard(f"m{number}")
-    tally(moments.Arrived("stays"))
+    tally(telemetry.Arrived("stays"))
     assert tally.models["stays"].received == 2
 
 
@@ -144,7 +144,7 @@ def test_loads_and_restarts():
         ("ready", ""),
         ("failed", "model_failed"),
     ):
-        tally(moments.Became("m", state, cause))
+        tally(telemetry.Became("m", state, cause))
     it = tally.models["m"]
     assert it.loads == 2
     assert {reason: count for reason, count in it.restarts.items() if count} == {"killed": 1}

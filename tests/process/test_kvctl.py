@@ -104,7 +104,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(daemon: Daemon):
 
 def test_kv_settings_reach_the_worker_and_status_says_them(daemon: Daemon):
     options = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-floor -1=k8v8"
-    options += " --kv-ladder k4v4 --quantized-kv-start 512 --max-kv-size 1024 --kv-keep 8"
+    options += " --kv-schemes k4v4 --quantized-kv-start 512 --max-kv-size 1024 --kv-keep 8"
     options += " --prefix-cache 64MiB --prefix-every 512"
     loaded = daemon.kvctl("load", source(tps=500), "--alias", "m", *options.split())
     assert (loaded.returncode, "k8g32v4g128" in loaded.stdout) == (0, True), loaded.stderr
@@ -114,7 +114,7 @@ def test_kv_settings_reach_the_worker_and_status_says_them(daemon: Daemon):
         "v_bits": 4,
         "group_size": 32,
         "value_group_size": 128,
-        "ladder": ["k4v4"],
+        "schemes": ["k4v4"],
         "floors": {"-1": "k8v8"},
         "quantized_kv_start": 512,
         "max_kv_size": 1024,

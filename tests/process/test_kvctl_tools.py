@@ -55,9 +55,9 @@ def test_a_model_that_is_known_comes_for_a_text(make_daemon, home: Home):
     written(home, f'[[models]]\nsource = "{source()}"\nalias = "lazy"\nload = "demand"\n')
     daemon = make_daemon().start()
     with daemon.client() as client:
-        assert client.status().asleep == ["lazy"]
+        assert client.status().unloaded == ["lazy"]
         assert client.tokenize("lazy", "four", most=0).count == 4
-        assert client.status().asleep == []
+        assert client.status().unloaded == []
 
 
 def test_a_text_for_a_model_that_cannot_be_loaded_or_a_daemon_that_drains(make_daemon, home: Home):

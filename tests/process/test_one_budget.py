@@ -44,7 +44,7 @@ def test_models_make_room_for_each_other_and_come_back_when_asked(home_with_mode
         assert client.generate("a", "hello", max_tokens=20).text == text
 
         evicted = [it for it in client.events() if it.kind == "evict"]
-        assert [(it.model, it.wisher) for it in evicted] == [("a", "b"), ("b", "a")]
+        assert [(it.model, it.requester) for it in evicted] == [("a", "b"), ("b", "a")]
         assert evicted[0].numbers["budget_bytes"] == 300 * MIB
         with pytest.raises(ContextTooLong):
             assert client.generate("b", "hello" * 30, max_tokens=20).text

@@ -135,7 +135,7 @@ ERROR = ErrorInfo("internal", "x", True, {"a": 1})
 REQUESTS = [
     messages.Hello(id="1", client="x"),
     messages.Load(id="ü", model="m", alias="a", kv=KVSpec(4, 16)),
-    messages.Load(id="2", model="m", kv=KVSpec(8, 4, ladder=(), floors={-1: "k8v8", 3: "k16v16"})),
+    messages.Load(id="2", model="m", kv=KVSpec(8, 4, schemes=(), floors={-1: "k8v8", 3: "k16v16"})),
     messages.Generate(
         id="2",
         model="m",

@@ -177,7 +177,11 @@ def test_an_endless_line_ends_the_connection():
             "invalid_request",
             "kv.keep",
         ),
-        ({"op": "load", "model": "m", "kv": {"ladder": ["k9v9"]}}, "invalid_request", "kv.ladder"),
+        (
+            {"op": "load", "model": "m", "kv": {"schemes": ["k9v9"]}},
+            "invalid_request",
+            "kv.schemes",
+        ),
         (
             {"op": "load", "model": "m", "kv": {"floors": {"9999": "k8v8"}}},
             "invalid_request",
@@ -318,7 +322,7 @@ ODD = [
     {"temperature": 2},
     {"k_bits": 3},
     {"floors": {"-1": "k8v8", "x": ""}},
-    {"ladder": ["k4v4", "k8v8"]},
+    {"schemes": ["k4v4", "k8v8"]},
 ]
 values = st.sampled_from(ODD)
 objects = st.fixed_dictionaries(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from actors.machines.ledger import Governor, Released, Wanted
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduling.admission import Admission, Held, Turn
+from kvd.worker.scheduling.admission import Admission, Held, TimeSlice
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Chunk, Scheduler, Sizes
 from protocol.errors import InsufficientMemory
@@ -233,7 +233,7 @@ class Day:
         self._ask(14_000)
 
     def _park(self, one: Asked, *, in_memory: bool) -> None:
-        self.admission.park(one.rid, one.pages if in_memory else 0)
+        self.admission.preempt(one.rid, one.pages if in_memory else 0)
         one.state = "parked"
         self.running.remove(one)
         one.in_front = one.behind = 0
@@ -266,17 +266,17 @@ class Day:
         for rid in self.scheduler.victims():
             if self._needed() > target:
                 self._lower(self.asked[rid])
-        parked = []
+        paused = []
         for rid in self.scheduler.victims():
             if self._needed() > target:
                 self._park(self.asked[rid], in_memory=False)
                 self.held = Held(*self._least(0))
-                parked.append(self.asked[rid])
+                paused.append(self.asked[rid])
         before = self.admission.budget.granted_bytes
         given, freed = self.admission.hand_over(target, self.held)
         assert before - self.admission.budget.granted_bytes == freed >= 0
         self._tell(given)
-        for one in parked:
+        for one in paused:
             self._unpark(one)
         self.counts["made room"] += 1
 
@@ -339,7 +339,7 @@ class Day:
         self.now += 0.3 + 0.004 * sum(chunk.length for chunk in plan.group)
         self._check()
 
-    def _turn(self) -> Turn:
+    def _turn(self) -> TimeSlice:
         turn = self.admission.turn(self.held)
         for rid in turn.plan.admitted:
             self._admitted(self.asked[rid], restored=rid in turn.plan.restored)

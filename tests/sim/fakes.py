@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from actors.ports import Exit
 from protocol.errors import ErrorInfo, InsufficientMemory
-from protocol.types import HostMemory, ModelInfo, Offer, Usage, WorkerStats
+from protocol.types import HostMemory, ModelInfo, Reclaimable, Usage, WorkerStats
 from protocol.worker import (
     CancelRow,
     Command,
@@ -248,8 +248,10 @@ class FakeProcess:
                 step += 1
                 self._step()
                 rows = len(self._rows)
-                offer = Offer(rows=rows, base=self.script.weights)
-                self.say(Stats(stats=WorkerStats(step=step, rows_running=rows, offer=offer)))
+                reclaimable = Reclaimable(rows=rows, base=self.script.weights)
+                self.say(
+                    Stats(stats=WorkerStats(step=step, rows_running=rows, reclaimable=reclaimable))
+                )
             await self._work.wait()
 
     def _step(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from actors.machines.governing import Reclaim
-from protocol.types import Offer
+from protocol.types import Reclaimable
 
 AGAIN = 256
 """Tokens that a row makes before it is parked again."""
@@ -75,7 +75,7 @@ class Keeper:
     queue: list[Asked] = field(default_factory=list)
     prefixes: int = 0
     level: int = 0
-    parked: set[int] = field(default_factory=set)
+    paused: set[int] = field(default_factory=set)
 
     @property
     def held(self) -> int:
@@ -90,18 +90,18 @@ class Keeper:
     def idle(self) -> bool:
         return not self.running and not self.queue
 
-    def offer(self) -> Offer:
+    def reclaimable(self) -> Reclaimable:
         lowest = len(self.kind.per_1000)
         levels, before = [], [row.reserved for row in self.running]
         for level in range(1, lowest):
             after = [row.size(max(row.level, level)) for row in self.running]
             levels.append(sum(before) - sum(after))
             before = after
-        return Offer(
+        return Reclaimable(
             spare=self.spare,
             prefixes=self.prefixes,
             levels=tuple(levels),
-            park=sum(row.size(lowest - 1) for row in self._parkable()),
+            preempt=sum(row.size(lowest - 1) for row in self._parkable()),
             rows=len(self.running),
             waiting=len(self.queue),
             level=self.level,
@@ -124,7 +124,7 @@ class Keeper:
                 break
             self.queue.pop(0)
             head.level = self.level
-            self.parked.discard(head.number)
+            self.paused.discard(head.number)
             self.running.append(head)
             started.append(head)
         if self.idle:
@@ -150,7 +150,7 @@ class Keeper:
     def _find(self, lacking: int) -> bool:
         total = self.grant + lacking
         if self.open_total is None and (self.denied is None or total != self.denied):
-            self._ask(total, resuming=self.queue[0].number in self.parked)
+            self._ask(total, resuming=self.queue[0].number in self.paused)
         elif self.denied == total and self.prefixes:
             self.prefixes -= min(self.prefixes, lacking)
             return self.held + self.queue[0].size(self.level) <= self.grant
@@ -189,33 +189,33 @@ class Keeper:
 
     def reclaim(self, it: Reclaim) -> list[Asked]:
         """Do as told; return the rows that were parked."""
-        parked: list[Asked] = []
+        paused: list[Asked] = []
         before = self.grant
-        match it.rung:
+        match it.method:
             case "spare":
                 self._give(min(self.spare, it.wanted_bytes))
             case "prefixes":
                 dropped = min(self.prefixes, it.wanted_bytes)
                 self.prefixes -= dropped
                 self._give(dropped)
-            case "level":
+            case "precision":
                 self.level = max(self.level, it.level)
                 free = self.held
                 for row in self.running:
                     row.level = max(row.level, it.level)
                 self._give(free - self.held)
-            case "park":
-                parked = self._park(it.wanted_bytes)
+            case "preempt":
+                paused = self._park(it.wanted_bytes)
         freed = before - self.grant
         exhausted = freed < it.wanted_bytes
         self.say("reclaimed", {"seq": it.seq, "freed": freed, "exhausted": exhausted})
-        return parked
+        return paused
 
     def _parkable(self) -> list[Asked]:
         return [row for row in self.running if row.since_parked >= AGAIN]
 
     def _park(self, wanted: int) -> list[Asked]:
-        parked: list[Asked] = []
+        paused: list[Asked] = []
         freed = 0
         for row in sorted(self._parkable(), key=lambda row: -row.number):
             if freed >= wanted:
@@ -223,9 +223,9 @@ class Keeper:
             freed += row.reserved
             self.running.remove(row)
             self.queue.insert(0, row)
-            self.parked.add(row.number)
+            self.paused.add(row.number)
             row.parks += 1
             row.since_parked = 0
-            parked.append(row)
+            paused.append(row)
         self._give(freed)
-        return parked
+        return paused

@@ -25,7 +25,7 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
         assert week.steps > 3000
         assert week.counts["finished"] > 0.95 * len(week.asked)
         counts.update(week.counts)
-    for what in ("spare", "prefixes", "level", "park"):
+    for what in ("spare", "prefixes", "precision", "preempt"):
         assert counts[f"reclaim {what}"] > 0, f"nothing was reclaimed by {what}"
     for what in ("evicted", "held", "requeued", "parked", "crashed", "start level"):
         assert counts[what] > 0, f"nothing was {what}"

@@ -40,7 +40,7 @@ KINDS = (
     Kind("wide", 3200, (150, 110, 76), 45, 20),
     Kind("talk", 1500, (50, 50, 30), 12, 60),
 )
-RUNGS = ("spare", "prefixes", "expired", "level", "idle", "park")
+RECLAIM_ORDER = ("spare", "prefixes", "expired", "precision", "idle", "preempt")
 LONGEST_S = 4 * HOUR
 """From a request's arrival to its end, whoever else wants what."""
 ACTIONS = 12
@@ -76,7 +76,7 @@ class Week:
         self.longest = 0.0
         """Seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
-        self.ladder = Ladder(Governor(BUDGET))
+        self.schemes = Ladder(Governor(BUDGET))
         self.seats = {kind.name: Seat(kind) for kind in KINDS}
         self.asked: list[Asked] = []
         self.requests = requests
@@ -108,7 +108,7 @@ class Week:
 
     def _stuck(self) -> str:
         left = [(it.number, it.kind.name, it.began) for it in self.asked if not it.ended]
-        return f"{left[:9]} {self.ladder.ledger}"
+        return f"{left[:9]} {self.schemes.ledger}"
 
     def _fill(self) -> None:
         draw = self.draw
@@ -177,7 +177,7 @@ class Week:
         if not alive:
             return
         name = self.draw.choice(alive).kind.name
-        held = self.ladder.ledger.grants.get(name, 0)
+        held = self.schemes.ledger.grants.get(name, 0)
         self._tell(words.Measured({name: held + self.draw.randint(0, 400)}))
         self.later(60, lambda: self._tell(words.Measured({name: 0})))
 
@@ -302,7 +302,7 @@ class Week:
     def _refused(self, asked: Asked) -> None:
         kind = asked.kind
         least = kind.base + kind.first
-        assert least > self.ladder.most_of(kind.name), "refused for a moment's sake"
+        assert least > self.schemes.most_of(kind.name), "refused for a moment's sake"
         asked.ended = "refused"
 
     # Between daemon and worker.
@@ -310,15 +310,17 @@ class Week:
     def _up(self, seat: Seat, life: int, kind: str, it: dict[str, object]) -> None:
         """A word of a worker's, with what it could give back at that moment."""
         keeper = seat.keeper
-        offer = keeper.offer() if keeper is not None and seat.state != "loading" else None
-        self.later(LINK_S, lambda: self._heard(seat, life, kind, it, offer))
+        reclaimable = (
+            keeper.reclaimable() if keeper is not None and seat.state != "loading" else None
+        )
+        self.later(LINK_S, lambda: self._heard(seat, life, kind, it, reclaimable))
 
-    def _heard(self, seat: Seat, life: int, kind: str, it: dict, offer: object) -> None:
+    def _heard(self, seat: Seat, life: int, kind: str, it: dict, reclaimable: object) -> None:
         if seat.life != life:
             return
         name = seat.kind.name
-        if offer is not None:
-            self._tell(words.Offered(name, offer))
+        if reclaimable is not None:
+            self._tell(words.Offered(name, reclaimable))
         if kind == "wanted":
             self._tell(Wanted(name, it["seq"], it["total"], it["resuming"]))
         elif kind == "reclaimed":
@@ -338,14 +340,14 @@ class Week:
     def _tell(self, event: words.Event) -> None:
         """Give the machine an event, and do what it says."""
         self.steps += 1
-        commands = self.ladder.handle(event, self.now)
+        commands = self.schemes.handle(event, self.now)
         self._check(commands)
         for command in commands:
             self._do(command)
         self._alarm()
 
     def _alarm(self) -> None:
-        due = self.ladder.deadline
+        due = self.schemes.deadline
         if due is not None and (self._rings is None or due < self._rings):
             self._rings = due
             self.at(due, self._ring)
@@ -353,7 +355,7 @@ class Week:
     def _ring(self) -> None:
         if self._rings is not None and self.now >= self._rings:
             self._rings = None
-            due = self.ladder.deadline
+            due = self.schemes.deadline
             if due is not None and due <= self.now:
                 self._tell(words.Rang())
             else:
@@ -362,11 +364,11 @@ class Week:
     def _do(self, command: words.Command) -> None:
         match command:
             case Answer():
-                seat, budget = self.seats[command.model], self.ladder.most_of(command.model)
+                seat, budget = self.seats[command.model], self.schemes.most_of(command.model)
                 life = seat.life
                 self.later(LINK_S, lambda: self._answer(seat, life, command, budget))
             case words.Reclaim():
-                self.counts[f"reclaim {command.rung}"] += 1
+                self.counts[f"reclaim {command.method}"] += 1
                 seat = self.seats[command.model]
                 life = seat.life
                 self.later(LINK_S, lambda: self._reclaim(seat, life, command))
@@ -388,9 +390,9 @@ class Week:
     def _reclaim(self, seat: Seat, life: int, command: words.Reclaim) -> None:
         if seat.keeper is None or seat.life != life:
             return
-        parked = seat.keeper.reclaim(command)
-        self.counts["parked"] += len(parked)
-        for asked in parked:
+        paused = seat.keeper.reclaim(command)
+        self.counts["parked"] += len(paused)
+        for asked in paused:
             self._stop(asked)
         self._work(seat)
 
@@ -402,7 +404,7 @@ class Week:
             return
         while (head := keeper.hopeless()) is not None:
             least = head.kind.base + head.size(2)
-            assert least > self.ladder.most_of(head.kind.name) or self.counts["noted budget"]
+            assert least > self.schemes.most_of(head.kind.name) or self.counts["noted budget"]
             keeper.drop(head)
             head.ended = "refused"
             self.counts["refused"] += 1
@@ -442,8 +444,8 @@ class Week:
     # What is promised.
 
     def _check(self, commands: list[words.Command]) -> None:
-        ledger = self.ladder.ledger
-        self.ladder.check()
+        ledger = self.schemes.ledger
+        self.schemes.check()
         most = max(ledger.budget_bytes, ledger.ceiling_bytes)
         assert ledger.granted_bytes <= most, "more granted than there is"
         assert self.ceiling is None or ledger.granted_bytes <= self.ceiling, "it was to fall only"
@@ -461,19 +463,23 @@ class Week:
 
     def _check_order(self, note: words.Noted) -> None:
         """No rung is used while a cheaper one has something that nobody asks for yet."""
-        rung = note.kind.removeprefix("reclaim_")
-        least = self.ladder.scene(self.now).least
-        for tenant in self.ladder.tenants.values():
+        method = note.kind.removeprefix("reclaim_")
+        least = self.schemes.scene(self.now).least
+        for tenant in self.schemes.tenants.values():
             if tenant.state != "ready" or tenant.open is not None:
                 continue
-            others, barren, offer = tenant.name != note.wisher, tenant.barren, tenant.offer
-            if rung != "spare" and others and "spare" not in barren:
-                assert offer.spare < least, f"{rung} before spare memory"
-            if rung not in {"spare", "prefixes"} and others and "prefixes" not in barren:
-                assert offer.prefixes < least, f"{rung} before prefixes"
-            if rung == "park" and "level" not in barren and not tenant.is_idle:
-                assert max(offer.levels, default=0) < least, "parked before stepped down"
-            if rung == "park" and others:
+            others, barren, reclaimable = (
+                tenant.name != note.requester,
+                tenant.barren,
+                tenant.reclaimable,
+            )
+            if method != "spare" and others and "spare" not in barren:
+                assert reclaimable.spare < least, f"{method} before spare memory"
+            if method not in {"spare", "prefixes"} and others and "prefixes" not in barren:
+                assert reclaimable.prefixes < least, f"{method} before prefixes"
+            if method == "preempt" and "precision" not in barren and not tenant.is_idle:
+                assert max(reclaimable.levels, default=0) < least, "parked before stepped down"
+            if method == "preempt" and others:
                 assert not tenant.is_evictable(self.now), "parked before evicted"
 
     def _check_the_end(self) -> None:

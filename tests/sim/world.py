@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 from actors.archive import Archive
 from actors.catalogue import Known
 from actors.governor import Governor
-from actors.machines import admission, governing, lifecycle, turns
+from actors.machines import admission, governing, lifecycle
+from actors.machines import time_slices as time_slices
 from actors.ports import Notice, Reckon
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
 from actors.system import Connection, Identity, Settings, System, no_files
-from actors.turns import Turns
+from actors.time_slices import TimeSlices
 from actors.worker import Worker
 from kvd.metrics.exposition import Exposition
 from kvd.metrics.tally import MOST_GONE
@@ -156,8 +157,8 @@ class World:
                     same(berth.journal, berth.machine, lifecycle.Event)
                 case Governor():
                     same(actor._ledger.journal, actor._ledger.machine, governing.Event)
-                case Turns():
-                    same(actor._ring.journal, actor._ring.machine, turns.Event)
+                case TimeSlices():
+                    same(actor._ring.journal, actor._ring.machine, time_slices.Event)
                 case Router():
                     same(actor._office.journal, actor._office.machine, admission.Event)
 

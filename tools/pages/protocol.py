@@ -33,7 +33,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Generate: (
         m.Accepted,
         m.Queued,
-        m.Parked,
+        m.Paused,
         m.Resumed,
         m.PromptLogprobs,
         m.Tokens,

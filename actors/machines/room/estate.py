@@ -10,7 +10,7 @@ import msgspec
 from actors.machines.gauge import Gauge
 from actors.machines.governing import Noted
 from actors.machines.ledger import Governor, Wanted
-from actors.machines.rungs import Scene
+from actors.machines.reclaim_order import Scene
 from actors.machines.tenants import Tenant
 
 
@@ -89,7 +89,7 @@ class Estate(msgspec.Struct):
     def is_served(self, wish: Wanted) -> bool:
         """Return whether somebody waits for it; a wish for room to cache in is not worth a row."""
         tenant = self.tenants[wish.model]
-        return tenant.state == "loading" or tenant.offer.waiting > 0 or wish.resuming
+        return tenant.state == "loading" or tenant.reclaimable.waiting > 0 or wish.resuming
 
     @property
     def measured(self) -> int:
@@ -99,18 +99,18 @@ class Estate(msgspec.Struct):
     def base(self, tenant: Tenant) -> int:
         """Return what of its grant a model keeps, whatever its rows give back."""
         granted = self.ledger.grants.get(tenant.name, 0)
-        return min(granted, tenant.offer.base) if tenant.offer.base else granted
+        return min(granted, tenant.reclaimable.base) if tenant.reclaimable.base else granted
 
     def has_turn(self, wish: Wanted) -> bool:
         """Return whether others may give something for this wish now."""
         return self.ledger.first in {None, wish.model} or wish.model in self.ledger.exempt
 
-    def coming(self, wisher: str | None = None) -> int:
+    def coming(self, requester: str | None = None) -> int:
         """Return what is on its way back; for who is to go itself, from others."""
         grants = self.ledger.grants
         opened = sum(it.open.wanted_bytes for it in self.tenants.values() if it.open is not None)
         leaving = [
-            name for name, it in self.tenants.items() if it.state == "leaving" and name != wisher
+            name for name, it in self.tenants.items() if it.state == "leaving" and name != requester
         ]
         return opened + sum(grants.get(name, 0) for name in leaving)
 
@@ -120,9 +120,9 @@ class Estate(msgspec.Struct):
         model: str,
         reason: str,
         numbers: dict[str, int] | None = None,
-        wisher: str | None = None,
+        requester: str | None = None,
     ) -> Noted:
         """Return a note of what is done, with what the budget is at."""
         ledger = self.ledger
         grants = {"granted_bytes": ledger.granted_bytes, "budget_bytes": ledger.budget_bytes}
-        return Noted(kind, model, reason, {**(numbers or {}), **grants}, wisher)
+        return Noted(kind, model, reason, {**(numbers or {}), **grants}, requester)

@@ -53,17 +53,17 @@ def _hold(m: Estate, now: float) -> list[Command]:
         tenant.held = True
         reason = f"{wish.model} waits for what it holds; what it has runs to its end"
         commands += [
-            m.note("hold", tenant.name, reason, wisher=wish.model),
+            m.note("hold", tenant.name, reason, requester=wish.model),
             Hold(tenant.name, held=True),
         ]
     return commands
 
 
-def _to_hold(m: Estate, wisher: str, now: float) -> list[Tenant]:
+def _to_hold(m: Estate, requester: str, now: float) -> list[Tenant]:
     busy = [
         it
         for name, it in m.tenants.items()
-        if name != wisher and it.state == "ready" and not it.is_idle and not it.held
+        if name != requester and it.state == "ready" and not it.is_idle and not it.held
     ]
     return sorted(busy, key=lambda it: it.worth(m.ledger.grants.get(it.name, 0), now))
 

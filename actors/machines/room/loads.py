@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actors.machines.ledger import Answer, Wanted
+from actors.machines.reclaim_order import within_reach
 from actors.machines.room import needs
-from actors.machines.rungs import within_reach
 from actors.machines.tenants import GRACE_S
 
 if TYPE_CHECKING:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.machines.rungs import ALL_BUT_PARK, FREE, LAST, RUNGS, Name, Need, Scene, within_reach
+from actors.machines.reclaim_order import (
+    ALL_BUT_PARK,
+    FREE,
+    LAST,
+    RECLAIM_ORDER,
+    Name,
+    Need,
+    Scene,
+    within_reach,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +53,7 @@ def _overdrawn(m: Estate) -> Iterator[Need]:
         yield Need(over, "the budget was lowered")
     else:
         share = over / max(1, ledger.budget_bytes)
-        reach = RUNGS if share > MUCH else ALL_BUT_PARK if share > LITTLE else FREE
+        reach = RECLAIM_ORDER if share > MUCH else ALL_BUT_PARK if share > LITTLE else FREE
         yield Need(over, "workers take more than they were granted", reach)
 
 
@@ -55,7 +64,7 @@ def need_of(m: Estate, wish: Wanted, now: float) -> Need:
     return Need(
         m.ledger.growth(wish) - m.ledger.available_bytes,
         f"{what} {wish.model}",
-        RUNGS,
+        RECLAIM_ORDER,
         wish.model,
         tenant.policy.priority + int((now - since) / m.times.turn_s),
         wish.total_bytes,
@@ -71,9 +80,9 @@ def _reach(m: Estate, need: Need, wish: Wanted, scene: Scene) -> tuple[Name, ...
         return FREE
     is_last = m.tenants[wish.model].state == "leaving"
     if m.ledger.first == wish.model or is_last:
-        return LAST if scene.now - (wish.since or 0.0) >= m.times.turn_s else RUNGS
-    within = need.nbytes <= m.coming(need.wisher) + within_reach(need, scene)
-    return RUNGS if within else FREE
+        return LAST if scene.now - (wish.since or 0.0) >= m.times.turn_s else RECLAIM_ORDER
+    within = need.nbytes <= m.coming(need.requester) + within_reach(need, scene)
+    return RECLAIM_ORDER if within else FREE
 
 
 def _pressed(m: Estate, now: float) -> Iterator[Need]:
@@ -84,7 +93,7 @@ def _pressed(m: Estate, now: float) -> Iterator[Need]:
         return
     m.relieved_at = now
     reason = f"the system's memory pressure is {gauge.pressure}"
-    offers = [it.offer for it in m.tenants.values()]
+    offers = [it.reclaimable for it in m.tenants.values()]
     free = sum(it.spare + it.prefixes for it in offers)
     used = max(m.measured, m.ledger.granted_bytes - free)
     yield Need(free, reason, FREE)

@@ -70,15 +70,15 @@ def _hear(m: Estate, tenant: Tenant, event: _Word, now: float) -> list[Command]:
             _ready(m, tenant, now)
         case Serves(busy=busy):
             tenant.serving = busy
-            tenant.take(tenant.offer, now)
+            tenant.take(tenant.reclaimable, now)
         case Leaving():
             tenant.state, tenant.evicting = "leaving", False
             m.exempt(tenant.name)  # what it has is to be finished, and nobody else can
             return [*m.ledger.retry()]
         case Released():
             return _release(m, tenant, event, now)
-        case Offered(offer=offer):
-            tenant.take(offer, now)
+        case Offered(reclaimable=reclaimable):
+            tenant.take(reclaimable, now)
         case Reclaimed():
             return _reclaimed(m, tenant, event, now)
     return []
@@ -90,7 +90,7 @@ def _ready(m: Estate, tenant: Tenant, now: float) -> None:
         tenant.load_s = max(0.1, now - tenant.boarded_at)
         tenant.kept_since, tenant.load_since = tenant.load_since, None
         m.take_exemption(tenant.name)
-        tenant.take(tenant.offer, now)
+        tenant.take(tenant.reclaimable, now)
 
 
 def _leave(m: Estate, model: str, now: float) -> list[Command]:
@@ -139,12 +139,12 @@ def _reclaimed(m: Estate, tenant: Tenant, event: Reclaimed, now: float) -> list[
     if was is None or was.seq != event.seq:
         return []
     tenant.open = None
-    tenant.gave(was.rung, was.level, event.freed_bytes, exhausted=event.exhausted)
+    tenant.gave(was.method, was.level, event.freed_bytes, exhausted=event.exhausted)
     if event.freed_bytes * 2 < was.wanted_bytes:
-        tenant.barren[was.rung] = now + m.times.barren_s
+        tenant.barren[was.method] = now + m.times.barren_s
     numbers = {"wanted_bytes": was.wanted_bytes, "freed_bytes": event.freed_bytes}
     said = "it has no more to give" if event.exhausted else "done"
-    return [m.note("reclaimed", event.model, f"{was.rung}: {said}", numbers)]
+    return [m.note("reclaimed", event.model, f"{was.method}: {said}", numbers)]
 
 
 def _measure(m: Estate, event: Measured) -> list[Command]:

@@ -17,7 +17,9 @@ def look(m: Estate, now: float) -> list[Command]:
     """Read the gauge, and tell workers where new rows start."""
     gauge, was = m.gauge, m.gauge.tight
     served = list(m.tenants.values())
-    gauge.read(_readings(m, now), max((len(it.offer.levels) for it in served), default=0), now)
+    gauge.read(
+        _readings(m, now), max((len(it.reclaimable.levels) for it in served), default=0), now
+    )
     commands: list[Command] = []
     if gauge.tight != was:
         reason = gauge.reason or "there is room again: new rows start at the top"
@@ -30,7 +32,7 @@ def look(m: Estate, now: float) -> list[Command]:
 def _start_level(m: Estate, tenant: Tenant) -> list[Command]:
     if tenant.state != "ready":
         return []
-    lowest = len(tenant.offer.levels)
+    lowest = len(tenant.reclaimable.levels)
     level = min(max(m.gauge.level, tenant.level), lowest) if m.gauge.tight else 0
     if level == tenant.level:
         return []
@@ -46,7 +48,10 @@ def _readings(m: Estate, now: float) -> Readings:
     rows = sum(
         max(
             0,
-            ledger.grants.get(it.name, 0) - m.base(it) - it.offer.spare - it.offer.prefixes,
+            ledger.grants.get(it.name, 0)
+            - m.base(it)
+            - it.reclaimable.spare
+            - it.reclaimable.prefixes,
         )
         for it in served
         if it.state == "ready"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import mlx.core as mx
 
 from kvd.worker.attention.kernels.given import Append, Attention, Rotate, Rotation
-from kvd.worker.cache.backend import ladder_of, pools_of, rows_of
+from kvd.worker.cache.backend import pools_of, rows_of, schemes_of
 from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.shapes import listed, rounded
 from kvd.worker.cache.splits import Splits
@@ -151,7 +151,7 @@ class FusedStep:
                 self.rows,
                 self.splits.array,
                 *pools_of(layer, self.pages),
-                ladder_of(layer),
+                schemes_of(layer),
                 scale,
                 self.kind.keep,
                 sinks,

@@ -133,7 +133,7 @@ def pools_of(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], Told, 
     )
 
 
-def ladder_of(layer: LayerStore) -> tuple[Told, Told]:
+def schemes_of(layer: LayerStore) -> tuple[Told, Told]:
     """Return how all levels of a layer pack keys and values."""
     return (
         [_told(pool.key_packing) for pool in layer.pools],

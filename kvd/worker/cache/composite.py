@@ -16,13 +16,13 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
-from kvd.worker.cache.frozen import FrozenSequence, charge_of, freed_bytes, held_bytes
 from kvd.worker.cache.growth import lacks_room, make_room
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
 from kvd.worker.cache.rectangle import gathering_bytes
 from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
+from kvd.worker.cache.snapshot import SequenceSnapshot, charge_of, freed_bytes, held_bytes
 from kvd.worker.cache.states import StateStore
 from kvd.worker.cache.store import KVStore
 
@@ -46,7 +46,7 @@ def no_floors(layers: int) -> list[Scheme | None]:
 class CacheSettings:
     """How a model's keys and values are kept."""
 
-    ladder: tuple[Scheme, ...] = (Scheme(),)
+    schemes: tuple[Scheme, ...] = (Scheme(),)
     """The schemes from the top, where rows start, down."""
     floors: Callable[[int], Sequence[Scheme | None]] = no_floors
     """Given how many layers there are, the scheme below which each does not go."""
@@ -60,9 +60,9 @@ class CacheSettings:
     is for stepping down, whose pools may stand above what they were while prompts are read."""
 
     @property
-    def schemes(self) -> tuple[Scheme, ...]:
+    def store_schemes(self) -> tuple[Scheme, ...]:
         """The levels of the stores: above the ladder, rows that are not quantized yet."""
-        return ((Scheme(16, 16),) if self.quantized_start else ()) + self.ladder
+        return ((Scheme(16, 16),) if self.quantized_start else ()) + self.schemes
 
     @property
     def prefill_scratch(self) -> int:
@@ -106,7 +106,7 @@ class ModelCache:
         for kind in layout.kinds:
             self.stores.append(self._new_store(kind))
         self.sequences: list[SequenceRow] = []
-        self.frozen: list[FrozenSequence] = []
+        self.snapshots: list[SequenceSnapshot] = []
         self.limit_bytes: int | None = None
         """Up to which pools grow ahead of need, as `charged_bytes` counts; tails and states too.
 
@@ -126,7 +126,7 @@ class ModelCache:
         floors = settings.floors(len(self.layout.entries))
         store = KVStore(
             [part.geometry for _, part in parts],
-            settings.schemes,
+            settings.store_schemes,
             self.layout.dtype,
             kind=settings.kind(kind),
             floors=[floors[entry] for entry, _ in parts],
@@ -166,7 +166,7 @@ class ModelCache:
     @property
     def scheme(self) -> Scheme:
         """The scheme at the top of the ladder."""
-        return self.settings.ladder[0]
+        return self.settings.schemes[0]
 
     @property
     def growing(self) -> KVStore | None:
@@ -181,14 +181,14 @@ class ModelCache:
     @property
     def levels(self) -> int:
         """How many there are on the ladder."""
-        return len(self.settings.ladder)
+        return len(self.settings.schemes)
 
     def store_level(self, level: int) -> int:
         """Return the stores' level for one of the ladder; 0 is where rows start by themselves.
 
         Above the ladder there may be a level for rows that are not quantized yet.
         """
-        return level + len(self.settings.schemes) - len(self.settings.ladder) if level else 0
+        return level + len(self.settings.store_schemes) - len(self.settings.schemes) if level else 0
 
     def pages_bytes_for(self, length: int, chunk: int = 0, level: int = 0) -> int:
         """Return the most bytes of pages that a sequence fills on its way to ``length`` tokens.
@@ -248,7 +248,7 @@ class ModelCache:
     @property
     def level_bytes(self) -> tuple[int, ...]:
         """The same on each level of the ladder; dense pages count to its top."""
-        above = len(self.settings.schemes) - self.levels
+        above = len(self.settings.store_schemes) - self.levels
         found = [0] * self.levels
         for store in self.stores:
             for one in store.allocators:
@@ -267,19 +267,19 @@ class ModelCache:
         return sum(store.tails_bytes for store in self.stores) + self.states.nbytes
 
     @property
-    def frozen_bytes(self) -> int:
+    def snapshot_bytes(self) -> int:
         """Bytes of the frozen sequences' tails and states."""
-        return sum(one.nbytes for one in self.frozen)
+        return sum(one.nbytes for one in self.snapshots)
 
     @property
-    def frozen_charge(self) -> int:
+    def snapshot_charge(self) -> int:
         """Bytes that only frozen sequences hold: tails, states, and pages as charged."""
-        return self.frozen_bytes + sum(store.idle_charge for store in self.stores)
+        return self.snapshot_bytes + sum(store.idle_charge for store in self.stores)
 
     @property
     def nbytes(self) -> int:
         """Bytes of pools, tails and states, frozen ones too."""
-        return self.pages_bytes + self.tails_bytes + self.frozen_bytes
+        return self.pages_bytes + self.tails_bytes + self.snapshot_bytes
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -323,7 +323,7 @@ class ModelCache:
     def _spare(self) -> int:
         if self.limit_bytes is None:
             return 1 << 62
-        tails = self.tail_slots * self.row_bytes + self.frozen_bytes
+        tails = self.tail_slots * self.row_bytes + self.snapshot_bytes
         reading = 0
         if self._rectangles:
             reading = sum(
@@ -373,7 +373,7 @@ class ModelCache:
 
     can_freeze = True
 
-    def freeze(self, sequence: SequenceRow) -> FrozenSequence:
+    def snapshot(self, sequence: SequenceRow) -> SequenceSnapshot:
         """Return what a sequence is now: pages and states by reference, tails copied.
 
         The device must be idle.
@@ -381,63 +381,63 @@ class ModelCache:
         rows = []
         with ExitStack() as undo:  # where memory is short in one store, none keeps a part
             for store, row in zip(self.stores, sequence.rows, strict=True):
-                rows.append(store.freeze(row))
+                rows.append(store.snapshot(row))
                 undo.callback(store.drop, rows[-1])
-            frozen = FrozenSequence(rows, self.states.freeze(sequence), sequence.length)
+            snapshot = SequenceSnapshot(rows, self.states.snapshot(sequence), sequence.length)
             undo.pop_all()
-        self.frozen.append(frozen)
-        return frozen
+        self.snapshots.append(snapshot)
+        return snapshot
 
-    def thaw(self, frozen: FrozenSequence) -> SequenceRow:
+    def restore(self, snapshot: SequenceSnapshot) -> SequenceRow:
         """Return a new sequence with the content of a frozen one, which stays as it is.
 
         The device must be idle. Whatever the new one computes is to the bit what the one that was
         frozen computes, or would have.
         """
-        if not frozen.alive:
+        if not snapshot.alive:
             raise ValueError("the frozen sequence was dropped")
         rows = []
         with ExitStack() as undo:
-            for store, row in zip(self.stores, frozen.rows, strict=True):
-                rows.append(store.thaw(row))
+            for store, row in zip(self.stores, snapshot.rows, strict=True):
+                rows.append(store.restore(row))
                 undo.callback(store.free, rows[-1])
             undo.pop_all()
-        sequence = SequenceRow(rows, frozen.length)
-        self.states.thaw(sequence, frozen.state)
+        sequence = SequenceRow(rows, snapshot.length)
+        self.states.restore(sequence, snapshot.state)
         self.sequences.append(sequence)
         return sequence
 
-    def drop(self, frozen: FrozenSequence) -> None:
+    def drop(self, snapshot: SequenceSnapshot) -> None:
         """Give a frozen sequence's memory back, at any time: no step reads it."""
-        frozen.alive = False
-        for store, row in zip(self.stores, frozen.rows, strict=True):
+        snapshot.alive = False
+        for store, row in zip(self.stores, snapshot.rows, strict=True):
             store.drop(row)
-        self.frozen.remove(frozen)
+        self.snapshots.remove(snapshot)
 
-    def keep(self, frozen: FrozenSequence) -> FrozenSequence:
+    def keep(self, snapshot: SequenceSnapshot) -> SequenceSnapshot:
         """Take in a frozen sequence that was made from bytes; it holds its pages from now on."""
-        for store, row in zip(self.stores, frozen.rows, strict=True):
+        for store, row in zip(self.stores, snapshot.rows, strict=True):
             store.keep(row)
-        self.frozen.append(frozen)
-        return frozen
+        self.snapshots.append(snapshot)
+        return snapshot
 
-    def unlowered(self, frozen: FrozenSequence) -> bool:
+    def unlowered(self, snapshot: SequenceSnapshot) -> bool:
         """Return whether it is as prefilling left it: nothing was stepped down since."""
         return all(
-            store.unlowered(row) for store, row in zip(self.stores, frozen.rows, strict=True)
+            store.unlowered(row) for store, row in zip(self.stores, snapshot.rows, strict=True)
         )
 
-    def held_bytes(self, frozen: Collection[FrozenSequence]) -> int:
+    def held_bytes(self, snapshot: Collection[SequenceSnapshot]) -> int:
         """Return the bytes of all that these hold; pages that they share count once."""
-        return held_bytes(self.stores, frozen)
+        return held_bytes(self.stores, snapshot)
 
-    def charge_of(self, frozen: FrozenSequence) -> int:
+    def charge_of(self, snapshot: SequenceSnapshot) -> int:
         """Return the bytes that one holds, pages as `charged_bytes` counts them."""
-        return charge_of(self.stores, frozen)
+        return charge_of(self.stores, snapshot)
 
-    def freed_bytes(self, frozen: Collection[FrozenSequence]) -> int:
+    def freed_bytes(self, snapshot: Collection[SequenceSnapshot]) -> int:
         """Return the bytes that would come free if all of these were dropped."""
-        return freed_bytes(self.stores, frozen)
+        return freed_bytes(self.stores, snapshot)
 
     # Steps.
 
@@ -615,8 +615,8 @@ class ModelCache:
             store.check()
         for sequence in self.sequences:
             assert all(row.length == sequence.length for row in sequence.rows)
-        for frozen in self.frozen:
-            assert frozen.alive
-            assert all(row.alive and row.length == frozen.length for row in frozen.rows)
+        for snapshot in self.snapshots:
+            assert snapshot.alive
+            assert all(row.alive and row.length == snapshot.length for row in snapshot.rows)
         for index, store in enumerate(self.stores):
-            assert store.frozen == [frozen.rows[index] for frozen in self.frozen]
+            assert store.snapshots == [snapshot.rows[index] for snapshot in self.snapshots]

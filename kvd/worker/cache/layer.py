@@ -66,10 +66,10 @@ class Writing:
 class LayerStore:
     """Pools, tails and pending pages of one layer."""
 
-    def __init__(self, geometry: LayerGeometry, ladder: list[Scheme], dtype: mx.Dtype) -> None:
+    def __init__(self, geometry: LayerGeometry, schemes: list[Scheme], dtype: mx.Dtype) -> None:
         self.geometry = geometry
         self.dtype = dtype
-        self.pools = [PagePool(geometry, scheme, dtype) for scheme in ladder]
+        self.pools = [PagePool(geometry, scheme, dtype) for scheme in schemes]
         self.tail_keys = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.k_dim), dtype)
         self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
         self.pending: list[Pending] = []

@@ -38,7 +38,7 @@ class Lowering(_Sliced):
     def __init__(self, cache: ModelCache, sequences: Iterable[SequenceRow], level: int) -> None:
         self.level = level
         found = list(sequences)
-        lift = len(cache.settings.schemes) - len(cache.settings.ladder)
+        lift = len(cache.settings.store_schemes) - len(cache.settings.schemes)
         super().__init__(
             StepDown(
                 store,

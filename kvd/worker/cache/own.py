@@ -27,7 +27,7 @@ class OwnRow:
 
 
 @dataclass(eq=False)
-class FrozenOwn:
+class OwnSnapshot:
     """One request's caches as they were when it was frozen."""
 
     caches: list[Any]
@@ -74,7 +74,7 @@ class OwnCache:
         self.row_bytes = fixed_bytes
         self.token_bytes = token_bytes
         self.sequences: list[OwnRow] = []
-        self.frozen: list[FrozenOwn] = []
+        self.snapshots: list[OwnSnapshot] = []
         self.limit_bytes: int | None = None
         self._prefilling: tuple[OwnRow, int] | None = None
 
@@ -108,16 +108,16 @@ class OwnCache:
         return sum(array.nbytes for array in self.arrays())
 
     @property
-    def frozen_bytes(self) -> int:
+    def snapshot_bytes(self) -> int:
         """Bytes of the frozen caches; until somebody writes to them, copies share them."""
-        return sum(one.nbytes for one in self.frozen)
+        return sum(one.nbytes for one in self.snapshots)
 
-    frozen_charge = frozen_bytes
+    snapshot_charge = snapshot_bytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        return self.tails_bytes + self.frozen_bytes
+        return self.tails_bytes + self.snapshot_bytes
 
     def new_row(self, level: int = 0) -> OwnRow:  # noqa: ARG002 - as the other cache
         """Return an empty sequence."""
@@ -141,39 +141,39 @@ class OwnCache:
 
     can_freeze = True
 
-    def freeze(self, row: OwnRow) -> FrozenOwn:
+    def snapshot(self, row: OwnRow) -> OwnSnapshot:
         """Return what a sequence is now; the device must be idle."""
-        frozen = FrozenOwn(copy.deepcopy(row.caches), row.length, 0)
-        frozen.nbytes = sum(array.nbytes for array in _arrays(frozen.caches))
-        self.frozen.append(frozen)
-        return frozen
+        snapshot = OwnSnapshot(copy.deepcopy(row.caches), row.length, 0)
+        snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
+        self.snapshots.append(snapshot)
+        return snapshot
 
-    def thaw(self, frozen: FrozenOwn) -> OwnRow:
+    def restore(self, snapshot: OwnSnapshot) -> OwnRow:
         """Return a new sequence with the content of a frozen one, which stays as it is."""
-        if not frozen.alive:
+        if not snapshot.alive:
             raise ValueError("the frozen sequence was dropped")
-        row = OwnRow(copy.deepcopy(frozen.caches), frozen.length)
+        row = OwnRow(copy.deepcopy(snapshot.caches), snapshot.length)
         self.sequences.append(row)
         return row
 
-    def drop(self, frozen: FrozenOwn) -> None:
+    def drop(self, snapshot: OwnSnapshot) -> None:
         """Drop a frozen sequence."""
-        frozen.alive = False
-        self.frozen.remove(frozen)
+        snapshot.alive = False
+        self.snapshots.remove(snapshot)
 
-    def unlowered(self, frozen: FrozenOwn) -> bool:  # noqa: ARG002 - as the other cache
+    def unlowered(self, snapshot: OwnSnapshot) -> bool:  # noqa: ARG002 - as the other cache
         """Return True: nothing is ever stepped down."""
         return True
 
-    def held_bytes(self, frozen: Collection[FrozenOwn]) -> int:
+    def held_bytes(self, snapshot: Collection[OwnSnapshot]) -> int:
         """Return the bytes of all that these hold."""
-        return sum(one.nbytes for one in frozen)
+        return sum(one.nbytes for one in snapshot)
 
     freed_bytes = held_bytes
 
-    def charge_of(self, frozen: FrozenOwn) -> int:
+    def charge_of(self, snapshot: OwnSnapshot) -> int:
         """Return the bytes that one holds."""
-        return frozen.nbytes
+        return snapshot.nbytes
 
     def begin_decode(self, sequences: list[OwnRow], batch: int | None = None) -> None:  # noqa: ARG002
         """Start a forward pass of one token of one sequence."""
@@ -232,4 +232,4 @@ class OwnCache:
     def check(self) -> None:
         """Assert that all sequences are alive."""
         assert all(row.alive for row in self.sequences)
-        assert all(one.alive for one in self.frozen)
+        assert all(one.alive for one in self.snapshots)

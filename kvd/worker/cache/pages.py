@@ -29,7 +29,7 @@ class PageAllocator:
         self.capacity = capacity
         self._free = list(range(capacity))
         self._references: dict[int, int] = {}
-        self._frozen: dict[int, int] = {}
+        self._snapshot: dict[int, int] = {}
         """Of the references, those of frozen rows."""
         self._idle = 0
 
@@ -67,8 +67,8 @@ class PageAllocator:
         """Note that pages were moved: their holders are those of the new slots."""
         for old, new in moves.items():
             self._references[new] = self._references.pop(old)
-            if old in self._frozen:
-                self._frozen[new] = self._frozen.pop(old)
+            if old in self._snapshot:
+                self._snapshot[new] = self._snapshot.pop(old)
         self._free = [slot for slot in range(self.capacity) if slot not in self._references]
 
     def cut(self, capacity: int) -> None:
@@ -92,13 +92,13 @@ class PageAllocator:
             self._references[slot] = 1
         return [PageId(self.level, slot) for slot in slots]
 
-    def retain(self, page: PageId, *, frozen: bool = False) -> None:
+    def retain(self, page: PageId, *, snapshot: bool = False) -> None:
         """Add a holder to a page that is in use."""
-        self._count(page.slot, 1, frozen=frozen)
+        self._count(page.slot, 1, snapshot=snapshot)
 
-    def release(self, page: PageId, *, frozen: bool = False) -> None:
+    def release(self, page: PageId, *, snapshot: bool = False) -> None:
         """Take a holder away, of the sort that it was added as; the last one frees the page."""
-        self._count(page.slot, -1, frozen=frozen)
+        self._count(page.slot, -1, snapshot=snapshot)
         if not self._references[page.slot]:
             del self._references[page.slot]
             heapq.heappush(self._free, page.slot)
@@ -109,17 +109,17 @@ class PageAllocator:
         A flush that failed has taken pages that no row got.
         """
         for slot in list(self._references):
-            for _ in range(self._references[slot] - self._frozen.get(slot, 0)):
+            for _ in range(self._references[slot] - self._snapshot.get(slot, 0)):
                 self.release(PageId(self.level, slot))
 
-    def _count(self, slot: int, change: int, *, frozen: bool) -> None:
-        before, cold = self._references[slot], self._frozen.get(slot, 0)
-        after, still = before + change, cold + change * frozen
+    def _count(self, slot: int, change: int, *, snapshot: bool) -> None:
+        before, cold = self._references[slot], self._snapshot.get(slot, 0)
+        after, still = before + change, cold + change * snapshot
         self._references[slot] = after
-        if frozen:
-            self._frozen[slot] = still
+        if snapshot:
+            self._snapshot[slot] = still
         if not still:
-            self._frozen.pop(slot, None)
+            self._snapshot.pop(slot, None)
         self._idle += (after == still > 0) - (before == cold > 0)
 
     def references(self, page: PageId) -> int:
@@ -136,6 +136,6 @@ class PageAllocator:
         assert all(count > 0 for count in self._references.values()), (
             "a page without holder is held"
         )
-        assert all(0 < count <= self._references[slot] for slot, count in self._frozen.items())
-        idle = [slot for slot, count in self._frozen.items() if count == self._references[slot]]
+        assert all(0 < count <= self._references[slot] for slot, count in self._snapshot.items())
+        idle = [slot for slot, count in self._snapshot.items() if count == self._references[slot]]
         assert self._idle == len(idle), "idle pages are miscounted"

@@ -42,7 +42,7 @@ class StepDown:
         self, store: KVStore, rows: Iterable[Row], level: int, *, scratch: int = SCRATCH
     ) -> None:
         if level not in store.levels:
-            raise ValueError(f"there is no level {level} on a ladder of {len(store.ladder)}")
+            raise ValueError(f"there is no level {level} on a ladder of {len(store.schemes)}")
         self._store = store
         self._level = level
         self._rows = list(rows)

@@ -27,8 +27,8 @@ class Row:
     between the ``anchored`` first ones and the rest have fallen out: ``skipped`` of them.
     """
 
-    is_frozen: ClassVar[bool] = False
-    """Whether it takes no more tokens (`kvd.worker.cache.frozen`)."""
+    is_snapshot: ClassVar[bool] = False
+    """Whether it takes no more tokens (`kvd.worker.cache.snapshot`)."""
     slot: int
     """Place in the tail pools."""
     level: int = 0

@@ -25,9 +25,9 @@ import mlx.core as mx
 import msgspec
 
 from kvd.worker.cache.composite import ModelCache, SequenceRow
-from kvd.worker.cache.frozen import FrozenRow, FrozenSequence
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
 from kvd.worker.cache.store import SLICE_PAGES, KVStore
 
 
@@ -89,7 +89,7 @@ def _pieces(cache: ModelCache, levels: Sequence[Sequence[int]]) -> Iterator[_Pie
 class _Book:
     """Where the pages of some sequences lie now, each by its first holder."""
 
-    def __init__(self, sequences: Sequence[FrozenSequence | SequenceRow], stores: int) -> None:
+    def __init__(self, sequences: Sequence[SequenceSnapshot | SequenceRow], stores: int) -> None:
         self._sequences = sequences
         self.numbers: list[dict[PageId, int]] = [{} for _ in range(stores)]
         """Of each store, its pages in the order of the list; as they lay at first."""
@@ -110,7 +110,7 @@ class _Book:
 class Saver:
     """Turns frozen sequences into records; they must stay frozen until it is over."""
 
-    def __init__(self, cache: ModelCache, sequences: Sequence[FrozenSequence]) -> None:
+    def __init__(self, cache: ModelCache, sequences: Sequence[SequenceSnapshot]) -> None:
         self._cache = cache
         self._sequences = list(sequences)
         self._book = _Book(self._sequences, len(cache.stores))
@@ -134,7 +134,7 @@ class Saver:
             sides = layer.pools[piece.level].copy(mx.array(self._book.slots(piece)))
             yield _bytes_of([array for side in sides for array in side])
 
-    def _outline(self, sequence: FrozenSequence) -> SequenceOutline:
+    def _outline(self, sequence: SequenceSnapshot) -> SequenceOutline:
         rows = [
             RowOutline(
                 row.level,
@@ -232,17 +232,17 @@ class Loader:
         for one, rest in zip(outline.sequences, rests, strict=True):
             arrays = iter(rest)
             rows = [
-                _frozen_row(store, row, pages, arrays)
+                _snapshot_row(store, row, pages, arrays)
                 for store, row, pages in zip(self._cache.stores, one.rows, taken, strict=True)
             ]
             state = [
                 [None if shape is None else next(arrays) for shape in part] for part in one.states
             ]
-            frozen = self._cache.keep(FrozenSequence(rows, state, one.length))
+            snapshot = self._cache.keep(SequenceSnapshot(rows, state, one.length))
             try:
-                self.sequences.append(self._cache.thaw(frozen))
+                self.sequences.append(self._cache.restore(snapshot))
             finally:
-                self._cache.drop(frozen)
+                self._cache.drop(snapshot)
         for store, pages in zip(self._cache.stores, taken, strict=True):
             for page in pages:
                 store.allocators[page.level].release(page)  # the hold of the taking
@@ -265,11 +265,11 @@ def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:
     return [next(taken[level]) for level in levels]
 
 
-def _frozen_row(
+def _snapshot_row(
     store: KVStore, outline: RowOutline, pages: Sequence[PageId], arrays: Iterator[mx.array]
-) -> FrozenRow:
+) -> RowSnapshot:
     tails = [(next(arrays), next(arrays)) for _ in store.layers]
-    return FrozenRow(
+    return RowSnapshot(
         level=outline.level,
         length=outline.length,
         pages=[pages[number] for number in outline.pages],
@@ -280,7 +280,7 @@ def _frozen_row(
     )
 
 
-def _rest(sequence: FrozenSequence) -> list[mx.array]:
+def _rest(sequence: SequenceSnapshot) -> list[mx.array]:
     """Return tails and states, in the order in which they are written."""
     tails = [array for row in sequence.rows for sides in row.tails for array in sides]
     return tails + [array for part in sequence.state for array in part if array is not None]

@@ -11,7 +11,7 @@ from protocol.pages import (
     Packing,
     floors_of,
     full_pages,
-    ladder_of,
+    schemes_of,
 )
 from protocol.schemes import BITS, Scheme
 
@@ -23,5 +23,5 @@ __all__ = [
     "Scheme",
     "floors_of",
     "full_pages",
-    "ladder_of",
+    "schemes_of",
 ]

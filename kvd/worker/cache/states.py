@@ -84,7 +84,7 @@ class StateStore:
 
     def add(self, name: Any) -> None:
         """Start a sequence without any state."""
-        self.thaw(name, [[None] * len(part.shapes) for part in self.parts])
+        self.restore(name, [[None] * len(part.shapes) for part in self.parts])
 
     def complete(self, name: Any) -> bool:
         """Return whether a sequence's state has its full shape, and so can be joined with others.
@@ -98,17 +98,17 @@ class StateStore:
             for array, shape in zip(arrays, part.shapes, strict=True)
         )
 
-    def snapshot(self, name: Any) -> State:
+    def state_of(self, name: Any) -> State:
         """Return a sequence's state, ``[1, ...]`` each."""
         return self._joined([name])
 
-    def freeze(self, name: Any) -> State:
+    def snapshot(self, name: Any) -> State:
         """Return a sequence's state for keeps, by reference where it stands alone; evaluated."""
-        state = self.snapshot(name)
+        state = self.state_of(name)
         mx.eval(list(_there(state)))
         return state
 
-    def thaw(self, name: Any, state: State) -> None:
+    def restore(self, name: Any, state: State) -> None:
         """Start a sequence with a state that was frozen."""
         self._block_of[name] = _Block([name], [list(part) for part in state])
 

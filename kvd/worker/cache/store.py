@@ -24,7 +24,6 @@ import numpy as np
 
 from kvd.worker.cache import flushing
 from kvd.worker.cache.backend import Backend
-from kvd.worker.cache.frozen import FrozenRow
 from kvd.worker.cache.group import PrefillGroup, prefill_group
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
@@ -33,6 +32,7 @@ from kvd.worker.cache.page_list import PageList, places_of
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.snapshot import RowSnapshot
 from kvd.worker.cache.steps import (
     DecodeStep,
     LevelTable,
@@ -105,7 +105,7 @@ class KVStore:
     def __init__(
         self,
         layers: list[LayerGeometry],
-        ladder: Scheme | Sequence[Scheme],
+        schemes: Scheme | Sequence[Scheme],
         dtype: mx.Dtype,
         *,
         kind: Kind = FULL,
@@ -113,7 +113,7 @@ class KVStore:
         quantized_start: int = 0,
         prefill_scratch: int = 256 * 1024 * 1024,
     ) -> None:
-        self.ladder = (ladder,) if isinstance(ladder, Scheme) else tuple(ladder)
+        self.schemes = (schemes,) if isinstance(schemes, Scheme) else tuple(schemes)
         self.dtype = dtype
         self.kind = kind
         self.quantized_start = quantized_start
@@ -125,7 +125,7 @@ class KVStore:
         self.layers = [
             LayerStore(
                 geometry,
-                [scheme if floor is None else scheme.at_least(floor) for scheme in self.ladder],
+                [scheme if floor is None else scheme.at_least(floor) for scheme in self.schemes],
                 dtype,
             )
             for geometry, floor in zip(layers, floors or [None] * len(layers), strict=True)
@@ -139,7 +139,7 @@ class KVStore:
         self.reclaim: Callable[[], None] = self.give_back_ahead
         """What to do where pools must grow and others hold the room for it ahead of need."""
         self.rows: list[Row] = []
-        self.frozen: list[FrozenRow] = []
+        self.snapshots: list[RowSnapshot] = []
         self.step: DecodeStep | PrefillStep | PrefillGroup | None = None
         self.flushes = 0
         self.goals: dict[int, int] = {}
@@ -159,12 +159,12 @@ class KVStore:
     @property
     def levels(self) -> range:
         """All levels of the ladder."""
-        return range(len(self.ladder))
+        return range(len(self.schemes))
 
     @property
     def scheme(self) -> Scheme:
         """The scheme at the top, where new rows start."""
-        return self.ladder[0]
+        return self.schemes[0]
 
     def page_bytes(self, level: int = 0) -> int:
         """Bytes of one page in all layers."""
@@ -233,9 +233,9 @@ class KVStore:
         return sum(one.idle * self.charge(one.level) for one in self.allocators)
 
     @property
-    def frozen_bytes(self) -> int:
+    def snapshot_bytes(self) -> int:
         """Bytes of the frozen rows' tails."""
-        return sum(row.nbytes for row in self.frozen)
+        return sum(row.nbytes for row in self.snapshots)
 
     @property
     def tails_bytes(self) -> int:
@@ -245,7 +245,7 @@ class KVStore:
     @property
     def nbytes(self) -> int:
         """Bytes of pools and tails: exactly what their arrays hold."""
-        return self.pages_bytes + self.tails_bytes + self.frozen_bytes
+        return self.pages_bytes + self.tails_bytes + self.snapshot_bytes
 
     # Rows come and go by integers.
 
@@ -266,13 +266,13 @@ class KVStore:
 
         As `freeze`, `thaw` and `drop`.
         """
-        frozen = self.freeze(row)
+        snapshot = self.snapshot(row)
         try:
-            return self.thaw(frozen)
+            return self.restore(snapshot)
         finally:
-            self.drop(frozen)
+            self.drop(snapshot)
 
-    def freeze(self, row: Row) -> FrozenRow:
+    def snapshot(self, row: Row) -> RowSnapshot:
         """Return what a row is now: pages by reference, the tail's tokens copied; evaluated.
 
         The device must be idle. Pages are never written again once they are full, so sharing them
@@ -281,45 +281,45 @@ class KVStore:
         self._leave_top([row] if self.outgrown(row) else [])
         tails = [layer.copy_tail(row.slot, row.tail_length) for layer in self.layers]
         mx.eval(tails)
-        frozen = FrozenRow(tails=tails)
-        frozen.become(row)
-        self.keep(frozen)
-        return frozen
+        snapshot = RowSnapshot(tails=tails)
+        snapshot.become(row)
+        self.keep(snapshot)
+        return snapshot
 
-    def keep(self, frozen: FrozenRow) -> None:
+    def keep(self, snapshot: RowSnapshot) -> None:
         """Let a frozen row hold its pages."""
-        self._retain(frozen)
-        self.frozen.append(frozen)
+        self._retain(snapshot)
+        self.snapshots.append(snapshot)
 
-    def thaw(self, frozen: FrozenRow) -> Row:
+    def restore(self, snapshot: RowSnapshot) -> Row:
         """Return a new row with the content of a frozen one, which stays; the device must be idle.
 
         What it computes from then on is to the bit what the row would have that was frozen.
         """
-        if not frozen.alive:
+        if not snapshot.alive:
             raise ValueError("the frozen row was dropped")
         row = self.new_row()
         try:
-            for layer, (keys, values) in zip(self.layers, frozen.tails, strict=True):
+            for layer, (keys, values) in zip(self.layers, snapshot.tails, strict=True):
                 layer.fill_tail(row.slot, keys, values)
         except BaseException:
             self.free(row, clean=False)
             raise
-        row.become(frozen)
+        row.become(snapshot)
         self._retain(row)
         return row
 
-    def drop(self, frozen: FrozenRow) -> None:
+    def drop(self, snapshot: RowSnapshot) -> None:
         """Give a frozen row's pages and tail back, at any time: no step reads it."""
-        if not frozen.alive:
+        if not snapshot.alive:
             raise ValueError("the frozen row was dropped already")
-        frozen.alive = False
-        self._release(frozen, frozen.pages)
-        self.frozen.remove(frozen)
+        snapshot.alive = False
+        self._release(snapshot, snapshot.pages)
+        self.snapshots.remove(snapshot)
 
     def _retain(self, row: Row) -> None:
         for page in row.pages:
-            self.allocators[page.level].retain(page, frozen=row.is_frozen)
+            self.allocators[page.level].retain(page, snapshot=row.is_snapshot)
 
     def give_up_early(self, row: Row) -> None:
         """Give back what was written early of a row: its tail has the tokens."""
@@ -328,12 +328,12 @@ class KVStore:
 
     def _release(self, row: Row, pages: Iterable[PageId]) -> None:
         for page in pages:
-            self.allocators[page.level].release(page, frozen=row.is_frozen)
+            self.allocators[page.level].release(page, snapshot=row.is_snapshot)
 
     @property
     def holders(self) -> list[Row]:
         """All who hold pages."""
-        return [*self.rows, *self.frozen]
+        return [*self.rows, *self.snapshots]
 
     def can_trim(self, row: Row, count: int) -> bool:
         """Return whether the row still has all that it saw ``count`` tokens ago."""
@@ -686,8 +686,8 @@ class KVStore:
                 for index, page in enumerate(pages):
                     if page in new:
                         pages[index] = new[page]
-                        self.allocators[new[page].level].retain(new[page], frozen=row.is_frozen)
-                        self.allocators[page.level].release(page, frozen=row.is_frozen)
+                        self.allocators[new[page].level].retain(new[page], snapshot=row.is_snapshot)
+                        self.allocators[page.level].release(page, snapshot=row.is_snapshot)
         for page in new.values():
             self.allocators[page.level].release(page)  # the hold of the taking
         self.changed()
@@ -760,7 +760,7 @@ class KVStore:
             layer.drop_tails()
         self.compact(pages)
         top = self.allocators[0]  # the level of new rows
-        if top.capacity < pages and not self.frozen:
+        if top.capacity < pages and not self.snapshots:
             for layer in self.layers:
                 layer.pools[0].grow(pages)
             top.grow(pages)
@@ -819,20 +819,20 @@ class KVStore:
             row.check()
             for page in row.held:
                 held[page] = held.get(page, 0) + 1
-        frozen = {page for row in self.frozen for page in row.held}
+        snapshot = {page for row in self.snapshots for page in row.held}
         running = {page for row in self.rows for page in row.held}
         for allocator in self.allocators:
             allocator.check()
             mine = {page: count for page, count in held.items() if page.level == allocator.level}
             assert mine == {page: allocator.references(page) for page in mine}
             assert len(mine) == allocator.used, "a page is held by no row"
-            assert allocator.idle == sum(page in mine for page in frozen - running)
+            assert allocator.idle == sum(page in mine for page in snapshot - running)
             pools = [layer.pools[allocator.level] for layer in self.layers]
             assert all(pool.capacity >= allocator.capacity for pool in pools), "a slot without room"
-        for row in self.frozen:
+        for row in self.snapshots:
             tails = [layer.geometry.dense_bytes(row.tail_length) for layer in self.layers]
             assert row.nbytes == sum(tails), "a frozen tail has other tokens than its row"
-        assert self.nbytes == sum(layer.nbytes for layer in self.layers) + self.frozen_bytes
+        assert self.nbytes == sum(layer.nbytes for layer in self.layers) + self.snapshot_bytes
         for row, places in self._places.items():
             assert np.array_equal(places, places_of(row)), "a table has other pages than its row"
         slots = [row.slot for row in self.rows] + self._free_slots

@@ -31,7 +31,7 @@ from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.core import replay
 from kvd.worker.core.hands import Hands
 from kvd.worker.core.holdings import Holdings
-from kvd.worker.core.preemption import Parking
+from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.prompts import Prompts
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.reclaiming import Reclaiming
@@ -111,7 +111,7 @@ class MLXEngine:
     _admission: Admission
     _prompts: Prompts
     _holdings: Holdings
-    _parking: Parking
+    _preemption: Preemption
     _reclaiming: Reclaiming
     _setbacks: Setbacks
     _vocabulary: int
@@ -237,9 +237,9 @@ class MLXEngine:
             leave=self._leave,
             join=self._join,
         )
-        self._folder = Folder.open(command.parked_folder, command.parked_bytes)
-        self._parking = Parking(hands, self._folder, self._rates, self._report)
-        self._reclaiming = Reclaiming(hands, self._parking, time.monotonic)
+        self._folder = Folder.open(command.swap_folder, command.swap_bytes)
+        self._preemption = Preemption(hands, self._folder, self._rates, self._report)
+        self._reclaiming = Reclaiming(hands, self._preemption, time.monotonic)
         recovery = Recovery(
             self._runner,
             self._scheduler,
@@ -250,7 +250,7 @@ class MLXEngine:
         self._setbacks = Setbacks(
             hands,
             recovery,
-            self._parking,
+            self._preemption,
             self._reclaiming,
             forget=self._forget_flight,
             redraw=self._redraw,
@@ -319,7 +319,7 @@ class MLXEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now."""
-        busy = self._reclaiming.active or self._parking.busy
+        busy = self._reclaiming.active or self._preemption.busy
         if self._reports or self._flight or busy or self._admission.has_work:
             return True
         due = self._scheduler.next_deadline
@@ -357,14 +357,14 @@ class MLXEngine:
         """Let a paused request go on."""
         self._scheduler.resume(rid)
 
-    def park(self, rid: str) -> None:
+    def preempt(self, rid: str) -> None:
         """Take a running request out of the batch until `unpark`; its pages stay.
 
         What it had launched is read first, and may end it.
         """
         self._settle()
         if (request := self._requests.get(rid)) is not None:
-            self._parking.take_out(request)
+            self._preemption.take_out(request)
 
     def unpark(self, rid: str) -> None:
         """Let a parked request go on as soon as there is room."""
@@ -404,10 +404,10 @@ class MLXEngine:
             self._on_phase("pools")
             self._drain()
             self._reports += self._reclaiming.advance()
-        elif self._parking.busy:
+        elif self._preemption.busy:
             self._on_phase("pools")
             self._drain()
-            self._parking.work(POOL_SECONDS)
+            self._preemption.work(POOL_SECONDS)
         elif self._runner.cache.lacks_room:
             self._on_phase("pools")
             self._drain()
@@ -422,7 +422,7 @@ class MLXEngine:
         if turn.plan.wanted_pages and self._give_up_spare():
             turn = self._take_turn()
         self._ask_for_checkpoints()
-        here = tuple(rid for rid in turn.plan.decode if rid not in self._parking.loading)
+        here = tuple(rid for rid in turn.plan.decode if rid not in self._preemption.loading)
         return dataclasses.replace(turn.plan, decode=here)
 
     def _ask_for_checkpoints(self) -> None:
@@ -435,7 +435,7 @@ class MLXEngine:
 
     def _wish(self, wish: GrantWanted | None) -> None:
         if wish is not None:
-            self._report(replace(wish, offer=self._holdings.offer()))
+            self._report(replace(wish, reclaimable=self._holdings.reclaimable()))
 
     def _report(self, report: Report) -> None:
         self._reports.append(report)
@@ -466,9 +466,9 @@ class MLXEngine:
                 self._report(RowBegun(rid=rid))
         for rid in turn.plan.restored:
             self._on_phase("pools")
-            self._parking.restore(self._requests[rid])
+            self._preemption.resume(self._requests[rid])
         if turn.spill:
-            self._parking.spill()
+            self._preemption.spill()
         return turn
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
@@ -519,10 +519,10 @@ class MLXEngine:
         others = request.completions[1:]
         if others:
             self._drain()
-            frozen = cache.freeze(row)
+            snapshot = cache.snapshot(row)
             for completion in others:
-                self._join(request, completion, cache.thaw(frozen))
-            cache.drop(frozen)
+                self._join(request, completion, cache.restore(snapshot))
+            cache.drop(snapshot)
         self._join(request, request.completions[0], row)
 
     def _join(self, request: Request, completion: Completion, row: Row) -> None:
@@ -618,8 +618,8 @@ class MLXEngine:
         cache, decodes = self._runner.cache, completion.row is not None
         if decodes:
             self._leave(completion)
-        if completion.frozen is not None:
-            cache.drop(completion.frozen)
+        if completion.snapshot is not None:
+            cache.drop(completion.snapshot)
         completion.released = True
         request.completions.remove(completion)
         if request.completions:
@@ -628,10 +628,10 @@ class MLXEngine:
             return
         if request.row is not None:
             cache.free(request.row, clean=False)  # nobody has seen logits of it
-        if request.frozen is not None:
-            cache.drop(request.frozen)
+        if request.snapshot is not None:
+            cache.drop(request.snapshot)
         self._prompts.forget(request)
-        self._parking.forget(request)
+        self._preemption.forget(request)
         self._admission.finish(request.rid)
         del self._requests[request.rid]
 
@@ -734,13 +734,13 @@ class MLXEngine:
             computed_tokens=self._prompts.computed,
             generated_tokens=self._generated_tokens,
             prefix=self._prompts.use,
-            offer=self._holdings.offer(),
+            reclaimable=self._holdings.reclaimable(),
             memory=MemoryUse(
                 weights=self._weights_bytes,
                 kv_pages=cache.pages_bytes,
                 kv_pages_used=cache.used_bytes,
                 kv_levels=cache.level_bytes,
-                kv_tails=cache.tails_bytes + cache.frozen_bytes,
+                kv_tails=cache.tails_bytes + cache.snapshot_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
                 peak=_peak_memory(),

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvd.worker.scheduling.admission import Admission, Held
-from protocol.types import Offer
+from protocol.types import Reclaimable
 
 if TYPE_CHECKING:
     from kvd.worker.core.prompts import Prompts
@@ -22,7 +22,7 @@ AGAIN_TOKENS = 256
 """What a row that was parked makes before it is parked again: no ping-pong."""
 
 
-def can_park(request: Request) -> bool:
+def can_preempt(request: Request) -> bool:
     """Return whether a request may be parked now."""
     return request.resumed_at is None or request.longest >= request.resumed_at + AGAIN_TOKENS
 
@@ -74,14 +74,14 @@ class Holdings:
     @property
     def charged_pages(self) -> int:
         """What pools and frozen rows take."""
-        charged: int = self._cache.charged_bytes + self._cache.frozen_bytes
+        charged: int = self._cache.charged_bytes + self._cache.snapshot_bytes
         return -(-charged // self._unit)
 
     @property
     def cached_pages(self) -> int:
         """Of these, what only checkpoints of prompts take; parked rows have reserved theirs."""
-        frozen: int = -(-self._cache.frozen_charge // self._unit)
-        return max(0, frozen - sum(one.kept_pages for one in self._requests.values()))
+        snapshot: int = -(-self._cache.snapshot_charge // self._unit)
+        return max(0, snapshot - sum(one.kept_pages for one in self._requests.values()))
 
     @property
     def needed_pages(self) -> int:
@@ -90,7 +90,7 @@ class Holdings:
 
     # What could be given back.
 
-    def offer(self) -> Offer:
+    def reclaimable(self) -> Reclaimable:
         """Return what each means would free on top of those before it."""
         scheduler, admission, unit = self._scheduler, self._admission, self._unit
         left = self._prompts.left_bytes
@@ -101,13 +101,13 @@ class Holdings:
         levels = range(1, scheduler.sizes.levels)
         marks += [rows - self._saving(admitted, level) for level in levels]
         rows -= self._saving(admitted, scheduler.sizes.lowest)
-        marks.append(rows - self._parking(admitted, places, left))
+        marks.append(rows - self._preemption(admitted, places, left))
         steps = [unit * max(0, one - next_) for one, next_ in pairwise(marks)]
-        return Offer(
+        return Reclaimable(
             spare=steps[0],
             prefixes=steps[1],
             levels=tuple(steps[2:-1]),
-            park=steps[-1],
+            preempt=steps[-1],
             rows=len(admitted),
             waiting=scheduler.waiting,
             level=scheduler.start_level,
@@ -121,12 +121,12 @@ class Holdings:
         scheduler = self._scheduler
         return sum(scheduler.saving(one, level) for one in rids if scheduler.level(one) < level)
 
-    def _parking(self, rids: Iterable[str], places_pages: int, left_bytes: int) -> int:
+    def _preemption(self, rids: Iterable[str], places_pages: int, left_bytes: int) -> int:
         """Return the pages that parking frees, of who stands on the lowest level or goes there."""
         scheduler, lowest = self._scheduler, self._scheduler.sizes.lowest
         places, freed = scheduler.places, 0
         for request in (self._requests[rid] for rid in rids):
-            if can_park(request):
+            if can_preempt(request):
                 pages, choices = scheduler.footing(request.rid)
                 if scheduler.level(request.rid) < lowest:
                     pages -= scheduler.saving(request.rid, lowest)

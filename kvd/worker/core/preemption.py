@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.saved import Damaged, Loader, Saver
-from kvd.worker.core.holdings import can_park
+from kvd.worker.core.holdings import can_preempt
 from kvd.worker.core.request import Completion, Request, Saved
 from kvd.worker.core.swap import Folder, Writing, records_of
-from protocol.worker import Report, RowParked, RowResumed
+from protocol.worker import Report, RowPreempted, RowResumed
 
 if TYPE_CHECKING:
     from kvd.worker.core.hands import Hands
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvd.worker")
 
 
-class Parking:
+class Preemption:
     """The parked rows of one engine. ``folder`` None: nothing is written."""
 
     def __init__(
@@ -86,16 +86,16 @@ class Parking:
         hands.drain()
         for completion in request.completions:
             if completion.row is not None:
-                completion.frozen = cache.freeze(completion.row)
+                completion.snapshot = cache.snapshot(completion.row)
                 hands.leave(completion)
         if request.row is not None:
-            request.frozen = cache.freeze(request.row)
+            request.snapshot = cache.snapshot(request.row)
             cache.free(request.row, clean=False)
             request.row = None
-        held = sum(cache.charge_of(one) for one in request.frozen_rows)
+        held = sum(cache.charge_of(one) for one in request.snapshots)
         request.kept_pages = -(-held // hands.admission.budget.page_bytes)
         hands.prompts.leave_place(request)
-        hands.admission.park(request.rid, request.kept_pages)
+        hands.admission.preempt(request.rid, request.kept_pages)
 
     def reclaim(self, wanted_bytes: int) -> Iterator[None]:
         """Park requests, the least valuable first, until so much comes free.
@@ -115,7 +115,7 @@ class Parking:
                 return
             hands.settle()  # it may end somebody
             running = hands.requests.get(rid)
-            if running is not None and can_park(running):
+            if running is not None and can_preempt(running):
                 wanted -= yield from self._park(running, wanted)
 
     def _kept(self) -> list[Request]:
@@ -132,7 +132,7 @@ class Parking:
         self.take_out(request)
         self._away.append(request.rid)
         where: Where = "memory"
-        if not request.frozen_rows:
+        if not request.snapshots:
             where = "recompute"
             self._start_over(request)
         elif whole - request.kept_pages < wanted:
@@ -141,7 +141,7 @@ class Parking:
             return whole
         freed = whole - request.kept_pages
         nbytes = freed * hands.admission.budget.page_bytes
-        self._report(RowParked(rid=request.rid, nbytes=nbytes, where=where))
+        self._report(RowPreempted(rid=request.rid, nbytes=nbytes, where=where))
         return freed
 
     def requeue(self) -> None:
@@ -176,9 +176,9 @@ class Parking:
         if hands.requests.get(request.rid) is not request:
             return "recompute"  # it is over
         for holder in request.holders:
-            if holder.frozen is not None:
-                hands.cache.drop(holder.frozen)
-                holder.frozen = None
+            if holder.snapshot is not None:
+                hands.cache.drop(holder.snapshot)
+                holder.snapshot = None
         request.kept_pages = 0
         request.saved = saved
         hands.admission.keep(request.rid, 0)
@@ -195,7 +195,7 @@ class Parking:
         cache = self._hands.cache
         if self._folder is None or not isinstance(cache, ModelCache):
             return None
-        saver = Saver(cache, request.frozen_rows)
+        saver = Saver(cache, request.snapshots)
         if not self._folder.has_room(saver.nbytes):
             return None
         again = self._rates.recompute(self._read(request), request.longest)
@@ -213,7 +213,7 @@ class Parking:
         holders = tuple(
             one.key if isinstance(one, Completion) else None
             for one in request.holders
-            if one.frozen is not None
+            if one.snapshot is not None
         )
         try:
             writing = self._writing[rid] = folder.new(_name(rid), saver.nbytes)
@@ -250,10 +250,10 @@ class Parking:
 
     # Rows come back.
 
-    def restore(self, request: Request) -> None:
+    def resume(self, request: Request) -> None:
         """Let a request that was parked and is admitted again go on, at once or soon."""
         if request.saved is None:
-            self.thaw(request)
+            self.restore(request)
             self._resumed(request)
             return
         self._hands.scheduler.pause(request.rid)
@@ -265,15 +265,15 @@ class Parking:
         request.resumed_at = request.longest
         self._report(RowResumed(rid=request.rid))
 
-    def thaw(self, request: Request) -> None:
+    def restore(self, request: Request) -> None:
         """Give a request its rows back; all or, where memory is short, none."""
         hands, cache = self._hands, self._hands.cache
-        holders = [one for one in request.holders if one.frozen is not None]
-        rows = [cache.thaw(one.frozen) for one in holders]
+        holders = [one for one in request.holders if one.snapshot is not None]
+        rows = [cache.restore(one.snapshot) for one in holders]
         request.kept_pages = 0
         for holder, row in zip(holders, rows, strict=True):
-            cache.drop(holder.frozen)
-            holder.frozen = None
+            cache.drop(holder.snapshot)
+            holder.snapshot = None
             if isinstance(holder, Request):
                 holder.row = row
             else:

@@ -80,7 +80,7 @@ class Prompts:
         """Give a request its row; return how many of its tokens are in it already."""
         cache = self._runner.cache
         hit = Hit(0) if self.remembered is None else self.remembered.begin(request.reader)
-        request.row = cache.thaw(hit.frozen) if hit.tokens else cache.new_row(request.level)
+        request.row = cache.restore(hit.snapshot) if hit.tokens else cache.new_row(request.level)
         if request.resumed_at is None:
             request.over.cached_tokens = hit.tokens
         return hit.tokens
@@ -166,9 +166,9 @@ class Prompts:
 
 def _untold(request: Request, index: int, logprobs: list[TokenLogprob]) -> list[Report]:
     """Return the report of these logprobs, without those that were sent before."""
-    told = max(request.submit.prompt_told, request.prompt_told)
+    told = max(request.submit.prompt_reported, request.prompt_reported)
     skipped = max(0, told - index)
     if skipped >= len(logprobs):
         return []
-    request.prompt_told = index + len(logprobs)
+    request.prompt_reported = index + len(logprobs)
     return [RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])]

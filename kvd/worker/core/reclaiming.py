@@ -27,7 +27,7 @@ from protocol.worker import GrantWanted, Reclaim, Reclaimed, Report
 
 if TYPE_CHECKING:
     from kvd.worker.core.hands import Hands
-    from kvd.worker.core.preemption import Parking
+    from kvd.worker.core.preemption import Preemption
     from kvd.worker.core.request import Request
 
 SLICE_SECONDS = 0.010
@@ -41,9 +41,9 @@ _TRIES = 3
 class Reclaiming:
     """What one engine does for the governor. `ask`, then `advance` once a step."""
 
-    def __init__(self, hands: Hands, parking: Parking, clock: Callable[[], float]) -> None:
+    def __init__(self, hands: Hands, parking: Preemption, clock: Callable[[], float]) -> None:
         self._hands = hands
-        self._parking = parking
+        self._preemption = parking
         self._clock = clock
         self._asked: deque[Reclaim] = deque()
         self._now: Iterator[None] | None = None
@@ -87,7 +87,7 @@ class Reclaiming:
                 return []
         self._asked.popleft()
         reports = self._give_back(command)
-        self._parking.requeue()
+        self._preemption.requeue()
         self._open()
         return reports
 
@@ -104,33 +104,33 @@ class Reclaiming:
         wish, freed = hands.admission.hand_over(least, hands.holdings.held())
         mx.clear_cache()
         memory.give_back()  # what malloc keeps of it: the process must hold less, not only MLX
-        offer = hands.holdings.offer()
+        reclaimable = hands.holdings.reclaimable()
         rest = {
-            "spare": offer.spare,
-            "prefixes": offer.prefixes,
-            "level": sum(offer.levels[: command.level]),
-            "park": offer.park,
+            "spare": reclaimable.spare,
+            "prefixes": reclaimable.prefixes,
+            "precision": sum(reclaimable.levels[: command.level]),
+            "preempt": reclaimable.preempt,
         }
-        over = Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=rest[command.rung] == 0)
-        given: list[GrantWanted] = [] if wish is None else [replace(wish, offer=offer)]
+        over = Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=rest[command.method] == 0)
+        given: list[GrantWanted] = [] if wish is None else [replace(wish, reclaimable=reclaimable)]
         return [*given, over]
 
     # The work. Each yield is a place where a slice may end.
 
     def _work(self, command: Reclaim) -> Iterator[None]:
-        while self._parking.busy:
-            self._parking.work(self._left())
+        while self._preemption.busy:
+            self._preemption.work(self._left())
             yield
         self._hands.admission.closed = True  # what was under way there may have opened it
-        match command.rung:
+        match command.method:
             case "spare":
                 pass
             case "prefixes":
                 self._hands.prompts.evict(command.wanted_bytes)
-            case "level":
+            case "precision":
                 yield from self._lower(command)
-            case "park":
-                yield from self._parking.reclaim(command.wanted_bytes)
+            case "preempt":
+                yield from self._preemption.reclaim(command.wanted_bytes)
         yield from self._trim(command.wanted_bytes)
 
     def _has_time(self) -> bool:

@@ -106,9 +106,9 @@ class Recovery:
             self._prompts.forget_all(requests)
             holders: list[Request | Completion] = [*requests]
             holders += [one for request in requests for one in request.completions]
-            for holder in [one for one in holders if one.frozen is not None]:
-                cache.drop(holder.frozen)
-                holder.frozen = None
+            for holder in [one for one in holders if one.snapshot is not None]:
+                cache.drop(holder.snapshot)
+                holder.snapshot = None
                 if isinstance(holder, Completion):
                     holder.launched = len(holder.tokens)
         gc.collect()
@@ -129,16 +129,16 @@ class Recovery:
             if self._scheduler.is_admitted(one.request.rid):
                 self._hand_over(one, join)
             else:
-                self._freeze(one)
+                self._snapshot(one)
 
     def _lost(self, request: Request) -> _Lost | None:
         """Return what a request lacks of what it had; None: nothing."""
         if request.saved is not None:
             return None
         if request.begun:
-            away = [one for one in request.live if one.frozen is None]
+            away = [one for one in request.live if one.snapshot is None]
             return _Lost(request, len(request.prompt) - 1, away) if away else None
-        if request.frozen is not None or not self._scheduler.is_read(request.rid):
+        if request.snapshot is not None or not self._scheduler.is_read(request.rid):
             return None
         return _Lost(request, self._scheduler.position(request.rid), [])
 
@@ -148,7 +148,7 @@ class Recovery:
         # A checkpoint's pages are of the top level; who runs below has reserved less.
         hit = Hit(0) if one.request.level else self._prompts.found(one.request, one.read)
         one.known = hit.tokens
-        one.rows = [cache.thaw(hit.frozen) if hit.tokens else cache.new_row(one.request.level)]
+        one.rows = [cache.restore(hit.snapshot) if hit.tokens else cache.new_row(one.request.level)]
 
     def _read(self, one: _Lost) -> None:
         cache, row = self._runner.cache, one.rows[0]
@@ -158,9 +158,9 @@ class Recovery:
             self._runner.prefill(row, one.request.prompt[start:end])
         others = one.completions[1:]
         if others:
-            frozen = cache.freeze(row)
-            one.rows += [cache.thaw(frozen) for _ in others]
-            cache.drop(frozen)
+            snapshot = cache.snapshot(row)
+            one.rows += [cache.restore(snapshot) for _ in others]
+            cache.drop(snapshot)
 
     def _decode(self, fed: list[tuple[Row, list[int]]]) -> None:
         cache = self._runner.cache
@@ -181,10 +181,10 @@ class Recovery:
         else:
             one.request.row = one.rows[0]
 
-    def _freeze(self, one: _Lost) -> None:
+    def _snapshot(self, one: _Lost) -> None:
         """Let a request that was parked be parked again."""
         cache = self._runner.cache
         holders: list[Request | Completion] = [*one.completions] or [one.request]
         for holder, row in zip(holders, one.rows, strict=True):
-            holder.frozen = cache.freeze(row)
+            holder.snapshot = cache.snapshot(row)
             cache.free(row)

@@ -26,7 +26,7 @@ class Completion:
     stream: TextStream
     row: Row | None = None
     """Its place in the cache, from when its prompt is through."""
-    frozen: Any = None
+    snapshot: Any = None
     """What was there when the request was parked."""
     launched: int = 0
     """Tokens whose steps have been launched."""
@@ -80,7 +80,7 @@ class Request:
     """Its prompt, as far as it may be shared."""
     row: Row | None = None
     """Where its prompt is read; empty again once its completions have rows of their own."""
-    frozen: Any = None
+    snapshot: Any = None
     """What was there when the request was parked."""
     kept_pages: int = 0
     """How much that is, in the budget's pages."""
@@ -94,7 +94,7 @@ class Request:
     """Whether it was stepped down on its way: read again, it would not be the same."""
     level: int = 0
     """Of the ladder, that it runs on; what it has may be on its way there."""
-    prompt_told: int = 0
+    prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were told."""
     resumed_at: int | None = None
     """How long its longest completion was when it went on after it had been parked."""
@@ -130,9 +130,9 @@ class Request:
         return [self, *self.completions]
 
     @property
-    def frozen_rows(self) -> list[Any]:
+    def snapshots(self) -> list[Any]:
         """What is frozen of it."""
-        return [one.frozen for one in self.holders if one.frozen is not None]
+        return [one.snapshot for one in self.holders if one.snapshot is not None]
 
     def start_over(self) -> None:
         """Note that nothing of it is in the cache: its prompt is read again, its tokens are fed."""

@@ -16,7 +16,7 @@ from protocol.errors import KvdError, Overloaded
 
 if TYPE_CHECKING:
     from kvd.worker.core.hands import Hands
-    from kvd.worker.core.preemption import Parking
+    from kvd.worker.core.preemption import Preemption
     from kvd.worker.core.reclaiming import Reclaiming
     from kvd.worker.core.recovery import Recovery
     from kvd.worker.core.request import Completion, Request
@@ -41,7 +41,7 @@ class Setbacks:
         self,
         hands: Hands,
         recovery: Recovery,
-        parking: Parking,
+        parking: Preemption,
         reclaiming: Reclaiming,
         *,
         forget: Callable[[], None],
@@ -51,7 +51,7 @@ class Setbacks:
     ) -> None:
         self._hands = hands
         self._recovery = recovery
-        self._parking = parking
+        self._preemption = parking
         self._reclaiming = reclaiming
         self._forget = forget
         self._redraw = redraw
@@ -77,7 +77,7 @@ class Setbacks:
             _log.warning("out of memory in a prompt's chunk: %s", short.reason)
             return []
         self._forget()
-        self._parking.abandon()
+        self._preemption.abandon()
         reports = self._reclaiming.abandon()
         lacking: Shortage | None = short
         while lacking is not None:
@@ -96,7 +96,7 @@ class Setbacks:
         self._recovery.bring_back(requests, hands.join)
         for request in requests:
             if hands.scheduler.is_admitted(request.rid):
-                self._parking.thaw(request)
+                self._preemption.restore(request)
 
     def _release_ended(self) -> None:
         for request in list(self._hands.requests.values()):

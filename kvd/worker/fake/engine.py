@@ -242,7 +242,7 @@ class FakeEngine:
         kv = command.kv
         tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
         self._remembered = Remembered(tree, Room(free=lambda: 0, own=0, charge=lambda _end: 0))
-        where: Where = "disk" if command.parked_folder else "recompute"
+        where: Where = "disk" if command.swap_folder else "recompute"
         self._reclaiming = FakeReclaiming(self._admission, tree, self._rows, where, self._report)
         return ModelInfo(
             architecture="Fake",
@@ -449,7 +449,7 @@ class FakeEngine:
 
     def _tell(self, wish: GrantWanted | None) -> None:
         if wish is not None:
-            self._report(msgspec.structs.replace(wish, offer=self._reclaiming.offer()))
+            self._report(msgspec.structs.replace(wish, reclaimable=self._reclaiming.reclaimable()))
 
     def _report(self, report: Report) -> None:
         self._reports.append(report)
@@ -497,7 +497,7 @@ class FakeEngine:
     def _tell_prompt(self, row: _Row) -> None:
         top = row.submit.prompt_logprobs
         told = [] if top is None else row.story.told_prompt(top)
-        for at in range(row.submit.prompt_told, len(told), _PROMPT_PIECE):
+        for at in range(row.submit.prompt_reported, len(told), _PROMPT_PIECE):
             piece = told[at : at + _PROMPT_PIECE]
             self._reports.append(RowPrompt(rid=row.rid, index=at, logprobs=piece))
 
@@ -558,7 +558,7 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._computed_tokens,
             prefix=self._remembered.use,
-            offer=self._reclaiming.offer(),
+            reclaimable=self._reclaiming.reclaimable(),
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(
                 weights=self._model.weights,

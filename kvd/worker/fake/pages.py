@@ -37,26 +37,26 @@ class FakePages:
         """Let somebody hold pages."""
         self._holds.update(pages.names)
 
-    def freeze(self, sequence: tuple[Pages, int]) -> Pages:
+    def snapshot(self, sequence: tuple[Pages, int]) -> Pages:
         """Return the first so many tokens of a row, held once more."""
         pages, tokens = sequence
-        frozen = Pages(pages.names[: tokens // PAGE_TOKENS])
-        self.hold(frozen)
-        return frozen
+        snapshot = Pages(pages.names[: tokens // PAGE_TOKENS])
+        self.hold(snapshot)
+        return snapshot
 
-    def drop(self, frozen: Pages) -> None:
+    def drop(self, snapshot: Pages) -> None:
         """Let one who held pages hold them no more."""
-        self._holds -= Counter(frozen.names)
+        self._holds -= Counter(snapshot.names)
 
-    def unlowered(self, frozen: Pages) -> bool:
+    def unlowered(self, snapshot: Pages) -> bool:
         """Return whether pages are as they were read: nothing steps down here."""
-        return bool(frozen.names)
+        return bool(snapshot.names)
 
-    def held_bytes(self, frozen: Collection[Pages]) -> int:
+    def held_bytes(self, snapshot: Collection[Pages]) -> int:
         """Return the bytes of all that these hold; what they share counts once."""
-        return self._page_bytes * len({name for one in frozen for name in one.names})
+        return self._page_bytes * len({name for one in snapshot for name in one.names})
 
-    def freed_bytes(self, frozen: Collection[Pages]) -> int:
+    def freed_bytes(self, snapshot: Collection[Pages]) -> int:
         """Return the bytes that nobody else holds."""
-        mine = Counter(name for one in frozen for name in one.names)
+        mine = Counter(name for one in snapshot for name in one.names)
         return self._page_bytes * sum(self._holds[name] == count for name, count in mine.items())

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.core.holdings import Holdings, can_park
+from kvd.worker.core.holdings import Holdings, can_preempt
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.scheduler import Sizes
-from protocol.types import KVSpec, Offer
-from protocol.worker import Reclaim, Reclaimed, Report, RowParked, RowResumed
+from protocol.types import KVSpec, Reclaimable
+from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 if TYPE_CHECKING:
     from kvd.worker.prefix.tree import PrefixTree
@@ -38,7 +38,7 @@ class _Cache:
         self._tree = tree
 
     @property
-    def frozen_charge(self) -> int:
+    def snapshot_charge(self) -> int:
         """Bytes that only checkpoints hold."""
         return self._tree.nbytes
 
@@ -72,38 +72,38 @@ class FakeReclaiming:
         views: Any = _Cache(tree), _Prompts()
         self._holdings = Holdings(views[0], admission, views[1], rows)
 
-    def offer(self) -> Offer:
+    def reclaimable(self) -> Reclaimable:
         """Return what could be given back."""
-        return self._holdings.offer()
+        return self._holdings.reclaimable()
 
     def reclaim(self, command: Reclaim) -> None:
         """Give memory back by one means."""
         unit = self._admission.budget.page_bytes
-        parked: list[str] = []
-        match command.rung:
+        preempted: list[str] = []
+        match command.method:
             case "spare":
                 pass
             case "prefixes":
                 self._tree.evict(command.wanted_bytes)
-            case "level":
+            case "precision":
                 self._lower(command.level, command.wanted_bytes)
-            case "park":
-                parked = self._park(command.wanted_bytes)
+            case "preempt":
+                preempted = self._park(command.wanted_bytes)
         held = Held(cached=self._tree.nbytes // unit)
         least = max(0, self._admission.budget.pages - -(-command.wanted_bytes // unit))
         wish, freed = self._admission.hand_over(least, held)
-        offer = self.offer()
+        reclaimable = self.reclaimable()
         if wish is not None:
-            self._report(replace(wish, offer=offer))
+            self._report(replace(wish, reclaimable=reclaimable))
         rest = {
-            "spare": offer.spare,
-            "prefixes": offer.prefixes,
-            "level": sum(offer.levels[: command.level]),
-            "park": offer.park,
+            "spare": reclaimable.spare,
+            "prefixes": reclaimable.prefixes,
+            "precision": sum(reclaimable.levels[: command.level]),
+            "preempt": reclaimable.preempt,
         }
-        exhausted = rest[command.rung] == 0
+        exhausted = rest[command.method] == 0
         self._report(Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=exhausted))
-        for rid in parked:
+        for rid in preempted:
             self._admission.unpark(rid)
 
     def _lower(self, level: int, wanted_bytes: int) -> None:
@@ -117,18 +117,18 @@ class FakeReclaiming:
 
     def _park(self, wanted_bytes: int) -> list[str]:
         admission = self._admission
-        parked = []
+        preempted = []
         for rid in admission.scheduler.victims():
             if wanted_bytes <= 0:
                 break
-            if not can_park(self._rows[rid]):
+            if not can_preempt(self._rows[rid]):
                 continue
             nbytes = admission.scheduler.footing(rid)[0] * admission.budget.page_bytes
             wanted_bytes -= nbytes
-            admission.park(rid)
-            self._report(RowParked(rid=rid, nbytes=nbytes, where=self._where))
-            parked.append(rid)
-        return parked
+            admission.preempt(rid)
+            self._report(RowPreempted(rid=rid, nbytes=nbytes, where=self._where))
+            preempted.append(rid)
+        return preempted
 
     def restore(self, rid: str) -> None:
         """Let a row go on that was parked."""

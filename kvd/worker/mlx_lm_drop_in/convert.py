@@ -62,7 +62,7 @@ class Image:
 
     geometry: LayerGeometry
     dtype: mx.Dtype
-    ladder: tuple[Scheme, ...]
+    schemes: tuple[Scheme, ...]
     rows: list[RowImage | None]
     """None is an empty sequence."""
     pages: dict[int, tuple[Packed, Packed]]
@@ -87,7 +87,7 @@ def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
     return Image(
         layer.geometry,
         store.dtype,
-        store.ladder,
+        store.schemes,
         [None if one.row is None else _row_image(one.row, places) for one in rows],
         {level: layer.pools[level].copy(mx.array(slots)) for level, slots in by_level.items()},
         (layer.tail_keys[tails, :, :longest], layer.tail_values[tails, :, :longest]),
@@ -107,7 +107,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
     """
     store = shared.prepared(image.geometry, image.dtype)
     shared.drain()
-    levels = [_level(store.ladder, scheme) for scheme in image.ladder]
+    levels = [_level(store.schemes, scheme) for scheme in image.schemes]
     taken: dict[int, list[PageId]] = {}
     rows = [SharedRow() for _ in image.rows]
     tail = 0
@@ -136,14 +136,14 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
     return rows
 
 
-def _level(ladder: tuple[Scheme, ...], scheme: Scheme) -> int:
-    return ladder.index(scheme) if scheme in ladder else len(ladder) - 1
+def _level(schemes: tuple[Scheme, ...], scheme: Scheme) -> int:
+    return schemes.index(scheme) if scheme in schemes else len(schemes) - 1
 
 
 def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[PageId]:
     """Write an image's pages of one level; the returned list holds each of them once."""
     keys, values = image.pages[level]
-    old = PagePool(image.geometry, image.ladder[level], image.dtype)
+    old = PagePool(image.geometry, image.schemes[level], image.dtype)
     new = store.layers[0].pools[target]
     if (old.key_packing, old.value_packing) != (new.key_packing, new.value_packing):
         packed_keys, packed_values = new.pack(*old.unpack(keys, values))
@@ -227,7 +227,7 @@ class State(dict[str, Any]):
         """Return the saved form: a header in JSON, packed pages by level, tails."""
         header: dict[str, Any] = {
             "format": FORMAT,
-            "ladder": [scheme.name for scheme in self._shared.ladder],
+            "schemes": [scheme.name for scheme in self._shared.schemes],
             "kind": [self._shared.kind.window, self._shared.kind.keep, self._shared.kind.chunk],
             "quantized_start": self._shared.quantized_start,
             "batched": self._batched,
@@ -284,11 +284,11 @@ def _header(parts: dict[str, Any]) -> dict[str, Any]:
 def _read(parts: dict[str, Any], header: dict[str, Any]) -> tuple[SharedStore, Image | int, bool]:
     """Return a state's store, still empty, and its rows, or how many empty ones it has."""
     window, keep, chunk = header["kind"]
-    ladder = tuple(Scheme.parse(name) for name in header["ladder"])
+    schemes = tuple(Scheme.parse(name) for name in header["schemes"])
     start, batched = int(header["quantized_start"]), bool(header["batched"])
-    if len(ladder) < (2 if start else 1):
+    if len(schemes) < (2 if start else 1):
         raise ValueError("there is no scheme")
-    shared = SharedStore(ladder, Kind(window, keep, chunk), quantized_start=start)
+    shared = SharedStore(schemes, Kind(window, keep, chunk), quantized_start=start)
     if "tails" not in parts:
         if any(row is not None for row in header["rows"]):
             raise ValueError("tails are missing")
@@ -299,11 +299,11 @@ def _read(parts: dict[str, Any], header: dict[str, Any]) -> tuple[SharedStore, I
     image = Image(
         LayerGeometry(*header["geometry"]),
         dtype,
-        ladder,
+        schemes,
         [_read_row(row) for row in header["rows"]],
         {
             level: (tuple(parts[f"keys{level}"]), tuple(parts[f"values{level}"]))
-            for level in range(len(ladder))
+            for level in range(len(schemes))
             if f"keys{level}" in parts
         },
         tuple(parts["tails"]),
@@ -322,11 +322,11 @@ def _check_image(image: Image) -> None:
     """Raise ``ValueError`` if its arrays are not what its integers say."""
     counts = {}
     for level, sides in image.pages.items():
-        pool = PagePool(image.geometry, image.ladder[level], image.dtype)
+        pool = PagePool(image.geometry, image.schemes[level], image.dtype)
         pages = counts[level] = sides[0][0].shape[0]
         wanted = [(pages, *like.shape[1:], like.dtype) for like in pool.arrays()]
         if [(*array.shape, array.dtype) for side in sides for array in side] != wanted:
-            raise ValueError(f"pages of {image.ladder[level].name} have other shapes than theirs")
+            raise ValueError(f"pages of {image.schemes[level].name} have other shapes than theirs")
     own = [row for row in image.rows if row is not None]
     g, tokens = image.geometry, image.tails[0].shape[2]
     for tails, dim in zip(image.tails, (g.k_dim, g.v_dim), strict=True):
@@ -336,7 +336,7 @@ def _check_image(image: Image) -> None:
         tail = row.length - PAGE_TOKENS * (len(row.pages) + row.skipped)
         if not (0 <= tail <= tokens <= TAIL_TOKENS and row.skipped >= 0):
             raise ValueError("a row has other tokens than its length says")
-        if row.level not in range(len(image.ladder)):
+        if row.level not in range(len(image.schemes)):
             raise ValueError(f"a row is on level {row.level}")
         if not all(0 <= place < counts.get(level, 0) for level, place in row.pages):
             raise ValueError("a row has pages that are not there")

@@ -27,7 +27,7 @@ from kvd.worker.mlx_lm_drop_in.padding import Padding
 from kvd.worker.mlx_lm_drop_in.shared import Reading, SharedRow, SharedStore
 
 
-def ladder_of(scheme: str | Scheme, group_size: int, quantized_kv_start: int) -> list[Scheme]:
+def schemes_of(scheme: str | Scheme, group_size: int, quantized_kv_start: int) -> list[Scheme]:
     """Return the schemes of a row's life: not quantized first where it starts later."""
     if isinstance(scheme, str):
         scheme = Scheme.parse(scheme, k_group=min(group_size, 64), v_group=group_size)
@@ -49,8 +49,8 @@ class BatchQuantizedKVCache:
         group_size: int = 64,
         quantized_kv_start: int = 0,
     ) -> None:
-        ladder = ladder_of(scheme, group_size, quantized_kv_start)
-        self.attach(SharedStore(ladder, FULL, quantized_start=quantized_kv_start), [SharedRow()])
+        schemes = schemes_of(scheme, group_size, quantized_kv_start)
+        self.attach(SharedStore(schemes, FULL, quantized_start=quantized_kv_start), [SharedRow()])
 
     @classmethod
     def on(
@@ -139,7 +139,7 @@ class BatchQuantizedKVCache:
     @property
     def scheme(self) -> Scheme:
         """The scheme that rows come to in the end."""
-        return self.shared.ladder[-1]
+        return self.shared.schemes[-1]
 
     @property
     def lengths(self) -> list[int]:
@@ -299,8 +299,8 @@ class BatchQuantizedKVCache:
         """
         dense = convert.dense_parts(cache)
         kind = Kind(cache.max_size, cache.keep) if hasattr(cache, "max_size") else FULL
-        ladder = ladder_of(scheme, group_size, quantized_kv_start)
-        shared = SharedStore(ladder, kind, quantized_start=quantized_kv_start)
+        schemes = schemes_of(scheme, group_size, quantized_kv_start)
+        shared = SharedStore(schemes, kind, quantized_start=quantized_kv_start)
         if dense is None:
             return cls.on(shared)
         batch, _, tokens, _ = dense[0].shape
@@ -373,9 +373,9 @@ class BatchQuantizedRotatingKVCache(BatchQuantizedKVCache):
         group_size: int = 64,
         quantized_kv_start: int = 0,
     ) -> None:
-        ladder = ladder_of(scheme, group_size, quantized_kv_start)
+        schemes = schemes_of(scheme, group_size, quantized_kv_start)
         kind = Kind(window=max_size, keep=keep)
-        self.attach(SharedStore(ladder, kind, quantized_start=quantized_kv_start), [SharedRow()])
+        self.attach(SharedStore(schemes, kind, quantized_start=quantized_kv_start), [SharedRow()])
 
     @property
     def max_size(self) -> int:

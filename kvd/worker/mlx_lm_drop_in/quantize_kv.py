@@ -36,7 +36,7 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.mlx_lm_drop_in.dropin import (
     BatchQuantizedKVCache,
     BatchQuantizedRotatingKVCache,
-    ladder_of,
+    schemes_of,
 )
 from kvd.worker.mlx_lm_drop_in.shared import SharedStore
 from kvd.worker.serving import seam
@@ -70,13 +70,13 @@ class QuantizedKV:
 
     @classmethod
     def like(
-        cls, caches: list[Any], ladder: Sequence[Scheme], quantized_start: int = 0
+        cls, caches: list[Any], schemes: Sequence[Scheme], quantized_start: int = 0
     ) -> QuantizedKV:
         """Make our counterparts of mlx-lm's caches; `UnsupportedModel` where there are none."""
         stores: list[SharedStore] = []
 
         def shared(kind: Kind) -> SharedStore:
-            stores.append(SharedStore(ladder, kind, quantized_start=quantized_start, home=True))
+            stores.append(SharedStore(schemes, kind, quantized_start=quantized_start, home=True))
             return stores[-1]
 
         return cls([_maker(cache, shared) for cache in caches], stores)
@@ -113,7 +113,7 @@ def quantize_kv(
     ``RuntimeError`` as `install`. What was installed before stays then.
     """
     install()
-    ladder = ladder_of(scheme, group_size, quantized_kv_start)
+    schemes = schemes_of(scheme, group_size, quantized_kv_start)
     before = model.__dict__.get("make_cache")
     if isinstance(getattr(before, "__self__", None), QuantizedKV):
         del model.make_cache
@@ -121,7 +121,7 @@ def quantize_kv(
         before = None
     try:
         caches = make_prompt_cache(model, max_kv_size)
-        installed = QuantizedKV.like(caches, ladder, quantized_kv_start)
+        installed = QuantizedKV.like(caches, schemes, quantized_kv_start)
         for store, asked in zip(installed.stores, _try(model, installed), strict=True):
             store.keeps_reading = asked
     except BaseException:

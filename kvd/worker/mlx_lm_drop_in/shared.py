@@ -197,13 +197,13 @@ class SharedStore:
 
     def __init__(
         self,
-        ladder: Sequence[Scheme],
+        schemes: Sequence[Scheme],
         kind: Kind = FULL,
         *,
         quantized_start: int = 0,
         home: bool = False,
     ) -> None:
-        self.ladder = tuple(ladder)
+        self.schemes = tuple(schemes)
         self.kind = kind
         self.quantized_start = quantized_start
         self.home = home
@@ -373,7 +373,7 @@ class SharedStore:
         if self._rows is None:
             self._rows = LayerRows(
                 [geometry],
-                self.ladder,
+                self.schemes,
                 dtype,
                 kind=self.kind,
                 quantized_start=self.quantized_start,

@@ -24,26 +24,26 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Frozen = Any
-"""What the tree's cache freezes: `FrozenSequence` or `FrozenOwn`."""
+Snapshot = Any
+"""What the tree's cache freezes: `SequenceSnapshot` or `OwnSnapshot`."""
 
 
-class Freezer(Protocol):
+class Snapshotter(Protocol):
     """What the tree asks of a cache (`ModelCache`, `OwnCache`)."""
 
-    def freeze(self, sequence: Any) -> Frozen:
+    def snapshot(self, sequence: Any) -> Snapshot:
         """Return what a sequence is now."""
 
-    def drop(self, frozen: Frozen) -> None:
+    def drop(self, snapshot: Snapshot) -> None:
         """Give it back."""
 
-    def unlowered(self, frozen: Frozen) -> bool:
+    def unlowered(self, snapshot: Snapshot) -> bool:
         """Return whether it is still as prefilling left it."""
 
-    def held_bytes(self, frozen: Collection[Frozen]) -> int:
+    def held_bytes(self, snapshot: Collection[Snapshot]) -> int:
         """Return the bytes of all that these hold, used by others or not."""
 
-    def freed_bytes(self, frozen: Collection[Frozen]) -> int:
+    def freed_bytes(self, snapshot: Collection[Snapshot]) -> int:
         """Return the bytes that would come free if all of these were dropped."""
 
 
@@ -53,7 +53,7 @@ class Hit:
 
     tokens: int
     """Of the prompt, in the frozen sequence; 0: none is known."""
-    frozen: Frozen = None
+    snapshot: Snapshot = None
 
 
 @dataclass
@@ -82,7 +82,7 @@ class _Node:
     depth: int
     """Tokens on the way here."""
     children: dict[bytes | str, _Node] = field(default_factory=dict)
-    frozen: Frozen = None
+    snapshot: Snapshot = None
     used: int = 0
     """When it was stored or hit last."""
 
@@ -94,7 +94,7 @@ class PrefixTree:
     prompt leaves beside the last one, in tokens, rounded up to whole chunks; 0: none.
     """
 
-    def __init__(self, cache: Freezer, chunk: int, every: int, cap_bytes: int) -> None:
+    def __init__(self, cache: Snapshotter, chunk: int, every: int, cap_bytes: int) -> None:
         if chunk < 1 or every < 0 or cap_bytes < 0:
             raise ValueError(f"chunk {chunk}, every {every} and cap {cap_bytes} must be positive")
         self.chunk = chunk
@@ -126,8 +126,8 @@ class PrefixTree:
         return self._cache.freed_bytes(self._all)
 
     @property
-    def _all(self) -> list[Frozen]:
-        return [node.frozen for node in self._stored]
+    def _all(self) -> list[Snapshot]:
+        return [node.snapshot for node in self._stored]
 
     # Prompts come.
 
@@ -144,7 +144,7 @@ class PrefixTree:
             return Hit(0)
         node.used = self._clock
         self.counts.hit_tokens += node.depth
-        return Hit(node.depth, node.frozen)
+        return Hit(node.depth, node.snapshot)
 
     def known(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return how many tokens `match` would find now; nothing is counted."""
@@ -154,11 +154,11 @@ class PrefixTree:
     def found(self, tokens: Sequence[int], salt: str = "") -> Hit:
         """Return what `match` would; nothing is counted."""
         node = self._deepest(tokens, salt)
-        return Hit(0) if node is None else Hit(node.depth, node.frozen)
+        return Hit(0) if node is None else Hit(node.depth, node.snapshot)
 
     def _deepest(self, tokens: Sequence[int], salt: str) -> _Node | None:
         for node in reversed(list(self._path(tokens, salt))):
-            if node.frozen is not None and self._sound(node):
+            if node.snapshot is not None and self._sound(node):
                 return node
         return None
 
@@ -175,7 +175,7 @@ class PrefixTree:
         known = list(self._path(tokens, salt))
         wanted = set(range(self.every, last, self.every)) if self.every else set()
         wanted |= {last, *parting} | {node.depth for node in known[-1:]}
-        return wanted - {node.depth for node in known if node.frozen is not None} - {0}
+        return wanted - {node.depth for node in known if node.snapshot is not None} - {0}
 
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
         """Freeze a sequence that has read exactly these tokens; return whether it is stored.
@@ -186,14 +186,17 @@ class PrefixTree:
         if not tokens or len(tokens) % self.chunk:
             raise ValueError(f"{len(tokens)} tokens do not end on the grid of {self.chunk}")
         for node in list(self._path(tokens, salt, proper=False))[-1:]:
-            if node.depth == len(tokens) and node.frozen is not None and self._sound(node):
+            if node.depth == len(tokens) and node.snapshot is not None and self._sound(node):
                 return False
-        frozen = self._cache.freeze(sequence)
-        if not self._cache.unlowered(frozen) or self._cache.held_bytes([frozen]) > self.cap_bytes:
-            self._cache.drop(frozen)
+        snapshot = self._cache.snapshot(sequence)
+        if (
+            not self._cache.unlowered(snapshot)
+            or self._cache.held_bytes([snapshot]) > self.cap_bytes
+        ):
+            self._cache.drop(snapshot)
             return False
         node = self._grown(tokens, salt)
-        node.frozen = frozen
+        node.snapshot = snapshot
         self._clock += 1
         node.used = self._clock
         self._stored[node] = None
@@ -230,7 +233,7 @@ class PrefixTree:
         """Return what a new checkpoint at the end of these tokens would be worth, of this size."""
         above = 0
         for node in self._path(tokens, salt, proper=False):
-            if node.frozen is not None:
+            if node.snapshot is not None:
                 above = node.depth
         return (len(tokens) - above) / max(1, nbytes)
 
@@ -238,7 +241,7 @@ class PrefixTree:
         """Return the least valuable one, the bytes that would come free, and its worth."""
         found = []
         for node in nodes:
-            freed = self._cache.freed_bytes([node.frozen])
+            freed = self._cache.freed_bytes([node.snapshot])
             found.append((node, freed, self._worth(node, freed)))
         return min(found, key=lambda one: one[2])
 
@@ -248,7 +251,7 @@ class PrefixTree:
 
     def _worth(self, node: _Node, freed: int) -> float:
         above = node.parent
-        while above is not None and above.frozen is None:
+        while above is not None and above.snapshot is None:
             above = above.parent
         saved = node.depth - (0 if above is None else above.depth)
         return saved / (max(1, freed) * (1 + self._clock - node.used))
@@ -267,7 +270,7 @@ class PrefixTree:
         judged by.
         """
         for node in list(self._path(tokens, salt, proper=False)):
-            if node.frozen is not None:
+            if node.snapshot is not None:
                 self.counts.distrusted += 1
                 self._forget(node)
 
@@ -283,18 +286,18 @@ class PrefixTree:
 
     def _sound(self, node: _Node) -> bool:
         """Return whether a checkpoint is a hit; drop it if not."""
-        sound = self._cache.unlowered(node.frozen)
+        sound = self._cache.unlowered(node.snapshot)
         if not sound:
             self.counts.lowered += 1
             self._forget(node)
         return sound
 
     def _forget(self, node: _Node) -> None:
-        self._cache.drop(node.frozen)
-        node.frozen = None
+        self._cache.drop(node.snapshot)
+        node.snapshot = None
         del self._stored[node]
         # No path stays that leads to no checkpoint.
-        while node.parent is not None and node.frozen is None and not node.children:
+        while node.parent is not None and node.snapshot is None and not node.children:
             del node.parent.children[node.edge]
             node = node.parent
 
@@ -333,9 +336,9 @@ class PrefixTree:
         stored = set()
         while nodes:
             node = nodes.pop()
-            assert node.frozen is not None or node.children, "a path leads nowhere"
+            assert node.snapshot is not None or node.children, "a path leads nowhere"
             assert all(child.parent is node for child in node.children.values())
             nodes += node.children.values()
-            if node.frozen is not None:
+            if node.snapshot is not None:
                 stored.add(node)
         assert stored == set(self._stored), "a checkpoint is not on any path"

@@ -7,18 +7,18 @@ in flight meanwhile. What that step then takes is measured like all others and t
 turn's end. Others would wait behind a long one in vain: then the turn is passed on after it, and
 so it is where prompts are read, whose next chunk may be a long one after many short. Knows no
 socket: what it returns is to be sent. Whose turn it is, and for how long, is the daemon's
-(`actors.machines.turns`).
+(`actors.machines.time_slices`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.worker import LONG_STEP_S, TurnOver, TurnWanted
+from protocol.worker import LONG_STEP_S, TimeSliceOver, TimeSliceWanted
 
 if TYPE_CHECKING:
-    from protocol.types import TurnsMode
-    from protocol.worker import Turn
+    from protocol.types import TimeSlicesMode
+    from protocol.worker import TimeSlice
 
 SHORT_S = 0.01
 """Of a step, that the next worker may begin beside: some times what passing on takes. While a
@@ -30,7 +30,7 @@ _WITHOUT = ("cpu", "none")
 """Devices that are no accelerators; the fake engine has none."""
 
 
-def wanted(mode: TurnsMode, device: str) -> bool:
+def wanted(mode: TimeSlicesMode, device: str) -> bool:
     """Return whether workers on this device take turns; ``device`` as in `ModelInfo`."""
     return mode == "on" or (mode == "auto" and device not in _WITHOUT)
 
@@ -70,14 +70,14 @@ class Gate:
         """Whether steps are to be told: in turns, and where others may compute at the same time."""
         return self._until != _FREE or self._told is not None
 
-    def begin(self, *, reads: bool) -> TurnWanted | None:
+    def begin(self, *, reads: bool) -> TimeSliceWanted | None:
         """Say that there is work, if that is new, or of another kind; ``reads``: prompts."""
         if not self._on or (self._working and reads == self._reads):
             return None
         self._working, self._reads = True, reads
         return self._want()
 
-    def stepping(self, now: float) -> TurnOver | None:
+    def stepping(self, now: float) -> TimeSliceOver | None:
         """Begin a step; pass the turn on if it is a short one and the last."""
         self._began = now
         step_s = None if self._reads else self._steps[False]
@@ -85,7 +85,7 @@ class Gate:
             return None
         return self._pass_on(now, more=True, left_s=step_s)
 
-    def stepped(self, now: float) -> TurnOver | TurnWanted | None:
+    def stepped(self, now: float) -> TimeSliceOver | TimeSliceWanted | None:
         """End a step; pass the turn on if its time is over and nobody knew before."""
         took = now - self._began
         if self.is_free:
@@ -96,14 +96,14 @@ class Gate:
             return None
         return self._pass_on(now, more=True) if now >= self._until else None
 
-    def rest(self, now: float) -> TurnOver | None:
+    def rest(self, now: float) -> TimeSliceOver | None:
         """Say that there is no more work, if that is new."""
         if not self._working:
             return None
         self._working = False
         return self._pass_on(now, more=False)
 
-    def take(self, turn: Turn, now: float) -> TurnOver | None:
+    def take(self, turn: TimeSlice, now: float) -> TimeSliceOver | None:
         """Take what the daemon gives; one for work that is no more goes back at once."""
         self._seq = turn.seq
         self._since = now
@@ -126,7 +126,7 @@ class Gate:
             self._steps[False] = (known + took) / 2
         self._is_first = False
 
-    def _doubt(self, took: float) -> TurnWanted | None:
+    def _doubt(self, took: float) -> TimeSliceWanted | None:
         """Ask for turns: steps are long, be it for those who compute at the same time.
 
         What they take alone is measured anew; among chunks the long ones may be rare, so that this
@@ -137,15 +137,17 @@ class Gate:
         self._steps[self._reads] = took if self._reads else None
         return self._want()
 
-    def _want(self) -> TurnWanted:
+    def _want(self) -> TimeSliceWanted:
         self._told = self._steps[self._reads]
-        return TurnWanted(step_s=self._told)
+        return TimeSliceWanted(step_s=self._told)
 
-    def _pass_on(self, now: float, *, more: bool, left_s: float = 0.0) -> TurnOver:
+    def _pass_on(self, now: float, *, more: bool, left_s: float = 0.0) -> TimeSliceOver:
         used = 0.0
         if not self.is_free:
             used = self._carried + (now - self._since if self.is_open else 0.0)
             self._carried = 0.0
             self.is_open = False
         self._told = self._steps[self._reads]
-        return TurnOver(seq=self._seq, used_s=used, more=more, step_s=self._told, left_s=left_s)
+        return TimeSliceOver(
+            seq=self._seq, used_s=used, more=more, step_s=self._told, left_s=left_s
+        )

@@ -47,11 +47,11 @@ from protocol.worker import (
     Stats,
     Stop,
     Submit,
+    TimeSlice,
+    TimeSliceOver,
+    TimeSliceWanted,
     Tokenize,
     Tokenized,
-    Turn,
-    TurnOver,
-    TurnWanted,
 )
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Loop:
         # What was imported and loaded stays: looking through it again and again takes 30 ms a time.
         gc.collect()
         gc.freeze()
-        self._gate = gate.Gate(on=gate.wanted(command.turns, info.device))
+        self._gate = gate.Gate(on=gate.wanted(command.time_slices, info.device))
         self._link.put(Ready(info=info))
         return True
 
@@ -230,7 +230,7 @@ class Loop:
             self._enter("idle")
         self._tell_stats()
 
-    def _say(self, report: TurnWanted | TurnOver | None) -> None:
+    def _say(self, report: TimeSliceWanted | TimeSliceOver | None) -> None:
         """Tell about turns at once: others wait for it."""
         if report is not None:
             self._link.put(report)
@@ -259,7 +259,7 @@ class Loop:
                 self._engine.reclaim(command)
             case StartLevel():
                 self._engine.start_level(command)
-            case Turn():
+            case TimeSlice():
                 self._say(self._gate.take(command, self._clock()))
             case Stop():
                 self._stopping = True

@@ -23,7 +23,7 @@ from protocol.worker import (
     Entered,
     Progress,
     Report,
-    RowParked,
+    RowPreempted,
     RowQueued,
     RowResumed,
     RowTokens,
@@ -50,7 +50,7 @@ class Outbox:
         match report:
             case Stats() | Progress() | Entered() | RowQueued():
                 self._replace(report)
-            case RowParked() | RowResumed():
+            case RowPreempted() | RowResumed():
                 self._turn(report)
             case RowTokens():
                 self._join(report)
@@ -71,10 +71,10 @@ class Outbox:
         else:
             self._waiting[number] = report
 
-    def _turn(self, report: RowParked | RowResumed) -> None:
+    def _turn(self, report: RowPreempted | RowResumed) -> None:
         """Queue that a request was parked or goes on; what waits of it stays in turns."""
         key = (report.rid, type(report))
-        other = (report.rid, RowResumed if isinstance(report, RowParked) else RowParked)
+        other = (report.rid, RowResumed if isinstance(report, RowPreempted) else RowPreempted)
         number, after = self._last.get(key), self._last.get(other)
         if number is None:
             self._last[key] = self._append(report)
@@ -139,7 +139,7 @@ def _key_of(report: Report) -> _Key | None:
     match report:
         case Stats() | Progress() | Entered():
             return type(report)
-        case RowQueued() | RowParked() | RowResumed():
+        case RowQueued() | RowPreempted() | RowResumed():
             return (report.rid, type(report))
         case RowTokens():
             return (report.rid, report.choice)

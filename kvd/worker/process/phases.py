@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from protocol.spread import SPAN_BOUNDS_S, Spread
+from protocol.histogram import SPAN_BOUNDS_S, Spread
 
 if TYPE_CHECKING:
     from protocol.worker import Phase

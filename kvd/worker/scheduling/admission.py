@@ -160,9 +160,9 @@ class Admission:
         self.scheduler.finish_choice(rid)
         self._freed()
 
-    def park(self, rid: str, kept: int = 0) -> None:
+    def preempt(self, rid: str, kept: int = 0) -> None:
         """Take a row out; nothing may read its pages any more, but the ``kept`` ones."""
-        self.scheduler.park(rid, kept)
+        self.scheduler.preempt(rid, kept)
         self._freed()
 
     def keep(self, rid: str, kept: int) -> None:

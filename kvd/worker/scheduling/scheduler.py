@@ -47,13 +47,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 
-from kvd.worker.scheduling.line import Line
 from kvd.worker.scheduling.plan import Plan
+from kvd.worker.scheduling.prefill_order import PrefillOrder
+from kvd.worker.scheduling.queue import Line
 from kvd.worker.scheduling.row import Chunk, Row
 from kvd.worker.scheduling.sharing import is_being_read, not_waiting
 from kvd.worker.scheduling.sizes import Sizes
 from kvd.worker.scheduling.states import States
-from kvd.worker.scheduling.turns import Turns
 from protocol.errors import InvalidRequest, LocalProtocolError
 
 __all__ = ["AGE", "Chunk", "Plan", "Scheduler", "Sizes"]
@@ -99,7 +99,7 @@ class Scheduler:
         self._too_large: Callable[[int, int], bool] = _never
         self._line = Line(age)
         self._states = States(self._line)
-        self._turns = Turns(chunk=chunk, budget=budget, group=group)
+        self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
         self._decoding = 0
         """Tokens that the planned step decodes."""
         self._planned: dict[str, Chunk] = {}
@@ -131,9 +131,9 @@ class Scheduler:
         return len(self._states.decoding)
 
     @property
-    def parked(self) -> int:
+    def preempted(self) -> int:
         """Rows that wait for `unpark`."""
-        return len(self._states.parked)
+        return len(self._states.preempted)
 
     @property
     def active(self) -> int:
@@ -160,7 +160,7 @@ class Scheduler:
     def kept_behind(self) -> int:
         """Pages that requests keep which wait behind the head of the queue."""
         head = self._line.head
-        rows = [*self._line, *self._states.parked.values()]
+        rows = [*self._line, *self._states.preempted.values()]
         return sum(row.kept for row in rows if row is not head)
 
     @property
@@ -329,7 +329,7 @@ class Scheduler:
 
     def next_group(self) -> tuple[Chunk, ...]:
         """Choose anew what is prefilled, as after `skip_to`; the same until something changes."""
-        group = self._turns.choose(self._readers(), self._decoding)
+        group = self._prefill_order.choose(self._readers(), self._decoding)
         self._planned = {chunk.rid: chunk for chunk in group}
         self._turn_over = False
         return group
@@ -373,7 +373,7 @@ class Scheduler:
             raise LocalProtocolError(f"row {rid}: no chunk to {end} was planned ({chunk})")
         del self._planned[rid]
         if not self._turn_over:
-            self._turns.ran()
+            self._prefill_order.ran()
             self._turn_over = True
         row = self._states.prefilling[rid]
         row.reads = True
@@ -426,12 +426,12 @@ class Scheduler:
         """Let a paused row go on."""
         self._states.resume(rid)
 
-    def park(self, rid: str, kept: int = 0) -> int:
+    def preempt(self, rid: str, kept: int = 0) -> int:
         """Take an admitted row out until `unpark`; return the pages that it gives back.
 
         It keeps its progress, and ``kept`` of its pages, if it stays in memory.
         """
-        given = self._states.park(rid, kept)
+        given = self._states.preempt(rid, kept)
         self._planned.pop(rid, None)
         return given
 
@@ -457,7 +457,7 @@ class Scheduler:
         for rid, chunk in self._planned.items():
             row = self._states.prefilling[rid]
             assert not row.paused
-            assert (chunk.start, chunk.end) == (row.prefilled, self._turns.cut(row))
+            assert (chunk.start, chunk.end) == (row.prefilled, self._prefill_order.cut(row))
 
 
 def _never(_pages: int, _places: int) -> bool:

@@ -10,7 +10,7 @@ will find that in the cache when it begins. ::
     does not   |--chunk---|--own--|                          its part is through, and in the cache
 
 **Nobody waits for ever.** The first of a line waits for nobody, so somebody always reads; and a row
-waits only for rows in front of it, whose chunks are in the bound of `kvd.worker.scheduling.turns`
+waits only for rows in front of it, whose chunks are in the bound of `kvd.worker.scheduling.prefill_order`
 anyway. Who is paused, is parked or ends is waited for no longer.
 
 Does not cover: what is in the cache (`kvd.worker.core.prompts`).

@@ -16,7 +16,7 @@ Does not cover: who is admitted and what runs (`kvd.worker.scheduling.scheduler`
 
 from __future__ import annotations
 
-from kvd.worker.scheduling.line import Line
+from kvd.worker.scheduling.queue import Line
 from kvd.worker.scheduling.row import Row
 from protocol.errors import LocalProtocolError
 
@@ -31,7 +31,7 @@ class States:
         """All of them; each is in the line or in exactly one of the next three."""
         self.prefilling: dict[str, Row] = {}
         self.decoding: dict[str, Row] = {}
-        self.parked: dict[str, Row] = {}
+        self.preempted: dict[str, Row] = {}
         self.places = 0
         self.reserved = 0
         self.paused = 0
@@ -91,7 +91,7 @@ class States:
         del self.rows[row.rid]
         if self.is_admitted(row):
             return self._dismiss(row)
-        if self.parked.pop(row.rid, None) is None:
+        if self.preempted.pop(row.rid, None) is None:
             self.line.leave(row)
         self.reserved -= row.kept
         return row.kept
@@ -130,7 +130,7 @@ class States:
         row.paused = False
         self.paused -= 1
 
-    def park(self, rid: str, kept: int) -> int:
+    def preempt(self, rid: str, kept: int) -> int:
         """Take an admitted row's places and pages but ``kept``; return those that it gives back.
 
         What it keeps may be more than its pages: its tail goes with it, and tails are counted by
@@ -142,7 +142,7 @@ class States:
         given = self._dismiss(row) - kept
         row.kept = kept
         self.reserved += kept
-        self.parked[rid] = row
+        self.preempted[rid] = row
         return given
 
     def keep(self, rid: str, kept: int) -> int:
@@ -157,7 +157,7 @@ class States:
 
     def unpark(self, rid: str) -> None:
         """Let a parked row wait, at the place of its arrival."""
-        row = self.parked.pop(rid, None)
+        row = self.preempted.pop(rid, None)
         if row is None:
             raise LocalProtocolError(f"row {rid} is not parked")
         self.line.join(row)
@@ -174,7 +174,7 @@ class States:
     def check(self) -> None:
         """Assert the invariants."""
         waiting = list(self.line)
-        away = [*waiting, *self.parked.values()]
+        away = [*waiting, *self.preempted.values()]
         admitted = [*self.prefilling.values(), *self.decoding.values()]
         names = [row.rid for row in [*away, *admitted]]
         assert len(names) == len(set(names)), "a row is in two states"
@@ -186,7 +186,7 @@ class States:
         assert self.paused == sum(row.paused for row in admitted)
         assert not any(row.paused for row in away)
         assert not any(row.kept for row in admitted)
-        assert all(row.started for row in [*self.parked.values(), *admitted])
+        assert all(row.started for row in [*self.preempted.values(), *admitted])
         assert all(row.started or not (row.prefilled or row.kept) for row in waiting)
         assert all(row.left == 0 for row in self.decoding.values())
         assert all(row.left > 0 for row in self.prefilling.values())

@@ -43,7 +43,7 @@ class Case:
     v_dim: int | None = None
     kv_heads: int = 2
     repeats: int = 2
-    ladder: tuple[str, ...] = ("k8v8", "k8v4", "k4v4")
+    schemes: tuple[str, ...] = ("k8v8", "k8v4", "k4v4")
     """Rows have pages on all of them in turn."""
     lengths: tuple[int, ...] = (300, 5, 64, 777)
     kind: Kind = FULL
@@ -53,7 +53,7 @@ class Case:
     def name(self) -> str:
         """Say it in a line."""
         said = [str(self.dtype).rpartition(".")[2], f"{self.dim}x{self.v_dim or self.dim}"]
-        said += [f"{self.kv_heads}x{self.repeats} heads", "+".join(self.ladder)]
+        said += [f"{self.kv_heads}x{self.repeats} heads", "+".join(self.schemes)]
         said += [str(self.kind)] if self.kind != FULL else []
         return ", ".join([*said, "sinks"] if self.sinks else said)
 
@@ -69,8 +69,8 @@ def cases(*, quick: bool) -> Iterator[Case]:
         for dim in (64, 80, 96, 128, 256):
             for repeats in (1, 4, 7, 16):
                 yield Case(dtype, dim=dim, repeats=repeats)
-        for ladder in ("k16v16", "k8v8", "k4v4", "k3v4", "k2v2", "k6v5"):
-            yield Case(dtype, dim=128, ladder=(ladder,), lengths=(2, 500))
+        for schemes in ("k16v16", "k8v8", "k4v4", "k3v4", "k2v2", "k6v5"):
+            yield Case(dtype, dim=128, schemes=(schemes,), lengths=(2, 500))
         yield Case(dtype, dim=192, v_dim=128, repeats=4)
         yield Case(dtype, sinks=True, repeats=4)
         yield Case(dtype, kind=Kind(window=300, keep=70), lengths=(900, 30))
@@ -87,8 +87,8 @@ class Step:
         self.geometry = LayerGeometry(
             case.kv_heads, case.dim, case.v_dim or case.dim, case.dtype.size
         )
-        ladder = [Scheme.parse(name) for name in case.ladder]
-        self.store = KVStore([self.geometry], ladder, case.dtype, kind=case.kind)
+        schemes = [Scheme.parse(name) for name in case.schemes]
+        self.store = KVStore([self.geometry], schemes, case.dtype, kind=case.kind)
         self.store.backend = kernels
         (self._cache,) = make_caches(self.store)
         self.rows = [self._row(length) for length in case.lengths]
@@ -125,8 +125,8 @@ class Step:
             self.store.begin_prefill(row, count)
             self._cache.update_and_fetch(*self._noise(count))
             self.store.finish_prefill()
-        for level in range(1, len(self.store.ladder)):
-            if due := row.pages[level :: len(self.store.ladder)]:
+        for level in range(1, len(self.store.schemes)):
+            if due := row.pages[level :: len(self.store.schemes)]:
                 self.store.convert(0, level, due, [row])
         return row
 
@@ -202,7 +202,7 @@ def kernels(*, quick: bool) -> Outcome:
     if not launches:
         return Outcome(name, "fail", "no kernel was launched", "attach the report to an issue")
     told = _told(name, worst, len(steps))
-    big = Step(Case(mx.bfloat16, dim=128, kv_heads=8, repeats=2, ladder=("k4v4",),
+    big = Step(Case(mx.bfloat16, dim=128, kv_heads=8, repeats=2, schemes=("k4v4",),
                     lengths=(_KEYS,) * 4), backend)  # fmt: skip
     fused, plain = (_milliseconds(big, plainly=plainly) for plainly in (False, True))
     numbers = told.numbers | {

@@ -15,7 +15,7 @@ def probed() -> Outcome:
     chosen = native.choose(_silently)
     seam.install()
     loaded = model_files.load(model_files.inspect(model_files.resolve("demo")).path)
-    settings = CacheSettings(ladder=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
+    settings = CacheSettings(schemes=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
     served = loading.serve(loaded, settings, chosen.library, _silently)
     said = f"served by {served.path}, logits off by {served.error:.1g}"
     numbers: dict[str, float | int | str] = {"path": served.path, "error": served.error}

@@ -93,11 +93,11 @@ def _own(cache: OwnCache, reason: str) -> KVPart:
     )
 
 
-def ladder(cache: ModelCache | OwnCache) -> list[str]:
+def schemes(cache: ModelCache | OwnCache) -> list[str]:
     """Return the schemes that pages may have, from the top down."""
     if not isinstance(cache, ModelCache) or not cache.stores:
         return []
-    return [scheme.name for scheme in cache.settings.ladder]
+    return [scheme.name for scheme in cache.settings.schemes]
 
 
 def layout(cache: ModelCache | OwnCache) -> str:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.scheme import floors_of, ladder_of
+from kvd.worker.cache.scheme import floors_of, schemes_of
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.process import memory
@@ -40,7 +40,7 @@ def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSe
     """Return how the model's cache is kept; a calibration may lift the ladder."""
     kv = command.kv
     return CacheSettings(
-        ladder=tuple(verdicts.lift(ladder_of(kv), verdict)),
+        schemes=tuple(verdicts.lift(schemes_of(kv), verdict)),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,
@@ -104,7 +104,7 @@ def info_of(
         attention_error=served.error,
         fused=served.fused,
         kv=parts,
-        kv_ladder=describe.ladder(cache),
+        kv_schemes=describe.schemes(cache),
         kv_calibrated=None if verdict is None else verdict.lowest,
         has_chat_template=has_chat_template,
         device=_device(),

@@ -247,7 +247,7 @@ def _tried(
 
     # As the model is, not as it is limited: `max_size` is ours, mlx-lm's caches do not have it.
     dense = replace(
-        settings, ladder=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
+        settings, schemes=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
     )
     lengths = selfcheck.lengths_for(layout.kinds)
     selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
@@ -310,10 +310,10 @@ def _check_kernels(
     Those are rows without a page, each level alone, and rows with pages on several.
     """
     settings = checks[0][0]
-    seen = {limits.ladder for limits, _ in checks}
+    seen = {limits.schemes for limits, _ in checks}
     lower = [
-        replace(settings, ladder=(scheme,))
-        for scheme in settings.ladder[1:]
+        replace(settings, schemes=(scheme,))
+        for scheme in settings.schemes[1:]
         if (scheme,) not in seen
     ]
     more = [(settings, PAGELESS), *((one, selfcheck.FEW) for one in lower)]
@@ -321,11 +321,11 @@ def _check_kernels(
         _error(runner(limits), product, kernels, vocab_size, lengths)
         for limits, lengths in (*checks, *more)
     ]
-    if len(settings.schemes) > 1:
+    if len(settings.store_schemes) > 1:
         mixed = runner(settings)
         mixed.cache.use(product, kernels)
         # A page on each level, and 64 to 127 exact tokens behind them.
-        lengths = (2, PAGE_TOKENS * (len(settings.schemes) + 1) + 6)
+        lengths = (2, PAGE_TOKENS * (len(settings.store_schemes) + 1) + 6)
         errors.append(selfcheck.against_dequantized(mixed, vocab_size, lengths, mixed=True))
     return max(errors)
 
@@ -371,14 +371,14 @@ def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
 
     From the bottom up, since levels between two others often have nothing of their own.
     """
-    top, *rest = cache.settings.ladder
+    top, *rest = cache.settings.schemes
     seen = _packings(cache, top)
     found = []
     for scheme in reversed(rest):
         packings = _packings(cache, scheme)
         if not packings <= seen:
             seen |= packings
-            found.append(replace(cache.settings, ladder=(scheme,), quantized_start=0))
+            found.append(replace(cache.settings, schemes=(scheme,), quantized_start=0))
     return found
 
 

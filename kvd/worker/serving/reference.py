@@ -79,7 +79,7 @@ def held_caches(
 ) -> list[Any]:
     """Return caches that hold what a sequence attends to, without its newest ``but`` tokens.
 
-    ``states``: those from before these tokens (`StateStore.snapshot`).
+    ``states``: those from before these tokens (`StateStore.state_of`).
     """
     taken = dict.fromkeys(cache.layout.kinds, 0)
     found = iter(states)

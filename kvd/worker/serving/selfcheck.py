@@ -86,7 +86,7 @@ class _Held:
         self._row = row
 
     def before(self) -> None:
-        self._states = self._cache.states.snapshot(self._row)
+        self._states = self._cache.states.state_of(self._row)
 
     def caches(self) -> list[Any]:
         return held_caches(self._cache, self._row, self._states, but=1)
@@ -167,7 +167,7 @@ def _mix(cache: Any, rows: list[Row]) -> None:
     """Bring each row's pages to its own level and all lower ones, in turn."""
     for index, store in enumerate(cache.stores):
         for row in (one.rows[index] for one in rows):
-            levels = range(row.level, len(store.ladder))
+            levels = range(row.level, len(store.schemes))
             pages = list(row.pages)
             for place, level in enumerate(levels[1:], 1):
                 if due := pages[place :: len(levels)]:

@@ -134,13 +134,13 @@ def find(headers: Headers, folder: Path | None = None) -> Verdict | None:
     return verdict
 
 
-def lift(ladder: Sequence[Scheme], verdict: Verdict | None) -> list[Scheme]:
+def lift(schemes: Sequence[Scheme], verdict: Verdict | None) -> list[Scheme]:
     """Return the ladder without what lies below the verdict's lowest level.
 
     A level that does is lifted to it, each side apart, so that a model whose own scheme lies below
     starts with the lowest one allowed.
     """
     if verdict is None:
-        return list(ladder)
+        return list(schemes)
     lowest = Scheme.parse(verdict.lowest)
-    return list(dict.fromkeys(scheme.at_least(lowest) for scheme in ladder))
+    return list(dict.fromkeys(scheme.at_least(lowest) for scheme in schemes))

@@ -202,8 +202,8 @@ class Case:
         self.scheme = scheme
         self.lower = lower
         shape = source.shape
-        ladder = [scheme, lower] if lower else [scheme]
-        self.store = KVStore([shape.geometry], ladder, _DTYPES[shape.dtype])
+        schemes = [scheme, lower] if lower else [scheme]
+        self.store = KVStore([shape.geometry], schemes, _DTYPES[shape.dtype])
         self.scale = shape.head_dim**-0.5
         pages = max(0, source.tokens // PAGE_TOKENS - 1)
         self.store.layers[0].pools[0].grow(pages)  # at once, so that no copy is made of a pool

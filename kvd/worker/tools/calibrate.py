@@ -34,7 +34,7 @@ _Talk = Callable[[str], None]
 
 def calibrate(
     source: str,
-    ladder: Sequence[Scheme],
+    schemes: Sequence[Scheme],
     floor: Floor,
     talk: _Talk,
     *,
@@ -58,14 +58,14 @@ def calibrate(
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     prompts = [prompt[: loaded.context_length] for prompt in prompts]
     try:
-        measured = fidelity.measure(loaded.model, _counted(prompts, talk), ladder)
+        measured = fidelity.measure(loaded.model, _counted(prompts, talk), schemes)
     except TooShortError as error:
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     lowest = fidelity.lowest_level(measured, floor)
     return Verdict(
         key=verdicts.key_of(headers),
         model=source,
-        lowest=(DENSE if lowest is None else ladder[lowest]).name,
+        lowest=(DENSE if lowest is None else schemes[lowest]).name,
         max_kl=floor.max_kl,
         min_top1=floor.min_top1,
         levels=[_said(one, floor) for one in measured],
@@ -106,7 +106,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("source")
     parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--ladder", required=True, help="schemes from the top, comma-separated")
+    parser.add_argument("--schemes", required=True, help="schemes from the top, comma-separated")
     parser.add_argument("--max-kl", type=float, default=floor.max_kl)
     parser.add_argument("--min-top1", type=float, default=floor.min_top1)
     parser.add_argument("--prompts", type=int, default=4)
@@ -127,9 +127,9 @@ def _checked_floor(arguments: argparse.Namespace) -> Floor:
 def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     floor = _checked_floor(arguments)
     try:
-        ladder = [Scheme.parse(name) for name in arguments.ladder.split(",")]
+        schemes = [Scheme.parse(name) for name in arguments.schemes.split(",")]
     except ValueError as error:
-        raise InvalidRequest(f"ladder: {error}", field="ladder") from error
+        raise InvalidRequest(f"schemes: {error}", field="schemes") from error
     done = 0
 
     def talk(text: str) -> None:
@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         sys.stderr.flush()
 
     count, tokens = arguments.prompts, arguments.tokens
-    verdict = calibrate(arguments.source, ladder, floor, talk, count=count, tokens=tokens)
+    verdict = calibrate(arguments.source, schemes, floor, talk, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
     try:
         file = verdicts.store(folder, verdict)

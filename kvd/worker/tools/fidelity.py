@@ -144,7 +144,7 @@ def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[l
 def measure(
     model: Any,
     prompts: Iterable[Sequence[int]],
-    ladder: Sequence[Scheme],
+    schemes: Sequence[Scheme],
     *,
     chunk: int = CHUNK,
     decoded: int = DECODED,
@@ -157,7 +157,7 @@ def measure(
     if the prompts (``2 * 64`` tokens and more) are too short to fill a page.
     """
     vocab_size = model(mx.array([[0]])).shape[-1]
-    levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in ladder]
+    levels = [_Level(model, scheme, prefill_scratch, vocab_size) for scheme in schemes]
     for prompt in prompts:
         _follow(model, list(prompt), levels, chunk, decoded)
     return [LevelAgreement(one.scheme, one.tally.agreement()) for one in levels]
@@ -182,7 +182,7 @@ class _Level:
     def __init__(self, model: Any, scheme: Scheme, prefill_scratch: int, vocab_size: int) -> None:
         self.scheme = scheme
         self.tally = Tally()
-        settings = CacheSettings(ladder=(scheme,), scratch=prefill_scratch)
+        settings = CacheSettings(schemes=(scheme,), scratch=prefill_scratch)
         served = probe.serve(model, settings, vocab_size)
         _check_quantized(served)
         self._runner = served.runner

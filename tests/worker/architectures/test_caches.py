@@ -50,7 +50,7 @@ class Case:
         cache = self.served.runner.cache
         if not isinstance(cache, ModelCache):
             return self.served.runner
-        settings = replace(cache.settings, ladder=(Scheme.parse(scheme),))
+        settings = replace(cache.settings, schemes=(Scheme.parse(scheme),))
         paged = ModelCache(cache.layout, settings, access=cache.access, batched=cache.batched)
         return Runner(self.model, paged)
 
@@ -141,7 +141,7 @@ def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
             batch.leave(0)
         looks = step in {JOINS - 1, JOINS, LEAVES, STEPS - 1}
         states = {
-            index: cache.states.snapshot(row)
+            index: cache.states.state_of(row)
             for index, row in enumerate(batch.rows)
             if row is not None and looks
         }
@@ -165,7 +165,7 @@ def test_chunks_attend_to_what_quantized_pages_stand_for(case: Case) -> None:
     row = cache.new_row()
     for start in range(0, 256, CHUNK):
         runner.score(row, ids[start : start + CHUNK].tolist())
-    caches = held_caches(cache, row, cache.states.snapshot(row))
+    caches = held_caches(cache, row, cache.states.state_of(row))
     got = runner.score(row, ids[256:].tolist())
     close(got, case.model(ids[None, 256:], cache=caches)[0])
 

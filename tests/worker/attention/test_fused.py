@@ -28,7 +28,7 @@ from tests.worker.cache.helpers import Bench, DenseRow
 
 pytestmark = pytest.mark.mlx
 
-LADDER = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)]
+SCHEMES = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)]
 
 
 def bench_of(kernels: StandIn, **how: object) -> Bench:
@@ -40,7 +40,7 @@ def bench_of(kernels: StandIn, **how: object) -> Bench:
 def lower(bench: Bench, row: DenseRow) -> None:
     """Bring a row's pages to the levels of the ladder in turn."""
     for level in bench.store.levels[1:]:
-        due = row.row.pages[level :: len(bench.store.ladder)]
+        due = row.row.pages[level :: len(bench.store.schemes)]
         if due:
             bench.store.convert(0, level, due, [row.row])
 
@@ -82,7 +82,7 @@ def test_rows_of_any_length_through_flushes_joins_and_leaves() -> None:
     "kind", [FULL, Kind(window=100), Kind(window=300, keep=70), Kind(chunk=128)], ids=str
 )
 def test_several_levels_and_windows(kind: Kind) -> None:
-    bench = bench_of(StandIn(), scheme=LADDER, kind=kind)
+    bench = bench_of(StandIn(), scheme=SCHEMES, kind=kind)
     rows = [bench.new(length) for length in (900, 30, 640)]
     lower(bench, rows[0])
     assert_as_plainly(bench, rows)
@@ -101,8 +101,8 @@ def test_sinks_and_heads_of_different_size() -> None:
 
 def test_more_levels_than_a_kernel_takes_arrays_are_left_to_plain_operations() -> None:
     """Metal's 31 buffers: three levels fit, and a dense one beside them."""
-    ladder = [Scheme(16, 16), *LADDER, Scheme(2, 2)]
-    bench = bench_of(StandIn(), scheme=ladder)
+    schemes = [Scheme(16, 16), *SCHEMES, Scheme(2, 2)]
+    bench = bench_of(StandIn(), scheme=schemes)
     row = bench.new(64 * 7)
     pages = row.row.pages
     for level, fused in ((1, True), (2, True), (3, True), (4, False)):

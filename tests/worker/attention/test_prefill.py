@@ -82,7 +82,7 @@ def chunk_of(
     for start in range(0, length, 512):
         extend(min(512, length - start))
         store.finish_prefill()
-    levels = len(store.ladder)
+    levels = len(store.schemes)
     for level in range(1, levels):
         pages = [page for index, page in enumerate(row.pages) if index % levels == level]
         store.convert(0, level, pages)
@@ -140,8 +140,8 @@ def test_schemes(scheme: Scheme, scratch: int) -> None:
 
 @pytest.mark.parametrize("scratch", [SPLIT, TILED, 64 * MIB])
 def test_pages_on_several_levels(scratch: int) -> None:
-    ladder = [Scheme(16, 16), Scheme(8, 8), Scheme(4, 4)]
-    case = chunk_of(LayerGeometry(2, 64, 64), 1100, 70, scheme=ladder)
+    schemes = [Scheme(16, 16), Scheme(8, 8), Scheme(4, 4)]
+    case = chunk_of(LayerGeometry(2, 64, 64), 1100, 70, scheme=schemes)
 
     assert len(case.handle.step.tables) == 3
     case.check(scratch)

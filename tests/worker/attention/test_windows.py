@@ -152,8 +152,8 @@ def test_what_fell_out_cannot_come_back() -> None:
 
 @pytest.mark.parametrize("start", [64, 300, 512])
 def test_rows_stay_dense_until_the_start(start: int) -> None:
-    ladder = [Scheme(16, 16), Scheme(8, 8)]
-    bench = Bench(LayerGeometry(1, 64, 64), ladder, layers=1, quantized_start=start)
+    schemes = [Scheme(16, 16), Scheme(8, 8)]
+    bench = Bench(LayerGeometry(1, 64, 64), schemes, layers=1, quantized_start=start)
     short, long = bench.new(100), bench.new(600)
     assert {page.level for page in long.row.pages} == {1}
     while short.row.length < start + 1:

@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache.composite import ModelCache, SequenceRow
-from kvd.worker.cache.frozen import FrozenRow, FrozenSequence
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, full_pages
+from kvd.worker.cache.snapshots import RowSnapshot, SequenceSnapshot
 from kvd.worker.cache.states import State
 from kvd.worker.cache.store import KVStore
 from tests.worker.cache.helpers import through_page
@@ -144,7 +144,7 @@ class DenseStore:
         mine.paged += 1
 
     def flush(self) -> None:
-        self.leave_dense([row for row in self.rows if not row.is_frozen])
+        self.leave_dense([row for row in self.rows if not row.is_snapshot])
 
     def leave_dense(self, rows: list[Row]) -> None:
         """Quantize what the long ones hold; who else holds it keeps it as it was."""
@@ -226,7 +226,7 @@ class DenseStore:
 
     def check(self) -> None:
         self.store.check()
-        assert set(self.rows) == {*self.store.rows, *self.store.frozen}
+        assert set(self.rows) == {*self.store.rows, *self.store.snapshots}
         real = self._check_rows()
         self._check_pages(real)
         self._check_tails()
@@ -251,7 +251,9 @@ class DenseStore:
         for page, count in holders.items():
             place = places[page]
             assert self.store.allocators[place.level].references(place) == count
-        seen = {page for row, mine in self.rows.items() if not row.is_frozen for page in mine.pages}
+        seen = {
+            page for row, mine in self.rows.items() if not row.is_snapshot for page in mine.pages
+        }
         for allocator in self.store.allocators:
             mine = [page for page in places if page.level == allocator.level]
             early = [page for row in self.rows for page in row.early]
@@ -276,7 +278,7 @@ class DenseStore:
                 found = np.array(tails)
                 for row, mine in self.rows.items():
                     want = mine.tail[index][side]
-                    if isinstance(row, FrozenRow):
+                    if isinstance(row, RowSnapshot):
                         agree(row.tails[index][side], want)
                     else:
                         agree(found[row.slot, :, : want.shape[1]], want)
@@ -295,7 +297,7 @@ class DenseStore:
                     want += pool.capacities[side] * bytes_of_page(geometry, side, packing)
             assert sum(array.nbytes for array in layer.arrays()) == layer.nbytes == want
             tokens = sum(
-                mine.tail[0][0].shape[1] for row, mine in self.rows.items() if row.is_frozen
+                mine.tail[0][0].shape[1] for row, mine in self.rows.items() if row.is_snapshot
             )
             total += want + tokens * geometry.kv_heads * (geometry.k_dim + geometry.v_dim) * 4
         assert store.nbytes == total
@@ -335,7 +337,7 @@ class DenseModel:
         self.cache = cache
         self.stores = [DenseStore(store) for store in cache.stores]
         self.sequences: dict[SequenceRow, DenseSequence] = {}
-        self.frozen: dict[FrozenSequence, DenseSequence] = {}
+        self.snapshots: dict[SequenceSnapshot, DenseSequence] = {}
         self.left = 0
         """Sequences that left since the last pass."""
 
@@ -346,28 +348,28 @@ class DenseModel:
             np.zeros(3, np.float32), np.zeros((2, 4), np.float32)
         )
 
-    def freeze(self, sequence: SequenceRow, frozen: FrozenSequence) -> None:
+    def snapshot(self, sequence: SequenceRow, snapshot: SequenceSnapshot) -> None:
         for store, row in zip(self.stores, sequence.rows, strict=True):
             store.leave_dense([row])
-        self._copy_rows(sequence, frozen)
+        self._copy_rows(sequence, snapshot)
         mine = self.sequences[sequence]
-        self.frozen[frozen] = DenseSequence(mine.total, mine.last, mine.started)
+        self.snapshots[snapshot] = DenseSequence(mine.total, mine.last, mine.started)
 
-    def thaw(self, frozen: FrozenSequence, sequence: SequenceRow) -> None:
-        self._copy_rows(frozen, sequence)
-        mine = self.frozen[frozen]
+    def restore(self, snapshot: SequenceSnapshot, sequence: SequenceRow) -> None:
+        self._copy_rows(snapshot, sequence)
+        mine = self.snapshots[snapshot]
         self.sequences[sequence] = DenseSequence(mine.total, mine.last, mine.started)
 
     def _copy_rows(
-        self, source: SequenceRow | FrozenSequence, target: SequenceRow | FrozenSequence
+        self, source: SequenceRow | SequenceSnapshot, target: SequenceRow | SequenceSnapshot
     ) -> None:
         for store, row, other in zip(self.stores, source.rows, target.rows, strict=True):
             store.copy(row, other)
 
-    def drop(self, frozen: FrozenSequence) -> None:
-        for store, row in zip(self.stores, frozen.rows, strict=True):
+    def drop(self, snapshot: SequenceSnapshot) -> None:
+        for store, row in zip(self.stores, snapshot.rows, strict=True):
             del store.rows[row]
-        del self.frozen[frozen]
+        del self.snapshots[snapshot]
 
     def free(self, sequence: SequenceRow) -> None:
         for store, row in zip(self.stores, sequence.rows, strict=True):
@@ -391,32 +393,32 @@ class DenseModel:
     def check(self) -> None:
         self.cache.check()
         assert set(self.cache.sequences) == set(self.sequences)
-        assert set(self.cache.frozen) == set(self.frozen)
+        assert set(self.cache.snapshots) == set(self.snapshots)
         for store in self.stores:
             store.check()
         self._check_states()
-        for frozen, mine in self.frozen.items():
-            self._check_state(mine, frozen.state)
+        for snapshot, mine in self.snapshots.items():
+            self._check_state(mine, snapshot.state)
         arrays = [
             array for store in self.cache.stores for one in store.layers for array in one.arrays()
         ]
         tails = [
             side
-            for frozen in self.frozen
-            for row in frozen.rows
+            for snapshot in self.snapshots
+            for row in snapshot.rows
             for sides in row.tails
             for side in sides
         ]
         states = [
             array
-            for frozen in self.frozen
-            for part in frozen.state
+            for snapshot in self.snapshots
+            for part in snapshot.state
             for array in part
             if array is not None
         ]
         held = [*arrays, *self.cache.states.arrays(), *tails, *states]
         assert self.cache.nbytes == sum(array.nbytes for array in held)
-        assert self.cache.frozen_bytes == sum(array.nbytes for array in [*tails, *states])
+        assert self.cache.snapshot_bytes == sum(array.nbytes for array in [*tails, *states])
 
     def _check_states(self) -> None:
         states = self.cache.states
@@ -428,7 +430,7 @@ class DenseModel:
         # Who left keeps a place in a block until the next pass.
         assert count <= held <= count + self.left
         for sequence, mine in self.sequences.items():
-            self._check_state(mine, states.snapshot(sequence))
+            self._check_state(mine, states.state_of(sequence))
 
     def _check_state(self, mine: DenseSequence, state: State) -> None:
         for total, last in state:
@@ -439,6 +441,6 @@ class DenseModel:
                 assert total is None
                 assert last is None
 
-    def snapshot(self, sequence: SequenceRow) -> None:
-        """Compare what `StateStore.snapshot` says."""
-        self._check_state(self.sequences[sequence], self.cache.states.snapshot(sequence))
+    def check_state(self, sequence: SequenceRow) -> None:
+        """Compare what `StateStore.state_of` says."""
+        self._check_state(self.sequences[sequence], self.cache.states.state_of(sequence))

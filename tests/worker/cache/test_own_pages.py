@@ -9,7 +9,7 @@ from kvd.worker.cache.composite import ModelCache
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
-from tests.worker.cache.test_frozen import CHUNK, SETTINGS, ids, prefill
+from tests.worker.cache.test_snapshot import CHUNK, SETTINGS, ids, prefill
 
 pytestmark = pytest.mark.mlx
 CHOICES, STEPS = 3, 150
@@ -30,9 +30,9 @@ def branches(runner: Runner, start: int) -> list[Row]:
     row = cache.new_row()
     prefill(runner, row, ids(start))
     cache.flush()
-    frozen = cache.freeze(row)
-    rows = [row, *(cache.thaw(frozen) for _ in range(CHOICES - 1))]
-    cache.drop(frozen)
+    snapshot = cache.snapshot(row)
+    rows = [row, *(cache.restore(snapshot) for _ in range(CHOICES - 1))]
+    cache.drop(snapshot)
     return rows
 
 

@@ -17,7 +17,7 @@ class Allocation(RuleBasedStateMachine):
     def start(self, capacity: int) -> None:
         self.pages = PageAllocator(0, capacity)
         self.held: dict[PageId, int] = {}
-        self.frozen: dict[PageId, int] = {}
+        self.snapshot: dict[PageId, int] = {}
 
     @rule(count=st.integers(0, 6))
     def take(self, count: int) -> None:
@@ -30,22 +30,22 @@ class Allocation(RuleBasedStateMachine):
             self.held[page] = 1
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), frozen=st.booleans())
-    def retain(self, data: st.DataObject, frozen: bool) -> None:
+    @rule(data=st.data(), snapshot=st.booleans())
+    def retain(self, data: st.DataObject, snapshot: bool) -> None:
         page = data.draw(st.sampled_from(sorted(self.held)))
-        self.pages.retain(page, frozen=frozen)
+        self.pages.retain(page, snapshot=snapshot)
         self.held[page] += 1
-        self.frozen[page] = self.frozen.get(page, 0) + frozen
+        self.snapshot[page] = self.snapshot.get(page, 0) + snapshot
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(sorted(self.held)))
-        cold = self.frozen.get(page, 0)
-        frozen = data.draw(st.booleans()) if 0 < cold < self.held[page] else cold > 0
-        self.pages.release(page, frozen=frozen)
+        cold = self.snapshot.get(page, 0)
+        snapshot = data.draw(st.booleans()) if 0 < cold < self.held[page] else cold > 0
+        self.pages.release(page, snapshot=snapshot)
         self.held[page] -= 1
-        self.frozen[page] = cold - frozen
+        self.snapshot[page] = cold - snapshot
         if not self.held[page]:
             del self.held[page]
 
@@ -53,7 +53,7 @@ class Allocation(RuleBasedStateMachine):
     def pack(self) -> None:
         moves = self.pages.packing()
         self.pages.moved(moves)
-        for counts in (self.held, self.frozen):
+        for counts in (self.held, self.snapshot):
             for old, new in moves.items():
                 counts[PageId(0, new)] = counts.pop(PageId(0, old), 0)
         self.pages.cut(self.pages.used)
@@ -73,7 +73,7 @@ class Allocation(RuleBasedStateMachine):
         idle = 0
         for page, count in self.held.items():
             assert self.pages.references(page) == count
-            idle += self.frozen.get(page, 0) == count
+            idle += self.snapshot.get(page, 0) == count
         assert self.pages.idle == idle
 
 

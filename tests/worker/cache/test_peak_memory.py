@@ -28,9 +28,9 @@ from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StateP
 from kvd.worker.cache.lowering import Lowering
 from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.scheduling.prefill_order import Turns
 from kvd.worker.scheduling.row import Place
 from kvd.worker.scheduling.row import Row as Waiting
-from kvd.worker.scheduling.turns import Turns
 from kvd.worker.serving.runner import Runner
 
 pytestmark = pytest.mark.mlx
@@ -54,7 +54,7 @@ class Loop:
         parts = [AttentionPart(kind, GEOMETRY) for kind in (FULL, FULL, FULL, WINDOW)]
         entries = [Entry((part,)) for part in (*parts, *[STATE] * states)]
         settings = CacheSettings(
-            ladder=(Scheme(8, 8), Scheme(4, 4)), scratch=SCRATCH, quantized_start=quantized_start
+            schemes=(Scheme(8, 8), Scheme(4, 4)), scratch=SCRATCH, quantized_start=quantized_start
         )
         self.cache = ModelCache(Layout(tuple(entries), mx.float32), settings)
         self.token = mx.random.normal((4, 4, 1, 128))
@@ -383,7 +383,7 @@ class Latent:
 
 def latent_runner(scratch: int) -> Runner:
     layout = Layout((Entry((AttentionPart(FULL, LATENT),)),) * 3, mx.float32)
-    settings = CacheSettings(ladder=(Scheme(8, 8),), scratch=scratch)
+    settings = CacheSettings(schemes=(Scheme(8, 8),), scratch=scratch)
     return Runner(Latent(), ModelCache(layout, settings, access={FULL: Access.RECTANGLES}))
 
 

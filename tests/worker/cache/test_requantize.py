@@ -22,7 +22,7 @@ from tests.worker.cache.helpers import Bench, DenseRow
 
 pytestmark = pytest.mark.mlx
 
-LADDER = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)]
+SCHEMES = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)]
 
 
 def no_clock() -> float:
@@ -54,7 +54,7 @@ def step_down(bench: Bench, rows: list[DenseRow], level: int) -> None:
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("dim", [64, 80])
 def test_pages_show_what_the_lower_level_keeps(level: int, dim: int) -> None:
-    bench = Bench(LayerGeometry(2, dim, dim), LADDER)
+    bench = Bench(LayerGeometry(2, dim, dim), SCHEMES)
     lowered, other = bench.new(700), bench.new(300)
     step_down(bench, [lowered], level)
 
@@ -64,7 +64,7 @@ def test_pages_show_what_the_lower_level_keeps(level: int, dim: int) -> None:
 
 
 def test_attention_over_pages_of_several_levels() -> None:
-    bench = Bench(scheme=LADDER, layers=1)
+    bench = Bench(scheme=SCHEMES, layers=1)
     rows = [bench.new(length) for length in (500, 700, 65, 900)]
     bench.drain()
     bench.check()
@@ -89,18 +89,18 @@ def test_attention_over_pages_of_several_levels() -> None:
 
 
 def test_delicate_layer_keeps_its_floor() -> None:
-    bench = Bench(scheme=LADDER, layers=2, floors=[LADDER[0], None])
+    bench = Bench(scheme=SCHEMES, layers=2, floors=[SCHEMES[0], None])
     row = bench.new(400)
     step_down(bench, [row], 2)
 
     bench.check()
     schemes = [layer.pools[2].scheme for layer in bench.store.layers]
-    assert schemes == [LADDER[0], LADDER[2]]
+    assert schemes == [SCHEMES[0], SCHEMES[2]]
     assert bench.store.page_bytes(2) == sum(bench.geometry.page_bytes(scheme) for scheme in schemes)
 
 
 def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
-    bench = Bench(scheme=LADDER, layers=1)
+    bench = Bench(scheme=SCHEMES, layers=1)
     row = bench.new(64 * 50)
     now = 0.0
 
@@ -124,7 +124,7 @@ def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
 
 
 def test_what_was_written_early_is_written_anew_on_the_new_level() -> None:
-    bench = Bench(scheme=LADDER, layers=1)
+    bench = Bench(scheme=SCHEMES, layers=1)
     row = bench.new(100)
     bench.drain()
     assert [page.level for page in row.row.early] == [0]
@@ -140,7 +140,7 @@ def test_what_was_written_early_is_written_anew_on_the_new_level() -> None:
 
 
 def test_shared_pages_are_converted_once_for_all() -> None:
-    bench = Bench(scheme=LADDER, layers=1)
+    bench = Bench(scheme=SCHEMES, layers=1)
     one = bench.new(400)
     twin = bench.store.fork(one.row)
     taken = bench.store.allocators[0].used
@@ -157,7 +157,7 @@ def test_shared_pages_are_converted_once_for_all() -> None:
 def test_failure_half_way_leaves_every_page_on_one_level(
     fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench(scheme=LADDER, layers=3)
+    bench = Bench(scheme=SCHEMES, layers=3)
     row = bench.new(64 * 40)
     bench.drain()
     bench.check()
@@ -188,7 +188,7 @@ def test_failure_half_way_leaves_every_page_on_one_level(
 def test_untouched_rows_are_the_same_to_the_bit() -> None:
     outputs = []
     for lower in (False, True):
-        bench = Bench(scheme=LADDER, layers=1, seed=2)
+        bench = Bench(scheme=SCHEMES, layers=1, seed=2)
         untouched, lowered = bench.new(600), bench.new(600)
         if lower:
             step_down(bench, [lowered], 2)
@@ -205,7 +205,7 @@ MIB = 1 << 20
 
 def heavy() -> tuple[Bench, list[DenseRow]]:
     """Three rows of 59 pages in 3 layers, 38 MiB at the top level, and nothing to spare."""
-    bench = Bench(LayerGeometry(kv_heads=4, k_dim=128, v_dim=128), LADDER, layers=3)
+    bench = Bench(LayerGeometry(kv_heads=4, k_dim=128, v_dim=128), SCHEMES, layers=3)
     rows = [bench.new(64 * 60, chunk=1024) for _ in range(3)]
     bench.drain()
     bench.store.compact()
@@ -274,7 +274,7 @@ def test_every_piece_copies_one_side_of_one_layer_at_most(monkeypatch: pytest.Mo
 
 
 def test_no_memory_for_a_resizing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(LayerGeometry(1, 64, 64), LADDER, layers=2)
+    bench = Bench(LayerGeometry(1, 64, 64), SCHEMES, layers=2)
     rows = [bench.new(64 * 30) for _ in range(2)]
     resize = PagePool.resize
     tries = itertools.count()
@@ -318,7 +318,7 @@ def test_rows_that_leave_half_way_take_their_memory_along(pieces: int) -> None:
 
 
 def test_flushes_half_way_find_their_room() -> None:
-    bench = Bench(LayerGeometry(1, 64, 64), LADDER, layers=1)
+    bench = Bench(LayerGeometry(1, 64, 64), SCHEMES, layers=1)
     rows = [bench.new(64 * 40) for _ in range(3)]
     for row in rows:
         row.shown(0, bench.store)
@@ -342,7 +342,7 @@ def test_flushes_half_way_find_their_room() -> None:
 
 
 def test_compacting_moves_pages_together() -> None:
-    bench = Bench(scheme=LADDER)
+    bench = Bench(scheme=SCHEMES)
     rows = [bench.new(64 * 12) for _ in range(4)]
     for row in (rows[0], rows[2]):
         bench.free(row)
@@ -362,7 +362,7 @@ class Ladder(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 1000), dim=st.sampled_from([64, 80]))
     def start(self, seed: int, dim: int) -> None:
         self.bench = Bench(
-            LayerGeometry(1, dim, dim), LADDER, layers=2, floors=[None, LADDER[1]], seed=seed
+            LayerGeometry(1, dim, dim), SCHEMES, layers=2, floors=[None, SCHEMES[1]], seed=seed
         )
         self.forks = []
 
@@ -419,5 +419,5 @@ class Ladder(RuleBasedStateMachine):
             self.bench.check()
 
 
-TestLadder = Ladder.TestCase
-TestLadder.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestSchemes = Ladder.TestCase
+TestSchemes.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

@@ -13,7 +13,7 @@ from kvd.worker.cache.saved import Damaged, Loader, Saver
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
-from tests.worker.cache.test_frozen import SETTINGS, decode, disturb, ids, prefill
+from tests.worker.cache.test_snapshot import SETTINGS, decode, disturb, ids, prefill
 
 pytestmark = pytest.mark.mlx
 
@@ -35,20 +35,20 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     """Write two rows that share a beginning, let pages move, read them, and compare."""
     cache = runner.cache
     cache.flush()
-    frozen = [cache.freeze(row) for row in rows]
-    shared = {page for store in frozen[0].rows for page in store.pages}
+    snapshot = [cache.snapshot(row) for row in rows]
+    shared = {page for store in snapshot[0].rows for page in store.pages}
     more = ids(66, 8)
     wanted = [decode(runner, [row], more)[0] for row in rows]
     for row in rows:
         cache.free(row)
-    saver = Saver(cache, frozen)
+    saver = Saver(cache, snapshot)
     stream = saver.records()
     records = [next(stream) for _ in range(3)]
     disturb(runner)  # what is not written yet has moved
     records += stream
     content = sum(map(len, records[1:]))
     assert content == saver.nbytes
-    for one in frozen:
+    for one in snapshot:
         cache.drop(one)
     cache.shrink()
     assert cache.nbytes == 0
@@ -73,9 +73,9 @@ def test_every_kind_of_cache_comes_back(name: str) -> None:
     row = runner.cache.new_row()
     prefill(runner, row, ids(150))
     runner.cache.flush()
-    frozen = runner.cache.freeze(row)
-    other = runner.cache.thaw(frozen)
-    runner.cache.drop(frozen)
+    snapshot = runner.cache.snapshot(row)
+    other = runner.cache.restore(snapshot)
+    runner.cache.drop(snapshot)
     decode(runner, [row], ids(37, 2))
     decode(runner, [other], ids(5, 3))
     both_go_on(runner, [row, other])
@@ -101,13 +101,13 @@ def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
     row = cache.new_row()
     prefill(runner, row, ids(150))
     decode(runner, [row], ids(length - 150, 2))
-    frozen = cache.freeze(row)
-    twin = cache.thaw(frozen)
+    snapshot = cache.snapshot(row)
+    twin = cache.restore(snapshot)
     want = decode(runner, [twin], ids(10, 8))[0]
-    records = list(Saver(cache, [frozen]).records())
+    records = list(Saver(cache, [snapshot]).records())
     for one in (row, twin):
         cache.free(one)
-    cache.drop(frozen)
+    cache.drop(snapshot)
     loader = Loader(cache, iter(records))
     stranger = cache.new_row()
     prefill(runner, stranger, ids(100, 5))
@@ -143,10 +143,10 @@ def test_what_is_not_whole_is_damaged_and_leaves_nothing() -> None:
     cache = runner.cache
     row = cache.new_row()
     prefill(runner, row, ids(200))
-    frozen = cache.freeze(row)
-    records = list(Saver(cache, [frozen]).records())
+    snapshot = cache.snapshot(row)
+    records = list(Saver(cache, [snapshot]).records())
     cache.free(row)
-    cache.drop(frozen)
+    cache.drop(snapshot)
     for one in damaged(records):
         loader = Loader(cache, iter(one))
         with pytest.raises(Damaged):

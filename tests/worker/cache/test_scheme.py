@@ -13,7 +13,7 @@ from kvd.worker.cache.scheme import (
     Scheme,
     floors_of,
     full_pages,
-    ladder_of,
+    schemes_of,
 )
 from protocol.errors import InvalidRequest
 from protocol.schemes import K_GROUPS, V_GROUPS
@@ -177,19 +177,19 @@ def test_an_empty_side_costs_nothing() -> None:
         (KVSpec(4, 4), "k4v4"),
         (KVSpec(3, 8), "k3v8"),
         (KVSpec(6, 6), "k6v6 k4v4"),
-        (KVSpec(8, 8, ladder=()), "k8v8"),
-        (KVSpec(8, 8, ladder=("k8v3", "k3v2")), "k8v8 k8v3 k3v2"),
-        (KVSpec(8, 4, ladder=("k8v8", "k8v4", "k4v4")), "k8v4 k4v4"),
+        (KVSpec(8, 8, schemes=()), "k8v8"),
+        (KVSpec(8, 8, schemes=("k8v3", "k3v2")), "k8v8 k8v3 k3v2"),
+        (KVSpec(8, 4, schemes=("k8v8", "k8v4", "k4v4")), "k8v4 k4v4"),
         (KVSpec(8, 8, group_size=32), "k8v8g32 k8v4g32 k4v4g32"),
         (KVSpec(8, 8, value_group_size=128), "k8g64v8g128 k8g64v4g128 k4g64v4g128"),
         (
-            KVSpec(8, 8, group_size=32, ladder=("k8v8g64", "k4v4", "k4v4g64")),
+            KVSpec(8, 8, group_size=32, schemes=("k8v8g64", "k4v4", "k4v4g64")),
             "k8v8g32 k8v8 k4v4g32 k4v4",
         ),
     ],
 )
 def test_a_ladder_is_what_lies_below_the_start(spec: KVSpec, names: str) -> None:
-    assert [scheme.name for scheme in ladder_of(spec)] == names.split()
+    assert [scheme.name for scheme in schemes_of(spec)] == names.split()
 
 
 @given(
@@ -198,11 +198,11 @@ def test_a_ladder_is_what_lies_below_the_start(spec: KVSpec, names: str) -> None
 def test_every_step_down_gives_bytes_back(
     k_bits: int, v_bits: int, group: int, itemsize: int
 ) -> None:
-    ladder = ladder_of(KVSpec(k_bits, v_bits, group_size=group))  # type: ignore[arg-type]
+    schemes = schemes_of(KVSpec(k_bits, v_bits, group_size=group))  # type: ignore[arg-type]
     geometry = LayerGeometry(2, 64, 64, itemsize)
-    sizes = [geometry.page_bytes(scheme) for scheme in ladder]
+    sizes = [geometry.page_bytes(scheme) for scheme in schemes]
 
-    assert (ladder[0].k_bits, ladder[0].v_bits) == (k_bits, v_bits)
+    assert (schemes[0].k_bits, schemes[0].v_bits) == (k_bits, v_bits)
     assert sizes == sorted(set(sizes), reverse=True)
 
 

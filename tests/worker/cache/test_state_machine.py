@@ -36,13 +36,13 @@ from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import DecodeHandle, GroupHandle, PrefillHandle
 from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
-from kvd.worker.cache.frozen import FrozenSequence
 from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.snapshot import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 from tests.worker.cache.model import DenseModel, DenseStore, agree
 
@@ -61,7 +61,7 @@ MOST_FROZEN = 4
 MOST_TOKENS = 900
 
 WINDOW, SINKS, CHUNKS = Kind(window=100), Kind(window=150, keep=20), Kind(chunk=128)
-LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 STATE = StatePart(((1, 3), (1, 2, 4)), (mx.float32, mx.float32))
 
 
@@ -89,7 +89,7 @@ class World:
 
 
 def delicate(layers: int) -> list[Scheme | None]:
-    return [LADDER[1], *[None] * (layers - 1)]
+    return [SCHEMES[1], *[None] * (layers - 1)]
 
 
 WORLDS = {
@@ -101,7 +101,7 @@ WORLDS = {
             (attention(SINKS, 1, 8, 8),),
             (attention(CHUNKS, 1, 12, 8),),
         ),
-        CacheSettings(ladder=LADDER, floors=delicate),
+        CacheSettings(schemes=SCHEMES, floors=delicate),
     ),
     "rectangles of every kind": World(
         (
@@ -110,7 +110,7 @@ WORLDS = {
             (attention(SINKS, 1, 8, 8), STATE),
             (attention(CHUNKS, 1, 8, 12),),
         ),
-        CacheSettings(ladder=(Scheme(8, 8, 32, 32), Scheme(4, 4, 32, 32)), scratch=1 << 16),
+        CacheSettings(schemes=(Scheme(8, 8, 32, 32), Scheme(4, 4, 32, 32)), scratch=1 << 16),
         rectangles=(FULL, WINDOW, SINKS, CHUNKS),
     ),
     "one row a pass": World(
@@ -120,18 +120,18 @@ WORLDS = {
             (STATE, attention(WINDOW, 1, 8, 8)),
             (attention(CHUNKS, 2, 8, 8),),
         ),
-        CacheSettings(ladder=(Scheme(8, 4), Scheme(4, 4))),
+        CacheSettings(schemes=(Scheme(8, 4), Scheme(4, 4))),
         rectangles=(FULL, CHUNKS),
         batched=False,
     ),
     "max_kv_size with keep": World(
         ((attention(FULL, 1, 8, 32),), (attention(FULL, 2, 8, 8),)),
-        CacheSettings(ladder=(Scheme(8, 4, 64, 32), Scheme(4, 4)), max_size=200, keep=70),
+        CacheSettings(schemes=(Scheme(8, 4, 64, 32), Scheme(4, 4)), max_size=200, keep=70),
     ),
     "dense at first": World(
         ((attention(FULL, 1, 8, 8),), (attention(WINDOW, 1, 12, 8),)),
         CacheSettings(
-            ladder=(Scheme(8, 4), Scheme(2, 2)), quantized_start=300, max_size=400, keep=3
+            schemes=(Scheme(8, 4), Scheme(2, 2)), quantized_start=300, max_size=400, keep=3
         ),
     ),
 }
@@ -396,38 +396,38 @@ class Machine(RuleBasedStateMachine):
             can &= one
         return can
 
-    @precondition(lambda self: self.sequences and len(self.cache.frozen) < MOST_FROZEN)
+    @precondition(lambda self: self.sequences and len(self.cache.snapshots) < MOST_FROZEN)
     @rule(choice=st.integers(0, 99))
-    def freeze(self, choice: int) -> None:
+    def snapshot(self, choice: int) -> None:
         """Keep what a sequence is now; nothing that it does later changes that."""
         sequence = self._one(choice)
         self._drain()
-        self.twin.freeze(sequence, self.cache.freeze(sequence))
+        self.twin.snapshot(sequence, self.cache.snapshot(sequence))
         self._checked("freeze")
 
-    @precondition(lambda self: self.cache.frozen and len(self.sequences) < MOST_ROWS)
+    @precondition(lambda self: self.cache.snapshots and len(self.sequences) < MOST_ROWS)
     @rule(choice=st.integers(0, 99))
-    def thaw(self, choice: int) -> None:
+    def restore(self, choice: int) -> None:
         """Run on from what was kept; the frozen one holds the same pages, and stays."""
-        frozen = self.cache.frozen[choice % len(self.cache.frozen)]
+        snapshot = self.cache.snapshots[choice % len(self.cache.snapshots)]
         self._drain()
-        self.twin.thaw(frozen, self.cache.thaw(frozen))
+        self.twin.restore(snapshot, self.cache.restore(snapshot))
         self._checked("thaw")
 
-    @precondition(lambda self: self.news > 1 and len(self.cache.frozen) > 1)
+    @precondition(lambda self: self.news > 1 and len(self.cache.snapshots) > 1)
     @rule(choice=st.integers(0, 99))
     def drop(self, choice: int) -> None:
         """With a step in flight, perhaps: nobody reads a frozen sequence."""
-        frozen = self.cache.frozen[choice % len(self.cache.frozen)]
-        freed = self.cache.freed_bytes([frozen])
-        before = self.cache.used_bytes + self.cache.frozen_bytes
-        charge = self.cache.frozen_charge
-        assert charge <= sum(map(self.cache.charge_of, self.cache.frozen))
-        self.cache.drop(frozen)
-        assert before - self.cache.used_bytes - self.cache.frozen_bytes == freed
-        assert charge - self.cache.charge_of(frozen) <= self.cache.frozen_charge
-        assert self.cache.frozen_charge <= charge - frozen.nbytes
-        self.twin.drop(frozen)
+        snapshot = self.cache.snapshots[choice % len(self.cache.snapshots)]
+        freed = self.cache.freed_bytes([snapshot])
+        before = self.cache.used_bytes + self.cache.snapshot_bytes
+        charge = self.cache.snapshot_charge
+        assert charge <= sum(map(self.cache.charge_of, self.cache.snapshots))
+        self.cache.drop(snapshot)
+        assert before - self.cache.used_bytes - self.cache.snapshot_bytes == freed
+        assert charge - self.cache.charge_of(snapshot) <= self.cache.snapshot_charge
+        assert self.cache.snapshot_charge <= charge - snapshot.nbytes
+        self.twin.drop(snapshot)
         self._checked("drop")
 
     @precondition(lambda self: self.sequences)
@@ -478,15 +478,15 @@ class Machine(RuleBasedStateMachine):
             self.twin.free(sequence)
         self.cache.shrink(pages)
         self.twin.left = 0
-        wanted = self.cache.frozen_bytes
+        wanted = self.cache.snapshot_bytes
         for store in self.cache.stores:
             for allocator in store.allocators:
                 kept = _room(store, allocator.level, pages)
                 pages_there = max(allocator.used, min(kept, allocator.capacity))
-                assert pages_there == max(allocator.used, kept) or self.cache.frozen
+                assert pages_there == max(allocator.used, kept) or self.cache.snapshots
                 wanted += pages_there * store.page_bytes(allocator.level)
         assert self.cache.nbytes == wanted
-        assert self.cache.nbytes >= self.cache.held_bytes(self.cache.frozen)
+        assert self.cache.nbytes >= self.cache.held_bytes(self.cache.snapshots)
         self._checked("shrink")
 
     @precondition(lambda self: self.news > 1)
@@ -504,9 +504,9 @@ class Machine(RuleBasedStateMachine):
     def lower(self, choice: int, level: int, fails_at: int | None) -> None:
         """Begin to step some sequences down; `slice` goes on with it."""
         self._drain()
-        chosen: list[SequenceRow | FrozenSequence] = [*self._some(choice)]
+        chosen: list[SequenceRow | SequenceSnapshot] = [*self._some(choice)]
         if choice % 3 == 0:  # one that is parked
-            chosen += self.cache.frozen[:1]
+            chosen += self.cache.snapshots[:1]
         for index, dense in enumerate(self.twin.stores):
             if level in dense.store.levels:
                 rows = [one.rows[index] for one in chosen]
@@ -566,7 +566,7 @@ class Machine(RuleBasedStateMachine):
         for store, row in zip(self.twin.stores, sequence.rows, strict=True):
             store.read(row)
         if self.cache.states.parts:
-            self.twin.snapshot(sequence)
+            self.twin.check_state(sequence)
         self._checked("read")
 
     def _checked(self, name: str) -> None:

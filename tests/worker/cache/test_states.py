@@ -24,7 +24,7 @@ def step(states: StateStore, names: list[Hashable], values: list[float], batch: 
 
 
 def total(states: StateStore, name: Hashable) -> float:
-    ((array,),) = states.snapshot(name)
+    ((array,),) = states.state_of(name)
     assert array is not None
     assert array.shape == (1, 2)
     return float(array[0, 0].item())
@@ -69,12 +69,12 @@ def test_a_frozen_state_keeps_no_batch_alive() -> None:
     states.caches[0][0] = mx.ones((64, 8192))
     states.end()
     mx.eval(states.arrays())
-    frozen = states.freeze(7)
+    snapshot = states.snapshot(7)
     states.clear()
     states.caches[0].cache = [None]
     mx.clear_cache()
     before = mx.get_active_memory()
-    del frozen
+    del snapshot
 
     assert 0 < before - mx.get_active_memory() < 2 * part.nbytes
 
@@ -82,7 +82,7 @@ def test_a_frozen_state_keeps_no_batch_alive() -> None:
 def test_twins_go_apart() -> None:
     states = states_of("one", "other")
     step(states, ["one", "other"], [1.0, 2.0])
-    states.thaw("twin", states.freeze("other"))
+    states.restore("twin", states.snapshot("other"))
     step(states, ["twin", "other", "one"], [10.0, 20.0, 30.0], batch=5)
 
     assert [total(states, name) for name in ("one", "other", "twin")] == [31.0, 22.0, 12.0]

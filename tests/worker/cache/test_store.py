@@ -189,7 +189,7 @@ def test_kinds_do_not_hold_ahead_what_others_reserved() -> None:
     part = LayerGeometry(1, 64, 64)
     kinds = (FULL, Kind(window=400), FULL, Kind(window=1000))
     layout = Layout(tuple(Entry((AttentionPart(kind, part),)) for kind in kinds), mx.float32)
-    cache = ModelCache(layout, CacheSettings(ladder=(Scheme(8, 8),)))
+    cache = ModelCache(layout, CacheSettings(schemes=(Scheme(8, 8),)))
     lengths, chunk = [2000, 700], 128
     cache.limit_bytes = sum(cache.pages_bytes_for(one, chunk) + cache.row_bytes for one in lengths)
     tokens = mx.random.normal((1, 1, chunk, 64))
@@ -212,7 +212,7 @@ def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> N
     store = bench.store
     before = [np.array(side) for side in store.read(row.row, 0)]
     copies = [store.fork(row.row) for _ in range(3)]
-    frozen = store.freeze(copies.pop())
+    snapshot = store.snapshot(copies.pop())
     for copy in copies:  # two leave, at flushes of their own
         store.begin_prefill(copy, 200)
         tokens = mx.random.normal((1, 2, 200, 64))
@@ -220,7 +220,7 @@ def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> N
         store.finish_prefill()
 
     assert all({page.level for page in copy.pages} == {1} for copy in copies)
-    for holder in (row.row, store.thaw(frozen)):
+    for holder in (row.row, store.restore(snapshot)):
         after = [np.array(side) for side in store.read(holder, 0)]
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
     store.check()

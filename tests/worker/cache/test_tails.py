@@ -9,7 +9,7 @@ from kvd.worker.cache.composite import ModelCache
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
-from tests.worker.cache.test_frozen import SETTINGS, decode, ids, prefill
+from tests.worker.cache.test_snapshot import SETTINGS, decode, ids, prefill
 
 pytestmark = pytest.mark.mlx
 
@@ -24,16 +24,16 @@ def test_tails_and_states_are_cut_to_who_is_there(name: str) -> None:
         prefill(runner, row, ids(100 + seed, seed))
     decode(runner, rows, ids(3, 5))
     cache.flush()
-    frozen = [cache.freeze(rows[place]) for place in (1, 3)]
+    snapshot = [cache.snapshot(rows[place]) for place in (1, 3)]
     wanted = [decode(runner, [rows[place]], ids(80, 6))[0] for place in (1, 3)]
     for row in rows:
         cache.free(row)
-    twins = [cache.new_row() for _ in range(2)] + [cache.thaw(one) for one in frozen]
+    twins = [cache.new_row() for _ in range(2)] + [cache.restore(one) for one in snapshot]
     for row in twins[:2]:
         prefill(runner, row, ids(40, 7))
     for row in twins[:2]:
         cache.free(row, clean=False)
-    for one in frozen:
+    for one in snapshot:
         cache.drop(one)
     assert cache.tail_slots == 4
     cache.cut_tails()

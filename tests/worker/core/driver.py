@@ -20,7 +20,7 @@ from protocol.worker import (
     Report,
     RowFailed,
     RowFinished,
-    RowParked,
+    RowPreempted,
     RowPrompt,
     RowQueued,
     RowResumed,
@@ -152,7 +152,7 @@ class Driver:
         match report:
             case RowQueued():
                 self.positions.setdefault(report.rid, []).append(report.position)
-            case RowParked():
+            case RowPreempted():
                 assert report.nbytes > 0
                 self.parkings.setdefault(report.rid, []).append(report.where)
             case RowResumed():
@@ -172,10 +172,10 @@ class Driver:
         if until is None:
             assert all(outcome.over for outcome in self.outcomes.values()), self.outcomes
 
-    def reclaim(self, rung: str, wanted_bytes: int, level: int = 0) -> Reclaimed:
+    def reclaim(self, method: str, wanted_bytes: int, level: int = 0) -> Reclaimed:
         """Ask for memory, as the governor does, and step until it is given back."""
         before = len(self.reclaimed)
-        self.engine.reclaim(Reclaim(seq=7, rung=rung, wanted_bytes=wanted_bytes, level=level))
+        self.engine.reclaim(Reclaim(seq=7, method=method, wanted_bytes=wanted_bytes, level=level))
         self.run(until=lambda: len(self.reclaimed) > before)
         return self.reclaimed[-1]
 

@@ -183,7 +183,7 @@ def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text
     cold.run(until=lambda: bool(cold.outcomes["parked"].tokens))
     assert not cold.outcomes["reads"].tokens
     for rid in ("parked", "reads"):
-        cold.engine.park(rid)
+        cold.engine.preempt(rid)
     tries = 1 if text == LATE else shortage.TRIES + 1
     with memory_runs_out(range(3, 3 + tries).__contains__, text):
         cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)

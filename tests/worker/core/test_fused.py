@@ -28,14 +28,14 @@ from tests.worker.kernels.build import compiler
 from tests.worker.kernels.run import run
 
 pytestmark = pytest.mark.mlx
-LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 
 
 class Side:
     """A runner of a model, and its rows."""
 
     def __init__(self, model: Any, backend: Backend | None) -> None:
-        self.runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+        self.runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
         self.runner.cache.use(page_product, backend)
         self.rows: list[Any] = []
 
@@ -57,10 +57,10 @@ class Side:
     def rest(self, index: int) -> None:
         """Park a row, and let it go on."""
         cache = self.runner.cache
-        frozen = cache.freeze(self.rows[index])
+        snapshot = cache.snapshot(self.rows[index])
         cache.free(self.rows[index])
-        self.rows[index] = cache.thaw(frozen)
-        cache.drop(frozen)
+        self.rows[index] = cache.restore(snapshot)
+        cache.drop(snapshot)
 
     def step(self, token: int) -> np.ndarray:
         cache = self.runner.cache

@@ -26,7 +26,7 @@ from tests.worker.core.held import held
 from tests.worker.core.test_mlx_engine import prompt_of
 
 pytestmark = pytest.mark.mlx
-LADDER = (Scheme(8, 8), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(4, 4))
 LENGTHS = (1, 2, 3, 4, 9, 15, 16, 17, 31, 63, 64, 65, 127, 200, 299)
 
 
@@ -60,7 +60,7 @@ def two_runners(
     if library is not None:
         adopt(model, library)
     layout = find_layout(model)
-    caches = [ModelCache(layout, settings or CacheSettings(LADDER)) for _ in range(2)]
+    caches = [ModelCache(layout, settings or CacheSettings(SCHEMES)) for _ in range(2)]
     for cache in caches:
         cache.use(page_product, library and Library(library))
     alone, together = (Runner(model, cache) for cache in caches)
@@ -79,10 +79,10 @@ def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
 @pytest.mark.parametrize(
     ("name", "native", "settings"),
     [
-        ("llama", False, CacheSettings(LADDER, max_size=200, keep=4)),
-        ("qwen3", False, CacheSettings(LADDER, quantized_start=150)),
-        ("gemma3_text", False, CacheSettings(LADDER)),
-        ("qwen3_moe", True, CacheSettings(LADDER)),
+        ("llama", False, CacheSettings(SCHEMES, max_size=200, keep=4)),
+        ("qwen3", False, CacheSettings(SCHEMES, quantized_start=150)),
+        ("gemma3_text", False, CacheSettings(SCHEMES)),
+        ("qwen3_moe", True, CacheSettings(SCHEMES)),
     ],
     ids=["bounded", "dense start", "windows", "experts"],
 )
@@ -128,7 +128,7 @@ def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
 @pytest.mark.parametrize("name", ["mamba2", "jamba", "llama4", "deepseek_v3"])
 def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
     """Recurrent states, positions as an int, rectangles."""
-    served = serve(build(name)[0], CacheSettings(LADDER), TOKENS)
+    served = serve(build(name)[0], CacheSettings(SCHEMES), TOKENS)
 
     assert not served.runner.group()
     assert not served.runner.groups
@@ -141,7 +141,7 @@ def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("llama")[0]
-    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
 
     def wrong(self: Any) -> mx.array:
         return mx.zeros((len(self.steps),), mx.int32)
@@ -156,7 +156,7 @@ def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
 def test_on_an_accelerator_rounding_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """A router of four experts: its products are small, and rounded by the number of rows."""
     model = build("mixtral")[0]
-    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     monkeypatch.setattr(runners, "on_cpu", lambda: False)
 
     assert runner.group()

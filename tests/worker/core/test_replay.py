@@ -148,7 +148,7 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
     engine.submit(far.again())
     for _ in range(20):
         engine.step()
-    engine.park("greedy")
+    engine.preempt("greedy")
     engine.unpark("greedy")
     for report in said(demo, []):
         far.hear(report)

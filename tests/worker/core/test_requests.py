@@ -194,7 +194,7 @@ def test_parked_paused_and_resumed_the_same_tokens(
         demo.step()
     admitted = set(demo.engine._scheduler.victims())
     for rid in {"goes", "many"} & admitted:
-        demo.engine.park(rid)
+        demo.engine.preempt(rid)
     if "stays" in admitted:
         demo.engine.pause("stays")
         held = len(demo.outcomes["stays"].tokens) + 1
@@ -203,9 +203,9 @@ def test_parked_paused_and_resumed_the_same_tokens(
         assert len(demo.outcomes["stays"].tokens) <= held
         demo.engine.resume("stays")
     demo.run(until=lambda: demo.outcomes["stays"].over)
-    parked = [rid for rid in ("goes", "many") if rid in admitted]
-    assert not any(demo.outcomes[rid].over for rid in parked)
-    for rid in parked:
+    preempted = [rid for rid in ("goes", "many") if rid in admitted]
+    assert not any(demo.outcomes[rid].over for rid in preempted)
+    for rid in preempted:
         demo.engine.unpark(rid)
     demo.run()
 
@@ -217,7 +217,7 @@ def test_parked_requests_can_be_cancelled(demo: Driver) -> None:
         demo.submit(rid, prompt_of(300, 9), WARM, max_tokens=40, n=n)
     demo.run(until=lambda: all(len(demo.outcomes[rid].tokens) > 3 for rid in ("one", "three")))
     for rid in ("one", "three"):
-        demo.engine.park(rid)
+        demo.engine.preempt(rid)
     for rid in ("one", "three"):
         demo.engine.cancel(rid)
     demo.run()
@@ -254,20 +254,20 @@ def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
     requests = [_mixed(rng, index) for index in range(200)]
     alone = {rid: demo.alone(prompt, **more) for rid, prompt, more in requests}
     demo.engine._prompts.tree.clear()
-    waiting, parked, cancelled = list(requests), [], set()
-    while waiting or parked or not all(one.over for one in demo.outcomes.values()):
+    waiting, preempted, cancelled = list(requests), [], set()
+    while waiting or preempted or not all(one.over for one in demo.outcomes.values()):
         moves: list[Callable[[], None]] = [demo.step] * 6
         if waiting:
             moves += [lambda: _join(demo, waiting)] * 2
         running = [rid for rid in demo.engine._scheduler.victims() if rid in demo.outcomes]
         if running:
             rid = rng.choice(running)
-            moves.append(functools.partial(_park, demo, rid, parked))
+            moves.append(functools.partial(_park, demo, rid, preempted))
             if rng.random() < 0.06:
                 cancelled.add(rid)
                 demo.engine.cancel(rid)
-        if parked:
-            moves.append(lambda: _unpark(demo, parked.pop(0)))
+        if preempted:
+            moves.append(lambda: _unpark(demo, preempted.pop(0)))
         rng.choice(moves)()
     demo.run()
 
@@ -324,9 +324,9 @@ def _join(demo: Driver, waiting: list[tuple[str, list[int], dict]]) -> None:
     demo.submit(rid, prompt, **more)
 
 
-def _park(demo: Driver, rid: str, parked: list[str]) -> None:
-    demo.engine.park(rid)
-    parked.append(rid)
+def _park(demo: Driver, rid: str, preempted: list[str]) -> None:
+    demo.engine.preempt(rid)
+    preempted.append(rid)
 
 
 def _unpark(demo: Driver, rid: str) -> None:

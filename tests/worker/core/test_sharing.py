@@ -200,7 +200,7 @@ class Company(RuleBasedStateMachine):
         driver.engine._prompts.tree.clear()
         self.asked: dict[str, tuple[int, int]] = {}
         self.cancelled: set[str] = set()
-        self.parked: list[str] = []
+        self.preempted: list[str] = []
         # Where nothing more is granted, checkpoints give way to rows, or are not made.
         driver.budget = driver.total + (4 << 20 if tight else 1 << 30)
 
@@ -229,15 +229,15 @@ class Company(RuleBasedStateMachine):
             self.driver.engine.cancel(rid)
 
     @rule(data=st.data())
-    def park(self, data: Any) -> None:
+    def preempt(self, data: Any) -> None:
         if rid := self._any_of(data, self.driver.engine._scheduler.victims()):
-            self.driver.engine.park(rid)
-            self.parked.append(rid)
+            self.driver.engine.preempt(rid)
+            self.preempted.append(rid)
 
-    @precondition(lambda self: self.parked)
+    @precondition(lambda self: self.preempted)
     @rule()
     def unpark(self) -> None:
-        rid = self.parked.pop(0)
+        rid = self.preempted.pop(0)
         if rid in self.driver.engine._requests:
             self.driver.engine.unpark(rid)
 
@@ -257,7 +257,7 @@ class Company(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
-        while self.parked:
+        while self.preempted:
             self.unpark()
         self._grant_what_was_denied()
         self.driver.run()

@@ -25,8 +25,8 @@ def laddered() -> Driver:
     return Driver("demo", kv=KVSpec())
 
 
-def reclaim(driver: Driver, rung: str, wanted: int, level: int = 0) -> None:
-    driver.engine.reclaim(Reclaim(seq=1, rung=rung, wanted_bytes=wanted, level=level))
+def reclaim(driver: Driver, method: str, wanted: int, level: int = 0) -> None:
+    driver.engine.reclaim(Reclaim(seq=1, method=method, wanted_bytes=wanted, level=level))
 
 
 def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
@@ -36,7 +36,7 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     store = driver.engine._runner.cache.stores[0]
     before = store.pages_bytes
     if lower:
-        reclaim(driver, "level", 1, level=2)
+        reclaim(driver, "precision", 1, level=2)
         driver.run(until=lambda: not driver.engine._reclaiming.active)
         held = driver.engine._requests["lowered"].completions[0].row.rows[0]
         assert {page.level for page in held.pages} == {2}
@@ -73,7 +73,7 @@ def test_a_lowered_request_goes_on_and_the_others_do_not_notice(laddered: Driver
 def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -> None:
     laddered.submit("short", prompt_of(700, 3), max_tokens=3)
     laddered.run(until=lambda: bool(laddered.outcomes["short"].tokens))
-    reclaim(laddered, "level", 1 << 40, level=1)
+    reclaim(laddered, "precision", 1 << 40, level=1)
     laddered.run()
 
     assert laddered.outcomes["short"].reason == "length"
@@ -95,7 +95,7 @@ def test_a_request_that_waits_for_memory_does_not_undo_the_work(
     try:
         laddered.budget = laddered.total
         laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
-        reclaim(laddered, "level", 1 << 40, level=2)
+        reclaim(laddered, "precision", 1 << 40, level=2)
         laddered.run(until=lambda: not laddered.engine._reclaiming.active)
         held = [laddered.engine._requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
         assert {page.level for row in held for page in row.pages} == {2}
@@ -123,31 +123,41 @@ def pressed() -> Iterator[Driver]:
 
 def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: Driver) -> None:
     unit = pressed.engine._admission.budget.page_bytes
-    for rung, level in (("spare", 0), ("prefixes", 0), ("level", 1), ("level", 2), ("park", 0)):
-        offer = pressed.engine.stats().offer
-        promised = offer.levels[level - 1] if rung == "level" else getattr(offer, rung)
-        assert promised > 0, rung
+    for method, level in (
+        ("spare", 0),
+        ("prefixes", 0),
+        ("precision", 1),
+        ("precision", 2),
+        ("preempt", 0),
+    ):
+        reclaimable = pressed.engine.stats().reclaimable
+        promised = (
+            reclaimable.levels[level - 1] if method == "precision" else getattr(reclaimable, method)
+        )
+        assert promised > 0, method
         total, active = pressed.total, pressed.engine._runner.cache.nbytes
         real = mx.get_active_memory()
-        answer = pressed.reclaim(rung, promised, level)
-        assert abs(answer.freed_bytes - promised) <= unit, rung
-        assert (pressed.asked[-1][0], answer.exhausted) == (total - answer.freed_bytes, True), rung
-        if rung in ("level", "park"):
+        answer = pressed.reclaim(method, promised, level)
+        assert abs(answer.freed_bytes - promised) <= unit, method
+        assert (pressed.asked[-1][0], answer.exhausted) == (total - answer.freed_bytes, True), (
+            method
+        )
+        if method in ("precision", "preempt"):
             freed = active - pressed.engine._runner.cache.nbytes
-            assert freed > promised / 3, rung  # the rest was reserved, and not yet filled
+            assert freed > promised / 3, method  # the rest was reserved, and not yet filled
             # Rows go on meanwhile, for more steps on a slow machine.
-            assert real - mx.get_active_memory() > 0.8 * freed, rung
-        after = pressed.engine.stats().offer
-        left = after.levels[level - 1] if rung == "level" else getattr(after, rung)
+            assert real - mx.get_active_memory() > 0.8 * freed, method
+        after = pressed.engine.stats().reclaimable
+        left = after.levels[level - 1] if method == "precision" else getattr(after, method)
         assert left <= unit
-    assert offer.base + sum(
-        (offer.spare, offer.prefixes, *offer.levels, offer.park)
+    assert reclaimable.base + sum(
+        (reclaimable.spare, reclaimable.prefixes, *reclaimable.levels, reclaimable.preempt)
     ) == pytest.approx(total, abs=2 * unit)
 
 
 def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Driver) -> None:
     scheduler = pressed.engine._scheduler
-    answer = pressed.reclaim("level", 1, level=1)
+    answer = pressed.reclaim("precision", 1, level=1)
     assert [scheduler.level(rid) for rid in "abc"] == [0, 0, 1]
     assert not answer.exhausted
     pressed.submit("d", prompt_of(300, 4), max_tokens=300, ignore_eos=True)
@@ -156,7 +166,7 @@ def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Dr
     pressed.run(until=lambda: len(pressed.outcomes["d"].tokens) > 3)
     held = pressed.engine._requests["d"].completions[0].row.rows[0]
     assert {page.level for page in held.pages} == {1}
-    assert pressed.engine.stats().offer.level == 1
+    assert pressed.engine.stats().reclaimable.level == 1
     pressed.engine.start_level(StartLevel(level=0))
     pressed.submit("e", prompt_of(300, 5), max_tokens=300, ignore_eos=True)
     pressed.step()

@@ -13,7 +13,7 @@ from protocol.worker import (
     Reclaim,
     Reclaimed,
     RowFinished,
-    RowParked,
+    RowPreempted,
     RowResumed,
     StartLevel,
 )
@@ -42,20 +42,28 @@ def answered(engine):
     return made
 
 
-def reclaim(engine, rung, wanted, level=0):
-    engine.reclaim(Reclaim(seq=3, rung=rung, wanted_bytes=wanted, level=level))
+def reclaim(engine, method, wanted, level=0):
+    engine.reclaim(Reclaim(seq=3, method=method, wanted_bytes=wanted, level=level))
     reports = answered(engine)
     return next(one for one in reports if isinstance(one, Reclaimed)), reports
 
 
 def test_each_means_gives_what_it_promised():
     engine, _ = filled()
-    for rung, level in (("spare", 0), ("prefixes", 0), ("level", 1), ("level", 2), ("park", 0)):
-        offer = engine.stats().offer
-        promised = offer.levels[level - 1] if rung == "level" else getattr(offer, rung)
+    for method, level in (
+        ("spare", 0),
+        ("prefixes", 0),
+        ("precision", 1),
+        ("precision", 2),
+        ("preempt", 0),
+    ):
+        reclaimable = engine.stats().reclaimable
+        promised = (
+            reclaimable.levels[level - 1] if method == "precision" else getattr(reclaimable, method)
+        )
         before = engine._admission.budget.granted_bytes
-        answer, reports = reclaim(engine, rung, promised, level)
-        assert (answer.seq, answer.exhausted) == (3, True), rung
+        answer, reports = reclaim(engine, method, promised, level)
+        assert (answer.seq, answer.exhausted) == (3, True), method
         assert (
             answer.freed_bytes
             == promised
@@ -64,10 +72,10 @@ def test_each_means_gives_what_it_promised():
                 [one.total_bytes for one in reports if isinstance(one, GrantWanted)], default=before
             )
         )
-        if rung in ("level", "park"):
+        if method in ("precision", "preempt"):
             assert promised >= 10 * PAGE
     kinds = [type(one) for one in reports]
-    assert kinds.count(RowParked) == 3
+    assert kinds.count(RowPreempted) == 3
     assert kinds.index(GrantWanted) < kinds.index(Reclaimed)
     assert run(engine)
 
@@ -75,13 +83,13 @@ def test_each_means_gives_what_it_promised():
 def test_a_wish_says_what_could_be_given_back_and_whether_it_is_for_a_parked_row():
     engine, reports = filled(kv=KVSpec(prefix_cache=0))
     wishes = [one for one in reports if isinstance(one, GrantWanted)]
-    assert wishes[-1].offer.base == 64 << 20
+    assert wishes[-1].reclaimable.base == 64 << 20
     assert not any(one.resuming for one in wishes)
-    _, reports = reclaim(engine, "park", 1 << 40)
+    _, reports = reclaim(engine, "preempt", 1 << 40)
     reports += answered(engine)
     wishes = [one for one in reports if isinstance(one, GrantWanted)]
     assert wishes[-1].resuming
-    assert wishes[-1].offer.waiting == 3
+    assert wishes[-1].reclaimable.waiting == 3
 
 
 def test_new_rows_start_lower_until_pressure_is_over():
@@ -90,7 +98,7 @@ def test_new_rows_start_lower_until_pressure_is_over():
     engine.submit(submit("d", "d" * 640, max_tokens=640))
     answered(engine)
     answered(engine)
-    assert engine.stats().offer.level == engine._scheduler.level("d") == 2
+    assert engine.stats().reclaimable.level == engine._scheduler.level("d") == 2
     engine.start_level(StartLevel(level=0))
     engine.submit(submit("e", "e" * 640, max_tokens=640))
     answered(engine)
@@ -102,24 +110,26 @@ def test_new_rows_start_lower_until_pressure_is_over():
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_are_parked_again_and_again_get_the_same_tokens(seed, monkeypatch):
     monkeypatch.setattr(holdings, "AGAIN_TOKENS", 16)
-    engine, reports = filled(parked_folder="/nowhere", parked_bytes=1)
+    engine, reports = filled(swap_folder="/nowhere", swap_bytes=1)
     draw = random.Random(seed)
     while engine.has_work:
         if draw.random() < 0.05:
-            rung, level = draw.choice([("park", 0), ("spare", 0), ("level", 1), ("level", 2)])
+            method, level = draw.choice(
+                [("preempt", 0), ("spare", 0), ("precision", 1), ("precision", 2)]
+            )
             engine.reclaim(
-                Reclaim(seq=1, rung=rung, wanted_bytes=draw.choice([1, 1 << 40]), level=level)
+                Reclaim(seq=1, method=method, wanted_bytes=draw.choice([1, 1 << 40]), level=level)
             )
         reports += answered(engine)
     wanted = {rid: tokens_of(run_alone(rid), rid) for rid in "abc"}
     for rid in "abc":
         assert tokens_of(reports, rid) == wanted[rid]
     assert sum(isinstance(one, RowFinished) for one in reports) == 3
-    story = [one for one in reports if isinstance(one, (RowParked, RowResumed))]
+    story = [one for one in reports if isinstance(one, (RowPreempted, RowResumed))]
     for rid in "abc":
         mine = [type(one) for one in story if one.rid == rid]
-        assert mine == [RowParked, RowResumed] * (len(mine) // 2)
-    assert {one.where for one in story if isinstance(one, RowParked)} == {"disk"}
+        assert mine == [RowPreempted, RowResumed] * (len(mine) // 2)
+    assert {one.where for one in story if isinstance(one, RowPreempted)} == {"disk"}
     made = max(len(tokens) for tokens in wanted.values())
     assert len(story) <= 3 * 2 * (1 + made // 16)
 

@@ -127,7 +127,7 @@ def test_a_row_does_not_depend_on_its_company(language):
 @pytest.mark.parametrize("foreign", ["k16v16", "k6v6g32", "k8v4"])
 def test_nor_on_the_levels_of_its_company(foreign):
     shape = Step(Case(mx.bfloat16, 128, 128, schemes=("k4v4", foreign))).shape()
-    mixed = replace(shape, ladder=tuple(zip(shape.keys, shape.values, strict=True)))
+    mixed = replace(shape, schemes=tuple(zip(shape.keys, shape.values, strict=True)))
     alone = replace(mixed, keys=shape.keys[:1], values=shape.values[:1])
     for language in LANGUAGES.values():
         assert mixed.plan(language) == alone.plan(language)

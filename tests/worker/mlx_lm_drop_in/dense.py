@@ -58,7 +58,7 @@ class Tag:
 class DenseSequence:
     """One sequence: what attention sees of each token, and each page that was ever sealed."""
 
-    ladder: tuple[Scheme, ...]
+    schemes: tuple[Scheme, ...]
     start: int = 0
     """Tokens up to which it stays on the top level; 0: there is no such length."""
     keys: np.ndarray = field(default_factory=lambda: np.zeros((HEADS, 0, K_DIM), np.float32))
@@ -95,12 +95,12 @@ class DenseSequence:
     def lower(self, index: int, level: int) -> None:
         """Quantize a page; a side that is stored alike on both levels stays as it is."""
         here = slice(PAGE_TOKENS * index, PAGE_TOKENS * (index + 1))
-        before, scheme = self.levels[index], self.ladder[level]
+        before, scheme = self.levels[index], self.schemes[level]
         keys, values = through(scheme, (self.keys[:, here], self.values[:, here]))
-        if before < 0 or self.ladder[before].k_bits != scheme.k_bits:
+        if before < 0 or self.schemes[before].k_bits != scheme.k_bits:
             self.keys = self.keys.copy()
             self.keys[:, here] = keys
-        if before < 0 or self.ladder[before].v_bits != scheme.v_bits:
+        if before < 0 or self.schemes[before].v_bits != scheme.v_bits:
             self.values = self.values.copy()
             self.values[:, here] = values
         self.levels[index] = level
@@ -251,9 +251,9 @@ class Twin:
             for index in held:
                 # Those that left the dense start at different times were converted apart.
                 name = held[index] if row.start else row.tags[index]
-                pages[name] = page_bytes(row.ladder[row.levels[index]])
+                pages[name] = page_bytes(row.schemes[row.levels[index]])
             for page in one.early:
-                pages[page] = page_bytes(row.ladder[page.level])
+                pages[page] = page_bytes(row.schemes[page.level])
         return sum(pages.values()) + len(tails) * TAIL_BYTES
 
     def like(self, cache: BatchQuantizedKVCache, rows: list[DenseSequence] | None = None) -> Twin:

@@ -153,13 +153,13 @@ def saved(rng) -> dict[str, Any]:
 
 
 def damages() -> Iterator[tuple[str, Callable[[dict[str, Any], dict[str, Any]], None]]]:
-    for name in ("kind", "ladder", "quantized_start", "batched", "rows", "geometry", "dtype"):
+    for name in ("kind", "schemes", "quantized_start", "batched", "rows", "geometry", "dtype"):
         yield f"no {name}", lambda _, header, name=name: header.pop(name)
     for name in ("tails", "keys0", "values0"):
         yield f"no {name}", lambda state, _, name=name: state.pop(name)
     for name, value in {
         "kind": [1],
-        "ladder": [],
+        "schemes": [],
         "geometry": [2, 64],
         "dtype": "eval",
         "quantized_start": "soon",

@@ -60,7 +60,7 @@ COUNTS = (1, 2, 30, 63, 64, 65, 120, 126, 190)
 class Caches(RuleBasedStateMachine):
     """Caches of one layer, most of them on its home store, and their twins."""
 
-    ladder: tuple[Scheme, ...] = (Scheme(16, 16),)
+    schemes: tuple[Scheme, ...] = (Scheme(16, 16),)
     kind = FULL
     start = 0
     seen: Counter[str]
@@ -74,7 +74,7 @@ class Caches(RuleBasedStateMachine):
         self.twins: list[Twin] = []
 
     def _store(self, *, home: bool = False) -> SharedStore:
-        return SharedStore(self.ladder, self.kind, quantized_start=self.start, home=home)
+        return SharedStore(self.schemes, self.kind, quantized_start=self.start, home=home)
 
     def _add(self, twin: Twin) -> None:
         if len(self.twins) < MOST_CACHES and len(twin.rows) <= MOST_ROWS:
@@ -88,7 +88,7 @@ class Caches(RuleBasedStateMachine):
     @rule(foreign=st.sampled_from([False, False, True]))
     def new(self, foreign: bool) -> None:
         place = self._store() if foreign else self.home
-        self._add(Twin(self.type.on(place), [DenseSequence(self.ladder, self.start)]))
+        self._add(Twin(self.type.on(place), [DenseSequence(self.schemes, self.start)]))
         self._checked("new")
 
     @precondition(lambda self: self.twins)
@@ -282,12 +282,12 @@ class Caches(RuleBasedStateMachine):
                 assert one.used <= one.capacity <= max(one.used, 0 if one.level else pages)
         self._checked("compact")
 
-    @precondition(lambda self: len(self.ladder) > 1 and self._alive())
+    @precondition(lambda self: len(self.schemes) > 1 and self._alive())
     @rule(choice=CHOICE)
     def lower(self, choice: int) -> None:
         """Step some sequences of a cache down, to the end; who shares their pages comes along."""
         twin = self._one(choice)
-        level = 1 + choice % (len(self.ladder) - 1)
+        level = 1 + choice % (len(self.schemes) - 1)
         place = twin.cache.shared
         chosen = {one.row for one in twin.cache.rows if one.row is not None}
         if choice % 3 == 0:
@@ -353,7 +353,7 @@ class Caches(RuleBasedStateMachine):
             mine = {page: count for page, count in held.items() if page.level == allocator.level}
             assert {page: allocator.references(page) for page in mine} == mine
             assert allocator.used == len(mine) <= allocator.capacity
-        pools = sum(one.capacity * page_bytes(self.ladder[one.level]) for one in store.allocators)
+        pools = sum(one.capacity * page_bytes(self.schemes[one.level]) for one in store.allocators)
         assert place.nbytes == pools + store.tail_slots * TAIL_BYTES
         arrays = [array for pool in store.layers[0].pools for array in pool.arrays()]
         tails = [store.layers[0].tail_keys, store.layers[0].tail_values]
@@ -394,12 +394,12 @@ class Windows(Caches):
 
 
 class Quantized(Caches):
-    ladder = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+    schemes = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 
 
 class QuantizedLate(Caches):
     # Two bits: who is quantized before its time, by a sibling's leave, is seen to be.
-    ladder = (Scheme(16, 16), Scheme(2, 2))
+    schemes = (Scheme(16, 16), Scheme(2, 2))
     # One prompt and one token long: no page is due then, so nothing but the start asks for a flush.
     start = 191
 
@@ -448,7 +448,7 @@ def test_random_operations(machine: type[Caches]) -> None:
         run_state_machine_as_test(seed(number)(counted), settings=plan)
         if seen["steps"] >= wanted:
             break
-    rules = [*RULES, *(["lower", "lowered pages"] if len(machine.ladder) > 1 else [])]
+    rules = [*RULES, *(["lower", "lowered pages"] if len(machine.schemes) > 1 else [])]
     rules += ["refused to trim"] if machine.kind.bounded else []
     for what in rules:
         assert seen[what] or STEPS < CI_STEPS, what

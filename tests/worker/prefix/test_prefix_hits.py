@@ -45,7 +45,7 @@ class Desk:
         if self.tree is not None:
             hit = self.tree.match(prompt)
             start = hit.tokens
-            row = cache.thaw(hit.frozen) if hit.tokens else None
+            row = cache.restore(hit.snapshot) if hit.tokens else None
             boundaries = self.tree.boundaries(prompt)
         row = row or cache.new_row()
         while start < len(prompt) - 1:
@@ -83,15 +83,15 @@ def demo_runner(scheme: str) -> Runner:
     seam.install()
     model = mlx_lm.load(str(demo.path()))[0]
     model.set_dtype(mx.float32)
-    settings = CacheSettings(ladder=(Scheme.parse(scheme),))
+    settings = CacheSettings(schemes=(Scheme.parse(scheme),))
     return Runner(model, ModelCache(probe.find_layout(model), settings))
 
 
 def tiny_runner(name: str, **settings: Any) -> Runner:
     model, _ = build(name)
-    ladder = (Scheme(8, 4), Scheme(4, 4))
+    schemes = (Scheme(8, 4), Scheme(4, 4))
     return Runner(
-        model, ModelCache(probe.find_layout(model), CacheSettings(ladder=ladder, **settings))
+        model, ModelCache(probe.find_layout(model), CacheSettings(schemes=schemes, **settings))
     )
 
 
@@ -149,16 +149,16 @@ def test_hits_change_nothing(name: str) -> None:
             runner.cache.check()
         assert tree.counts.hit_tokens > 0
         assert (tree.counts.evicted > 0) == (cap is None)
-        before = runner.cache.frozen_charge
+        before = runner.cache.snapshot_charge
         # Rows that stay hold some of the pages, where there are any.
         assert (tree.nbytes < tree.held_bytes) == (runner.cache.pages_used > 0)
         desk.leave()
         assert tree.nbytes == tree.held_bytes
-        assert runner.cache.frozen_charge >= before
-        used = runner.cache.used_bytes + runner.cache.frozen_bytes
+        assert runner.cache.snapshot_charge >= before
+        used = runner.cache.used_bytes + runner.cache.snapshot_bytes
         assert tree.clear() == used
         runner.cache.shrink()
-        assert runner.cache.nbytes == runner.cache.frozen_charge == 0
+        assert runner.cache.nbytes == runner.cache.snapshot_charge == 0
 
 
 def test_what_was_stepped_down_is_no_hit_and_comes_back() -> None:

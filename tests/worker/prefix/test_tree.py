@@ -32,25 +32,25 @@ class FakeCache:
 
     holds: Counter[int] = field(default_factory=Counter)
 
-    def freeze(self, sequence: tuple[int, ...]) -> Kept:
+    def snapshot(self, sequence: tuple[int, ...]) -> Kept:
         self.holds.update(sequence)
         return Kept(sequence)
 
-    def drop(self, frozen: Kept) -> None:
-        assert frozen.alive
-        frozen.alive = False
-        self.holds -= Counter(frozen.pages)
+    def drop(self, snapshot: Kept) -> None:
+        assert snapshot.alive
+        snapshot.alive = False
+        self.holds -= Counter(snapshot.pages)
 
-    def unlowered(self, frozen: Kept) -> bool:
-        assert frozen.alive
-        return frozen.sound
+    def unlowered(self, snapshot: Kept) -> bool:
+        assert snapshot.alive
+        return snapshot.sound
 
-    def held_bytes(self, frozen: list[Kept]) -> int:
-        return TAIL * len(frozen) + len({page for one in frozen for page in one.pages})
+    def held_bytes(self, snapshot: list[Kept]) -> int:
+        return TAIL * len(snapshot) + len({page for one in snapshot for page in one.pages})
 
-    def freed_bytes(self, frozen: list[Kept]) -> int:
-        mine = Counter(page for one in frozen for page in one.pages)
-        return TAIL * len(frozen) + sum(self.holds[page] == count for page, count in mine.items())
+    def freed_bytes(self, snapshot: list[Kept]) -> int:
+        mine = Counter(page for one in snapshot for page in one.pages)
+        return TAIL * len(snapshot) + sum(self.holds[page] == count for page, count in mine.items())
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class Prompts(RuleBasedStateMachine):
         hit = self.tree.match(tokens, salt)
         self._prune()
         assert hit.tokens == want
-        assert hit.frozen is (self.stored[salt, tokens[:want]] if want else None)
+        assert hit.snapshot is (self.stored[salt, tokens[:want]] if want else None)
         self.queries.append((len(tokens), want))
 
     @rule(tokens=TOKENS, salt=SALTS, run=st.booleans())
@@ -142,7 +142,7 @@ class Prompts(RuleBasedStateMachine):
         fits = TAIL + len(set(pages)) <= self.tree.cap_bytes
         assert done == (fits and not (there is not None and there.sound))
         if done:
-            self.stored[salt, tokens] = self.tree.match((*tokens, 7), salt).frozen
+            self.stored[salt, tokens] = self.tree.match((*tokens, 7), salt).snapshot
             self.queries.append((len(tokens) + 1, len(tokens)))
             assert self.stored[salt, tokens].pages == pages
         self._prune()

@@ -55,7 +55,7 @@ class Heard:
             Resumed(list(tokens), len(text.encode()), reason)
             for tokens, text, reason in zip(self.tokens, self.texts, self.reasons, strict=True)
         ]
-        return msgspec.structs.replace(self.submit, resume=resume, prompt_told=len(self.prompt))
+        return msgspec.structs.replace(self.submit, resume=resume, prompt_reported=len(self.prompt))
 
     def all(self) -> tuple[object, ...]:
         return (self.tokens, self.texts, self.told, self.reasons, self.prompt, self.end)

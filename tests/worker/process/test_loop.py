@@ -21,7 +21,7 @@ from protocol.worker import (
     RowBegun,
     RowFailed,
     RowFinished,
-    RowParked,
+    RowPreempted,
     RowResumed,
     RowTokens,
     Started,
@@ -260,12 +260,12 @@ def test_the_governor_s_commands_reach_the_engine_and_are_answered(start):
     peer = start()
     peer.load("fake:tps=0,pages=8")
     peer.send(StartLevel(level=1), submit("a", "x" * 2000, max_tokens=4000))
-    peer.wait_for(lambda: any(one.stats.offer.rows == 1 for one in peer.of(Stats)))
-    peer.send(Reclaim(seq=5, rung="park", wanted_bytes=1))
+    peer.wait_for(lambda: any(one.stats.reclaimable.rows == 1 for one in peer.of(Stats)))
+    peer.send(Reclaim(seq=5, method="preempt", wanted_bytes=1))
     peer.wait_for(lambda: bool(peer.of(RowResumed)))
     assert [(one.seq, one.freed_bytes > 0) for one in peer.of(Reclaimed)] == [(5, True)]
-    assert [one.rid for one in peer.of(RowParked)] == ["a"]
-    assert peer.of(Stats)[-1].stats.offer.level == 1
+    assert [one.rid for one in peer.of(RowPreempted)] == ["a"]
+    assert peer.of(Stats)[-1].stats.reclaimable.level == 1
     wishes = peer.of(GrantWanted)
     assert any(one.resuming for one in wishes) or len(wishes) > 1
     peer.send(CancelRow(rid="a"))

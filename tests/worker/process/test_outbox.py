@@ -20,7 +20,7 @@ from protocol.worker import (
     RowAccepted,
     RowFailed,
     RowFinished,
-    RowParked,
+    RowPreempted,
     RowPrompt,
     RowQueued,
     RowResumed,
@@ -93,8 +93,8 @@ def test_a_prompt_s_logprobs_stand_between_acceptance_and_tokens(outbox):
     assert taken(outbox) == story
 
 
-def parked(rid, nbytes=1):
-    return RowParked(rid=rid, nbytes=nbytes, where="disk")
+def preempted(rid, nbytes=1):
+    return RowPreempted(rid=rid, nbytes=nbytes, where="disk")
 
 
 def test_only_the_newest_place_in_the_queue_waits(outbox):
@@ -105,15 +105,15 @@ def test_only_the_newest_place_in_the_queue_waits(outbox):
 
 def test_of_parking_and_going_on_the_last_of_each_waits_in_turns(outbox):
     resumed = RowResumed(rid="a")
-    for report in (parked("a"), resumed, parked("b"), parked("a", 2)):
+    for report in (preempted("a"), resumed, preempted("b"), preempted("a", 2)):
         outbox.put(report)
-    assert taken(outbox) == [parked("a", 2), parked("b")]
-    for report in (resumed, parked("a", 3), resumed):
+    assert taken(outbox) == [preempted("a", 2), preempted("b")]
+    for report in (resumed, preempted("a", 3), resumed):
         outbox.put(report)
     assert taken(outbox) == [resumed]
-    for report in (parked("a", 4), tokens("a", 0, 65), resumed):
+    for report in (preempted("a", 4), tokens("a", 0, 65), resumed):
         outbox.put(report)
-    assert taken(outbox) == [parked("a", 4), tokens("a", 0, 65), resumed]
+    assert taken(outbox) == [preempted("a", 4), tokens("a", 0, 65), resumed]
 
 
 def test_what_was_put_is_not_changed(outbox):

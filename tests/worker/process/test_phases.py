@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from kvd.worker.process.phases import Phases
-from protocol.spread import SPAN_BOUNDS_S, Spread
+from protocol.histogram import SPAN_BOUNDS_S, Spread
 
 
 def counted(spread: Spread) -> dict[float, int]:

@@ -171,7 +171,7 @@ def test_what_others_keep_in_memory_goes_elsewhere_before_the_first_waits_for_ev
         admission.submit(rid, 640, 64)
     assert admission.turn(Held()).plan.admitted == ("a", "b")
     for rid in "ab":
-        admission.park(rid, kept=11)
+        admission.preempt(rid, kept=11)
         admission.unpark(rid)
     wish, _ = admission.hand_over(22, Held())
     assert wish is not None
@@ -186,7 +186,7 @@ def parked_beside_another_model() -> Admission:
     admission = admission_of(pages=20)
     admission.submit("a", 640, 64)
     assert admission.turn(Held()).plan.admitted == ("a",)
-    admission.park("a")
+    admission.preempt("a")
     wish = admission.give_back(8, Held())
     assert wish is not None
     answer(admission, wish, granted=True)
@@ -242,7 +242,7 @@ def test_what_rows_hold_is_not_given_back() -> None:
     assert wish is not None
     assert wish.total_bytes == BASE + 26 * PAGE
     answer(admission, wish, granted=True)
-    admission.park("b", kept=4)
+    admission.preempt("b", kept=4)
     wish = admission.give_back(0, Held(14, 1))
     assert wish is not None
     assert wish.total_bytes == BASE + 17 * PAGE
@@ -281,7 +281,7 @@ def test_paused_and_parked_rows_are_no_work() -> None:
     assert not admission.has_work
     admission.scheduler.resume("a")
     assert admission.has_work
-    admission.park("a")
+    admission.preempt("a")
     admission.turn(Held())
     assert not admission.has_work
     assert not admission.idle
@@ -289,7 +289,7 @@ def test_paused_and_parked_rows_are_no_work() -> None:
     assert admission.has_work
 
 
-@pytest.mark.parametrize("event", ["finish", "finish_choice", "park"])
+@pytest.mark.parametrize("event", ["finish", "finish_choice", "preempt"])
 def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 1, 1, choices=2)
@@ -307,7 +307,7 @@ def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
     admission.submit("runs", 1, 1)
     admission.submit("a", 640, 64)
     admission.turn(Held())
-    admission.park("a", kept=10)
+    admission.preempt("a", kept=10)
     admission.submit("b", 960, 64)  # 15 pages, and two tails
     assert denied(admission).plan.wanted_pages == 1
     assert not admission.turn(Held()).plan.admitted
@@ -342,7 +342,7 @@ class Traffic(RuleBasedStateMachine):
         self.down: list[Grant] = []
         self.queued: set[str] = set()
         self.running: set[str] = set()
-        self.parked: set[str] = set()
+        self.preempted: set[str] = set()
         self.held = Held()
         self.names = 0
 
@@ -378,15 +378,17 @@ class Traffic(RuleBasedStateMachine):
         else:
             self.queued.add(rid)
 
-    @precondition(lambda self: self.queued or self.running or self.parked)
+    @precondition(lambda self: self.queued or self.running or self.preempted)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         """It finished, or was cancelled in whatever state."""
-        self._finish(data.draw(st.sampled_from(sorted(self.queued | self.running | self.parked))))
+        self._finish(
+            data.draw(st.sampled_from(sorted(self.queued | self.running | self.preempted)))
+        )
 
     def _finish(self, rid: str) -> None:
         self.admission.finish(rid)
-        for where in (self.queued, self.running, self.parked):
+        for where in (self.queued, self.running, self.preempted):
             where.discard(rid)
 
     @precondition(lambda self: self.able())
@@ -401,19 +403,19 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def park(self, data: st.DataObject) -> None:
+    def preempt(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.running)))
         pages = self.scheduler._states.find(rid).pages
-        self.admission.park(rid, data.draw(st.integers(0, pages)))
+        self.admission.preempt(rid, data.draw(st.integers(0, pages)))
         self.running.discard(rid)
-        self.parked.add(rid)
+        self.preempted.add(rid)
 
-    @precondition(lambda self: self.parked)
+    @precondition(lambda self: self.preempted)
     @rule(data=st.data())
     def unpark(self, data: st.DataObject) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.parked)))
+        rid = data.draw(st.sampled_from(sorted(self.preempted)))
         self.admission.unpark(rid)
-        self.parked.discard(rid)
+        self.preempted.discard(rid)
         self.queued.add(rid)
 
     @precondition(lambda self: self.running)
@@ -482,7 +484,7 @@ class Traffic(RuleBasedStateMachine):
             self._finish(turn.refused[0])
         if turn.spill:
             assert not self.running
-            for rid in [*self.queued, *self.parked]:
+            for rid in [*self.queued, *self.preempted]:
                 self.admission.keep(rid, 0)
         if turn.plan.wanted_pages and self.gives_up_spare():
             self.step()
@@ -548,10 +550,10 @@ class Traffic(RuleBasedStateMachine):
         self._answer(Released("other"))
         for rid in list(self.running):
             self._finish(rid)
-        for rid in sorted(self.parked):
+        for rid in sorted(self.preempted):
             self.admission.unpark(rid)
             self.queued.add(rid)
-        self.parked.clear()
+        self.preempted.clear()
         for rid in self.queued:
             self.admission.keep(rid, 0)  # what it kept goes to disk
         for _ in range(5000):

@@ -200,10 +200,10 @@ def test_wrong_numbers_and_doubles_are_refused(scheduler, wrong):
 
 def test_who_is_not_there_cannot_do_anything(scheduler):
     scheduler.submit("waiting", 10, 1)
-    for act in (scheduler.finish, scheduler.pause, scheduler.resume, scheduler.park):
+    for act in (scheduler.finish, scheduler.pause, scheduler.resume, scheduler.preempt):
         with pytest.raises(LocalProtocolError, match="nobody"):
             act("nobody")
-    for act in (scheduler.pause, scheduler.resume, scheduler.park, scheduler.unpark):
+    for act in (scheduler.pause, scheduler.resume, scheduler.preempt, scheduler.unpark):
         with pytest.raises(LocalProtocolError, match="row waiting is not"):
             act("waiting")
 
@@ -345,7 +345,7 @@ def test_deadlines_hold_in_every_state(scheduler):
     scheduler.submit("runs", 10, 10, deadline=5.0)
     scheduler.submit("parked", 10, 10, deadline=3.0)
     scheduler.plan(within(PAGES))
-    scheduler.park("parked")
+    scheduler.preempt("parked")
     scheduler.submit("waits", 10, 10, deadline=4.0)
     scheduler.submit("patient", 10, 10)
     assert scheduler.next_deadline == 3.0
@@ -395,7 +395,7 @@ def test_a_parked_row_gives_back_all_and_goes_on_from_where_it_was(scheduler):
     scheduler.submit("b", 640, 64)
     scheduler.plan(within(20))
     scheduler.prefilled("a", 128)
-    assert scheduler.park("a") == 10
+    assert scheduler.preempt("a") == 10
     scheduler.submit("c", 640, 64)
     assert scheduler.plan(within(20)).admitted == ("c",)
     scheduler.submit("d", 640, 64)
@@ -412,7 +412,7 @@ def test_a_row_that_decoded_decodes_as_soon_as_it_is_restored(scheduler):
     scheduler.submit("a", 1, 100)
     scheduler.plan(within(PAGES))
     scheduler.pause("a")
-    scheduler.park("a")
+    scheduler.preempt("a")
     assert scheduler.plan(within(PAGES)) == Plan((), (), (), 0)
     scheduler.unpark("a")
     assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0, 0, ("a",))
@@ -421,20 +421,20 @@ def test_a_row_that_decoded_decodes_as_soon_as_it_is_restored(scheduler):
 def test_what_a_parked_row_keeps_in_memory_is_counted_once(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.plan(within(10))
-    assert scheduler.park("a", kept=7) == 3
+    assert scheduler.preempt("a", kept=7) == 3
     assert scheduler.reserved == 7
     scheduler.submit("b", 250, 70)
     assert scheduler.plan(within(10)) == Plan((), (), (), 1, 1)
     scheduler.unpark("a")
     assert scheduler.plan(within(10)).admitted == ("a",)
     assert scheduler.reserved == 10
-    scheduler.park("a", kept=7)
+    scheduler.preempt("a", kept=7)
     assert scheduler.keep("a", 2) == 5
     assert scheduler.plan(within(10)).admitted == ("b",)
     with pytest.raises(LocalProtocolError, match="not parked with 3"):
         scheduler.keep("a", 3)
     with pytest.raises(LocalProtocolError, match="cannot keep"):
-        scheduler.park("b", kept=-1)
+        scheduler.preempt("b", kept=-1)
     assert scheduler.finish("a") == 2
 
 
@@ -609,11 +609,11 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
-    def park(self, data):
+    def preempt(self, data):
         rid = data.draw(st.sampled_from(self.of("running")))
         pages = self.pages(rid)
         kept = data.draw(st.integers(0, pages))
-        assert self.scheduler.park(rid, kept) == pages - kept
+        assert self.scheduler.preempt(rid, kept) == pages - kept
         self.requests[rid] |= {"state": "parked", "kept": kept, "paused": False}
 
     @precondition(lambda self: self.of("parked"))
@@ -667,7 +667,7 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.check()
         running = self.of("running")
         assert self.scheduler.waiting == len(self.of("waiting"))
-        assert self.scheduler.parked == len(self.of("parked"))
+        assert self.scheduler.preempted == len(self.of("parked"))
         assert self.scheduler.prefilling + self.scheduler.decoding == len(running)
         assert self.scheduler.active == sum(not self.requests[rid]["paused"] for rid in running)
         assert self.scheduler.places == sum(self.requests[rid]["choices"] for rid in running) <= 5

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.prefix.waiting import Waiting, path_of
+from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.row import Place, Row
 from kvd.worker.scheduling.scheduler import Scheduler
 from kvd.worker.scheduling.sharing import not_waiting
-from kvd.worker.scheduling.turns import Turns
 
 C = 4
 
@@ -65,7 +65,7 @@ def test_who_is_waited_for_may_pause_park_or_end():
     assert scheduler.fresh == ()
     for leave, come_back in (
         (scheduler.pause, scheduler.resume),
-        (scheduler.park, scheduler.unpark),
+        (scheduler.preempt, scheduler.unpark),
     ):
         leave("a")
         assert scheduler.fresh == ("b", "c")
@@ -91,7 +91,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=2, max_size=14).map(
 )
 def test_the_bound_of_the_turns_holds_for_who_waits(crowd, cancelled, group):
     """Whoever waits for whom, and whoever gives up: twice the chunks of those in front."""
-    turns = Turns(chunk=C, budget=C, group=group)
+    turns = PrefillOrder(chunk=C, budget=C, group=group)
     coming = [(when, row(at, prompt, rank)) for at, (prompt, rank, when) in enumerate(crowd)]
     allowed = {
         one.rid: 2 * sum(-(-other.left // C) for _, other in coming if other.place <= one.place)

@@ -20,7 +20,7 @@ from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
 
 pytestmark = pytest.mark.mlx
-LADDER = (Scheme(8, 8), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(4, 4))
 
 
 class Pair:
@@ -74,7 +74,7 @@ def library(request: pytest.FixtureRequest) -> Backend | None:
 def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
     name: str, library: Backend | None
 ) -> None:
-    pair = Pair(name, CacheSettings(LADDER), library)
+    pair = Pair(name, CacheSettings(SCHEMES), library)
     for length in (3, 70, 150):
         pair.join(length)
     for step in range(66):
@@ -90,7 +90,7 @@ def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
 
 
 def test_rows_on_several_levels(library: Backend | None) -> None:
-    pair = Pair("llama", CacheSettings(LADDER), library)
+    pair = Pair("llama", CacheSettings(SCHEMES), library)
     for length in (200, 300):
         pair.join(length)
     pair.step(1)
@@ -110,7 +110,7 @@ def test_few_shapes_and_little_padding() -> None:
 
 def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MOST_TRACES", 2)
-    pair = Pair("llama", CacheSettings(LADDER))
+    pair = Pair("llama", CacheSettings(SCHEMES))
     for length in (10, 20, 30):
         pair.join(length)
         pair.step(1)
@@ -124,14 +124,14 @@ def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_that_cannot_be_traced_run_plainly() -> None:
     model = build("mamba2")[0]
-    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     assert not runner.compile()
     assert not runner.compiled
 
 
 def test_a_trace_that_gives_other_numbers_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")[0]
-    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(LADDER)))
+    runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     right = compiled.CompiledDecode.__call__
     monkeypatch.setattr(
         compiled.CompiledDecode, "__call__", lambda self, tokens: right(self, tokens) * 1.01

@@ -17,7 +17,7 @@ from protocol.costs import Costs
 
 pytestmark = pytest.mark.mlx
 
-LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 LENGTHS = (1, 127, 128, 500, 1024, 5000, 70_000)
 
 
@@ -25,7 +25,7 @@ def cache_of(*kinds: Kind, access: Access = Access.PAGES, **settings) -> ModelCa
     parts = [AttentionPart(kind, LayerGeometry(2, 64, 64)) for kind in kinds]
     layout = Layout(tuple(Entry((part,)) for part in parts), mx.float32)
     settings = CacheSettings(
-        ladder=LADDER, floors=lambda n: [Scheme(8, 8)] + [None] * (n - 1), **settings
+        schemes=SCHEMES, floors=lambda n: [Scheme(8, 8)] + [None] * (n - 1), **settings
     )
     return ModelCache(layout, settings, access=dict.fromkeys(kinds, access))
 

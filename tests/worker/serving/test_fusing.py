@@ -23,7 +23,7 @@ from tests.worker.core.driver import Driver
 from tests.worker.serving.test_probe import VOCAB, model_of
 
 pytestmark = pytest.mark.mlx
-LADDER = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,15 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Times:
 
 
 def served(
-    kernels: StandIn, kind: str = "qwen3", ladder: tuple[Scheme, ...] = LADDER[::2], **settings: Any
+    kernels: StandIn,
+    kind: str = "qwen3",
+    schemes: tuple[Scheme, ...] = SCHEMES[::2],
+    **settings: Any,
 ) -> Served:
     backend = kernels.backend()
     window = {"sliding_window": 64, "sliding_window_pattern": 2}
     model = model_of(kind, **(window if kind == "gemma3_text" else {"num_hidden_layers": 1}))
-    return probe.serve(model, CacheSettings(ladder, **settings), VOCAB, kernels=backend)
+    return probe.serve(model, CacheSettings(schemes, **settings), VOCAB, kernels=backend)
 
 
 def assert_unused(found: Served, reason: str) -> None:
@@ -103,12 +106,12 @@ class Picky(StandIn):
         lambda keys, values: not keys,
         lambda keys, values: len(keys) == 1 and (keys[0][0], values[0][0]) == (8, 4),
         lambda keys, values: len(keys) == 1 and keys[0][0] == 4,
-        lambda keys, values: len(keys) == len(LADDER),
+        lambda keys, values: len(keys) == len(SCHEMES),
     ],
     ids=["no pages", "a level in the middle", "the lowest level", "mixed levels"],
 )
 def test_kernels_that_are_wrong_for_some_levels_only_are_not_used(is_picked: Any) -> None:
-    assert_unused(served(Picky(is_picked), ladder=LADDER), "off by")
+    assert_unused(served(Picky(is_picked), schemes=SCHEMES), "off by")
 
 
 def test_kernels_that_do_not_compile_are_not_used() -> None:
@@ -150,7 +153,7 @@ def test_right_numbers_without_a_launch_are_not_trusted() -> None:
 def test_heads_that_kernels_do_not_take_are_left_to_plain_operations() -> None:
     kernels = StandIn()
     model = model_of("llama", head_dim=60)
-    found = probe.serve(model, CacheSettings(LADDER), VOCAB, kernels=kernels.backend())
+    found = probe.serve(model, CacheSettings(SCHEMES), VOCAB, kernels=kernels.backend())
 
     assert_unused(found, "no kernels for heads of 60 and 60")
     assert kernels.launches == 0
@@ -203,7 +206,7 @@ def test_timing_stays_within_the_scratch() -> None:
     asked = [
         timing.Asked(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
     ]
-    handle, keys = timing._handle(store.layers[0].geometry, LADDER[0], store, StandIn().backend())
+    handle, keys = timing._handle(store.layers[0].geometry, SCHEMES[0], store, StandIn().backend())
 
     assert timing._is_for(asked[0], store.layers[0].geometry)
     assert 2 * handle.store.pages_bytes <= store.prefill_scratch // 2

@@ -47,7 +47,7 @@ def model_of(kind: str, **changes: Any) -> Any:
 
 
 def served(kind: str, scheme: str = "k8v8", **changes: Any) -> Served:
-    settings = CacheSettings(ladder=(Scheme.parse(scheme),))
+    settings = CacheSettings(schemes=(Scheme.parse(scheme),))
     return probe.serve(model_of(kind, **changes), settings, VOCAB)
 
 
@@ -227,11 +227,11 @@ def wrong_below(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
     [("k8v8 k4v4", None), ("k8v8 k8v4", None), ("k8v8 k8v4 k4v4", None), ("k8v8 k2v2", "k4v4")],
 )
 def test_a_wrong_product_of_a_lower_level_is_found(
-    monkeypatch: pytest.MonkeyPatch, ladder: str, floor: str | None
+    monkeypatch: pytest.MonkeyPatch, schemes: str, floor: str | None
 ) -> None:
     wrong_below(monkeypatch, 8)
     floors = lambda layers: [None if floor is None else Scheme.parse(floor)] * layers  # noqa: E731
-    settings = CacheSettings(ladder=tuple(map(Scheme.parse, ladder.split())), floors=floors)
+    settings = CacheSettings(schemes=tuple(map(Scheme.parse, schemes.split())), floors=floors)
     found = probe.serve(model_of("llama"), settings, VOCAB)
 
     assert found.path == "reference, copied pages"
@@ -243,7 +243,7 @@ def test_a_level_whose_packings_no_layer_has_is_not_checked(
 ) -> None:
     wrong_below(monkeypatch, 8)
     settings = CacheSettings(
-        ladder=(Scheme(8, 8), Scheme(4, 4)), floors=lambda layers: [Scheme(8, 8)] * layers
+        schemes=(Scheme(8, 8), Scheme(4, 4)), floors=lambda layers: [Scheme(8, 8)] * layers
     )
 
     assert probe.serve(model_of("llama"), settings, VOCAB).path == "reference, gathered pages"
@@ -275,10 +275,10 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]
 
 
 def test_the_ladder_costs_one_check_for_what_is_new_on_it(checks: list[Any]) -> None:
-    ladder = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
-    probe.serve(model_of("llama"), CacheSettings(ladder=ladder), VOCAB)
+    schemes = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
+    probe.serve(model_of("llama"), CacheSettings(schemes=schemes), VOCAB)
 
-    assert [settings.ladder[0] for settings, _ in checks] == [Scheme(8, 8), Scheme(4, 4)]
+    assert [settings.schemes[0] for settings, _ in checks] == [Scheme(8, 8), Scheme(4, 4)]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 2000])

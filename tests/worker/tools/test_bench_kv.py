@@ -18,7 +18,7 @@ from protocol.errors import InvalidRequest, UnsupportedModel
 pytestmark = pytest.mark.mlx
 
 SHAPE = Shape(heads=4, kv_heads=2, head_dim=64, layers=3, dtype="float32")
-LADDER = [Scheme(16, 16), Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)]
+SCHEMES = [Scheme(16, 16), Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)]
 
 
 def silent(_: str) -> None:
@@ -27,7 +27,7 @@ def silent(_: str) -> None:
 
 def test_bytes_errors_and_times_by_scheme() -> None:
     said: list[str] = []
-    result = measure(SHAPE, LADDER, [256, 1100], said.append)
+    result = measure(SHAPE, SCHEMES, [256, 1100], said.append)
     rows = {(one["scheme"], one["tokens"]): one for one in result["results"]}
 
     assert len(rows) == 8
@@ -38,7 +38,7 @@ def test_bytes_errors_and_times_by_scheme() -> None:
         assert one["dense_attend_ms"] > 0
         if scheme != "k4v4":
             assert one["requantize_ms_per_1k"] > 0
-    dense, k8v8, k8v4, k4v4 = (rows[scheme.name, 1100] for scheme in LADDER)
+    dense, k8v8, k8v4, k4v4 = (rows[scheme.name, 1100] for scheme in SCHEMES)
     assert dense["k_error"] == dense["v_error"] == 0
     assert dense["output_error"] < 1e-5
     assert 0.001 < k8v8["k_error"] == k8v4["k_error"] < 0.01

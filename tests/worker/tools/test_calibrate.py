@@ -52,7 +52,7 @@ def verdict_of(path, lowest: str) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("lowest", "ladder", "left"),
+    ("lowest", "schemes", "left"),
     [
         ("k4v4", [K8V8, K8V4, K4V4], [K8V8, K8V4, K4V4]),
         ("k8v4", [K8V8, K8V4, K4V4], [K8V8, K8V4]),
@@ -64,27 +64,27 @@ def verdict_of(path, lowest: str) -> Verdict:
         ("k4v4", [K8V8, Scheme(4, 4, 32, 32)], [K8V8, Scheme(4, 4, 32, 32)]),
     ],
 )
-def test_nothing_stays_below_the_lowest_level(tiny, lowest, ladder, left):
-    assert lift(ladder, verdict_of(tiny, lowest)) == left
-    assert lift(ladder, None) == ladder
+def test_nothing_stays_below_the_lowest_level(tiny, lowest, schemes, left):
+    assert lift(schemes, verdict_of(tiny, lowest)) == left
+    assert lift(schemes, None) == schemes
 
 
 def test_a_load_obeys_it_and_says_so(tiny, folder):
-    assert Driver(str(tiny)).info.kv_ladder == ["k8v8", "k8v4", "k4v4"]
+    assert Driver(str(tiny)).info.kv_schemes == ["k8v8", "k8v4", "k4v4"]
     store(folder, verdict_of(tiny, "k8v4"))
 
     cut = Driver(str(tiny))
-    assert cut.info.kv_ladder == ["k8v8", "k8v4"]
+    assert cut.info.kv_schemes == ["k8v8", "k8v4"]
     assert cut.info.kv_calibrated == "k8v4"
     levels = cut.engine._runner.cache.stores[0].layers[0].pools
     assert [level.scheme.name for level in levels] == ["k8v8", "k8v4"]
     lifted = Driver(str(tiny), kv=KVSpec(4, 4)).info
-    assert (lifted.kv_scheme, lifted.kv_ladder) == ("k8v4", ["k8v4"])
+    assert (lifted.kv_scheme, lifted.kv_schemes) == ("k8v4", ["k8v4"])
     assert {part.scheme for part in lifted.kv} == {"k8v4"}
 
     store(folder, verdict_of(tiny, "k16v16"))
     dense = Driver(str(tiny)).info
-    assert (dense.kv_ladder, dense.kv_layout) == (["k16v16"], "not quantized")
+    assert (dense.kv_schemes, dense.kv_layout) == (["k16v16"], "not quantized")
 
 
 # Whose it is.
@@ -165,15 +165,15 @@ def test_a_new_verdict_replaces_the_old_one_and_a_failed_write_leaves_it(tiny, f
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_process_stores_what_it_prints(tmp_path, folder):
-    ladder = "k8v8,k4v4,k2v2"
-    command = [sys.executable, "-m", "kvd.worker.tools.calibrate", "demo", "--ladder", ladder]
+    schemes = "k8v8,k4v4,k2v2"
+    command = [sys.executable, "-m", "kvd.worker.tools.calibrate", "demo", "--ladder", schemes]
     place = ["--home", str(tmp_path), "--prompts", "1", "--tokens", "420"]
     done = subprocess.run([*command, *place], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert done.stderr.splitlines()[-1].startswith("2/2 prompt 1, ")
-    assert [one["scheme"] for one in said["levels"]] == ladder.split(",")
+    assert [one["scheme"] for one in said["levels"]] == schemes.split(",")
     assert said["levels"][0]["allowed"]
     assert not said["levels"][2]["allowed"]
     assert 0 < said["levels"][0]["kl"] < said["levels"][2]["kl"]
@@ -187,8 +187,8 @@ def test_not_even_the_top_means_dense(monkeypatch):
     monkeypatch.setattr(
         calibrate.fidelity,
         "measure",
-        lambda _model, prompts, ladder: [
-            fidelity.LevelAgreement(scheme, agreement) for scheme in ladder if list(prompts)
+        lambda _model, prompts, schemes: [
+            fidelity.LevelAgreement(scheme, agreement) for scheme in schemes if list(prompts)
         ],
     )
     stages: list[str] = []

@@ -23,13 +23,13 @@ from tests.worker.architectures.zoo import build
 
 pytestmark = pytest.mark.mlx
 
-LADDER = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4), Scheme(2, 2)]
+SCHEMES = [Scheme(8, 8), Scheme(8, 4), Scheme(4, 4), Scheme(2, 2)]
 
 
 def levels(*kls: float, top1: float = 1.0) -> list[LevelAgreement]:
     return [
         LevelAgreement(scheme, Agreement(100, kl, top1, 2.0, 2.0 + kl))
-        for scheme, kl in zip(LADDER, kls, strict=False)
+        for scheme, kl in zip(SCHEMES, kls, strict=False)
     ]
 
 
@@ -65,9 +65,9 @@ def test_each_level_is_worse_than_the_one_above():
     loaded = model_files.load(demo.path())
     prompts = fidelity.texts(loaded.tokenizer, count=1, tokens=512)
 
-    measured = fidelity.measure(loaded.model, prompts, LADDER)
+    measured = fidelity.measure(loaded.model, prompts, SCHEMES)
 
-    assert [one.scheme for one in measured] == LADDER
+    assert [one.scheme for one in measured] == SCHEMES
     kls = [one.agreement.kl for one in measured]
     assert all(math.isfinite(kl) for kl in kls)
     assert 0 < kls[0] < kls[1] < kls[2] < kls[3]
@@ -84,11 +84,11 @@ def test_each_level_is_worse_than_the_one_above():
 def test_a_model_without_quantized_keys_gets_no_verdict(name, why):
     model, _ = build(name)
     with pytest.raises(UnsupportedModel, match=f"{why}.*nothing to calibrate"):
-        fidelity.measure(model, [list(range(300))], LADDER[:1])
+        fidelity.measure(model, [list(range(300))], SCHEMES[:1])
 
 
 def test_short_prompts_are_refused():
     seam.install()
     loaded = model_files.load(demo.path())
     with pytest.raises(TooShortError, match="longer prompts"):
-        fidelity.measure(loaded.model, [list(range(300, 400))], LADDER[:1])
+        fidelity.measure(loaded.model, [list(range(300, 400))], SCHEMES[:1])

@@ -34,7 +34,7 @@ class Attention:
     """The arrays of each level, packed as told."""
     key_told: Told
     value_told: Told
-    ladder: tuple[Told, Told]
+    schemes: tuple[Told, Told]
     """The same of keys and of values, of all levels that the layer has."""
     scale: float
     keep: int

@@ -57,7 +57,7 @@ class Fused:
             given.scale,
             given.keep,
             given.sinks is not None,
-            tuple(zip(*map(_sides, given.ladder), strict=True)),
+            tuple(zip(*map(_sides, given.schemes), strict=True)),
         )
         (parts,) = self._fire(split_launch(shape, self.language, given))
         (out,) = self._fire(combine_launch(shape, self.language, given, parts))

@@ -65,14 +65,14 @@ class Shape:
     keep: int = 0
     """First tokens that every query sees, whatever its window."""
     sinks: bool = False
-    ladder: tuple[tuple[Side, Side], ...] = ()
+    schemes: tuple[tuple[Side, Side], ...] = ()
     """Keys and values of all levels that the layer has. How work is shared out follows from these
     and not from the levels that occur, so that a row gets the same numbers in any company."""
 
     @cached_property
     def every_level(self) -> tuple[tuple[Side, Side], ...]:
         """The ladder, or the levels that occur where nothing is said of others."""
-        return self.ladder or tuple(zip(self.keys, self.values, strict=True))
+        return self.schemes or tuple(zip(self.keys, self.values, strict=True))
 
     @property
     def vectors(self) -> int:

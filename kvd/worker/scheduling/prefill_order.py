@@ -46,7 +46,7 @@ LONGEST_TAIL = 2 * PAGE_TOKENS - 1
 """Tokens in front of a chunk that are not in a page."""
 
 
-class Turns:
+class PrefillOrder:
     """Chooses chunks of ``chunk`` tokens, or groups; ``budget``: tokens of a step."""
 
     def __init__(self, *, chunk: int, budget: int, group: bool) -> None:

@@ -26,10 +26,10 @@ NOWHERE = -1
 
 
 @dataclass(eq=False)
-class FrozenRow(Row):
+class RowSnapshot(Row):
     """A row of one store as it was when it was frozen: nothing early, its tail beside it."""
 
-    is_frozen: ClassVar[bool] = True
+    is_snapshot: ClassVar[bool] = True
     slot: int = NOWHERE
     tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """Keys and values of the tail's tokens in each layer, ``[heads, tail_length, dim]``."""
@@ -42,10 +42,10 @@ class FrozenRow(Row):
 
 
 @dataclass(eq=False)
-class FrozenSequence:
+class SequenceSnapshot:
     """A sequence as it was when it was frozen; it can be thawed any number of times."""
 
-    rows: list[FrozenRow]
+    rows: list[RowSnapshot]
     """One in each store."""
     state: State
     length: int
@@ -59,30 +59,30 @@ class FrozenSequence:
         self.nbytes += sum(array.nbytes for array in states)
 
 
-def held_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int:
+def held_bytes(stores: list[KVStore], snapshot: Collection[SequenceSnapshot]) -> int:
     """Return the bytes of all that these hold; pages that they share count once."""
     pages = sum(
-        _bytes_of(store, {page for one in frozen for page in one.rows[index].pages})
+        _bytes_of(store, {page for one in snapshot for page in one.rows[index].pages})
         for index, store in enumerate(stores)
     )
-    return pages + sum(one.nbytes for one in frozen)
+    return pages + sum(one.nbytes for one in snapshot)
 
 
-def charge_of(stores: list[KVStore], frozen: FrozenSequence) -> int:
+def charge_of(stores: list[KVStore], snapshot: SequenceSnapshot) -> int:
     """Return the bytes of all that one holds, its pages as the stores charge them."""
     pages = sum(
         store.charge(page.level)
-        for store, row in zip(stores, frozen.rows, strict=True)
+        for store, row in zip(stores, snapshot.rows, strict=True)
         for page in row.pages
     )
-    return pages + frozen.nbytes
+    return pages + snapshot.nbytes
 
 
-def freed_bytes(stores: list[KVStore], frozen: Collection[FrozenSequence]) -> int:
+def freed_bytes(stores: list[KVStore], snapshot: Collection[SequenceSnapshot]) -> int:
     """Return the bytes that would come free if all of these were dropped, and nobody else."""
-    freed = sum(one.nbytes for one in frozen)
+    freed = sum(one.nbytes for one in snapshot)
     for index, store in enumerate(stores):
-        holds = Counter(page for one in frozen for page in one.rows[index].pages)
+        holds = Counter(page for one in snapshot for page in one.rows[index].pages)
         freed += _bytes_of(
             store,
             [

@@ -26,7 +26,7 @@ from actors.machines.governor import Ladder
 from actors.machines.ledger import Answer, Governor, Released, Wanted
 from actors.runtime.journal import Journal, replay
 from protocol.policy import ModelPolicy
-from protocol.types import Offer
+from protocol.types import Reclaimable
 
 BUDGET = 10_000
 
@@ -35,7 +35,7 @@ class Desk:
     """A ladder with a clock, that remembers what it was told to do."""
 
     def __init__(self, **models: int) -> None:
-        self.ladder = Ladder(Governor(BUDGET))
+        self.schemes = Ladder(Governor(BUDGET))
         self.now = 1000.0
         self.said: list[words.Command] = []
         self.seqs: dict[str, int] = {}
@@ -44,8 +44,8 @@ class Desk:
 
     def tell(self, event: words.Event, after: float = 0.0) -> list[words.Command]:
         self.now += after
-        commands = self.ladder.handle(event, self.now)
-        self.ladder.check()
+        commands = self.schemes.handle(event, self.now)
+        self.schemes.check()
         self.said += commands
         return [it for it in commands if not isinstance(it, words.Noted)]
 
@@ -59,13 +59,13 @@ class Desk:
         self.seqs[name] = self.seqs.get(name, 0) + 1
         return self.tell(Wanted(name, self.seqs[name], total, resuming))
 
-    def offer(self, name: str, **fields: object) -> list[words.Command]:
-        return self.tell(Offered(name, Offer(**fields)))
+    def reclaimable(self, name: str, **fields: object) -> list[words.Command]:
+        return self.tell(Offered(name, Reclaimable(**fields)))
 
     def wait(self, seconds: float) -> list[words.Command]:
         """Ring as the machine wants it."""
         end, commands = self.now + seconds, []
-        while (due := self.ladder.deadline) is not None and due <= end:
+        while (due := self.schemes.deadline) is not None and due <= end:
             commands += self.tell(Rang(), max(0.0, due - self.now))
         self.now = end
         return commands + self.tell(Rang())
@@ -76,7 +76,7 @@ class Desk:
 
     @property
     def grants(self) -> dict[str, int]:
-        return self.ladder.ledger.grants
+        return self.schemes.ledger.grants
 
     def note(self, kind: str) -> words.Noted:
         return next(it for it in self.said if isinstance(it, words.Noted) and it.kind == kind)
@@ -91,21 +91,21 @@ BUSY = {"rows": 1, "waiting": 1, "base": 2000}
 
 def test_the_rungs_are_climbed_one_by_one():
     desk = Desk(a=5000, b=3000, c=1500)
-    desk.offer("c", base=1500)
-    desk.offer("b", spare=200, prefixes=300, levels=(400, 500), park=900, **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("c", base=1500)
+    desk.reclaimable("b", spare=200, prefixes=300, levels=(400, 500), preempt=900, **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 9000)
 
     desk.tell(Rang(), 0.3)
     (spare,) = only(desk.said, Reclaim)
-    assert (spare.model, spare.rung, spare.wanted_bytes) == ("b", "spare", 200)
+    assert (spare.model, spare.method, spare.wanted_bytes) == ("b", "spare", 200)
     (prefixes,) = only(desk.gives(spare, 200), Reclaim)
-    assert (prefixes.rung, prefixes.wanted_bytes) == ("prefixes", 300)
+    assert (prefixes.method, prefixes.wanted_bytes) == ("prefixes", 300)
     desk.now += 15  # too much in all, so that it takes its turn as the first wish
     (level,) = only(desk.gives(prefixes, 300), Reclaim)
-    assert (level.rung, level.level) == ("level", 1)
+    assert (level.method, level.level) == ("precision", 1)
     (level,) = only(desk.gives(level, 400, exhausted=True), Reclaim)
-    assert (level.rung, level.level) == ("level", 2)
+    assert (level.method, level.level) == ("precision", 2)
     said = desk.gives(level, 500, exhausted=True)
     assert only(said, Evict) == [Evict("c")]
     said = desk.tell(Released("c"))
@@ -114,8 +114,8 @@ def test_the_rungs_are_climbed_one_by_one():
 
 def test_a_model_is_in_use_before_its_worker_can_say_so():
     desk = Desk(a=5000, b=5000)
-    desk.offer("b", base=5000)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", base=5000)
+    desk.reclaimable("a", **BUSY)
     desk.tell(words.Serves("b", busy=True))
     desk.want("a", 6000)
 
@@ -126,9 +126,9 @@ def test_a_model_is_in_use_before_its_worker_can_say_so():
 
 def test_a_first_level_is_taken_from_all_before_a_second_from_anybody():
     desk = Desk(a=4000, b=3000, c=3000)
-    desk.offer("b", levels=(0, 900), **BUSY)
-    desk.offer("c", levels=(200, 900), **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", levels=(0, 900), **BUSY)
+    desk.reclaimable("c", levels=(200, 900), **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 4600)
 
     (first,) = only(desk.wait(1), Reclaim)
@@ -140,8 +140,8 @@ def test_a_first_level_is_taken_from_all_before_a_second_from_anybody():
 
 def test_nothing_that_costs_is_taken_before_a_wish_has_settled():
     desk = Desk(a=5000, b=5000)
-    desk.offer("b", levels=(3000,), **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", levels=(3000,), **BUSY)
+    desk.reclaimable("a", **BUSY)
 
     assert not only(desk.want("a", 6000), Reclaim)
     assert only(desk.wait(0.3), Reclaim)
@@ -149,42 +149,42 @@ def test_nothing_that_costs_is_taken_before_a_wish_has_settled():
 
 def test_a_wish_for_which_nobody_waits_costs_nobody_anything():
     desk = Desk(a=5000, b=5000)
-    desk.offer("b", spare=1000, levels=(3000,), **BUSY)
-    desk.offer("a", rows=1, base=2000)
+    desk.reclaimable("b", spare=1000, levels=(3000,), **BUSY)
+    desk.reclaimable("a", rows=1, base=2000)
     desk.want("a", 6000)
 
     assert not only(desk.wait(100), Reclaim)
-    assert desk.ladder.ledger.first is None
+    assert desk.schemes.ledger.first is None
 
 
 def test_rows_are_parked_only_down_to_the_fair_share():
     desk = Desk(a=2000, b=8000)
-    desk.offer("b", park=6000, **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", preempt=6000, **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 5000)
 
-    (park,) = only(desk.wait(1), Reclaim)
+    (preempt,) = only(desk.wait(1), Reclaim)
 
-    assert (park.model, park.rung, park.wanted_bytes) == ("b", "park", 3000)
+    assert (preempt.model, preempt.method, preempt.wanted_bytes) == ("b", "preempt", 3000)
 
 
 def test_models_that_are_not_there_take_no_share():
     desk = Desk(gone=1000, a=2000, b=7000)
     desk.tell(Released("gone"))
     desk.tell(words.Serves("never", busy=True))
-    desk.offer("b", park=6000, **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", preempt=6000, **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 5000)
 
-    assert set(desk.ladder.tenants) == {"gone", "a", "b"}
-    (park,) = only(desk.wait(1), Reclaim)
-    assert (park.model, park.wanted_bytes) == ("b", 2000)
+    assert set(desk.schemes.tenants) == {"gone", "a", "b"}
+    (preempt,) = only(desk.wait(1), Reclaim)
+    assert (preempt.model, preempt.wanted_bytes) == ("b", 2000)
 
 
 def test_nobody_is_parked_for_a_row_that_was_parked():
     desk = Desk(a=2000, b=8000)
-    desk.offer("b", park=6000, **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", preempt=6000, **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 5000, resuming=True)
 
     assert not only(desk.wait(200), Reclaim)
@@ -196,18 +196,18 @@ def test_lower_priority_is_parked_below_its_share_and_higher_never():
     desk.load("high", 3500, ModelPolicy(priority=1))
     desk.load("me", 3500)
     for name in ("low", "high"):
-        desk.offer(name, park=1000, **BUSY)
-    desk.offer("me", **BUSY)
+        desk.reclaimable(name, preempt=1000, **BUSY)
+    desk.reclaimable("me", **BUSY)
     desk.want("me", 4500)
 
-    (park,) = only(desk.wait(1), Reclaim)
-    assert park.model == "low"
+    (preempt,) = only(desk.wait(1), Reclaim)
+    assert preempt.model == "low"
 
 
 def test_what_is_on_its_way_is_waited_for():
     desk = Desk(a=5000, b=5000)
-    desk.offer("b", spare=1000, prefixes=1000, levels=(1000,), **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", spare=1000, prefixes=1000, levels=(1000,), **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 6000)
 
     assert len(only([*desk.said, *desk.wait(30)], Reclaim)) == 1
@@ -215,13 +215,13 @@ def test_what_is_on_its_way_is_waited_for():
 
 def test_a_worker_that_does_not_answer_is_not_waited_for_forever():
     desk = Desk(a=4000, b=3000, c=3000)
-    desk.offer("b", spare=1000, **BUSY)
-    desk.offer("c", prefixes=1000, **BUSY)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", spare=1000, **BUSY)
+    desk.reclaimable("c", prefixes=1000, **BUSY)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 5000)
 
-    rungs = [it.rung for it in only([*desk.said, *desk.wait(100)], Reclaim)]
-    assert rungs[:2] == ["spare", "prefixes"]
+    methods = [it.method for it in only([*desk.said, *desk.wait(100)], Reclaim)]
+    assert methods[:2] == ["spare", "prefixes"]
 
 
 def test_a_load_evicts_the_least_valuable_idle_model():
@@ -229,20 +229,20 @@ def test_a_load_evicts_the_least_valuable_idle_model():
     desk.load("pinned", 2000, ModelPolicy(pinned=True))
     desk.load("dear", 2000, ModelPolicy(priority=1))
     for name in ("old", "new", "pinned", "dear"):
-        desk.offer(name, base=2000)
+        desk.reclaimable(name, base=2000)
         desk.now += 10
     desk.tell(Boarding("me", ModelPolicy(), patient=False))
 
     assert not desk.want("me", 3500), "it is answered when there is room"
     assert only(desk.wait(1), Evict) == [Evict("old")]
     assert only(desk.tell(Released("old")), Answer) == [Answer("me", 1, 3500, True, 500)]
-    assert desk.note("evict").wisher == "me"
+    assert desk.note("evict").requester == "me"
 
 
 def test_a_load_waits_for_a_model_that_has_just_become_idle():
     desk = Desk(a=8000)
-    desk.offer("a", rows=1, base=8000)
-    desk.offer("a", base=8000)
+    desk.reclaimable("a", rows=1, base=8000)
+    desk.reclaimable("a", base=8000)
     desk.tell(Boarding("me", ModelPolicy(), patient=False))
 
     assert not only(desk.want("me", 5000), Answer)
@@ -252,8 +252,8 @@ def test_a_load_waits_for_a_model_that_has_just_become_idle():
 def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
     desk = Desk(busy=3000)
     desk.load("kept", 4000, ModelPolicy(pinned=True))
-    desk.offer("kept", base=4000)
-    desk.offer("busy", **BUSY)
+    desk.reclaimable("kept", base=4000)
+    desk.reclaimable("busy", **BUSY)
     desk.tell(Boarding("me", ModelPolicy(), patient=False))
 
     (answer,) = only(desk.want("me", 5000), Answer)
@@ -267,7 +267,7 @@ def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
 
 def test_a_patient_load_waits_and_one_that_pinned_models_leave_no_room_for_does_not():
     desk = Desk(busy=8000)
-    desk.offer("busy", **BUSY)
+    desk.reclaimable("busy", **BUSY)
     desk.tell(Boarding("me"))
 
     assert not only(desk.want("me", 9000), Answer)
@@ -277,13 +277,13 @@ def test_a_patient_load_waits_and_one_that_pinned_models_leave_no_room_for_does_
 def test_who_is_in_use_is_held_for_a_load_that_waits_and_let_go_after_it():
     desk = Desk(a=5000, b=5000)
     for name in ("a", "b"):
-        desk.offer(name, rows=3, base=4000)
+        desk.reclaimable(name, rows=3, base=4000)
     desk.tell(Boarding("me"))
     desk.want("me", 4000)
 
     (hold,) = only(desk.wait(40), Hold)
     assert hold.held
-    desk.offer(hold.model, base=4000)  # its rows are through
+    desk.reclaimable(hold.model, base=4000)  # its rows are through
     assert only(desk.wait(3), Evict) == [Evict(hold.model)]
     said = desk.tell(Released(hold.model))
     assert only(said, Answer)[0].granted
@@ -293,8 +293,8 @@ def test_who_is_in_use_is_held_for_a_load_that_waits_and_let_go_after_it():
 def test_a_large_wish_is_not_starved_by_small_ones():
     desk = Desk(a=2000, b=4000, c=3500)
     for name in ("b", "c"):
-        desk.offer(name, rows=1, waiting=1, base=1000)
-    desk.offer("a", **BUSY)
+        desk.reclaimable(name, rows=1, waiting=1, base=1000)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 6000)
     desk.want("b", 4400)
     assert desk.grants["b"] == 4400, "a small one may overtake"
@@ -309,7 +309,7 @@ def test_a_large_wish_is_not_starved_by_small_ones():
 def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
     desk = Desk(a=5000, b=5000)
     for name in ("a", "b"):
-        desk.offer(name, waiting=2, base=5000)
+        desk.reclaimable(name, waiting=2, base=5000)
     desk.want("a", 6000)
     desk.now += 1
     desk.want("b", 6000)
@@ -321,20 +321,20 @@ def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
 
 def test_a_request_that_came_as_a_model_went_is_taken_back():
     desk = Desk(a=5000, b=5000)
-    desk.offer("b", base=5000)
-    desk.offer("a", **BUSY)
+    desk.reclaimable("b", base=5000)
+    desk.reclaimable("a", **BUSY)
     desk.want("a", 6000)
     assert only(desk.wait(2), Evict) == [Evict("b")]
 
     desk.want("b", 5500)
-    assert only(desk.offer("b", waiting=1, base=5000), Evict) == [Evict("b", requeue=True)]
-    assert not only(desk.offer("b", waiting=1, base=4999), Evict), "once"
+    assert only(desk.reclaimable("b", waiting=1, base=5000), Evict) == [Evict("b", requeue=True)]
+    assert not only(desk.reclaimable("b", waiting=1, base=4999), Evict), "once"
 
 
 def test_a_model_that_a_user_unloads_finishes_before_whoever_waits_for_it():
     desk = Desk(a=5000, b=5000)
-    desk.offer("a", waiting=1, base=5000)
-    desk.offer("b", waiting=1, base=5000)
+    desk.reclaimable("a", waiting=1, base=5000)
+    desk.reclaimable("b", waiting=1, base=5000)
     desk.want("a", 6000)
     desk.wait(20)
     desk.tell(words.Leaving("b"))
@@ -349,7 +349,7 @@ def test_idle_models_go_after_their_time_but_pinned_ones():
     desk.load("a", 1000, ModelPolicy(idle_ttl_s=60))
     desk.load("b", 1000, ModelPolicy(idle_ttl_s=60, pinned=True))
     for name in ("a", "b"):
-        desk.offer(name, base=1000)
+        desk.reclaimable(name, base=1000)
 
     assert not only(desk.wait(45), Evict)
     assert only(desk.wait(20), Evict) == [Evict("a")]
@@ -358,14 +358,14 @@ def test_idle_models_go_after_their_time_but_pinned_ones():
 
 def test_new_rows_start_lower_while_memory_is_tight_and_at_the_top_again():
     desk = Desk(a=9900)
-    desk.offer("a", rows=9, levels=(10, 10), base=900)
+    desk.reclaimable("a", rows=9, levels=(10, 10), base=900)
     assert StartLevel("a", 1) in desk.said
 
     desk.wait(11)
     assert StartLevel("a", 2) in desk.said
-    desk.offer("a", rows=9, levels=(10, 10), base=900, spare=1100)  # below the high mark only
+    desk.reclaimable("a", rows=9, levels=(10, 10), base=900, spare=1100)  # below the high mark only
     assert StartLevel("a", 0) not in desk.said + desk.wait(30)
-    desk.offer("a", rows=9, levels=(10, 10), base=900, spare=3000)
+    desk.reclaimable("a", rows=9, levels=(10, 10), base=900, spare=3000)
     assert StartLevel("a", 0) not in desk.said + desk.wait(9)
     assert StartLevel("a", 0) in desk.wait(3)
 
@@ -373,7 +373,7 @@ def test_new_rows_start_lower_while_memory_is_tight_and_at_the_top_again():
 def test_growth_is_foreseen():
     desk = Desk(a=5000)
     for total in range(5000, 9000, 200):
-        desk.offer("a", rows=2, levels=(10,), base=1000)
+        desk.reclaimable("a", rows=2, levels=(10,), base=1000)
         desk.want("a", total)
         desk.now += 2.0
     note = desk.note("tight")
@@ -382,15 +382,15 @@ def test_growth_is_foreseen():
     assert note.numbers["granted_bytes"] < 0.95 * BUDGET
 
 
-@pytest.mark.parametrize(("pressure", "rung"), [("warning", "prefixes"), ("critical", "park")])
-def test_the_system_s_pressure_is_answered(pressure, rung):
+@pytest.mark.parametrize(("pressure", "method"), [("warning", "prefixes"), ("critical", "preempt")])
+def test_the_system_s_pressure_is_answered(pressure, method):
     desk = Desk(a=5000)
-    offered = {"prefixes": 100} if rung == "prefixes" else {"park": 600}
-    desk.offer("a", rows=1, base=2000, **offered)
+    offered = {"prefixes": 100} if method == "prefixes" else {"preempt": 600}
+    desk.reclaimable("a", rows=1, base=2000, **offered)
 
     said = desk.tell(Measured({"a": 5000}, pressure))
 
-    assert [it.rung for it in only(said, Reclaim)] == [rung]
+    assert [it.method for it in only(said, Reclaim)] == [method]
     assert not only(desk.tell(Measured({"a": 5000}, pressure), 1), Reclaim), "one at a time"
 
 
@@ -405,11 +405,11 @@ def test_what_is_taken_beyond_a_grant_is_nobody_else_s():
 
 def test_a_lowered_budget_is_worked_off_and_nobody_grows_meanwhile():
     desk = Desk(a=5000, b=4000)
-    desk.offer("a", rows=1, levels=(1000,), park=500, base=2000)
-    desk.offer("b", base=4000)
+    desk.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
+    desk.reclaimable("b", base=4000)
 
     (level,) = only(desk.tell(BudgetIs(6000)), Reclaim)
-    assert level.rung == "level"
+    assert level.method == "precision"
     said = desk.gives(level, 1000)
     assert only(said + desk.wait(1), Evict) == [Evict("b")]
     assert not only(desk.want("a", 4100), Answer)[0].granted
@@ -420,11 +420,11 @@ def test_a_lowered_budget_is_worked_off_and_nobody_grows_meanwhile():
 MODELS = ["a", "b", "c"]
 sizes = st.integers(-10, 12_000)
 offers = st.builds(
-    Offer,
+    Reclaimable,
     spare=st.integers(0, 900),
     prefixes=st.integers(0, 900),
     levels=st.lists(st.integers(0, 900), max_size=2).map(tuple),
-    park=st.integers(0, 2000),
+    preempt=st.integers(0, 2000),
     rows=st.integers(0, 2),
     waiting=st.integers(0, 2),
     base=st.integers(0, 4000),
@@ -460,20 +460,20 @@ events = (
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.3, 12.0, 35.0])), max_size=50))
 def test_whatever_happens_grants_stay_in_the_budget_and_it_replays(history):
-    ladder = Ladder(Governor(BUDGET))
-    journal: Journal[words.Event, words.Command] = Journal(ladder, segment=16)
+    schemes = Ladder(Governor(BUDGET))
+    journal: Journal[words.Event, words.Command] = Journal(schemes, segment=16)
     now = 0.0
     ceiling = BUDGET
     for event, after in history:
         now += after
-        before = ladder.ledger.granted_bytes
+        before = schemes.ledger.granted_bytes
         journal.handle(event, now)
-        ladder.check()
+        schemes.check()
 
-        granted, budget = ladder.ledger.granted_bytes, ladder.ledger.budget_bytes
+        granted, budget = schemes.ledger.granted_bytes, schemes.ledger.budget_bytes
         assert granted <= max(budget, before, 0)
         assert granted <= max(budget, ceiling)
         ceiling = granted
     again = replay(journal.dump(), Ladder, words.Event)
 
-    assert ladder == again
+    assert schemes == again

@@ -124,7 +124,7 @@ class Debt(msgspec.Struct, frozen=True):
     since: float
 
 
-class Turns(msgspec.Struct):
+class TimeSlices(msgspec.Struct):
     """The ring of those who want to compute."""
 
     slice_s: float = SLICE_S

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.scheduling.line import Line
+from kvd.worker.scheduling.queue import Line
 from kvd.worker.scheduling.row import Row
 
 AGE = 100

@@ -34,9 +34,9 @@ MODELS = {
     "deepseek_v41": "mlx-lm's own caches",
 }
 SETTINGS = {
-    "plain": CacheSettings(ladder=(Scheme(8, 4), Scheme(4, 4)), scratch=1 << 26),
-    "dense at first": CacheSettings(ladder=(Scheme(4, 4),), quantized_start=200, scratch=1 << 26),
-    "bounded": CacheSettings(ladder=(Scheme(4, 4),), max_size=200, keep=70, scratch=1 << 26),
+    "plain": CacheSettings(schemes=(Scheme(8, 4), Scheme(4, 4)), scratch=1 << 26),
+    "dense at first": CacheSettings(schemes=(Scheme(4, 4),), quantized_start=200, scratch=1 << 26),
+    "bounded": CacheSettings(schemes=(Scheme(4, 4),), max_size=200, keep=70, scratch=1 << 26),
 }
 
 
@@ -96,7 +96,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     if decoded:
         decode(runner, [row], ids(decoded, 2))
     cache.flush()
-    frozen = cache.freeze(row)
+    snapshot = cache.snapshot(row)
     cache.check()
     chunk, more = ids(100, 3), ids(34, 4)  # a page is sealed on the way
     prefill(runner, row, chunk)
@@ -104,7 +104,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     cache.free(row)
     cache.free(below)  # so that compacting moves what is frozen
     disturb(runner)
-    twins = [cache.thaw(frozen) for _ in range(2)]
+    twins = [cache.restore(snapshot) for _ in range(2)]
     for twin in twins:
         prefill(runner, twin, chunk)
     if together(runner):
@@ -116,14 +116,14 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     for twin in twins:
         cache.free(twin)
     cache.check()
-    assert cache.frozen_bytes == frozen.nbytes > 0
-    assert cache.freed_bytes([frozen]) == cache.held_bytes([frozen])
-    assert cache.frozen_charge == cache.charge_of(frozen) >= cache.held_bytes([frozen])
-    cache.drop(frozen)
+    assert cache.snapshot_bytes == snapshot.nbytes > 0
+    assert cache.freed_bytes([snapshot]) == cache.held_bytes([snapshot])
+    assert cache.snapshot_charge == cache.charge_of(snapshot) >= cache.held_bytes([snapshot])
+    cache.drop(snapshot)
     cache.shrink()
-    assert cache.nbytes == cache.frozen_charge == 0
+    assert cache.nbytes == cache.snapshot_charge == 0
     with pytest.raises(ValueError, match="dropped"):
-        cache.thaw(frozen)
+        cache.restore(snapshot)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -167,12 +167,12 @@ def test_who_leaves_the_dense_start_takes_nobody_along() -> None:
     cache = shared.cache
     first = cache.new_row()
     prefill(shared, first, ids(128))
-    frozen = cache.freeze(first)
-    late = cache.thaw(frozen)
+    snapshot = cache.snapshot(first)
+    late = cache.restore(snapshot)
     prefill(shared, first, ids(128, 3))  # long enough to be quantized
     assert {page.level for page in first.rows[0].pages} == {1}
-    assert {page.level for page in [*late.rows[0].pages, *frozen.rows[0].pages]} == {0}
-    assert cache.unlowered(frozen)
+    assert {page.level for page in [*late.rows[0].pages, *snapshot.rows[0].pages]} == {0}
+    assert cache.unlowered(snapshot)
     (got,) = decode(shared, [late], ids(20, 2))
 
     np.testing.assert_array_equal(got, want)
@@ -185,18 +185,18 @@ def test_a_step_down_takes_frozen_rows_along() -> None:
     runner = Runner(model, cache)
     row = cache.new_row()
     prefill(runner, row, ids(256))
-    frozen, before = cache.freeze(row), cache.used_bytes
+    snapshot, before = cache.snapshot(row), cache.used_bytes
     lowering = Lowering(cache, [row], 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
     cache.check()
 
     assert cache.used_bytes < before
-    assert not cache.unlowered(frozen)
-    assert [one.pages for one in frozen.rows] == [one.pages for one in row.rows]
+    assert not cache.unlowered(snapshot)
+    assert [one.pages for one in snapshot.rows] == [one.pages for one in row.rows]
     cache.free(row)
     assert cache.used_bytes > 0
-    cache.drop(frozen)
+    cache.drop(snapshot)
     assert cache.used_bytes == 0
 
 
@@ -206,12 +206,12 @@ def test_a_parked_sequence_can_be_stepped_down() -> None:
     runner = Runner(model, cache)
     row = cache.new_row()
     prefill(runner, row, ids(256))
-    frozen = cache.freeze(row)
+    snapshot = cache.snapshot(row)
     cache.free(row)
-    lowering = Lowering(cache, [frozen], 1)
+    lowering = Lowering(cache, [snapshot], 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
-    again = cache.thaw(frozen)
+    again = cache.restore(snapshot)
 
     assert {page.level for page in again.rows[0].pages} == {again.rows[0].level} == {1}
     assert np.isfinite(decode(runner, [again], [1])[0]).all()
@@ -221,15 +221,15 @@ def test_a_parked_sequence_can_be_stepped_down() -> None:
 def test_only_what_lives_in_a_tail_is_copied() -> None:
     bench = Bench(layers=2)
     row = bench.new(200).row
-    frozen = bench.store.freeze(row)
+    snapshot = bench.store.snapshot(row)
     per_token = sum(layer.geometry.dense_bytes(1) for layer in bench.store.layers)
 
-    assert frozen.nbytes == (200 - 128) * per_token
-    assert [keys.shape for keys, _ in frozen.tails] == [(2, 72, 64)] * 2
+    assert snapshot.nbytes == (200 - 128) * per_token
+    assert [keys.shape for keys, _ in snapshot.tails] == [(2, 72, 64)] * 2
     assert bench.store.idle_charge == 0
     bench.free(bench.rows[0])
     assert bench.store.idle_charge == 2 * bench.store.charge()
-    bench.store.drop(frozen)
+    bench.store.drop(snapshot)
     assert bench.store.idle_charge == bench.store.used_bytes == 0
 
 
@@ -238,22 +238,22 @@ def test_what_was_written_early_is_not_frozen() -> None:
     row = bench.new(100)
     bench.drain()
     assert row.row.early
-    frozen = bench.store.freeze(row.row)
+    snapshot = bench.store.snapshot(row.row)
 
-    assert frozen.held == []
-    assert frozen.tail_length == 100
+    assert snapshot.held == []
+    assert snapshot.tail_length == 100
     bench.store.check()
 
 
 def test_a_frozen_row_is_dropped_once() -> None:
     bench = Bench(layers=1)
-    frozen = bench.store.freeze(bench.new(70).row)
-    bench.store.drop(frozen)
+    snapshot = bench.store.snapshot(bench.new(70).row)
+    bench.store.drop(snapshot)
 
     with pytest.raises(ValueError, match="already"):
-        bench.store.drop(frozen)
+        bench.store.drop(snapshot)
     with pytest.raises(ValueError, match="was dropped"):
-        bench.store.thaw(frozen)
+        bench.store.restore(snapshot)
 
 
 def test_where_memory_is_short_nothing_is_kept_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,13 +270,13 @@ def test_where_memory_is_short_nothing_is_kept_in_part(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(last, "copy_tail", fail)
         with pytest.raises(MemoryError):
-            cache.freeze(row)
+            cache.snapshot(row)
     cache.check()
-    assert not any(store.frozen for store in cache.stores)
-    frozen = cache.freeze(row)
+    assert not any(store.snapshots for store in cache.stores)
+    snapshot = cache.snapshot(row)
     with monkeypatch.context() as patch:
         patch.setattr(last, "fill_tail", fail)
         with pytest.raises(MemoryError):
-            cache.thaw(frozen)
+            cache.restore(snapshot)
     cache.check()
     assert [len(store.rows) for store in cache.stores] == [1] * len(cache.stores)

@@ -45,7 +45,7 @@ class Spoke(_Moment, frozen=True):
     """So long after the completion's last ones."""
 
 
-class Parked(_Moment, frozen=True):
+class Paused(_Moment, frozen=True):
     """It rests, and goes on by itself."""
 
     reason: Literal["restart", "memory"]
@@ -95,7 +95,7 @@ Moment = (
     | Taken
     | Begun
     | Spoke
-    | Parked
+    | Paused
     | Resumed
     | Finished
     | Failed

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.catalogue import Known
-from actors.machines.turns import (
+from actors.machines.time_slices import (
     GRACE_S,
     SLICE_S,
     Event,
@@ -19,7 +19,7 @@ from actors.machines.turns import (
     Gone,
     Over,
     Tick,
-    Turns,
+    TimeSlices,
     Wanted,
     Weighed,
 )
@@ -27,19 +27,19 @@ from actors.runtime.journal import Journal, replay
 from kvd.worker.process.gate import Gate
 from protocol import messages
 from protocol.policy import ModelPolicy
-from protocol.worker import Turn, TurnOver, TurnWanted
+from protocol.worker import TimeSlice, TimeSliceOver, TimeSliceWanted
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
 
-def feed(ring: Turns, now: float, *events: Event) -> list[Give]:
+def feed(ring: TimeSlices, now: float, *events: Event) -> list[Give]:
     gives = [give for event in events for give in ring.handle(event, now)]
     ring.check()
     return gives
 
 
 def test_who_is_alone_computes_without_end():
-    ring = Turns()
+    ring = TimeSlices()
 
     assert feed(ring, 0.0, Wanted("a")) == [Give("a", 1, None)]
     assert ring.deadline is None
@@ -47,7 +47,7 @@ def test_who_is_alone_computes_without_end():
 
 
 def test_the_second_waits_until_the_first_has_had_a_slice():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"))
 
     assert feed(ring, 5.0, Wanted("b")) == [Give("b", 2, 0.0), Give("a", 3, SLICE_S)]
@@ -56,7 +56,7 @@ def test_the_second_waits_until_the_first_has_had_a_slice():
 
 
 def test_the_last_one_left_is_alone_again():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"))
 
     assert feed(ring, 1.0, Over("b", 2, 0.0, more=False)) == [Give("a", 4, None)]
@@ -64,17 +64,17 @@ def test_the_last_one_left_is_alone_again():
 
 
 def test_who_overran_waits_for_as_long_as_that_takes_the_other():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"))
-    turns = feed(ring, 0.5, Over("a", 3, SLICE_S + 0.2, more=True))
-    while turns[-1].model == "b":
-        turns += feed(ring, 1.0, Over("b", turns[-1].seq, SLICE_S, more=True))
+    time_slices = feed(ring, 0.5, Over("a", 3, SLICE_S + 0.2, more=True))
+    while time_slices[-1].model == "b":
+        time_slices += feed(ring, 1.0, Over("b", time_slices[-1].seq, SLICE_S, more=True))
 
-    assert len(turns) - 1 == 1 + 0.2 / SLICE_S
+    assert len(time_slices) - 1 == 1 + 0.2 / SLICE_S
 
 
 def test_a_debt_is_paid_by_time_without_work_and_never_grows_beyond_its_bound():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("a", 3, 3600.0, more=False))
 
     assert ring.debts["a"].seconds < 6
@@ -83,7 +83,7 @@ def test_a_debt_is_paid_by_time_without_work_and_never_grows_beyond_its_bound():
 
 
 def test_a_silent_holder_loses_its_turn_and_gets_another_when_it_speaks():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"))
 
     assert feed(ring, SLICE_S + GRACE_S - 0.01, Tick()) == []
@@ -93,7 +93,7 @@ def test_a_silent_holder_loses_its_turn_and_gets_another_when_it_speaks():
 
 
 def test_an_old_word_does_not_end_a_newer_turn():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("b", 2, 0.0, more=False))  # a: 3, then free: 4
 
     assert feed(ring, 1.0, Over("a", 3, SLICE_S, more=True)) == []
@@ -102,7 +102,7 @@ def test_an_old_word_does_not_end_a_newer_turn():
 
 
 def test_short_steps_need_no_turns_once_they_are_known_to_be_short():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"))  # a: 3
 
     assert feed(ring, 0.05, Over("a", 3, SLICE_S, more=True, step_s=0.03)) == [
@@ -116,7 +116,7 @@ def test_short_steps_need_no_turns_once_they_are_known_to_be_short():
 
 
 def test_who_waits_for_the_last_step_of_another_has_so_much_more_time():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a"), Wanted("b"))
 
     assert feed(ring, 0.05, Over("a", 3, SLICE_S, more=True, left_s=0.004)) == [
@@ -126,7 +126,7 @@ def test_who_waits_for_the_last_step_of_another_has_so_much_more_time():
 
 
 def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.02))
     assert [member.free for member in ring.members.values()] == [True, True]
 
@@ -145,22 +145,24 @@ def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
 
 
 def test_who_overran_is_not_forgiven_because_its_next_steps_are_short():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.3))  # a: 3
     feed(ring, 0.1, Over("a", 3, SLICE_S, more=True, step_s=0.01))  # b: 4
-    turns = feed(ring, 0.4, Over("b", 4, 0.3, more=True, step_s=0.3))
+    time_slices = feed(ring, 0.4, Over("b", 4, 0.3, more=True, step_s=0.3))
     assert feed(ring, 0.4, Wanted("b", step_s=0.01)) == []
 
-    while turns[-1].model == "a":
-        turns += feed(ring, 1.0, Over("a", turns[-1].seq, SLICE_S, more=True, step_s=0.01))
-    assert len(turns) - 1 == round(0.3 / SLICE_S)
-    seq = turns[-1].seq
+    while time_slices[-1].model == "a":
+        time_slices += feed(
+            ring, 1.0, Over("a", time_slices[-1].seq, SLICE_S, more=True, step_s=0.01)
+        )
+    assert len(time_slices) - 1 == round(0.3 / SLICE_S)
+    seq = time_slices[-1].seq
     gives = feed(ring, 1.0, Over("b", seq, SLICE_S, more=True, step_s=0.01))
     assert gives == [Give("a", seq + 1, None), Give("b", seq + 2, None)]
 
 
 def test_who_has_another_weight_takes_turns_however_short_its_steps_are():
-    ring = Turns()
+    ring = TimeSlices()
 
     assert feed(ring, 0.0, Wanted("a", 1.0, 0.001), Wanted("b", 2.0, 0.001)) == [
         Give("a", 1, None),
@@ -184,7 +186,7 @@ spoken = st.one_of(
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 2), spoken), max_size=80))
 def test_whatever_workers_say_somebody_computes_and_the_story_replays(history):
-    ring = Turns()
+    ring = TimeSlices()
     journal: Journal[Event, Give] = Journal(ring, segment=16)
     now, told = 0.0, 0
     for passed, event in history:
@@ -194,14 +196,14 @@ def test_whatever_workers_say_somebody_computes_and_the_story_replays(history):
             told = give.seq
         ring.check()
 
-    assert replay(journal.dump(), Turns, Event) == ring
+    assert replay(journal.dump(), TimeSlices, Event) == ring
 
 
 class Machine:
     """The daemon's side between simulated workers, and the accelerator that they share."""
 
     def __init__(self) -> None:
-        self.ring = Turns()
+        self.ring = TimeSlices()
         self.accelerator = asyncio.Lock()  # whoever comes first is served first
         self.workers: dict[str, Computer] = {}
         self._alarm: asyncio.TimerHandle | None = None
@@ -209,7 +211,7 @@ class Machine:
     def hear(self, event: Event) -> None:
         loop = asyncio.get_running_loop()
         for give in self.ring.handle(event, loop.time()):
-            turn = Turn(seq=give.seq, slice_s=give.slice_s)
+            turn = TimeSlice(seq=give.seq, slice_s=give.slice_s)
             loop.call_later(HOP_S, self.workers[give.model].take, turn)
         self.ring.check()
         if self._alarm is not None:
@@ -237,7 +239,7 @@ class Computer:
         self._woken = asyncio.Event()
         machine.workers[name] = self
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: TimeSlice) -> None:
         if self.alive:
             self._say(self._gate.take(turn, asyncio.get_running_loop().time()))
             self._woken.set()
@@ -276,14 +278,14 @@ class Computer:
     def seconds(self, start: float, end: float) -> float:
         return sum(b - a for a, b in self.steps if a >= start and b <= end)
 
-    def _say(self, report: TurnOver | TurnWanted | None) -> None:
+    def _say(self, report: TimeSliceOver | TimeSliceWanted | None) -> None:
         event: Event
         match report:
             case None:
                 return
-            case TurnWanted():
+            case TimeSliceWanted():
                 event = Wanted(self._name, self._weight, report.step_s)
-            case TurnOver():
+            case TimeSliceOver():
                 event = Over(
                     *(self._name, report.seq, report.used_s, report.more),
                     *(report.step_s, report.left_s),
@@ -458,15 +460,15 @@ async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
 async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
-        first.say(TurnWanted())
-        second.say(TurnWanted())
+        first.say(TimeSliceWanted())
+        second.say(TimeSliceWanted())
         await asyncio.sleep(0.1)
-        turns = defaultdict(list)
+        time_slices = defaultdict(list)
         for process in (first, second):
-            turns[process] = [c for c in process.commands if isinstance(c, Turn)]
+            time_slices[process] = [c for c in process.commands if isinstance(c, TimeSlice)]
 
-        assert [turn.slice_s for turn in turns[first]] == [None, SLICE_S]
-        assert [turn.slice_s for turn in turns[second]] == [0.0]
+        assert [turn.slice_s for turn in time_slices[first]] == [None, SLICE_S]
+        assert [turn.slice_s for turn in time_slices[second]] == [0.0]
         first.die(-9)
         await asyncio.sleep(0.1)
         assert second.commands[-1].slice_s is None
@@ -479,7 +481,7 @@ async def test_a_models_weight_is_that_of_its_policy():
     async with world(load=("b",), known=known) as it:
         await it.client().ask(messages.Load, model="a", policy=known["a"].policy)
         for name in "ab":
-            it.spawn.last(name).say(TurnWanted())
+            it.spawn.last(name).say(TimeSliceWanted())
         await asyncio.sleep(0.1)
 
         assert it.spawn.last("a").commands[-1].slice_s == pytest.approx(3 * SLICE_S)
@@ -490,18 +492,18 @@ async def test_another_weight_holds_from_the_next_turn_of_a_running_process():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
         for process in (first, second):
-            process.say(TurnWanted())
+            process.say(TimeSliceWanted())
         await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
         await asyncio.sleep(0.1)
         turn = first.commands[-1]
-        first.say(TurnOver(seq=turn.seq, used_s=SLICE_S, more=True))
+        first.say(TimeSliceOver(seq=turn.seq, used_s=SLICE_S, more=True))
         await asyncio.sleep(0.1)
 
         assert second.commands[-1].slice_s == pytest.approx(3 * SLICE_S)
 
 
 def test_who_gets_another_weight_takes_turns_again():
-    ring = Turns()
+    ring = TimeSlices()
     feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.01))
 
     assert feed(ring, 1.0, Weighed("a", 2.0)) == [Give("b", 3, 0.0), Give("a", 4, 2 * SLICE_S)]
@@ -513,7 +515,7 @@ def test_who_gets_another_weight_takes_turns_again():
 async def test_a_process_that_never_ends_its_turn_loses_it():
     async with world(load=("a", "b")) as it:
         for name in "ab":
-            it.spawn.last(name).say(TurnWanted())
+            it.spawn.last(name).say(TimeSliceWanted())
         await asyncio.sleep(GRACE_S + SLICE_S + 0.1)
 
         assert it.spawn.last("b").commands[-1].slice_s is None

@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from actors.machines.tenants import Tenant
-    from protocol.worker import Rung
+    from protocol.worker import ReclaimMethod
 
-Name = Literal["spare", "prefixes", "expired", "level", "idle", "park", "stalled"]
-RUNGS: tuple[Name, ...] = ("spare", "prefixes", "expired", "level", "idle", "park")
-FREE: tuple[Name, ...] = RUNGS[:3]
+Name = Literal["spare", "prefixes", "expired", "precision", "idle", "preempt", "stalled"]
+RECLAIM_ORDER: tuple[Name, ...] = ("spare", "prefixes", "expired", "precision", "idle", "preempt")
+FREE: tuple[Name, ...] = RECLAIM_ORDER[:3]
 """Those that cost neither quality nor a model that is in use."""
-ALL_BUT_PARK: tuple[Name, ...] = RUNGS[:5]
-LAST: tuple[Name, ...] = (*RUNGS, "stalled")
+ALL_BUT_PARK: tuple[Name, ...] = RECLAIM_ORDER[:5]
+LAST: tuple[Name, ...] = (*RECLAIM_ORDER, "stalled")
 """For a wish that is the first, and has waited for a turn: models that wait for each other."""
 
 
 class Step(msgspec.Struct, frozen=True):
     """One thing that could be done."""
 
-    rung: Name
+    method: Name
     model: str
     nbytes: int
     """What it would free."""
@@ -54,8 +54,8 @@ class Need(msgspec.Struct, frozen=True):
 
     nbytes: int
     reason: str
-    reach: tuple[Name, ...] = RUNGS
-    wisher: str | None = None
+    reach: tuple[Name, ...] = RECLAIM_ORDER
+    requester: str | None = None
     priority: int = 0
     """Of the wisher, and what it has waited is added to it."""
     total_bytes: int = 0
@@ -92,34 +92,36 @@ class Scene(msgspec.Struct, frozen=True):
 
     def is_behind(self, name: str, need: Need) -> bool:
         """Return whether a model waits for memory, and its turn comes after this wish."""
-        if need.wisher is None or name not in self.wishes:
+        if need.requester is None or name not in self.wishes:
             return False
-        return (self.wishes[name], name) > (need.since, need.wisher)
+        return (self.wishes[name], name) > (need.since, need.requester)
 
     def others(self, need: Need) -> Iterator[Tenant]:
         """Yield who is served and may give."""
         for name, tenant in self.tenants.items():
-            if name != need.wisher and tenant.state == "ready":
+            if name != need.requester and tenant.state == "ready":
                 yield tenant
 
 
-def steps(rung: Name, need: Need, scene: Scene) -> list[Step]:
+def steps(method: Name, need: Need, scene: Scene) -> list[Step]:
     """Return what this rung has, the first to pay first; also of those who are busy giving."""
-    match rung:
+    match method:
         case "spare":
-            found = [_step(rung, it, it.offer.spare) for it in scene.others(need)]
+            found = [_step(method, it, it.reclaimable.spare) for it in scene.others(need)]
         case "prefixes":
-            found = [_step(rung, it, it.offer.prefixes) for it in scene.others(need)]
+            found = [_step(method, it, it.reclaimable.prefixes) for it in scene.others(need)]
         case "expired":
-            return _evictions(rung, [it for it in scene.others(need) if _expired(it, scene)], scene)
-        case "level":
+            return _evictions(
+                method, [it for it in scene.others(need) if _expired(it, scene)], scene
+            )
+        case "precision":
             return _levels(scene)
         case "idle":
             idle = [it for it in scene.others(need) if it.is_evictable(scene.now)]
-            return _evictions(rung, [*idle, *_stuck(need, scene)], scene)
+            return _evictions(method, [*idle, *_stuck(need, scene)], scene)
         case "stalled":
-            return _evictions(rung, _stalled(need, scene), scene)
-        case "park":
+            return _evictions(method, _stalled(need, scene), scene)
+        case "preempt":
             found = _parks(need, scene)
             found.sort(key=lambda it: (_priority(it, scene), -scene.granted(it.model)))
             return [it for it in found if it.nbytes >= scene.least]
@@ -131,24 +133,24 @@ def within_reach(need: Need, scene: Scene) -> int:
     """Return what all rungs together could free for this, nothing counted twice."""
     gone = {it.model: it.nbytes for it in steps("idle", need, scene)}
     freed = sum(gone.values())
-    may_park = {it.model: it.nbytes for it in steps("park", need, scene)}
+    may_park = {it.model: it.nbytes for it in steps("preempt", need, scene)}
     for name, tenant in scene.tenants.items():
         if name in gone or tenant.state != "ready":
             continue
-        offer = tenant.offer
-        freed += sum(offer.levels)
-        if name != need.wisher:
-            freed += offer.spare + offer.prefixes + may_park.get(name, 0)
+        reclaimable = tenant.reclaimable
+        freed += sum(reclaimable.levels)
+        if name != need.requester:
+            freed += reclaimable.spare + reclaimable.prefixes + may_park.get(name, 0)
     return freed
 
 
-def reclaimed_by(rung: Name) -> Rung | None:
+def reclaimed_by(method: Name) -> ReclaimMethod | None:
     """Return the worker's word for a rung; None: the whole model goes."""
-    return None if rung in {"expired", "idle", "stalled"} else rung  # type: ignore[return-value]
+    return None if method in {"expired", "idle", "stalled"} else method  # type: ignore[return-value]
 
 
-def _step(rung: Name, tenant: Tenant, nbytes: int, level: int = 0) -> Step:
-    return Step(rung, tenant.name, nbytes, level)
+def _step(method: Name, tenant: Tenant, nbytes: int, level: int = 0) -> Step:
+    return Step(method, tenant.name, nbytes, level)
 
 
 def _priority(step: Step, scene: Scene) -> int:
@@ -159,9 +161,9 @@ def _expired(tenant: Tenant, scene: Scene) -> bool:
     return tenant.is_expired(scene.now)
 
 
-def _evictions(rung: Name, idle: list[Tenant], scene: Scene) -> list[Step]:
+def _evictions(method: Name, idle: list[Tenant], scene: Scene) -> list[Step]:
     idle.sort(key=lambda it: it.worth(scene.granted(it.name), scene.now))
-    return [_step(rung, it, scene.granted(it.name)) for it in idle]
+    return [_step(method, it, scene.granted(it.name)) for it in idle]
 
 
 def _stuck(need: Need, scene: Scene) -> list[Tenant]:
@@ -173,7 +175,7 @@ def _stuck(need: Need, scene: Scene) -> list[Tenant]:
         it
         for name, it in scene.tenants.items()
         if it.state == "loading"
-        and name != need.wisher
+        and name != need.requester
         and scene.granted(name)
         and scene.is_behind(name, need)
     ]
@@ -185,8 +187,8 @@ def _stalled(need: Need, scene: Scene) -> list[Tenant]:
         it
         for it in scene.others(need)
         if not it.policy.pinned
-        and not it.offer.rows
-        and it.offer.waiting
+        and not it.reclaimable.rows
+        and it.reclaimable.waiting
         and scene.is_behind(it.name, need)
     ]
 
@@ -197,9 +199,9 @@ def _levels(scene: Scene) -> list[Step]:
     for tenant in scene.tenants.values():
         if tenant.state != "ready" or tenant.is_idle:
             continue
-        for level, nbytes in enumerate(tenant.offer.levels, 1):
+        for level, nbytes in enumerate(tenant.reclaimable.levels, 1):
             if nbytes >= scene.least:
-                found.append(_step("level", tenant, nbytes, level))
+                found.append(_step("precision", tenant, nbytes, level))
                 break
     top = min((it.level for it in found), default=0)
     found = [it for it in found if it.level == top]
@@ -214,10 +216,10 @@ def _parks(need: Need, scene: Scene) -> list[Step]:
     share = scene.fair_share
     found = []
     for tenant in scene.others(need):
-        park = tenant.offer.park
-        if need.wisher is not None and tenant.policy.priority >= need.priority:
+        preempt = tenant.reclaimable.preempt
+        if need.requester is not None and tenant.policy.priority >= need.priority:
             above = scene.granted(tenant.name) - share
             is_fair = tenant.policy.priority == need.priority and need.total_bytes <= share
-            park = min(park, above) if is_fair else 0
-        found.append(_step("park", tenant, park))
+            preempt = min(preempt, above) if is_fair else 0
+        found.append(_step("preempt", tenant, preempt))
     return found

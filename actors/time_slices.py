@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
-from actors.machines import turns as machine
+from actors.machines import time_slices as machine
 from actors.runtime.actor import Actor
 from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
-from protocol.worker import Turn
+from protocol.worker import TimeSlice
 
 if TYPE_CHECKING:
-    from actors.mail import TurnsMail, WorkerMail
+    from actors.mail import TimeSlicesMail, WorkerMail
     from actors.runtime.actor import Ref
-    from protocol.worker import TurnOver
+    from protocol.worker import TimeSliceOver
 
 
 @dataclass
 class Ring:
     """What outlives a restart of the actor."""
 
-    machine: machine.Turns = field(default_factory=machine.Turns)
+    machine: machine.TimeSlices = field(default_factory=machine.TimeSlices)
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
     """Who asked last for each model, and in which life of its process."""
 
@@ -31,7 +31,7 @@ class Ring:
         self.journal: Journal[machine.Event, machine.Command] = Journal(self.machine)
 
 
-class Turns(Actor["TurnsMail"]):
+class TimeSlices(Actor["TimeSlicesMail"]):
     """Lets the workers compute one after the other."""
 
     turn = 64  # each message is a moment in which the accelerator may wait
@@ -39,7 +39,7 @@ class Turns(Actor["TurnsMail"]):
     def __init__(self, ring: Ring) -> None:
         ring.machine.check()
         self._ring = ring
-        self._alarm = Alarm(lambda: self.ref.tell(mail.TurnsRang(), beyond_limit=True))
+        self._alarm = Alarm(lambda: self.ref.tell(mail.TimeSlicesRang(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Watch a turn that was given before a restart."""
@@ -49,20 +49,20 @@ class Turns(Actor["TurnsMail"]):
         """Ring no more."""
         self._alarm.cancel()
 
-    def receive(self, message: TurnsMail) -> None:
+    def receive(self, message: TimeSlicesMail) -> None:
         """Handle a message."""
         match message:
-            case mail.TurnAsked(model=model):
+            case mail.TimeSliceAsked(model=model):
                 self._ring.workers[model] = (message.worker, message.life)
                 self._do(machine.Wanted(model, message.weight, message.step_s))
-            case mail.TurnEnded(model=model, over=over):
+            case mail.TimeSliceEnded(model=model, over=over):
                 self._do(_over(model, over))
-            case mail.TurnsWeighed(model=model, weight=weight):
+            case mail.TimeSlicesWeighed(model=model, weight=weight):
                 self._do(machine.Weighed(model, weight))
-            case mail.TurnsLost(model=model):
+            case mail.TimeSlicesLost(model=model):
                 self._ring.workers.pop(model, None)
                 self._do(machine.Gone(model))
-            case mail.TurnsRang():
+            case mail.TimeSlicesRang():
                 self._do(machine.Tick())
             case _:
                 assert_never(message)
@@ -75,9 +75,9 @@ class Turns(Actor["TurnsMail"]):
         now = asyncio.get_running_loop().time()
         for give in self._ring.journal.handle(event, now):
             worker, life = self._ring.workers[give.model]
-            worker.tell(mail.TurnGiven(Turn(seq=give.seq, slice_s=give.slice_s), life))
+            worker.tell(mail.TimeSliceGiven(TimeSlice(seq=give.seq, slice_s=give.slice_s), life))
         self._alarm.set(self._ring.machine.deadline)
 
 
-def _over(model: str, over: TurnOver) -> machine.Over:
+def _over(model: str, over: TimeSliceOver) -> machine.Over:
     return machine.Over(model, over.seq, over.used_s, over.more, over.step_s, over.left_s)

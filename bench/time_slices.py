@@ -1,6 +1,6 @@
 r"""Two models at once: what one's prompts leave of the other's decoding, with turns and without.
 
-    python -m bench.turns [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] [--rounds 3] \
+    python -m bench.time_slices [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] [--rounds 3] \
         [--weight 1] [--json FILE]
 
 A daemon of its own for each setting, with the model loaded twice. One of them decodes all the time;
@@ -44,7 +44,7 @@ _seeds = count(1)
 async def copies(turns: str, options: argparse.Namespace) -> AsyncIterator[AsyncClient]:
     """Run a daemon with two copies of the model, ``a`` and ``b``."""
     policies = {"a": ModelPolicy(), "b": ModelPolicy(weight=options.weight)}
-    async with daemon(f'turns = "{turns}"\n') as client:
+    async with daemon(f'time_slices = "{turns}"\n') as client:
         loads = [
             await client.load(options.model, alias=name, policy=policy)
             for name, policy in policies.items()
@@ -155,7 +155,7 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
         turns: {beside: _median(runs, turns, beside) for beside in BESIDE} for turns in SETTINGS
     }
     return {
-        "command": shlex.join(["python", "-m", "bench.turns", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "bench.time_slices", *sys.argv[1:]]),
         "device": device,
         "medians": medians,
         "runs": runs,
@@ -186,7 +186,7 @@ def _median(runs: list[dict[str, Any]], turns: str, beside: str) -> dict[str, fl
 def main(arguments: list[str] | None = None) -> None:
     """Parse, measure, print and write."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.turns",
+        prog="python -m bench.time_slices",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -41,13 +41,13 @@ def prefer(driver: Driver, where: str) -> None:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
     folder = tmp_path_factory.mktemp("parked")
-    return Driver("demo", parked_folder=str(folder), parked_bytes=1 << 30)
+    return Driver("demo", swap_folder=str(folder), swap_bytes=1 << 30)
 
 
 @pytest.fixture
 def driver(loaded: Driver) -> Iterator[Driver]:
     yield loaded
-    folder = loaded.engine._parking._folder
+    folder = loaded.engine._preemption._folder
     for rid in list(loaded.engine._requests):
         loaded.engine.cancel(rid)
     loaded.run(until=lambda: not loaded.engine.has_work)
@@ -82,7 +82,7 @@ def undisturbed(driver: Driver) -> dict[str, Outcome]:
 
 
 def files(driver: Driver) -> list[Path]:
-    return list(driver.engine._parking._folder._path.iterdir())
+    return list(driver.engine._preemption._folder._path.iterdir())
 
 
 @pytest.mark.parametrize("where", ["disk", "recompute"])
@@ -93,12 +93,12 @@ def test_parked_rows_go_on_with_the_same_tokens(driver: Driver, where: str) -> N
     driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 9)
     assert driver.engine._scheduler.prefilling == 1, "the long prompt is half read"
     active = driver.engine._runner.cache.nbytes
-    offer = driver.engine.stats().offer
-    answer = driver.reclaim("park", EVERYTHING)
+    reclaimable = driver.engine.stats().reclaimable
+    answer = driver.reclaim("preempt", EVERYTHING)
 
     assert answer.exhausted
     assert {one[0] for one in driver.parkings.values()} == {where}
-    assert answer.freed_bytes >= offer.park > 0
+    assert answer.freed_bytes >= reclaimable.preempt > 0
     assert driver.engine._runner.cache.nbytes < active / 3
     driver.run()
     assert driver.outcomes == wanted
@@ -112,7 +112,7 @@ def test_what_is_enough_in_memory_stays_there(driver: Driver) -> None:
     driver.submit("a", prompt, WARM, max_tokens=200, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 5)
     unit = driver.engine._admission.budget.page_bytes
-    driver.reclaim("park", unit)
+    driver.reclaim("preempt", unit)
     assert driver.parkings["a"][0] == "memory"
     driver.run()
     assert driver.outcomes["a"] == wanted
@@ -122,14 +122,14 @@ def test_a_row_that_was_parked_makes_tokens_before_it_is_parked_again(driver: Dr
     prefer(driver, "disk")
     driver.submit("a", prompt_of(300, 4), WARM, max_tokens=330, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 20)
-    driver.reclaim("park", EVERYTHING)
+    driver.reclaim("preempt", EVERYTHING)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 270)
-    assert driver.engine.stats().offer.park == 0
-    assert driver.reclaim("park", EVERYTHING).exhausted
+    assert driver.engine.stats().reclaimable.preempt == 0
+    assert driver.reclaim("preempt", EVERYTHING).exhausted
     assert driver.parkings["a"] == ["disk", "resumed"]
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 280)
-    assert driver.engine.stats().offer.park > 0
-    driver.reclaim("park", EVERYTHING)
+    assert driver.engine.stats().reclaimable.preempt > 0
+    driver.reclaim("preempt", EVERYTHING)
     driver.run()
     assert driver.parkings["a"] == ["disk", "resumed"] * 2
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_what_was_written_costs_time_and_no_request(
     driver.submit("a", prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
     driver.others = driver.budget  # so that it cannot come back yet
-    driver.reclaim("park", EVERYTHING)
+    driver.reclaim("preempt", EVERYTHING)
     (path,) = files(driver)
     harm(path)
     driver.others = 0
@@ -179,7 +179,7 @@ def test_a_full_disk_is_no_reason_to_lose_a_request(
     monkeypatch.setattr(swap.Writing, "add", full)
     driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
-    driver.reclaim("park", EVERYTHING)
+    driver.reclaim("preempt", EVERYTHING)
     assert driver.parkings["a"][0] == "recompute"
     driver.run()
     assert driver.outcomes["a"] == wanted
@@ -189,13 +189,13 @@ def test_bounds_of_the_folder_send_rows_to_be_computed_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(driver, "disk")
-    folder = driver.engine._parking._folder
+    folder = driver.engine._preemption._folder
     for bound, value in (("_cap_bytes", 1000), ("_free_bytes", lambda _: swap.SPARE_DISK_BYTES)):
         with monkeypatch.context() as patch:
             patch.setattr(folder, bound, value)
             driver.submit(bound, prompt_of(400, 8), WARM, max_tokens=30, ignore_eos=True)
             driver.run(until=lambda rid=bound: len(driver.outcomes[rid].tokens) > 3)
-            driver.reclaim("park", EVERYTHING)
+            driver.reclaim("preempt", EVERYTHING)
             assert driver.parkings[bound][0] == "recompute"
             driver.run()
             assert len(driver.outcomes[bound].tokens) == 30
@@ -210,7 +210,7 @@ def test_a_request_can_end_while_it_is_written_or_read(
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     driver.submit("b", prompt_of(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
-    parking = driver.engine._parking
+    parking = driver.engine._preemption
     for rid, under_way in (("written", parking._writing), ("read", parking.loading)):
         driver.submit(rid, prompt_of(900, 9), WARM, max_tokens=60, ignore_eos=True)
         driver.run(until=lambda rid=rid: len(driver.outcomes[rid].tokens) > 3)
@@ -229,7 +229,7 @@ def _park_one(driver: Driver):
     rid = driver.engine._scheduler.victims()[0]
     pages, _ = driver.engine._scheduler.footing(rid)
     wanted = pages * driver.engine._admission.budget.page_bytes
-    return Reclaim(seq=1, rung="park", wanted_bytes=wanted)
+    return Reclaim(seq=1, method="preempt", wanted_bytes=wanted)
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "memory", "reclaim"])
@@ -248,8 +248,8 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
     driver.reclaim("prefixes", EVERYTHING)
     unit = driver.engine._admission.budget.page_bytes
     for rid in "abc":
-        driver.engine.park(rid)
-    driver.engine._reclaiming.ask(Reclaim(seq=1, rung="spare", wanted_bytes=EVERYTHING))
+        driver.engine.preempt(rid)
+    driver.engine._reclaiming.ask(Reclaim(seq=1, method="spare", wanted_bytes=EVERYTHING))
     driver.run(until=lambda: not driver.engine._reclaiming.active)
     for rid in "abc":
         driver.engine.unpark(rid)
@@ -258,14 +258,14 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
     assert driver.engine._admission.budget.pages <= kept + 1
     # Two pages more than they keep: not enough for one.
     driver.others = driver.budget - driver.total - 2 * unit
-    driver.run(until=lambda: driver.engine._parking.busy)
+    driver.run(until=lambda: driver.engine._preemption.busy)
     if meanwhile == "cancel":
         driver.engine.cancel("c")
     elif meanwhile == "memory":
         driver.others = 0
         driver.retry()
     elif meanwhile == "reclaim":
-        driver.engine.reclaim(Reclaim(seq=2, rung="park", wanted_bytes=EVERYTHING))
+        driver.engine.reclaim(Reclaim(seq=2, method="preempt", wanted_bytes=EVERYTHING))
     driver.run(until=lambda: all(one.over for one in driver.outcomes.values()))
     if meanwhile == "cancel":
         assert driver.outcomes.pop("c").reason == "cancelled"
@@ -325,8 +325,8 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
         if rng.random() < 0.08:
             prefer(driver, rng.choice(["disk", "recompute"]))
             wanted = rng.choice([1, 10**6, EVERYTHING])
-            rung = rng.choice(["spare", "prefixes", "park", "park"])
-            driver.engine.reclaim(Reclaim(seq=step, rung=rung, wanted_bytes=wanted))
+            method = rng.choice(["spare", "prefixes", "preempt", "preempt"])
+            driver.engine.reclaim(Reclaim(seq=step, method=method, wanted_bytes=wanted))
         if rng.random() < 0.05:  # another model holds the rest, or gives it back
             driver.others = rng.choice([0, driver.budget - driver.total])
         if not driver.engine.has_work:
@@ -381,7 +381,7 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
     for rid, prompt in requests.items():
         driver.submit(rid, prompt, WARM, max_tokens=40, n=2)
     driver.run(until=lambda: len(driver.outcomes["b"].tokens) > 3)
-    driver.engine.reclaim(Reclaim(seq=1, rung="park", wanted_bytes=EVERYTHING))
+    driver.engine.reclaim(Reclaim(seq=1, method="preempt", wanted_bytes=EVERYTHING))
     driver.engine._setbacks.calm = setbacks.CALM_STEPS
     tries = shortage.TRIES + 1
     with memory_runs_out(range(nth, nth + tries).__contains__) as seen:
@@ -416,14 +416,14 @@ def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
     ids=["k4v4", "dense", "window", "dense at first"],
 )
 def test_every_way_of_keeping_keys_comes_back_from_disk(kv: KVSpec, tmp_path: Path) -> None:
-    driver = Driver("demo", kv=kv, parked_folder=str(tmp_path), parked_bytes=1 << 30)
+    driver = Driver("demo", kv=kv, swap_folder=str(tmp_path), swap_bytes=1 << 30)
     prompt = prompt_of(420, 5)
     wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     for where in ("disk", "recompute"):
         prefer(driver, where)
         driver.submit(where, prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
         driver.run(until=lambda rid=where: len(driver.outcomes[rid].tokens) > 9)
-        driver.reclaim("park", EVERYTHING)
+        driver.reclaim("preempt", EVERYTHING)
         driver.run()
         assert driver.parkings[where] == [where, "resumed"]
         assert driver.outcomes.pop(where) == wanted

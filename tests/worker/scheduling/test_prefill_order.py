@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.worker.cache.scheme import full_pages
+from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.row import Chunk, Place, Row
-from kvd.worker.scheduling.turns import Turns
 
 C = 256
 
@@ -31,18 +31,18 @@ def rows_of(*sizes):
     return [row(chr(97 + number), size, number) for number, size in enumerate(sizes)]
 
 
-def run(turns, rows, groups=None):
+def run(prefill_order, rows, groups=None):
     """Run so many groups, or all; return each as (rid, tokens) pairs."""
     ran = []
     while groups is None or len(ran) < groups:
-        group = turns.choose([one for one in rows if one.left])
+        group = prefill_order.choose([one for one in rows if one.left])
         if not group:
             break
         for chunk in group:
             one = next(one for one in rows if one.rid == chunk.rid)
             assert chunk.start == one.prefilled
             one.prefilled = chunk.end
-        turns.ran()
+        prefill_order.ran()
         ran.append([(chunk.rid, chunk.length) for chunk in group])
     return ran
 
@@ -52,7 +52,7 @@ def leads(ran):
 
 
 def turns_of(**changes):
-    return Turns(**({"chunk": C, "budget": C, "group": False} | changes))
+    return PrefillOrder(**({"chunk": C, "budget": C, "group": False} | changes))
 
 
 def test_nothing_to_prefill():
@@ -60,14 +60,14 @@ def test_nothing_to_prefill():
 
 
 def test_chunks_end_on_the_absolute_grid_and_at_the_prompts_end():
-    turns = turns_of()
-    assert run(turns, [row("a", 600)]) == [[("a", 256)], [("a", 256)], [("a", 88)]]
-    assert turns.choose([row("a", 600, start=512)]) == (Chunk("a", 512, 600),)
+    prefill_order = turns_of()
+    assert run(prefill_order, [row("a", 600)]) == [[("a", 256)], [("a", 256)], [("a", 88)]]
+    assert prefill_order.choose([row("a", 600, start=512)]) == (Chunk("a", 512, 600),)
 
 
 def test_a_choice_is_repeated_until_it_ran():
-    turns, rows = turns_of(), rows_of(600, 100)
-    assert turns.choose(rows) == turns.choose(rows) == (Chunk("a", 0, 256),)
+    prefill_order, rows = turns_of(), rows_of(600, 100)
+    assert prefill_order.choose(rows) == prefill_order.choose(rows) == (Chunk("a", 0, 256),)
 
 
 def test_equal_prompts_run_one_after_the_other():
@@ -137,8 +137,8 @@ def test_what_decodes_takes_its_tokens_first():
 
 
 def test_a_larger_budget_makes_larger_groups_but_no_larger_chunks():
-    turns = turns_of(budget=4 * C, group=True)
-    assert run(turns, rows_of(2000, 10), 1) == [[("a", 256)]]
+    prefill_order = turns_of(budget=4 * C, group=True)
+    assert run(prefill_order, rows_of(2000, 10), 1) == [[("a", 256)]]
     assert run(turns_of(budget=4 * C, group=True), rows_of(*[250] * 6), 1) == [
         [(rid, 250) for rid in "abcd"]
     ]
@@ -155,9 +155,9 @@ sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
 )
 def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, budget, decoding):
     rows = rows_of(*sizes)
-    turns = turns_of(budget=budget + decoding, group=group)
+    prefill_order = turns_of(budget=budget + decoding, group=group)
     for _ in range(sum(-(-size // C) for size in sizes)):
-        chunks = turns.choose([one for one in rows if one.left], decoding)
+        chunks = prefill_order.choose([one for one in rows if one.left], decoding)
         if not chunks:
             break
         longest = max(chunk.length for chunk in chunks)
@@ -172,7 +172,7 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
             assert chunk.end == min((chunk.start // C + 1) * C, one.prefill_end)
             assert len(chunks) == 1 or chunk.end == one.prefill_end
             one.prefilled = chunk.end
-        turns.ran()
+        prefill_order.ran()
     assert not any(one.left for one in rows)
 
 
@@ -188,9 +188,9 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
 )
 def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, express, group, decoding):
     """Rows come at any time, in any place and of any size; the bound is that of the docstring."""
-    turns = turns_of(group=group, budget=C + 40)
+    prefill_order = turns_of(group=group, budget=C + 40)
     if express:
-        turns.ran()
+        prefill_order.ran()
     coming = [
         (when, row(f"{number:02}", size, number, priority))
         for number, (size, priority, when) in enumerate(crowd)
@@ -209,9 +209,9 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
             continue
         for one in rows:
             groups_of[one.rid] = groups_of.get(one.rid, 0) + 1
-        for chunk in turns.choose(rows, decoding):
+        for chunk in prefill_order.choose(rows, decoding):
             next(one for one in rows if one.rid == chunk.rid).prefilled = chunk.end
-        turns.ran()
+        prefill_order.ran()
     assert set(groups_of) == {one.rid for _, one in coming}
     for rid, groups in groups_of.items():
         assert groups <= allowed[rid]
@@ -219,11 +219,11 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
 
 @given(long=st.integers(1, 20_000), short=st.integers(1, 5000), express=st.booleans())
 def test_a_short_prompt_waits_for_little_of_a_long_one(long, short, express):
-    turns, rows = turns_of(), rows_of(long, short)
+    prefill_order, rows = turns_of(), rows_of(long, short)
     if express:
-        turns.ran()
+        prefill_order.ran()
     while rows[1].left:
-        for group in run(turns, rows, 1):
+        for group in run(prefill_order, rows, 1):
             assert len(group) == 1
     if long > short:
         assert rows[0].prefilled < 2 * short + 2 * C
@@ -231,11 +231,11 @@ def test_a_short_prompt_waits_for_little_of_a_long_one(long, short, express):
 
 @pytest.mark.parametrize("streams", [1, 5])
 def test_a_stream_of_short_prompts_takes_half_of_the_turns_at_most(streams):
-    turns, rows = turns_of(), rows_of(20 * C)
+    prefill_order, rows = turns_of(), rows_of(20 * C)
     count = 1
     for _ in range(40):
         while sum(one.left > 0 for one in rows) < 1 + streams:
             rows.append(row(f"s{count}", 20, count))
             count += 1
-        run(turns, rows, 1)
+        run(prefill_order, rows, 1)
     assert rows[0].left == 0

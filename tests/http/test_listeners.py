@@ -9,12 +9,12 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
-import kvd.http.doors
+import kvd.http.listeners
 from kvd.config.config import parse
 from kvd.config.http import HttpSettings, laid_over
 from kvd.host.home import Home
 from kvd.http import keys
-from kvd.http.doors import open_doors
+from kvd.http.listeners import open_doors
 from protocol.errors import ConfigError
 
 
@@ -65,7 +65,7 @@ def test_it_may_be_off_or_on_the_unix_socket_alone(home: Home):
 
 
 def test_a_default_port_that_is_taken_is_done_without(home: Home, taken, monkeypatch):
-    monkeypatch.setattr(kvd.http.doors, "DEFAULT_PORT", taken)
+    monkeypatch.setattr(kvd.http.listeners, "DEFAULT_PORT", taken)
     with capture_logs() as logs, opened(home, port=None) as doors:
         assert [door.address for door in doors] == [f"unix:{home.http_socket}"]
     assert [(one["log_level"], str(taken) in one["address"]) for one in logs] == [("warning", True)]
@@ -92,7 +92,7 @@ def test_without_keys_nobody_else_may_reach_it(home: Home, host):
 @ipv6
 def test_a_name_is_all_of_its_addresses_on_one_port(home: Home, monkeypatch):
     both = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
-    monkeypatch.setattr(kvd.http.doors, "_resolve", lambda _: both)
+    monkeypatch.setattr(kvd.http.listeners, "_resolve", lambda _: both)
     with opened(home, host="localhost") as (four, six, _):
         port = four.listener.getsockname()[1]
         assert (four.address, six.address) == (f"http://127.0.0.1:{port}", f"http://[::1]:{port}")
