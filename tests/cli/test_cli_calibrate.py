@@ -87,7 +87,7 @@ def test_programs_get_one_json_and_the_process_what_was_asked_for(kvctl, home: H
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert json.loads(out)["arguments"] == [
-        f"--home={home.root}", "--ladder=k8v4g32,k4v4g32,k2v2g32", "--max-kl=0.5",
+        f"--home={home.root}", "--schemes=k8v4g32,k4v4g32,k2v2g32", "--max-kl=0.5",
         "--min-top1=0.95", "--prompts=2", "--tokens=1024", str(tmp_path / "model"),
     ]  # fmt: skip
     assert home.root.stat().st_mode & 0o777 == 0o700
