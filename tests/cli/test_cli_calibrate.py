@@ -42,7 +42,11 @@ print(json.dumps({
 def kvctl(monkeypatch, capsys, tmp_path, home: Home):
     package = tmp_path / "stub" / "kvd" / "worker" / "tools"
     package.mkdir(parents=True)
-    for folder in (package.parents[1], package.parent, package):  # else the real package would be found
+    for folder in (
+        package.parents[1],
+        package.parent,
+        package,
+    ):  # else the real package would be found
         (folder / "__init__.py").touch()
     (package / "calibrate.py").write_text(STUB)
 

@@ -17,7 +17,7 @@ from actors.archive import Archive
 from actors.catalogue import Known
 from actors.governor import Governor
 from actors.machines import admission, governing, lifecycle
-from actors.machines import time_slices as time_slices
+from actors.machines import time_slices
 from actors.ports import Notice, Reckon
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
