@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from actors.archive import Archive
 from actors.catalogue import Known
 from actors.governor import Governor
-from actors.machines import admission, governing, lifecycle
-from actors.machines import time_slices
+from actors.machines import admission, governing, lifecycle, time_slices
 from actors.ports import Notice, Reckon
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
