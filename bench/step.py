@@ -29,12 +29,13 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import activations
 
+from bench.retrace import retrace
 from kvd import demo
 from kvd.config.kv import parse_kv
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.scheme import schemes_of
-from kvd.worker.native import build, choice, operations
+from kvd.worker.native import activation, build, operations
 from kvd.worker.native.layers import PackedLinear
 from kvd.worker.sampling.sampler import RowSettings, Sampler
 from kvd.worker.serving import model_files, probe, seam
@@ -74,7 +75,7 @@ class Steps:
 
     def measure(self) -> Times:
         """Decode rows of the same lengths every time; what is to cost nothing must do so before."""
-        self.runner.retrace()
+        retrace(self.runner)
         cache, options, seen = self.runner.cache, self._options, Times()
         sampler, rows = Sampler(self._vocabulary), []
         for index in range(options.rows):
@@ -165,7 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name, choose in sides.items():
         own = choose()
         if own is not None:
-            own.use_threads(choice.threads())
+            own.use_threads(activation.threads())
             operations.install(own)
         from mlx_lm.models import qwen3
 

@@ -41,15 +41,16 @@ from bench.gpu.attentions import CHOSEN, FUSED, REFERENCE, Attentions, here
 from bench.gpu.graph import computing
 from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
+from bench.retrace import retrace
 from kvd.config.kv import parse_kv
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import schemes_of
-from kvd.worker.gpu import products, siblings
-from kvd.worker.serving import layers, probe, seam
-from kvd.worker.serving.choice import kernels
+from kvd.worker.gpu import joined_linear, products
+from kvd.worker.serving import fused_layers, probe, seam
+from kvd.worker.serving.kernel_check import told
+from kvd.worker.serving.kernel_choice import kernels
 from kvd.worker.serving.model_files import default_dtype
 from kvd.worker.serving.runner import Runner, on_cpu
-from kvd.worker.serving.verdict import told
 
 HOST_LIMIT_MS = 4.0
 """Outside attention."""
@@ -73,8 +74,8 @@ class Bench:
         self._product: products.Product | None = None
         if not on_cpu():  # as the engine loads it
             self._product = products.find(self._dtype)
-            siblings.join(ours, self._product)
-            mx.eval(siblings.joined_arrays(ours))
+            joined_linear.join(ours, self._product)
+            mx.eval(joined_linear.joined_arrays(ours))
         self._ours = ours
         self.weights_bytes = mx.get_active_memory()
         self._vocabulary: int = shapes.SHAPES[options.shape]["vocab_size"]
@@ -103,7 +104,7 @@ class Bench:
         if backend is None:
             return probe.serve(self._ours, settings, self._vocabulary)
         own = self._product is not None
-        return layers.serve(self._ours, settings, self._vocabulary, backend, products=own)
+        return fused_layers.serve(self._ours, settings, self._vocabulary, backend, products=own)
 
     def ours(self, kv: str) -> Ours:
         """Return our loop without rows."""
@@ -173,7 +174,7 @@ class Bench:
 
     def _retrace(self, kv: str | None) -> None:
         if kv is not None:
-            self._serve(kv)[0].retrace()
+            retrace(self._serve(kv)[0])
 
     def prefill(self, make: Callable[[], Loop], tokens: int) -> dict[str, Any]:
         """Prefill one prompt, up to its first token."""

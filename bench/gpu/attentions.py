@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bench.retrace import retrace
 from kvd.worker.cache.backend import Backend
-from kvd.worker.serving.choice import kernels
+from kvd.worker.serving.kernel_choice import kernels
 from kvd.worker.serving.runner import Runner
 
 CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
@@ -26,7 +27,7 @@ class Attentions:
     def use(self, name: str) -> None:
         """Attend in another way from now on; compiled steps are made anew."""
         self._runner.cache.use(self._product, self._backend(name))
-        self._runner.retrace()
+        retrace(self._runner)
 
     def _backend(self, name: str) -> Backend | None:
         if name == CHOSEN:

@@ -15,7 +15,7 @@ from actors.ports import Exit
 from kvd.daemon.spawn import Spawner
 from kvd.host.environment import environment
 from kvd.host.memory.oom import OomWatch
-from kvd.worker.serving import verdicts
+from kvd.worker.serving import calibration
 from protocol.worker import LoadModel, Progress, Started, Stop
 
 PREAMBLE = """
@@ -209,6 +209,6 @@ def test_workers_learn_what_attends():
 
 
 def test_workers_learn_where_the_calibration_is(tmp_path, monkeypatch):
-    monkeypatch.delenv(verdicts.FOLDER_VARIABLE, raising=False)
-    assert Spawner(calibration=tmp_path)._environment[verdicts.FOLDER_VARIABLE] == str(tmp_path)
-    assert verdicts.FOLDER_VARIABLE not in Spawner()._environment
+    monkeypatch.delenv(calibration.FOLDER_VARIABLE, raising=False)
+    assert Spawner(calibration=tmp_path)._environment[calibration.FOLDER_VARIABLE] == str(tmp_path)
+    assert calibration.FOLDER_VARIABLE not in Spawner()._environment

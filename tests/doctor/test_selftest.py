@@ -16,7 +16,7 @@ from kvd.doctor.system import guarded
 from kvd.host.home import Home
 from kvd.worker.attention import decode
 from kvd.worker.cache.store import KVStore
-from kvd.worker.selftest import attention, holding
+from kvd.worker.selftest import attention, memory
 from tests.worker.attention.stand_in import StandIn
 
 
@@ -90,7 +90,7 @@ def test_pools_that_are_copied_are_found(monkeypatch):
         del views
 
     monkeypatch.setattr(KVStore, "flush", held)
-    found = holding.flush(quick=True)
+    found = memory.flush(quick=True)
     assert found.verdict == "fail"
     assert found.numbers["moment_bytes"] > found.numbers["pool_bytes"] / 4
 

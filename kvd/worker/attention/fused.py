@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import mlx.core as mx
 
-from kvd.worker.attention.kernels.given import Append, Attention, Rotate, Rotation
+from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation
 from kvd.worker.cache.backend import pools_of, rows_of, schemes_of
 from kvd.worker.cache.page_list import PageList
 from kvd.worker.cache.shapes import listed, rounded

@@ -27,11 +27,6 @@ def split_pages(pages: int) -> int:
     return max(LEAST, min(MOST, 1 << max(0, least - 1).bit_length()))
 
 
-def most_splits(pages: int) -> int:
-    """Return the most splits of a row with up to so many pages, its tail included."""
-    return max(min(-(-pages // LEAST), WANTED), -(-pages // MOST)) + 1
-
-
 @dataclass(frozen=True)
 class Splits:
     """The splits of a batch, row after row, each row's in order of position, its tail's last."""

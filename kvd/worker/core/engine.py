@@ -40,7 +40,7 @@ from kvd.worker.core.request import Completion, Key, Request
 from kvd.worker.core.setbacks import Setbacks
 from kvd.worker.core.swap import Folder
 from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
-from kvd.worker.native import choice
+from kvd.worker.native import activation
 from kvd.worker.prefix.remembered import Remembered, Room, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import shortage
@@ -48,7 +48,7 @@ from kvd.worker.sampling.sampler import Draw, Drawn, Sampler
 from kvd.worker.scheduling.admission import Admission, Turn
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Plan, Scheduler, Sizes
-from kvd.worker.serving import loading, model_files, verdicts
+from kvd.worker.serving import calibration, loading, model_files
 from kvd.worker.serving.costs import costs_of
 from kvd.worker.serving.runner import Row, Runner
 from kvd.worker.text.choices import Choices, late
@@ -150,7 +150,7 @@ class MLXEngine:
 
         seam.install()
         shortage.install()
-        native = choice.choose(progress)
+        native = activation.choose(progress)
         mx.set_cache_limit(loading.freed_bytes())
         path = model_files.resolve(command.source, progress)
         headers = model_files.inspect(path)
@@ -164,7 +164,7 @@ class MLXEngine:
         loaded = loading.bounded(loaded, command.max_context)
         self._weights_bytes = mx.get_active_memory()
         progress("checking attention", 0.8)
-        verdict = verdicts.find(headers)
+        verdict = calibration.find(headers)
         settings = loading.settings_of(command, verdict)
         served = loading.serve(loaded, settings, native.library, progress)
         self._runner = served.runner

@@ -27,11 +27,11 @@ import numpy as np
 from mlx import nn
 
 from kvd.worker.attention.fused import FusedStep, Turning
-from kvd.worker.attention.kernels.given import Rotation
+from kvd.worker.attention.kernels.arguments import Rotation
 from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.gpu import products
-from kvd.worker.gpu.siblings import Sibling
+from kvd.worker.gpu.joined_linear import Sibling
 
 _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "rope"})
@@ -82,7 +82,7 @@ class Block:
 def fuse(model: Any) -> int:
     """Let decode steps of a model's layers run as blocks; return of how many.
 
-    The layers have been joined (`kvd.worker.gpu.siblings`) with products of our own.
+    The layers have been joined (`kvd.worker.gpu.joined_linear`) with products of our own.
     """
     count = 0
     for layer in list(model.modules()):

@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from kvd.worker.selftest import attention, holding, model
+from kvd.worker.selftest import attention, memory, model
 from kvd.worker.selftest.outcome import REPORT, Outcome
 
 
@@ -23,10 +23,10 @@ def trials(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
     found: dict[str, Callable[[], Outcome]] = {
         "attention, plain": partial(attention.reference, quick=quick),
         "attention, kernels": partial(attention.kernels, quick=quick),
-        "flush in place": partial(holding.flush, quick=quick),
-        "limit of freed buffers": holding.limits,
-        "footprint": holding.footprint,
-        "pressure and limits": holding.pressure,
+        "flush in place": partial(memory.flush, quick=quick),
+        "limit of freed buffers": memory.limits,
+        "footprint": memory.footprint,
+        "pressure and limits": memory.pressure,
     }
     return found if quick else found | {"the demo model": model.probed}
 

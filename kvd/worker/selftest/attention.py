@@ -21,8 +21,8 @@ from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
 from kvd.worker.selftest.outcome import Outcome, judged
-from kvd.worker.serving import choice
-from kvd.worker.serving.verdict import takes
+from kvd.worker.serving import kernel_choice
+from kvd.worker.serving.kernel_check import takes
 
 BOUNDS = {mx.float32: 2e-5, mx.float16: 8e-3, mx.bfloat16: 4e-2}
 """Of the largest difference, relative to the largest value; outputs are rounded to the dtype."""
@@ -187,7 +187,7 @@ def reference(*, quick: bool) -> Outcome:
 def kernels(*, quick: bool) -> Outcome:
     """Compare kernels with dense attention, and their time with plain operations'."""
     name = "attention, kernels"
-    backend = choice.kernels()
+    backend = kernel_choice.kernels()
     if backend is None:
         return Outcome(name, "skip", "kernels are for Metal and CUDA")
     start = time.perf_counter()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.native import choice as native
+from kvd.worker.native import activation
 from kvd.worker.selftest.outcome import Outcome, judged
 from kvd.worker.serving import loading, model_files, seam
-from kvd.worker.serving.verdict import told
+from kvd.worker.serving.kernel_check import told
 
 
 def probed() -> Outcome:
     """Load `demo`, and have every check of a load made."""
-    chosen = native.choose(_silently)
+    chosen = activation.choose(_silently)
     seam.install()
     loaded = model_files.load(model_files.inspect(model_files.resolve("demo")).path)
     settings = CacheSettings(schemes=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))

@@ -20,9 +20,16 @@ from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.process import memory
 from kvd.worker.scheduling.budget import mebibytes
-from kvd.worker.serving import choice, describe, layers, model_files, probe, verdicts
+from kvd.worker.serving import (
+    calibration,
+    describe,
+    fused_layers,
+    kernel_choice,
+    model_files,
+    probe,
+)
+from kvd.worker.serving.kernel_check import told
 from kvd.worker.serving.runner import Runner
-from kvd.worker.serving.verdict import told
 from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.errors import InsufficientMemory
@@ -36,11 +43,11 @@ CHECKS_BYTES = 32 * 1024 * 1024
 _log = logging.getLogger("kvd.worker")
 
 
-def settings_of(command: LoadModel, verdict: verdicts.Verdict | None) -> CacheSettings:
+def settings_of(command: LoadModel, verdict: calibration.Verdict | None) -> CacheSettings:
     """Return how the model's cache is kept; a calibration may lift the ladder."""
     kv = command.kv
     return CacheSettings(
-        schemes=tuple(verdicts.lift(schemes_of(kv), verdict)),
+        schemes=tuple(calibration.lift(schemes_of(kv), verdict)),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,
@@ -56,15 +63,15 @@ def serve(
     progress: ReportProgress,
 ) -> probe.Served:
     """Find the best way to serve the model that is right here, and allowed (`probe.serve`)."""
-    kernels = choice.kernels()
-    if choice.is_plain():
+    kernels = kernel_choice.kernels()
+    if kernel_choice.is_plain():
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
         off = FusedAttention(used=False, reason="switched off")
         found = found if kernels is None else replace(found, fused=off)
     elif kernels is None:
         found = probe.serve(loaded.model, settings, loaded.vocab_size, library)
     else:
-        found = layers.serve(
+        found = fused_layers.serve(
             loaded.model, settings, loaded.vocab_size, kernels, products=loaded.multiplies
         )
         if found.fused is not None:
@@ -79,7 +86,7 @@ def info_of(
     command: LoadModel,
     loaded: model_files.LoadedModel,
     served: probe.Served,
-    verdict: verdicts.Verdict | None,
+    verdict: calibration.Verdict | None,
     *,
     native: str | None,
     has_chat_template: bool,
@@ -126,7 +133,7 @@ def first_bytes(headers: model_files.Headers, command: LoadModel, *, packed: boo
     both fit in the scratch, which nothing else uses yet.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
-    native = packed and not choice.is_plain()
+    native = packed and not kernel_choice.is_plain()
     scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
     scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
     estimate = weights + scratch + freed_bytes() + memory_bounds.LOOSE_BYTES

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from kvd.worker.gpu import products, siblings
+from kvd.worker.gpu import joined_linear, products
 from kvd.worker.native.layers import adopt, packed_arrays
 from protocol import weights
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
@@ -283,8 +283,8 @@ def load(
         except RuntimeError as error:
             raise _unreadable(path, error) from error
     elif mx.default_device().type != mx.DeviceType.cpu:
-        product = products.find(siblings.dtype_of(model))
-        siblings.join(model, product)
+        product = products.find(joined_linear.dtype_of(model))
+        joined_linear.join(model, product)
     if (dtype := default_dtype()) is not None:
         model.set_dtype(dtype)
     _read_weights(path, model, progress)
@@ -304,7 +304,7 @@ def load(
 
 def _weights(model: Any) -> list[mx.array]:
     parameters = [array for _, array in tree_flatten(model.parameters())]
-    return [*parameters, *packed_arrays(model), *siblings.joined_arrays(model)]
+    return [*parameters, *packed_arrays(model), *joined_linear.joined_arrays(model)]
 
 
 def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:

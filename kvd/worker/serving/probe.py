@@ -11,7 +11,7 @@ each with the self-check, and the first that gives the model's own logits is tak
 4. **dense**: mlx-lm's own caches. Always right, never quantized.
 
 On an accelerator pages are then attended to by kernels, if these are right too, and faster
-(`kvd.worker.fusing`).
+(`kvd.worker.serving.kernel_check`).
 
 Every packing that a way may come to on the ladder is checked, not only that of new rows; so are a
 dense start and a bounded size, at lengths that the check's short rows pass.
@@ -52,7 +52,7 @@ from kvd.worker.cache.own import OwnCache
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
 from kvd.worker.native.step import Library
-from kvd.worker.serving import selfcheck, verdict
+from kvd.worker.serving import kernel_check, selfcheck
 from kvd.worker.serving.runner import Runner
 from kvd.worker.serving.selfcheck import Refused
 from protocol.errors import UnsupportedModel
@@ -281,7 +281,7 @@ def _tried(
     raise Refused("; ".join(failed))
 
 
-def _with_kernels(found: Served, kernels: FusedBackend, check: verdict.Check) -> Served:
+def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Check) -> Served:
     """Let kernels attend, if they are right and faster; what they cannot take stays as it was."""
     cache = found.runner.cache
     paged = [
@@ -289,7 +289,7 @@ def _with_kernels(found: Served, kernels: FusedBackend, check: verdict.Check) ->
         for store, access in zip(cache.stores, cache.access.values(), strict=True)
         if access is Access.PAGES
     ]
-    judged, error = verdict.judge(kernels, paged, check)
+    judged, error = kernel_check.judge(kernels, paged, check)
     if not judged.used:
         return replace(found, fused=judged)
     cache.use(paged[0].page_product, kernels)

@@ -139,11 +139,6 @@ class Runner:
         """
         return shapes.widened(tokens) if self._widens else tokens
 
-    def retrace(self) -> None:
-        """Forget compiled steps, where the model's code was changed in place."""
-        if self._compiled is not None:
-            self._compiled = CompiledDecode(self.model, self.cache)
-
     def _checked_row(self, length: int) -> Row:
         row = self.cache.new_row()
         self.prefill(row, _some_tokens(length))

@@ -1,7 +1,7 @@
 """Finds the lowest level that a model bears: ``python -m kvd.worker.tools.calibrate SOURCE --home DIR``.
 
 Loads the model, measures every level of a ladder (`kvd.worker.tools.fidelity`), stores the verdict in
-the home (`kvd.worker.serving.verdicts`) and prints it as one JSON object; progress goes to stderr.
+the home (`kvd.worker.serving.calibration`) and prints it as one JSON object; progress goes to stderr.
 
 Runs in a process of its own and asks no daemon for memory.
 """
@@ -23,8 +23,8 @@ import msgspec
 import kvd
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.serving import model_files, seam, verdicts
-from kvd.worker.serving.verdicts import DENSE, MeasuredLevel, Verdict
+from kvd.worker.serving import calibration, model_files, seam
+from kvd.worker.serving.calibration import DENSE, MeasuredLevel, Verdict
 from kvd.worker.tools import fidelity
 from kvd.worker.tools.fidelity import Floor, LevelAgreement, TooShortError
 from protocol.errors import ConfigError, InvalidRequest, KvdError
@@ -63,7 +63,7 @@ def calibrate(
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     lowest = fidelity.lowest_level(measured, floor)
     return Verdict(
-        key=verdicts.key_of(headers),
+        key=calibration.key_of(headers),
         model=source,
         lowest=(DENSE if lowest is None else schemes[lowest]).name,
         max_kl=floor.max_kl,
@@ -142,7 +142,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     verdict = calibrate(arguments.source, schemes, floor, talk, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
     try:
-        file = verdicts.store(folder, verdict)
+        file = calibration.store(folder, verdict)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}", key="home") from error
     said: dict[str, Any] = msgspec.to_builtins(verdict)

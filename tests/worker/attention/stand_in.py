@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.attention.kernels.given import Append, Attention, Rotate
+from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
 from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.cache.packed import take, unpack
 from kvd.worker.cache.scheme import PAGE_TOKENS, Packing

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from kvd.worker.attention.decode import decode_attention
-from kvd.worker.attention.dense import dense_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import DecodeHandle, PrefillHandle, make_caches
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
+from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow
 
 pytestmark = pytest.mark.mlx

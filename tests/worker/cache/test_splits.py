@@ -17,7 +17,6 @@ from kvd.worker.cache.splits import (
     PADDING,
     WANTED,
     Splits,
-    most_splits,
     split_pages,
 )
 from protocol import memory_bounds
@@ -25,6 +24,11 @@ from protocol import memory_bounds
 pytestmark = pytest.mark.mlx
 
 counts = st.lists(st.integers(0, 400) | st.integers(0, 10_000), min_size=1, max_size=9)
+
+
+def most_splits(pages: int) -> int:
+    """Return the most splits of a row with up to this many pages, its tail included."""
+    return max(min(-(-pages // LEAST), WANTED), -(-pages // MOST)) + 1
 
 
 def splits_of(pages: list[int]) -> tuple[Splits, list[list[list[int]]]]:

@@ -31,7 +31,6 @@ from hypothesis.stateful import (
 )
 
 from kvd.worker.attention.decode import decode_attention
-from kvd.worker.attention.dense import dense_attention
 from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.batch import DecodeHandle, GroupHandle, PrefillHandle
@@ -44,6 +43,7 @@ from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.snapshot import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
+from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.model import DenseModel, DenseStore, agree
 
 pytestmark = pytest.mark.mlx

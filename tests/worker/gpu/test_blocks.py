@@ -14,10 +14,10 @@ from mlx import nn
 
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.gpu import blocks, products, siblings
-from kvd.worker.serving import layers, timing
-from kvd.worker.serving.timing import Times
-from kvd.worker.serving.verdict import told
+from kvd.worker.gpu import blocks, joined_linear, products
+from kvd.worker.serving import fused_layers, kernel_timing
+from kvd.worker.serving.kernel_check import told
+from kvd.worker.serving.kernel_timing import Times
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.stand_in import StandIn
 from tests.worker.core.test_fused import Side
@@ -73,7 +73,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     times = Times(fused_s=1e-3, reference_s=2e-3, keys=64)
-    monkeypatch.setattr(timing, "compare", lambda *_: times)
+    monkeypatch.setattr(kernel_timing, "compare", lambda *_: times)
     return Counted(monkeypatch)
 
 
@@ -81,7 +81,7 @@ def joined(name: str, counted: Counted, **config: Any) -> tuple[Any, dict[str, A
     model, settings = build(name)
     if config:
         model, settings = build(name, config=settings | config)
-    siblings.join(model, counted.plain)
+    joined_linear.join(model, counted.plain)
     return model, settings
 
 
@@ -117,7 +117,9 @@ def test_layers_are_blocks_and_do_the_same(
 def test_a_model_is_served_with_them_in_compiled_steps_too(counted: Counted) -> None:
     model, config = joined("qwen3", counted, num_hidden_layers=1)
     kernels = StandIn()
-    found = layers.serve(model, SETTINGS, config["vocab_size"], kernels.backend(), products=True)
+    found = fused_layers.serve(
+        model, SETTINGS, config["vocab_size"], kernels.backend(), products=True
+    )
     assert found.fused is not None
     assert found.fused.used
     assert found.fused.layers == len(model.layers)
@@ -137,7 +139,9 @@ def test_layers_that_look_so_and_compute_otherwise_are_left_as_they_were(
     assert blocks.fuse(model) == len(model.layers)
     blocks.unfuse(model)
 
-    found = layers.serve(model, SETTINGS, config["vocab_size"], StandIn().backend(), products=True)
+    found = fused_layers.serve(
+        model, SETTINGS, config["vocab_size"], StandIn().backend(), products=True
+    )
 
     assert found.fused is not None
     assert found.fused.used

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.attention.kernels import launch as launches
-from kvd.worker.attention.kernels.given import Attention
+from kvd.worker.attention.kernels.arguments import Attention
 from kvd.worker.attention.kernels.language import CUDA, METAL
 from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.attention.kernels.shape import Shape, Side

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.attention.kernels.given import Append
+from kvd.worker.attention.kernels.arguments import Append
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import append_launch
 from kvd.worker.cache.rows import TAIL_TOKENS

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.attention.kernels.given import Rotate, Rotation
+from kvd.worker.attention.kernels.arguments import Rotate, Rotation
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import Launch, rotate_launch
 from kvd.worker.cache.rows import TAIL_TOKENS

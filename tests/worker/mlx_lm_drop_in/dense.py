@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.attention.dense import dense_attention
 from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
@@ -22,6 +21,7 @@ from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
 from kvd.worker.mlx_lm_drop_in.dropin import BatchQuantizedKVCache
 from kvd.worker.serving.seam import scaled_dot_product_attention
+from tests.worker.attention.dense import dense_attention
 
 HEADS, QUERY_HEADS, K_DIM, V_DIM = 1, 2, 8, 12
 GEOMETRY = LayerGeometry(HEADS, K_DIM, V_DIM)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from kvd.worker.native import build, choice
+from kvd.worker.native import activation, build
 
 pytestmark = pytest.mark.mlx
 
@@ -26,7 +26,7 @@ def test_without_a_compiler_it_says_what_to_install(
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
     told: list[str] = []
 
-    found = choice.choose(lambda stage, _: told.append(stage))
+    found = activation.choose(lambda stage, _: told.append(stage))
 
     assert found.library is None
     assert "install" in str(found.reason)
@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason_and_no_crash(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", home)
 
-    found = choice.choose(lambda *_: None)
+    found = activation.choose(lambda *_: None)
     assert found.library is None
     assert "XDG_CACHE_HOME" in str(found.reason)
 
@@ -106,8 +106,8 @@ def test_a_containers_quota_bounds_the_threads(tmp_path: Path, text: str, thread
     file = tmp_path / "cpu.max"
     file.write_text(text + "\n")
 
-    assert choice._quota(file) == threads
-    assert choice._quota(tmp_path / "none") == 1 << 16
+    assert activation._quota(file) == threads
+    assert activation._quota(tmp_path / "none") == 1 << 16
 
 
 def test_what_is_built_is_not_built_again(library: ModuleType) -> None:
@@ -127,4 +127,4 @@ def test_the_name_changes_with_what_the_binary_depends_on(
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVD_NATIVE", "off")
 
-    assert choice.choose(lambda *_: None) == choice.Choice(None, "switched off")
+    assert activation.choose(lambda *_: None) == activation.Choice(None, "switched off")

@@ -14,8 +14,8 @@ import pytest
 from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.serving import model_files, verdicts
-from kvd.worker.serving.verdicts import Verdict, find, key_of, lift, store
+from kvd.worker.serving import calibration, model_files
+from kvd.worker.serving.calibration import Verdict, find, key_of, lift, store
 from kvd.worker.tools import calibrate, fidelity
 from kvd.worker.tools.fidelity import Floor
 from protocol.errors import InvalidRequest
@@ -36,7 +36,7 @@ def tiny(tmp_path):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     place = tmp_path / "calibration"
-    monkeypatch.setenv(verdicts.FOLDER_VARIABLE, str(place))
+    monkeypatch.setenv(calibration.FOLDER_VARIABLE, str(place))
     return place
 
 
@@ -115,7 +115,7 @@ def test_another_configuration_is_another_model(tiny, folder):
 def test_without_a_folder_there_is_none(tiny, folder, monkeypatch):
     assert find(model_files.inspect(tiny)) is None
     store(folder, verdict_of(tiny, "k8v8"))
-    monkeypatch.delenv(verdicts.FOLDER_VARIABLE)
+    monkeypatch.delenv(calibration.FOLDER_VARIABLE)
     assert find(model_files.inspect(tiny)) is None
 
 
@@ -152,7 +152,7 @@ def test_a_new_verdict_replaces_the_old_one_and_a_failed_write_leaves_it(tiny, f
     def full(_handle):
         raise OSError("no space")
 
-    monkeypatch.setattr(verdicts.os, "fsync", full)
+    monkeypatch.setattr(calibration.os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
         store(folder, verdict_of(tiny, "k4v4"))
     assert find(model_files.inspect(tiny)).lowest == "k8v4"

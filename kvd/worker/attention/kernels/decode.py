@@ -25,8 +25,7 @@ from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.paging import begin_pages, look_ahead, turn_page
 from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tail_scores
 from kvd.worker.attention.kernels.shape import LANES, Shape
-from kvd.worker.attention.kernels.text import Text, literal
-from kvd.worker.attention.kernels.unpacking import RUN
+from kvd.worker.attention.kernels.text import RUN, Text, literal
 from kvd.worker.attention.kernels.values import Values
 from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS

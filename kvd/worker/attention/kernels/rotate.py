@@ -10,7 +10,7 @@ head, whose result goes to its place in the tail. Other blocks copy what the tai
 from __future__ import annotations
 
 from kvd.worker.attention.kernels.append import THREADS, add_copies, add_sizes, giver_of
-from kvd.worker.attention.kernels.given import Rotation
+from kvd.worker.attention.kernels.arguments import Rotation
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.shape import LANES
 from kvd.worker.attention.kernels.text import Text, literal

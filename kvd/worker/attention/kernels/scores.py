@@ -8,8 +8,8 @@ next.
 from __future__ import annotations
 
 from kvd.worker.attention.kernels.shape import Shape, Side
-from kvd.worker.attention.kernels.text import Text, power
-from kvd.worker.attention.kernels.unpacking import RUN, dense_run
+from kvd.worker.attention.kernels.text import RUN, Text, power
+from kvd.worker.attention.kernels.unpacking import dense_run
 
 
 def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> None:

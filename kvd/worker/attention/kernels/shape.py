@@ -8,7 +8,8 @@ from functools import cached_property
 import mlx.core as mx
 
 from kvd.worker.attention.kernels.language import Language
-from kvd.worker.attention.kernels.unpacking import RUN, Run, dense_run, packed_run
+from kvd.worker.attention.kernels.text import RUN
+from kvd.worker.attention.kernels.unpacking import Run, dense_run, packed_run
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 LANES = 32

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvd.worker.attention.kernels.unpacking import RUN
+RUN = 8
+"""Numbers that a lane reads at once."""
 
 
 class Text:

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-if TYPE_CHECKING:
-    from kvd.worker.attention.kernels.text import Text
+from kvd.worker.attention.kernels.text import RUN, Text
 
-RUN = 8
-"""Numbers that a lane takes at once."""
 _EXACT = 23
 """Bits from the low end of a word that convert to a float exactly, also as a denormal one."""
 _LOADS = {

@@ -7,8 +7,8 @@ and keeps their sums in registers. Values per channel: as keys, with a sum a cha
 from __future__ import annotations
 
 from kvd.worker.attention.kernels.shape import LANES, Shape
-from kvd.worker.attention.kernels.text import Text, power
-from kvd.worker.attention.kernels.unpacking import RUN, Run, dense_run
+from kvd.worker.attention.kernels.text import RUN, Text, power
+from kvd.worker.attention.kernels.unpacking import Run, dense_run
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _PLAIN_WEIGHTS = """

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.shape import LANES
-from kvd.worker.attention.kernels.unpacking import RUN
+from kvd.worker.attention.kernels.text import RUN
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.scheme import LayerGeometry
 from kvd.worker.cache.store import KVStore
 from kvd.worker.process.shortage import shortage_of
-from kvd.worker.serving import timing
+from kvd.worker.serving import kernel_timing
 from kvd.worker.serving.selfcheck import Refused
-from kvd.worker.serving.watch import Watched, first_line
+from kvd.worker.serving.timed_kernels import Watched, first_line
 from protocol.types import FusedAttention
 
 Check = Callable[[Backend], float]
@@ -40,7 +40,7 @@ def judge(
     except Refused as refused:
         return _unused(str(refused), watched), 0.0
     try:
-        times = timing.compare(stores, backend, watched.compiled)
+        times = kernel_timing.compare(stores, backend, watched.compiled)
     except Exception as failed:  # drivers raise what they like
         if shortage_of(failed) is not None:
             raise
@@ -54,7 +54,7 @@ def judge(
         compile_s=watched.compile_s,
         call_ms=times.fused_s * 1e3,
         reference_ms=times.reference_s * 1e3,
-        rows=timing.ROWS,
+        rows=kernel_timing.ROWS,
         keys=times.keys,
     )
     return found, error

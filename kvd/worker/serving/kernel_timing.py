@@ -21,7 +21,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
-from kvd.worker.serving.watch import Asked
+from kvd.worker.serving.timed_kernels import Asked
 
 ROWS = 4
 KEYS = 4096

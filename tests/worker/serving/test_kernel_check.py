@@ -11,12 +11,12 @@ import mlx.core as mx
 import pytest
 
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.attention.kernels.given import Attention
+from kvd.worker.attention.kernels.arguments import Attention
 from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.serving import choice, loading, probe, runner, timing, verdict
+from kvd.worker.serving import kernel_check, kernel_choice, kernel_timing, loading, probe, runner
+from kvd.worker.serving.kernel_timing import Times
 from kvd.worker.serving.probe import Served
-from kvd.worker.serving.timing import Times
 from protocol.types import FusedAttention
 from tests.worker.attention.stand_in import StandIn
 from tests.worker.core.driver import Driver
@@ -30,7 +30,7 @@ SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 def timed(monkeypatch: pytest.MonkeyPatch) -> Times:
     """Kernels are twice as fast, unless a test says otherwise."""
     times = Times(fused_s=1e-3, reference_s=2e-3, keys=64)
-    monkeypatch.setattr(timing, "compare", lambda *_: times)
+    monkeypatch.setattr(kernel_timing, "compare", lambda *_: times)
     return times
 
 
@@ -50,7 +50,7 @@ def assert_unused(found: Served, reason: str) -> None:
     assert found.fused is not None
     assert not found.fused.used
     assert reason in str(found.fused.reason)
-    assert reason in verdict.told(found.fused)
+    assert reason in kernel_check.told(found.fused)
     assert found.path == "reference, gathered pages"
     assert all(store.backend is None for store in found.runner.cache.stores)
 
@@ -72,11 +72,11 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
     for store in found.runner.cache.stores:
         assert isinstance(store.backend, FusedBackend)
         assert store.backend.kernels is kernels
-    assert "1.000 ms a layer against 2.000 ms" in verdict.told(found.fused)
+    assert "1.000 ms a layer against 2.000 ms" in kernel_check.told(found.fused)
 
 
 def test_slower_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, timed: Times) -> None:
-    monkeypatch.setattr(timing, "compare", lambda *_: replace(timed, fused_s=2e-3))
+    monkeypatch.setattr(kernel_timing, "compare", lambda *_: replace(timed, fused_s=2e-3))
     assert_unused(served(StandIn()), "slower than plain operations")
 
 
@@ -128,7 +128,7 @@ def test_kernels_that_fail_when_they_are_timed_are_not_used(
     def failing(*_: Any) -> Times:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(timing, "compare", failing)
+    monkeypatch.setattr(kernel_timing, "compare", failing)
     assert_unused(served(StandIn()), "on longer rows they fail: RuntimeError: an illegal memory")
 
 
@@ -175,7 +175,7 @@ def test_a_model_that_is_not_served_over_pages_has_no_verdict() -> None:
 
 def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(timing, "KEYS", 256)
+    monkeypatch.setattr(kernel_timing, "KEYS", 256)
     seen: list[tuple[Any, ...]] = []
 
     class Noting(StandIn):
@@ -186,7 +186,7 @@ def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyP
 
     found = served(Noting())
     assert isinstance(found.fused, FusedAttention)
-    assert found.fused.rows == timing.ROWS
+    assert found.fused.rows == kernel_timing.ROWS
     assert found.fused.keys == 256
     assert found.fused.call_ms is not None
     assert found.fused.call_ms > 0
@@ -194,9 +194,14 @@ def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyP
     assert found.fused.reference_ms > 0
     assert found.runner.cache.nbytes == 0
     # Four pages and a tail of each row, in two splits.
-    timed = [(timing.ROWS, 4, 1, 64), timing.ROWS * 4, timing.ROWS, timing.ROWS * 2]
-    assert seen[-timing.CALLS * (timing.REPEATS + 1) :] == [
-        tuple(timed) for _ in range(timing.CALLS * (timing.REPEATS + 1))
+    timed = [
+        (kernel_timing.ROWS, 4, 1, 64),
+        kernel_timing.ROWS * 4,
+        kernel_timing.ROWS,
+        kernel_timing.ROWS * 2,
+    ]
+    assert seen[-kernel_timing.CALLS * (kernel_timing.REPEATS + 1) :] == [
+        tuple(timed) for _ in range(kernel_timing.CALLS * (kernel_timing.REPEATS + 1))
     ]
 
 
@@ -204,24 +209,26 @@ def test_timing_stays_within_the_scratch() -> None:
     found = served(StandIn(), scratch=1 << 20)
     store = found.runner.cache.stores[0]
     asked = [
-        timing.Asked(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
+        kernel_timing.Asked(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
     ]
-    handle, keys = timing._handle(store.layers[0].geometry, SCHEMES[0], store, StandIn().backend())
+    handle, keys = kernel_timing._handle(
+        store.layers[0].geometry, SCHEMES[0], store, StandIn().backend()
+    )
 
-    assert timing._is_for(asked[0], store.layers[0].geometry)
+    assert kernel_timing._is_for(asked[0], store.layers[0].geometry)
     assert 2 * handle.store.pages_bytes <= store.prefill_scratch // 2
-    assert 64 <= keys < timing.KEYS
+    assert 64 <= keys < kernel_timing.KEYS
 
 
 @pytest.mark.parametrize(("told", "plain"), [("reference", True), ("auto", False), (None, False)])
 def test_the_environment_forces_plain_operations(
     monkeypatch: pytest.MonkeyPatch, told: str | None, *, plain: bool
 ) -> None:
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(kernel_choice.VARIABLE, raising=False)
     if told is not None:
-        monkeypatch.setenv(choice.VARIABLE, told)
+        monkeypatch.setenv(kernel_choice.VARIABLE, told)
 
-    assert choice.is_plain() == plain
+    assert kernel_choice.is_plain() == plain
 
 
 @pytest.mark.parametrize(
@@ -236,8 +243,8 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
     reason: str | None,
 ) -> None:
     caplog.set_level(logging.INFO, "kvd.worker")
-    monkeypatch.setenv(choice.VARIABLE, told)
-    monkeypatch.setattr(choice, "kernels", StandIn().backend)
+    monkeypatch.setenv(kernel_choice.VARIABLE, told)
+    monkeypatch.setattr(kernel_choice, "kernels", StandIn().backend)
     stages: list[str] = []
     loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, multiplies=False)
     found = loading.serve(
@@ -262,7 +269,7 @@ def test_an_engine_serves_with_kernels_and_counts_them(
     monkeypatch: pytest.MonkeyPatch, demo: Driver
 ) -> None:
     kernels = StandIn()
-    monkeypatch.setattr(choice, "kernels", kernels.backend)
+    monkeypatch.setattr(kernel_choice, "kernels", kernels.backend)
     # Compiled ones are in `test_fused`; a compiler for the CPU takes its time over them.
     monkeypatch.setattr(runner, "can_compile", lambda _: False)
     fused = Driver("demo")
@@ -282,4 +289,4 @@ def test_an_engine_serves_with_kernels_and_counts_them(
 def test_the_cpu_has_no_kernels() -> None:
     if mx.default_device().type != mx.DeviceType.cpu:
         pytest.skip("an accelerator")
-    assert choice.kernels() is None
+    assert kernel_choice.kernels() is None

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from kvd.worker.gpu import siblings
+from kvd.worker.gpu import joined_linear
 
 pytestmark = pytest.mark.mlx
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
 def two(*, bias: bool) -> tuple[Model, Model]:
     plain, joined = Model(bias=bias), Model(bias=bias)
     joined.update(plain.parameters())
-    siblings.join(joined)
+    joined_linear.join(joined)
     return plain, joined
 
 
@@ -77,7 +77,9 @@ def test_one_product_serves_all_that_read_one_input() -> None:
     mx.eval(q, k, v)
     group = joined.layers[0].q_proj.joined
 
-    assert [type(one) for one in joined.layers[0].children().values()] == [siblings.Sibling] * 4
+    assert [type(one) for one in joined.layers[0].children().values()] == [
+        joined_linear.Sibling
+    ] * 4
     assert group is joined.layers[0].v_proj.joined
     assert group is not joined.layers[1].q_proj.joined
     assert (group._input, group._left) == (None, {})
@@ -114,7 +116,7 @@ def test_few_rows_go_to_the_product_that_is_given(*, bias: bool) -> None:
         ends = [sum(sizes[: count + 1]) for count in range(len(sizes) - 1)]
         return list(mx.split(x @ weight.T, ends, axis=-1))
 
-    siblings.join(joined, product)
+    joined_linear.join(joined, product)
     for shape in [(8, 1, 32), (8, 3, 32)]:  # a step, and chunks of prompts
         x = mx.random.normal(shape)
         assert_same(joined(x), plain(x))
@@ -132,7 +134,7 @@ def test_compiled_steps_join_too() -> None:
 
 def test_weights_are_counted_and_can_be_looked_at() -> None:
     plain, joined = two(bias=False)
-    sizes = [array.size for array in siblings.joined_arrays(joined)]
+    sizes = [array.size for array in joined_linear.joined_arrays(joined)]
 
     assert sum(sizes) == sum(array.size for array in _arrays(plain))
     assert not _arrays(joined)
@@ -144,7 +146,7 @@ def test_weights_are_counted_and_can_be_looked_at() -> None:
 def test_layers_that_differ_are_not_joined() -> None:
     model = Attention(bias=False)
     model.k_proj.weight = model.k_proj.weight.astype(mx.float16)
-    siblings.join(model)
+    joined_linear.join(model)
 
     assert len(model.q_proj.joined.sizes) == 1
     assert model.q_proj.joined is not model.v_proj.joined
@@ -167,7 +169,7 @@ def test_logits_of_few_rows_are_our_product_too() -> None:
             self.embed_tokens = nn.Embedding(48, 32)
 
     plain, joined = Tied(), Tied()
-    siblings.join(joined, product)
+    joined_linear.join(joined, product)
     joined.update(plain.parameters())
     tokens, few, many = mx.array([[3, 47]]), mx.random.normal((8, 1, 32)), mx.zeros((1, 9, 32))
 

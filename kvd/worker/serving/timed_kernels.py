@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.fused import Kernels
-from kvd.worker.attention.kernels.given import Append, Attention, Rotate
+from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
 from kvd.worker.serving.selfcheck import Refused
 
 
