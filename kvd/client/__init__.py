@@ -1,6 +1,6 @@
-"""Talk to the daemon from Python: `Client` blocks, `AsyncClient` does not.
+"""Python clients of the daemon: `Client` blocks, `AsyncClient` runs on an asyncio loop.
 
-Needs `protocol` and the standard library; never MLX. Errors are those of `protocol.errors`::
+Both raise the errors of `protocol.errors` and never import MLX::
 
     with Client() as kvd:
         print(kvd.generate("demo", "To open a file,", max_tokens=32).text)
@@ -19,7 +19,7 @@ __all__ = ["AsyncClient", "AsyncCompletion", "AsyncLoad", "Client", "Completion"
 
 
 def __getattr__(name: str) -> Any:
-    # asyncio takes as long to import as all that a blocking client needs.
+    # Importing asyncio takes as long as everything that the blocking client needs.
     if name in __all__:
         from kvd.client import aio  # noqa: PLC0415
 

@@ -1,7 +1,4 @@
-"""What both clients share: requests out, events sorted by request, and what they add up to.
-
-Sans-io: `Exchange` takes and gives bytes; opening sockets and waiting is the clients' part.
-"""
+"""The sans-io part of both clients: encodes requests, sorts events by request, and sums them up."""
 
 from __future__ import annotations
 
@@ -47,20 +44,20 @@ from protocol.types import ModelStatus, TokenLogprob, Usage
 E = TypeVar("E")
 
 QUICK_S = 10.0
-"""How long hello, status and cancel may take: the daemon answers them without waiting for
-anybody, so silence means that it is stopped."""
+"""Seconds for calls such as hello, status and cancel. The daemon answers them at once, so a longer
+silence means that its process is stopped."""
+RECEIVE_BYTES = 64 * 1024
 
-
-_OTHER_VERSION = "is the daemon of another version? Then restart it"
+_OTHER_VERSION = "if the daemon has another version, restart it"
 
 
 def socket_path(socket: str | os.PathLike[str] | None, home: str | os.PathLike[str] | None) -> Path:
-    """Return the socket to connect to: what the caller says, else that of the home."""
+    """Return the socket to connect to: the given one, else the home's."""
     return check_socket_path(Path(socket) if socket is not None else locate(home).socket)
 
 
 def unreachable(path: Path, error: OSError) -> KvdError:
-    """Return the error for a failed connect, with what to do about it."""
+    """Return the error for a failed connect."""
     if isinstance(error, PermissionError):
         return PermissionDenied(f"{path} belongs to another user", socket=str(path))
     if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
@@ -71,22 +68,20 @@ def unreachable(path: Path, error: OSError) -> KvdError:
 
 
 def lost() -> NotRunning:
-    """Return the error for a connection that the daemon ended."""
     return NotRunning("the daemon closed the connection")
 
 
 def closed() -> NotRunning:
-    """Return the error for a connection that its own side has closed."""
-    return NotRunning("this client is closed; make another one")
+    return NotRunning("this client is closed; create a new one")
 
 
 def silent(seconds: float) -> NotRunning:
-    """Return the error for a daemon that accepts and does not answer."""
-    return NotRunning(f"the daemon does not answer within {seconds:g} s; is it stopped?")
+    """Return the error for a daemon that accepts connections and does not answer."""
+    return NotRunning(f"the daemon does not answer within {seconds:g} s; is its process stopped?")
 
 
 class Exchange:
-    """The requests of one connection and the events that wait to be read, by request."""
+    """The requests of one connection, and their unread events."""
 
     def __init__(self) -> None:
         self._session = ClientSession()
@@ -95,17 +90,16 @@ class Exchange:
         self._fault: KvdError | None = None
 
     def next_id(self) -> str:
-        """Return an id that this connection has not used."""
         return str(next(self._numbers))
 
     def request(self, request: Request) -> bytes:
-        """Open a request; write the bytes."""
+        """Open a request and return the bytes to send."""
         self.check()
         try:
             line = self._session.request(request)
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                "a text holds bytes that are not UTF-8; give text in UTF-8", field="prompt"
+                "a text contains bytes that are not UTF-8; send text in UTF-8", field="prompt"
             ) from error
         self._waiting[request.id] = deque()
         return line
@@ -116,11 +110,11 @@ class Exchange:
             raise self._fault
 
     def forget(self, request_id: str) -> None:
-        """Drop what a request still gets; nothing happens if it is over."""
+        """Discard further events of a request; unknown ids are ignored."""
         self._waiting.pop(request_id, None)
 
     def receive(self, data: bytes) -> None:
-        """Sort what came in; `take` gives it out."""
+        """Decode received bytes; `take` returns the events."""
         try:
             events = self._session.receive(data)
         except MalformedFrame as error:
@@ -136,13 +130,13 @@ class Exchange:
                 self._waiting[event.id].append(event)
 
     def fail(self, error: KvdError) -> None:
-        """End all requests with this error, the first one that the connection has seen."""
+        """Fail all requests with this error; only the connection's first error counts."""
         self._fault = self._fault or error
 
     def take(self, request_id: str) -> Event | None:
-        """Return the next event of a request, or None if it has not come yet.
+        """Return the next event of a request, or None if none has arrived yet.
 
-        Raises the request's error, or the connection's once the events before it are read.
+        Raises the request's error, or the connection's error after the events before it.
         """
         waiting = self._waiting.get(request_id)
         if waiting is None:
@@ -159,7 +153,7 @@ class Exchange:
 
 
 def expect(event: Event, kind: type[E]) -> E:
-    """Return the event if it is of this kind; anything else is the daemon's mistake."""
+    """Return the event if it has this type, else raise `LocalProtocolError`."""
     if isinstance(event, kind):
         return event
     raise LocalProtocolError(f"expected {kind.__name__}, got {event!r}")
@@ -167,43 +161,43 @@ def expect(event: Event, kind: type[E]) -> E:
 
 @dataclass
 class ChoiceRecord:
-    """What has come of one completion."""
+    """The events of one choice, summed up."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, if asked for."""
+    """One per token, if requested."""
     reason: FinishReason | None = None
-    """Why it ended; None: it runs."""
+    """None while the choice runs."""
 
 
 class CompletionRecord:
-    """What the events of one completion add up to so far; with n > 1 of several."""
+    """The events of one request, summed up; ``n`` choices."""
 
     def __init__(self, count: int = 1) -> None:
         self.choices = [ChoiceRecord() for _ in range(count)]
         self.prompt_logprobs: list[TokenLogprob] = []
-        """One for each token of the prompt, if asked for."""
+        """One per prompt token, if requested."""
         self.seed: int | None = None
-        """The seed that it is sampled with, once accepted."""
+        """The sampling seed, once the request is accepted."""
         self.request: str = ""
-        """What to `attach` by if the daemon dies; empty where its journal is not on disk."""
+        """The id for `attach` if the daemon dies; empty unless ``journal = "disk"``."""
         self.usage: Usage | None = None
         self.reason: FinishReason | None = None
-        """Why it ended, with all its choices; None: it runs."""
+        """Why the request ended; None while it runs."""
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens of the first choice that have come."""
+        """The tokens of the first choice so far."""
         return self.choices[0].tokens
 
     @property
     def text_so_far(self) -> str:
-        """The text of the first choice that has come."""
+        """The text of the first choice so far."""
         return self.choices[0].text
 
-    def take_over(self, before: CompletionRecord) -> None:
-        """Go on with what an earlier connection had of the same completion."""
+    def continue_from(self, before: CompletionRecord) -> None:
+        """Adopt the events that an earlier connection received for the same completion."""
         self.choices, self.prompt_logprobs = before.choices, before.prompt_logprobs
         self.seed, self.request = before.seed, before.request
 
@@ -227,7 +221,7 @@ class CompletionRecord:
                 for choice in self.choices:
                     choice.reason = choice.reason or reason
             case _:
-                raise LocalProtocolError(f"no event of a completion: {event!r}")
+                raise LocalProtocolError(f"not an event of a completion: {event!r}")
 
     def _choice(self, number: int) -> ChoiceRecord:
         if number >= len(self.choices):
@@ -236,12 +230,12 @@ class CompletionRecord:
 
 
 class LoadRecord:
-    """How far one load is."""
+    """The progress of one load."""
 
     def __init__(self) -> None:
         self.progress: Loading | None = None
         self.model: ModelStatus | None = None
-        """What was loaded, at the end."""
+        """The loaded model, at the end."""
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -250,16 +244,16 @@ class LoadRecord:
             case Loaded(model=model):
                 self.model = model
             case _:
-                raise LocalProtocolError(f"no event of a load: {event!r}")
+                raise LocalProtocolError(f"not an event of a load: {event!r}")
 
 
 def attach_request(request_id: str, request: str | CompletionRecord) -> Attach:
-    """Return the request that asks for the rest of another, by its name or by what came of it."""
+    """Return the request that continues another one, given by its id or its record."""
     if isinstance(request, str):
         return Attach(id=request_id, request=request)
     return Attach(
         id=request_id,
         request=request.request,
-        have=[Have(len(one.tokens), len(one.text.encode())) for one in request.choices],
+        have=[Have(len(choice.tokens), len(choice.text.encode())) for choice in request.choices],
         have_prompt=len(request.prompt_logprobs),
     )

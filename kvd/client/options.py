@@ -1,6 +1,6 @@
-"""What a generate request may say, as keywords of both clients, and the request that they make.
+"""Options of a generate request, as keywords of both clients.
 
-The ranges are those of `protocol.types`, refused here already, with the option's name.
+Numbers are checked against the ranges of `protocol.types` before the request is sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Messages = Sequence[ChatMessage | tuple[str, str]]
 
 
 class Options(TypedDict, total=False):
-    """All optional; the fields of `protocol.messages.Generate` and `protocol.types.Sampling`."""
+    """The optional fields of `protocol.messages.Generate` and `protocol.types.Sampling`."""
 
     max_tokens: int | None
     n: int
@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
 
 
 class _Range:
-    """What the protocol allows for one number."""
+    """The values that the protocol allows for one number."""
 
     def __init__(self, kind: inspect.IntType | inspect.FloatType) -> None:
         self.above = kind.gt
@@ -51,7 +51,7 @@ class _Range:
         self.high = kind.le
 
     def __contains__(self, value: float) -> bool:
-        # NaN is in no range, as every comparison with it fails.
+        # NaN is outside every range: all comparisons with it are false.
         least = value > self.above if self.above is not None else value >= (self.low or 0)
         return bool(least and value <= (self.high or 0))
 
@@ -66,16 +66,16 @@ def _plain(number: float) -> str:
     return str(int(number)) if number == int(number) else str(number)
 
 
-def _ranges(kinds: Iterable[Any]) -> dict[str, _Range]:
+def _ranges(structs: Iterable[Any]) -> dict[str, _Range]:
     found: dict[str, _Range] = {}
-    for kind in kinds:
-        info = inspect.type_info(kind)
+    for struct in structs:
+        info = inspect.type_info(struct)
         assert isinstance(info, inspect.StructType)
         for field in info.fields:
             types = field.type.types if isinstance(field.type, inspect.UnionType) else [field.type]
-            for one in types:
-                if isinstance(one, inspect.IntType | inspect.FloatType) and one.le is not None:
-                    found[field.encode_name] = _Range(one)
+            for kind in types:
+                if isinstance(kind, inspect.IntType | inspect.FloatType) and kind.le is not None:
+                    found[field.encode_name] = _Range(kind)
     return found
 
 
@@ -83,7 +83,7 @@ RANGES = _ranges((Generate, Sampling))
 
 
 def check_number(name: str, value: float | None) -> None:
-    """Refuse what `protocol.types` refuses, and what is no number in JSON: NaN and infinity."""
+    """Raise `InvalidRequest` for numbers out of range, NaN and infinity."""
     if value is not None and value not in RANGES[name]:
         raise InvalidRequest(f"{name} must be {RANGES[name]}, not {value}", field=name)
 
@@ -97,35 +97,38 @@ def generate_request(
     options: Options,
 ) -> Generate:
     """Return the request; raises `InvalidRequest` for numbers out of range."""
-    said: dict[str, Any] = dict(options)
-    for name in RANGES.keys() & said.keys():
-        check_number(name, said[name])
-    drawn = {name: said.pop(name) for name in Sampling.__struct_fields__ if name in said}
-    if "logit_bias" in drawn:
-        drawn["logit_bias"] = dict(drawn["logit_bias"])
+    fields: dict[str, Any] = dict(options)
+    for name in RANGES.keys() & fields.keys():
+        check_number(name, fields[name])
+    sampling = {name: fields.pop(name) for name in Sampling.__struct_fields__ if name in fields}
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = dict(sampling["logit_bias"])
     for name in ("stop", "stop_tokens"):
-        said[name] = list(said.get(name, ()))
+        fields[name] = list(fields.get(name, ()))
     try:
         return Generate(
             id=request_id,
             model=model,
             prompt=prompt,
-            messages=turns(messages),
+            messages=chat_messages(messages),
             tokens=tokens,
-            sampling=Sampling(**drawn),
-            **said,
+            sampling=Sampling(**sampling),
+            **fields,
         )
-    except ValueError as error:  # what its fields are together
+    except ValueError as error:  # the fields contradict each other
         name, _, text = str(error).partition(": ")
         raise InvalidRequest(f"{name} {text}", field=name) from error
 
 
-def turns(messages: Messages | None) -> list[ChatMessage] | None:
-    """Return a conversation as it travels."""
+def chat_messages(messages: Messages | None) -> list[ChatMessage] | None:
+    """Return messages as the protocol sends them; tuples are (role, content)."""
     if messages is None:
         return None
-    return [one if isinstance(one, ChatMessage) else _turn(*one) for one in messages]
+    return [
+        message if isinstance(message, ChatMessage) else _chat_message(*message)
+        for message in messages
+    ]
 
 
-def _turn(role: Any, content: str) -> ChatMessage:
+def _chat_message(role: Any, content: str) -> ChatMessage:
     return ChatMessage(role, content)

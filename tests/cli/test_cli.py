@@ -681,7 +681,7 @@ def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
         answering.result(5)
     assert (code, out) == (1, "")
     assert "missing required field `version`" in err
-    assert "is the daemon of another version? Then restart it" in err
+    assert "if the daemon has another version, restart it" in err
     assert finding.verdict == "fail"
     assert "of another version" in finding.said
     assert finding.todo == "restart the daemon"

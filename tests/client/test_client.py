@@ -230,7 +230,7 @@ async def test_a_request_without_an_answer_leaves_nothing_in_the_asyncio_client(
         async with AsyncClient(home=home.root) as kvd:
             with pytest.raises(errors.NotRunning, match="does not answer"):
                 await kvd.status()
-            assert (kvd._news, kvd._exchange._waiting) == ({}, {})
+            assert (kvd._arrived, kvd._exchange._waiting) == ({}, {})
 
 
 def test_a_request_without_an_answer_leaves_nothing_in_the_client(home: Home, monkeypatch):
@@ -238,7 +238,7 @@ def test_a_request_without_an_answer_leaves_nothing_in_the_client(home: Home, mo
     with stub_daemon(home.socket, silence), Client(home=home.root) as kvd:
         with pytest.raises(errors.NotRunning, match="does not answer"):
             kvd.status()
-        assert kvd._exchange._waiting == {}
+        assert kvd._connection._exchange._waiting == {}
 
 
 def test_a_closed_client_says_so(home: Home):

@@ -1,0 +1,217 @@
+"""The calls that both clients offer, each written once as a coroutine.
+
+Imports no asyncio. `kvd.client.aio` awaits the coroutines on an event loop. `kvd.client.blocking`
+runs them to their end without one: its transport blocks instead of suspending.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Generic, TypeVar, Unpack
+
+from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord, attach_request, expect
+from kvd.client.options import Messages, Options, chat_messages, generate_request
+from protocol import messages as m
+from protocol.forecast import Forecast
+from protocol.policy import ModelPolicy
+from protocol.types import DaemonStatus, KVSpec
+
+C = TypeVar("C", bound=CompletionRecord)
+L = TypeVar("L", bound=LoadRecord)
+
+
+class Calls(ABC, Generic[C, L]):
+    """Requests of one connection and their replies; subclasses send and receive."""
+
+    def __init__(self) -> None:
+        self._exchange = Exchange()
+
+    async def hello(self) -> m.HelloReply:
+        """Return the daemon's version and process id."""
+        return expect(await self._quick(m.Hello(id=self._exchange.next_id())), m.HelloReply)
+
+    async def status(self) -> DaemonStatus:
+        """Return everything that `kvctl status` shows."""
+        reply = await self._quick(m.Status(id=self._exchange.next_id()))
+        return expect(reply, m.StatusReply).status
+
+    async def metrics(self) -> str:
+        """Return all metrics in Prometheus's text format."""
+        reply = await self._quick(m.Metrics(id=self._exchange.next_id()))
+        return expect(reply, m.MetricsReply).text
+
+    async def load(
+        self,
+        model: str,
+        *,
+        alias: str | None = None,
+        kv: KVSpec | None = None,
+        policy: ModelPolicy | None = None,
+    ) -> L:
+        """Load a model; iterate over the progress, or wait for the result."""
+        number = self._exchange.next_id()
+        spec = kv or KVSpec()
+        await self._send(m.Load(id=number, model=model, alias=alias, kv=spec, policy=policy))
+        return self._load(number)
+
+    async def unload(self, model: str, *, force: bool = False) -> m.Unloaded:
+        """Unload a model after its requests, or at once with ``force``.
+
+        Returns when its memory is free.
+        """
+        request = m.Unload(id=self._exchange.next_id(), model=model, force=force)
+        return expect(await self._call(request), m.Unloaded)
+
+    async def pin(self, model: str, *, pinned: bool = True) -> m.Pinned:
+        """Pin a model, so that it is never evicted, or unpin it."""
+        number = self._exchange.next_id()
+        request = m.Pin(id=number, model=model) if pinned else m.Unpin(id=number, model=model)
+        return expect(await self._quick(request), m.Pinned)
+
+    async def configure(
+        self,
+        *,
+        budget_bytes: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        table: bool = False,
+    ) -> m.Configured:
+        """Change settings by key until the daemon ends; return the values in effect.
+
+        None as a value restores the value of the file. ``table`` adds all settings to the reply.
+        """
+        request = m.Configure(
+            id=self._exchange.next_id(),
+            budget_bytes=budget_bytes,
+            settings=dict(settings or {}),
+            table=table,
+        )
+        return expect(await self._quick(request), m.Configured)
+
+    async def events(
+        self, model: str | None = None, *, since: int = 0, follow: bool = False
+    ) -> AsyncGenerator[m.Happened, None]:
+        """Yield what the daemon did to models and why, from event number ``since``.
+
+        ``follow`` waits for further events instead of ending.
+        """
+        number = self._exchange.next_id()
+        await self._send(m.Events(id=number, model=model, since=since, follow=follow))
+        event: m.Event | None = None
+        try:
+            while isinstance(event := await self._next(number), m.Happened):
+                yield event
+        finally:
+            if isinstance(event, m.Happened):  # the caller stopped before the end
+                self._forget(number)
+                await self._send_cancel(number)
+
+    async def generate(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        tokens: list[int] | None = None,
+        **options: Unpack[Options],
+    ) -> C:
+        """Complete a prompt; iterate over the events, or wait for the text.
+
+        `kvd.client.options.Options` lists all options.
+        """
+        number = self._exchange.next_id()
+        request = generate_request(number, model, prompt, messages, tokens, options)
+        await self._send(request)
+        return self._completion(number, request.n)
+
+    async def attach(self, request: str | CompletionRecord, *, choices: int = 1) -> C:
+        """Continue a completion whose daemon died; requires ``journal = "disk"``.
+
+        A completion continues where it stopped. The id in its ``request`` returns all of its
+        events from the start, for ``choices`` choices.
+        """
+        number = self._exchange.next_id()
+        await self._send(attach_request(number, request))
+        if isinstance(request, str):
+            return self._completion(number, choices)
+        completion = self._completion(number, len(request.choices))
+        completion.continue_from(request)
+        return completion
+
+    async def cancel(self, target: str) -> bool:
+        """Cancel another request of this connection; return whether it was still running."""
+        reply = await self._quick(m.Cancel(id=self._exchange.next_id(), target=target))
+        return expect(reply, m.Cancelled).found
+
+    async def explain(
+        self, model: str, *, rows: int = 1, context: int | None = None, kv: KVSpec | None = None
+    ) -> Forecast:
+        """Return the memory that ``rows`` rows need, and what would be reclaimed for them."""
+        number = self._exchange.next_id()
+        request = m.Explain(id=number, model=model, rows=rows, context=context, kv=kv)
+        return expect(await self._call(request), m.Explained).forecast
+
+    async def tokenize(
+        self,
+        model: str,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        most: int = m.MAX_LISTED_TOKENS,
+        texts: bool = False,
+    ) -> m.Tokenized:
+        """Return the tokens of a text, at most ``most`` of them; 0 returns only the count.
+
+        ``messages`` go through the model's chat template. The model itself does not run.
+        """
+        request = m.Tokenize(
+            id=self._exchange.next_id(),
+            model=model,
+            prompt=prompt,
+            messages=chat_messages(messages),
+            most=most,
+            texts=texts,
+        )
+        return expect(await self._call(request), m.Tokenized)
+
+    async def drain(self) -> None:
+        """Make the daemon refuse new requests; return when all running ones have finished."""
+        expect(await self._call(m.Drain(id=self._exchange.next_id())), m.Drained)
+
+    async def shutdown(self, *, force: bool = False) -> None:
+        """Drain the daemon and end it; returns shortly before the process exits."""
+        expect(await self._call(m.Shutdown(id=self._exchange.next_id(), force=force)), m.Bye)
+
+    async def _call(self, request: m.Request) -> m.Event:
+        try:
+            await self._send(request)
+            return await self._next(request.id)
+        finally:  # after a timeout the reply may still arrive
+            self._forget(request.id)
+
+    async def _send_cancel(self, target: str) -> None:
+        """Cancel a request without waiting for the reply."""
+        number = self._exchange.next_id()
+        await self._send(m.Cancel(id=number, target=target))
+        self._forget(number)
+
+    def _forget(self, request_id: str) -> None:
+        """Discard further events of a request."""
+        self._exchange.forget(request_id)
+
+    @abstractmethod
+    async def _quick(self, request: m.Request) -> m.Event:
+        """Call something that the daemon answers at once; raises `NotRunning` after a timeout."""
+
+    @abstractmethod
+    async def _send(self, request: m.Request) -> None: ...
+
+    @abstractmethod
+    async def _next(self, request_id: str) -> m.Event:
+        """Return the next event of a request."""
+
+    @abstractmethod
+    def _completion(self, request_id: str, count: int) -> C: ...
+
+    @abstractmethod
+    def _load(self, request_id: str) -> L: ...
