@@ -24,10 +24,10 @@ import numpy as np
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.batch import make_caches
-from kvd.worker.cache.growth import make_room
-from kvd.worker.cache.requantize import StepDown
+from kvd.worker.cache.pool_growth import make_room
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
 
 GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)

@@ -32,8 +32,8 @@ from mlx_lm.models import activations
 from bench.retrace import retrace
 from kvd import demo
 from kvd.config.kv import parse_kv
-from kvd.worker.cache.composite import CacheSettings
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.native import activation, build, operations
 from kvd.worker.native.layers import PackedLinear

@@ -43,7 +43,7 @@ def scratch_bytes(scratch: int, *, native: bool, parts: int = 0) -> int:
     """Return what of a step's scratch is charged, in bytes.
 
     kvd's own attention reads pages as they lie: it needs only the quarter that stepping down may
-    take (`kvd.worker.cache.composite.CacheSettings`). ``parts``: what decode steps take
+    take (`kvd.worker.cache.model_cache.CacheSettings`). ``parts``: what decode steps take
     (`parts_bytes`); a prefill step, which the scratch is for, never runs beside one.
     """
     return max(scratch // 4 if native else scratch, parts)

@@ -127,7 +127,7 @@ def most_pages(
     """Return the most pages that a row ever holds on its way to ``length`` tokens.
 
     `full_pages`, and one that is written before its time. ``window``, ``keep`` and ``chunk``: what
-    a layer attends to (`kvd.worker.cache.kinds`); without, everything. Pages fall out once in 64
+    a layer attends to (`kvd.worker.cache.attention_kind`); without, everything. Pages fall out once in 64
     tokens, or behind ``step`` prefilled ones.
     """
     pages = length // PAGE_TOKENS

@@ -43,7 +43,7 @@ from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from bench.retrace import retrace
 from kvd.config.kv import parse_kv
-from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.serving import fused_layers, probe, seam

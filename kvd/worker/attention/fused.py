@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation
 from kvd.worker.cache.backend import pools_of, rows_of, schemes_of
+from kvd.worker.cache.padded_sizes import padded_length, padded_work
 from kvd.worker.cache.page_list import PageList
-from kvd.worker.cache.shapes import listed, rounded
 from kvd.worker.cache.splits import Splits
 
 if TYPE_CHECKING:
-    from kvd.worker.cache.kinds import Kind
+    from kvd.worker.cache.attention_kind import Kind
     from kvd.worker.cache.layer import LayerStore
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.steps import DecodeStep
@@ -162,8 +162,8 @@ class FusedStep:
         """Return the same step with lists of few lengths; splits are work, and so padded less."""
         return replace(
             self,
-            pages=self.pages.padded(listed(self.pages.count)),
-            splits=self.splits.padded(rounded(max(LEAST_SPLITS, self.splits.count))),
+            pages=self.pages.padded(padded_length(self.pages.count)),
+            splits=self.splits.padded(padded_work(max(LEAST_SPLITS, self.splits.count))),
         )
 
     def shapes(self, step: DecodeStep) -> tuple[Any, ...]:

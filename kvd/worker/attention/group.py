@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.attention.tiles import Work
-from kvd.worker.cache import shapes
+from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.batch import GroupHandle
 
 
@@ -38,7 +38,7 @@ def group_attention(
     for row, part in enumerate(handle.parts):
         count = part.step.count
         mine = queries[row : row + 1]
-        if shapes.are_planned() and part.step.backend is None:
+        if padded_sizes.attention_is_planned() and part.step.backend is None:
             outputs.append(prefill_attention(mine, part, scale, sinks, beside=outputs))
             continue
         mine = mine[:, :, :count]

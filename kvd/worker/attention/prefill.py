@@ -13,8 +13,8 @@ import mlx.core as mx
 
 from kvd.worker.attention.online import OnlineSoftmax
 from kvd.worker.attention.tiles import Plan, Work, plan
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.batch import PrefillHandle
-from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import unpacking_bytes
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS

@@ -15,7 +15,7 @@ import mlx.core as mx
 from kvd.worker.cache.page_list import PageList
 
 if TYPE_CHECKING:
-    from kvd.worker.cache.kinds import Kind
+    from kvd.worker.cache.attention_kind import Kind
     from kvd.worker.cache.layer import Chunk, LayerStore
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.scheme import Packing

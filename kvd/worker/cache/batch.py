@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.cache.group import PrefillGroup
 from kvd.worker.cache.layer import Chunk, LayerStore
+from kvd.worker.cache.prefill_group import PrefillGroup
 from kvd.worker.cache.rectangle import (
     Rectangle,
     decode_rectangle,

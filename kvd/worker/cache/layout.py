@@ -1,6 +1,6 @@
 """What a model keeps for a sequence: which caches, of which kind and shape, and how it is served.
 
-Found out by the probe (`kvd.worker.serving.probe`) and turned into stores by `kvd.worker.cache.composite`.
+Found out by the probe (`kvd.worker.serving.probe`) and turned into stores by `kvd.worker.cache.model_cache`.
 Data only.
 """
 
@@ -12,7 +12,7 @@ from enum import Enum
 
 import mlx.core as mx
 
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.scheme import LayerGeometry
 
 

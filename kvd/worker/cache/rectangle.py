@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.packed import unpacking_bytes
 from kvd.worker.cache.rows import TAIL_TOKENS

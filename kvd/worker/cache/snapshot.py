@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar
 import mlx.core as mx
 
 from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.recurrent_states import State
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.states import State
 
 if TYPE_CHECKING:
     from kvd.worker.cache.store import KVStore

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.backend import BackendPrefill, BackendStep
-from kvd.worker.cache.kinds import Kind
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.page_list import places_of
 from kvd.worker.cache.rows import TAIL_TOKENS, Row

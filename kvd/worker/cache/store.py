@@ -22,14 +22,14 @@ from functools import cached_property, partial
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.cache import flushing
+from kvd.worker.cache import flush as flushing
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import Backend
-from kvd.worker.cache.group import PrefillGroup, prefill_group
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Placement
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.page_list import PageList, places_of
 from kvd.worker.cache.pages import PageAllocator, PageId
+from kvd.worker.cache.prefill_group import PrefillGroup, prefill_group
 from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.snapshot import RowSnapshot
@@ -143,7 +143,7 @@ class KVStore:
         self.step: DecodeStep | PrefillStep | PrefillGroup | None = None
         self.flushes = 0
         self.goals: dict[int, int] = {}
-        """By level, the capacity that its pools are growing to (`kvd.worker.cache.growth`)."""
+        """By level, the capacity that its pools are growing to (`kvd.worker.cache.pool_growth`)."""
         self._free_slots: list[int] = []
         self._dirty_slots: set[int] = set()
         self._tail_slots = 0

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.core import replay
 from kvd.worker.core.hands import Hands

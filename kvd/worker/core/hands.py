@@ -19,7 +19,7 @@ class Hands:
     """The parts of one engine."""
 
     cache: Any
-    """`ModelCache` or `OwnCache`."""
+    """`ModelCache` or `MlxLmCache`."""
     admission: Admission
     prompts: Prompts
     holdings: Holdings

@@ -28,7 +28,7 @@ def can_preempt(request: Request) -> bool:
 
 
 class Holdings:
-    """The account of one engine. ``cache``: `ModelCache` or `OwnCache`."""
+    """The account of one engine. ``cache``: `ModelCache` or `MlxLmCache`."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 Where a row goes, the first of these that frees enough::
 
     memory      frozen where it is: what it had reserved and not yet filled comes free
-    disk        its pages in a file (`kvd.worker.cache.saved`), all of it comes free
+    disk        its pages in a file (`kvd.worker.cache.snapshot_records`), all of it comes free
     recompute   nothing is kept: its prompt is read again, its tokens are fed again
 
 Of the last two the one that takes less time, by what this process has measured. A row that was
@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
-from kvd.worker.cache.composite import ModelCache
-from kvd.worker.cache.saved import Damaged, Loader, Saver
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, SnapshotWriter
 from kvd.worker.core.holdings import can_preempt
 from kvd.worker.core.request import Completion, Request, Saved
 from kvd.worker.core.swap import Folder, Writing, records_of
@@ -56,7 +56,7 @@ class Preemption:
         """Parked by the `reclaim` under way; they wait in the queue when it is over."""
         self._jobs: dict[str, Iterator[None]] = {}
         """What is under way beside, by request: rows that come back, or leave the memory."""
-        self.loading: dict[str, Loader] = {}
+        self.loading: dict[str, SnapshotReader] = {}
         """Requests that are admitted and whose rows are being read."""
         self._writing: dict[str, Writing] = {}
 
@@ -190,12 +190,12 @@ class Preemption:
         request.start_over()
         self._hands.scheduler.restart(request.rid)
 
-    def _saver(self, request: Request) -> Saver | None:
+    def _saver(self, request: Request) -> SnapshotWriter | None:
         """Return what writes a request, if that is possible and worth it."""
         cache = self._hands.cache
         if self._folder is None or not isinstance(cache, ModelCache):
             return None
-        saver = Saver(cache, request.snapshots)
+        saver = SnapshotWriter(cache, request.snapshots)
         if not self._folder.has_room(saver.nbytes):
             return None
         again = self._rates.recompute(self._read(request), request.longest)
@@ -206,7 +206,7 @@ class Preemption:
     def _read(self, request: Request) -> int:
         return len(request.prompt) if request.begun else self._hands.scheduler.position(request.rid)
 
-    def _save(self, request: Request, saver: Saver) -> Generator[None, None, Saved | None]:
+    def _save(self, request: Request, saver: SnapshotWriter) -> Generator[None, None, Saved | None]:
         """Write a file; None if that fails, or the request is over."""
         folder, rid = self._folder, request.rid
         assert folder is not None, "there is a saver"
@@ -257,7 +257,7 @@ class Preemption:
             self._resumed(request)
             return
         self._hands.scheduler.pause(request.rid)
-        loader = Loader(self._hands.cache, records_of(request.saved.path))
+        loader = SnapshotReader(self._hands.cache, records_of(request.saved.path))
         self.loading[request.rid] = loader
         self._jobs[request.rid] = self._load(request, request.saved, loader)
 
@@ -279,7 +279,7 @@ class Preemption:
             else:
                 hands.join(request, holder, row)
 
-    def _load(self, request: Request, saved: Saved, loader: Loader) -> Iterator[None]:
+    def _load(self, request: Request, saved: Saved, loader: SnapshotReader) -> Iterator[None]:
         hands, rid = self._hands, request.rid
         spent = 0.0
         try:
@@ -292,7 +292,7 @@ class Preemption:
                 yield
             else:
                 return  # it is over, and forgotten
-        except (Damaged, OSError) as error:
+        except (DamagedRecord, OSError) as error:
             _log.warning("a parked row is computed again: %s", error)
             loader.forget()
             self._start_over(request)
@@ -304,7 +304,7 @@ class Preemption:
         hands.scheduler.resume(rid)
         self._resumed(request)
 
-    def _take_in(self, request: Request, saved: Saved, loader: Loader) -> None:
+    def _take_in(self, request: Request, saved: Saved, loader: SnapshotReader) -> None:
         """Give the rows that were read to those who wrote them."""
         owners = {one.key if isinstance(one, Completion) else None: one for one in request.holders}
         for key, row in zip(saved.holders, loader.sequences, strict=True):

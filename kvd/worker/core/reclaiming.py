@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.cache.composite import ModelCache
-from kvd.worker.cache.lowering import Lowering, Trimming
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.model_step_down import ModelStepDown, PoolTrimming
 from kvd.worker.process import memory
 from protocol.worker import GrantWanted, Reclaim, Reclaimed, Report
 
@@ -154,7 +154,7 @@ class Reclaiming:
             request.mixed = request.mixed or request.begun or request.row is not None
         while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
             hands.drain()
-            lowering = Lowering(cache, above, level)
+            lowering = ModelStepDown(cache, above, level)
             while not lowering.over:
                 lowering.advance(self._left(), self._clock)
                 yield
@@ -198,7 +198,7 @@ class Reclaiming:
             if not self._lacks(wanted) or not isinstance(cache, ModelCache):
                 return
             hands.drain()
-            trimming = Trimming(cache)
+            trimming = PoolTrimming(cache)
             while not trimming.over:
                 trimming.advance(self._left(), self._clock)
                 yield

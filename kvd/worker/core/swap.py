@@ -7,7 +7,7 @@
 A file is written under another name and renamed when it is whole; nothing of a life before is ever
 read, so nothing is synced to the disk.
 
-Does not cover: what the records say (`kvd.worker.cache.saved`).
+Does not cover: what the records say (`kvd.worker.cache.snapshot_records`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvd.worker.cache.saved import Damaged
+from kvd.worker.cache.snapshot_records import DamagedRecord
 
 _log = logging.getLogger("kvd.worker")
 
@@ -123,18 +123,18 @@ class Writing:
 
 
 def records_of(path: Path) -> Iterator[bytes]:
-    """Yield a file's records; raises `Damaged` or `OSError` where they are not what was written."""
+    """Yield a file's records; raises `DamagedRecord` or `OSError` where they are not what was written."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise Damaged("it does not begin as it should")
+            raise DamagedRecord("it does not begin as it should")
         while head := file.read(_HEAD.size):
             if len(head) < _HEAD.size:
-                raise Damaged("it ends within a record")
+                raise DamagedRecord("it ends within a record")
             length, digest = _HEAD.unpack(head)
             if length > size - file.tell():
-                raise Damaged("it ends within a record")
+                raise DamagedRecord("it ends within a record")
             record = file.read(length)
             if hashlib.sha256(record).digest() != digest:
-                raise Damaged("a checksum is wrong")
+                raise DamagedRecord("a checksum is wrong")
             yield record

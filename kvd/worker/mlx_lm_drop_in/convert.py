@@ -15,13 +15,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
-from kvd.worker.mlx_lm_drop_in.shared import LayerRows, SharedRow, SharedStore
+from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedRow, SharedStore
 
 FORMAT = 1
 """Of saved states; counted up when an older reader would misread a newer file."""

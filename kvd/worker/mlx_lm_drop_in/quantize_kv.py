@@ -31,14 +31,14 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.mlx_lm_drop_in.dropin import (
-    BatchQuantizedKVCache,
-    BatchQuantizedRotatingKVCache,
+from kvd.worker.mlx_lm_drop_in.caches import (
+    DropInKVCache,
+    DropInRotatingKVCache,
     schemes_of,
 )
-from kvd.worker.mlx_lm_drop_in.shared import SharedStore
+from kvd.worker.mlx_lm_drop_in.shared_store import SharedStore
 from kvd.worker.serving import seam
 from kvd.worker.serving.selfcheck import STEPS, said_plainly, tolerance
 from protocol.errors import UnsupportedModel
@@ -56,7 +56,7 @@ def install() -> None:
     Must run before a model's module is imported; raises ``RuntimeError`` if one has been.
     """
     seam.install()
-    for kind in (BatchQuantizedKVCache, BatchQuantizedRotatingKVCache):
+    for kind in (DropInKVCache, DropInRotatingKVCache):
         # `load_prompt_cache` looks classes up by name among its own.
         setattr(upstream, kind.__name__, kind)
 
@@ -137,10 +137,10 @@ def _maker(cache: Any, shared: Callable[[Kind], SharedStore]) -> Maker:
     store: SharedStore
     if type(cache) is KVCache:
         store = shared(FULL)
-        return lambda: BatchQuantizedKVCache.on(store)
+        return lambda: DropInKVCache.on(store)
     if type(cache) is RotatingKVCache:
         store = shared(Kind(window=cache.max_size, keep=cache.keep))
-        return lambda: BatchQuantizedRotatingKVCache.on(store)
+        return lambda: DropInRotatingKVCache.on(store)
     if type(cache) is ArraysCache:
         size = len(cache.cache)
         return lambda: ArraysCache(size)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import mlx.core as mx
 
 from kvd.worker.cache.backend import pools_of, rows_of
+from kvd.worker.cache.padded_sizes import padded_length
 from kvd.worker.cache.page_list import PageList
-from kvd.worker.cache.shapes import listed
 
 if TYPE_CHECKING:
-    from kvd.worker.cache.kinds import Kind
+    from kvd.worker.cache.attention_kind import Kind
     from kvd.worker.cache.layer import Chunk, LayerStore
     from kvd.worker.cache.rows import Row
     from kvd.worker.cache.steps import DecodeStep
@@ -85,7 +85,7 @@ class NativeStep:
 
     def padded(self) -> NativeStep:
         """Return the same step with a list of pages of one of few lengths."""
-        return replace(self, pages=self.pages.padded(listed(self.pages.count)))
+        return replace(self, pages=self.pages.padded(padded_length(self.pages.count)))
 
     def shapes(self, _: DecodeStep) -> tuple[Any, ...]:
         """Return what gives `arrays` their shapes."""

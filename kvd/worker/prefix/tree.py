@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Snapshot = Any
-"""What the tree's cache freezes: `SequenceSnapshot` or `OwnSnapshot`."""
+"""What the tree's cache freezes: `SequenceSnapshot` or `MlxLmSnapshot`."""
 
 
 class Snapshotter(Protocol):
-    """What the tree asks of a cache (`ModelCache`, `OwnCache`)."""
+    """What the tree asks of a cache (`ModelCache`, `MlxLmCache`)."""
 
     def snapshot(self, sequence: Any) -> Snapshot:
         """Return what a sequence is now."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import DecodeHandle, make_caches
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore

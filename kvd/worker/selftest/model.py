@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
 from kvd.worker.selftest.outcome import Outcome, judged

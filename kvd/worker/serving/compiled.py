@@ -19,11 +19,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import PageIndex
-from kvd.worker.cache.shapes import rounded
+from kvd.worker.cache.padded_sizes import padded_work
 from kvd.worker.cache.steps import DecodeStep, LevelTable
 from kvd.worker.cache.store import KVStore
 from protocol.memory_bounds import MOST_TRACES
@@ -104,7 +104,7 @@ class _Part:
             raise TypeError("no decode step is under way")
         if step.backend is not None:
             return _Part(store, replace(step, backend=step.backend.padded()))
-        tables = [table.padded(rounded(len(table.owners))) for table in step.tables]
+        tables = [table.padded(padded_work(len(table.owners))) for table in step.tables]
         return _Part(store, _with_tables(step, tables))
 
     @property

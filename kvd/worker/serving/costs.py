@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layout import Access
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import ModelCache
 from protocol.costs import Costs, KVCost
 
 
 def costs_of(
-    cache: ModelCache | OwnCache, *, weights: int, base: int, row: int, first: int, step: int
+    cache: ModelCache | MlxLmCache, *, weights: int, base: int, row: int, first: int, step: int
 ) -> Costs | None:
     """Return the costs; None where a row takes what no formula of its length says.
 

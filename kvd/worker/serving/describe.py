@@ -7,9 +7,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from kvd.worker.cache.composite import ModelCache
 from kvd.worker.cache.layout import Access
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.store import KVStore
 from kvd.worker.serving.probe import Served
@@ -27,7 +27,7 @@ def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:
     ``prefill_chunk``: tokens that are prefilled at once, whose pages a window holds for a moment.
     """
     cache = served.runner.cache
-    if isinstance(cache, OwnCache):
+    if isinstance(cache, MlxLmCache):
         return [_own(cache, next(iter(served.reasons.values()), ""))]
     found = [
         _attention(cache, store, access, served.reasons.get(kind, ""), prefill_chunk)
@@ -80,7 +80,7 @@ def _most_held(store: KVStore, chunk: int) -> int:
     return pages + store.row_bytes
 
 
-def _own(cache: OwnCache, reason: str) -> KVPart:
+def _own(cache: MlxLmCache, reason: str) -> KVPart:
     return KVPart(
         kind="full",
         layers=len(cache.new_caches()),
@@ -93,14 +93,14 @@ def _own(cache: OwnCache, reason: str) -> KVPart:
     )
 
 
-def schemes(cache: ModelCache | OwnCache) -> list[str]:
+def schemes(cache: ModelCache | MlxLmCache) -> list[str]:
     """Return the schemes that pages may have, from the top down."""
     if not isinstance(cache, ModelCache) or not cache.stores:
         return []
     return [scheme.name for scheme in cache.settings.schemes]
 
 
-def layout(cache: ModelCache | OwnCache) -> str:
+def layout(cache: ModelCache | MlxLmCache) -> str:
     """Return how keys and values lie in pages, in words."""
     stores = cache.stores if isinstance(cache, ModelCache) else []
     per_token = {

@@ -36,9 +36,8 @@ from mlx_lm.models.cache import (
 )
 
 from kvd.worker.attention.fused import FusedBackend
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import Backend
-from kvd.worker.cache.composite import CacheSettings, ModelCache, no_floors
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import (
     Access,
     AttentionPart,
@@ -48,7 +47,8 @@ from kvd.worker.cache.layout import (
     StatePart,
     UnusedPart,
 )
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache, no_floors
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
 from kvd.worker.native.step import Library
@@ -401,7 +401,7 @@ def _own(model: Any, vocab_size: int, why: str) -> Served:
 
     try:
         fixed, per_token = _measured_cost(model, make_caches)
-        runner = Runner(model, OwnCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
+        runner = Runner(model, MlxLmCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
         error = selfcheck.against_own_caches(runner, vocab_size)
     except Refused as refused:
         raise UnsupportedModel(
@@ -414,7 +414,7 @@ def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[in
     """Return what a sequence costs: bytes however short, and bytes a token."""
     sizes = []
     for length in MEASURED_TOKENS:
-        probe = OwnCache(make_caches, fixed_bytes=0, token_bytes=0)
+        probe = MlxLmCache(make_caches, fixed_bytes=0, token_bytes=0)
         row = probe.new_row()
         try:
             model(mx.array([[0] * length]), cache=row.caches)

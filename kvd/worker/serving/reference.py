@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
-from kvd.worker.cache.composite import ModelCache, SequenceRow
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layout import AttentionPart, StatePart
-from kvd.worker.cache.states import State
+from kvd.worker.cache.model_cache import ModelCache, SequenceRow
+from kvd.worker.cache.recurrent_states import State
 
 
 class HeldKVCache:

@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvd.worker.cache import shapes
-from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.layout import Access
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.serving.compiled import CompiledDecode, can_compile
 from kvd.worker.serving.rounding import batch_floor, token_floor
 
@@ -23,7 +23,7 @@ _GROUPED = ((3, 70), (20, 9))
 """Tokens that two rows are given together, to check groups: at first, and then behind those."""
 
 Row = Any
-"""A sequence of the runner's own cache: `SequenceRow` or `OwnRow`."""
+"""A sequence of the runner's own cache: `SequenceRow` or `MlxLmRow`."""
 
 
 def on_cpu() -> bool:
@@ -34,7 +34,7 @@ def on_cpu() -> bool:
 class Runner:
     """A model and its cache."""
 
-    def __init__(self, model: Any, cache: ModelCache | OwnCache) -> None:
+    def __init__(self, model: Any, cache: ModelCache | MlxLmCache) -> None:
         self.model = model
         self.cache: Any = cache
         self._compiled: CompiledDecode | None = None
@@ -103,7 +103,7 @@ class Runner:
         if not isinstance(cache, ModelCache) or not cache.can_group or least is None:
             return False
         self._least = least
-        widens = shapes.are_planned()
+        widens = padded_sizes.attention_is_planned()
         pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
         tokens = mx.array([1] * len(pairs[0]), mx.int32)
         try:
@@ -137,7 +137,7 @@ class Runner:
 
         On the CPU a pass of a few tokens may be wider (`group`).
         """
-        return shapes.widened(tokens) if self._widens else tokens
+        return padded_sizes.padded_width(tokens) if self._widens else tokens
 
     def _checked_row(self, length: int) -> Row:
         row = self.cache.new_row()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.serving.reference import held_caches
 from kvd.worker.serving.runner import Row, Runner
 

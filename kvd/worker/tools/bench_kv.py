@@ -28,9 +28,9 @@ import msgspec
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.batch import DecodeHandle, make_caches
-from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
 from kvd.worker.serving.model_files import default_dtype, resolve
 from protocol.errors import InvalidModel, InvalidRequest, KvdError, UnsupportedModel

@@ -20,8 +20,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.demo.recall import Tokenizer, make_recall_prompt
-from kvd.worker.cache.composite import CacheSettings
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
 from kvd.worker.serving import probe
 from kvd.worker.serving.probe import Served
@@ -218,7 +218,7 @@ class _Level:
 def _check_quantized(served: Served) -> None:
     """Refuse a model whose levels would all be the dense model compared with itself."""
     cache = served.runner.cache
-    if isinstance(cache, OwnCache):
+    if isinstance(cache, MlxLmCache):
         why = next(iter(served.reasons.values()), "")
         raise UnsupportedModel(
             f"this model is served over mlx-lm's own dense caches ({why}): nothing of it is "

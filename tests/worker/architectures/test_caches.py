@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import probe
 from kvd.worker.serving.probe import Served

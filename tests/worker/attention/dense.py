@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 
 
 def dense_attention(

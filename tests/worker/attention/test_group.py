@@ -9,8 +9,8 @@ import pytest
 from kvd.worker.attention import group
 from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import GroupHandle, PrefillHandle
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import Chunk
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from tests.worker.attention.dense import dense_attention

@@ -12,8 +12,8 @@ import pytest
 from kvd.worker.attention import prefill
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.attention.tiles import Plan, Work, plan
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import PrefillHandle, make_caches
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
 from tests.worker.attention.dense import dense_attention

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache import packed as pk
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, make_caches
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme, full_pages
 from kvd.worker.cache.store import KVStore

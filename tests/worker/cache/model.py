@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.cache.composite import ModelCache, SequenceRow
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
+from kvd.worker.cache.model_cache import ModelCache, SequenceRow
 from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.recurrent_states import State
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, full_pages
-from kvd.worker.cache.snapshots import RowSnapshot, SequenceSnapshot
-from kvd.worker.cache.states import State
+from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 from tests.worker.cache.helpers import through_page
 

@@ -20,14 +20,14 @@ from mlx_lm.models.cache import ArraysCache
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import RectangleKVCache
-from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore, Writing
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
-from kvd.worker.cache.lowering import Lowering
-from kvd.worker.cache.requantize import StepDown
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache, SequenceRow
+from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.step_down import StepDown
 from kvd.worker.scheduling.prefill_order import Turns
 from kvd.worker.scheduling.row import Place
 from kvd.worker.scheduling.row import Row as Waiting
@@ -264,7 +264,7 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
     queries = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
     mx.eval(chunk, queries)
     used = loop.cache.pages_used
-    lowering = Lowering(loop.cache, rows, 1)
+    lowering = ModelStepDown(loop.cache, rows, 1)
     peaks = []
     with watched(loop) as watch:
         while not lowering.over:

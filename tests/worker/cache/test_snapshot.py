@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.cache.composite import CacheSettings, ModelCache
 from kvd.worker.cache.layout import Access
-from kvd.worker.cache.lowering import Lowering
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
@@ -138,7 +138,7 @@ def test_every_kind_of_cache_goes_on_to_the_bit(
     served: tuple[str, Any, Runner], prompt: int, decoded: int
 ) -> None:
     name, _, runner = served
-    assert isinstance(runner.cache, OwnCache) == ("own caches" in MODELS[name])
+    assert isinstance(runner.cache, MlxLmCache) == ("own caches" in MODELS[name])
     goes_on(runner, prompt, decoded)
 
 
@@ -186,7 +186,7 @@ def test_a_step_down_takes_frozen_rows_along() -> None:
     row = cache.new_row()
     prefill(runner, row, ids(256))
     snapshot, before = cache.snapshot(row), cache.used_bytes
-    lowering = Lowering(cache, [row], 1)
+    lowering = ModelStepDown(cache, [row], 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
     cache.check()
@@ -208,7 +208,7 @@ def test_a_parked_sequence_can_be_stepped_down() -> None:
     prefill(runner, row, ids(256))
     snapshot = cache.snapshot(row)
     cache.free(row)
-    lowering = Lowering(cache, [snapshot], 1)
+    lowering = ModelStepDown(cache, [snapshot], 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
     again = cache.restore(snapshot)

@@ -33,15 +33,15 @@ from hypothesis.stateful import (
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import DecodeHandle, GroupHandle, PrefillHandle
-from kvd.worker.cache.composite import CacheSettings, ModelCache, SequenceRow
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache, SequenceRow
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.snapshot import SequenceSnapshot
+from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.model import DenseModel, DenseStore, agree

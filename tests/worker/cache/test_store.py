@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.attention.decode import decode_attention
-from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.layout import AttentionPart, Entry, Layout
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from tests.worker.cache.helpers import Bench, DenseRow
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.worker.cache.composite import ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build

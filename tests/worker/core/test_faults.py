@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.cache.group import PrefillGroup
+from kvd.worker.cache.prefill_group import PrefillGroup
 from kvd.worker.cache.steps import PrefillStep
 from kvd.worker.core import setbacks
 from kvd.worker.engine import unwatched

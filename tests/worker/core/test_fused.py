@@ -16,8 +16,8 @@ from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.attention.kernels.launch import Fused, Launch
 from kvd.worker.cache.backend import Backend
-from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving.probe import find_layout
@@ -52,7 +52,7 @@ class Side:
         """Step a row down, but for its newest page: it then lies on two levels."""
         cache = self.runner.cache
         cache.flush()
-        Lowering(cache, [self.rows[index]], level).advance(1e9, lambda: 0.0)
+        ModelStepDown(cache, [self.rows[index]], level).advance(1e9, lambda: 0.0)
 
     def rest(self, index: int) -> None:
         """Park a row, and let it go on."""

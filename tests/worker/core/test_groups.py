@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker.cache.composite import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import build as build_native
@@ -146,7 +146,7 @@ def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
     def wrong(self: Any) -> mx.array:
         return mx.zeros((len(self.steps),), mx.int32)
 
-    monkeypatch.setattr("kvd.worker.cache.group.PrefillGroup.offsets", property(wrong))
+    monkeypatch.setattr("kvd.worker.cache.prefill_group.PrefillGroup.offsets", property(wrong))
     assert not runner.group()
     assert not runner.groups
     assert runner.cache.pages_used == 0

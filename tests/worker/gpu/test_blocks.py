@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.gpu import blocks, joined_linear, products
 from kvd.worker.serving import fused_layers, kernel_timing

@@ -14,12 +14,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvd.worker.cache.kinds import Kind
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
-from kvd.worker.mlx_lm_drop_in.dropin import BatchQuantizedKVCache
+from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from tests.worker.attention.dense import dense_attention
 
@@ -130,7 +130,7 @@ class DenseSequence:
 class Twin:
     """A cache and what it should hold."""
 
-    cache: BatchQuantizedKVCache
+    cache: DropInKVCache
     rows: list[DenseSequence]
 
     def update(
@@ -256,7 +256,7 @@ class Twin:
                 pages[page] = page_bytes(row.schemes[page.level])
         return sum(pages.values()) + len(tails) * TAIL_BYTES
 
-    def like(self, cache: BatchQuantizedKVCache, rows: list[DenseSequence] | None = None) -> Twin:
+    def like(self, cache: DropInKVCache, rows: list[DenseSequence] | None = None) -> Twin:
         """A twin of a cache that was made from this one, in the same store."""
         return Twin(cache, [row.copy() for row in (self.rows if rows is None else rows)])
 

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
 
-from kvd.worker.mlx_lm_drop_in.dropin import BatchQuantizedKVCache
+from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
 from kvd.worker.mlx_lm_drop_in.quantize_kv import QuantizedKV, quantize_kv
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from protocol.types import KVSpec
@@ -145,7 +145,7 @@ def test_max_kv_size_is_mlx_lms(quantized) -> None:
 
     got, logprobs = alone(model, prompt, 200)
 
-    assert type(kv.make_cache()[0]).__name__ == "BatchQuantizedRotatingKVCache"
+    assert type(kv.make_cache()[0]).__name__ == "DropInRotatingKVCache"
     np.testing.assert_allclose(logprobs, true, atol=1e-4)
     assert got == tokens
 
@@ -268,7 +268,7 @@ def test_a_flush_waits_for_steps_that_nobody_evaluated() -> None:
     random = [mx.array(rng.normal(size=(1, 2, 8000, 64)).astype(np.float32)) for _ in range(2)]
     theirs = KVCache()
     theirs.update_and_fetch(*random)
-    cache = BatchQuantizedKVCache.from_kv_cache(theirs, "k16v16")
+    cache = DropInKVCache.from_kv_cache(theirs, "k16v16")
     store = cache.shared.rows
     mx.set_cache_limit(0)
     peaks, output = [], None
@@ -295,7 +295,7 @@ def test_generators_dropped_in_mid_flight_leave_nothing(quantized) -> None:
     for _ in range(20):
         generator.next()
     assert kv.nbytes > 0
-    assert isinstance(make_prompt_cache(model)[0], BatchQuantizedKVCache)
+    assert isinstance(make_prompt_cache(model)[0], DropInKVCache)
     del generator
     gc.collect()
 

@@ -28,9 +28,9 @@ from mlx_lm.models.cache import (
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.mlx_lm_drop_in.dropin import BatchQuantizedKVCache, BatchQuantizedRotatingKVCache
+from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache, DropInRotatingKVCache
 from kvd.worker.mlx_lm_drop_in.quantize_kv import install, quantize_kv
-from kvd.worker.mlx_lm_drop_in.shared import LayerRows, SharedStore
+from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedStore
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from tests.worker.architectures.zoo import build
 
@@ -64,7 +64,7 @@ def test_dense_there_and_back_is_exact(rng) -> None:
     theirs = KVCache()
     theirs.update_and_fetch(random(rng, 300), random(rng, 300))
 
-    ours = BatchQuantizedKVCache.from_kv_cache(theirs, "k16v16")
+    ours = DropInKVCache.from_kv_cache(theirs, "k16v16")
     back = ours.to_kv_cache()
 
     assert ours.offset == back.offset == 300
@@ -75,7 +75,7 @@ def test_dense_there_and_back_is_exact(rng) -> None:
 
 @pytest.mark.parametrize("length", [50, 200, 333])
 def test_a_window_becomes_a_rotating_cache(rng, length) -> None:
-    ours = BatchQuantizedRotatingKVCache(100, keep=4, scheme="k16v16")
+    ours = DropInRotatingKVCache(100, keep=4, scheme="k16v16")
     keys, values, queries = random(rng, length), random(rng, length), random(rng, length)
     found = ours.update_and_fetch(keys, values)
     mx.eval(scaled_dot_product_attention(queries, *found, ours, 0.2, None))
@@ -89,11 +89,11 @@ def test_a_window_becomes_a_rotating_cache(rng, length) -> None:
 def test_rotating_caches_convert_until_they_overwrite(rng) -> None:
     theirs = RotatingKVCache(100, keep=4)
     theirs.update_and_fetch(random(rng, 90), random(rng, 90))
-    ours = BatchQuantizedRotatingKVCache.from_kv_cache(theirs, "k16v16")
+    ours = DropInRotatingKVCache.from_kv_cache(theirs, "k16v16")
     np.testing.assert_allclose(attended(ours, 3, 60), attended(theirs, 3, 60), atol=1e-5)
 
     with pytest.raises(ValueError, match="before it overwrites"):
-        BatchQuantizedRotatingKVCache.from_kv_cache(theirs)
+        DropInRotatingKVCache.from_kv_cache(theirs)
 
 
 def test_to_and_from_mlx_lms_quantized_cache(rng) -> None:
@@ -101,7 +101,7 @@ def test_to_and_from_mlx_lms_quantized_cache(rng) -> None:
     keys, values = random(rng, 300), random(rng, 300)
     theirs.update_and_fetch(keys, values)
 
-    ours = BatchQuantizedKVCache.from_quantized(theirs, "k8v8")
+    ours = DropInKVCache.from_quantized(theirs, "k8v8")
     back = ours.to_quantized(bits=8)
 
     assert isinstance(back, QuantizedKVCache)
@@ -140,13 +140,13 @@ def test_files_of_mlx_lm_hold_our_caches(name, scheme, tmp_path) -> None:
 def test_states_of_others_are_refused() -> None:
     for state in ({}, {"header": '{"format": 99}'}, (mx.zeros((1, 2, 3, 4)), mx.zeros(1), 3)):
         with pytest.raises(ValueError, match="no state of a quantized cache"):
-            BatchQuantizedKVCache.from_state(state)
+            DropInKVCache.from_state(state)
 
 
 def saved(rng) -> dict[str, Any]:
-    cache = BatchQuantizedKVCache("k8v4")
+    cache = DropInKVCache("k8v4")
     cache.update_and_fetch(random(rng, 300), random(rng, 300))
-    cache.extend(BatchQuantizedKVCache("k8v4"))
+    cache.extend(DropInKVCache("k8v4"))
     return {
         name: list(part) if isinstance(part, list) else part for name, part in cache.state.items()
     }
@@ -188,24 +188,24 @@ def damages() -> Iterator[tuple[str, Callable[[dict[str, Any], dict[str, Any]], 
 @pytest.mark.parametrize("damage", [pytest.param(do, id=name) for name, do in damages()])
 def test_damaged_states_are_refused(rng, damage) -> None:
     state = saved(rng)
-    assert BatchQuantizedKVCache.from_state(state).lengths == [300, 0]
+    assert DropInKVCache.from_state(state).lengths == [300, 0]
     header = json.loads(state["header"])
     damage(state, header)
     state["header"] = json.dumps(header)
 
     with pytest.raises(ValueError, match=r"is damaged; make the cache anew from its prompt"):
-        BatchQuantizedKVCache.from_state(state)
+        DropInKVCache.from_state(state)
 
 
 @pytest.mark.parametrize("header", ["", "no JSON", "[1]", "null", 5])
 def test_headers_of_others_are_refused(header) -> None:
     with pytest.raises(ValueError, match="no state of a quantized cache"):
-        BatchQuantizedKVCache.from_state({"header": header})
+        DropInKVCache.from_state({"header": header})
 
 
 def test_a_state_takes_the_place_of_what_a_cache_held(rng) -> None:
     store = SharedStore([Scheme(8, 4)], home=True)
-    cache = BatchQuantizedKVCache.on(store)
+    cache = DropInKVCache.on(store)
     cache.update_and_fetch(random(rng, 200), random(rng, 200))
 
     cache.state = saved(rng)
@@ -222,11 +222,11 @@ def test_batches_of_mlx_lm_do_not_convert_but_their_sequences_do(rng, lengths) -
     batch = KVCache.merge(parts)
 
     with pytest.raises(TypeError, match=r"BatchKVCache does not convert.* extract\(\)"):
-        BatchQuantizedKVCache.from_kv_cache(batch, "k16v16")
+        DropInKVCache.from_kv_cache(batch, "k16v16")
 
-    ours = BatchQuantizedKVCache.merge(
+    ours = DropInKVCache.merge(
         [
-            BatchQuantizedKVCache.from_kv_cache(batch.extract(index), "k16v16")
+            DropInKVCache.from_kv_cache(batch.extract(index), "k16v16")
             for index in range(len(lengths))
         ]
     )
@@ -238,15 +238,15 @@ def test_batches_of_mlx_lm_do_not_convert_but_their_sequences_do(rng, lengths) -
 
 
 @pytest.mark.parametrize(
-    "other", [ArraysCache(2), CacheList(KVCache()), ChunkedKVCache(64), BatchQuantizedKVCache()]
+    "other", [ArraysCache(2), CacheList(KVCache()), ChunkedKVCache(64), DropInKVCache()]
 )
 def test_other_caches_do_not_convert(other) -> None:
     with pytest.raises(TypeError, match=f"{type(other).__name__} does not convert"):
-        BatchQuantizedKVCache.from_kv_cache(other)
+        DropInKVCache.from_kv_cache(other)
 
 
 def test_evaluating_a_state_copies_no_pages(rng) -> None:
-    cache = BatchQuantizedKVCache("k8v8")
+    cache = DropInKVCache("k8v8")
     found = cache.update_and_fetch(random(rng, 4096), random(rng, 4096))
     mx.eval(scaled_dot_product_attention(random(rng, 4096), *found, cache, 0.2, None))
     del found
@@ -261,12 +261,12 @@ def test_evaluating_a_state_copies_no_pages(rng) -> None:
 
 
 def test_what_does_not_merge_says_so(rng) -> None:
-    one, two = BatchQuantizedRotatingKVCache(100), BatchQuantizedRotatingKVCache(200)
+    one, two = DropInRotatingKVCache(100), DropInRotatingKVCache(200)
     with pytest.raises(ValueError, match="window 100, window 200"):
         one.merge([one, two])
     with pytest.raises(TypeError, match="KVCache"):
-        BatchQuantizedKVCache().merge([BatchQuantizedKVCache(), KVCache()])
-    cache = BatchQuantizedKVCache()
+        DropInKVCache().merge([DropInKVCache(), KVCache()])
+    cache = DropInKVCache()
     cache.update_and_fetch(random(rng, 3, batch=2), random(rng, 3, batch=2))
     assert cache.offset == 3
     with pytest.raises(ValueError, match="holds 2"):
@@ -289,9 +289,9 @@ def test_what_does_not_merge_leaves_all_as_it_was(rng, how) -> None:
     """The last of three caches does not fit; the one before it had been copied by then."""
     store = SharedStore([Scheme(8, 8)], home=True)
     home, good, bad = (
-        BatchQuantizedKVCache.on(store),
-        BatchQuantizedKVCache("k8v8"),
-        BatchQuantizedKVCache("k8v8"),
+        DropInKVCache.on(store),
+        DropInKVCache("k8v8"),
+        DropInKVCache("k8v8"),
     )
     for cache, dim in ((home, 64), (good, 64), (bad, 32)):
         cache.update_and_fetch(random(rng, 300, dim), random(rng, 300, dim))
@@ -301,7 +301,7 @@ def test_what_does_not_merge_leaves_all_as_it_was(rng, how) -> None:
 
     for _ in range(3):
         with pytest.raises(ValueError, match="this layer holds"):
-            BatchQuantizedKVCache.merge([home, good, bad]) if how == "merge" else bad.extend(good)
+            DropInKVCache.merge([home, good, bad]) if how == "merge" else bad.extend(good)
 
     assert held(store) == before
     assert (home.lengths, good.lengths, bad.lengths) == ([300], [300, 300], [300])
@@ -313,7 +313,7 @@ def test_what_does_not_merge_leaves_all_as_it_was(rng, how) -> None:
 @pytest.mark.parametrize("fails_at", range(5))
 def test_memory_that_runs_short_in_a_merge_leaves_all_as_it_was(rng, monkeypatch, fails_at) -> None:
     store = SharedStore([Scheme(8, 8)], home=True)
-    home, other = BatchQuantizedKVCache.on(store), BatchQuantizedKVCache("k4v4")
+    home, other = DropInKVCache.on(store), DropInKVCache("k4v4")
     for cache in (home, other):
         for batch in (1, 1):
             cache.update_and_fetch(random(rng, 300, batch=batch), random(rng, 300, batch=batch))
@@ -342,11 +342,11 @@ def test_memory_that_runs_short_in_a_merge_leaves_all_as_it_was(rng, monkeypatch
         ):
             patch.setattr(kind, name, short(getattr(kind, name)))
         with pytest.raises(MemoryError):
-            BatchQuantizedKVCache.merge([home, other])
+            DropInKVCache.merge([home, other])
 
     assert held(store) == before
     store.check([home.rows])
-    merged = BatchQuantizedKVCache.merge([home, other])
+    merged = DropInKVCache.merge([home, other])
     assert merged.lengths == [600, 600, 600, 670]
 
 

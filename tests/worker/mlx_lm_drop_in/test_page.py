@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs" / "mlx-lm.md").read_text(encoding="utf-8")
 
 def test_the_example_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    example += "\nassert type(model.make_cache()[0]).__name__ == 'BatchQuantizedKVCache'\n"
+    example += "\nassert type(model.make_cache()[0]).__name__ == 'DropInKVCache'\n"
 
     done = subprocess.run(
         [sys.executable, "-c", example], check=False, capture_output=True, text=True

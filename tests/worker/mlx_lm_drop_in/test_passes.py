@@ -6,12 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.mlx_lm_drop_in.dropin import BatchQuantizedKVCache, BatchQuantizedRotatingKVCache
+from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache, DropInRotatingKVCache
 from kvd.worker.mlx_lm_drop_in.padding import Span
 from kvd.worker.mlx_lm_drop_in.quantize_kv import quantize_kv
-from kvd.worker.mlx_lm_drop_in.shared import Reading, SharedStore
+from kvd.worker.mlx_lm_drop_in.shared_store import Reading, SharedStore
 from tests.worker.architectures.zoo import build
 
 pytestmark = pytest.mark.mlx
@@ -28,8 +28,8 @@ def random(rng: np.random.Generator, tokens: int, batch: int = 1) -> mx.array:
     return mx.array(rng.normal(size=(batch, 1, tokens, DIM)).astype(np.float32))
 
 
-def filled(store: SharedStore, tokens: int, rng: np.random.Generator) -> BatchQuantizedKVCache:
-    cache = BatchQuantizedKVCache.on(store)
+def filled(store: SharedStore, tokens: int, rng: np.random.Generator) -> DropInKVCache:
+    cache = DropInKVCache.on(store)
     with store.at_work():
         store.fill(cache.rows, [Span(0, tokens)], random(rng, tokens), random(rng, tokens))
     return cache
@@ -93,7 +93,7 @@ def test_pages_that_fall_out_are_not_given_to_rows_that_leave_the_dense_start(rn
     """In one pass one row frees pages of the level that another one's pages go to."""
     schemes, kind = [Scheme(16, 16), Scheme(8, 8)], Kind(window=150)
     store = SharedStore(schemes, kind, quantized_start=300, home=True)
-    old, young = BatchQuantizedRotatingKVCache.on(store), BatchQuantizedRotatingKVCache.on(store)
+    old, young = DropInRotatingKVCache.on(store), DropInRotatingKVCache.on(store)
     for cache, counts in ((old, (250, 200)), (young, (200,))):
         for count in counts:
             keys = random(rng, count)
@@ -127,7 +127,7 @@ def test_a_chunk_leaves_the_dense_start_by_its_own_length_alone(rng) -> None:
 
     def output(*, neighbour: bool) -> np.ndarray:
         store = SharedStore([Scheme(16, 16), Scheme(2, 2)], FULL, quantized_start=130)
-        cache = BatchQuantizedKVCache.on(store)
+        cache = DropInKVCache.on(store)
         with store.at_work():
             store.fill(cache.rows, [Span(0, 128)], keys[:, :, :128], keys[:, :, :128])
         for token in (128, 129):

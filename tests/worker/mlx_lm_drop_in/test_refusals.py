@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
-from kvd.worker.mlx_lm_drop_in.dropin import BatchQuantizedKVCache
+from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
 from kvd.worker.mlx_lm_drop_in.quantize_kv import quantize_kv
 from protocol.errors import UnsupportedModel
 from tests.worker.architectures.zoo import build
@@ -32,7 +32,7 @@ class Particular:
 
 def raising(error: Exception) -> Callable[[Any, mx.array], mx.array]:
     def looks(cache: Any, logits: mx.array) -> mx.array:
-        if isinstance(cache, BatchQuantizedKVCache):
+        if isinstance(cache, DropInKVCache):
             raise error
         return logits
 
@@ -87,7 +87,7 @@ def test_a_model_with_other_logits_is_refused(looks) -> None:
 @pytest.mark.parametrize("bits", [16, 8])
 def test_logits_must_be_numbers(bits) -> None:
     def looks(cache: Any, logits: mx.array) -> mx.array:
-        ours = isinstance(cache, BatchQuantizedKVCache) and cache.scheme.k_bits == bits
+        ours = isinstance(cache, DropInKVCache) and cache.scheme.k_bits == bits
         return logits * mx.nan if ours else logits
 
     with pytest.raises(UnsupportedModel, match="logits are not finite"):

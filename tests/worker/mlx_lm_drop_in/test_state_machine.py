@@ -27,17 +27,16 @@ from hypothesis.stateful import (
 )
 
 from kvd.worker.cache import store
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.pages import PageId
-from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
-from kvd.worker.mlx_lm_drop_in import shared
-from kvd.worker.mlx_lm_drop_in.dropin import (
-    BatchQuantizedKVCache,
-    BatchQuantizedRotatingKVCache,
+from kvd.worker.cache.step_down import StepDown
+from kvd.worker.mlx_lm_drop_in.caches import (
+    DropInKVCache,
+    DropInRotatingKVCache,
 )
-from kvd.worker.mlx_lm_drop_in.shared import LayerRows, SharedRow, SharedStore
+from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedRow, SharedStore
 from tests.worker.mlx_lm_drop_in.dense import (
     TAIL_BYTES,
     DenseSequence,
@@ -68,7 +67,7 @@ class Caches(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rng = np.random.default_rng(0)
-        self.type = BatchQuantizedKVCache if self.kind == FULL else BatchQuantizedRotatingKVCache
+        self.type = DropInKVCache if self.kind == FULL else DropInRotatingKVCache
         self.home = self._store(home=True)
         self.stores = [self.home]
         self.twins: list[Twin] = []
@@ -414,7 +413,7 @@ MACHINES = (Caches, Windows, Quantized, QuantizedLate, QuantizedLateWindows)
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools that grow by no more than they must, and are cut soon."""
-    for module in (shared, store):
+    for module in (shared_store, store):
         monkeypatch.setattr(module, "SLAB_PAGES", 0)
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvd import demo
-from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.lowering import Lowering
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.serving import probe, seam
@@ -97,7 +97,7 @@ def tiny_runner(name: str, **settings: Any) -> Runner:
 
 def own_runner() -> Runner:
     model, _ = build("qwen3")
-    return Runner(model, OwnCache(model_caches(model), fixed_bytes=0, token_bytes=1))
+    return Runner(model, MlxLmCache(model_caches(model), fixed_bytes=0, token_bytes=1))
 
 
 def model_caches(model: Any) -> Callable[[], list[Any]]:
@@ -169,7 +169,7 @@ def test_what_was_stepped_down_is_no_hit_and_comes_back() -> None:
     logits, _ = desk.serve(prompt, stays=True)
     stored = len(tree)
     assert stored >= 2
-    lowering = Lowering(runner.cache, desk.staying, 1)
+    lowering = ModelStepDown(runner.cache, desk.staying, 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
     hit = tree.match(prompt)

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from kvd.worker.cache.backend import Backend
-from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.lowering import Lowering
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.packed import page_product
+from kvd.worker.cache.padded_sizes import padded_work
 from kvd.worker.cache.scheme import Scheme
-from kvd.worker.cache.shapes import rounded
 from kvd.worker.native import build as build_native
 from kvd.worker.native.step import Library
 from kvd.worker.serving import compiled
@@ -95,17 +95,17 @@ def test_rows_on_several_levels(library: Backend | None) -> None:
         pair.join(length)
     pair.step(1)
     for side, runner in enumerate(pair.runners):
-        Lowering(runner.cache, [pair.rows[0][side]], 1).advance(1e9, lambda: 0.0)
+        ModelStepDown(runner.cache, [pair.rows[0][side]], 1).advance(1e9, lambda: 0.0)
     for step in range(10):
         pair.step(step)
 
 
 def test_few_shapes_and_little_padding() -> None:
-    sizes = {rounded(pages) for pages in range(1, 4097)}
+    sizes = {padded_work(pages) for pages in range(1, 4097)}
     assert len(sizes) <= 4 * 12
     for pages in range(1, 4097):
-        assert pages <= rounded(pages) <= max(pages + 1, 1.25 * pages)
-    assert rounded(0) == 0
+        assert pages <= padded_work(pages) <= max(pages + 1, 1.25 * pages)
+    assert padded_work(0) == 0
 
 
 def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ pytest.importorskip("mlx.core")
 
 import mlx.core as mx
 
-from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.serving.costs import costs_of
 from protocol.costs import Costs

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from kvd.worker.attention import group
-from kvd.worker.cache import shapes
-from kvd.worker.cache.composite import CacheSettings, ModelCache
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache import padded_sizes
+from kvd.worker.cache.attention_kind import FULL, Kind
+from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout
@@ -27,7 +27,7 @@ LENGTHS = ((130, 7, 64), (1, 70, 33), (64, 64, 64), (63, 5, 200))
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """A device that plans for each shape; the shapes of queries and keys that it was asked for."""
-    monkeypatch.setattr(shapes, "are_planned", lambda: True)
+    monkeypatch.setattr(padded_sizes, "attention_is_planned", lambda: True)
     for module, name in ((group, "_on_cpu"), (runners, "on_cpu")):
         monkeypatch.setattr(module, name, lambda: False)
     seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -72,7 +72,9 @@ def runner_of(name: str) -> Runner:
     model = build(name)[0]
     cache = ModelCache(find_layout(model), CacheSettings((Scheme(16, 16),)))
     runner = Runner(model, cache)
-    assert runner.group() != shapes.are_planned()  # several rows come in too many shapes
+    assert (
+        runner.group() != padded_sizes.attention_is_planned()
+    )  # several rows come in too many shapes
     return runner
 
 
@@ -132,6 +134,12 @@ def test_prompts_of_many_lengths_have_few_shapes(
 def test_on_the_cpu_passes_are_as_wide_as_their_chunks() -> None:
     runner = runner_of("qwen3")
 
-    assert not shapes.are_planned()
+    assert not padded_sizes.attention_is_planned()
     assert [runner.width(count) for count in (1, 63, 64, 65)] == [1, 63, 64, 65]
-    assert [shapes.widened(count) for count in (1, 63, 64, 65, 1000)] == [64, 64, 64, 128, 1024]
+    assert [padded_sizes.padded_width(count) for count in (1, 63, 64, 65, 1000)] == [
+        64,
+        64,
+        64,
+        128,
+        1024,
+    ]

@@ -12,7 +12,7 @@ import pytest
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.arguments import Attention
-from kvd.worker.cache.composite import CacheSettings
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import kernel_check, kernel_choice, kernel_timing, loading, probe, runner
 from kvd.worker.serving.kernel_timing import Times

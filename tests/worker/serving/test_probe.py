@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from kvd.worker.cache import packed
-from kvd.worker.cache.composite import CacheSettings
-from kvd.worker.cache.kinds import FULL
-from kvd.worker.cache.own import OwnCache
+from kvd.worker.cache.attention_kind import FULL
+from kvd.worker.cache.mlx_lm_cache import MlxLmCache
+from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.store import KVStore
 from kvd.worker.serving import describe, probe, seam, selfcheck
@@ -144,7 +144,7 @@ def test_a_cache_that_nobody_knows_is_served_as_it_is(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(model), "make_cache", lambda _: make(), raising=False)
     found = probe.serve(model, CacheSettings(), VOCAB)
 
-    assert isinstance(found.runner.cache, OwnCache)
+    assert isinstance(found.runner.cache, MlxLmCache)
     assert found.path == "dense, mlx-lm's own caches"
     assert "Stranger" in next(iter(found.reasons.values()))
     assert found.runner.cache.token_bytes == 2 * 2 * 2 * 64 * 4

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from kvd.worker.cache.layout import StatePart
-from kvd.worker.cache.states import StateStore
+from kvd.worker.cache.recurrent_states import StateStore
 
 pytestmark = pytest.mark.mlx
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.requantize import StepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import SLICE_PAGES, KVStore
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvd.worker.cache.composite import ModelCache
-from kvd.worker.cache.lowering import Lowering
-from kvd.worker.cache.saved import Damaged, Loader, Saver
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.model_step_down import ModelStepDown
+from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, SnapshotWriter
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
@@ -26,7 +26,7 @@ def alone(name: str, how: str = "plain") -> Runner:
     return Runner(model, ModelCache(probe.find_layout(model), SETTINGS[how]))
 
 
-def take(loader: Loader, between=lambda: None) -> None:
+def take(loader: SnapshotReader, between=lambda: None) -> None:
     for _ in loader.run():
         between()
 
@@ -41,7 +41,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     wanted = [decode(runner, [row], more)[0] for row in rows]
     for row in rows:
         cache.free(row)
-    saver = Saver(cache, snapshot)
+    saver = SnapshotWriter(cache, snapshot)
     stream = saver.records()
     records = [next(stream) for _ in range(3)]
     disturb(runner)  # what is not written yet has moved
@@ -53,7 +53,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     cache.shrink()
     assert cache.nbytes == 0
 
-    loader = Loader(cache, iter(records))
+    loader = SnapshotReader(cache, iter(records))
     stranger = cache.new_row()
     prefill(runner, stranger, ids(130, 4))
     take(loader, cache.check)
@@ -104,11 +104,11 @@ def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
     snapshot = cache.snapshot(row)
     twin = cache.restore(snapshot)
     want = decode(runner, [twin], ids(10, 8))[0]
-    records = list(Saver(cache, [snapshot]).records())
+    records = list(SnapshotWriter(cache, [snapshot]).records())
     for one in (row, twin):
         cache.free(one)
     cache.drop(snapshot)
-    loader = Loader(cache, iter(records))
+    loader = SnapshotReader(cache, iter(records))
     stranger = cache.new_row()
     prefill(runner, stranger, ids(100, 5))
     take(loader, cache.flush)
@@ -121,7 +121,7 @@ def test_pages_on_two_levels_come_back_on_theirs() -> None:
     runner = alone("qwen3")
     row = runner.cache.new_row()
     prefill(runner, row, ids(256))
-    lowering = Lowering(runner.cache, [row], 1)
+    lowering = ModelStepDown(runner.cache, [row], 1)
     while not lowering.over:
         lowering.advance(1.0, iter(range(1000)).__next__)
     other = runner.cache.new_row()
@@ -144,16 +144,16 @@ def test_what_is_not_whole_is_damaged_and_leaves_nothing() -> None:
     row = cache.new_row()
     prefill(runner, row, ids(200))
     snapshot = cache.snapshot(row)
-    records = list(Saver(cache, [snapshot]).records())
+    records = list(SnapshotWriter(cache, [snapshot]).records())
     cache.free(row)
     cache.drop(snapshot)
     for one in damaged(records):
-        loader = Loader(cache, iter(one))
-        with pytest.raises(Damaged):
+        loader = SnapshotReader(cache, iter(one))
+        with pytest.raises(DamagedRecord):
             take(loader)
         loader.forget()
         cache.check()
         assert cache.pages_used == 0
     other = alone("gpt_oss").cache
-    with pytest.raises(Damaged, match="another model"):
-        take(Loader(other, iter(records)))
+    with pytest.raises(DamagedRecord, match="another model"):
+        take(SnapshotReader(other, iter(records)))

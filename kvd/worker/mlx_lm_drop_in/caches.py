@@ -1,7 +1,7 @@
 """Drop-in caches for mlx-lm: paged and quantized, and batched by reference.
 
-`BatchQuantizedKVCache` takes the place of mlx-lm's `KVCache` and `BatchKVCache`,
-`BatchQuantizedRotatingKVCache` that of `RotatingKVCache` and `BatchRotatingKVCache`. One class each
+`DropInKVCache` takes the place of mlx-lm's `KVCache` and `BatchKVCache`,
+`DropInRotatingKVCache` that of `RotatingKVCache` and `BatchRotatingKVCache`. One class each
 for one sequence and for many: ``offset`` is an int as long as nothing was merged.
 
 Every cache is independent of all others, as mlx-lm expects; that those of one layer share a
@@ -20,11 +20,11 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from kvd.worker.cache.kinds import FULL, Kind
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.mlx_lm_drop_in import convert
 from kvd.worker.mlx_lm_drop_in.padding import Padding
-from kvd.worker.mlx_lm_drop_in.shared import Reading, SharedRow, SharedStore
+from kvd.worker.mlx_lm_drop_in.shared_store import Reading, SharedRow, SharedStore
 
 
 def schemes_of(scheme: str | Scheme, group_size: int, quantized_kv_start: int) -> list[Scheme]:
@@ -34,7 +34,7 @@ def schemes_of(scheme: str | Scheme, group_size: int, quantized_kv_start: int) -
     return [Scheme(16, 16), scheme] if quantized_kv_start else [scheme]
 
 
-class BatchQuantizedKVCache:
+class DropInKVCache:
     """One layer's keys and values of one or more sequences, in quantized pages of 64 tokens.
 
     ``scheme`` is such as ``"k8v4"``: bits of keys and of values, which have scales in common for
@@ -218,7 +218,7 @@ class BatchQuantizedKVCache:
 
     @classmethod
     def _check(cls, other: Any) -> None:
-        if not isinstance(other, BatchQuantizedKVCache):
+        if not isinstance(other, DropInKVCache):
             raise TypeError(f"{type(other).__name__} and {cls.__name__} do not merge; convert it")
 
     def extract(self, idx: int) -> Self:
@@ -358,7 +358,7 @@ class BatchQuantizedKVCache:
         return cls.on(shared, rows, batched=batched)
 
 
-class BatchQuantizedRotatingKVCache(BatchQuantizedKVCache):
+class DropInRotatingKVCache(DropInKVCache):
     """The same for a window: each query sees ``max_size`` tokens, of which the first ``keep``.
 
     Nothing rotates: pages that no later query sees are freed.

@@ -1,6 +1,6 @@
 """mlx-lm's own caches, one set a sequence: for models that no store of ours can serve.
 
-The interface of `kvd.worker.cache.composite.ModelCache`. Nothing is quantized, and every sequence
+The interface of `kvd.worker.cache.model_cache.ModelCache`. Nothing is quantized, and every sequence
 takes a forward pass of its own; what it costs is measured, not computed.
 """
 
@@ -18,7 +18,7 @@ from kvd.worker.cache.scheme import Scheme
 
 
 @dataclass(eq=False)
-class OwnRow:
+class MlxLmRow:
     """One request's caches."""
 
     caches: list[Any]
@@ -27,7 +27,7 @@ class OwnRow:
 
 
 @dataclass(eq=False)
-class OwnSnapshot:
+class MlxLmSnapshot:
     """One request's caches as they were when it was frozen."""
 
     caches: list[Any]
@@ -51,7 +51,7 @@ def _state(cache: Any) -> Any:
         return []
 
 
-class OwnCache:
+class MlxLmCache:
     """All that a model keeps for its sequences, as mlx-lm keeps it.
 
     ``make_caches`` returns a new sequence's; ``fixed_bytes`` and ``token_bytes`` say what it costs.
@@ -73,12 +73,12 @@ class OwnCache:
         self.new_caches = make_caches
         self.row_bytes = fixed_bytes
         self.token_bytes = token_bytes
-        self.sequences: list[OwnRow] = []
-        self.snapshots: list[OwnSnapshot] = []
+        self.sequences: list[MlxLmRow] = []
+        self.snapshots: list[MlxLmSnapshot] = []
         self.limit_bytes: int | None = None
-        self._prefilling: tuple[OwnRow, int] | None = None
+        self._prefilling: tuple[MlxLmRow, int] | None = None
 
-    def views(self, sequences: Sequence[OwnRow]) -> list[Any]:
+    def views(self, sequences: Sequence[MlxLmRow]) -> list[Any]:
         """Return the caches of the one sequence that the pass is for."""
         (sequence,) = sequences
         return sequence.caches
@@ -119,13 +119,13 @@ class OwnCache:
         """Bytes of all caches."""
         return self.tails_bytes + self.snapshot_bytes
 
-    def new_row(self, level: int = 0) -> OwnRow:  # noqa: ARG002 - as the other cache
+    def new_row(self, level: int = 0) -> MlxLmRow:  # noqa: ARG002 - as the other cache
         """Return an empty sequence."""
-        row = OwnRow(self.new_caches())
+        row = MlxLmRow(self.new_caches())
         self.sequences.append(row)
         return row
 
-    def free(self, row: OwnRow, *, clean: bool = True) -> None:  # noqa: ARG002 - as the other cache
+    def free(self, row: MlxLmRow, *, clean: bool = True) -> None:  # noqa: ARG002 - as the other cache
         """Drop a sequence."""
         row.alive = False
         self.sequences.remove(row)
@@ -141,46 +141,46 @@ class OwnCache:
 
     can_freeze = True
 
-    def snapshot(self, row: OwnRow) -> OwnSnapshot:
+    def snapshot(self, row: MlxLmRow) -> MlxLmSnapshot:
         """Return what a sequence is now; the device must be idle."""
-        snapshot = OwnSnapshot(copy.deepcopy(row.caches), row.length, 0)
+        snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length, 0)
         snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
         self.snapshots.append(snapshot)
         return snapshot
 
-    def restore(self, snapshot: OwnSnapshot) -> OwnRow:
+    def restore(self, snapshot: MlxLmSnapshot) -> MlxLmRow:
         """Return a new sequence with the content of a frozen one, which stays as it is."""
         if not snapshot.alive:
             raise ValueError("the frozen sequence was dropped")
-        row = OwnRow(copy.deepcopy(snapshot.caches), snapshot.length)
+        row = MlxLmRow(copy.deepcopy(snapshot.caches), snapshot.length)
         self.sequences.append(row)
         return row
 
-    def drop(self, snapshot: OwnSnapshot) -> None:
+    def drop(self, snapshot: MlxLmSnapshot) -> None:
         """Drop a frozen sequence."""
         snapshot.alive = False
         self.snapshots.remove(snapshot)
 
-    def unlowered(self, snapshot: OwnSnapshot) -> bool:  # noqa: ARG002 - as the other cache
+    def unlowered(self, snapshot: MlxLmSnapshot) -> bool:  # noqa: ARG002 - as the other cache
         """Return True: nothing is ever stepped down."""
         return True
 
-    def held_bytes(self, snapshot: Collection[OwnSnapshot]) -> int:
+    def held_bytes(self, snapshot: Collection[MlxLmSnapshot]) -> int:
         """Return the bytes of all that these hold."""
         return sum(one.nbytes for one in snapshot)
 
     freed_bytes = held_bytes
 
-    def charge_of(self, snapshot: OwnSnapshot) -> int:
+    def charge_of(self, snapshot: MlxLmSnapshot) -> int:
         """Return the bytes that one holds."""
         return snapshot.nbytes
 
-    def begin_decode(self, sequences: list[OwnRow], batch: int | None = None) -> None:  # noqa: ARG002
+    def begin_decode(self, sequences: list[MlxLmRow], batch: int | None = None) -> None:  # noqa: ARG002
         """Start a forward pass of one token of one sequence."""
         for sequence in sequences:
             sequence.length += 1
 
-    def begin_prefill(self, sequence: OwnRow, count: int) -> None:
+    def begin_prefill(self, sequence: MlxLmRow, count: int) -> None:
         """Start a forward pass of ``count`` tokens."""
         self._prefilling = sequence, count
 
@@ -199,7 +199,7 @@ class OwnCache:
         """Return False: what the caches have taken they do not give back."""
         return False
 
-    def needs_flush(self, _sequences: list[OwnRow]) -> bool:
+    def needs_flush(self, _sequences: list[MlxLmRow]) -> bool:
         """Return False: there is nothing to flush."""
         return False
 

@@ -7,9 +7,9 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from kvd.worker.cache.growth import lacks_room, make_room
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
+from kvd.worker.cache.pool_growth import lacks_room, make_room
 from kvd.worker.cache.scheme import Scheme
 from tests.worker.cache.helpers import Bench
 

@@ -24,14 +24,14 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from kvd.worker.cache.composite import ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache, SequenceRow
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
 from kvd.worker.cache.store import SLICE_PAGES, KVStore
 
 
-class Damaged(Exception):
+class DamagedRecord(Exception):
     """What was read is not what was written."""
 
 
@@ -107,7 +107,7 @@ class _Book:
         return [self._sequences[one].rows[piece.store].pages[at].slot for one, at in holds]
 
 
-class Saver:
+class SnapshotWriter:
     """Turns frozen sequences into records; they must stay frozen until it is over."""
 
     def __init__(self, cache: ModelCache, sequences: Sequence[SequenceSnapshot]) -> None:
@@ -153,12 +153,12 @@ class Saver:
         return SequenceOutline(sequence.length, rows, states)
 
 
-class Loader:
+class SnapshotReader:
     """Brings records back: `sequences` are running ones, whole when all records were taken.
 
     They have their places and pages from the first record on, and so what was reserved for them is
     enough; no step may take them before the last one. Pools may grow for them at once; raises what
-    MLX raises when memory is short. `forget` them where a record is not there or `Damaged`.
+    MLX raises when memory is short. `forget` them where a record is not there or `DamagedRecord`.
     """
 
     def __init__(self, cache: ModelCache, records: Iterator[bytes]) -> None:
@@ -187,10 +187,10 @@ class Loader:
         try:
             outline = msgspec.json.decode(next(self._records), type=Outline)
         except (msgspec.MsgspecError, StopIteration) as error:
-            raise Damaged("there is no outline") from error
+            raise DamagedRecord("there is no outline") from error
         stores = len(self._cache.stores)
         if len(outline.levels) != stores or any(len(o.rows) != stores for o in outline.sequences):
-            raise Damaged("it is of another model")
+            raise DamagedRecord("it is of another model")
         return outline
 
     def _next(self, like: list[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
@@ -198,10 +198,10 @@ class Loader:
         try:
             record = memoryview(next(self._records))
         except StopIteration:
-            raise Damaged("a record is missing") from None
+            raise DamagedRecord("a record is missing") from None
         sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
         if sum(sizes) != len(record):
-            raise Damaged(f"a record has {len(record)} bytes, not {sum(sizes)}")
+            raise DamagedRecord(f"a record has {len(record)} bytes, not {sum(sizes)}")
         arrays, at = [], 0
         for (shape, dtype), size in zip(like, sizes, strict=True):
             arrays.append(_array_of(record[at : at + size], shape, dtype))

@@ -32,9 +32,9 @@ import mlx.core as mx
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import OpaqueKV
 from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme

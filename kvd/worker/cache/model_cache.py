@@ -14,16 +14,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
+from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.backend import Backend
 from kvd.worker.cache.batch import BatchQuantizedKVCache, RectangleKVCache
-from kvd.worker.cache.growth import lacks_room, make_room
-from kvd.worker.cache.kinds import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Layout, StatePart
+from kvd.worker.cache.pool_growth import lacks_room, make_room
 from kvd.worker.cache.rectangle import gathering_bytes
+from kvd.worker.cache.recurrent_states import StateStore
 from kvd.worker.cache.rows import TAIL_TOKENS, Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
 from kvd.worker.cache.snapshot import SequenceSnapshot, charge_of, freed_bytes, held_bytes
-from kvd.worker.cache.states import StateStore
 from kvd.worker.cache.store import KVStore
 
 

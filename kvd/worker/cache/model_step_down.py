@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvd.worker.cache.composite import ModelCache, SequenceRow
-from kvd.worker.cache.requantize import StepDown
+from kvd.worker.cache.model_cache import ModelCache, SequenceRow
+from kvd.worker.cache.step_down import StepDown
 
 
 class _Sliced:
@@ -32,7 +32,7 @@ class _Sliced:
                 return
 
 
-class Lowering(_Sliced):
+class ModelStepDown(_Sliced):
     """Brings sequences to a lower level of the ladder (0 is its top), kind after kind."""
 
     def __init__(self, cache: ModelCache, sequences: Iterable[SequenceRow], level: int) -> None:
@@ -50,7 +50,7 @@ class Lowering(_Sliced):
         )
 
 
-class Trimming(_Sliced):
+class PoolTrimming(_Sliced):
     """Cuts all pools to what is used, level after level."""
 
     def __init__(self, cache: ModelCache) -> None:
