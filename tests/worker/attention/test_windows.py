@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
-from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
 from kvd.worker.cache.attention_kind import FULL, Kind
-from kvd.worker.cache.step_down import StepDown
+from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.step_down import StepDown
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow
 

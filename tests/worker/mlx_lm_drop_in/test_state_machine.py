@@ -32,6 +32,7 @@ from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 from kvd.worker.cache.step_down import StepDown
+from kvd.worker.mlx_lm_drop_in import shared_store
 from kvd.worker.mlx_lm_drop_in.caches import (
     DropInKVCache,
     DropInRotatingKVCache,
