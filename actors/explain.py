@@ -16,7 +16,7 @@ from protocol.types import KVSpec
 if TYPE_CHECKING:
     from actors.board import Board
     from actors.catalogue import Catalogue
-    from actors.machines.governor import Ladder
+    from actors.machines.governor import Governor
     from actors.ports import Reckon
     from protocol.forecast import Forecast
     from protocol.messages import Explain
@@ -29,7 +29,7 @@ class Explainer:
 
     board: Board
     catalogue: Catalogue
-    schemes: Ladder
+    governor: Governor
     reckon: Reckon
 
     async def __call__(self, asked: Explain) -> Forecast:
@@ -51,7 +51,7 @@ class Explainer:
         )
         return forecast(
             question,
-            self.schemes,
+            self.governor,
             asyncio.get_running_loop().time(),
             source=source,
             state=_state(status, resting=known is not None),

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
-from actors.machines import governing
-from actors.machines.ledger import Answer, Released, Wanted
+from actors.machines import governor_events
+from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
 from actors.runtime.actor import Actor
 from actors.runtime.journal import Journal
 from actors.runtime.timers import Alarm
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actors.events import Events
-    from actors.machines.governor import Ladder
+    from actors.machines.governor import Governor
     from actors.mail import GovernorMail, WorkerMail
     from actors.runtime.actor import Ref
 
@@ -31,10 +31,10 @@ ROUTINE = frozenset({"reclaimed", "start_level", "first"})
 
 
 @dataclass
-class Ledger:
+class GovernorContext:
     """What outlives a restart of the governor, and whom it speaks to."""
 
-    machine: Ladder
+    machine: Governor
     events: Events
     evict: Callable[[str, bool], None] = lambda _model, _requeue: None
     """Have the supervisor unload a model; it comes back when a request names it."""
@@ -47,7 +47,9 @@ class Ledger:
     violations: int = 0
 
     def __post_init__(self) -> None:
-        self.journal: Journal[governing.Event, governing.Command] = Journal(self.machine)
+        self.journal: Journal[governor_events.Event, governor_events.Command] = Journal(
+            self.machine
+        )
 
     @property
     def granted_bytes(self) -> int:
@@ -60,17 +62,17 @@ class Ledger:
         return self.machine.ledger.budget_bytes
 
 
-class Governor(Actor["GovernorMail"]):
+class GovernorActor(Actor["GovernorMail"]):
     """Grants memory before it is taken, and makes room where there is none."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        ledger.machine.check()
-        self._ledger = ledger
+    def __init__(self, context: GovernorContext) -> None:
+        context.machine.check()
+        self._context = context
         self._alarm = Alarm(lambda: self.ref.tell(mail.GovernorRang(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Go on with what the governor before was about."""
-        self._alarm.set(self._ledger.machine.deadline)
+        self._alarm.set(self._context.machine.deadline)
 
     def on_stop(self) -> None:
         """Set no alarm that outlives this governor."""
@@ -82,19 +84,19 @@ class Governor(Actor["GovernorMail"]):
             case mail.GrantAsked():
                 self._asked(message)
             case mail.MemoryFree(model=model):
-                self._ledger.workers.pop(model, None)
-                self._ledger.told.pop(model, None)
-                self._do(Released(model))
+                self._context.workers.pop(model, None)
+                self._context.told.pop(model, None)
+                self._do(WorkerExited(model))
             case mail.Governed(event=event):
                 self._do(event)
             case mail.Measured(used=used, pressure=pressure):
-                self._do(governing.Measured(used, pressure))
+                self._do(governor_events.MemoryMeasured(used, pressure))
             case mail.BudgetWanted(total_bytes=total):
                 if total is not None:
-                    self._do(governing.BudgetIs(total))
-                return self._ledger.budget_bytes, self._ledger.granted_bytes
+                    self._do(governor_events.BudgetChanged(total))
+                return self._context.budget_bytes, self._context.granted_bytes
             case mail.GovernorRang():
-                self._do(governing.Rang())
+                self._do(governor_events.AlarmFired())
                 self._reassure()
             case _:
                 assert_never(message)
@@ -102,19 +104,19 @@ class Governor(Actor["GovernorMail"]):
 
     def check(self) -> None:
         """Check the invariants."""
-        self._ledger.machine.check()
-        assert not self._ledger.violations, "the budget was exceeded before"
+        self._context.machine.check()
+        assert not self._context.violations, "the budget was exceeded before"
 
     def _asked(self, asked: mail.GrantAsked) -> None:
-        self._ledger.workers[asked.model] = (asked.worker, asked.life)
+        self._context.workers[asked.model] = (asked.worker, asked.life)
         if asked.reclaimable is not None:
-            self._do(governing.Offered(asked.model, asked.reclaimable))
-        self._do(Wanted(asked.model, asked.seq, asked.total_bytes, asked.resuming))
+            self._do(governor_events.ReclaimableReported(asked.model, asked.reclaimable))
+        self._do(MemoryRequest(asked.model, asked.seq, asked.total_bytes, asked.resuming))
 
-    def _do(self, event: governing.Event) -> None:
-        machine = self._ledger.machine
+    def _do(self, event: governor_events.Event) -> None:
+        machine = self._context.machine
         now = asyncio.get_running_loop().time()
-        for command in self._ledger.journal.handle(event, now):
+        for command in self._context.journal.handle(event, now):
             self._perform(command)
         self._verify()
         self._tell_most()
@@ -122,21 +124,21 @@ class Governor(Actor["GovernorMail"]):
 
     def _tell_most(self) -> None:
         """Let workers know when there is more or less to be had: they refuse what never fits."""
-        ledger = self._ledger
-        for model, (worker, life) in ledger.workers.items():
-            most = ledger.machine.most_of(model)
-            if ledger.told.get(model, most) != most:
-                ledger.told[model] = most
-                held = ledger.machine.ledger.grants.get(model, 0)
+        context = self._context
+        for model, (worker, life) in context.workers.items():
+            most = context.machine.most_of(model)
+            if context.told.get(model, most) != most:
+                context.told[model] = most
+                held = context.machine.ledger.grants.get(model, 0)
                 grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=most)
                 worker.tell(mail.Granted(grant, life))
 
-    def _perform(self, command: governing.Command) -> None:
-        ledger = self._ledger
+    def _perform(self, command: governor_events.Command) -> None:
+        context = self._context
         match command:
-            case Answer():
+            case GrantDecision():
                 self._answer(command)
-            case governing.Reclaim(model=model):
+            case governor_events.Reclaim(model=model):
                 order = wire.Reclaim(
                     seq=command.seq,
                     method=command.method,
@@ -144,14 +146,14 @@ class Governor(Actor["GovernorMail"]):
                     level=command.level,
                 )
                 self._command(model, order)
-            case governing.StartLevel(model=model, level=level):
+            case governor_events.StartLevel(model=model, level=level):
                 self._command(model, wire.StartLevel(level=level))
-            case governing.Evict(model=model, requeue=requeue):
-                ledger.evict(model, requeue)
-            case governing.Hold(model=model, held=held):
-                ledger.hold(model, held)
-            case governing.Noted(kind=kind):
-                ledger.events.record(
+            case governor_events.Evict(model=model, requeue=requeue):
+                context.evict(model, requeue)
+            case governor_events.HoldRequests(model=model, held=held):
+                context.hold(model, held)
+            case governor_events.RecordEvent(kind=kind):
+                context.events.record(
                     kind,
                     command.model,
                     command.reason,
@@ -162,11 +164,11 @@ class Governor(Actor["GovernorMail"]):
             case _:
                 assert_never(command)
 
-    def _answer(self, answer: Answer) -> None:
-        if (known := self._ledger.workers.get(answer.model)) is None:
+    def _answer(self, answer: GrantDecision) -> None:
+        if (known := self._context.workers.get(answer.model)) is None:
             return
         worker, life = known
-        most = self._ledger.told[answer.model] = self._ledger.machine.most_of(answer.model)
+        most = self._context.told[answer.model] = self._context.machine.most_of(answer.model)
         grant = wire.Grant(
             seq=answer.seq,
             total_bytes=answer.total_bytes,
@@ -178,29 +180,29 @@ class Governor(Actor["GovernorMail"]):
         worker.tell(mail.Granted(grant, life))
 
     def _command(self, model: str, command: wire.Reclaim | wire.StartLevel) -> None:
-        if (known := self._ledger.workers.get(model)) is not None:
+        if (known := self._context.workers.get(model)) is not None:
             worker, life = known
             worker.tell(mail.Commanded(command, life))
 
     def _reassure(self) -> None:
         """Say for loads that wait for their memory that their silence is ours."""
-        machine = self._ledger.machine
-        for wish in machine.ledger.waiting:
-            known = self._ledger.workers.get(wish.model)
-            if known is not None and machine.tenants[wish.model].state == "loading":
+        machine = self._context.machine
+        for request in machine.ledger.queue:
+            known = self._context.workers.get(request.model)
+            if known is not None and machine.accounts[request.model].state == "loading":
                 worker, life = known
                 worker.tell(mail.StillWaits(life))
 
     def _verify(self) -> None:
         """Check what must always hold; say so and go on where it does not."""
         try:
-            self._ledger.machine.check()
+            self._context.machine.check()
         except AssertionError as error:
-            ledger = self._ledger
-            ledger.violations += 1
+            context = self._context
+            context.violations += 1
             numbers = {
-                "granted_bytes": ledger.granted_bytes,
-                "budget_bytes": ledger.budget_bytes,
-                "violations": ledger.violations,
+                "granted_bytes": context.granted_bytes,
+                "budget_bytes": context.budget_bytes,
+                "violations": context.violations,
             }
-            ledger.events.record("violation", None, str(error), level="error", numbers=numbers)
+            context.events.record("violation", None, str(error), level="error", numbers=numbers)

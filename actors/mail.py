@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from actors.machines import lifecycle
     from actors.machines.admission import Standing
     from actors.machines.gauge import Pressure
-    from actors.machines.governing import Event as GovernorEvent
+    from actors.machines.governor_events import Event as GovernorEvent
     from actors.ports import Exit, WorkerProcess
     from actors.runtime.actor import Ref
     from protocol.errors import ErrorInfo

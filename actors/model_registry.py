@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from actors import mail
 from actors.catalogue import Catalogue, Known
-from actors.machines import governing, lifecycle
+from actors.machines import governor_events, lifecycle
 from actors.runtime.actor import Actor, Later
 from protocol import messages
 from protocol import worker as wire
@@ -214,9 +214,9 @@ class Supervisor(Actor["SupervisorMail"]):
         return seat
 
     def _board(self, name: str, known: Known, *, patient: bool) -> None:
-        self._govern(governing.Boarding(name, known.policy, patient))
+        self._govern(governor_events.LoadRequested(name, known.policy, patient))
 
-    def _govern(self, event: governing.Event) -> None:
+    def _govern(self, event: governor_events.Event) -> None:
         self._house.governor.tell(mail.Governed(event))
 
     def _renew(self, seat: Seat, wanted: mail.LoadWanted) -> None:
@@ -240,7 +240,7 @@ class Supervisor(Actor["SupervisorMail"]):
                 seat.before = _with_policy(seat.before, change)
             if known.policy.weight != before.policy.weight:
                 seat.worker.tell(mail.WeightIs(known.policy.weight))
-        self._govern(governing.PolicyIs(name, known.policy))
+        self._govern(governor_events.PolicyChanged(name, known.policy))
 
     def _list(self, wanted: mail.ListWanted) -> bool:
         """Take a model as the configuration says; how it is loaded holds while it is loaded."""
@@ -358,7 +358,7 @@ class Supervisor(Actor["SupervisorMail"]):
         for later, _ in seat.again:
             later.fail(Draining(f"{seat.name} was unloaded while it loaded"))
         seat.again.clear()
-        self._govern(governing.Leaving(seat.name))
+        self._govern(governor_events.UnloadStarted(seat.name))
         reason = STOPS if self._house.closing else ""
         self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
         seat.worker.tell(mail.Order(lifecycle.Halt(reason) if force else lifecycle.Drain()))
@@ -386,7 +386,7 @@ class Supervisor(Actor["SupervisorMail"]):
     def _forget(self, name: str, *, keep: bool = False) -> None:
         if not keep:
             self._house.catalogue.models.pop(name, None)
-        self._govern(governing.Left(name))
+        self._govern(governor_events.ModelRemoved(name))
 
     # -- news of workers --------------------------------------------------------------------------
 

@@ -22,10 +22,10 @@ from actors.catalogue import Catalogue, Known
 from actors.client import Client, Services, Socket
 from actors.events import Events
 from actors.explain import Explainer
-from actors.governor import Governor, Ledger
+from actors.governor import GovernorActor, GovernorContext
 from actors.machines.admission import Desk
-from actors.machines.governor import Ladder
-from actors.machines.ledger import Governor as GovernorMachine
+from actors.machines.governor import Governor
+from actors.machines.ledger import Ledger
 from actors.machines.lifecycle import Lifecycle, Patience
 from actors.model_registry import House, Supervisor
 from actors.ports import Notice, unmeasured, unobserved
@@ -199,7 +199,7 @@ class System:
         self._notify = notify
         self._board = Board()
         self._events = Events(notify, observe)
-        self._ledger = Ledger(Ladder(GovernorMachine(budget_bytes)), self._events)
+        self._governor = GovernorContext(Governor(Ledger(budget_bytes)), self._events)
         self._catalogue = Catalogue(dict(known or {}))
         self._reckon = reckon
         self._board.policies = self._catalogue.policies
@@ -219,7 +219,7 @@ class System:
         self.finished = loop.create_future()
         self._started_at = loop.time()
         tree = self._tree
-        governor = tree.start(Child("governor", lambda: Governor(self._ledger)))
+        governor = tree.start(Child("governor", lambda: GovernorActor(self._governor)))
         router = tree.start(Child("router", lambda: Router(self._office)))
         self._house = House(
             board=self._board,
@@ -238,10 +238,10 @@ class System:
         supervisor = self._supervisor
         self._office.events = self._events
         self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
-        self._ledger.evict = lambda model, requeue: supervisor.tell(
+        self._governor.evict = lambda model, requeue: supervisor.tell(
             mail.EvictWanted(model, requeue)
         )
-        self._ledger.hold = lambda model, held: router.tell(mail.ModelHeld(model, held))
+        self._governor.hold = lambda model, held: router.tell(mail.ModelHeld(model, held))
         self._around = Surroundings(
             spawn=self._spawn,
             router=router,
@@ -258,7 +258,7 @@ class System:
             governor=governor,
             events=self._events,
             texts=Texts(self._supervisor),
-            explain=Explainer(self._board, self._catalogue, self._ledger.machine, self._reckon),
+            explain=Explainer(self._board, self._catalogue, self._governor.machine, self._reckon),
             configuration=self.configuration,
             status=self.status,
             metrics=self._metrics,
@@ -339,16 +339,16 @@ class System:
 
     def status(self) -> DaemonStatus:
         """Collect the newest snapshots; never waits for anyone."""
-        identity, ledger = self._identity, self._ledger
+        identity, governor = self._identity, self._governor
         return DaemonStatus(
             version=identity.version,
             pid=identity.pid,
             uptime_s=asyncio.get_running_loop().time() - self._started_at,
             home=identity.home,
             state="draining" if self._house.draining else "serving",
-            budget_bytes=ledger.budget_bytes,
-            granted_bytes=ledger.granted_bytes,
-            violations=ledger.violations,
+            budget_bytes=governor.budget_bytes,
+            granted_bytes=governor.granted_bytes,
+            violations=governor.violations,
             footprint_bytes=self._memory.footprint(identity.pid),
             host=self._memory.host(),
             models=self._board.all(),

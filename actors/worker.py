@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 from msgspec.structs import replace
 
 from actors import mail, telemetry
-from actors.machines import governing, lifecycle
+from actors.machines import governor_events, lifecycle
 from actors.ports import Notice
 from actors.runtime.actor import Actor, Later, MailboxFull
 from actors.runtime.journal import Journal
@@ -189,7 +189,7 @@ class Worker(Actor["WorkerMail"]):
         )
         self._around.governor.tell(asked)
 
-    def _govern(self, event: governing.Event) -> None:
+    def _govern(self, event: governor_events.Event) -> None:
         self._around.governor.tell(mail.Governed(event))
 
     def _cancel(self, rid: str) -> None:
@@ -269,7 +269,7 @@ class Worker(Actor["WorkerMail"]):
                 around.supervisor.tell(mail.LoadProgressed(berth.name, stage, fraction))
             case wire.Ready(info=info):
                 berth.info = info
-                self._govern(governing.Ready(berth.name))
+                self._govern(governor_events.ModelReady(berth.name))
                 self._do(lifecycle.Loaded())
             case wire.LoadFailed(error=error):
                 self._do(lifecycle.CannotLoad(error))
@@ -284,7 +284,7 @@ class Worker(Actor["WorkerMail"]):
                     asker.answer(report)
             case wire.Stats(stats=stats):
                 if stats.reclaimable != berth.stats.reclaimable:
-                    self._govern(governing.Offered(berth.name, stats.reclaimable))
+                    self._govern(governor_events.ReclaimableReported(berth.name, stats.reclaimable))
                 berth.stats = stats
                 around.observe(telemetry.Counted(berth.name, berth.life, stats))
                 self._do(lifecycle.Alive())
@@ -297,7 +297,7 @@ class Worker(Actor["WorkerMail"]):
                 around.time_slices.tell(mail.TimeSliceEnded(berth.name, report))
             case wire.Reclaimed(seq=seq, freed_bytes=freed, exhausted=exhausted):
                 self._do(lifecycle.Alive())
-                self._govern(governing.Reclaimed(berth.name, seq, freed, exhausted))
+                self._govern(governor_events.ReclaimFinished(berth.name, seq, freed, exhausted))
             case (
                 wire.RowAccepted()
                 | wire.RowPrompt()
@@ -328,7 +328,7 @@ class Worker(Actor["WorkerMail"]):
         self._alarm.set(machine.deadline)
         if bool(machine.rows) != self._berth.serving:
             self._berth.serving = not self._berth.serving
-            self._govern(governing.Serves(self._berth.name, self._berth.serving))
+            self._govern(governor_events.ServingChanged(self._berth.name, self._berth.serving))
         if (self._berth.state, _standing(machine.state)) != before:
             self._announce(before[0])
 

@@ -1,8 +1,8 @@
-"""What would happen if a model got so many rows: the governor's own choice, on a copy. Pure.
+"""Forecast of what a number of rows of a model would need, and how the governor would get it. Pure.
 
-Says what the rows cost by level (`protocol.costs`, the worker's own arithmetic), what is lacking,
-and which steps of the ladder would be taken for it (`actors.machines.reclaim_order`, which the governor
-uses too). Changes nothing. What others will ask for meanwhile, nobody knows.
+Computes what the rows cost at each precision level (`protocol.costs`, as the worker does), how many
+bytes are lacking, and which actions would free them (`actors.machines.reclaim_order`, as the
+governor does). Works on a copy. Does not predict what other models request in the meantime.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from actors.machines.reclaim_order import RECLAIM_ORDER, Need, Scene, Step, reclaimed_by, steps
-from actors.machines.tenants import Tenant
+from actors.machines.model_accounts import ModelAccount
+from actors.machines.reclaim_order import (
+    RECLAIM_ORDER,
+    MemoryView,
+    ReclaimAction,
+    Shortfall,
+    actions,
+    reclaimed_by,
+)
 from protocol.forecast import Forecast, LevelCost, Room, Verdict
 from protocol.policy import ModelPolicy
 
 if TYPE_CHECKING:
-    from actors.machines.governor import Ladder
+    from actors.machines.governor import Governor
     from protocol.costs import Costs
 
 
@@ -39,7 +46,7 @@ class Question:
 
 def forecast(
     question: Question,
-    schemes: Ladder,
+    governor: Governor,
     now: float,
     *,
     source: str,
@@ -49,10 +56,10 @@ def forecast(
 ) -> Forecast:
     """Answer it under the ladder's budget, with what its tenants hold and offer now."""
     model, costs = question.model, question.costs
-    ledger, tenant = schemes.ledger, schemes.tenants.get(model)
+    ledger, account = governor.ledger, governor.accounts.get(model)
     held = ledger.grants.get(model, 0)
-    level = min(tenant.level, costs.levels - 1) if tenant is not None else 0
-    units = _held_units(tenant, held, costs)
+    level = min(account.level, costs.levels - 1) if account is not None else 0
+    units = _held_units(account, held, costs)
     levels = [_level(question, at, units, ledger.budget_bytes) for at in range(costs.levels)]
     lacking = max(0, levels[level].total_bytes - held - ledger.available_bytes)
     lowest = costs.total_bytes(question.rows, question.context, costs.levels - 1)
@@ -62,16 +69,16 @@ def forecast(
         savings = [
             above.total_bytes - below.total_bytes for above, below in pairwise(levels[level:])
         ]
-        scene = _scene(schemes, model, policy or ModelPolicy(), now, [*[0] * level, *savings])
-        need = Need(
+        view = _view(governor, model, policy or ModelPolicy(), now, [*[0] * level, *savings])
+        shortfall = Shortfall(
             lacking,
             "explain",
             requester=model,
-            priority=scene.tenants[model].policy.priority,
+            priority=view.accounts[model].policy.priority,
             total_bytes=levels[level].total_bytes,
             since=now,
         )
-        room, short = make_room(need, scene)
+        room, short = make_room(shortfall, view)
     return Forecast(
         model=model,
         source=source,
@@ -94,59 +101,59 @@ def forecast(
     )
 
 
-def make_room(need: Need, scene: Scene) -> tuple[list[Room], int]:
+def make_room(shortfall: Shortfall, view: MemoryView) -> tuple[list[Room], int]:
     """Return the steps that the ladder would take, and what they leave lacking.
 
     ``scene``: a copy; its tenants are changed.
     """
-    lacking = need.nbytes
+    lacking = shortfall.nbytes
     taken: list[Room] = []
     for method in RECLAIM_ORDER:
-        while lacking > 0 and (found := steps(method, need, scene)):
+        while lacking > 0 and (found := actions(method, shortfall, view)):
             step = found[0]
             nbytes = step.nbytes if reclaimed_by(method) is None else min(step.nbytes, lacking)
             taken.append(Room(method=method, model=step.model, nbytes=nbytes, level=step.level))
             lacking -= nbytes
-            scene = _after(step, scene)
+            view = _after(step, view)
     return taken, max(0, lacking)
 
 
-def _after(step: Step, scene: Scene) -> Scene:
+def _after(step: ReclaimAction, view: MemoryView) -> MemoryView:
     """Return how it looks when that is done: what was given is not there any more."""
     method = reclaimed_by(step.method)
-    tenants, grants = dict(scene.tenants), dict(scene.grants)
+    accounts, grants = dict(view.accounts), dict(view.grants)
     if method is None:
-        del tenants[step.model]
+        del accounts[step.model]
         grants.pop(step.model, None)
     else:
-        tenants[step.model].gave(method, step.level, step.nbytes, exhausted=True)
-        grants[step.model] = scene.granted(step.model) - step.nbytes
-    return replace(scene, tenants=tenants, grants=grants)
+        accounts[step.model].gave(method, step.level, step.nbytes, exhausted=True)
+        grants[step.model] = view.granted(step.model) - step.nbytes
+    return replace(view, accounts=accounts, grants=grants)
 
 
-def _scene(
-    schemes: Ladder, model: str, policy: ModelPolicy, now: float, savings: list[int]
-) -> Scene:
+def _view(
+    governor: Governor, model: str, policy: ModelPolicy, now: float, savings: list[int]
+) -> MemoryView:
     """Return a copy of what the rungs look at, in which the model wants something.
 
     ``savings``: by level, what its new rows would give back if they were stepped down: they pay
     like those that run.
     """
-    seen = schemes.scene(now)
-    tenants = deepcopy(dict(seen.tenants))
-    tenant = tenants.setdefault(model, Tenant(model, policy))
-    tenant.state, tenant.idle_since = "ready", None
-    has = zip_longest(tenant.reclaimable.levels, savings, fillvalue=0)
-    tenant.reclaimable = replace(tenant.reclaimable, levels=tuple(map(sum, has)))
-    wishes = {**seen.wishes, model: now}
-    return Scene(tenants, dict(seen.grants), wishes, seen.budget, now, seen.least)
+    seen = governor.view(now)
+    accounts = deepcopy(dict(seen.accounts))
+    account = accounts.setdefault(model, ModelAccount(model, policy))
+    account.state, account.idle_since = "ready", None
+    has = zip_longest(account.reclaimable.levels, savings, fillvalue=0)
+    account.reclaimable = replace(account.reclaimable, levels=tuple(map(sum, has)))
+    requests = {**seen.requests, model: now}
+    return MemoryView(accounts, dict(seen.grants), requests, seen.budget, now, seen.least)
 
 
-def _held_units(tenant: Tenant | None, held: int, costs: Costs) -> int:
+def _held_units(account: ModelAccount | None, held: int, costs: Costs) -> int:
     """Return what the model holds beside its base and what it would give up unasked."""
-    if tenant is None or tenant.state != "ready":
+    if account is None or account.state != "ready":
         return 0
-    reclaimable = tenant.reclaimable
+    reclaimable = account.reclaimable
     if not reclaimable.rows:
         return -(-reclaimable.prefixes // costs.unit_bytes)
     return max(0, held - reclaimable.spare - costs.base_bytes) // costs.unit_bytes

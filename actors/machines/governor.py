@@ -7,8 +7,8 @@ What it does with every event, in this order:
 3. a load that cannot be granted is refused, with the arithmetic;
 4. the gauge says whether memory is tight, and where new rows start;
 5. what is to be freed, and for whom, the most urgent first (`room.needs`); the cheapest rung that
-   has something to give does it (`actors.machines.reclaim_order`). What is on its way is waited for: at
-   most one `Reclaim` runs in a worker, and nobody pays for what another is giving already;
+   has something to give does it (`actors.machines.reclaim_order`). What is on its way is waited
+   for: at most one `Reclaim` runs in a worker, and nobody pays for what another is giving already;
 6. where no rung helps the first wish for `Times.turn_s`, models that are in use are *held*: new
    requests for them wait, those they have run to their end, and then they are idle.
 
@@ -24,53 +24,53 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actors.machines.room import giving, holding, loads, news, tightness
-from actors.machines.room.estate import Estate
-from actors.machines.tenants import GRACE_S
+from actors.machines.governing import fairness, intake, loads, pressure, reclaiming
+from actors.machines.governing.state import GovernorState
+from actors.machines.model_accounts import GRACE_S
 
 if TYPE_CHECKING:
-    from actors.machines.governing import Command, Event
+    from actors.machines.governor_events import Command, Event
 
 
-class Ladder(Estate):
+class Governor(GovernorState):
     """The whole machine."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take an event and return what is to be done."""
-        commands = news.take(self, event, now)
-        giving.forget_late(self, now)
-        commands += giving.expire(self, now)  # (1)
-        commands += giving.hurry(self)
-        commands += holding.name_first(self, now)  # (2)
+        commands = intake.take(self, event, now)
+        reclaiming.forget_late(self, now)
+        commands += reclaiming.expire(self, now)  # (1)
+        commands += reclaiming.hurry(self)
+        commands += fairness.name_first(self, now)  # (2)
         commands += loads.refuse_loads(self, now)  # (3)
-        commands += tightness.look(self, now)  # (4)
-        acted = giving.climb(self, now)  # (5)
+        commands += pressure.look(self, now)  # (4)
+        acted = reclaiming.climb(self, now)  # (5)
         commands += acted
-        commands += holding.turn(self, now, idle=not acted)  # (6)
+        commands += fairness.turn(self, now, idle=not acted)  # (6)
         self._wind_up(now)
         return commands
 
     def check(self) -> None:
         """Check the invariants."""
         self.ledger.check()
-        for name, tenant in self.tenants.items():
-            assert tenant.name == name, "a tenant under another's name"
-            assert tenant.open is None or tenant.state != "loading", "a load gives nothing back"
-            assert not tenant.held or self.held_for not in {None, name}, "held for nobody"
-        assert set(self.ledger.grants) <= set(self.tenants), "a grant to nobody"
-        assert set(self.ledger.refused) <= set(self.tenants), "a wish of nobody"
+        for name, account in self.accounts.items():
+            assert account.name == name, "a tenant under another's name"
+            assert account.open is None or account.state != "loading", "a load gives nothing back"
+            assert not account.held or self.held_for not in {None, name}, "held for nobody"
+        assert set(self.ledger.grants) <= set(self.accounts), "a grant to nobody"
+        assert set(self.ledger.waiting) <= set(self.accounts), "a wish of nobody"
 
     def _wind_up(self, now: float) -> None:
         """Say when to look again."""
-        tenants = self.tenants.values()
-        works = self.gauge.tight or self.ledger.refused or self.ledger.available_bytes < 0
-        if works or any(it.open for it in tenants):
-            new = any(now - (it.since or 0.0) < self.times.settle_s for it in self.ledger.waiting)
+        accounts = self.accounts.values()
+        works = self.gauge.tight or self.ledger.waiting or self.ledger.available_bytes < 0
+        if works or any(it.open for it in accounts):
+            new = any(now - (it.since or 0.0) < self.times.settle_s for it in self.ledger.queue)
             self.deadline = now + (self.times.settle_s if new else self.times.tick_s)
             return
         ends = [
             it.idle_since + max(GRACE_S, it.policy.idle_ttl_s)
-            for it in tenants
+            for it in accounts
             if it.is_idle and not it.policy.pinned
             if it.policy.idle_ttl_s is not None and it.idle_since is not None
         ]

@@ -19,7 +19,7 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Wanted(_Tagged, frozen=True):
+class MemoryRequest(_Tagged, frozen=True):
     """A worker wants to hold so much in all."""
 
     model: str
@@ -31,16 +31,16 @@ class Wanted(_Tagged, frozen=True):
     """It has waited so long already, under another number; absent: it is new."""
 
 
-class Released(_Tagged, frozen=True):
+class WorkerExited(_Tagged, frozen=True):
     """The worker's process is gone."""
 
     model: str
 
 
-Event = Wanted | Released
+Event = MemoryRequest | WorkerExited
 
 
-class Answer(_Tagged, frozen=True):
+class GrantDecision(_Tagged, frozen=True):
     """Tell the worker what it may hold."""
 
     model: str
@@ -52,15 +52,15 @@ class Answer(_Tagged, frozen=True):
     """Why a load is refused: who holds the rest."""
 
 
-Command = Answer
+Command = GrantDecision
 
 
-class Governor(msgspec.Struct):
+class Ledger(msgspec.Struct):
     """The ledger of one budget."""
 
     budget_bytes: int
     grants: dict[str, int] = msgspec.field(default_factory=dict)
-    refused: dict[str, Wanted] = msgspec.field(default_factory=dict)
+    waiting: dict[str, MemoryRequest] = msgspec.field(default_factory=dict)
     """The last wish of each model that waits, with the time since when."""
     first: str | None = None
     """Nobody else grows before this model's wish is granted."""
@@ -74,9 +74,9 @@ class Governor(msgspec.Struct):
     def handle(self, event: Event, now: float) -> list[Command]:
         """Take an event and return the answers."""
         match event:
-            case Wanted():
+            case MemoryRequest():
                 answers = self._want(event, now)
-            case Released(model=model):
+            case WorkerExited(model=model):
                 self.grants.pop(model, None)
                 self.withdraw(model)
                 answers = self.retry()
@@ -94,13 +94,15 @@ class Governor(msgspec.Struct):
         return self.budget_bytes - self.granted_bytes - self.excess_bytes
 
     @property
-    def waiting(self) -> list[Wanted]:
+    def queue(self) -> list[MemoryRequest]:
         """Wishes that wait, the oldest first."""
-        return sorted(self.refused.values(), key=lambda wish: (wish.since or 0.0, wish.model))
+        return sorted(
+            self.waiting.values(), key=lambda request: (request.since or 0.0, request.model)
+        )
 
-    def growth(self, wish: Wanted) -> int:
+    def growth(self, request: MemoryRequest) -> int:
         """Return how much more than now a wish is."""
-        return wish.total_bytes - self.grants.get(wish.model, 0)
+        return request.total_bytes - self.grants.get(request.model, 0)
 
     def set_budget(self, total_bytes: int) -> list[Command]:
         """Change the budget; return what can be granted now."""
@@ -110,7 +112,7 @@ class Governor(msgspec.Struct):
 
     def withdraw(self, model: str) -> None:
         """Forget a wish that waits."""
-        self.refused.pop(model, None)
+        self.waiting.pop(model, None)
         if self.first == model:
             self.first = None
 
@@ -119,41 +121,47 @@ class Governor(msgspec.Struct):
         most = max(self.budget_bytes, self.ceiling_bytes)
         assert 0 <= self.granted_bytes <= most, "more granted than there is"
         assert all(total >= 0 for total in self.grants.values()), "a negative grant"
-        assert not any(self._fits(wish) for wish in self.refused.values()), "a wish was forgotten"
-        assert self.first is None or self.first in self.refused, "memory is kept for nobody"
+        assert not any(self._fits(request) for request in self.waiting.values()), (
+            "a wish was forgotten"
+        )
+        assert self.first is None or self.first in self.waiting, "memory is kept for nobody"
 
     def retry(self) -> list[Command]:
         """Grant what was refused and fits now, the oldest first; a small one may overtake."""
         answers: list[Command] = []
-        for wish in self.waiting:
-            if self._fits(wish):
-                self.withdraw(wish.model)
-                self.grants[wish.model] = wish.total_bytes
-                answers.append(self._answer(wish, wish.total_bytes, granted=True))
+        for request in self.queue:
+            if self._fits(request):
+                self.withdraw(request.model)
+                self.grants[request.model] = request.total_bytes
+                answers.append(self._answer(request, request.total_bytes, granted=True))
         # Who is no longer kept back by the first one may have stood before it.
         return answers + self.retry() if answers else answers
 
-    def _want(self, wish: Wanted, now: float) -> list[Command]:
-        held = self.grants.get(wish.model, 0)
-        before = self.refused.pop(wish.model, None)  # a newer wish replaces it
-        if not self._fits(wish):
-            known = [it.since for it in (before, wish) if it and it.since is not None]
+    def _want(self, request: MemoryRequest, now: float) -> list[Command]:
+        held = self.grants.get(request.model, 0)
+        before = self.waiting.pop(request.model, None)  # a newer wish replaces it
+        if not self._fits(request):
+            known = [it.since for it in (before, request) if it and it.since is not None]
             since = min(known, default=now)
-            again = Wanted(wish.model, wish.seq, wish.total_bytes, wish.resuming, since)
-            self.refused[wish.model] = again
-            return [self._answer(wish, held, granted=False)]
-        if self.first == wish.model:
+            again = MemoryRequest(
+                request.model, request.seq, request.total_bytes, request.resuming, since
+            )
+            self.waiting[request.model] = again
+            return [self._answer(request, held, granted=False)]
+        if self.first == request.model:
             self.first = None
-        self.grants[wish.model] = wish.total_bytes
-        answer = self._answer(wish, wish.total_bytes, granted=True)
+        self.grants[request.model] = request.total_bytes
+        answer = self._answer(request, request.total_bytes, granted=True)
         return [answer, *self.retry()]
 
-    def _fits(self, wish: Wanted) -> bool:
-        grown = self.growth(wish)
-        if wish.total_bytes < 0:
+    def _fits(self, request: MemoryRequest) -> bool:
+        grown = self.growth(request)
+        if request.total_bytes < 0:
             return False
-        kept_back = self.first not in {None, wish.model} and wish.model not in self.exempt
+        kept_back = self.first not in {None, request.model} and request.model not in self.exempt
         return grown <= 0 or (not kept_back and grown <= self.available_bytes)
 
-    def _answer(self, wish: Wanted, total: int, *, granted: bool) -> Answer:
-        return Answer(wish.model, wish.seq, total, granted, max(0, self.available_bytes))
+    def _answer(self, request: MemoryRequest, total: int, *, granted: bool) -> GrantDecision:
+        return GrantDecision(
+            request.model, request.seq, total, granted, max(0, self.available_bytes)
+        )

@@ -27,7 +27,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from actors.machines.tenants import Tenant
+    from actors.machines.model_accounts import ModelAccount
     from protocol.worker import ReclaimMethod
 
 Name = Literal["spare", "prefixes", "expired", "precision", "idle", "preempt", "stalled"]
@@ -39,7 +39,7 @@ LAST: tuple[Name, ...] = (*RECLAIM_ORDER, "stalled")
 """For a wish that is the first, and has waited for a turn: models that wait for each other."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class ReclaimAction(msgspec.Struct, frozen=True):
     """One thing that could be done."""
 
     method: Name
@@ -49,7 +49,7 @@ class Step(msgspec.Struct, frozen=True):
     level: int = 0
 
 
-class Need(msgspec.Struct, frozen=True):
+class Shortfall(msgspec.Struct, frozen=True):
     """How much is to be freed, for whom, and how far that may go."""
 
     nbytes: int
@@ -65,12 +65,12 @@ class Need(msgspec.Struct, frozen=True):
     resuming: bool = False
 
 
-class Scene(msgspec.Struct, frozen=True):
+class MemoryView(msgspec.Struct, frozen=True):
     """All that the choice depends on."""
 
-    tenants: Mapping[str, Tenant]
+    accounts: Mapping[str, ModelAccount]
     grants: Mapping[str, int]
-    wishes: Mapping[str, float]
+    requests: Mapping[str, float]
     """Who waits for memory, and since when."""
     budget: int
     now: float
@@ -85,61 +85,61 @@ class Scene(msgspec.Struct, frozen=True):
     def fair_share(self) -> int:
         """The budget in equal parts for those who are in use or want to be."""
         active = sum(
-            name in self.wishes or (name in self.grants and not it.is_idle)
-            for name, it in self.tenants.items()
+            name in self.requests or (name in self.grants and not it.is_idle)
+            for name, it in self.accounts.items()
         )
         return self.budget // max(1, active)
 
-    def is_behind(self, name: str, need: Need) -> bool:
+    def is_behind(self, name: str, shortfall: Shortfall) -> bool:
         """Return whether a model waits for memory, and its turn comes after this wish."""
-        if need.requester is None or name not in self.wishes:
+        if shortfall.requester is None or name not in self.requests:
             return False
-        return (self.wishes[name], name) > (need.since, need.requester)
+        return (self.requests[name], name) > (shortfall.since, shortfall.requester)
 
-    def others(self, need: Need) -> Iterator[Tenant]:
+    def others(self, shortfall: Shortfall) -> Iterator[ModelAccount]:
         """Yield who is served and may give."""
-        for name, tenant in self.tenants.items():
-            if name != need.requester and tenant.state == "ready":
-                yield tenant
+        for name, account in self.accounts.items():
+            if name != shortfall.requester and account.state == "ready":
+                yield account
 
 
-def steps(method: Name, need: Need, scene: Scene) -> list[Step]:
+def actions(method: Name, shortfall: Shortfall, view: MemoryView) -> list[ReclaimAction]:
     """Return what this rung has, the first to pay first; also of those who are busy giving."""
     match method:
         case "spare":
-            found = [_step(method, it, it.reclaimable.spare) for it in scene.others(need)]
+            found = [_step(method, it, it.reclaimable.spare) for it in view.others(shortfall)]
         case "prefixes":
-            found = [_step(method, it, it.reclaimable.prefixes) for it in scene.others(need)]
+            found = [_step(method, it, it.reclaimable.prefixes) for it in view.others(shortfall)]
         case "expired":
             return _evictions(
-                method, [it for it in scene.others(need) if _expired(it, scene)], scene
+                method, [it for it in view.others(shortfall) if _expired(it, view)], view
             )
         case "precision":
-            return _levels(scene)
+            return _levels(view)
         case "idle":
-            idle = [it for it in scene.others(need) if it.is_evictable(scene.now)]
-            return _evictions(method, [*idle, *_stuck(need, scene)], scene)
+            idle = [it for it in view.others(shortfall) if it.is_evictable(view.now)]
+            return _evictions(method, [*idle, *_stuck(shortfall, view)], view)
         case "stalled":
-            return _evictions(method, _stalled(need, scene), scene)
+            return _evictions(method, _stalled(shortfall, view), view)
         case "preempt":
-            found = _parks(need, scene)
-            found.sort(key=lambda it: (_priority(it, scene), -scene.granted(it.model)))
-            return [it for it in found if it.nbytes >= scene.least]
-    found.sort(key=lambda it: (_priority(it, scene), -it.nbytes))
-    return [it for it in found if it.nbytes >= scene.least]
+            found = _parks(shortfall, view)
+            found.sort(key=lambda it: (_priority(it, view), -view.granted(it.model)))
+            return [it for it in found if it.nbytes >= view.least]
+    found.sort(key=lambda it: (_priority(it, view), -it.nbytes))
+    return [it for it in found if it.nbytes >= view.least]
 
 
-def within_reach(need: Need, scene: Scene) -> int:
+def within_reach(shortfall: Shortfall, view: MemoryView) -> int:
     """Return what all rungs together could free for this, nothing counted twice."""
-    gone = {it.model: it.nbytes for it in steps("idle", need, scene)}
+    gone = {it.model: it.nbytes for it in actions("idle", shortfall, view)}
     freed = sum(gone.values())
-    may_park = {it.model: it.nbytes for it in steps("preempt", need, scene)}
-    for name, tenant in scene.tenants.items():
-        if name in gone or tenant.state != "ready":
+    may_park = {it.model: it.nbytes for it in actions("preempt", shortfall, view)}
+    for name, account in view.accounts.items():
+        if name in gone or account.state != "ready":
             continue
-        reclaimable = tenant.reclaimable
+        reclaimable = account.reclaimable
         freed += sum(reclaimable.levels)
-        if name != need.requester:
+        if name != shortfall.requester:
             freed += reclaimable.spare + reclaimable.prefixes + may_park.get(name, 0)
     return freed
 
@@ -149,77 +149,79 @@ def reclaimed_by(method: Name) -> ReclaimMethod | None:
     return None if method in {"expired", "idle", "stalled"} else method  # type: ignore[return-value]
 
 
-def _step(method: Name, tenant: Tenant, nbytes: int, level: int = 0) -> Step:
-    return Step(method, tenant.name, nbytes, level)
+def _step(method: Name, account: ModelAccount, nbytes: int, level: int = 0) -> ReclaimAction:
+    return ReclaimAction(method, account.name, nbytes, level)
 
 
-def _priority(step: Step, scene: Scene) -> int:
-    return scene.tenants[step.model].policy.priority
+def _priority(step: ReclaimAction, view: MemoryView) -> int:
+    return view.accounts[step.model].policy.priority
 
 
-def _expired(tenant: Tenant, scene: Scene) -> bool:
-    return tenant.is_expired(scene.now)
+def _expired(account: ModelAccount, view: MemoryView) -> bool:
+    return account.is_expired(view.now)
 
 
-def _evictions(method: Name, idle: list[Tenant], scene: Scene) -> list[Step]:
-    idle.sort(key=lambda it: it.worth(scene.granted(it.name), scene.now))
-    return [_step(method, it, scene.granted(it.name)) for it in idle]
+def _evictions(method: Name, idle: list[ModelAccount], view: MemoryView) -> list[ReclaimAction]:
+    idle.sort(key=lambda it: it.worth(view.granted(it.name), view.now))
+    return [_step(method, it, view.granted(it.name)) for it in idle]
 
 
-def _stuck(need: Need, scene: Scene) -> list[Tenant]:
+def _stuck(shortfall: Shortfall, view: MemoryView) -> list[ModelAccount]:
     """Return models that got a part of what their load needs, and wait behind this wish.
 
     They hold memory and serve nobody: two of them could wait for each other for ever.
     """
     return [
         it
-        for name, it in scene.tenants.items()
+        for name, it in view.accounts.items()
         if it.state == "loading"
-        and name != need.requester
-        and scene.granted(name)
-        and scene.is_behind(name, need)
+        and name != shortfall.requester
+        and view.granted(name)
+        and view.is_behind(name, shortfall)
     ]
 
 
-def _stalled(need: Need, scene: Scene) -> list[Tenant]:
+def _stalled(shortfall: Shortfall, view: MemoryView) -> list[ModelAccount]:
     """Return models that wait for memory behind this wish, and run nothing with what they have."""
     return [
         it
-        for it in scene.others(need)
+        for it in view.others(shortfall)
         if not it.policy.pinned
         and not it.reclaimable.rows
         and it.reclaimable.waiting
-        and scene.is_behind(it.name, need)
+        and view.is_behind(it.name, shortfall)
     ]
 
 
-def _levels(scene: Scene) -> list[Step]:
+def _levels(view: MemoryView) -> list[ReclaimAction]:
     """Return steps to the highest level that frees anything; everybody's rows pay alike."""
     found = []
-    for tenant in scene.tenants.values():
-        if tenant.state != "ready" or tenant.is_idle:
+    for account in view.accounts.values():
+        if account.state != "ready" or account.is_idle:
             continue
-        for level, nbytes in enumerate(tenant.reclaimable.levels, 1):
-            if nbytes >= scene.least:
-                found.append(_step("precision", tenant, nbytes, level))
+        for level, nbytes in enumerate(account.reclaimable.levels, 1):
+            if nbytes >= view.least:
+                found.append(_step("precision", account, nbytes, level))
                 break
     top = min((it.level for it in found), default=0)
     found = [it for it in found if it.level == top]
-    found.sort(key=lambda it: (_priority(it, scene), -it.nbytes))
+    found.sort(key=lambda it: (_priority(it, view), -it.nbytes))
     return found
 
 
-def _parks(need: Need, scene: Scene) -> list[Step]:
+def _parks(shortfall: Shortfall, view: MemoryView) -> list[ReclaimAction]:
     """Return whose rows may be parked, and how much of them."""
-    if need.resuming:
+    if shortfall.resuming:
         return []
-    share = scene.fair_share
+    share = view.fair_share
     found = []
-    for tenant in scene.others(need):
-        preempt = tenant.reclaimable.preempt
-        if need.requester is not None and tenant.policy.priority >= need.priority:
-            above = scene.granted(tenant.name) - share
-            is_fair = tenant.policy.priority == need.priority and need.total_bytes <= share
+    for account in view.others(shortfall):
+        preempt = account.reclaimable.preempt
+        if shortfall.requester is not None and account.policy.priority >= shortfall.priority:
+            above = view.granted(account.name) - share
+            is_fair = (
+                account.policy.priority == shortfall.priority and shortfall.total_bytes <= share
+            )
             preempt = min(preempt, above) if is_fair else 0
-        found.append(_step("preempt", tenant, preempt))
+        found.append(_step("preempt", account, preempt))
     return found

@@ -129,8 +129,8 @@ def _asking(client: Client, context: int) -> Callable[[str], Forecast]:
 def _alone(wanted: Terms, context: int) -> Callable[[str], Forecast]:
     """Reckon as a daemon would that holds nothing yet."""
     from actors.machines.forecast import Question, forecast  # noqa: PLC0415 - without a daemon
-    from actors.machines.governor import Ladder  # noqa: PLC0415
-    from actors.machines.ledger import Governor  # noqa: PLC0415
+    from actors.machines.governor import Governor  # noqa: PLC0415
+    from actors.machines.ledger import Ledger  # noqa: PLC0415
     from actors.system import Settings  # noqa: PLC0415
     from kvd.config import config  # noqa: PLC0415
     from kvd.daemon.estimate import estimate, folder_of, machine  # noqa: PLC0415
@@ -147,7 +147,7 @@ def _alone(wanted: Terms, context: int) -> Callable[[str], Forecast]:
         question = Question(source, costs.costs, costs.schemes, rows=1, context=context)
         return forecast(
             question,
-            Ladder(Governor(budget)),
+            Governor(Ledger(budget)),
             0.0,
             source=source,
             state="not loaded",

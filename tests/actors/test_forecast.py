@@ -7,9 +7,17 @@ from copy import deepcopy
 import pytest
 
 from actors.machines.forecast import Question, forecast
-from actors.machines.governing import Boarding, Evict, Offered, Rang, Ready, Reclaim, Reclaimed
-from actors.machines.governor import Ladder
-from actors.machines.ledger import Answer, Governor, Released, Wanted
+from actors.machines.governor import Governor
+from actors.machines.governor_events import (
+    AlarmFired,
+    Evict,
+    LoadRequested,
+    ModelReady,
+    Reclaim,
+    ReclaimableReported,
+    ReclaimFinished,
+)
+from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
 from protocol.costs import Costs, KVCost
 from protocol.forecast import Forecast
 from protocol.policy import ModelPolicy
@@ -38,57 +46,61 @@ class House:
     """A ladder with tenants, which can be let act as the forecast says it would."""
 
     def __init__(self) -> None:
-        self.schemes = Ladder(Governor(BUDGET))
+        self.governor = Governor(Ledger(BUDGET))
         self.now = 1000.0
         self.freed: list[tuple[str, str]] = []
 
-    def tenant(
+    def account(
         self, name: str, granted: int, policy: ModelPolicy | None = None, **reclaimable
     ) -> None:
-        self.schemes.handle(Boarding(name, policy or ModelPolicy()), self.now)
-        self.schemes.handle(Wanted(name, 1, granted), self.now)
-        self.schemes.handle(Ready(name), self.now)
-        self.schemes.handle(Offered(name, Reclaimable(**reclaimable)), self.now)
+        self.governor.handle(LoadRequested(name, policy or ModelPolicy()), self.now)
+        self.governor.handle(MemoryRequest(name, 1, granted), self.now)
+        self.governor.handle(ModelReady(name), self.now)
+        self.governor.handle(ReclaimableReported(name, Reclaimable(**reclaimable)), self.now)
         self.now += 60.0
-        self.schemes.handle(Offered(name, Reclaimable(**reclaimable)), self.now)
+        self.governor.handle(ReclaimableReported(name, Reclaimable(**reclaimable)), self.now)
 
     def ask(self, rows: int, context: int = 950, model: str = "new") -> Forecast:
-        before = deepcopy(self.schemes)
+        before = deepcopy(self.governor)
         question = Question(model, costs(), SCHEMES, rows=rows, context=context)
         found = forecast(
-            question, self.schemes, self.now, source="/m", state="not loaded", measured=True
+            question, self.governor, self.now, source="/m", state="not loaded", measured=True
         )
-        assert self.schemes == before, "asking changed something"
+        assert self.governor == before, "asking changed something"
         return found
 
     def really(self, total: int, model: str = "new") -> bool:
         """Let the model ask for so much, do what the ladder says, and return whether it got it."""
-        self.schemes.handle(Boarding(model, ModelPolicy()), self.now)
-        todo = self.schemes.handle(Wanted(model, 1, total), self.now)
+        self.governor.handle(LoadRequested(model, ModelPolicy()), self.now)
+        todo = self.governor.handle(MemoryRequest(model, 1, total), self.now)
         for _ in range(50):
             self.now += 1.0
             for command in todo:
-                if isinstance(command, Answer) and command.model == model and command.granted:
+                if (
+                    isinstance(command, GrantDecision)
+                    and command.model == model
+                    and command.granted
+                ):
                     return True
             todo = [event for command in todo for event in self._do(command)] or self._ring()
         return False
 
     def _do(self, command):
-        schemes, now = self.schemes, self.now
+        governor, now = self.governor, self.now
         match command:
             case Reclaim(model=model):
                 self.freed.append((command.method, model))
-                held = schemes.ledger.grants[model]
-                wish = Wanted(model, 99 + command.seq, held - command.wanted_bytes)
-                over = Reclaimed(model, command.seq, command.wanted_bytes, exhausted=False)
-                return [*schemes.handle(wish, now), *schemes.handle(over, now)]
+                held = governor.ledger.grants[model]
+                request = MemoryRequest(model, 99 + command.seq, held - command.wanted_bytes)
+                over = ReclaimFinished(model, command.seq, command.wanted_bytes, exhausted=False)
+                return [*governor.handle(request, now), *governor.handle(over, now)]
             case Evict(model=model):
                 self.freed.append(("idle", model))
-                return schemes.handle(Released(model), now)
+                return governor.handle(WorkerExited(model), now)
         return []
 
     def _ring(self):
-        return self.schemes.handle(Rang(), self.now)
+        return self.governor.handle(AlarmFired(), self.now)
 
 
 def test_rows_that_fit_lack_nothing():
@@ -109,10 +121,10 @@ def test_rows_that_fit_lack_nothing():
 
 def test_the_steps_are_those_that_the_ladder_takes():
     house = House()
-    house.tenant(
+    house.account(
         "busy", 50_000, base=20_000, rows=4, spare=3_000, levels=(8_000, 4_000), preempt=5_000
     )
-    house.tenant("idle", 30_000, base=30_000)
+    house.account("idle", 30_000, base=30_000)
     found = house.ask(rows=14)
 
     assert found.lacking_bytes == 31_000 - 20_000
@@ -128,8 +140,8 @@ def test_the_steps_are_those_that_the_ladder_takes():
 
 def test_idle_models_go_before_rows_are_parked():
     house = House()
-    house.tenant("busy", 60_000, base=20_000, rows=4, preempt=20_000)
-    house.tenant("idle", 30_000, base=30_000)
+    house.account("busy", 60_000, base=20_000, rows=4, preempt=20_000)
+    house.account("idle", 30_000, base=30_000)
     found = house.ask(rows=26)
 
     assert [(it.method, it.model, it.nbytes) for it in found.steps] == [
@@ -145,7 +157,7 @@ def test_idle_models_go_before_rows_are_parked():
 
 def test_own_rows_start_lower_before_others_are_parked():
     house = House()
-    house.tenant("busy", 70_000, base=20_000, rows=4, preempt=30_000)
+    house.account("busy", 70_000, base=20_000, rows=4, preempt=30_000)
     found = house.ask(rows=20)
 
     assert [(it.method, it.model, it.nbytes, it.level) for it in found.steps] == [
@@ -159,14 +171,14 @@ def test_own_rows_start_lower_before_others_are_parked():
 def test_verdicts(rows, verdict):
     house = House()
     if verdict == "waits":
-        house.tenant("kept", 60_000, ModelPolicy(pinned=True), base=60_000)
+        house.account("kept", 60_000, ModelPolicy(pinned=True), base=60_000)
 
     assert house.ask(rows=rows).verdict == verdict
 
 
 def test_a_loaded_models_rows_come_on_top_of_those_that_it_has():
     house = House()
-    house.tenant("new", 40_000, base=12_000, rows=3, spare=5_000)
+    house.account("new", 40_000, base=12_000, rows=3, spare=5_000)
     found = house.ask(rows=10)
 
     assert found.held_bytes == 40_000

@@ -6,24 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.machines import governing as words
-from actors.machines.governing import (
-    Boarding,
-    BudgetIs,
+from actors.machines import governor_events
+from actors.machines.governor import Governor
+from actors.machines.governor_events import (
+    AlarmFired,
+    BudgetChanged,
     Evict,
-    Hold,
-    Left,
-    Measured,
-    Offered,
-    PolicyIs,
-    Rang,
-    Ready,
+    HoldRequests,
+    LoadRequested,
+    MemoryMeasured,
+    ModelReady,
+    ModelRemoved,
+    PolicyChanged,
     Reclaim,
-    Reclaimed,
+    ReclaimableReported,
+    ReclaimFinished,
     StartLevel,
 )
-from actors.machines.governor import Ladder
-from actors.machines.ledger import Answer, Governor, Released, Wanted
+from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
 from actors.runtime.journal import Journal, replay
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
@@ -35,54 +35,64 @@ class Desk:
     """A ladder with a clock, that remembers what it was told to do."""
 
     def __init__(self, **models: int) -> None:
-        self.schemes = Ladder(Governor(BUDGET))
+        self.governor = Governor(Ledger(BUDGET))
         self.now = 1000.0
-        self.said: list[words.Command] = []
+        self.said: list[governor_events.Command] = []
         self.seqs: dict[str, int] = {}
         for name, granted in models.items():
             self.load(name, granted)
 
-    def tell(self, event: words.Event, after: float = 0.0) -> list[words.Command]:
+    def tell(
+        self, event: governor_events.Event, after: float = 0.0
+    ) -> list[governor_events.Command]:
         self.now += after
-        commands = self.schemes.handle(event, self.now)
-        self.schemes.check()
+        commands = self.governor.handle(event, self.now)
+        self.governor.check()
         self.said += commands
-        return [it for it in commands if not isinstance(it, words.Noted)]
+        return [it for it in commands if not isinstance(it, governor_events.RecordEvent)]
 
     def load(self, name: str, granted: int, policy: ModelPolicy | None = None) -> None:
-        self.tell(Boarding(name, policy or ModelPolicy()))
+        self.tell(LoadRequested(name, policy or ModelPolicy()))
         self.want(name, granted)
-        self.tell(Ready(name))
+        self.tell(ModelReady(name))
         self.now += 5.0
 
-    def want(self, name: str, total: int, *, resuming: bool = False) -> list[words.Command]:
+    def want(
+        self, name: str, total: int, *, resuming: bool = False
+    ) -> list[governor_events.Command]:
         self.seqs[name] = self.seqs.get(name, 0) + 1
-        return self.tell(Wanted(name, self.seqs[name], total, resuming))
+        return self.tell(MemoryRequest(name, self.seqs[name], total, resuming))
 
-    def reclaimable(self, name: str, **fields: object) -> list[words.Command]:
-        return self.tell(Offered(name, Reclaimable(**fields)))
+    def reclaimable(self, name: str, **fields: object) -> list[governor_events.Command]:
+        return self.tell(ReclaimableReported(name, Reclaimable(**fields)))
 
-    def wait(self, seconds: float) -> list[words.Command]:
+    def wait(self, seconds: float) -> list[governor_events.Command]:
         """Ring as the machine wants it."""
         end, commands = self.now + seconds, []
-        while (due := self.schemes.deadline) is not None and due <= end:
-            commands += self.tell(Rang(), max(0.0, due - self.now))
+        while (due := self.governor.deadline) is not None and due <= end:
+            commands += self.tell(AlarmFired(), max(0.0, due - self.now))
         self.now = end
-        return commands + self.tell(Rang())
+        return commands + self.tell(AlarmFired())
 
-    def gives(self, it: Reclaim, freed: int, *, exhausted: bool = False) -> list[words.Command]:
+    def gives(
+        self, it: Reclaim, freed: int, *, exhausted: bool = False
+    ) -> list[governor_events.Command]:
         answers = self.want(it.model, self.grants[it.model] - freed)
-        return answers + self.tell(Reclaimed(it.model, it.seq, freed, exhausted))
+        return answers + self.tell(ReclaimFinished(it.model, it.seq, freed, exhausted))
 
     @property
     def grants(self) -> dict[str, int]:
-        return self.schemes.ledger.grants
+        return self.governor.ledger.grants
 
-    def note(self, kind: str) -> words.Noted:
-        return next(it for it in self.said if isinstance(it, words.Noted) and it.kind == kind)
+    def note(self, kind: str) -> governor_events.RecordEvent:
+        return next(
+            it
+            for it in self.said
+            if isinstance(it, governor_events.RecordEvent) and it.kind == kind
+        )
 
 
-def only(commands: list[words.Command], kind: type) -> list:
+def only(commands: list[governor_events.Command], kind: type) -> list:
     return [it for it in commands if isinstance(it, kind)]
 
 
@@ -96,7 +106,7 @@ def test_the_rungs_are_climbed_one_by_one():
     desk.reclaimable("a", **BUSY)
     desk.want("a", 9000)
 
-    desk.tell(Rang(), 0.3)
+    desk.tell(AlarmFired(), 0.3)
     (spare,) = only(desk.said, Reclaim)
     assert (spare.model, spare.method, spare.wanted_bytes) == ("b", "spare", 200)
     (prefixes,) = only(desk.gives(spare, 200), Reclaim)
@@ -108,7 +118,7 @@ def test_the_rungs_are_climbed_one_by_one():
     assert (level.method, level.level) == ("precision", 2)
     said = desk.gives(level, 500, exhausted=True)
     assert only(said, Evict) == [Evict("c")]
-    said = desk.tell(Released("c"))
+    said = desk.tell(WorkerExited("c"))
     assert not only(said, Reclaim), "a fair share is left to b"
 
 
@@ -116,11 +126,11 @@ def test_a_model_is_in_use_before_its_worker_can_say_so():
     desk = Desk(a=5000, b=5000)
     desk.reclaimable("b", base=5000)
     desk.reclaimable("a", **BUSY)
-    desk.tell(words.Serves("b", busy=True))
+    desk.tell(governor_events.ServingChanged("b", busy=True))
     desk.want("a", 6000)
 
     assert not only(desk.wait(5), Evict)
-    desk.tell(words.Serves("b", busy=False))
+    desk.tell(governor_events.ServingChanged("b", busy=False))
     assert only(desk.wait(2), Evict) == [Evict("b")]
 
 
@@ -154,7 +164,7 @@ def test_a_wish_for_which_nobody_waits_costs_nobody_anything():
     desk.want("a", 6000)
 
     assert not only(desk.wait(100), Reclaim)
-    assert desk.schemes.ledger.first is None
+    assert desk.governor.ledger.first is None
 
 
 def test_rows_are_parked_only_down_to_the_fair_share():
@@ -170,13 +180,13 @@ def test_rows_are_parked_only_down_to_the_fair_share():
 
 def test_models_that_are_not_there_take_no_share():
     desk = Desk(gone=1000, a=2000, b=7000)
-    desk.tell(Released("gone"))
-    desk.tell(words.Serves("never", busy=True))
+    desk.tell(WorkerExited("gone"))
+    desk.tell(governor_events.ServingChanged("never", busy=True))
     desk.reclaimable("b", preempt=6000, **BUSY)
     desk.reclaimable("a", **BUSY)
     desk.want("a", 5000)
 
-    assert set(desk.schemes.tenants) == {"gone", "a", "b"}
+    assert set(desk.governor.accounts) == {"gone", "a", "b"}
     (preempt,) = only(desk.wait(1), Reclaim)
     assert (preempt.model, preempt.wanted_bytes) == ("b", 2000)
 
@@ -231,11 +241,13 @@ def test_a_load_evicts_the_least_valuable_idle_model():
     for name in ("old", "new", "pinned", "dear"):
         desk.reclaimable(name, base=2000)
         desk.now += 10
-    desk.tell(Boarding("me", ModelPolicy(), patient=False))
+    desk.tell(LoadRequested("me", ModelPolicy(), patient=False))
 
     assert not desk.want("me", 3500), "it is answered when there is room"
     assert only(desk.wait(1), Evict) == [Evict("old")]
-    assert only(desk.tell(Released("old")), Answer) == [Answer("me", 1, 3500, True, 500)]
+    assert only(desk.tell(WorkerExited("old")), GrantDecision) == [
+        GrantDecision("me", 1, 3500, True, 500)
+    ]
     assert desk.note("evict").requester == "me"
 
 
@@ -243,9 +255,9 @@ def test_a_load_waits_for_a_model_that_has_just_become_idle():
     desk = Desk(a=8000)
     desk.reclaimable("a", rows=1, base=8000)
     desk.reclaimable("a", base=8000)
-    desk.tell(Boarding("me", ModelPolicy(), patient=False))
+    desk.tell(LoadRequested("me", ModelPolicy(), patient=False))
 
-    assert not only(desk.want("me", 5000), Answer)
+    assert not only(desk.want("me", 5000), GrantDecision)
     assert only(desk.wait(2), Evict) == [Evict("a")]
 
 
@@ -254,9 +266,9 @@ def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
     desk.load("kept", 4000, ModelPolicy(pinned=True))
     desk.reclaimable("kept", base=4000)
     desk.reclaimable("busy", **BUSY)
-    desk.tell(Boarding("me", ModelPolicy(), patient=False))
+    desk.tell(LoadRequested("me", ModelPolicy(), patient=False))
 
-    (answer,) = only(desk.want("me", 5000), Answer)
+    (answer,) = only(desk.want("me", 5000), GrantDecision)
 
     assert not answer.granted
     assert "kept (pinned) holds" in answer.reason
@@ -268,26 +280,29 @@ def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
 def test_a_patient_load_waits_and_one_that_pinned_models_leave_no_room_for_does_not():
     desk = Desk(busy=8000)
     desk.reclaimable("busy", **BUSY)
-    desk.tell(Boarding("me"))
+    desk.tell(LoadRequested("me"))
 
-    assert not only(desk.want("me", 9000), Answer)
-    assert only(desk.tell(PolicyIs("busy", ModelPolicy(pinned=True))), Answer)[0].granted is False
+    assert not only(desk.want("me", 9000), GrantDecision)
+    assert (
+        only(desk.tell(PolicyChanged("busy", ModelPolicy(pinned=True))), GrantDecision)[0].granted
+        is False
+    )
 
 
 def test_who_is_in_use_is_held_for_a_load_that_waits_and_let_go_after_it():
     desk = Desk(a=5000, b=5000)
     for name in ("a", "b"):
         desk.reclaimable(name, rows=3, base=4000)
-    desk.tell(Boarding("me"))
+    desk.tell(LoadRequested("me"))
     desk.want("me", 4000)
 
-    (hold,) = only(desk.wait(40), Hold)
+    (hold,) = only(desk.wait(40), HoldRequests)
     assert hold.held
     desk.reclaimable(hold.model, base=4000)  # its rows are through
     assert only(desk.wait(3), Evict) == [Evict(hold.model)]
-    said = desk.tell(Released(hold.model))
-    assert only(said, Answer)[0].granted
-    assert only(said, Hold) == [Hold(hold.model, held=False)]
+    said = desk.tell(WorkerExited(hold.model))
+    assert only(said, GrantDecision)[0].granted
+    assert only(said, HoldRequests) == [HoldRequests(hold.model, held=False)]
 
 
 def test_a_large_wish_is_not_starved_by_small_ones():
@@ -301,7 +316,7 @@ def test_a_large_wish_is_not_starved_by_small_ones():
     desk.wait(11)
 
     desk.want("b", 3000)
-    assert not only(desk.want("b", 4000), Answer)[0].granted, "not for ever"
+    assert not only(desk.want("b", 4000), GrantDecision)[0].granted, "not for ever"
     desk.want("c", 1000)
     assert desk.grants["a"] == 6000
 
@@ -316,7 +331,7 @@ def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
 
     (evict,) = only(desk.wait(60), Evict)
     assert evict == Evict("b", requeue=True)
-    assert only(desk.tell(Released("b")), Answer)[0].model == "a"
+    assert only(desk.tell(WorkerExited("b")), GrantDecision)[0].model == "a"
 
 
 def test_a_request_that_came_as_a_model_went_is_taken_back():
@@ -337,11 +352,11 @@ def test_a_model_that_a_user_unloads_finishes_before_whoever_waits_for_it():
     desk.reclaimable("b", waiting=1, base=5000)
     desk.want("a", 6000)
     desk.wait(20)
-    desk.tell(words.Leaving("b"))
+    desk.tell(governor_events.UnloadStarted("b"))
     desk.want("b", 5500)
 
     assert only(desk.wait(60), Evict) == [Evict("a", requeue=True)]
-    assert only(desk.tell(Released("a")), Answer)[0].model == "b"
+    assert only(desk.tell(WorkerExited("a")), GrantDecision)[0].model == "b"
 
 
 def test_idle_models_go_after_their_time_but_pinned_ones():
@@ -388,19 +403,19 @@ def test_the_system_s_pressure_is_answered(pressure, method):
     offered = {"prefixes": 100} if method == "prefixes" else {"preempt": 600}
     desk.reclaimable("a", rows=1, base=2000, **offered)
 
-    said = desk.tell(Measured({"a": 5000}, pressure))
+    said = desk.tell(MemoryMeasured({"a": 5000}, pressure))
 
     assert [it.method for it in only(said, Reclaim)] == [method]
-    assert not only(desk.tell(Measured({"a": 5000}, pressure), 1), Reclaim), "one at a time"
+    assert not only(desk.tell(MemoryMeasured({"a": 5000}, pressure), 1), Reclaim), "one at a time"
 
 
 def test_what_is_taken_beyond_a_grant_is_nobody_else_s():
     desk = Desk(a=4000, b=4000)
-    desk.tell(Measured({"a": 5500, "b": 100}))
+    desk.tell(MemoryMeasured({"a": 5500, "b": 100}))
 
-    assert not only(desk.want("b", 5000), Answer)[0].granted
+    assert not only(desk.want("b", 5000), GrantDecision)[0].granted
     assert desk.note("excess").numbers["excess_bytes"] == 1500
-    assert only(desk.tell(Measured({"a": 4000})), Answer)[0].granted
+    assert only(desk.tell(MemoryMeasured({"a": 4000})), GrantDecision)[0].granted
 
 
 def test_a_lowered_budget_is_worked_off_and_nobody_grows_meanwhile():
@@ -408,12 +423,12 @@ def test_a_lowered_budget_is_worked_off_and_nobody_grows_meanwhile():
     desk.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
     desk.reclaimable("b", base=4000)
 
-    (level,) = only(desk.tell(BudgetIs(6000)), Reclaim)
+    (level,) = only(desk.tell(BudgetChanged(6000)), Reclaim)
     assert level.method == "precision"
     said = desk.gives(level, 1000)
     assert only(said + desk.wait(1), Evict) == [Evict("b")]
-    assert not only(desk.want("a", 4100), Answer)[0].granted
-    desk.tell(Released("b"))
+    assert not only(desk.want("a", 4100), GrantDecision)[0].granted
+    desk.tell(WorkerExited("b"))
     assert sum(desk.grants.values()) <= 6000
 
 
@@ -437,43 +452,43 @@ policies = st.builds(
 )
 names = st.sampled_from(MODELS)
 events = (
-    st.builds(Boarding, names, policies, st.booleans())
-    | st.builds(PolicyIs, names, policies)
-    | st.builds(Ready, names)
-    | st.builds(words.Leaving, names)
-    | st.builds(words.Serves, names, st.booleans())
-    | st.builds(Left, names)
-    | st.builds(Wanted, names, st.integers(0, 9), sizes, st.booleans())
-    | st.builds(Released, names)
-    | st.builds(Offered, names, offers)
-    | st.builds(Reclaimed, names, st.integers(0, 9), st.integers(0, 900), st.booleans())
+    st.builds(LoadRequested, names, policies, st.booleans())
+    | st.builds(PolicyChanged, names, policies)
+    | st.builds(ModelReady, names)
+    | st.builds(governor_events.UnloadStarted, names)
+    | st.builds(governor_events.ServingChanged, names, st.booleans())
+    | st.builds(ModelRemoved, names)
+    | st.builds(MemoryRequest, names, st.integers(0, 9), sizes, st.booleans())
+    | st.builds(WorkerExited, names)
+    | st.builds(ReclaimableReported, names, offers)
+    | st.builds(ReclaimFinished, names, st.integers(0, 9), st.integers(0, 900), st.booleans())
     | st.builds(
-        Measured,
+        MemoryMeasured,
         st.dictionaries(names, st.integers(0, 9000)),
         st.sampled_from(["normal", "warning", "critical"]),
     )
-    | st.builds(BudgetIs, st.integers(1, 12_000))
-    | st.just(Rang())
+    | st.builds(BudgetChanged, st.integers(1, 12_000))
+    | st.just(AlarmFired())
 )
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.3, 12.0, 35.0])), max_size=50))
 def test_whatever_happens_grants_stay_in_the_budget_and_it_replays(history):
-    schemes = Ladder(Governor(BUDGET))
-    journal: Journal[words.Event, words.Command] = Journal(schemes, segment=16)
+    governor = Governor(Ledger(BUDGET))
+    journal: Journal[governor_events.Event, governor_events.Command] = Journal(governor, segment=16)
     now = 0.0
     ceiling = BUDGET
     for event, after in history:
         now += after
-        before = schemes.ledger.granted_bytes
+        before = governor.ledger.granted_bytes
         journal.handle(event, now)
-        schemes.check()
+        governor.check()
 
-        granted, budget = schemes.ledger.granted_bytes, schemes.ledger.budget_bytes
+        granted, budget = governor.ledger.granted_bytes, governor.ledger.budget_bytes
         assert granted <= max(budget, before, 0)
         assert granted <= max(budget, ceiling)
         ceiling = granted
-    again = replay(journal.dump(), Ladder, words.Event)
+    again = replay(journal.dump(), Governor, governor_events.Event)
 
-    assert schemes == again
+    assert governor == again

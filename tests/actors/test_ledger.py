@@ -5,72 +5,74 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.machines.ledger import Answer, Event, Governor, Released, Wanted
+from actors.machines.ledger import Event, GrantDecision, Ledger, MemoryRequest, WorkerExited
 from actors.runtime.journal import Journal, replay
 
 BUDGET = 1000
 MODELS = ["a", "b", "c"]
 
 events = st.lists(
-    st.builds(Wanted, st.sampled_from(MODELS), st.integers(0, 99), st.integers(-5, 1200))
-    | st.builds(Released, st.sampled_from(MODELS)),
+    st.builds(MemoryRequest, st.sampled_from(MODELS), st.integers(0, 99), st.integers(-5, 1200))
+    | st.builds(WorkerExited, st.sampled_from(MODELS)),
     max_size=60,
 )
 
 
-def feed(ledger: Governor, *events: Event) -> list[Answer]:
+def feed(ledger: Ledger, *events: Event) -> list[GrantDecision]:
     answers = [answer for event in events for answer in ledger.handle(event, 0.0)]
     ledger.check()
     return answers
 
 
 def test_a_wish_that_fits_is_granted():
-    ledger = Governor(BUDGET)
+    ledger = Ledger(BUDGET)
 
-    assert [Answer("a", 1, 600, True, 400)] == feed(ledger, Wanted("a", 1, 600))
-    assert [Answer("a", 2, 700, True, 300)] == feed(ledger, Wanted("a", 2, 700))
-    assert [Answer("b", 1, 300, True, 0)] == feed(ledger, Wanted("b", 1, 300))
+    assert [GrantDecision("a", 1, 600, True, 400)] == feed(ledger, MemoryRequest("a", 1, 600))
+    assert [GrantDecision("a", 2, 700, True, 300)] == feed(ledger, MemoryRequest("a", 2, 700))
+    assert [GrantDecision("b", 1, 300, True, 0)] == feed(ledger, MemoryRequest("b", 1, 300))
 
 
 def test_a_wish_that_does_not_fit_leaves_the_grant_as_it_was():
-    ledger = Governor(BUDGET)
-    feed(ledger, Wanted("a", 1, 600), Wanted("b", 1, 300))
+    ledger = Ledger(BUDGET)
+    feed(ledger, MemoryRequest("a", 1, 600), MemoryRequest("b", 1, 300))
 
-    assert [Answer("b", 2, 300, False, 100)] == feed(ledger, Wanted("b", 2, 401))
+    assert [GrantDecision("b", 2, 300, False, 100)] == feed(ledger, MemoryRequest("b", 2, 401))
     assert ledger.grants == {"a": 600, "b": 300}
 
 
 def test_what_was_refused_is_granted_when_others_give_back_the_oldest_first():
-    ledger = Governor(BUDGET)
-    feed(ledger, Wanted("a", 1, 1000), Wanted("b", 1, 500), Wanted("c", 1, 500))
-
-    assert [Answer("a", 2, 400, True, 600), Answer("b", 1, 500, True, 100)] == feed(
-        ledger, Wanted("a", 2, 400)
+    ledger = Ledger(BUDGET)
+    feed(
+        ledger, MemoryRequest("a", 1, 1000), MemoryRequest("b", 1, 500), MemoryRequest("c", 1, 500)
     )
-    assert [Answer("c", 1, 500, True, 0)] == feed(ledger, Released("a"))
+
+    assert [GrantDecision("a", 2, 400, True, 600), GrantDecision("b", 1, 500, True, 100)] == feed(
+        ledger, MemoryRequest("a", 2, 400)
+    )
+    assert [GrantDecision("c", 1, 500, True, 0)] == feed(ledger, WorkerExited("a"))
 
 
 def test_a_newer_wish_replaces_the_refused_one():
-    ledger = Governor(BUDGET)
-    feed(ledger, Wanted("a", 1, 900), Wanted("b", 1, 500), Wanted("b", 2, 50))
+    ledger = Ledger(BUDGET)
+    feed(ledger, MemoryRequest("a", 1, 900), MemoryRequest("b", 1, 500), MemoryRequest("b", 2, 50))
 
-    assert feed(ledger, Released("a")) == []
+    assert feed(ledger, WorkerExited("a")) == []
     assert ledger.grants == {"b": 50}
 
 
 def test_a_dead_worker_wants_nothing_any_more():
-    ledger = Governor(BUDGET)
-    feed(ledger, Wanted("a", 1, 900), Wanted("b", 1, 500), Released("b"))
+    ledger = Ledger(BUDGET)
+    feed(ledger, MemoryRequest("a", 1, 900), MemoryRequest("b", 1, 500), WorkerExited("b"))
 
-    assert feed(ledger, Released("a")) == []
+    assert feed(ledger, WorkerExited("a")) == []
     assert ledger.grants == {}
 
 
 @settings(deadline=None)
 @given(events)
 def test_grants_never_exceed_the_budget_and_only_the_right_events_release(history):
-    ledger = Governor(BUDGET)
-    journal: Journal[Event, Answer] = Journal(ledger, segment=8)
+    ledger = Ledger(BUDGET)
+    journal: Journal[Event, GrantDecision] = Journal(ledger, segment=8)
     for event in history:
         before = dict(ledger.grants)
         answers = journal.handle(event, 0.0)
@@ -81,11 +83,11 @@ def test_grants_never_exceed_the_budget_and_only_the_right_events_release(histor
         for model, held in before.items():
             if ledger.grants.get(model, 0) < held:
                 assert event.model == model
-                assert isinstance(event, Released) or event.total_bytes == ledger.grants[model]
+                assert isinstance(event, WorkerExited) or event.total_bytes == ledger.grants[model]
         for answer in answers:
             assert ledger.grants.get(answer.model, 0) == answer.total_bytes
-        if isinstance(event, Wanted):
+        if isinstance(event, MemoryRequest):
             assert (event.model, event.seq) == (answers[0].model, answers[0].seq)
-    again = replay(journal.dump(), Governor, Event)
+    again = replay(journal.dump(), Ledger, Event)
 
     assert ledger == again

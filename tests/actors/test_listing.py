@@ -33,7 +33,7 @@ async def test_of_a_loaded_model_the_policy_changes_and_only_what_was_said() -> 
         found = known(w)
         assert found is not None
         assert found.policy == ModelPolicy(pinned=True, priority=3, weight=2.0)
-        assert w.system._ledger.machine.tenants["demo"].policy == found.policy
+        assert w.system._governor.machine.accounts["demo"].policy == found.policy
         assert w.system._house.seats["demo"].known == found
 
 

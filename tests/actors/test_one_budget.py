@@ -73,7 +73,7 @@ async def busy(w, name: str) -> None:
     w.spawn.last(name).say(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
-    await until(lambda: w.system._ledger.machine.tenants[name].idle_since is None, 1)
+    await until(lambda: w.system._governor.machine.accounts[name].idle_since is None, 1)
 
 
 @simulated
@@ -263,17 +263,17 @@ async def test_a_follower_that_goes_is_forgotten():
 @simulated
 async def test_a_violation_is_an_error_that_is_counted_and_never_goes_by_unseen():
     async with world() as w:
-        w.system._ledger.machine.ledger.grants["demo"] = 5000
+        w.system._governor.machine.ledger.grants["demo"] = 5000
         await w.client().ask(messages.Configure, budget_bytes=1001)
-        w.system._ledger.machine.ledger.ceiling_bytes = 0
+        w.system._governor.machine.ledger.ceiling_bytes = 0
         w.spawn.last("demo").say(Reclaimed(seq=1, freed_bytes=0, exhausted=True))
         await until(lambda: happened(w, "violation"), 5)
 
         assert w.system.status().violations >= 1
         assert w.said("governor_violation")[0].level == "error"
-        w.system._ledger.machine.ledger.grants["demo"] = 100
-        w.system._ledger.violations = 0
-        w.system._ledger.journal = type(w.system._ledger.journal)(w.system._ledger.machine)
+        w.system._governor.machine.ledger.grants["demo"] = 100
+        w.system._governor.violations = 0
+        w.system._governor.journal = type(w.system._governor.journal)(w.system._governor.machine)
 
 
 @simulated

@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 def told(it: World, model: str) -> int:
-    return it.system._ledger.machine.tenants[model].measured_bytes
+    return it.system._governor.machine.accounts[model].measured_bytes
 
 
 def say(it: World, model: str, **memory: int) -> None:
@@ -80,7 +80,7 @@ async def test_the_systems_pressure_is_told_as_soon_as_it_is_seen():
         it.system._memory.pressure = "critical"
         await asyncio.sleep(CALM_S + INTERVAL_S)
 
-        assert it.system._ledger.machine.gauge.pressure == "critical"
+        assert it.system._governor.machine.gauge.pressure == "critical"
 
 
 @simulated
@@ -89,6 +89,6 @@ async def test_what_does_not_move_is_not_told_again():
         for _ in range(20):
             say(it, "demo", footprint=300 * MIB)
             await asyncio.sleep(1.0)
-        story = it.system._ledger.journal.story(1000)
+        story = it.system._governor.journal.story(1000)
 
         assert sum("Measured(" in line for line in story) <= 3, "before, while and after it loads"

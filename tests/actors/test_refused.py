@@ -31,7 +31,7 @@ async def busy(w: World) -> None:
     w.spawn.last("demo").say(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
-    await until(lambda: w.system._ledger.machine.tenants["demo"].idle_since is None, 1)
+    await until(lambda: w.system._governor.machine.accounts["demo"].idle_since is None, 1)
 
 
 def idle(w: World) -> None:

@@ -1012,13 +1012,13 @@ async def test_stop_in_the_middle_of_everything_leaves_nothing_behind():
 @simulated
 async def test_a_core_actor_that_contradicts_itself_ends_the_system_and_its_workers():
     async with world(faults=True) as w:
-        w.system._ledger.machine.ledger.grants["ghost"] = 5000
+        w.system._governor.machine.ledger.grants["ghost"] = 5000
         w.system._around.governor.tell("nonsense")
         with pytest.raises(SystemFault, match="more granted"):
             await w.system.finished
 
         assert w.spawn.last("demo").signals == ["kill"]
-        w.system._ledger.machine.ledger.grants.clear()
+        w.system._governor.machine.ledger.grants.clear()
 
 
 @simulated

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.machines.ledger import Governor, Released, Wanted
+from actors.machines.ledger import Ledger, MemoryRequest, WorkerExited
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduling.admission import Admission, Held, TimeSlice
+from kvd.worker.scheduling.admission import Admission, Held, Turn
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Chunk, Scheduler, Sizes
 from protocol.errors import InsufficientMemory
@@ -103,8 +103,8 @@ class Day:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._names = itertools.count()
-        self.governor = Governor(budget_bytes=BASE + 560 * PAGE)
-        self.governor.handle(Wanted("me", 1, BASE + REST * PAGE), 0.0)
+        self.ledger = Ledger(budget_bytes=BASE + 560 * PAGE)
+        self.ledger.handle(MemoryRequest("me", 1, BASE + REST * PAGE), 0.0)
         self.scheduler = Scheduler(
             max_rows=ROWS,
             chunk=CHUNK,
@@ -249,18 +249,18 @@ class Day:
 
     def _other_asks(self) -> None:
         total = self.draw.randint(1000, 5000)
-        self._answer(Wanted("other", 1, total))
-        if "other" in self.governor.refused:
+        self._answer(MemoryRequest("other", 1, total))
+        if "other" in self.ledger.waiting:
             self.later(1, self._make_room)
-        self.later(900, lambda: self._answer(Released("other")))
+        self.later(900, lambda: self._answer(WorkerExited("other")))
 
     def _make_room(self) -> None:
         """The governor: prefixes go first, then precision, then rows, the least valuable first."""
-        wish = self.governor.refused.get("other")
+        wish = self.ledger.waiting.get("other")
         if wish is None:
             return
-        held = self.governor.grants.get("other", 0)
-        lacking = wish.total_bytes - held - self.governor.available_bytes
+        held = self.ledger.grants.get("other", 0)
+        lacking = wish.total_bytes - held - self.ledger.available_bytes
         target = max(0, self.admission.budget.pages - lacking // PAGE - 1)
         self.held = Held(*self._least(0))
         for rid in self.scheduler.victims():
@@ -300,10 +300,10 @@ class Day:
 
     def _tell(self, wish: GrantWanted | None) -> None:
         if wish is not None:
-            self.later(0.5, lambda: self._answer(Wanted("me", wish.seq, wish.total_bytes)))
+            self.later(0.5, lambda: self._answer(MemoryRequest("me", wish.seq, wish.total_bytes)))
 
-    def _answer(self, event: Wanted | Released) -> None:
-        for one in self.governor.handle(event, self.now):
+    def _answer(self, event: MemoryRequest | WorkerExited) -> None:
+        for one in self.ledger.handle(event, self.now):
             if one.model == "me":
                 self.counts["granted" if one.granted else "denied"] += 1
                 grant = Grant(
@@ -311,7 +311,7 @@ class Day:
                     total_bytes=one.total_bytes,
                     granted=one.granted,
                     available_bytes=one.available_bytes,
-                    budget_bytes=self.governor.budget_bytes,
+                    budget_bytes=self.ledger.budget_bytes,
                 )
                 self.later(0.5, lambda grant=grant: self.admission.granted(grant))
 
@@ -339,7 +339,7 @@ class Day:
         self.now += 0.3 + 0.004 * sum(chunk.length for chunk in plan.group)
         self._check()
 
-    def _turn(self) -> TimeSlice:
+    def _turn(self) -> Turn:
         turn = self.admission.turn(self.held)
         for rid in turn.plan.admitted:
             self._admitted(self.asked[rid], restored=rid in turn.plan.restored)
@@ -466,11 +466,11 @@ class Day:
 
     def _check(self) -> None:
         self.scheduler.check()
-        self.governor.check()
+        self.ledger.check()
         budget = self.admission.budget
         holds = BASE + (self.held.pages + self.held.rows * ROW_PAGES) * PAGE
         assert holds <= budget.granted_bytes or self.admission.idle, "more held than granted"
-        assert budget.granted_bytes <= self.governor.grants["me"]
+        assert budget.granted_bytes <= self.ledger.grants["me"]
 
     def _check_overtaking(self, one: Asked) -> None:
         """The bound of `scheduling.line`."""

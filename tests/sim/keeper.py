@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.machines.governing import Reclaim
+from actors.machines.governor_events import Reclaim
 from protocol.types import Reclaimable
 
 AGAIN = 256

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.machines import governing as words
-from actors.machines.governor import Ladder
-from actors.machines.ledger import Answer, Governor, Released, Wanted
+from actors.machines import governor_events
+from actors.machines.governor import Governor
+from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
 from protocol.policy import ModelPolicy
 from tests.sim.keeper import AGAIN, Asked, Keeper, Kind
 
@@ -76,7 +76,7 @@ class Week:
         self.longest = 0.0
         """Seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
-        self.schemes = Ladder(Governor(BUDGET))
+        self.governor = Governor(Ledger(BUDGET))
         self.seats = {kind.name: Seat(kind) for kind in KINDS}
         self.asked: list[Asked] = []
         self.requests = requests
@@ -108,7 +108,7 @@ class Week:
 
     def _stuck(self) -> str:
         left = [(it.number, it.kind.name, it.began) for it in self.asked if not it.ended]
-        return f"{left[:9]} {self.schemes.ledger}"
+        return f"{left[:9]} {self.governor.ledger}"
 
     def _fill(self) -> None:
         draw = self.draw
@@ -158,14 +158,14 @@ class Week:
         chosen = self.draw.choice(small)
         chosen.pinned = self.draw.random() < 0.7
         for seat in self.seats.values():
-            self._tell(words.PolicyIs(seat.kind.name, self._policy(seat)))
+            self._tell(governor_events.PolicyChanged(seat.kind.name, self._policy(seat)))
 
     def _configure(self) -> None:
         self.doings += 1
         seat = self.draw.choice(list(self.seats.values()))
         seat.ttl_s = self.draw.choice([None, 300.0, 3600.0])
         seat.priority = self.draw.choice([0, 0, 1, -1])
-        self._tell(words.PolicyIs(seat.kind.name, self._policy(seat)))
+        self._tell(governor_events.PolicyChanged(seat.kind.name, self._policy(seat)))
 
     def _policy(self, seat: Seat) -> ModelPolicy:
         return ModelPolicy(priority=seat.priority, pinned=seat.pinned, idle_ttl_s=seat.ttl_s)
@@ -177,20 +177,20 @@ class Week:
         if not alive:
             return
         name = self.draw.choice(alive).kind.name
-        held = self.schemes.ledger.grants.get(name, 0)
-        self._tell(words.Measured({name: held + self.draw.randint(0, 400)}))
-        self.later(60, lambda: self._tell(words.Measured({name: 0})))
+        held = self.governor.ledger.grants.get(name, 0)
+        self._tell(governor_events.MemoryMeasured({name: held + self.draw.randint(0, 400)}))
+        self.later(60, lambda: self._tell(governor_events.MemoryMeasured({name: 0})))
 
     def _press(self) -> None:
         self.doings += 1
-        self._tell(words.Measured({}, self.draw.choice(["warning", "critical"])))
-        self.later(60, lambda: self._tell(words.Measured({})))
+        self._tell(governor_events.MemoryMeasured({}, self.draw.choice(["warning", "critical"])))
+        self.later(60, lambda: self._tell(governor_events.MemoryMeasured({})))
 
     def _resize(self) -> None:
         self.doings += 1
         self.resized = True
-        self._tell(words.BudgetIs(self.draw.randint(4200, 7000)))
-        self.later(HOUR, lambda: self._tell(words.BudgetIs(BUDGET)))
+        self._tell(governor_events.BudgetChanged(self.draw.randint(4200, 7000)))
+        self.later(HOUR, lambda: self._tell(governor_events.BudgetChanged(BUDGET)))
 
     def _load_by_hand(self) -> None:
         seat = self.draw.choice(list(self.seats.values()))
@@ -205,7 +205,7 @@ class Week:
             seat = self.draw.choice(ready)
             seat.state = "draining"
             self.counts["unloaded"] += 1
-            self._tell(words.Leaving(seat.kind.name))
+            self._tell(governor_events.UnloadStarted(seat.kind.name))
             self._end_if_drained(seat)
 
     # The house: the supervisor's and the router's part.
@@ -214,7 +214,7 @@ class Week:
         seat.state = "loading"
         seat.life += 1
         life = seat.life
-        self._tell(words.Boarding(seat.kind.name, self._policy(seat), patient))
+        self._tell(governor_events.LoadRequested(seat.kind.name, self._policy(seat), patient))
         self.later(1.0, lambda: self._started(seat, life))
 
     def _started(self, seat: Seat, life: int) -> None:
@@ -224,7 +224,7 @@ class Week:
             )
             keeper._ask(seat.kind.base)
 
-    def _answer(self, seat: Seat, life: int, it: Answer, budget: int) -> None:
+    def _answer(self, seat: Seat, life: int, it: GrantDecision, budget: int) -> None:
         keeper = seat.keeper
         if keeper is None or seat.life != life:
             return
@@ -246,7 +246,7 @@ class Week:
     def _ready(self, seat: Seat) -> None:
         self.counts["loaded"] += 1
         seat.state = "ready"
-        self._tell(words.Ready(seat.kind.name))
+        self._tell(governor_events.ModelReady(seat.kind.name))
         self._forward(seat)
         self._offer(seat)
 
@@ -291,7 +291,7 @@ class Week:
             lost = [*keeper.running, *keeper.queue]
             seat.line = [*sorted(lost, key=lambda it: it.number), *seat.line]
         seat.state = "asleep"
-        self._tell(Released(seat.kind.name))
+        self._tell(WorkerExited(seat.kind.name))
         if refused:
             for asked in seat.line:
                 self._refused(asked)
@@ -302,7 +302,7 @@ class Week:
     def _refused(self, asked: Asked) -> None:
         kind = asked.kind
         least = kind.base + kind.first
-        assert least > self.schemes.most_of(kind.name), "refused for a moment's sake"
+        assert least > self.governor.most_of(kind.name), "refused for a moment's sake"
         asked.ended = "refused"
 
     # Between daemon and worker.
@@ -320,11 +320,13 @@ class Week:
             return
         name = seat.kind.name
         if reclaimable is not None:
-            self._tell(words.Offered(name, reclaimable))
+            self._tell(governor_events.ReclaimableReported(name, reclaimable))
         if kind == "wanted":
-            self._tell(Wanted(name, it["seq"], it["total"], it["resuming"]))
+            self._tell(MemoryRequest(name, it["seq"], it["total"], it["resuming"]))
         elif kind == "reclaimed":
-            self._tell(words.Reclaimed(name, it["seq"], it["freed"], it["exhausted"]))
+            self._tell(
+                governor_events.ReclaimFinished(name, it["seq"], it["freed"], it["exhausted"])
+            )
 
     def _offer(self, seat: Seat) -> None:
         """Counters are told four times a second at most."""
@@ -337,17 +339,17 @@ class Week:
         if seat.keeper is not None and seat.state != "loading":
             self._up(seat, seat.life, "offered", {})
 
-    def _tell(self, event: words.Event) -> None:
+    def _tell(self, event: governor_events.Event) -> None:
         """Give the machine an event, and do what it says."""
         self.steps += 1
-        commands = self.schemes.handle(event, self.now)
+        commands = self.governor.handle(event, self.now)
         self._check(commands)
         for command in commands:
             self._do(command)
         self._alarm()
 
     def _alarm(self) -> None:
-        due = self.schemes.deadline
+        due = self.governor.deadline
         if due is not None and (self._rings is None or due < self._rings):
             self._rings = due
             self.at(due, self._ring)
@@ -355,39 +357,39 @@ class Week:
     def _ring(self) -> None:
         if self._rings is not None and self.now >= self._rings:
             self._rings = None
-            due = self.schemes.deadline
+            due = self.governor.deadline
             if due is not None and due <= self.now:
-                self._tell(words.Rang())
+                self._tell(governor_events.AlarmFired())
             else:
                 self._alarm()
 
-    def _do(self, command: words.Command) -> None:
+    def _do(self, command: governor_events.Command) -> None:
         match command:
-            case Answer():
-                seat, budget = self.seats[command.model], self.schemes.most_of(command.model)
+            case GrantDecision():
+                seat, budget = self.seats[command.model], self.governor.most_of(command.model)
                 life = seat.life
                 self.later(LINK_S, lambda: self._answer(seat, life, command, budget))
-            case words.Reclaim():
+            case governor_events.Reclaim():
                 self.counts[f"reclaim {command.method}"] += 1
                 seat = self.seats[command.model]
                 life = seat.life
                 self.later(LINK_S, lambda: self._reclaim(seat, life, command))
-            case words.StartLevel():
+            case governor_events.StartLevel():
                 self.counts["start level"] += 1
                 seat = self.seats[command.model]
                 if seat.keeper is not None:
                     seat.keeper.level = command.level
-            case words.Evict():
+            case governor_events.Evict():
                 self._evict(self.seats[command.model], requeue=command.requeue)
-            case words.Hold():
+            case governor_events.HoldRequests():
                 self.counts["held"] += command.held
                 seat = self.seats[command.model]
                 seat.held = command.held
                 self.later(0.0, lambda: self._forward(seat))
-            case words.Noted():
+            case governor_events.RecordEvent():
                 self.counts[f"noted {command.kind}"] += 1
 
-    def _reclaim(self, seat: Seat, life: int, command: words.Reclaim) -> None:
+    def _reclaim(self, seat: Seat, life: int, command: governor_events.Reclaim) -> None:
         if seat.keeper is None or seat.life != life:
             return
         paused = seat.keeper.reclaim(command)
@@ -404,7 +406,7 @@ class Week:
             return
         while (head := keeper.hopeless()) is not None:
             least = head.kind.base + head.size(2)
-            assert least > self.schemes.most_of(head.kind.name) or self.counts["noted budget"]
+            assert least > self.governor.most_of(head.kind.name) or self.counts["noted budget"]
             keeper.drop(head)
             head.ended = "refused"
             self.counts["refused"] += 1
@@ -418,7 +420,7 @@ class Week:
         busy = seat.keeper is not None and not seat.keeper.idle
         if busy != seat.serving:
             seat.serving = busy
-            self._tell(words.Serves(seat.kind.name, busy))
+            self._tell(governor_events.ServingChanged(seat.kind.name, busy))
 
     def _run(self, seat: Seat, asked: Asked) -> None:
         asked.began = self.now
@@ -443,9 +445,9 @@ class Week:
 
     # What is promised.
 
-    def _check(self, commands: list[words.Command]) -> None:
-        ledger = self.schemes.ledger
-        self.schemes.check()
+    def _check(self, commands: list[governor_events.Command]) -> None:
+        ledger = self.governor.ledger
+        self.governor.check()
         most = max(ledger.budget_bytes, ledger.ceiling_bytes)
         assert ledger.granted_bytes <= most, "more granted than there is"
         assert self.ceiling is None or ledger.granted_bytes <= self.ceiling, "it was to fall only"
@@ -458,29 +460,31 @@ class Week:
                 assert seat.keeper.held <= seat.keeper.grant, "more held than granted"
                 assert seat.keeper.grant <= ledger.grants[name], "a grant that nobody gave"
         for command in commands:
-            if isinstance(command, words.Noted) and command.kind.startswith("reclaim_"):
+            if isinstance(command, governor_events.RecordEvent) and command.kind.startswith(
+                "reclaim_"
+            ):
                 self._check_order(command)
 
-    def _check_order(self, note: words.Noted) -> None:
+    def _check_order(self, note: governor_events.RecordEvent) -> None:
         """No rung is used while a cheaper one has something that nobody asks for yet."""
         method = note.kind.removeprefix("reclaim_")
-        least = self.schemes.scene(self.now).least
-        for tenant in self.schemes.tenants.values():
-            if tenant.state != "ready" or tenant.open is not None:
+        least = self.governor.view(self.now).least
+        for account in self.governor.accounts.values():
+            if account.state != "ready" or account.open is not None:
                 continue
             others, barren, reclaimable = (
-                tenant.name != note.requester,
-                tenant.barren,
-                tenant.reclaimable,
+                account.name != note.requester,
+                account.barren,
+                account.reclaimable,
             )
             if method != "spare" and others and "spare" not in barren:
                 assert reclaimable.spare < least, f"{method} before spare memory"
             if method not in {"spare", "prefixes"} and others and "prefixes" not in barren:
                 assert reclaimable.prefixes < least, f"{method} before prefixes"
-            if method == "preempt" and "precision" not in barren and not tenant.is_idle:
+            if method == "preempt" and "precision" not in barren and not account.is_idle:
                 assert max(reclaimable.levels, default=0) < least, "parked before stepped down"
             if method == "preempt" and others:
-                assert not tenant.is_evictable(self.now), "parked before evicted"
+                assert not account.is_evictable(self.now), "parked before evicted"
 
     def _check_the_end(self) -> None:
         for asked in self.asked:
@@ -489,11 +493,11 @@ class Week:
         for asked in self.asked:
             assert asked.parks <= 1 + asked.length // AGAIN, "parked again and again"
         causes = len(self.asked) + self.doings + self.counts["crashed"]
-        actions = sum(self.counts[it] for it in self.counts if it.startswith("reclaim "))
-        actions += self.counts["evicted"] + self.counts["held"] + self.counts["stuck"]
-        actions += self.counts["requeued"]
-        self.counts["actions"] = actions
-        assert actions <= ACTIONS * causes, f"{actions} actions for {causes} causes"
+        steps = sum(self.counts[it] for it in self.counts if it.startswith("reclaim "))
+        steps += self.counts["evicted"] + self.counts["held"] + self.counts["stuck"]
+        steps += self.counts["requeued"]
+        self.counts["steps"] = steps
+        assert steps <= ACTIONS * causes, f"{steps} steps for {causes} causes"
         self.counts["events"] = self.steps
 
 

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from actors.archive import Archive
 from actors.catalogue import Known
-from actors.governor import Governor
-from actors.machines import admission, governing, lifecycle, time_slices
+from actors.machines import admission, governor_events, lifecycle, time_slices
 from actors.ports import Notice, Reckon
 from actors.router import Router
 from actors.runtime.journal import Journal, replay
@@ -154,8 +153,8 @@ class World:
                 case Worker():
                     berth = actor._berth
                     same(berth.journal, berth.machine, lifecycle.Event)
-                case Governor():
-                    same(actor._ledger.journal, actor._ledger.machine, governing.Event)
+                case GovernorActor():
+                    same(actor._context.journal, actor._context.machine, governor_events.Event)
                 case TimeSlices():
                     same(actor._ring.journal, actor._ring.machine, time_slices.Event)
                 case Router():

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.machines.ledger import Governor, Released, Wanted
+from actors.machines.ledger import Ledger, MemoryRequest, WorkerExited
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Scheduler, Sizes
@@ -333,9 +333,9 @@ class Traffic(RuleBasedStateMachine):
     @initialize(budget=st.integers(150, 500))
     def start(self, budget: int) -> None:
         self.most = budget
-        self.governor = Governor(budget_bytes=BASE + budget * PAGE)
+        self.ledger = Ledger(budget_bytes=BASE + budget * PAGE)
         first = BASE + REST * PAGE
-        self.governor.handle(Wanted("me", 1, first), 0.0)
+        self.ledger.handle(MemoryRequest("me", 1, first), 0.0)
         self.admission = laddered(REST)
         self.scheduler = self.admission.scheduler
         self.up: list[GrantWanted] = []
@@ -503,10 +503,10 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def daemon_reads(self) -> None:
         wish = self.up.pop(0)
-        self._answer(Wanted("me", wish.seq, wish.total_bytes))
+        self._answer(MemoryRequest("me", wish.seq, wish.total_bytes))
 
-    def _answer(self, event: Wanted | Released) -> None:
-        for one in self.governor.handle(event, 0.0):
+    def _answer(self, event: MemoryRequest | WorkerExited) -> None:
+        for one in self.ledger.handle(event, 0.0):
             if one.model == "me":
                 self.down.append(
                     Grant(
@@ -514,17 +514,17 @@ class Traffic(RuleBasedStateMachine):
                         total_bytes=one.total_bytes,
                         granted=one.granted,
                         available_bytes=one.available_bytes,
-                        budget_bytes=self.governor.budget_bytes,
+                        budget_bytes=self.ledger.budget_bytes,
                     )
                 )
 
     @rule(total=st.integers(0, 3000))
     def other_model_asks(self, total: int) -> None:
-        self._answer(Wanted("other", 1, total))
+        self._answer(MemoryRequest("other", 1, total))
 
     @rule()
     def other_model_leaves(self) -> None:
-        self._answer(Released("other"))
+        self._answer(WorkerExited("other"))
 
     @precondition(lambda self: self.down)
     @rule()
@@ -535,9 +535,9 @@ class Traffic(RuleBasedStateMachine):
     def nothing_is_held_beyond_the_grant(self) -> None:
         if not hasattr(self, "admission"):
             return
-        self.governor.check()
+        self.ledger.check()
         self.scheduler.check()
-        granted = self.governor.grants.get("me", 0)
+        granted = self.ledger.grants.get("me", 0)
         held = BASE + (self.held.pages + self.held.rows * ROW_PAGES) * PAGE
         resting = self.admission.idle
         assert resting or held <= max(granted, BASE)
@@ -547,7 +547,7 @@ class Traffic(RuleBasedStateMachine):
         """Deliver everything: then all have ended, and an idle worker keeps what rest allows."""
         if not hasattr(self, "admission"):
             return
-        self._answer(Released("other"))
+        self._answer(WorkerExited("other"))
         for rid in list(self.running):
             self._finish(rid)
         for rid in sorted(self.preempted):
@@ -568,8 +568,8 @@ class Traffic(RuleBasedStateMachine):
             else:
                 break
         assert not self.queued, "a request waits, and nothing is under way for it"
-        assert self.governor.grants["me"] <= BASE + (REST + self.held.cached) * PAGE
-        assert "me" not in self.governor.refused
+        assert self.ledger.grants["me"] <= BASE + (REST + self.held.cached) * PAGE
+        assert "me" not in self.ledger.waiting
 
 
 Traffic.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from actors.machines.gauge import Gauge
-from actors.machines.governing import Noted
-from actors.machines.ledger import Governor, Wanted
-from actors.machines.reclaim_order import Scene
-from actors.machines.tenants import Tenant
+from actors.machines.governor_events import RecordEvent
+from actors.machines.ledger import Ledger, MemoryRequest
+from actors.machines.model_accounts import ModelAccount
+from actors.machines.reclaim_order import MemoryView
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -37,13 +37,13 @@ LEAST = 4096
 """Offers of less than such a part are left alone."""
 
 
-class Estate(msgspec.Struct):
+class GovernorState(msgspec.Struct):
     """The state of `actors.machines.governor.Ladder`."""
 
-    ledger: Governor
+    ledger: Ledger
     gauge: Gauge = msgspec.field(default_factory=Gauge)
     times: Times = Times()
-    tenants: dict[str, Tenant] = msgspec.field(default_factory=dict)
+    accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
     seq: int = 0
     """Of the newest `Reclaim`."""
     held_for: str | None = None
@@ -57,20 +57,22 @@ class Estate(msgspec.Struct):
         """Return what this model can have at most: all but what pinned others keep."""
         kept = sum(
             self.base(it)
-            for name, it in self.tenants.items()
+            for name, it in self.accounts.items()
             if name != model and it.policy.pinned and it.state == "ready"
         )
         return max(0, self.ledger.budget_bytes - kept)
 
-    def scene(self, now: float) -> Scene:
+    def view(self, now: float) -> MemoryView:
         """Return what rungs look at."""
-        wishes = {it.model: it.since or 0.0 for it in self.ledger.waiting}
+        requests = {it.model: it.since or 0.0 for it in self.ledger.queue}
         budget = self.ledger.budget_bytes
-        return Scene(self.tenants, self.ledger.grants, wishes, budget, now, max(1, budget // LEAST))
+        return MemoryView(
+            self.accounts, self.ledger.grants, requests, budget, now, max(1, budget // LEAST)
+        )
 
-    def tenant(self, model: str) -> Tenant:
+    def account(self, model: str) -> ModelAccount:
         """Return a model's tenant, a new one if need be."""
-        return self.tenants.setdefault(model, Tenant(model))
+        return self.accounts.setdefault(model, ModelAccount(model))
 
     def exempt(self, model: str) -> None:
         """Let a model grow although another's wish is the first."""
@@ -82,35 +84,37 @@ class Estate(msgspec.Struct):
         if model in self.ledger.exempt:
             self.ledger.exempt.remove(model)
 
-    def may_be_first(self, wish: Wanted) -> bool:
+    def may_be_first(self, request: MemoryRequest) -> bool:
         """Return whether others may be kept back for a wish: it can be met at all."""
-        return self.is_served(wish) and wish.total_bytes <= self.most_of(wish.model)
+        return self.is_served(request) and request.total_bytes <= self.most_of(request.model)
 
-    def is_served(self, wish: Wanted) -> bool:
+    def is_served(self, request: MemoryRequest) -> bool:
         """Return whether somebody waits for it; a wish for room to cache in is not worth a row."""
-        tenant = self.tenants[wish.model]
-        return tenant.state == "loading" or tenant.reclaimable.waiting > 0 or wish.resuming
+        account = self.accounts[request.model]
+        return account.state == "loading" or account.reclaimable.waiting > 0 or request.resuming
 
     @property
     def measured(self) -> int:
         """What all workers really take."""
-        return sum(it.measured_bytes for it in self.tenants.values())
+        return sum(it.measured_bytes for it in self.accounts.values())
 
-    def base(self, tenant: Tenant) -> int:
+    def base(self, account: ModelAccount) -> int:
         """Return what of its grant a model keeps, whatever its rows give back."""
-        granted = self.ledger.grants.get(tenant.name, 0)
-        return min(granted, tenant.reclaimable.base) if tenant.reclaimable.base else granted
+        granted = self.ledger.grants.get(account.name, 0)
+        return min(granted, account.reclaimable.base) if account.reclaimable.base else granted
 
-    def has_turn(self, wish: Wanted) -> bool:
+    def has_turn(self, request: MemoryRequest) -> bool:
         """Return whether others may give something for this wish now."""
-        return self.ledger.first in {None, wish.model} or wish.model in self.ledger.exempt
+        return self.ledger.first in {None, request.model} or request.model in self.ledger.exempt
 
     def coming(self, requester: str | None = None) -> int:
         """Return what is on its way back; for who is to go itself, from others."""
         grants = self.ledger.grants
-        opened = sum(it.open.wanted_bytes for it in self.tenants.values() if it.open is not None)
+        opened = sum(it.open.wanted_bytes for it in self.accounts.values() if it.open is not None)
         leaving = [
-            name for name, it in self.tenants.items() if it.state == "leaving" and name != requester
+            name
+            for name, it in self.accounts.items()
+            if it.state == "leaving" and name != requester
         ]
         return opened + sum(grants.get(name, 0) for name in leaving)
 
@@ -121,8 +125,8 @@ class Estate(msgspec.Struct):
         reason: str,
         numbers: dict[str, int] | None = None,
         requester: str | None = None,
-    ) -> Noted:
+    ) -> RecordEvent:
         """Return a note of what is done, with what the budget is at."""
         ledger = self.ledger
         grants = {"granted_bytes": ledger.granted_bytes, "budget_bytes": ledger.budget_bytes}
-        return Noted(kind, model, reason, {**(numbers or {}), **grants}, requester)
+        return RecordEvent(kind, model, reason, {**(numbers or {}), **grants}, requester)

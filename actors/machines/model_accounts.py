@@ -19,7 +19,7 @@ GRACE_S = 1.0
 """What a request, or the word of it, may take on its way: before, nobody is idle for sure."""
 
 
-class Open(msgspec.Struct, frozen=True):
+class OpenReclaim(msgspec.Struct, frozen=True):
     """A `Reclaim` that the worker works on."""
 
     seq: int
@@ -30,7 +30,7 @@ class Open(msgspec.Struct, frozen=True):
     """Not heard of by then, it counts as over."""
 
 
-class Tenant(msgspec.Struct):
+class ModelAccount(msgspec.Struct):
     """One model. The times are the machine's clock."""
 
     name: str
@@ -48,7 +48,7 @@ class Tenant(msgspec.Struct):
     """None while it has requests, or is not ready."""
     serving: bool = False
     """The daemon has given its process requests that are not over."""
-    open: Open | None = None
+    open: OpenReclaim | None = None
     barren: dict[str, float] = msgspec.field(default_factory=dict)
     """By rung: it gave nothing there, and is not asked again before this time."""
     level: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from actors.machines.gauge import Pressure
-from actors.machines.ledger import Answer, Released, Wanted
+from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
 from protocol.worker import ReclaimMethod
@@ -18,7 +18,7 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True):
 # -- events -----------------------------------------------------------------------------------
 
 
-class Boarding(_Tagged, frozen=True):
+class LoadRequested(_Tagged, frozen=True):
     """A model is about to be loaded."""
 
     model: str
@@ -26,46 +26,46 @@ class Boarding(_Tagged, frozen=True):
     patient: bool = True
 
 
-class PolicyIs(_Tagged, frozen=True):
+class PolicyChanged(_Tagged, frozen=True):
     """The user pinned a model, or changed what else is said of it."""
 
     model: str
     policy: ModelPolicy
 
 
-class Ready(_Tagged, frozen=True):
+class ModelReady(_Tagged, frozen=True):
     """It takes requests."""
 
     model: str
 
 
-class Serves(_Tagged, frozen=True):
+class ServingChanged(_Tagged, frozen=True):
     """Its process has requests from now on, or none any more: sooner than it can say so itself."""
 
     model: str
     busy: bool
 
 
-class Leaving(_Tagged, frozen=True):
+class UnloadStarted(_Tagged, frozen=True):
     """It is being unloaded, whoever wants it."""
 
     model: str
 
 
-class Left(_Tagged, frozen=True):
+class ModelRemoved(_Tagged, frozen=True):
     """Its seat was given up."""
 
     model: str
 
 
-class Offered(_Tagged, frozen=True):
+class ReclaimableReported(_Tagged, frozen=True):
     """What its worker could give back now."""
 
     model: str
     reclaimable: Reclaimable
 
 
-class Reclaimed(_Tagged, frozen=True):
+class ReclaimFinished(_Tagged, frozen=True):
     """A `Reclaim` is over."""
 
     model: str
@@ -74,37 +74,37 @@ class Reclaimed(_Tagged, frozen=True):
     exhausted: bool
 
 
-class Measured(_Tagged, frozen=True):
+class MemoryMeasured(_Tagged, frozen=True):
     """What workers really take, and what the system says."""
 
     used: dict[str, int]
     pressure: Pressure = "normal"
 
 
-class BudgetIs(_Tagged, frozen=True):
+class BudgetChanged(_Tagged, frozen=True):
     """The user changed the budget."""
 
     total_bytes: int
 
 
-class Rang(_Tagged, frozen=True):
+class AlarmFired(_Tagged, frozen=True):
     """The time may have come that `Ladder.deadline` said."""
 
 
 Event = (
-    Boarding
-    | PolicyIs
-    | Ready
-    | Serves
-    | Leaving
-    | Left
-    | Wanted
-    | Released
-    | Offered
-    | Reclaimed
-    | Measured
-    | BudgetIs
-    | Rang
+    LoadRequested
+    | PolicyChanged
+    | ModelReady
+    | ServingChanged
+    | UnloadStarted
+    | ModelRemoved
+    | MemoryRequest
+    | WorkerExited
+    | ReclaimableReported
+    | ReclaimFinished
+    | MemoryMeasured
+    | BudgetChanged
+    | AlarmFired
 )
 
 # -- commands ---------------------------------------------------------------------------------
@@ -135,14 +135,14 @@ class Evict(_Tagged, frozen=True):
     """It has requests, and runs none of them: they wait in the daemon, and bring it back."""
 
 
-class Hold(_Tagged, frozen=True):
+class HoldRequests(_Tagged, frozen=True):
     """Let new requests for a model wait, or no longer."""
 
     model: str
     held: bool
 
 
-class Noted(_Tagged, frozen=True):
+class RecordEvent(_Tagged, frozen=True):
     """What was done, or came of it, and why: for `kvctl events`, the log and metrics."""
 
     kind: str
@@ -153,4 +153,4 @@ class Noted(_Tagged, frozen=True):
     """The model for which it was done."""
 
 
-Command = Answer | Reclaim | StartLevel | Evict | Hold | Noted
+Command = GrantDecision | Reclaim | StartLevel | Evict | HoldRequests | RecordEvent
