@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from actors.archive import Archive
 from actors.catalogue import Known
+from actors.governor import GovernorActor
 from actors.machines import admission, governor_events, lifecycle, time_slices
 from actors.ports import Notice, Reckon
 from actors.router import Router
