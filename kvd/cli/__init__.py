@@ -1,7 +1,8 @@
-"""`kvctl`: the daemon's remote control.
+"""`kvctl`: the command line client of the daemon.
 
-Data goes to stdout and talk to stderr; `--json` makes the data JSON. Exit codes are those of
-`kvd.host.exits`. Speaks to the daemon through `kvd.client` only, so it starts fast and never needs MLX.
+Data goes to stdout, messages to stderr; `--json` makes the data JSON. Exit codes are those of
+`kvd.host.exits`. Commands reach the daemon through `kvd.client` only. They start fast and never
+import MLX.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Span, Text
 
-from kvd.cli import completing
+from kvd.cli import completion
 from kvd.client import Client
 from kvd.host import exits
 from kvd.host.exits import Exit
@@ -44,7 +44,7 @@ JsonOption = Annotated[bool, typer.Option("--json", metavar="", help="Print the 
 
 ModelArgument = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="The model's name.", autocompletion=completing.a_model),
+    typer.Argument(metavar="MODEL", help="The model's name.", autocompletion=completion.a_model),
 ]
 
 WIDE_PIPE = 200

@@ -20,7 +20,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.cli.completing import a_setting
+from kvd.cli.completion import a_setting
 from kvd.cli.usage import Command, Group
 from kvd.host.home import locate
 from kvd.host.units import format_bytes, parse_bytes
@@ -249,7 +249,7 @@ def _change(wanted: Terms, key: str, value: Any, *, save: bool) -> None:
             raise typer.BadParameter("--save needs --home: a socket has no config.toml")
         edited = None
         if path is not None:
-            from kvd.cli.editing import edited_text  # noqa: PLC0415 - only here
+            from kvd.cli.config_file import edited_text  # noqa: PLC0415 - only here
 
             edited = edited_text(path, key, value)  # refused before anything is changed
         if path is not None and edited is not None:

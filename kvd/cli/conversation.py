@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from kvd.cli import history
+from kvd.cli import chat_history
 from kvd.cli.common import Terms, model_in, stdout_console, talk
 from kvd.cli.stream import Stream
-from kvd.cli.wrapping import Wrap
+from kvd.cli.word_wrap import Wrap
 from kvd.client import Client, Completion
 from kvd.client.options import check_number
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
@@ -83,7 +83,7 @@ class Chat:
         self._require_model()
         interactive = sys.stdin.isatty()
         with (
-            history.kept(self._terms, list(self._commands), keep=keep)
+            chat_history.kept(self._terms, list(self._commands), keep=keep)
             if interactive
             else nullcontext()
         ):

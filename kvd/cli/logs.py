@@ -17,7 +17,7 @@ import typer
 from rich.text import Text
 
 from kvd.cli.common import HomeOption, JsonOption, stdout_console, talk, terms
-from kvd.cli.completing import a_model
+from kvd.cli.completion import a_model
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import ConfigError

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli import finding
+from kvd.cli import local_models
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
@@ -45,7 +45,7 @@ _SAID = {
 class Known:
     """A model on this machine, and what would become of a load."""
 
-    found: finding.Found
+    found: local_models.Found
     names: tuple[str, ...] = ()
     """Under which it is loaded."""
     forecast: Forecast | None = None
@@ -88,16 +88,16 @@ def models(
             stdout_console().print(page(known))
 
 
-def there(wanted: Terms, folders: Iterable[Path]) -> list[finding.Found]:
+def there(wanted: Terms, folders: Iterable[Path]) -> list[local_models.Found]:
     """Return what is on this machine: embedded, in the home, in these folders, from the Hub."""
-    found = finding.of_kvd()
+    found = local_models.of_kvd()
     for folder in (locate(wanted.home).root / "models", *folders):
-        found += finding.in_folder(folder.expanduser().absolute())
-    by_path = {one.path.resolve(): one for one in reversed([*found, *finding.in_hub_cache()])}
+        found += local_models.in_folder(folder.expanduser().absolute())
+    by_path = {one.path.resolve(): one for one in reversed([*found, *local_models.in_hub_cache()])}
     return list(reversed(by_path.values()))
 
 
-def _named(found: list[finding.Found], status: DaemonStatus | None) -> list[Known]:
+def _named(found: list[local_models.Found], status: DaemonStatus | None) -> list[Known]:
     by_source: dict[str, list[str]] = {}
     for model in status.models if status is not None else []:
         by_source.setdefault(model.source, []).append(model.name)

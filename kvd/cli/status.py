@@ -20,8 +20,8 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.cli.completing import a_model
-from kvd.cli.watching import Watch, is_away
+from kvd.cli.completion import a_model
+from kvd.cli.polling import Watch, is_away
 from protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def status(
 
 def _page(value: DaemonStatus, model: str | None, width: int) -> RenderableType:
     if model is None:
-        from kvd.cli import render  # noqa: PLC0415 - not for programs
+        from kvd.cli import status_page  # noqa: PLC0415 - not for programs
 
-        return render.status(value, width)
-    from kvd.cli import detail  # noqa: PLC0415
+        return status_page.status(value, width)
+    from kvd.cli import model_page  # noqa: PLC0415
 
-    return detail.page(model_in(value, model))
+    return model_page.page(model_in(value, model))
 
 
 def _again_and_again(looking: Watch, wanted: Terms, model: str | None, interval: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from kvd.cli.common import stderr_console, stdout_console, talk
-from kvd.cli.wrapping import Wrap
+from kvd.cli.word_wrap import Wrap
 from kvd.client import Completion
 from protocol.messages import Event, Paused, Queued, Tokens
 

@@ -1,4 +1,4 @@
-"""`kvctl top`: the daemon on a whole screen, live. What it shows is `kvd.cli.topview`'s.
+"""`kvctl top`: the daemon on a whole screen, live. What it shows is `kvd.cli.top_page`'s.
 
 Looking happens in a thread of its own: keys are answered at once also while the daemon is not.
 """
@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvd.cli import topview
+from kvd.cli import top_page
 from kvd.cli.common import HomeOption, SocketOption, Terms, terms
 from kvd.cli.keyboard import Keyboard
-from kvd.cli.watching import Watch
+from kvd.cli.polling import Watch
 from protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def top(
         raise typer.BadParameter("top needs a terminal; `kvctl status --watch` does not")
     with wanted.guarded(), Watch(wanted) as watch:
         watch.status()  # a daemon that is not there is said on the usual screen
-    Screen(wanted, topview.View(interval_s=interval)).run()
+    Screen(wanted, top_page.View(interval_s=interval)).run()
 
 
 class Looker(threading.Thread):
@@ -89,7 +89,7 @@ class Looker(threading.Thread):
 class Screen:
     """The terminal, from the first picture to the last."""
 
-    def __init__(self, terms: Terms, view: topview.View) -> None:
+    def __init__(self, terms: Terms, view: top_page.View) -> None:
         self._view = view
         self._console = Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, screen=True)
@@ -137,8 +137,8 @@ class Screen:
 
     def _show(self) -> None:
         size = self._console.size
-        page = topview.page(self._view, self._status, size.width, size.height)
-        self._live.update(page, refresh=True)
+        shown = top_page.page(self._view, self._status, size.width, size.height)
+        self._live.update(shown, refresh=True)
 
     def _rest(self, keyboard: Keyboard) -> None:
         """Stop as any program does at Ctrl-Z, and go on from there."""

@@ -536,7 +536,7 @@ def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch
 
 
 def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Home, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvd.cli.ending"], "_GONE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvd.cli.shutdown"], "_GONE_S", 0.05)
     home.create()
     with stub_daemon(home.socket, well), hold_lock(home):
         code, out, err = kvctl("shutdown")
@@ -683,7 +683,7 @@ def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
     assert "missing required field `version`" in err
     assert "if the daemon has another version, restart it" in err
     assert finding.verdict == "fail"
-    assert "of another version" in finding.said
+    assert "has another version" in finding.said
     assert finding.todo == "restart the daemon"
 
 

@@ -19,9 +19,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvd.cli import topview
+from kvd.cli import top_page
 from kvd.cli.keyboard import keys_of
-from kvd.cli.topview import View, spark
+from kvd.cli.top_page import View, spark
 from kvd.host.home import Home
 from protocol import messages as m
 from protocol.errors import ErrorInfo
@@ -44,7 +44,7 @@ BROKEN = ModelStatus(
 
 def shown(view, status, width=80, height=24):
     console = Console(width=width, height=height, file=io.StringIO(), highlight=False)
-    console.print(topview.page(view, status, width, height))
+    console.print(top_page.page(view, status, width, height))
     return console.file.getvalue().splitlines()
 
 
@@ -77,7 +77,7 @@ def test_models_come_in_the_order_of_the_column_that_was_chosen():
     assert names(shown(view, MANY))[0] == "model-9"
     view.press("n", MANY)
     assert names(shown(view, MANY)) == [f"model-{n}" for n in range(10)]
-    for _ in topview.SORTS:
+    for _ in top_page.SORTS:
         view.press("s", MANY)
     assert (view.sort, view.reverse) == ("n", False)
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvd.cli.config import page
-from kvd.cli.editing import edited_text
+from kvd.cli.config_file import edited_text
 from kvd.config.config import Config, load, parse
 from kvd.config.options import Options
 from kvd.config.reload import Reloader

@@ -107,5 +107,5 @@ def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
 
 
 def test_nothing_of_http_is_in_memory_where_it_is_off():
-    code = "import sys, kvd.daemon.daemon, kvd.cli.keys\nsys.exit('aiohttp' in sys.modules)"
+    code = "import sys, kvd.daemon.daemon, kvd.cli.api_keys\nsys.exit('aiohttp' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvd.cli import render
+from kvd.cli import status_page
 from protocol.errors import ErrorInfo
 from protocol.types import KVSpec, ModelStatus, WorkerStats
 from tests.cli.stub import MODEL, daemon_status
@@ -15,13 +15,13 @@ from tests.cli.stub import MODEL, daemon_status
 
 def shown(status, width):
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(render.status(status, width))
+    console.print(status_page.status(status, width))
     return console.file.getvalue()
 
 
 def said(model, width):
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(render.model(model, width))
+    console.print(status_page.model(model, width))
     return console.file.getvalue()
 
 
@@ -80,7 +80,7 @@ def test_levels_say_what_share_of_the_pages_is_on_which():
     def on(*held):
         memory = msgspec.structs.replace(MODEL.stats.memory, kv_levels=held)
         stats = msgspec.structs.replace(MODEL.stats, memory=memory)
-        return render.levels(msgspec.structs.replace(MODEL, stats=stats))
+        return status_page.levels(msgspec.structs.replace(MODEL, stats=stats))
 
     assert on().plain == on(5, 0, 0).plain == "k8v8"
     mixed = on(620, 0, 380)

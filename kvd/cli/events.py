@@ -18,7 +18,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.cli.completing import a_model
+from kvd.cli.completion import a_model
 from kvd.host.units import format_bytes
 from protocol.explain import explain
 from protocol.messages import Happened

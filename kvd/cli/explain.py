@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.common import HomeOption, JsonOption, SocketOption, stdout_console, terms
-from kvd.cli.completing import a_model
+from kvd.cli.completion import a_model
 from kvd.cli.options import takes_kv
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvd.cli import detail, render
+from kvd.cli import model_page, status_page
 from protocol.errors import ErrorInfo
 from protocol.types import FusedAttention, KVPart, KVSpec, ModelStatus, PrefixUse
 from tests.cli.stub import INFO, MODEL, daemon_status
@@ -42,7 +42,7 @@ MIXED = msgspec.structs.replace(
 
 def shown(value: ModelStatus, width: int) -> str:
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    console.print(detail.page(value))
+    console.print(model_page.page(value))
     return console.file.getvalue()
 
 
@@ -124,11 +124,11 @@ def test_a_model_that_is_not_loaded_shows_what_there_is():
 
 def test_the_table_of_all_points_here_where_there_is_a_reason():
     console = Console(width=80, file=io.StringIO(), highlight=False)
-    console.print(render.status(daemon_status(MIXED), 80))
+    console.print(status_page.status(daemon_status(MIXED), 80))
     said = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` says why"
     assert said in console.file.getvalue()
     console = Console(width=80, file=io.StringIO(), highlight=False)
-    console.print(render.status(daemon_status(MODEL), 80))
+    console.print(status_page.status(daemon_status(MODEL), 80))
     assert "says why" not in console.file.getvalue()
 
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from kvd.cli.forecast import page
+from kvd.cli.explain import page
 from protocol.forecast import Forecast, LevelCost, Room
 
 MIB = 2**20

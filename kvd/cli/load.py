@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvd.cli import governing, render
+from kvd.cli import events, status_page
 from kvd.cli.common import (
     HomeOption,
     JsonOption,
@@ -21,7 +21,7 @@ from kvd.cli.common import (
     talk,
     terms,
 )
-from kvd.cli.completing import a_source
+from kvd.cli.completion import a_source
 from kvd.cli.options import takes_kv
 from kvd.client import Client, Load
 from kvd.config.sources import absolute
@@ -61,14 +61,14 @@ def load(
     """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
     wanted = terms(context, home, socket, json=json)
     with wanted.connected() as client:
-        policy = governing.policy(pin=pin, priority=priority, ttl=idle_ttl, context=max_context)
+        policy = events.policy(pin=pin, priority=priority, ttl=idle_ttl, context=max_context)
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
         loaded = _follow(loading, wanted, alias or model.rstrip("/").rpartition("/")[2])
         if wanted.json:
             wanted.print_json(loaded)
         else:
             console = stdout_console()
-            console.print(render.model(loaded, console.width))
+            console.print(status_page.model(loaded, console.width))
 
 
 def _follow(loading: Load, wanted: Terms, name: str) -> ModelStatus:

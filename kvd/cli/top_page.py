@@ -11,7 +11,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli import detail, governing, render
+from kvd.cli import model_page, status_page
+from kvd.cli.events import line as event_line
 from protocol.types import ModelStatus
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ SORTS: dict[str, tuple[str, Callable[[ModelStatus], Any]]] = {
     "n": ("MODEL", lambda it: it.name),
     "a": ("STATE", lambda it: it.state),
     "r": ("ROWS", lambda it: it.stats.rows_running + it.stats.rows_prefilling),
-    "w": ("WAIT", render.waiting),
+    "w": ("WAIT", status_page.waiting),
     "t": ("TOK/S", lambda it: it.stats.tokens_per_s),
     "k": ("KV", lambda it: it.stats.memory.kv_pages_used + it.stats.memory.kv_tails),
     "m": ("GRANTED", lambda it: it.granted_bytes),
@@ -141,13 +142,13 @@ def page(view: View, status: DaemonStatus | None, width: int, height: int) -> Re
     room = max(2, height - len(head) - 2)
     chosen = next((model for model in status.models if model.name == view.chosen), None)
     if view.page == "model" and chosen is not None:
-        return Group(*head, Text(), detail.page(chosen))
+        return Group(*head, Text(), model_page.page(chosen))
     return Group(*head, Text(), *_body(view, status, width, room), _foot(view, width))
 
 
 def _head(view: View, status: DaemonStatus, width: int) -> list[Text]:
     rows = sum(it.stats.rows_running + it.stats.rows_prefilling for it in status.models)
-    waits = sum(render.waiting(it) for it in status.models)
+    waits = sum(status_page.waiting(it) for it in status.models)
     paused = sum(it.paused for it in status.models)
     counts = f"{_count(len(status.models), 'model')}, {_count(rows, 'row')}"
     counts += f", {waits} waiting" if waits else ""
@@ -155,7 +156,11 @@ def _head(view: View, status: DaemonStatus, width: int) -> list[Text]:
     now = view.total[-1] if view.total else 0.0
     speed = Text.assemble("tok/s  ", (f"{now:,.0f} ", "bold"), f" {counts}  ")
     curve = spark(list(view.total), max(0, width - speed.cell_len))
-    lines = [render.daemon(status), render.budget(status, width), speed.append(curve, "green")]
+    lines = [
+        status_page.daemon(status),
+        status_page.budget(status, width),
+        speed.append(curve, "green"),
+    ]
     if view.away:
         lines.append(Text(f"{view.away}; this is how it was", "bold yellow"))
     for line in lines:
@@ -178,7 +183,9 @@ def _body(view: View, status: DaemonStatus, width: int, room: int) -> list[Rende
     if not status.models:
         return [Text("no models; load one with `kvctl load demo`", "dim"), Text()]
     models = view.sorted(status.models)
-    troubles = [_line(render.trouble_line(it)) for it in models if it.error][: max(0, room // 4)]
+    troubles = [_line(status_page.trouble_line(it)) for it in models if it.error][
+        : max(0, room // 4)
+    ]
     events = list(view.events)[-min(_MOST_EVENTS, max(0, room - len(models) - len(troubles) - 3)) :]
     if room - len(models) - len(troubles) <= 3:
         events = []
@@ -189,7 +196,7 @@ def _body(view: View, status: DaemonStatus, width: int, room: int) -> list[Rende
     used = 1 + min(len(models), left) + len(troubles)
     filler = room - used - (len(events) + 1 if events else 0)
     if events:
-        parts += [Text(), *(_line(governing.line(it)) for it in events)]
+        parts += [Text(), *(_line(event_line(it)) for it in events)]
     return parts + [Text()] * max(0, filler)
 
 
@@ -200,9 +207,9 @@ def _first(models: list[ModelStatus], chosen: str | None, left: int) -> int:
 
 
 def _models(view: View, models: list[ModelStatus], width: int) -> Table:
-    rows = [render.cells(model) for model in models]
+    rows = [status_page.cells(model) for model in models]
     longest = max(len("MODEL"), *(len(model.name) for model in models))
-    shown = render.fitting(rows, width, {**_STEADY, "MODEL": min(_NAME, longest)})
+    shown = status_page.fitting(rows, width, {**_STEADY, "MODEL": min(_NAME, longest)})
     used = sum(size + _GAP for size in shown.values())
     shown["MODEL"] = min(longest, shown["MODEL"] + max(0, width - used))
     curve = min(_LONGEST_CURVE, width - sum(size + _GAP for size in shown.values()) - _GAP)
@@ -212,7 +219,7 @@ def _models(view: View, models: list[ModelStatus], width: int) -> Table:
         table.add_column(
             name,
             header_style="bold" if name == sorted_by else None,
-            justify="left" if name in render.TEXTS | {"MODEL", "SOURCE"} else "right",
+            justify="left" if name in status_page.TEXTS | {"MODEL", "SOURCE"} else "right",
             style="bold" if name == "MODEL" else None,
             no_wrap=True,
             overflow="ellipsis",

@@ -11,7 +11,7 @@ import pytest
 from kvd import cli
 from kvd.cli import status
 from kvd.cli.common import Terms
-from kvd.cli.watching import Watch
+from kvd.cli.polling import Watch
 from kvd.host.home import Home
 from protocol import messages as m
 from protocol.errors import NotRunning

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli import render
+from kvd.cli import status_page
 from kvd.host.units import format_bytes
 from protocol.types import (
     FusedAttention,
@@ -28,7 +28,7 @@ def page(value: ModelStatus) -> RenderableType:
     """Return all that is known of one model."""
     lines: list[tuple[str, str]] = [("source", value.source)]
     if info := value.info:
-        lines.append(("model", f"{info.architecture}, {render.model_facts(info)}"))
+        lines.append(("model", f"{info.architecture}, {status_page.model_facts(info)}"))
         lines.append(("attention", f"{info.attention_path}, error {info.attention_error:.2g}"))
         if info.fused:
             lines.append(("", _kernels(info.fused)))
@@ -44,7 +44,7 @@ def page(value: ModelStatus) -> RenderableType:
     if info and info.kv:
         parts += [Text(), _parts(info.kv), *_reasons(info.kv)]
     if value.error:
-        parts.append(render.trouble(value))
+        parts.append(status_page.trouble(value))
     return Group(*parts)
 
 
@@ -58,7 +58,7 @@ def _kernels(fused: FusedAttention) -> str:
 
 
 def _head(value: ModelStatus) -> Text:
-    line = Text.assemble((value.name, "bold"), "  ", render.state(value))
+    line = Text.assemble((value.name, "bold"), "  ", status_page.state(value))
     if value.worker_pid:
         line.append(f"  pid {value.worker_pid}")
     return line
@@ -108,26 +108,26 @@ def _rows(value: ModelStatus) -> list[tuple[str, str]]:
     parts = [
         f"{stats.rows_running} running" if stats.rows_running else "",
         f"{stats.rows_prefilling} reading prompts" if stats.rows_prefilling else "",
-        f"{waits} waiting" if (waits := render.waiting(value)) else "",
+        f"{waits} waiting" if (waits := status_page.waiting(value)) else "",
         f"{value.paused} parked" if value.paused else "",
     ]
     said = ", ".join(part for part in parts if part) or "none"
     if stats.max_rows_in_step:
         said += f"; at most {stats.max_rows_in_step} in a step so far"
     if stats.reclaimable.level:
-        said += f"; new ones start at {render.schemes(value)[stats.reclaimable.level]}"
+        said += f"; new ones start at {status_page.schemes(value)[stats.reclaimable.level]}"
     return [("rows", said), ("pages", _pages(value))]
 
 
 def _pages(value: ModelStatus) -> str:
     stats = value.stats
     said = f"{stats.pages_used} of {stats.pages_total} used"
-    return f"{said}, on {render.levels(value).plain}" if sum(stats.memory.kv_levels) else said
+    return f"{said}, on {status_page.levels(value).plain}" if sum(stats.memory.kv_levels) else said
 
 
 def _prompts(use: PrefixUse) -> str:
     """Return what came of remembering prompts; hits are counted in tokens."""
-    share = render.share_of_hits(use)
+    share = status_page.share_of_hits(use)
     found = f"{use.hit_tokens} of {use.query_tokens} tokens found in the cache"
     held = f"{_count(use.checkpoints, 'checkpoint')} in {format_bytes(use.held)}"
     gone = f", {use.evicted} made room for others" if use.evicted else ""

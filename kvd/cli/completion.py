@@ -39,7 +39,7 @@ def a_loaded_model(context: typer.Context, incomplete: str) -> list[str]:
 
 def a_source(incomplete: str) -> list[str]:
     """Return what can be loaded and begins so: embedded models, the Hub's cache and folders."""
-    from kvd.cli.finding import embedded, in_hub_cache  # noqa: PLC0415 - only here
+    from kvd.cli.local_models import embedded, in_hub_cache  # noqa: PLC0415 - only here
 
     names = [*embedded(), *(found.source for found in in_hub_cache())]
     return [name for name in names if name.startswith(incomplete)] + list(_folders(incomplete))

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from rich.cells import cell_len
 
-from kvd.cli.wrapping import Wrap
+from kvd.cli.word_wrap import Wrap
 
 TEXT = "I can recall facts from a long text, copy words, answer short questions and write a few."
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvd import cli
-from kvd.cli import completing, finding, models
+from kvd.cli import completion, local_models, models
 from kvd.demo import path as demo
 from kvd.host.home import Home
 from protocol import messages as m
@@ -42,10 +42,10 @@ def test_folders_are_searched_and_models_in_models_are_not(tmp_path):
     model_at(tmp_path / "owner" / "b" / "inner", 5)
     model_at(tmp_path / ".hidden", 5)
     model_at(tmp_path / "1" / "2" / "3" / "4", 5)
-    found = finding.in_folder(tmp_path)
+    found = local_models.in_folder(tmp_path)
     assert [(Path(one.source).name, one.weights_bytes) for one in found] == [("a", 7), ("b", 5)]
-    assert finding.in_folder(tmp_path / "a")[0].complete
-    assert finding.in_folder(tmp_path / "nowhere") == []
+    assert local_models.in_folder(tmp_path / "a")[0].complete
+    assert local_models.in_folder(tmp_path / "nowhere") == []
 
 
 def test_the_hub_s_cache_gives_each_model_s_main_snapshot(hub):
@@ -59,30 +59,30 @@ def test_the_hub_s_cache_gives_each_model_s_main_snapshot(hub):
     model_at(hub / "models--org--bare" / "snapshots" / "s")
     model_at(hub / "datasets--org--data" / "snapshots" / "s", 2)
     (hub / "models--org--empty").mkdir()
-    found = {one.source: (one.weights_bytes, one.complete) for one in finding.in_hub_cache()}
+    found = {one.source: (one.weights_bytes, one.complete) for one in local_models.in_hub_cache()}
     assert found == {
         "org/name/x": (1, True),
         "org/part": (2, False),
         "org/bare": (0, False),
     }
-    assert completing.a_source("org/n") == ["org/name/x"]
+    assert completion.a_source("org/n") == ["org/name/x"]
 
 
 def test_its_place_is_what_its_own_variables_say(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "c"))
-    assert finding.hub_cache() == tmp_path / "c"
+    assert local_models.hub_cache() == tmp_path / "c"
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert finding.hub_cache() == tmp_path / "x" / "huggingface" / "hub"
-    assert finding.in_hub_cache() == []
+    assert local_models.hub_cache() == tmp_path / "x" / "huggingface" / "hub"
+    assert local_models.in_hub_cache() == []
 
 
 def test_a_shell_completes_folders(tmp_path):
     model_at(tmp_path / "qwen", 1)
     (tmp_path / "file").touch()
-    assert completing.a_source(f"{tmp_path}/") == [f"{tmp_path}/qwen"]
-    assert completing.a_source("de") == ["demo"]
+    assert completion.a_source(f"{tmp_path}/") == [f"{tmp_path}/qwen"]
+    assert completion.a_source("de") == ["demo"]
 
 
 def forecast(model, verdict):
@@ -163,9 +163,9 @@ def test_without_a_daemon_a_fresh_one_is_reckoned_with(kvctl, home: Home, hub):
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_the_page_keeps_to_its_width(width):
-    one = finding.Found("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
+    one = local_models.Found("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    odd = finding.Found("/[red]x", "folder", Path("/"), 5, complete=True)
+    odd = local_models.Found("/[red]x", "folder", Path("/"), 5, complete=True)
     said = [forecast("m", verdict) for verdict in ("waits", "never")]
     known = [models.Known(one, ("a", "b"), it) for it in said]
     known.append(models.Known(odd, forecast=said[0]))
