@@ -37,7 +37,7 @@ LONGEST = (
     "acceptance/test_first_light.py",
     "worker/core/test_requests.py",
     "worker/cache/test_frozen.py",
-    "worker/core/test_parking.py",
+    "worker/core/test_preemption.py",
     "worker/cache/test_peak_memory.py",
     "worker/mlx_lm_drop_in/test_batch_generator.py",
     "worker/kernels/test_decode.py",

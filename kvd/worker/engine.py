@@ -41,7 +41,7 @@ OnPhase = Callable[[Phase], None]
 """Called before each phase of a step begins, so that who watches knows what takes long; cheap."""
 
 
-def unwatched(_: Phase) -> None:
+def ignore_phase(_: Phase) -> None:
     """Tell nobody."""
 
 

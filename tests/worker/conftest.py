@@ -24,7 +24,7 @@ def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.run(until=lambda: not _demo.engine.has_work)
     assert not _demo.engine._requests
     assert not _demo.engine._runner.cache.sequences
-    _demo.engine._prompts.tree.clear()
+    _demo.engine._prefix_cache.tree.clear()
     assert _demo.engine._runner.cache.pages_used == 0
     assert _demo.engine._scheduler.reserved == 0
     _demo.outcomes.clear()

@@ -30,18 +30,18 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.store import SLAB_PAGES
 from kvd.worker.core import replay
 from kvd.worker.core.hands import Hands
-from kvd.worker.core.holdings import Holdings
+from kvd.worker.core.memory_account import MemoryAccount
+from kvd.worker.core.out_of_memory import OutOfMemory
 from kvd.worker.core.preemption import Preemption
 from kvd.worker.core.prompts import Prompts
 from kvd.worker.core.rates import Rates
 from kvd.worker.core.reclaiming import Reclaiming
 from kvd.worker.core.recovery import Recovery
 from kvd.worker.core.request import Completion, Key, Request
-from kvd.worker.core.setbacks import Setbacks
 from kvd.worker.core.swap import Folder
-from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, unwatched
+from kvd.worker.engine import AskGrant, OnPhase, ReportProgress, ignore_phase
 from kvd.worker.native import activation
-from kvd.worker.prefix.remembered import Remembered, Room, next_chunks
+from kvd.worker.prefix.cache import PrefixCache, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import shortage
 from kvd.worker.sampling.sampler import Draw, Drawn, Sampler
@@ -110,14 +110,14 @@ class MLXEngine:
     _scheduler: Scheduler
     _admission: Admission
     _prompts: Prompts
-    _holdings: Holdings
+    _memory: MemoryAccount
     _preemption: Preemption
     _reclaiming: Reclaiming
-    _setbacks: Setbacks
+    _out_of_memory: OutOfMemory
     _vocabulary: int
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._on_phase: OnPhase = unwatched
+        self._on_phase: OnPhase = ignore_phase
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._reports: list[Report] = []
@@ -193,16 +193,12 @@ class MLXEngine:
     ) -> Costs | None:
         cache = self._runner.cache
         unit = cache.unit_bytes
-        kv, remembered, row_bytes = command.kv, None, cache.row_bytes
+        kv, row_bytes = command.kv, cache.row_bytes
+        self._prefix_cache = PrefixCache(None)
         if isinstance(cache, ModelCache) and kv.prefix_cache:
             tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
-            room = Room(
-                lambda: self._holdings.spare_bytes(),  # noqa: PLW0108 - made below
-                cache.checkpoint_bytes,
-                cache.checkpoint_charge,
-            )
-            remembered = Remembered(tree, room)
-            row_bytes += room.own  # for the first checkpoint that it leaves
+            self._prefix_cache = PrefixCache(tree, cache.checkpoint_bytes, cache.checkpoint_charge)
+            row_bytes += cache.checkpoint_bytes  # for the first checkpoint that a row leaves
         row_pages = -(-row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = loading.demand(ask_grant, base + first * unit, "first pages")
@@ -224,13 +220,15 @@ class MLXEngine:
             row_pages=row_pages,
             rest_pages=first,
         )
-        self._prompts = Prompts(self._runner, remembered, self._text)
-        self._holdings = Holdings(cache, self._admission, self._prompts, self._requests)
+        self._memory = MemoryAccount(cache, self._admission, self._prefix_cache, self._requests)
+        self._prompts = Prompts(
+            self._runner, self._prefix_cache, self._text, self._memory.spare_bytes
+        )
         hands = Hands(
             cache,
             self._admission,
-            self._prompts,
-            self._holdings,
+            self._prefix_cache,
+            self._memory,
             self._requests,
             settle=self._settle,
             drain=self._drain,
@@ -243,11 +241,11 @@ class MLXEngine:
         recovery = Recovery(
             self._runner,
             self._scheduler,
-            self._prompts,
+            self._prefix_cache,
             command.prefill_chunk,
             lambda phase: self._on_phase(phase),  # noqa: PLW0108 - `watch` may change it
         )
-        self._setbacks = Setbacks(
+        self._out_of_memory = OutOfMemory(
             hands,
             recovery,
             self._preemption,
@@ -279,9 +277,14 @@ class MLXEngine:
             Completion((request.rid, choice), self._text.stream(request, prompt))
             for choice in range(request.n)
         ]
-        reader = self._prompts.reader(request, prompt)
+        tracked = self._prefix_cache.track(
+            request.rid,
+            prompt,
+            request.prefix_salt or "",
+            full_prefill=request.prompt_logprobs is not None,
+        )
         over = Choices(request, len(prompt))
-        accepted = Request(request, prompt, max_new, completions, over, reader)
+        accepted = Request(request, prompt, max_new, completions, over, tracked)
         news = replay.take_up(accepted) if request.resume else []
         if not accepted.completions:
             self._reports += news
@@ -293,11 +296,11 @@ class MLXEngine:
             priority=request.priority,
             deadline=None if request.deadline_s is None else self._clock() + request.deadline_s,
             choices=len(accepted.completions),
-            path=() if reader.whole else reader.path,
+            path=() if tracked.full_prefill else tracked.path,
         )
         self._reports += news
         self._requests[request.rid] = accepted
-        self._prompts.expect(accepted)
+        self._prefix_cache.enqueue(tracked)
         self._prompt_tokens += len(prompt)
         return len(prompt)
 
@@ -380,10 +383,10 @@ class MLXEngine:
         """
         short = shortage.attempt(self._work)
         if short is None:
-            self._setbacks.went_well()
+            self._out_of_memory.went_well()
         else:
             self._on_phase("pools")
-            self._reports += self._setbacks.after(short)
+            self._reports += self._out_of_memory.after(short)
         self._steps += 1
         reports, self._reports = self._reports, []
         return reports
@@ -426,32 +429,32 @@ class MLXEngine:
         return dataclasses.replace(turn.plan, decode=here)
 
     def _ask_for_checkpoints(self) -> None:
-        remembered = self._prompts.remembered
+        wanted = self._prefix_cache.wanted_bytes
         if self._scheduler.start_level or self._scheduler.waiting:
             return  # others have better use for it
-        if remembered is not None and remembered.claimed:
-            pages = 2 + remembered.claimed // self._admission.budget.page_bytes  # one for rounding
-            self._wish(self._admission.want_spare(pages, self._holdings.held()))
+        if wanted:
+            pages = 2 + wanted // self._admission.budget.page_bytes  # one for rounding
+            self._wish(self._admission.want_spare(pages, self._memory.held()))
 
     def _wish(self, wish: GrantWanted | None) -> None:
         if wish is not None:
-            self._report(replace(wish, reclaimable=self._holdings.reclaimable()))
+            self._report(replace(wish, reclaimable=self._memory.reclaimable()))
 
     def _report(self, report: Report) -> None:
         self._reports.append(report)
 
     def _evict(self, pages: int) -> bool:
         """Drop checkpoints for so many pages; return whether that freed anything."""
-        if not self._prompts.evict(pages * self._admission.budget.page_bytes):
+        if not self._prefix_cache.evict(pages * self._admission.budget.page_bytes):
             return False
         self._drain()
         self._on_phase("pools")
-        self._runner.cache.compact(self._holdings.needed_pages)
+        self._runner.cache.compact(self._memory.needed_pages)
         return True
 
     def _take_turn(self) -> Turn:
-        turn = self._admission.turn(self._holdings.held())
-        self._holdings.held()  # who was admitted has places now, which pools must leave room for
+        turn = self._admission.turn(self._memory.held())
+        self._memory.held()  # who was admitted has places now, which pools must leave room for
         self._wish(turn.wish)
         self._reports += turn.queued
         if turn.refused is not None:
@@ -461,7 +464,7 @@ class MLXEngine:
             request = self._requests[rid]
             request.level = self._scheduler.level(rid)
             request.over.runs_on(request.level)
-            request.reader.lowered = request.level > 0
+            request.tracked.lowered = request.level > 0
             if rid not in turn.plan.restored:
                 self._report(RowBegun(rid=rid))
         for rid in turn.plan.restored:
@@ -603,7 +606,7 @@ class MLXEngine:
 
     def _fail_bad(self, request: Request) -> None:
         """End a request with bad logits; nothing that it has read or left is used again."""
-        self._prompts.distrust(request)
+        self._prefix_cache.drop_untrusted(request.tracked)
         self._fail(
             request,
             NumericalError("the model's output for this request is not finite or constant"),
@@ -630,7 +633,7 @@ class MLXEngine:
             cache.free(request.row, clean=False)  # nobody has seen logits of it
         if request.snapshot is not None:
             cache.drop(request.snapshot)
-        self._prompts.forget(request)
+        self._prefix_cache.remove(request.tracked)
         self._preemption.forget(request)
         self._admission.finish(request.rid)
         del self._requests[request.rid]
@@ -654,7 +657,7 @@ class MLXEngine:
                 self._scheduler.prefilled(chunk.rid, chunk.end)
 
     def _is_known(self, rid: str) -> bool:
-        return self._prompts.is_known(self._requests[rid])
+        return self._prefix_cache.has_new_hit(self._requests[rid].tracked)
 
     def _begin_prompt(self, rid: str) -> int:
         return self._prompts.begin(self._requests[rid])
@@ -694,9 +697,9 @@ class MLXEngine:
             self._on_phase("pools")
             cache.shrink()
             return True
-        needed = self._holdings.needed_pages
+        needed = self._memory.needed_pages
         with_head = needed + self._scheduler.head_pages
-        if self._reclaiming.active or self._holdings.charged_pages <= with_head:
+        if self._reclaiming.active or self._memory.charged_pages <= with_head:
             return False
         self._drain()
         self._on_phase("pools")
@@ -709,9 +712,9 @@ class MLXEngine:
         Less where the governor has taken that too.
         """
         cache = self._runner.cache
-        cached = self._holdings.cached_pages
+        cached = self._memory.cached_pages
         slab = max(0, min(SLAB_PAGES, self._admission.budget.pages - cached))
-        if self._holdings.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS:
+        if self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS:
             self._on_phase("pools")
             cache.shrink(slab)
             loading.give_back()
@@ -733,8 +736,8 @@ class MLXEngine:
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._prompts.computed,
             generated_tokens=self._generated_tokens,
-            prefix=self._prompts.use,
-            reclaimable=self._holdings.reclaimable(),
+            prefix=self._prefix_cache.usage,
+            reclaimable=self._memory.reclaimable(),
             memory=MemoryUse(
                 weights=self._weights_bytes,
                 kv_pages=cache.pages_bytes,

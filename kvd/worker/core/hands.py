@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvd.worker.core.holdings import Holdings
-    from kvd.worker.core.prompts import Prompts
+    from kvd.worker.core.memory_account import MemoryAccount
     from kvd.worker.core.request import Completion, Request
+    from kvd.worker.prefix.cache import PrefixCache
     from kvd.worker.scheduling.admission import Admission
     from kvd.worker.scheduling.scheduler import Scheduler
 
@@ -21,8 +21,8 @@ class Hands:
     cache: Any
     """`ModelCache` or `MlxLmCache`."""
     admission: Admission
-    prompts: Prompts
-    holdings: Holdings
+    prefix_cache: PrefixCache
+    memory_account: MemoryAccount
     requests: dict[str, Request]
     settle: Callable[[], None]
     """Read what is in flight, so that nothing is; a row may end with it."""

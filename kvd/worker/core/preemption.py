@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, SnapshotWriter
-from kvd.worker.core.holdings import can_preempt
+from kvd.worker.core.memory_account import can_preempt
 from kvd.worker.core.request import Completion, Request, Saved
 from kvd.worker.core.swap import Folder, Writing, records_of
 from protocol.worker import Report, RowPreempted, RowResumed
@@ -94,7 +94,7 @@ class Preemption:
             request.row = None
         held = sum(cache.charge_of(one) for one in request.snapshots)
         request.kept_pages = -(-held // hands.admission.budget.page_bytes)
-        hands.prompts.leave_place(request)
+        hands.prefix_cache.release_place(request.tracked)
         hands.admission.preempt(request.rid, request.kept_pages)
 
     def reclaim(self, wanted_bytes: int) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Preemption:
     def _park(self, request: Request, wanted: int) -> Generator[None, None, int]:
         hands = self._hands
         pages, places = hands.scheduler.footing(request.rid)
-        left = hands.prompts.left_by(request) // hands.admission.budget.page_bytes
+        left = hands.prefix_cache.filled_by(request.tracked) // hands.admission.budget.page_bytes
         whole = pages + places * hands.admission.row_pages - left
         self.take_out(request)
         self._away.append(request.rid)

@@ -76,7 +76,7 @@ class Reclaiming:
         command = self._asked[0]
         if self._now is None:
             self._hands.admission.closed = True
-            self._hands.holdings.promised = command.wanted_bytes
+            self._hands.memory_account.promised_bytes = command.wanted_bytes
             self._now = self._work(command)
         now = self._clock()
         step = 0.0 if self._over_at is None else now - self._over_at
@@ -94,17 +94,17 @@ class Reclaiming:
     def _open(self) -> None:
         self._now = self._over_at = None
         self._hands.admission.closed = False
-        self._hands.holdings.promised = 0
+        self._hands.memory_account.promised_bytes = 0
 
     def _give_back(self, command: Reclaim) -> list[Report]:
         hands = self._hands
         unit = hands.admission.budget.page_bytes
         wanted = -(-command.wanted_bytes // unit)
         least = max(0, hands.admission.budget.pages - wanted)
-        wish, freed = hands.admission.hand_over(least, hands.holdings.held())
+        wish, freed = hands.admission.hand_over(least, hands.memory_account.held())
         mx.clear_cache()
         memory.give_back()  # what malloc keeps of it: the process must hold less, not only MLX
-        reclaimable = hands.holdings.reclaimable()
+        reclaimable = hands.memory_account.reclaimable()
         rest = {
             "spare": reclaimable.spare,
             "prefixes": reclaimable.prefixes,
@@ -126,7 +126,7 @@ class Reclaiming:
             case "spare":
                 pass
             case "prefixes":
-                self._hands.prompts.evict(command.wanted_bytes)
+                self._hands.prefix_cache.evict(command.wanted_bytes)
             case "precision":
                 yield from self._lower(command)
             case "preempt":
@@ -150,7 +150,7 @@ class Reclaiming:
         for request in chosen:
             request.level = max(request.level, level)
             request.over.runs_on(request.level)
-            request.reader.lowered = True
+            request.tracked.lowered = True
             request.mixed = request.mixed or request.begun or request.row is not None
         while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
             hands.drain()
@@ -158,7 +158,7 @@ class Reclaiming:
             while not lowering.over:
                 lowering.advance(self._left(), self._clock)
                 yield
-        hands.prompts.forget_lowered()
+        hands.prefix_cache.drop_lowered()
         for request in self._present(chosen):
             hands.admission.lowered(request.rid, level)
 
@@ -206,8 +206,8 @@ class Reclaiming:
     def _lacks(self, wanted: int) -> bool:
         """Return whether less can be given back than wanted, and cutting would help."""
         hands = self._hands
-        holdings, held = hands.holdings, hands.holdings.held()
-        loose = held.pages > holdings.needed_pages or held.rows > hands.scheduler.places
+        memory_account, held = hands.memory_account, hands.memory_account.held()
+        loose = held.pages > memory_account.needed_pages or held.rows > hands.scheduler.places
         return loose and hands.admission.spare(held) < wanted
 
 

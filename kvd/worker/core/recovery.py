@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvd.worker.core.prompts import Prompts
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.engine import OnPhase
+from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.process.shortage import attempt
 from kvd.worker.scheduling.scheduler import Scheduler
@@ -61,13 +61,13 @@ class Recovery:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        prompts: Prompts,
+        prefix_cache: PrefixCache,
         chunk: int,
         on_phase: OnPhase,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._prompts = prompts
+        self._prefix_cache = prefix_cache
         self._chunk = chunk
         self._on_phase = on_phase
 
@@ -84,7 +84,7 @@ class Recovery:
         return attempt(self._give_up_spare, requests, drain) is None
 
     def _give_up_spare(self, requests: Collection[Request], drain: Callable[[], None]) -> None:
-        self._prompts.forget_all(requests)
+        self._prefix_cache.clear(request.tracked for request in requests)
         drain()
         gc.collect()  # a traceback's frames hold what the step has built, until somebody looks
         self._runner.cache.compact()
@@ -103,7 +103,7 @@ class Recovery:
                     completion.launched = len(completion.tokens)
                 completion.row = None
         if late:
-            self._prompts.forget_all(requests)
+            self._prefix_cache.clear(request.tracked for request in requests)
             holders: list[Request | Completion] = [*requests]
             holders += [one for request in requests for one in request.completions]
             for holder in [one for one in holders if one.snapshot is not None]:
@@ -120,7 +120,7 @@ class Recovery:
         lost = [one for one in map(self._lost, requests) if one is not None]
         for one in lost:
             self._begin(one)
-        self._prompts.forget_all(requests)
+        self._prefix_cache.clear(request.tracked for request in requests)
         self._runner.cache.compact()
         for one in lost:
             self._read(one)
@@ -146,9 +146,12 @@ class Recovery:
         self._on_phase("pools")
         cache = self._runner.cache
         # A checkpoint's pages are of the top level; who runs below has reserved less.
-        hit = Hit(0) if one.request.level else self._prompts.found(one.request, one.read)
+        hit = Hit(0) if one.request.level else self._find(one)
         one.known = hit.tokens
         one.rows = [cache.restore(hit.snapshot) if hit.tokens else cache.new_row(one.request.level)]
+
+    def _find(self, one: _Lost) -> Hit:
+        return self._prefix_cache.peek(one.request.prompt[: one.read + 1], one.request.salt)
 
     def _read(self, one: _Lost) -> None:
         cache, row = self._runner.cache, one.rows[0]

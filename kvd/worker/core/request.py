@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.worker.core.replay import unsaid
-from kvd.worker.prefix.remembered import Reader
+from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.sampling.sampler import RowSettings
 from kvd.worker.serving.runner import Row
 from kvd.worker.text.choices import Choices
@@ -76,7 +76,7 @@ class Request:
     completions: list[Completion]
     """Those that hold something here; they go one by one."""
     over: Choices
-    reader: Reader
+    tracked: TrackedPrompt
     """Its prompt, as far as it may be shared."""
     row: Row | None = None
     """Where its prompt is read; empty again once its completions have rows of their own."""
@@ -107,7 +107,7 @@ class Request:
     @property
     def salt(self) -> str:
         """What keeps its prompt apart from others' prompts."""
-        return self.reader.salt
+        return self.tracked.salt
 
     @property
     def live(self) -> list[Completion]:

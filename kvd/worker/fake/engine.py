@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from kvd.worker.core.replay import check_resume, ended, unsaid
-from kvd.worker.engine import unwatched
+from kvd.worker.engine import ignore_phase
 from kvd.worker.fake.pages import FakePages, Pages
 from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
 from kvd.worker.fake.story import VOCABULARY, Story, word
-from kvd.worker.prefix.remembered import Reader, Remembered, Room, next_chunks
+from kvd.worker.prefix.cache import PrefixCache, TrackedPrompt, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.scheduling.admission import Admission, Held, Turn
 from kvd.worker.scheduling.budget import PageBudget, mebibytes
@@ -155,7 +155,7 @@ class _Row:
     choices: list[_Choice]
     """Those that still run."""
     over: Choices
-    reader: Reader
+    tracked: TrackedPrompt
     pages: Pages
     """Of its prompt."""
     holds: bool = False
@@ -191,7 +191,7 @@ class FakeEngine:
     _reports: list[Report] = field(default_factory=list)
     _steps: int = 0
     _next_step_at: float = 0.0
-    _on_phase: OnPhase = unwatched
+    _on_phase: OnPhase = ignore_phase
     _most_rows: int = 0
     _prompt_tokens: int = 0
     _computed_tokens: int = 0
@@ -241,9 +241,11 @@ class FakeEngine:
         self._pages = FakePages(model.page_bytes)
         kv = command.kv
         tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
-        self._remembered = Remembered(tree, Room(free=lambda: 0, own=0, charge=lambda _end: 0))
+        self._prefix_cache = PrefixCache(tree)
         where: Where = "disk" if command.swap_folder else "recompute"
-        self._reclaiming = FakeReclaiming(self._admission, tree, self._rows, where, self._report)
+        self._reclaiming = FakeReclaiming(
+            self._admission, self._prefix_cache, self._rows, where, self._report
+        )
         return ModelInfo(
             architecture="Fake",
             parameters=0,
@@ -285,7 +287,7 @@ class FakeEngine:
             frozenset(request.stop_tokens),
             [_Choice(number, StopFilter(request.stop)) for number in range(request.n)],
             Choices(request, len(prompt)),
-            self._remembered.reader(request.rid, prompt, salt, whole=scored),
+            self._prefix_cache.track(request.rid, prompt, salt, full_prefill=scored),
             self._pages.of(prompt, salt),
         )
         check_resume(request, VOCABULARY)
@@ -300,11 +302,11 @@ class FakeEngine:
             priority=request.priority,
             deadline=None if request.deadline_s is None else self.clock() + request.deadline_s,
             choices=len(row.choices),
-            path=() if scored else row.reader.path,
+            path=() if scored else row.tracked.path,
         )
         self._reports += news
         self._rows[request.rid] = row
-        self._remembered.expect(row.reader)
+        self._prefix_cache.enqueue(row.tracked)
         self._prompt_tokens += len(prompt)
         return len(prompt)
 
@@ -389,9 +391,7 @@ class FakeEngine:
         for rid in self._scheduler.expired(self.clock()):
             self._fail(self._rows[rid], late(self._rows[rid].made))
         turn = self._take_turn()
-        if turn.evict_pages and self._remembered.tree.evict(
-            turn.evict_pages * self._model.page_bytes
-        ):
+        if turn.evict_pages and self._prefix_cache.evict(turn.evict_pages * self._model.page_bytes):
             turn = self._take_turn()
         plan = turn.plan
         self._tell(turn.wish)
@@ -427,25 +427,25 @@ class FakeEngine:
         self._next_step_at = max(now, self._next_step_at) + 1.0 / self._model.tps
 
     def _prefill(self) -> None:
-        for chunk in next_chunks(self._scheduler, self._is_known, self._begin):
+        for chunk in next_chunks(self._scheduler, self._has_new_hit, self._begin):
             row = self._rows[chunk.rid]
             self._computed_tokens += chunk.length
             self._scheduler.prefilled(chunk.rid, chunk.end)
-            self._remembered.was_read(row.reader, chunk.end, (row.pages, chunk.end))
+            self._prefix_cache.prefilled(row.tracked, chunk.end, (row.pages, chunk.end), lambda: 0)
 
-    def _is_known(self, rid: str) -> bool:
-        return self._remembered.is_known(self._rows[rid].reader)
+    def _has_new_hit(self, rid: str) -> bool:
+        return self._prefix_cache.has_new_hit(self._rows[rid].tracked)
 
     def _begin(self, rid: str) -> int:
         row = self._rows[rid]
-        hit = self._remembered.begin(row.reader)
+        hit = self._prefix_cache.begin_prefill(row.tracked)
         self._pages.hold(row.pages)
         row.holds, row.over.cached_tokens = True, hit.tokens
         return hit.tokens
 
     @property
     def _held(self) -> Held:
-        return Held(cached=self._remembered.tree.nbytes // self._model.page_bytes)
+        return Held(cached=self._reclaiming.cached_pages)
 
     def _tell(self, wish: GrantWanted | None) -> None:
         if wish is not None:
@@ -534,7 +534,7 @@ class FakeEngine:
     def _release(self, row: _Row) -> None:
         if row.holds:
             self._pages.drop(row.pages)
-        self._remembered.forget(row.reader)
+        self._prefix_cache.remove(row.tracked)
         self._admission.finish(row.rid)
         del self._rows[row.rid]
 
@@ -557,7 +557,7 @@ class FakeEngine:
             pages_total=self._admission.budget.pages,
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._computed_tokens,
-            prefix=self._remembered.use,
+            prefix=self._prefix_cache.usage,
             reclaimable=self._reclaiming.reclaimable(),
             generated_tokens=self._generated_tokens,
             memory=MemoryUse(

@@ -1,7 +1,7 @@
 """Pages of the fake engine, as far as prompts share them: names and counts, and bytes made up.
 
 A page is 64 tokens of a prompt, and all who have read the same up to there hold the same one. So
-what is remembered of prompts goes as in the real engine (`kvd.worker.prefix.remembered`), without keys.
+what is remembered of prompts goes as in the real engine (`kvd.worker.prefix.cache`), without keys.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvd.worker.prefix.waiting import Path, path_of
+from kvd.worker.prefix.queued_paths import Path, path_of
 
 PAGE_TOKENS = 64
 

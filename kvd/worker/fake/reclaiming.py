@@ -7,19 +7,20 @@ lose nothing: their tokens are a function of the request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.core.holdings import Holdings, can_preempt
+from kvd.worker.core.memory_account import MemoryAccount, can_preempt
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.scheduler import Sizes
 from protocol.types import KVSpec, Reclaimable
 from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 if TYPE_CHECKING:
-    from kvd.worker.prefix.tree import PrefixTree
+    from kvd.worker.prefix.cache import PrefixCache
     from protocol.worker import Where
 
 
@@ -31,26 +32,17 @@ def sizes_of(kv: KVSpec) -> Sizes:
     )
 
 
+@dataclass
 class _Cache:
-    """What `Holdings` asks of a cache."""
+    """The only property of a cache that the fake engine's `MemoryAccount` reads."""
 
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
+    prefix_cache: PrefixCache
 
     @property
     def snapshot_charge(self) -> int:
         """Bytes that only checkpoints hold."""
-        return self._tree.nbytes
-
-
-class _Prompts:
-    """The same of prompts: places keep no room for checkpoints here."""
-
-    left_bytes = 0
-
-    def left_by(self, _row: Any) -> int:
-        """Return what a row has left of that."""
-        return 0
+        tree = self.prefix_cache.tree
+        return 0 if tree is None else tree.freeable_bytes
 
 
 class FakeReclaiming:
@@ -59,22 +51,26 @@ class FakeReclaiming:
     def __init__(
         self,
         admission: Admission,
-        tree: PrefixTree,
+        prefix_cache: PrefixCache,
         rows: Mapping[str, Any],
         where: Where,
         report: Callable[[Report], None],
     ) -> None:
         self._admission = admission
-        self._tree = tree
+        self._prefix_cache = prefix_cache
         self._rows = rows
         self._where = where
         self._report = report
-        views: Any = _Cache(tree), _Prompts()
-        self._holdings = Holdings(views[0], admission, views[1], rows)
+        self._memory = MemoryAccount(_Cache(prefix_cache), admission, prefix_cache, rows)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only checkpoints hold."""
+        return self._memory.cached_pages
 
     def reclaimable(self) -> Reclaimable:
         """Return what could be given back."""
-        return self._holdings.reclaimable()
+        return self._memory.reclaimable()
 
     def reclaim(self, command: Reclaim) -> None:
         """Give memory back by one means."""
@@ -84,12 +80,12 @@ class FakeReclaiming:
             case "spare":
                 pass
             case "prefixes":
-                self._tree.evict(command.wanted_bytes)
+                self._prefix_cache.evict(command.wanted_bytes)
             case "precision":
                 self._lower(command.level, command.wanted_bytes)
             case "preempt":
                 preempted = self._park(command.wanted_bytes)
-        held = Held(cached=self._tree.nbytes // unit)
+        held = Held(cached=self.cached_pages)
         least = max(0, self._admission.budget.pages - -(-command.wanted_bytes // unit))
         wish, freed = self._admission.hand_over(least, held)
         reclaimable = self.reclaimable()

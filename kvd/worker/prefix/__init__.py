@@ -1,1 +1,1 @@
-"""The prefix cache: checkpoints of prompts, found again by later prompts that begin alike."""
+"""The prefix cache: snapshots of prompts, found again by prompts with the same beginning."""

@@ -1,19 +1,17 @@
-"""Prompts that were read once: a tree of token ids with frozen sequences at its chunk boundaries.
+"""Checkpoints of prompts: a tree of token ids with snapshots at chunk boundaries.
 
-An edge is one chunk of ``chunk`` token ids, compared one by one and not by a digest; at the root a
-salt keeps apart who must not see each other's prompts. Only prompts go in, never decoded tokens,
-and a checkpoint is what the cache held when prefill had come to exactly that boundary. So a
-request that goes on from one computes to the bit what it would have computed alone::
+An edge is one chunk of ``chunk`` token ids, compared token by token. The root's children are salts,
+which keep prompts of different requesters apart. Only prompts are stored, never decoded tokens. A
+checkpoint is the cache's state when prefill had reached exactly that boundary, so a request that
+continues from one computes bit for bit what it would have computed alone::
 
                           chunk 1      chunk 2      chunk 3
     salt ── "You are a" ──── o ──────────── O ──────────── O  the last boundary of one prompt
-                                            └───────────── O  and of another that left its path here
+                                            └───────────── O  and of another that diverges here
 
-    O has a checkpoint, o none: a hit is the deepest O on the way of a prompt
+    O has a checkpoint, o has none. A hit is the deepest O on a prompt's path.
 
-One tree serves one cache: its model, ladder and chunk never change.
-
-Does not cover: who thaws, and when memory is short (`kvd.worker.core.engine`).
+One tree serves one cache: the model, its KV schemes and the chunk never change.
 """
 
 from __future__ import annotations
@@ -25,73 +23,71 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Snapshot = Any
-"""What the tree's cache freezes: `SequenceSnapshot` or `MlxLmSnapshot`."""
+"""A cache's snapshot of a sequence: `SequenceSnapshot` or `MlxLmSnapshot`."""
 
 
 class Snapshotter(Protocol):
-    """What the tree asks of a cache (`ModelCache`, `MlxLmCache`)."""
+    """The operations of a cache that the tree uses (`ModelCache`, `MlxLmCache`)."""
 
-    def snapshot(self, sequence: Any) -> Snapshot:
-        """Return what a sequence is now."""
+    def snapshot(self, sequence: Any) -> Snapshot: ...
 
-    def drop(self, snapshot: Snapshot) -> None:
-        """Give it back."""
+    def drop(self, snapshot: Snapshot) -> None: ...
 
     def unlowered(self, snapshot: Snapshot) -> bool:
-        """Return whether it is still as prefilling left it."""
+        """Return whether all pages are at the precision level at which prefill wrote them."""
 
     def held_bytes(self, snapshot: Collection[Snapshot]) -> int:
-        """Return the bytes of all that these hold, used by others or not."""
+        """Return the bytes that these snapshots hold, shared with rows or not."""
 
     def freed_bytes(self, snapshot: Collection[Snapshot]) -> int:
-        """Return the bytes that would come free if all of these were dropped."""
+        """Return the bytes that dropping all of these snapshots would free."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """The longest known beginning of a prompt: thaw ``frozen`` before anything is evicted."""
+    """The longest cached beginning of a prompt. Restore ``snapshot`` before any eviction."""
 
     tokens: int
-    """Of the prompt, in the frozen sequence; 0: none is known."""
+    """Prompt tokens in the snapshot; 0: no hit."""
     snapshot: Snapshot = None
 
 
 @dataclass
 class PrefixCounts:
-    """What happened since the tree was made."""
+    """Counters since the tree was made."""
 
     queries: int = 0
     prompt_tokens: int = 0
-    """Of all queries."""
+    """Tokens of all queried prompts."""
     hit_tokens: int = 0
-    """Of those, the ones that need no prefill."""
+    """Tokens that hits saved from prefill."""
     stored: int = 0
     evicted: int = 0
-    """Checkpoints dropped to make room."""
+    """Checkpoints dropped to free memory."""
     lowered: int = 0
     """Checkpoints dropped because their pages were stepped down."""
-    distrusted: int = 0
-    """Checkpoints dropped because a request that had read them failed."""
+    untrusted: int = 0
+    """Checkpoints dropped because a request that used or left them failed."""
 
 
 @dataclass(eq=False)
 class _Node:
     parent: _Node | None
     edge: bytes | str
-    """What leads here: a salt, then token ids of a chunk, four bytes each."""
+    """The edge from the parent: a salt, or the token ids of a chunk, four bytes each."""
     depth: int
-    """Tokens on the way here."""
+    """Tokens from the root."""
     children: dict[bytes | str, _Node] = field(default_factory=dict)
     snapshot: Snapshot = None
     used: int = 0
-    """When it was stored or hit last."""
+    """Query count when the checkpoint was last stored or hit."""
 
 
 class PrefixTree:
-    """The checkpoints of one cache, within ``cap_bytes``.
+    """The checkpoints of one cache, ``cap_bytes`` at most.
 
-    ``chunk``: the grid of prefill, in tokens; ``every``: distance of the checkpoints that each
-    prompt leaves beside the last one, in tokens, rounded up to whole chunks; 0: none.
+    ``chunk``: tokens of a prefill chunk. ``every``: distance in tokens between the checkpoints that
+    each prompt leaves besides its last one, rounded up to whole chunks; 0: only the last one.
     """
 
     def __init__(self, cache: Snapshotter, chunk: int, every: int, cap_bytes: int) -> None:
@@ -106,35 +102,34 @@ class PrefixTree:
         self._stored: dict[_Node, None] = {}
         """Nodes with a checkpoint."""
         self._clock = 0
-
-    # What it holds.
+        """Queries and insertions so far; eviction measures age in these."""
 
     def __len__(self) -> int:
         return len(self._stored)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of pages, tails and states that checkpoints hold: what the cap is for.
+        """Bytes of pages, tails and states that checkpoints hold; ``cap_bytes`` limits them.
 
-        Pages count once, whoever else holds them; so this never grows by what others do.
+        A page counts once, whether or not rows hold it too. So rows never make this value grow.
         """
-        return self._cache.held_bytes(self._all)
+        return self._cache.held_bytes(self._snapshots)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that would come free if all were dropped: what no running row holds too."""
-        return self._cache.freed_bytes(self._all)
+    def freeable_bytes(self) -> int:
+        """Bytes that dropping all checkpoints would free: those that no running row holds."""
+        return self._cache.freed_bytes(self._snapshots)
 
     @property
-    def _all(self) -> list[Snapshot]:
+    def _snapshots(self) -> list[Snapshot]:
         return [node.snapshot for node in self._stored]
 
-    # Prompts come.
+    # Queries and insertions.
 
     def match(self, tokens: Sequence[int], salt: str = "") -> Hit:
-        """Return the deepest checkpoint that is a proper prefix of a prompt, and count it as used.
+        """Return the deepest checkpoint that is a proper prefix of a prompt, and count the query.
 
-        At least one token is left, to be the first that the row decodes.
+        At least one token remains; it is the first input of decode.
         """
         self._clock += 1
         self.counts.queries += 1
@@ -146,47 +141,42 @@ class PrefixTree:
         self.counts.hit_tokens += node.depth
         return Hit(node.depth, node.snapshot)
 
-    def known(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Return how many tokens `match` would find now; nothing is counted."""
-        node = self._deepest(tokens, salt)
-        return 0 if node is None else node.depth
-
-    def found(self, tokens: Sequence[int], salt: str = "") -> Hit:
-        """Return what `match` would; nothing is counted."""
+    def peek(self, tokens: Sequence[int], salt: str = "") -> Hit:
+        """Return what `match` would return, without counting a query."""
         node = self._deepest(tokens, salt)
         return Hit(0) if node is None else Hit(node.depth, node.snapshot)
 
     def _deepest(self, tokens: Sequence[int], salt: str) -> _Node | None:
         for node in reversed(list(self._path(tokens, salt))):
-            if node.snapshot is not None and self._sound(node):
+            if node.snapshot is not None and self._is_valid(node):
                 return node
         return None
 
     def boundaries(
-        self, tokens: Sequence[int], salt: str = "", parting: Collection[int] = ()
+        self, tokens: Sequence[int], salt: str = "", diverging: Collection[int] = ()
     ) -> set[int]:
-        """Return where this prompt's prefill should stop to leave a checkpoint, in tokens.
+        """Return the token counts at which a prompt's prefill should leave checkpoints.
 
-        At its last boundary, at every ``every`` tokens, and where it leaves the known paths: who
-        comes third with the same beginning hits there. And at ``parting``, where prompts that are
-        still to come leave its path. Ask before the first chunk.
+        These are its last boundary, every multiple of ``every``, and the point where it leaves the
+        known paths: the third prompt with the same beginning hits there. ``diverging`` adds the
+        points where queued prompts leave its path. Call this before the first chunk is prefilled.
         """
-        last = self._last(tokens)
+        last = self._last_boundary(tokens)
         known = list(self._path(tokens, salt))
         wanted = set(range(self.every, last, self.every)) if self.every else set()
-        wanted |= {last, *parting} | {node.depth for node in known[-1:]}
+        wanted |= {last, *diverging} | {node.depth for node in known[-1:]}
         return wanted - {node.depth for node in known if node.snapshot is not None} - {0}
 
     def insert(self, tokens: Sequence[int], salt: str, sequence: Any) -> bool:
-        """Freeze a sequence that has read exactly these tokens; return whether it is stored.
+        """Snapshot a sequence that holds exactly these tokens; return whether it was stored.
 
-        The device must be idle. It is not if there is one already, if it was
-        stepped down, or if it is larger than the cap.
+        The device must be idle. The sequence is not stored if a checkpoint exists there, if its
+        pages were stepped down, or if it is larger than the cap.
         """
         if not tokens or len(tokens) % self.chunk:
-            raise ValueError(f"{len(tokens)} tokens do not end on the grid of {self.chunk}")
+            raise ValueError(f"{len(tokens)} tokens are not a multiple of the chunk {self.chunk}")
         for node in list(self._path(tokens, salt, proper=False))[-1:]:
-            if node.depth == len(tokens) and node.snapshot is not None and self._sound(node):
+            if node.depth == len(tokens) and node.snapshot is not None and self._is_valid(node):
                 return False
         snapshot = self._cache.snapshot(sequence)
         if (
@@ -195,61 +185,61 @@ class PrefixTree:
         ):
             self._cache.drop(snapshot)
             return False
-        node = self._grown(tokens, salt)
+        node = self._grow_path(tokens, salt)
         node.snapshot = snapshot
         self._clock += 1
         node.used = self._clock
         self._stored[node] = None
         self.counts.stored += 1
         while self.held_bytes > self.cap_bytes:
-            self._evict_one(self._least_of(one for one in self._stored if one is not node)[0])
+            self._evict(self._least_valuable(one for one in self._stored if one is not node)[0])
         return True
 
-    # Checkpoints go.
+    # Eviction.
 
     def evict(self, wanted: int, below: float = math.inf) -> int:
-        """Drop the least valuable checkpoints until ``wanted`` bytes came free, or none is left.
+        """Drop the least valuable checkpoints until ``wanted`` bytes are free, or none is left.
 
-        None that is worth ``below`` or more goes. Returns the bytes that came free. The worth of a
-        checkpoint is::
+        Only checkpoints with a value less than ``below`` are dropped. Returns the bytes freed. The
+        value of a checkpoint is::
 
-            tokens saved / (bytes that come free * how long nobody asked for it)
+            tokens saved / (bytes freed * queries since its last use)
 
-        Tokens saved are those above the next checkpoint towards the root, where its hits would fall
-        back to; time is counted in prompts, and prefixes that were asked for are asked for again
-        less often the longer it is ago (hyperbolic caching, Blankstein et al., USENIX ATC 2017).
-        Pages that running rows or other checkpoints hold do not come free and do not count.
+        Tokens saved are those beyond the next checkpoint towards the root, from which its hits
+        would continue instead. The longer a prefix is unused, the less often it is used again
+        (hyperbolic caching, Blankstein et al., USENIX ATC 2017). Pages that rows or other
+        checkpoints hold are not freed and do not count.
         """
         freed = 0
         while freed < wanted and self._stored:
-            least, bytes_, worth = self._least_of(self._stored)
-            if worth >= below:
+            node, node_bytes, value = self._least_valuable(self._stored)
+            if value >= below:
                 break
-            freed += bytes_
-            self._evict_one(least)
+            freed += node_bytes
+            self._evict(node)
         return freed
 
-    def worth_of(self, tokens: Sequence[int], salt: str, nbytes: int) -> float:
-        """Return what a new checkpoint at the end of these tokens would be worth, of this size."""
+    def value_of(self, tokens: Sequence[int], salt: str, nbytes: int) -> float:
+        """Return the value of a new checkpoint of ``nbytes`` at the end of these tokens."""
         above = 0
         for node in self._path(tokens, salt, proper=False):
             if node.snapshot is not None:
                 above = node.depth
         return (len(tokens) - above) / max(1, nbytes)
 
-    def _least_of(self, nodes: Iterable[_Node]) -> tuple[_Node, int, float]:
-        """Return the least valuable one, the bytes that would come free, and its worth."""
+    def _least_valuable(self, nodes: Iterable[_Node]) -> tuple[_Node, int, float]:
+        """Return the least valuable node, the bytes that evicting it frees, and its value."""
         found = []
         for node in nodes:
             freed = self._cache.freed_bytes([node.snapshot])
-            found.append((node, freed, self._worth(node, freed)))
-        return min(found, key=lambda one: one[2])
+            found.append((node, freed, self._value(node, freed)))
+        return min(found, key=lambda candidate: candidate[2])
 
-    def _evict_one(self, node: _Node) -> None:
+    def _evict(self, node: _Node) -> None:
         self.counts.evicted += 1
-        self._forget(node)
+        self._drop(node)
 
-    def _worth(self, node: _Node, freed: int) -> float:
+    def _value(self, node: _Node, freed: int) -> float:
         above = node.parent
         while above is not None and above.snapshot is None:
             above = above.parent
@@ -257,53 +247,52 @@ class PrefixTree:
         return saved / (max(1, freed) * (1 + self._clock - node.used))
 
     def clear(self) -> int:
-        """Drop everything; return the bytes that came free."""
-        freed = self.nbytes
+        """Drop all checkpoints; return the bytes freed."""
+        freed = self.freeable_bytes
         for node in list(self._stored):
-            self._forget(node)
+            self._drop(node)
         return freed
 
-    def distrust(self, tokens: Sequence[int], salt: str = "") -> None:
-        """Drop what is stored of a prompt whose request gave bad logits: it may come from there.
+    def drop_untrusted(self, tokens: Sequence[int], salt: str = "") -> None:
+        """Drop the checkpoints on the path of a prompt whose request returned bad logits.
 
-        Only what is on its way: who went on from there elsewhere has logits of its own to be
-        judged by.
+        Other branches stay: requests that continued there have logits of their own to check.
         """
         for node in list(self._path(tokens, salt, proper=False)):
             if node.snapshot is not None:
-                self.counts.distrusted += 1
-                self._forget(node)
+                self.counts.untrusted += 1
+                self._drop(node)
 
-    def forget_below_top(self) -> int:
-        """Drop what was stepped down: it is no hit any more; return how many checkpoints.
+    def drop_lowered(self) -> int:
+        """Drop checkpoints whose pages were stepped down; return their number.
 
-        `match` finds them out too; after a step-down this gives their memory back at once.
+        `match` drops them as well; calling this after a step-down frees their memory at once.
         """
         before = len(self)
         for node in list(self._stored):
-            self._sound(node)
+            self._is_valid(node)
         return before - len(self)
 
-    def _sound(self, node: _Node) -> bool:
-        """Return whether a checkpoint is a hit; drop it if not."""
-        sound = self._cache.unlowered(node.snapshot)
-        if not sound:
+    def _is_valid(self, node: _Node) -> bool:
+        """Return whether a checkpoint may be a hit; drop it if its pages were stepped down."""
+        valid = self._cache.unlowered(node.snapshot)
+        if not valid:
             self.counts.lowered += 1
-            self._forget(node)
-        return sound
+            self._drop(node)
+        return valid
 
-    def _forget(self, node: _Node) -> None:
+    def _drop(self, node: _Node) -> None:
         self._cache.drop(node.snapshot)
         node.snapshot = None
         del self._stored[node]
-        # No path stays that leads to no checkpoint.
+        # Remove nodes that lead to no checkpoint.
         while node.parent is not None and node.snapshot is None and not node.children:
             del node.parent.children[node.edge]
             node = node.parent
 
     # Paths.
 
-    def _last(self, tokens: Sequence[int]) -> int:
+    def _last_boundary(self, tokens: Sequence[int]) -> int:
         return (len(tokens) - 1) // self.chunk * self.chunk
 
     def _edges(self, tokens: Sequence[int], end: int) -> Iterator[bytes]:
@@ -311,17 +300,17 @@ class PrefixTree:
             yield array("i", tokens[start : start + self.chunk]).tobytes()
 
     def _path(self, tokens: Sequence[int], salt: str, *, proper: bool = True) -> Iterator[_Node]:
-        """Yield the known nodes on a prompt's way, its first chunk's before all."""
+        """Yield the known nodes on a prompt's path, the first chunk's first."""
         node = self._root.children.get(salt)
-        whole = len(tokens) // self.chunk * self.chunk
-        for edge in self._edges(tokens, self._last(tokens) if proper else whole):
+        end = self._last_boundary(tokens) if proper else len(tokens) // self.chunk * self.chunk
+        for edge in self._edges(tokens, end):
             node = None if node is None else node.children.get(edge)
             if node is None:
                 return
             yield node
 
-    def _grown(self, tokens: Sequence[int], salt: str) -> _Node:
-        """Return the node at the end of a path, made where it was not known."""
+    def _grow_path(self, tokens: Sequence[int], salt: str) -> _Node:
+        """Return the node at the end of a path; create missing nodes."""
         node = self._root.children.setdefault(salt, _Node(self._root, salt, 0))
         for edge in self._edges(tokens, len(tokens)):
             if edge not in node.children:
@@ -336,7 +325,7 @@ class PrefixTree:
         stored = set()
         while nodes:
             node = nodes.pop()
-            assert node.snapshot is not None or node.children, "a path leads nowhere"
+            assert node.snapshot is not None or node.children, "a leaf has no checkpoint"
             assert all(child.parent is node for child in node.children.values())
             nodes += node.children.values()
             if node.snapshot is not None:

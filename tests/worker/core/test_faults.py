@@ -10,8 +10,8 @@ import pytest
 
 from kvd.worker.cache.prefill_group import PrefillGroup
 from kvd.worker.cache.steps import PrefillStep
-from kvd.worker.core import setbacks
-from kvd.worker.engine import unwatched
+from kvd.worker.core import out_of_memory
+from kvd.worker.engine import ignore_phase
 from kvd.worker.process import shortage
 from kvd.worker.sampling import sampler
 from protocol.errors import InsufficientMemory
@@ -91,7 +91,7 @@ def wanted(_demo: Driver) -> dict[str, Outcome]:
 @pytest.fixture(scope="module")
 def evaluations(_demo: Driver, wanted: dict) -> int:
     """So many are at least made for all that."""
-    _demo.engine._prompts.tree.clear()
+    _demo.engine._prefix_cache.tree.clear()
     with memory_runs_out(lambda _: False) as seen:
         assert_same(serve(_demo), wanted)
     return seen.count
@@ -100,8 +100,8 @@ def evaluations(_demo: Driver, wanted: dict) -> int:
 @pytest.fixture
 def cold(demo: Driver) -> Driver:
     """An engine that remembers no prompt and no shortage."""
-    demo.engine._prompts.tree.clear()
-    demo.engine._setbacks.calm = setbacks.CALM_STEPS
+    demo.engine._prefix_cache.tree.clear()
+    demo.engine._out_of_memory.calm = out_of_memory.CALM_STEPS
     return demo
 
 
@@ -110,7 +110,7 @@ def test_memory_that_comes_back_at_once_costs_nothing(cold: Driver, wanted: dict
         outcomes = serve(cold)
 
     assert seen.failed > 10
-    assert cold.engine._setbacks.count == 0, seen.failed
+    assert cold.engine._out_of_memory.count == 0, seen.failed
     assert_same(outcomes, wanted)
 
 
@@ -123,7 +123,7 @@ def test_a_step_that_lacks_memory_drops_nothing(
         outcomes = serve(cold)
 
     assert seen.failed == shortage.TRIES + 1
-    assert cold.engine._setbacks.count == 1
+    assert cold.engine._out_of_memory.count == 1
     assert_same(outcomes, wanted)
 
 
@@ -134,7 +134,7 @@ def test_what_the_device_lost_is_computed_again(
         outcomes = serve(cold)
 
     assert seen.failed == 1
-    assert cold.engine._setbacks.count == 1
+    assert cold.engine._out_of_memory.count == 1
     assert_same(outcomes, wanted)
 
 
@@ -154,7 +154,7 @@ def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> No
         assert (error.code, error.retryable) == ("overloaded", True)
         assert error.detail["retry_after_s"] > 0
         assert cold.outcomes[rid].tokens == expected[rid].tokens[: len(cold.outcomes[rid].tokens)]
-    assert cold.engine._setbacks.count == 3
+    assert cold.engine._out_of_memory.count == 3
     assert {rid: cold.outcomes[rid] for rid in rids[:2]} == {rid: expected[rid] for rid in rids[:2]}
 
 
@@ -177,7 +177,7 @@ def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text
         "reads": prompt_of(2500, 3),
     }
     expected = {rid: cold.alone(prompt, max_tokens=40, n=2) for rid, prompt in requests.items()}
-    cold.engine._prompts.tree.clear()
+    cold.engine._prefix_cache.tree.clear()
     for rid, prompt in requests.items():
         cold.submit(rid, prompt, max_tokens=40, n=2)
     cold.run(until=lambda: bool(cold.outcomes["parked"].tokens))
@@ -187,7 +187,7 @@ def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text
     tries = 1 if text == LATE else shortage.TRIES + 1
     with memory_runs_out(range(3, 3 + tries).__contains__, text):
         cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)
-    assert cold.engine._setbacks.count == 1
+    assert cold.engine._out_of_memory.count == 1
     cold.engine.unpark("parked")
     cold.engine.unpark("reads")
     cold.run()
@@ -200,7 +200,7 @@ def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -
     hung = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002)"
     with memory_runs_out((2).__eq__, hung), pytest.raises(RuntimeError, match="Timeout"):
         cold.run()
-    cold.engine._setbacks._recovery.clear(cold.engine._requests.values(), late=True)
+    cold.engine._out_of_memory._recovery.clear(cold.engine._requests.values(), late=True)
 
 
 def test_a_load_that_lacks_memory_says_so() -> None:
@@ -230,7 +230,7 @@ def test_bad_logits_of_a_scored_prompt_never_leave(
     assert bad.error.code == "numerical_error"
     assert (bad.tokens, len(bad.prompt_logprobs)) == ([], 257)
     assert cold.outcomes["beside"].tokens == expected.tokens
-    assert cold.engine._prompts.tree.known(prompt_of(300, 2)) == 0
+    assert cold.engine._prefix_cache.tree.peek(prompt_of(300, 2)).tokens == 0
 
 
 def test_one_bad_choice_of_several_ends_its_request_alone(
@@ -253,7 +253,7 @@ def test_one_bad_choice_of_several_ends_its_request_alone(
     assert cold.outcomes["bad"].error is not None
     assert cold.outcomes["bad"].error.code == "numerical_error"
     assert cold.outcomes["beside"] == expected
-    assert cold.engine._prompts.tree.known(prompt_of(300, 2)) == 0
+    assert cold.engine._prefix_cache.tree.peek(prompt_of(300, 2)).tokens == 0
 
 
 def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
@@ -264,7 +264,7 @@ def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
     assert phases[0] == "prefill"
     cold.run()
     assert "decode" in phases
-    cold.engine.watch(unwatched)
+    cold.engine.watch(ignore_phase)
 
 
 def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
@@ -273,7 +273,7 @@ def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
     requests = {"runs": prompt_of(200, 1), "reads": prompt_of(700, 2), "with": prompt_of(100, 3)}
     more = {"max_tokens": 30, "logprobs": 0}
     expected = {rid: cold.alone(prompt, **more) for rid, prompt in requests.items()}
-    cold.engine._prompts.tree.clear()
+    cold.engine._prefix_cache.tree.clear()
     cold.submit("runs", requests["runs"], **more)
     cold.run(until=lambda: len(cold.outcomes["runs"].tokens) > 2)
     for rid in ("reads", "with"):
@@ -288,10 +288,10 @@ def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
         forwards += 1
         return 2 <= forwards <= shortage.TRIES + 2
 
-    monkeypatch.setattr(cold.engine._setbacks._recovery, "clear", None)
+    monkeypatch.setattr(cold.engine._out_of_memory._recovery, "clear", None)
     with memory_runs_out(in_a_chunk) as seen:
         cold.run()
 
     assert seen.failed == shortage.TRIES + 1
-    assert cold.engine._setbacks.count == 1
+    assert cold.engine._out_of_memory.count == 1
     assert_same(cold.outcomes, expected)

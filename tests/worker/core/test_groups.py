@@ -22,7 +22,7 @@ from protocol.types import Sampling
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
 from tests.worker.core.driver import Driver, Outcome
-from tests.worker.core.held import held
+from tests.worker.core.row_contents import held
 from tests.worker.core.test_mlx_engine import prompt_of
 
 pytestmark = pytest.mark.mlx
@@ -210,7 +210,7 @@ def test_in_groups_of_any_kind_requests_get_what_they_get_alone(
         } | more
     wanted = {rid: demo.alone(**request) for rid, request in requests.items()}
     model.passes.clear()
-    demo.engine._prompts.tree.clear()
+    demo.engine._prefix_cache.tree.clear()
     names = list(requests)
     draw.shuffle(names)
     while names or demo.engine.has_work:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd.worker.core import engine as mlx_engine
-from kvd.worker.core import holdings, reclaiming, setbacks, swap
+from kvd.worker.core import memory_account, out_of_memory, reclaiming, swap
 from kvd.worker.core.rates import Rates
 from kvd.worker.process import shortage
 from protocol.types import KVSpec, Sampling
@@ -55,7 +55,7 @@ def driver(loaded: Driver) -> Iterator[Driver]:
     assert list(folder._path.iterdir()) == [], "a file outlived its request"
     assert folder.held_bytes == 0
     assert not loaded.engine._runner.cache.sequences
-    loaded.engine._prompts.tree.clear()
+    loaded.engine._prefix_cache.tree.clear()
     assert loaded.engine._runner.cache.pages_used == 0
     assert loaded.engine._scheduler.reserved == 0
     for record in (loaded.outcomes, loaded.parkings, loaded.positions, loaded.reclaimed):
@@ -77,7 +77,7 @@ def undisturbed(driver: Driver) -> dict[str, Outcome]:
     driver.run()
     found = dict(driver.outcomes)
     driver.outcomes.clear()
-    driver.engine._prompts.tree.clear()
+    driver.engine._prefix_cache.tree.clear()
     return found
 
 
@@ -241,7 +241,7 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
     prefer(driver, "disk")
     requests = {rid: prompt_of(500, seed) for seed, rid in enumerate("abc")}
     wanted = {rid: driver.alone(requests[rid], max_tokens=30, ignore_eos=True) for rid in "abc"}
-    driver.engine._prompts.tree.clear()
+    driver.engine._prefix_cache.tree.clear()
     for rid, prompt in requests.items():
         driver.submit(rid, prompt, max_tokens=30, ignore_eos=True)
     driver.run(until=lambda: all(len(driver.outcomes[rid].tokens) > 3 for rid in "abc"))
@@ -312,11 +312,11 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
     rng = random.Random(seed)
     requests = [_request(rng, index) for index in range(9)]
     alone = [driver.alone(prompt, **more) for prompt, more in requests]
-    driver.engine._prompts.tree.clear()
+    driver.engine._prefix_cache.tree.clear()
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
-    monkeypatch.setattr(holdings, "AGAIN_TOKENS", 4)  # else no row here is parked twice
+    monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 4)
     waiting = list(enumerate(requests))
     for step in range(4000):
         if waiting and rng.random() < 0.1:
@@ -377,17 +377,17 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
     prefer(driver, "disk")
     requests = {"a": prompt_of(300, 1), "b": prompt_of(500, 2)}
     wanted = {rid: driver.alone(one, WARM, max_tokens=40, n=2) for rid, one in requests.items()}
-    driver.engine._prompts.tree.clear()
+    driver.engine._prefix_cache.tree.clear()
     for rid, prompt in requests.items():
         driver.submit(rid, prompt, WARM, max_tokens=40, n=2)
     driver.run(until=lambda: len(driver.outcomes["b"].tokens) > 3)
     driver.engine.reclaim(Reclaim(seq=1, method="preempt", wanted_bytes=EVERYTHING))
-    driver.engine._setbacks.calm = setbacks.CALM_STEPS
+    driver.engine._out_of_memory.calm = out_of_memory.CALM_STEPS
     tries = shortage.TRIES + 1
     with memory_runs_out(range(nth, nth + tries).__contains__) as seen:
         driver.run()
     assert seen.failed == tries
-    assert driver.engine._setbacks.count == 1
+    assert driver.engine._out_of_memory.count == 1
     assert driver.outcomes == wanted
     assert len(driver.reclaimed) == 1
 

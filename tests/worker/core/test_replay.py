@@ -102,7 +102,7 @@ def test_streams_go_on_from_any_word(demo: Driver, undisturbed: list[Report]) ->
     ]
     rng = random.Random(5)
     for cut in [0, *rng.sample(range(len(undisturbed)), 3), *rng.sample(ends, 3), ends[-1]]:
-        demo.engine._prompts.tree.clear()
+        demo.engine._prefix_cache.tree.clear()
         heard = hear(undisturbed[:cut])
         again = [one.again() for one in heard.values() if one.end is None]
         for report in said(demo, again):

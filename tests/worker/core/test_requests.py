@@ -119,7 +119,7 @@ def test_bias_penalties_and_minimum_reach_the_draw(demo: Driver) -> None:
 def test_a_prompt_that_begins_alike_is_read_once(demo: Driver) -> None:
     shared = prompt_of(1500, 6)
     prompts = [shared + prompt_of(40, 10 + index) for index in range(3)]
-    tree = demo.engine._prompts.tree
+    tree = demo.engine._prefix_cache.tree
     tree.clear()
     alone = Driver("demo", kv=KVSpec(prefix_cache=0))
     before = tree.counts.hit_tokens
@@ -135,7 +135,7 @@ def test_a_prompt_that_begins_alike_is_read_once(demo: Driver) -> None:
 
 def test_other_salts_share_nothing_and_scored_prompts_are_read_whole(demo: Driver) -> None:
     prompt = prompt_of(600, 7)
-    tree = demo.engine._prompts.tree
+    tree = demo.engine._prefix_cache.tree
     demo.alone(prompt, max_tokens=2)
     before = tree.counts.hit_tokens
     demo.alone(prompt, max_tokens=2, prefix_salt="mine")
@@ -150,7 +150,7 @@ def test_cached_prompts_give_way_to_requests_under_a_tight_budget() -> None:
     driver = Driver("demo")
     for index in range(4):
         driver.alone(prompt_of(1100, 20 + index), max_tokens=2)
-    tree = driver.engine._prompts.tree
+    tree = driver.engine._prefix_cache.tree
     assert len(tree) >= 4
     driver.budget = driver.total
     found = driver.alone(prompt_of(4500, 30), max_tokens=4)
@@ -253,7 +253,7 @@ def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
     rng = random.Random(11)
     requests = [_mixed(rng, index) for index in range(200)]
     alone = {rid: demo.alone(prompt, **more) for rid, prompt, more in requests}
-    demo.engine._prompts.tree.clear()
+    demo.engine._prefix_cache.tree.clear()
     waiting, preempted, cancelled = list(requests), [], set()
     while waiting or preempted or not all(one.over for one in demo.outcomes.values()):
         moves: list[Callable[[], None]] = [demo.step] * 6

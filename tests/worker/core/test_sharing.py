@@ -42,7 +42,7 @@ def forgetful() -> Driver:
 def driver() -> Driver:
     driver = engine()
     driver.outcomes.clear()
-    driver.engine._prompts.tree.clear()
+    driver.engine._prefix_cache.tree.clear()
     return driver
 
 
@@ -155,7 +155,7 @@ def test_hits_are_counted(driver: Driver) -> None:
     assert after.hit_tokens - before.hit_tokens == 256  # of the first, `prefix_every`
     assert after.checkpoints == 4  # 256 and 384 of the first, 320 and 384 of the second
     assert 0 < after.held <= 256 << 20
-    driver.engine._prompts.evict(1)
+    driver.engine._prefix_cache.evict(1)
     assert driver.engine.stats().prefix.evicted > after.evicted
 
 
@@ -197,7 +197,7 @@ class Company(RuleBasedStateMachine):
     def start(self, tight: bool) -> None:
         self.driver = driver = engine()
         driver.outcomes.clear()
-        driver.engine._prompts.tree.clear()
+        driver.engine._prefix_cache.tree.clear()
         self.asked: dict[str, tuple[int, int]] = {}
         self.cancelled: set[str] = set()
         self.preempted: list[str] = []
@@ -216,7 +216,7 @@ class Company(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.driver.step()
-            tree = self.driver.engine._prompts.tree
+            tree = self.driver.engine._prefix_cache.tree
             tree.check()
 
     def _any_of(self, data: Any, rids: list[str]) -> str | None:
@@ -243,7 +243,7 @@ class Company(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from([1, 1 << 20, 1 << 30]))
     def evict(self, wanted: int) -> None:
-        self.driver.engine._prompts.evict(wanted)
+        self.driver.engine._prefix_cache.evict(wanted)
 
     def _grant_what_was_denied(self) -> None:
         """As the daemon does when it has room again: parked rows may hold what others wait for."""
@@ -269,7 +269,7 @@ class Company(RuleBasedStateMachine):
                 assert outcome == right
         engine = self.driver.engine
         assert not engine._runner.cache.sequences
-        assert engine._prompts.remembered.idle
+        engine._prefix_cache.check([])
 
 
 TestCompany = Company.TestCase

@@ -77,7 +77,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -
     laddered.run()
 
     assert laddered.outcomes["short"].reason == "length"
-    laddered.engine._prompts.evict(1 << 40)
+    laddered.engine._prefix_cache.evict(1 << 40)
     assert not laddered.engine._runner.cache.sequences
     assert laddered.engine._runner.cache.pages_used == 0
 
@@ -116,7 +116,7 @@ def pressed() -> Iterator[Driver]:
     yield driver
     driver.run()
     assert all(len(one.tokens) == 300 for one in driver.outcomes.values())
-    driver.engine._prompts.tree.clear()
+    driver.engine._prefix_cache.tree.clear()
     assert driver.engine._runner.cache.pages_used == 0
     assert driver.engine._scheduler.reserved == 0
 

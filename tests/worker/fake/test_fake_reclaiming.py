@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvd.worker.core import holdings
+from kvd.worker.core import memory_account
 from protocol.types import KVSpec
 from protocol.worker import (
     GrantWanted,
@@ -109,7 +109,7 @@ def test_new_rows_start_lower_until_pressure_is_over():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_are_parked_again_and_again_get_the_same_tokens(seed, monkeypatch):
-    monkeypatch.setattr(holdings, "AGAIN_TOKENS", 16)
+    monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 16)
     engine, reports = filled(swap_folder="/nowhere", swap_bytes=1)
     draw = random.Random(seed)
     while engine.has_work:

@@ -151,9 +151,9 @@ def test_hits_change_nothing(name: str) -> None:
         assert (tree.counts.evicted > 0) == (cap is None)
         before = runner.cache.snapshot_charge
         # Rows that stay hold some of the pages, where there are any.
-        assert (tree.nbytes < tree.held_bytes) == (runner.cache.pages_used > 0)
+        assert (tree.freeable_bytes < tree.held_bytes) == (runner.cache.pages_used > 0)
         desk.leave()
-        assert tree.nbytes == tree.held_bytes
+        assert tree.freeable_bytes == tree.held_bytes
         assert runner.cache.snapshot_charge >= before
         used = runner.cache.used_bytes + runner.cache.snapshot_bytes
         assert tree.clear() == used
@@ -179,7 +179,7 @@ def test_what_was_stepped_down_is_no_hit_and_comes_back() -> None:
     again, _ = desk.serve(prompt)
     np.testing.assert_array_equal(again, logits)
     assert tree.match(prompt).tokens == (len(prompt) - 1) // CHUNK * CHUNK
-    tree.forget_below_top()
+    tree.drop_lowered()
     assert len(tree) == stored
     tree.check()
     runner.cache.check()

@@ -157,7 +157,7 @@ class Prompts(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(wanted=st.integers(1, 60))
     def evict(self, wanted: int) -> None:
-        all_of_it = self.tree.nbytes
+        all_of_it = self.tree.freeable_bytes
         tails, pages = len(self.stored), self.cache.nbytes
         freed = self.tree.evict(wanted)
         self._prune()
@@ -173,7 +173,7 @@ class Prompts(RuleBasedStateMachine):
         list(self.stored.values())[choice % len(self.stored)].sound = False
         if at_once:
             unsound = sum(not kept.sound for kept in self.stored.values())
-            assert self.tree.forget_below_top() == unsound
+            assert self.tree.drop_lowered() == unsound
             self._prune()
             assert all(kept.sound for kept in self.stored.values())
 
@@ -184,19 +184,19 @@ class Prompts(RuleBasedStateMachine):
             key for key in self.stored if key[0] == salt and tokens[: len(key[1])] == key[1]
         }
         before = set(self.stored)
-        self.tree.distrust(tokens, salt)
+        self.tree.drop_untrusted(tokens, salt)
         self._prune()
         assert set(self.stored) == before - on_its_way
 
     @precondition(lambda self: self.stored)
     @rule()
     def clear(self) -> None:
-        want = self.tree.nbytes
+        want = self.tree.freeable_bytes
         self.cleared += len(self.stored)
         assert self.tree.clear() == want
         self._prune()
         assert not self.stored
-        assert self.tree.nbytes == self.tree.held_bytes == 0
+        assert self.tree.freeable_bytes == self.tree.held_bytes == 0
 
     @invariant()
     def agrees(self) -> None:
@@ -206,12 +206,12 @@ class Prompts(RuleBasedStateMachine):
         assert len(self.tree) == len(self.stored)
         kept = list(self.stored.values())
         assert self.tree.held_bytes == self.cache.held_bytes(kept) <= self.tree.cap_bytes
-        assert self.tree.nbytes == self.cache.freed_bytes(kept) <= self.tree.held_bytes
+        assert self.tree.freeable_bytes == self.cache.freed_bytes(kept) <= self.tree.held_bytes
         counts = self.tree.counts
         assert counts.queries == len(self.queries)
         assert counts.prompt_tokens == sum(tokens for tokens, _ in self.queries)
         assert counts.hit_tokens == sum(hit for _, hit in self.queries)
-        dropped = counts.evicted + counts.lowered + counts.distrusted
+        dropped = counts.evicted + counts.lowered + counts.untrusted
         assert counts.stored - len(self.stored) - dropped == self.cleared
 
 
@@ -282,7 +282,7 @@ def test_what_saves_more_a_byte_goes_later() -> None:
 @pytest.mark.parametrize("tokens", [(), (1, 2, 3)])
 def test_only_the_grid_is_stored(tokens: tuple[int, ...]) -> None:
     prefixes, _ = tree()
-    with pytest.raises(ValueError, match="grid"):
+    with pytest.raises(ValueError, match="chunk"):
         prefixes.insert(tokens, "", (1,))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.worker.prefix.waiting import Waiting, path_of
+from kvd.worker.prefix.queued_paths import QueuedPaths, path_of
 from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.row import Place, Row
 from kvd.worker.scheduling.scheduler import Scheduler
@@ -125,7 +125,7 @@ def test_the_bound_of_the_turns_holds_for_who_waits(crowd, cancelled, group):
     reads=PROMPTS,
 )
 def test_checkpoints_are_left_where_who_waits_goes_another_way(waiting, gone, reads):
-    paths = Waiting()
+    paths = QueuedPaths()
     for prompt, salt in waiting:
         paths.add(path_of(prompt, salt, C))
     for prompt, salt in waiting[:gone]:
@@ -139,8 +139,8 @@ def test_checkpoints_are_left_where_who_waits_goes_another_way(waiting, gone, re
         common |= {shared} - {0} if not salt else set()
     path = path_of(reads, "", C)
 
-    assert paths.partings(path) == common
-    assert not any(paths.parts_at(path, chunks) for chunks in (0, len(path) + 1))
+    assert paths.divergences(path) == common
+    assert not any(paths.diverges_at(path, chunks) for chunks in (0, len(path) + 1))
     for prompt, salt in waiting[gone:]:
         paths.remove(path_of(prompt, salt, C))
     assert not len(paths)
@@ -148,7 +148,7 @@ def test_checkpoints_are_left_where_who_waits_goes_another_way(waiting, gone, re
 
 def test_ten_thousand_who_wait_are_looked_up_in_the_path_alone():
     """As many names as there are different beginnings, and a lookup for each of the path's."""
-    paths, shared = Waiting(), [1] * 1500
+    paths, shared = QueuedPaths(), [1] * 1500
     for number in range(10_000):
         paths.add(path_of([*shared, number, number], "", 256))
     assert len(paths) == 5
@@ -159,6 +159,6 @@ def test_ten_thousand_who_wait_are_looked_up_in_the_path_alone():
             asked[name] += 1
             return super().__getitem__(name)
 
-    paths._through = Counted(paths._through)
-    assert paths.partings(path_of([*shared, *range(600)], "", 256)) == {5}
+    paths._counts = Counted(paths._counts)
+    assert paths.divergences(path_of([*shared, *range(600)], "", 256)) == {5}
     assert asked.total() <= 2 * 8

@@ -17,7 +17,7 @@ from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.test_group import Group, bench_of
-from tests.worker.core.held import held
+from tests.worker.core.row_contents import held
 
 pytestmark = pytest.mark.mlx
 

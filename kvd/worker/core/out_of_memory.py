@@ -31,7 +31,7 @@ COME_BACK_S = 5.0
 _log = logging.getLogger("kvd.worker")
 
 
-class Setbacks:
+class OutOfMemory:
     """The shortages of one engine. Tell `went_well` of each step, or `after` with what it lacked.
 
     ``forget``: what is in flight; ``redraw``: begin anew to keep how rows are drawn.

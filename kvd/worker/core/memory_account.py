@@ -1,0 +1,153 @@
+"""How much of its grant one engine holds, and how much it could give back: counted, not measured.
+
+All counts are in the budget's pages. The real engine and the fake one share this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any, Protocol
+
+from kvd.worker.prefix.cache import PrefixCache, TrackedPrompt
+from kvd.worker.scheduling.admission import Admission, Held
+from protocol.types import Reclaimable
+
+MIN_TOKENS_BETWEEN_PREEMPTIONS = 256
+"""Tokens that a preempted row generates before it may be preempted again; prevents thrashing."""
+
+
+class Preemptible(Protocol):
+    """The fields of a request that the account reads."""
+
+    tracked: TrackedPrompt
+    kept_pages: int
+    resumed_at: int | None
+
+    @property
+    def rid(self) -> str: ...
+
+    @property
+    def longest(self) -> int: ...
+
+
+def can_preempt(request: Preemptible) -> bool:
+    """Return whether a request has generated enough tokens since it was last preempted."""
+    if request.resumed_at is None:
+        return True
+    return request.longest >= request.resumed_at + MIN_TOKENS_BETWEEN_PREEMPTIONS
+
+
+class MemoryAccount:
+    """The account of one engine. ``cache``: `ModelCache` or `MlxLmCache`."""
+
+    def __init__(
+        self,
+        cache: Any,
+        admission: Admission,
+        prefix_cache: PrefixCache,
+        requests: Mapping[str, Preemptible],
+    ) -> None:
+        self._cache = cache
+        self._admission = admission
+        self._scheduler = admission.scheduler
+        self._prefix_cache = prefix_cache
+        self._requests = requests
+        self.promised_bytes = 0
+        """Bytes that a reclaim will return; pools do not grow ahead of need into them."""
+
+    @property
+    def _page_bytes(self) -> int:
+        return self._admission.budget.page_bytes
+
+    def held(self) -> Held:
+        """Return what the engine holds now, and set how far pools may grow ahead of need."""
+        cache, budget, page_bytes = self._cache, self._admission.budget, self._page_bytes
+        cache.limit_bytes = budget.pages * page_bytes - self._kept_free() - self.promised_bytes
+        filled = self._prefix_cache.filled_bytes // page_bytes
+        return Held(self.charged_pages, cache.tail_slots, self.cached_pages, filled)
+
+    def _kept_free(self) -> int:
+        """Bytes of the grant that stay free for coming tails and checkpoints, not for pools."""
+        prefix_cache, cache = self._prefix_cache, self._cache
+        if prefix_cache.tree is None:
+            return 0
+        slots = cache.tail_slots
+        places = max(slots, self._scheduler.places)
+        kept: int = places * self._admission.row_pages * self._page_bytes - slots * cache.row_bytes
+        kept += prefix_cache.wanted_bytes - prefix_cache.filled_bytes
+        return kept + self._page_bytes  # other counts are rounded up to whole pages
+
+    def spare_bytes(self) -> int:
+        """Return the bytes of the grant that are free and that no admitted row may need."""
+        return self._admission.spare(self.held()) * self._page_bytes
+
+    @property
+    def charged_pages(self) -> int:
+        """Pages that pools and snapshots take."""
+        charged: int = self._cache.charged_bytes + self._cache.snapshot_bytes
+        return -(-charged // self._page_bytes)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that only checkpoints take; preempted rows have reserved their snapshots."""
+        snapshots: int = -(-self._cache.snapshot_charge // self._page_bytes)
+        return max(0, snapshots - self._kept_pages)
+
+    @property
+    def _kept_pages(self) -> int:
+        return sum(request.kept_pages for request in self._requests.values())
+
+    @property
+    def needed_pages(self) -> int:
+        """Pages that pools and snapshots need in the worst case."""
+        return self._scheduler.reserved + self.cached_pages
+
+    # What could be given back.
+
+    def reclaimable(self) -> Reclaimable:
+        """Return the bytes that each reclaim method would free after the cheaper ones."""
+        scheduler, admission, unit = self._scheduler, self._admission, self._page_bytes
+        filled = self._prefix_cache.filled_bytes
+        places = self._places_pages(scheduler.places, filled)
+        rows = scheduler.reserved + places
+        remaining = [admission.budget.pages, rows + self.cached_pages, rows]
+        admitted = scheduler.victims()
+        levels = range(1, scheduler.sizes.levels)
+        remaining += [rows - self._saving(admitted, level) for level in levels]
+        rows -= self._saving(admitted, scheduler.sizes.lowest)
+        remaining.append(rows - self._freed_by_preemption(admitted, places, filled))
+        freed = [unit * max(0, before - after) for before, after in pairwise(remaining)]
+        return Reclaimable(
+            spare=freed[0],
+            prefixes=freed[1],
+            levels=tuple(freed[2:-1]),
+            preempt=freed[-1],
+            rows=len(admitted),
+            waiting=scheduler.waiting,
+            level=scheduler.start_level,
+            base=admission.budget.base_bytes,
+        )
+
+    def _places_pages(self, places: int, filled_bytes: int) -> int:
+        return places * self._admission.row_pages - filled_bytes // self._page_bytes
+
+    def _saving(self, rids: Iterable[str], level: int) -> int:
+        scheduler = self._scheduler
+        return sum(scheduler.saving(rid, level) for rid in rids if scheduler.level(rid) < level)
+
+    def _freed_by_preemption(
+        self, rids: Iterable[str], places_pages: int, filled_bytes: int
+    ) -> int:
+        """Return the pages that preemption frees once all rows are at the lowest level."""
+        scheduler, lowest = self._scheduler, self._scheduler.sizes.lowest
+        places, freed = scheduler.places, 0
+        for request in (self._requests[rid] for rid in rids):
+            if can_preempt(request):
+                pages, choices = scheduler.footing(request.rid)
+                if scheduler.level(request.rid) < lowest:
+                    pages -= scheduler.saving(request.rid, lowest)
+                places -= choices
+                filled_bytes -= self._prefix_cache.filled_by(request.tracked)
+                freed += pages
+        return freed + self._kept_pages + places_pages - self._places_pages(places, filled_bytes)

@@ -1,0 +1,267 @@
+"""The prefix cache of one engine: which prompts leave checkpoints, and the memory for them.
+
+A prompt's states::
+
+    enqueue      begin_prefill        prefilled            remove
+    -------> queued -------> in prefill -------> in prefill ------->
+               continues from         leaves a checkpoint where
+               a checkpoint           another prompt may continue
+
+A prompt leaves checkpoints at `PrefixTree.boundaries`, and where a queued prompt diverges from it
+(`kvd.worker.prefix.queued_paths`). Each admitted request reserves memory for its first checkpoint.
+For further checkpoints the engine requests memory in advance (`PrefixCache.wanted_bytes`). Without
+that memory, a checkpoint evicts less valuable ones, or is not made.
+
+The module handles integers only; the real engine and the fake one share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvd.worker.prefix.queued_paths import Path, QueuedPaths, path_of
+from kvd.worker.prefix.tree import Hit, PrefixTree
+from kvd.worker.scheduling.scheduler import Chunk, Scheduler
+from protocol.types import PrefixUse
+
+
+def next_chunks(
+    scheduler: Scheduler, has_new_hit: Callable[[str], bool], begin: Callable[[str], int]
+) -> tuple[Chunk, ...]:
+    """Begin prompts that the cache holds in part; return the chunks to prefill next.
+
+    ``has_new_hit(rid)``: whether a checkpoint for the prompt was made recently. Such a prompt may
+    begin ahead of the prefill order. ``begin(rid)`` gives a request its row and returns the number
+    of tokens that the row holds.
+    """
+    for rid in scheduler.fresh:
+        if has_new_hit(rid) and rid in scheduler.fresh:
+            scheduler.skip_to(rid, begin(rid))
+    while True:
+        group = scheduler.next_group()
+        # Begin one prompt at a time: the next may have to wait for what this one prefills.
+        fresh = next((chunk.rid for chunk in group if not scheduler.is_read(chunk.rid)), None)
+        if fresh is None:
+            return group
+        scheduler.skip_to(fresh, begin(fresh))
+
+
+@dataclass(eq=False)
+class TrackedPrompt:
+    """The prompt of one request, as the prefix cache tracks it."""
+
+    rid: str
+    tokens: Sequence[int]
+    salt: str
+    path: Path
+    """Empty if the cache is disabled."""
+    full_prefill: bool
+    """Whether all tokens must be prefilled, even those that the cache holds."""
+    queued: bool = False
+    """Whether it may still continue from a checkpoint."""
+    checked_at: int = -1
+    """Checkpoints stored when `PrefixCache.has_new_hit` last searched for this prompt."""
+    boundaries: set[int] = field(default_factory=set)
+    """Token counts at which it leaves checkpoints; set when its prefill begins."""
+    has_checkpoint: bool = False
+    """Whether it has left the checkpoint for which its request reserves memory."""
+    lowered: bool = False
+    """Whether it runs below the top precision level: it neither uses nor leaves checkpoints."""
+
+
+def _no_charge(_tokens: int) -> int:
+    return 0
+
+
+class PrefixCache:
+    """The queued and running prompts of one engine, and the tree of checkpoints.
+
+    ``tree`` None disables the cache: nothing is stored, and nothing is found. ``reserved_bytes``:
+    memory that each admitted request reserves for its first checkpoint. ``charge(tokens)``: bytes
+    of a checkpoint of that length.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree | None,
+        reserved_bytes: int = 0,
+        charge: Callable[[int], int] = _no_charge,
+    ) -> None:
+        self.tree = tree
+        self.reserved_bytes = reserved_bytes
+        self._charge = charge
+        self._queued = QueuedPaths()
+        self._wanted: dict[str, int] = {}
+        """By request: bytes that it may still need for checkpoints, beyond its reservation."""
+        self.wanted_bytes = 0
+        """Sum of these bytes, limited to what the tree may still hold."""
+        self._filled = 0
+        """Requests that have left the checkpoint for which they reserve memory."""
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the requests' reservations that checkpoints fill already."""
+        return self._filled * self.reserved_bytes
+
+    def filled_by(self, prompt: TrackedPrompt) -> int:
+        """Return the part of `filled_bytes` that belongs to one request."""
+        return self.reserved_bytes if prompt.has_checkpoint else 0
+
+    def track(
+        self, rid: str, tokens: Sequence[int], salt: str, *, full_prefill: bool
+    ) -> TrackedPrompt:
+        """Return a new prompt; `enqueue` adds it to the queue."""
+        path: Path = ()
+        if self.tree is not None and self.tree.cap_bytes:
+            path = path_of(tokens, salt, self.tree.chunk)
+        return TrackedPrompt(rid, tokens, salt, path, full_prefill)
+
+    def enqueue(self, prompt: TrackedPrompt) -> None:
+        """Add a prompt to the queue: prompts in prefill leave checkpoints where it diverges."""
+        if not prompt.full_prefill:
+            prompt.queued = True
+            self._queued.add(prompt.path)
+
+    def _dequeue(self, prompt: TrackedPrompt) -> None:
+        if prompt.queued:
+            prompt.queued = False
+            self._queued.remove(prompt.path)
+
+    def remove(self, prompt: TrackedPrompt) -> None:
+        """Forget the prompt of a finished request, in any state."""
+        self._dequeue(prompt)
+        self._set_wanted(prompt, None)
+        self.release_place(prompt)
+
+    def release_place(self, prompt: TrackedPrompt) -> None:
+        """Record that a request gave up its place; its next one reserves memory again."""
+        if prompt.has_checkpoint:
+            prompt.has_checkpoint = False
+            self._filled -= 1
+
+    def clear(self, prompts: Iterable[TrackedPrompt]) -> None:
+        """Drop all checkpoints; the reservations of the given prompts are unfilled again."""
+        if self.tree is not None:
+            self.tree.clear()
+        for prompt in prompts:
+            self.release_place(prompt)
+
+    def has_new_hit(self, prompt: TrackedPrompt) -> bool:
+        """Return whether a queued prompt can continue from a checkpoint.
+
+        False without a search if no checkpoint was stored since the last call.
+        """
+        tree = self.tree
+        if tree is None or not prompt.queued or prompt.lowered:
+            return False
+        if prompt.checked_at == tree.counts.stored:
+            return False
+        prompt.checked_at = tree.counts.stored
+        return tree.peek(prompt.tokens, prompt.salt).tokens > 0
+
+    def begin_prefill(self, prompt: TrackedPrompt) -> Hit:
+        """Begin the prefill of a prompt; return the checkpoint to continue from."""
+        self._dequeue(prompt)
+        if self.tree is None or prompt.lowered:
+            return Hit(0)
+        diverging = {chunks * self.tree.chunk for chunks in self._queued.divergences(prompt.path)}
+        prompt.boundaries = self.tree.boundaries(prompt.tokens, prompt.salt, diverging)
+        hit = Hit(0) if prompt.full_prefill else self.tree.match(prompt.tokens, prompt.salt)
+        self._set_wanted(prompt, hit.tokens)
+        return hit
+
+    def prefilled(
+        self, prompt: TrackedPrompt, end: int, sequence: Any, spare_bytes: Callable[[], int]
+    ) -> None:
+        """Record that ``sequence`` holds a prompt up to ``end``; leave a checkpoint if wanted.
+
+        The device must be idle. ``spare_bytes()``: bytes of the grant that no row may need.
+        """
+        if self.tree is None:
+            return
+        chunks, rest = divmod(end, self.tree.chunk)
+        if rest or prompt.lowered:
+            self._set_wanted(prompt, None)  # the prompt's end
+            return
+        # Prompts that were queued after this one began may diverge here too.
+        if end in prompt.boundaries or self._queued.diverges_at(prompt.path, chunks):
+            self._store(self.tree, prompt, end, sequence, spare_bytes)
+        self._set_wanted(prompt, end)
+
+    def _store(
+        self,
+        tree: PrefixTree,
+        prompt: TrackedPrompt,
+        end: int,
+        sequence: Any,
+        spare_bytes: Callable[[], int],
+    ) -> None:
+        tokens, charge = prompt.tokens[:end], self._charge(end)
+        needed = charge if prompt.has_checkpoint else charge - self.reserved_bytes
+        if (missing := needed - spare_bytes()) > 0:
+            tree.evict(missing, tree.value_of(tokens, prompt.salt, charge))
+        if spare_bytes() < needed or not tree.insert(tokens, prompt.salt, sequence):
+            return
+        if not prompt.has_checkpoint:
+            prompt.has_checkpoint = True
+            self._filled += 1
+
+    def _set_wanted(self, prompt: TrackedPrompt, position: int | None) -> None:
+        """Update what a prompt needs for checkpoints after ``position``; None: nothing."""
+        self._wanted.pop(prompt.rid, None)
+        if self.tree is None:
+            return
+        if position is not None:
+            needed = sum(self._charge(end) for end in prompt.boundaries if end > position)
+            needed -= 0 if prompt.has_checkpoint else self.reserved_bytes
+            if needed > 0:
+                self._wanted[prompt.rid] = needed
+        total = sum(self._wanted.values())
+        self.wanted_bytes = min(total, self.tree.cap_bytes - self.tree.held_bytes) if total else 0
+
+    # The tree, if there is one.
+
+    def peek(self, tokens: Sequence[int], salt: str) -> Hit:
+        """Return the deepest checkpoint of a prompt without counting a query."""
+        return Hit(0) if self.tree is None else self.tree.peek(tokens, salt)
+
+    def evict(self, wanted_bytes: int) -> int:
+        """Drop checkpoints until ``wanted_bytes`` are free; return the bytes freed."""
+        return 0 if self.tree is None else self.tree.evict(wanted_bytes)
+
+    def drop_untrusted(self, prompt: TrackedPrompt) -> None:
+        """Drop the checkpoints that a request with bad logits used or left."""
+        if self.tree is not None:
+            self.tree.drop_untrusted(prompt.tokens, prompt.salt)
+
+    def drop_lowered(self) -> None:
+        """Drop checkpoints whose pages were stepped down."""
+        if self.tree is not None:
+            self.tree.drop_lowered()
+
+    @property
+    def usage(self) -> PrefixUse:
+        """Counters for the daemon."""
+        if self.tree is None:
+            return PrefixUse()
+        counts = self.tree.counts
+        return PrefixUse(
+            queries=counts.queries,
+            query_tokens=counts.prompt_tokens,
+            hit_tokens=counts.hit_tokens,
+            checkpoints=len(self.tree),
+            held=self.tree.held_bytes,
+            evicted=counts.evicted,
+        )
+
+    def check(self, prompts: Iterable[TrackedPrompt]) -> None:
+        """Assert the invariants; ``prompts`` are those of all requests in the engine."""
+        prompts = list(prompts)
+        assert self._filled == sum(prompt.has_checkpoint for prompt in prompts)
+        assert self._wanted.keys() <= {prompt.rid for prompt in prompts}
+        names = {name for prompt in prompts if prompt.queued for name in prompt.path}
+        assert len(self._queued) == len(names)
+        if self.tree is not None:
+            self.tree.check()

@@ -1,0 +1,69 @@
+"""Counts which prompt beginnings queued requests share, to place checkpoints where they diverge.
+
+Each prompt is cut once, on arrival, into prefill chunks. Its *path* names each beginning of whole
+chunks with a digest of the salt and all tokens so far. The counter records how many queued prompts
+contain each name. A prompt being prefilled should leave a checkpoint where a queued prompt diverges
+from it, because that is the deepest point from which the queued prompt can continue::
+
+    in prefill  --o-----o-----O-----o-----o      O: the third chunk's name is counted once
+    queued      --o-----o-----O                     more than the fourth's
+
+A name is only a hint: the prefix tree compares tokens before a checkpoint is used. Each test takes
+two lookups, regardless of the length of the queue.
+
+Which request waits for which prefill is decided in `kvd.worker.scheduling.sharing`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from hashlib import blake2b
+
+Path = tuple[bytes, ...]
+"""Digests of a prompt's beginnings: its first chunk, its first two chunks, and so on."""
+
+_DIGEST_BYTES = 16
+
+
+def path_of(tokens: Sequence[int], salt: str, chunk: int) -> Path:
+    """Return a prompt's path: the whole chunks before its last token, which is not prefilled."""
+    digest = blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES)
+    names = []
+    for end in range(chunk, len(tokens), chunk):
+        digest.update(array("i", tokens[end - chunk : end]).tobytes())
+        names.append(digest.digest())
+    return tuple(names)
+
+
+class QueuedPaths:
+    """The paths of all queued prompts."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()
+
+    def add(self, path: Path) -> None:
+        self._counts.update(path)
+
+    def remove(self, path: Path) -> None:
+        for name in path:
+            if self._counts[name] == 1:
+                del self._counts[name]
+            else:
+                self._counts[name] -= 1
+
+    def diverges_at(self, path: Path, chunks: int) -> bool:
+        """Return whether a queued prompt shares exactly the first ``chunks`` chunks of a path."""
+        if not 0 < chunks <= len(path):
+            return False
+        longer = self._counts[path[chunks]] if chunks < len(path) else 0
+        return self._counts[path[chunks - 1]] > longer
+
+    def divergences(self, path: Path) -> set[int]:
+        """Return every number of chunks for which `diverges_at` is true."""
+        return {chunks for chunks in range(1, len(path) + 1) if self.diverges_at(path, chunks)}
+
+    def __len__(self) -> int:
+        """Return the number of distinct names; tests compare it with 0."""
+        return len(self._counts)
