@@ -22,6 +22,7 @@ def _parts(of: Callable[[], Mapping[str, str]]) -> Callable[[str], str]:
 
 
 PAGES: dict[str, Callable[[str], str]] = {
+    comparison.README: _parts(comparison.readme_parts),
     comparison.PAGE: _parts(comparison.parts),
     picture.PAGE: lambda _: picture.svg(),
     f"docs/{configuration.PAGE}": _parts(configuration.parts),
