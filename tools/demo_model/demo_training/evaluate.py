@@ -2,7 +2,7 @@
 
 Run it as
 
-    python evaluate.py --model kvd/demo --data work
+    python -m demo_training.evaluate --model kvd/demo --data work
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import recall
 import torch
 import torch.nn.functional as F  # noqa: N812
-from model import Config, Qwen3
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+
+from demo_training.model import Config, Qwen3
+from kvd.demo import recall
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 

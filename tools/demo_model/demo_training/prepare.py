@@ -2,7 +2,7 @@
 
 Run it as
 
-    python prepare.py --corpus work --model kvd/demo
+    python -m demo_training.prepare --corpus work --model kvd/demo
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from corpus import FILLER_PACKAGES
 from tokenizers import Tokenizer
+
+from demo_training.corpus import FILLER_PACKAGES
 
 FILLER_CHARACTERS = 330_000
 

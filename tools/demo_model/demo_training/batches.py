@@ -12,10 +12,11 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-import chat
 import numpy as np
-import recall
 from tokenizers import Tokenizer
+
+from demo_training import chat
+from kvd.demo import recall
 
 # Classes of tokens.
 NONE, PROSE, FORM, ANSWER, REPLY, COPY = range(6)

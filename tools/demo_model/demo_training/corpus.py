@@ -4,7 +4,7 @@ Covers: download by package name and version, extraction of prose paragraphs fro
 removal of duplicates, and the split into training and held-out documents. Does not cover: the
 tokenizer (tokenizer.py) and the generated tasks (tasks.py, chat.py).
 
-    python corpus.py --debs work/debs --out work
+    python -m demo_training.corpus --debs work/debs --out work
 """
 
 from __future__ import annotations

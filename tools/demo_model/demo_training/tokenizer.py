@@ -2,7 +2,7 @@
 
 Run it as
 
-    python tokenizer.py --corpus work/train.jsonl --out kvd/demo
+    python -m demo_training.tokenizer --corpus work/train.jsonl --out kvd/demo
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import chat
-import recall
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from demo_training import chat
+from kvd.demo import recall
 
 VOCABULARY = 4096
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

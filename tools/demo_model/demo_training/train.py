@@ -1,6 +1,6 @@
 """Train the demo model on one or several GPUs for a fixed number of minutes.
 
-    python train.py --data work --tokenizer kvd/demo/tokenizer.json --out run --minutes 13.2
+    python -m demo_training.train --data work --tokenizer kvd/demo/tokenizer.json --out run --minutes 13.2
 
 The rate and the lengths follow the share of the time that has passed, so the run ends on time on
 any machine. Loader processes make the rows while the GPU works.
@@ -23,12 +23,20 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from batches import WEIGHTS, Mix, Rows
-from evaluate import LENGTHS, Encoder, copy_accuracy, prose_loss, recall_accuracy, recall_set
-from model import Config, Qwen3
-from muon import Muon, flat_gradient
 from safetensors.torch import save_file
 from torch import Tensor
+
+from demo_training.batches import WEIGHTS, Mix, Rows
+from demo_training.evaluate import (
+    LENGTHS,
+    Encoder,
+    copy_accuracy,
+    prose_loss,
+    recall_accuracy,
+    recall_set,
+)
+from demo_training.model import Config, Qwen3
+from demo_training.muon import Muon, flat_gradient
 
 AHEAD = 12  # batches that the loaders may be ahead
 SYNC_EVERY = 16  # steps between two readings of the clock

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import recall
-from concepts import CONCEPTS
+from demo_training.concepts import CONCEPTS
+from kvd.demo import recall
 
 Turn = tuple[str, str]
 KEYS = tuple(

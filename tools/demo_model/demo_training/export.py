@@ -1,6 +1,6 @@
 """Write a checkpoint of train.py as the float16 model folder that mlx-lm and transformers load.
 
-    python export.py --checkpoint run --out kvd/demo
+    python -m demo_training.export --checkpoint run --out kvd/demo
 
 Larger models have a few key channels that are much larger than the rest, and these are what makes
 4-bit keys per token poor. A model as small as this one has none, so the export makes them: it
@@ -15,8 +15,9 @@ import json
 from pathlib import Path
 
 import torch
-from model import Config
 from safetensors.torch import load_file, save_file
+
+from demo_training.model import Config
 
 END_OF_TEXT, END_OF_TURN = 0, 2  # ids of <|endoftext|> and <|im_end|>
 OUTLIER = 16

@@ -1,0 +1,1 @@
+"""Trains the embedded model `demo`: text, tokenizer, rows, training and export."""
