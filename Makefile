@@ -1,6 +1,7 @@
 # make run    install what is missing and serve the embedded model in the foreground
 # make test   install what is missing and run everything that CI runs
-# make check  lint, types and import layers only
+# make test-NAME  one package's tests without the slow ones, such as `make test-cache`
+# make check  lint, types, import contracts, structure and wording
 # make docs   write the generated parts of docs/
 # make bench  kvd beside mlx_lm.server on the embedded model, some minutes (docs/performance.md)
 #
@@ -20,6 +21,9 @@ PYTEST_ARGS ?=
 # eighth less than two.
 JOBS ?= 3
 
+# What `tools.check_wording` reads.
+PROSE := kvd actors protocol tests bench tools deploy docs README.md CONTRIBUTING.md
+
 # Settings of `bench.serve`, such as `make bench BENCH_ARGS="--runs 1 --traces steady"`.
 BENCH_ARGS ?=
 
@@ -28,17 +32,20 @@ BENCH_ARGS ?=
 run: $(VENV)/.runtime
 	@exec $(BIN)/kvd serve --model demo
 
-# MLX's own BLAS is many times slower on Linux: tests that compute preload what workers preload.
 test: check
-	@blas=$$($(BIN)/python -c 'from kvd.host import blas; print(blas.choose("auto") or "")'); \
-	if test -n "$$blas"; then export LD_PRELOAD="$$blas" OPENBLAS_THREAD_TIMEOUT=12; fi; \
-	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m tools.with_blas $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# One package's tests, such as `make test-cache`: tests/worker/cache, or tests/NAME.
+test-%: $(VENV)/.dev
+	$(BIN)/python -m tools.with_blas $(BIN)/pytest -q -m "not slow" $(firstword $(wildcard tests/worker/$* tests/$*)) $(PYTEST_ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.check_structure
+	$(BIN)/python -m tools.check_wording $(PROSE)
 
 docs: $(VENV)/.dev
 	$(BIN)/python -m tools.docs

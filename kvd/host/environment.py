@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import kvd
+from kvd.host import openblas_core
 
 
 def environment(blas: Path | None) -> dict[str, str]:
@@ -19,6 +20,8 @@ def environment(blas: Path | None) -> dict[str, str]:
         # OpenBLAS's idle threads spin, and took a third of a worker's CPU time as system time on
         # a busy machine; with 2^12 cycles that was a sixth, at the same speed or better.
         variables.setdefault("OPENBLAS_THREAD_TIMEOUT", "12")
+        if (core := openblas_core.override(blas)) is not None:
+            variables[openblas_core.VARIABLE] = core
     root = Path(kvd.__file__).parent.parent
     if root != Path(sysconfig.get_path("purelib")):  # a checkout, perhaps not installed
         before = variables.get("PYTHONPATH", "")

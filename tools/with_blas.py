@@ -1,0 +1,25 @@
+"""Runs a command with the BLAS that workers preload: ``python -m tools.with_blas COMMAND...``.
+
+MLX's own BLAS on Linux is many times slower, so tests that compute run with OpenBLAS where it is
+installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from kvd.host import blas
+from kvd.host.environment import environment
+
+
+def main(command: list[str]) -> None:
+    """Replace this process with the command."""
+    wanted = environment(blas.choose("auto"))
+    names = ("LD_PRELOAD", "OPENBLAS_THREAD_TIMEOUT", "OPENBLAS_CORETYPE")
+    chosen = {name: wanted[name] for name in names if name in wanted}
+    os.execvpe(command[0], command, os.environ | chosen)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
