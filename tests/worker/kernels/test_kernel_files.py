@@ -106,7 +106,7 @@ def test_another_process_has_the_same_files(tmp_path: Path) -> None:
     code = (
         "import mlx.core as mx\n"
         "mx.fast.cuda_kernel = lambda **given: print(given)\n"
-        "from kvd.worker import kernel_files\n"
+        "from kvd.worker.attention.kernels import kernel_files\n"
         f"kernel_files.cuda_kernel('k', ['x'], ['out'], {BODY!r}, {HEADER!r})"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}

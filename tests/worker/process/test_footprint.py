@@ -19,7 +19,7 @@ SCRATCH = 32 * MIB
 _ENGINE = f"""
 import json, random
 from kvd.config.kv import parse_kv
-from kvd.worker import memory
+from kvd.worker.process import memory
 from protocol.types import Sampling
 from tests.worker.core.driver import Driver
 

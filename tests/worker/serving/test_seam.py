@@ -25,7 +25,7 @@ def test_signature_of_the_function_that_we_replace() -> None:
 
 def test_models_take_our_function_and_install_refuses_to_be_late() -> None:
     code = """
-from kvd.worker import seam
+from kvd.worker.serving import seam
 seam.install()
 seam.install()
 from mlx_lm.models import qwen3, llama
@@ -35,7 +35,7 @@ assert llama.scaled_dot_product_attention is seam.scaled_dot_product_attention
     subprocess.run([sys.executable, "-c", code], check=True)
     late = """
 from mlx_lm.models import qwen3
-from kvd.worker import seam
+from kvd.worker.serving import seam
 try:
     seam.install()
 except RuntimeError as error:
