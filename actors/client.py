@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 from msgspec.structs import replace
 
 from actors import mail
-from actors.events import concerns
+from actors.event_log import concerns
 from actors.runtime.actor import Actor, MailboxFull
 from protocol import messages
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any
 
-    from actors.events import Events
-    from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail
+    from actors.event_log import EventLog
+    from actors.mail import ClientMail, GovernorMail, RegistryMail, RouterMail
     from actors.ports import Configuration, Metrics
     from actors.runtime.actor import Ref
-    from actors.texts import Texts
+    from actors.tokenizing import TokenizeRequests
     from protocol import worker as wire
     from protocol.forecast import Forecast
     from protocol.messages import Event, Request
@@ -53,10 +53,10 @@ class Services:
     """What a client needs of the system; the same for all of them."""
 
     router: Ref[RouterMail]
-    supervisor: Ref[SupervisorMail]
+    supervisor: Ref[RegistryMail]
     governor: Ref[GovernorMail]
-    events: Events
-    texts: Texts
+    events: EventLog
+    texts: TokenizeRequests
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
     status: Callable[[], DaemonStatus]
@@ -72,7 +72,7 @@ class Services:
         """Let it hold; return what holds then."""
         changes = await self.configuration.change(asked.settings) if asked.settings else []
         if asked.budget_bytes is not None:
-            await self.configuration.budget_is(asked.budget_bytes)
+            await self.configuration.budget_changed(asked.budget_bytes)
         budget, granted = await self.governor.ask(mail.BudgetWanted(asked.budget_bytes))
         return messages.Configured(
             id=asked.id,
@@ -217,7 +217,7 @@ class Client(Actor["ClientMail"]):
     def _cancel(self, target: str) -> bool:
         if target in self._following:
             self._unfollow(target)
-            self._send(messages.EventsOver(id=target, last=self._services.events.last))
+            self._send(messages.EventsReply(id=target, last=self._services.events.last))
             return True
         rid = self._rids.get(target)
         if rid is not None:
@@ -229,12 +229,12 @@ class Client(Actor["ClientMail"]):
         for happened in events.since(request.since, model):
             self._send(replace(happened, id=key))
         if not request.follow:
-            self._send(messages.EventsOver(id=key, last=events.last))
+            self._send(messages.EventsReply(id=key, last=events.last))
             return
         self._following[key] = model
         events.followers[self, key] = lambda it: self._happened(key, it)
 
-    def _happened(self, key: str, happened: messages.Happened) -> None:
+    def _happened(self, key: str, happened: messages.EventRecord) -> None:
         if concerns(happened, self._following[key]):
             self.ref.tell(mail.Deliver(replace(happened, id=key)), beyond_limit=True)
 
@@ -251,7 +251,7 @@ class Client(Actor["ClientMail"]):
             case messages.Unload(model=name, force=force):
                 self._answer(
                     key,
-                    ask(mail.UnloadWanted(name, force)),
+                    ask(mail.UnloadRequest(name, force)),
                     lambda freed: messages.Unloaded(id=key, model=name, freed_bytes=freed),
                 )
             case messages.Drain():

@@ -14,10 +14,10 @@ from actors.machines.forecast import Question, forecast
 from protocol.types import KVSpec
 
 if TYPE_CHECKING:
-    from actors.board import Board
-    from actors.catalogue import Catalogue
+    from actors.known_models import KnownModels
     from actors.machines.governor import Governor
-    from actors.ports import Reckon
+    from actors.ports import EstimateModel
+    from actors.status import StatusTable
     from protocol.forecast import Forecast
     from protocol.messages import Explain
     from protocol.types import ModelStatus
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Explainer:
     """Answers `Explain`; changes nothing."""
 
-    board: Board
-    catalogue: Catalogue
+    board: StatusTable
+    catalogue: KnownModels
     governor: Governor
-    reckon: Reckon
+    estimate_model: EstimateModel
 
     async def __call__(self, asked: Explain) -> Forecast:
         """Return the forecast; raises the KvdError of a model that cannot be found or read."""
@@ -42,7 +42,7 @@ class Explainer:
         if info is not None and info.costs is not None:
             costs, schemes, longest = info.costs, info.kv_schemes, info.context_length
         else:
-            estimate = await self.reckon(source, kv)
+            estimate = await self.estimate_model(source, kv)
             costs, schemes, longest = estimate.costs, estimate.schemes, estimate.context_length
         if known is not None and known.policy.max_context is not None:
             longest = min(longest, known.policy.max_context)

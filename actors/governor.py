@@ -14,14 +14,14 @@ from actors import mail
 from actors.machines import governor_events
 from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
 from actors.runtime.actor import Actor
-from actors.runtime.journal import Journal
+from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
 from protocol import worker as wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from actors.events import Events
+    from actors.event_log import EventLog
     from actors.machines.governor import Governor
     from actors.mail import GovernorMail, WorkerMail
     from actors.runtime.actor import Ref
@@ -35,7 +35,7 @@ class GovernorContext:
     """What outlives a restart of the governor, and whom it speaks to."""
 
     machine: Governor
-    events: Events
+    events: EventLog
     evict: Callable[[str, bool], None] = lambda _model, _requeue: None
     """Have the supervisor unload a model; it comes back when a request names it."""
     hold: Callable[[str, bool], None] = lambda _model, _held: None
@@ -47,7 +47,7 @@ class GovernorContext:
     violations: int = 0
 
     def __post_init__(self) -> None:
-        self.journal: Journal[governor_events.Event, governor_events.Command] = Journal(
+        self.journal: EventHistory[governor_events.Event, governor_events.Command] = EventHistory(
             self.machine
         )
 
@@ -68,7 +68,7 @@ class GovernorActor(Actor["GovernorMail"]):
     def __init__(self, context: GovernorContext) -> None:
         context.machine.check()
         self._context = context
-        self._alarm = Alarm(lambda: self.ref.tell(mail.GovernorRang(), beyond_limit=True))
+        self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Go on with what the governor before was about."""
@@ -95,7 +95,7 @@ class GovernorActor(Actor["GovernorMail"]):
                 if total is not None:
                     self._do(governor_events.BudgetChanged(total))
                 return self._context.budget_bytes, self._context.granted_bytes
-            case mail.GovernorRang():
+            case mail.AlarmFired():
                 self._do(governor_events.AlarmFired())
                 self._reassure()
             case _:

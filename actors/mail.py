@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from actors.catalogue import Known
+    from actors.known_models import KnownModel
     from actors.machines import lifecycle
     from actors.machines.admission import Standing
     from actors.machines.gauge import Pressure
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 class _Message(msgspec.Struct, frozen=True):
     pass
+
+
+class AlarmFired(_Message, frozen=True):
+    """The actor's alarm fired: a deadline may have passed."""
 
 
 # -- to a client ----------------------------------------------------------------------------------
@@ -161,10 +165,6 @@ class FinishAll(Ask[None], frozen=True):
     """Take no new requests; answered when none is left."""
 
 
-class RouterRang(_Message, frozen=True):
-    """A deadline may have passed."""
-
-
 RouterMail = (
     Wanted
     | AttachWanted
@@ -179,7 +179,7 @@ RouterMail = (
     | ModelAsleep
     | ModelHeld
     | FinishAll
-    | RouterRang
+    | AlarmFired
 )
 
 # -- to a worker ----------------------------------------------------------------------------------
@@ -255,10 +255,6 @@ class HasExited(_Message, frozen=True):
     life: int
 
 
-class Rang(_Message, frozen=True):
-    """The alarm went off."""
-
-
 class Commanded(_Message, frozen=True):
     """The governor's word to the process with the number `life`."""
 
@@ -286,7 +282,7 @@ WorkerMail = (
     | HasNoProcess
     | Reported
     | HasExited
-    | Rang
+    | AlarmFired
 )
 
 # -- to the governor ------------------------------------------------------------------------------
@@ -330,17 +326,9 @@ class BudgetWanted(Ask[tuple[int, int]], frozen=True):
     total_bytes: int | None = None
 
 
-class GovernorRang(_Message, frozen=True):
-    """Something may be due."""
-
-
-GovernorMail = GrantAsked | MemoryFree | Governed | Measured | BudgetWanted | GovernorRang
+GovernorMail = GrantAsked | MemoryFree | Governed | Measured | BudgetWanted | AlarmFired
 
 # -- to the readings ------------------------------------------------------------------------------
-
-
-class ReadingsRang(_Message, frozen=True):
-    """It is time to look again."""
 
 
 class HaveRead(_Message, frozen=True):
@@ -350,7 +338,7 @@ class HaveRead(_Message, frozen=True):
     took_s: float
 
 
-ReadingsMail = ReadingsRang | HaveRead
+ReadingsMail = AlarmFired | HaveRead
 
 # -- to the turns ---------------------------------------------------------------------------------
 
@@ -385,13 +373,7 @@ class TimeSlicesLost(_Message, frozen=True):
     model: str
 
 
-class TimeSlicesRang(_Message, frozen=True):
-    """A turn may have lapsed."""
-
-
-TimeSlicesMail = (
-    TimeSliceAsked | TimeSliceEnded | TimeSlicesWeighed | TimeSlicesLost | TimeSlicesRang
-)
+TimeSlicesMail = TimeSliceAsked | TimeSliceEnded | TimeSlicesWeighed | TimeSlicesLost | AlarmFired
 
 # -- to the supervisor ----------------------------------------------------------------------------
 
@@ -422,7 +404,7 @@ class EnsureLoaded(_Message, frozen=True):
     model: str
 
 
-class EvictWanted(_Message, frozen=True):
+class EvictRequest(_Message, frozen=True):
     """The governor wants a model's memory; requests that it has wait in the daemon meanwhile."""
 
     name: str
@@ -444,7 +426,7 @@ class ListWanted(Ask[bool], frozen=True):
     """
 
     name: str
-    known: Known
+    known: KnownModel
     policy: Mapping[str, Any]
 
 
@@ -454,7 +436,7 @@ class UnlistWanted(Ask[None], frozen=True):
     name: str
 
 
-class UnloadWanted(Ask[int], frozen=True):
+class UnloadRequest(Ask[int], frozen=True):
     """Unload a model; answered with the bytes that became free."""
 
     name: str
@@ -510,14 +492,14 @@ class LoadProgressed(_Message, frozen=True):
     fraction: float
 
 
-SupervisorMail = (
+RegistryMail = (
     LoadWanted
     | EnsureLoaded
-    | EvictWanted
+    | EvictRequest
     | PinWanted
     | ListWanted
     | UnlistWanted
-    | UnloadWanted
+    | UnloadRequest
     | TokensWanted
     | TokensUnwanted
     | DrainWanted

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, assert_never
 from msgspec.structs import replace
 
 from actors import mail
-from actors.catalogue import Catalogue, Known
+from actors.known_models import KnownModel, KnownModels
 from actors.machines import governor_events, lifecycle
-from actors.runtime.actor import Actor, Later
+from actors.runtime.actor import Actor, DeferredReply
 from protocol import messages
 from protocol import worker as wire
 from protocol.errors import (
@@ -37,9 +37,9 @@ from protocol.types import ALIAS_PATTERN, ALIAS_RULE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from actors.board import Board
-    from actors.mail import ClientMail, GovernorMail, RouterMail, SupervisorMail, WorkerMail
+    from actors.mail import ClientMail, GovernorMail, RegistryMail, RouterMail, WorkerMail
     from actors.runtime.actor import Ref
+    from actors.status import StatusTable
     from protocol.errors import ErrorInfo
     from protocol.types import ModelState, ModelStatus
 
@@ -48,11 +48,11 @@ STOPS = "the daemon stops"
 
 
 @dataclass
-class Seat:
+class RegistryEntry:
     """One model by its name."""
 
     name: str
-    known: Known
+    known: KnownModel
     worker: Ref[WorkerMail]
     state: ModelState = "spawning"
     """As the worker told it last; it is told to start before anything else."""
@@ -62,37 +62,41 @@ class Seat:
     """Unload or shutdown was ordered, or the governor wants its memory."""
     resting: bool = False
     """The governor does: it stays known, and a request brings it back."""
-    loaders: list[tuple[Later[ModelStatus], mail.Watcher | None]] = field(default_factory=list)
-    unloaders: list[Later[int]] = field(default_factory=list)
-    before: Known | None = None
+    loaders: list[tuple[DeferredReply[ModelStatus], mail.Watcher | None]] = field(
+        default_factory=list
+    )
+    unloaders: list[DeferredReply[int]] = field(default_factory=list)
+    before: KnownModel | None = None
     """The model as it was known before a load that does not wait for room."""
     brought: bool = False
     """Something named it that is known: it stays so if the load fails."""
-    askers: list[tuple[Later[wire.Tokenized], mail.TokensWanted]] = field(default_factory=list)
+    askers: list[tuple[DeferredReply[wire.Tokenized], mail.TokensWanted]] = field(
+        default_factory=list
+    )
     """Texts to tell the tokens of when it is ready."""
-    again: list[tuple[Later[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
+    again: list[tuple[DeferredReply[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
     """Loads that came while it was leaving to make room."""
 
 
 @dataclass
-class House:
+class RegistryState:
     """What outlives a restart of the supervisor, and what it needs."""
 
-    board: Board
-    hire: Callable[[str, Known], Ref[WorkerMail]]
+    board: StatusTable
+    start_worker: Callable[[str, KnownModel], Ref[WorkerMail]]
     """Start a worker actor."""
-    dismiss: Callable[[Ref[WorkerMail]], None]
+    stop_worker: Callable[[Ref[WorkerMail]], None]
     """Stop a worker actor."""
     router: Ref[RouterMail]
     governor: Ref[GovernorMail]
     on_empty: Callable[[], None]
     """Called once, when a shutdown has stopped everything."""
-    catalogue: Catalogue = field(default_factory=Catalogue)
-    seats: dict[str, Seat] = field(default_factory=dict)
+    catalogue: KnownModels = field(default_factory=KnownModels)
+    seats: dict[str, RegistryEntry] = field(default_factory=dict)
     draining: bool = False
     closing: bool = False
     closed: bool = False
-    farewells: list[mail.Watcher] = field(default_factory=list)
+    shutdown_watchers: list[mail.Watcher] = field(default_factory=list)
 
     def check(self) -> None:
         """Check the invariants."""
@@ -103,10 +107,10 @@ class House:
         assert not self.closing or self.draining, "shuts down and takes new work"
 
 
-class Supervisor(Actor["SupervisorMail"]):
+class ModelRegistry(Actor["RegistryMail"]):
     """Knows the models by name."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: RegistryState) -> None:
         house.check()
         self._house = house
 
@@ -122,14 +126,14 @@ class Supervisor(Actor["SupervisorMail"]):
             seat.again.clear()
             seat.askers.clear()
 
-    def receive(self, message: SupervisorMail) -> object:  # noqa: C901, PLR0912 - one match, one union
+    def receive(self, message: RegistryMail) -> object:  # noqa: C901, PLR0912 - one match, one union
         """Handle a message."""
         match message:
             case mail.LoadWanted():
                 return self._load(message)
             case mail.EnsureLoaded(model=model):
                 self._ensure(model)
-            case mail.EvictWanted(name=name, requeue=requeue):
+            case mail.EvictRequest(name=name, requeue=requeue):
                 self._evict(name, requeue=requeue)
             case mail.PinWanted(name=name, pinned=pinned):
                 self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
@@ -137,7 +141,7 @@ class Supervisor(Actor["SupervisorMail"]):
                 return self._list(message)
             case mail.UnlistWanted(name=name):
                 self._unlist(name)
-            case mail.UnloadWanted(name=name, force=force):
+            case mail.UnloadRequest(name=name, force=force):
                 return self._unload(name, force=force)
             case mail.TokensWanted():
                 return self._tokenize(message)
@@ -159,7 +163,7 @@ class Supervisor(Actor["SupervisorMail"]):
 
     # -- load and unload --------------------------------------------------------------------------
 
-    def _load(self, wanted: mail.LoadWanted) -> Later[ModelStatus] | ModelStatus:
+    def _load(self, wanted: mail.LoadWanted) -> DeferredReply[ModelStatus] | ModelStatus:
         """Answer a load.
 
         0. the name holds what would break a table: ``invalid_request``;
@@ -193,37 +197,39 @@ class Supervisor(Actor["SupervisorMail"]):
                 self._board(seat.name, seat.known, patient=False)
                 seat.worker.tell(mail.Order(lifecycle.Start()))
             self._renew(seat, wanted)
-        later: Later[ModelStatus] = Later()
+        later: DeferredReply[ModelStatus] = DeferredReply()
         seat.loaders.append((later, wanted.watcher))  # (7)
         return later
 
-    def _wanted(self, name: str, wanted: mail.LoadWanted) -> Known:
+    def _wanted(self, name: str, wanted: mail.LoadWanted) -> KnownModel:
         before = self._house.catalogue.models.get(name)
         policy = wanted.policy or (before.policy if before is not None else ModelPolicy())
-        return Known(wanted.source, wanted.kv, policy, before is not None and before.listed)
+        return KnownModel(wanted.source, wanted.kv, policy, before is not None and before.listed)
 
-    def _take_seat(self, name: str, known: Known, *, patient: bool) -> Seat:
+    def _take_seat(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
         house = self._house
         before = None if patient else house.catalogue.models.get(name)
         house.catalogue.models[name] = known
         self._board(name, known, patient=patient)
-        worker = house.hire(name, known)
-        seat = house.seats[name] = Seat(name, known, worker, before=before, brought=patient)
+        worker = house.start_worker(name, known)
+        seat = house.seats[name] = RegistryEntry(
+            name, known, worker, before=before, brought=patient
+        )
         house.router.tell(mail.ModelAdded(name, worker))
         worker.tell(mail.Order(lifecycle.Start()))
         return seat
 
-    def _board(self, name: str, known: Known, *, patient: bool) -> None:
+    def _board(self, name: str, known: KnownModel, *, patient: bool) -> None:
         self._govern(governor_events.LoadRequested(name, known.policy, patient))
 
     def _govern(self, event: governor_events.Event) -> None:
         self._house.governor.tell(mail.Governed(event))
 
-    def _renew(self, seat: Seat, wanted: mail.LoadWanted) -> None:
+    def _renew(self, seat: RegistryEntry, wanted: mail.LoadWanted) -> None:
         if (told := wanted.policy) is not None:
             self._set_policy(seat.name, lambda _: told)
 
-    def _known(self, name: str) -> Known:
+    def _known(self, name: str) -> KnownModel:
         known = self._house.catalogue.models.get(name)
         if known is None:
             raise UnknownModel(self._missing(name), model=name)
@@ -290,7 +296,7 @@ class Supervisor(Actor["SupervisorMail"]):
         error = UnknownModel(f"{self._missing(name)}; load it first", model=name)
         house.router.tell(mail.ModelForgotten(name, error.info()))
 
-    def _tokenize(self, wanted: mail.TokensWanted) -> Later[wire.Tokenized]:
+    def _tokenize(self, wanted: mail.TokensWanted) -> DeferredReply[wire.Tokenized]:
         """Have a model's process tell a text's tokens, when it runs."""
         name, house = wanted.name, self._house
         known = self._known(name)
@@ -302,13 +308,13 @@ class Supervisor(Actor["SupervisorMail"]):
         if seat.state == "failed":
             error = house.board.model(name).error
             raise from_info(error) if error else ModelFailed(f"{name} was given up", model=name)
-        later: Later[wire.Tokenized] = Later()
+        later: DeferredReply[wire.Tokenized] = DeferredReply()
         seat.askers.append((later, wanted))
         if seat.state == "ready":
             self._ask_tokens(seat)
         return later
 
-    def _ask_tokens(self, seat: Seat) -> None:
+    def _ask_tokens(self, seat: RegistryEntry) -> None:
         askers, seat.askers = seat.askers, []
         for later, wanted in askers:
             self.pipe(seat.worker.ask(mail.TokensAsked(wanted.command)), later.answer, later.fail)
@@ -324,13 +330,13 @@ class Supervisor(Actor["SupervisorMail"]):
         names = ", ".join(sorted(self._house.seats)) or "none"
         return f"no model {name!r} is loaded (loaded: {names})"
 
-    def _unload(self, name: str, *, force: bool) -> Later[int] | int:
+    def _unload(self, name: str, *, force: bool) -> DeferredReply[int] | int:
         seat = self._house.seats.get(name)
         if seat is None:
             self._known(name)
             self._forget(name)  # it made room before; now no request brings it back
             return 0
-        later: Later[int] = Later()
+        later: DeferredReply[int] = DeferredReply()
         seat.unloaders.append(later)
         self._dismiss(seat, force=force)
         return later
@@ -348,12 +354,14 @@ class Supervisor(Actor["SupervisorMail"]):
         drains = seat.state == "ready" and not requeue
         seat.worker.tell(mail.Order(lifecycle.Drain() if drains else lifecycle.Halt()))
 
-    def _load_again(self, seat: Seat, wanted: mail.LoadWanted) -> Later[ModelStatus]:
-        later: Later[ModelStatus] = Later()
+    def _load_again(
+        self, seat: RegistryEntry, wanted: mail.LoadWanted
+    ) -> DeferredReply[ModelStatus]:
+        later: DeferredReply[ModelStatus] = DeferredReply()
         seat.again.append((later, wanted))
         return later
 
-    def _dismiss(self, seat: Seat, *, force: bool) -> None:
+    def _dismiss(self, seat: RegistryEntry, *, force: bool) -> None:
         seat.leaving, seat.resting = True, False
         for later, _ in seat.again:
             later.fail(Draining(f"{seat.name} was unloaded while it loaded"))
@@ -363,10 +371,12 @@ class Supervisor(Actor["SupervisorMail"]):
         self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
         seat.worker.tell(mail.Order(lifecycle.Halt(reason) if force else lifecycle.Drain()))
 
-    def _leave(self, seat: Seat, *, freed_bytes: int, error: ErrorInfo | None = None) -> None:
+    def _leave(
+        self, seat: RegistryEntry, *, freed_bytes: int, error: ErrorInfo | None = None
+    ) -> None:
         house = self._house
         del house.seats[seat.name]
-        house.dismiss(seat.worker)
+        house.stop_worker(seat.worker)
         house.board.models.pop(seat.name, None)
         if seat.resting:
             house.router.tell(mail.ModelAsleep(seat.name))
@@ -411,7 +421,7 @@ class Supervisor(Actor["SupervisorMail"]):
             case _:
                 pass
 
-    def _refused(self, seat: Seat, error: ErrorInfo, *, freed_bytes: int) -> None:
+    def _refused(self, seat: RegistryEntry, error: ErrorInfo, *, freed_bytes: int) -> None:
         """Leave all as if nobody had asked; a model that ran before stays, to say why it is gone.
 
         A model that was known is so again, from where it was, and requests wait on that came
@@ -436,12 +446,12 @@ class Supervisor(Actor["SupervisorMail"]):
                 )
                 watcher.client.tell(mail.Deliver(event))
 
-    def _answer_loaders(self, seat: Seat) -> None:
+    def _answer_loaders(self, seat: RegistryEntry) -> None:
         loaders, seat.loaders = seat.loaders, []
         for later, _ in loaders:
             later.answer(self._house.board.model(seat.name))
 
-    def _fail_loaders(self, seat: Seat, error: KvdError) -> None:
+    def _fail_loaders(self, seat: RegistryEntry, error: KvdError) -> None:
         loaders, seat.loaders = seat.loaders, []
         askers, seat.askers = seat.askers, []
         for loader, _ in loaders:
@@ -451,8 +461,8 @@ class Supervisor(Actor["SupervisorMail"]):
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def _drain(self) -> Later[None]:
-        later: Later[None] = Later()
+    def _drain(self) -> DeferredReply[None]:
+        later: DeferredReply[None] = DeferredReply()
         self._house.draining = True
         self.pipe(self._house.router.ask(mail.FinishAll()), later.answer, later.fail)
         return later
@@ -461,7 +471,7 @@ class Supervisor(Actor["SupervisorMail"]):
         house = self._house
         house.draining = True
         if watcher is not None:
-            house.farewells.append(watcher)
+            house.shutdown_watchers.append(watcher)
         if force:
             # So that the router, too, knows why what waits there ends.
             self.pipe(house.router.ask(mail.FinishAll()), lambda _: None, lambda _: None)
@@ -485,8 +495,8 @@ class Supervisor(Actor["SupervisorMail"]):
         if not house.closing or house.seats or house.closed:
             return
         house.closed = True
-        for watcher in house.farewells:
-            watcher.client.tell(mail.Deliver(messages.Bye(id=watcher.id)))
+        for watcher in house.shutdown_watchers:
+            watcher.client.tell(mail.Deliver(messages.ShutdownReply(id=watcher.id)))
         house.on_empty()
 
 
@@ -495,22 +505,22 @@ def short_name(source: str) -> str:
     return source.rstrip("/").rpartition("/")[2] or source
 
 
-def _with_policy(known: Known, change: Callable[[ModelPolicy], ModelPolicy]) -> Known:
+def _with_policy(known: KnownModel, change: Callable[[ModelPolicy], ModelPolicy]) -> KnownModel:
     return dataclasses.replace(known, policy=change(known.policy))
 
 
-def _is_loaded_as(known: Known, wanted: Known) -> bool:
+def _is_loaded_as(known: KnownModel, wanted: KnownModel) -> bool:
     same_context = known.policy.max_context == wanted.policy.max_context
     return (known.source, known.kv) == (wanted.source, wanted.kv) and same_context
 
 
-def _is_same(known: Known, wanted: mail.LoadWanted) -> bool:
+def _is_same(known: KnownModel, wanted: mail.LoadWanted) -> bool:
     context = known.policy.max_context
     same_context = wanted.policy is None or wanted.policy.max_context == context
     return (known.source, known.kv) == (wanted.source, wanted.kv) and same_context
 
 
-def _exists(name: str, known: Known, wanted: mail.LoadWanted) -> ModelExists:
+def _exists(name: str, known: KnownModel, wanted: mail.LoadWanted) -> ModelExists:
     other = ""
     if known.source == wanted.source and known.kv.name == wanted.kv.name:
         other = " and another max_context" if known.kv == wanted.kv else " and other KV settings"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from actors.telemetry import Moment
+from actors.telemetry import Observation
 from protocol.costs import Estimate
 from protocol.settings import Changed, Setting
 from protocol.types import HostMemory, KVSpec
@@ -68,7 +68,7 @@ class SpawnWorker(Protocol):
         ...
 
 
-class ReadMemory(Protocol):
+class MemoryReader(Protocol):
     """Memory readings of this machine."""
 
     def host(self) -> HostMemory:
@@ -104,7 +104,7 @@ class Configuration(Protocol):
         """
         ...
 
-    async def budget_is(self, total_bytes: int) -> None:
+    async def budget_changed(self, total_bytes: int) -> None:
         """Note that a client sets the budget, once the changes before are done.
 
         The caller tells the governor in the same breath, so that both hear of budgets in one order.
@@ -112,7 +112,7 @@ class Configuration(Protocol):
         ...
 
 
-class Reckon(Protocol):
+class EstimateModel(Protocol):
     """Say what a model costs that is not loaded, from its files."""
 
     async def __call__(self, source: str, kv: KVSpec) -> Estimate:
@@ -138,11 +138,11 @@ class Notice:
 Notify = Callable[[Notice], None]
 """Called on the event loop; must not block, must not raise."""
 
-Observe = Callable[[Moment], None]
+Observe = Callable[[Observation], None]
 """The same, for each token that goes to a client and for all else that may be counted: quick."""
 
 
-def unobserved(_: Moment) -> None:
+def ignore_observation(_: Observation) -> None:
     """Count nothing."""
 
 
@@ -150,6 +150,6 @@ Metrics = Callable[[], Coroutine[Any, Any, str]]
 """Returns what Prometheus reads."""
 
 
-async def unmeasured() -> str:
+async def no_metrics() -> str:
     """Measure nothing."""
     return ""

@@ -17,10 +17,10 @@ from actors.runtime.actor import Actor
 from actors.runtime.timers import Alarm
 
 if TYPE_CHECKING:
-    from actors.board import Board
     from actors.mail import GovernorMail, ReadingsMail
-    from actors.ports import ReadMemory
+    from actors.ports import MemoryReader
     from actors.runtime.actor import Ref
+    from actors.status import StatusTable
     from protocol.types import MemoryUse, ModelStatus, WorkerStats
 
 INTERVAL_S = 1.0
@@ -48,8 +48,8 @@ def used_bytes(memory: MemoryUse, footprint: int, *, separate: bool) -> int:
 class Scale:
     """What outlives a restart of the actor, and what it needs."""
 
-    memory: ReadMemory
-    board: Board
+    memory: MemoryReader
+    board: StatusTable
     governor: Ref[GovernorMail]
     heard: dict[str, tuple[WorkerStats, float]] = field(default_factory=dict)
     """The last counters of each model, and when they were new."""
@@ -65,7 +65,7 @@ class Readings(Actor["ReadingsMail"]):
 
     def __init__(self, scale: Scale) -> None:
         self._scale = scale
-        self._alarm = Alarm(lambda: self.ref.tell(mail.ReadingsRang(), beyond_limit=True))
+        self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Begin with the first look."""
@@ -78,7 +78,7 @@ class Readings(Actor["ReadingsMail"]):
     def receive(self, message: ReadingsMail) -> None:
         """Handle a message."""
         match message:
-            case mail.ReadingsRang():
+            case mail.AlarmFired():
                 self._look()
             case mail.HaveRead(footprints=footprints, took_s=took_s):
                 now = asyncio.get_running_loop().time()

@@ -1,8 +1,8 @@
 """The router's shell: brings requests to workers and what becomes of them to clients.
 
 Holds what the machine (`actors.machines.admission`) does not know: prompts, clients, seeds, and
-what was sent (`actors.jobs`): a request whose worker dies goes on in the next one from there. With
-records (`actors.archive`) it also goes on after the daemon's own death, when its client attaches.
+what was sent (`actors.request_state`): a request whose worker dies goes on in the next one from there. With
+records (`actors.saved_requests`) it also goes on after the daemon's own death, when its client attaches.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, assert_never
 from msgspec.structs import replace
 
 from actors import mail, telemetry
-from actors.archive import Archive
-from actors.jobs import Job
 from actors.machines import admission, lifecycle
-from actors.ports import Notice, unobserved
-from actors.runtime.actor import Actor, Later
-from actors.runtime.journal import Journal
+from actors.ports import Notice, ignore_observation
+from actors.request_state import Job
+from actors.runtime.actor import Actor, DeferredReply
+from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
+from actors.saved_requests import SavedRequests
 from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
@@ -31,12 +31,12 @@ from protocol.errors import KvdError, UnknownRequest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from actors.board import Board
-    from actors.events import Events
+    from actors.event_log import EventLog
     from actors.mail import RouterMail, WorkerMail
     from actors.ports import Level, Notify, Observe
     from actors.runtime.actor import Ref
-    from actors.telemetry import Moment
+    from actors.status import StatusTable
+    from actors.telemetry import Observation
     from protocol.messages import Event, Generate
 
 TOKEN_BYTES = 36
@@ -44,23 +44,23 @@ TOKEN_BYTES = 36
 
 
 @dataclass
-class Office:
+class RouterState:
     """What outlives a restart of the router."""
 
     machine: admission.Desk
     draw_seed: Callable[[], int]
-    board: Board
+    board: StatusTable
     notify: Notify
-    archive: Archive = field(default_factory=Archive)
-    events: Events | None = None
-    observe: Observe = unobserved
+    archive: SavedRequests = field(default_factory=SavedRequests)
+    events: EventLog | None = None
+    observe: Observe = ignore_observation
     summon: Callable[[str], None] = lambda _model: None
     """Tell the supervisor of a model that a request names and that is not here."""
     jobs: dict[str, Job] = field(default_factory=dict)
     workers: dict[str, Ref[WorkerMail]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.journal: Journal[admission.Event, admission.Command] = Journal(self.machine)
+        self.journal: EventHistory[admission.Event, admission.Command] = EventHistory(self.machine)
         self.board.requests = self.machine.counts
         self.board.paused = self.paused
 
@@ -80,11 +80,11 @@ class Router(Actor["RouterMail"]):
 
     mailbox_limit = 65_536  # the reports of all workers pass here
 
-    def __init__(self, office: Office) -> None:
+    def __init__(self, office: RouterState) -> None:
         office.check()
         self._office = office
-        self._finishing: list[Later[None]] = []
-        self._alarm = Alarm(lambda: self.ref.tell(mail.RouterRang(), beyond_limit=True))
+        self._finishing: list[DeferredReply[None]] = []
+        self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Go on with the deadlines of the router before."""
@@ -99,7 +99,7 @@ class Router(Actor["RouterMail"]):
         """Check the invariants."""
         self._office.check()
 
-    def receive(self, message: RouterMail) -> Later[None] | None:  # noqa: C901, PLR0912 - one match
+    def receive(self, message: RouterMail) -> DeferredReply[None] | None:  # noqa: C901, PLR0912 - one match
         """Handle a message."""
         match message:
             case mail.Wanted():
@@ -138,11 +138,11 @@ class Router(Actor["RouterMail"]):
                     message.again,
                 )
                 self._do(lost)
-            case mail.RouterRang():
+            case mail.AlarmFired():
                 self._expire()
                 self._do(admission.Rang())
             case mail.FinishAll():
-                later: Later[None] = Later()
+                later: DeferredReply[None] = DeferredReply()
                 self._finishing.append(later)
                 self._do(admission.DrainAll())
                 return later
@@ -169,7 +169,7 @@ class Router(Actor["RouterMail"]):
         office.jobs[rid] = Job(
             request.id, wanted.client, submit, timing, deadline, name, wanted.kept
         )
-        office.observe(telemetry.Arrived(request.model))
+        office.observe(telemetry.RequestArrived(request.model))
         self._do(admission.Arrived(rid, request.model, _size(submit), deadline))
         if wanted.kept and rid in office.jobs:  # not refused; no worker has said anything yet
             office.archive.asked(rid, request.model, submit)
@@ -193,7 +193,7 @@ class Router(Actor["RouterMail"]):
             return
         deadline = office.archive.deadline_of(saved)
         office.jobs[rid] = saved.job(request, wanted.client, deadline)
-        office.observe(telemetry.Arrived(saved.model))
+        office.observe(telemetry.RequestArrived(saved.model))
         self._do(admission.Arrived(rid, saved.model, _size(saved.submit), deadline))
 
     def _expire(self) -> None:
@@ -215,7 +215,7 @@ class Router(Actor["RouterMail"]):
             if job.fresh:
                 job.fresh = False
                 self._do(admission.Gained(rid))
-        elif isinstance(report, wire.RowBegun):
+        elif isinstance(report, wire.RowAdmitted):
             self._observe(job.timing.begins(_now()))
         elif isinstance(report, wire.RowQueued):
             if not job.lined_up:
@@ -272,9 +272,9 @@ class Router(Actor["RouterMail"]):
             case _:
                 assert_never(command)
 
-    def _observe(self, moment: Moment | None) -> None:
-        if moment is not None:
-            self._office.observe(moment)
+    def _observe(self, observation: Observation | None) -> None:
+        if observation is not None:
+            self._office.observe(observation)
 
     def _tell(self, job: Job, event: Event) -> None:
         self._observe(job.timing.told(event, _now()))

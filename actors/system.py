@@ -15,27 +15,27 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from actors import mail
-from actors.archive import Archive
-from actors.board import Board
 from actors.caller import Call, Caller
-from actors.catalogue import Catalogue, Known
 from actors.client import Client, Services, Socket
-from actors.events import Events
+from actors.event_log import EventLog
 from actors.explain import Explainer
 from actors.governor import GovernorActor, GovernorContext
+from actors.known_models import KnownModel, KnownModels
 from actors.machines.admission import Desk
 from actors.machines.governor import Governor
 from actors.machines.ledger import Ledger
 from actors.machines.lifecycle import Lifecycle, Patience
-from actors.model_registry import House, Supervisor
-from actors.ports import Notice, unmeasured, unobserved
+from actors.model_registry import ModelRegistry, RegistryState
+from actors.ports import Notice, ignore_observation, no_metrics
 from actors.readings import Readings, Scale
-from actors.router import Office, Router
+from actors.router import Router, RouterState
 from actors.runtime.actor import MailboxFull
-from actors.runtime.supervision import Child, Tree
-from actors.texts import Texts
+from actors.runtime.supervision import Child, SupervisionTree
+from actors.saved_requests import SavedRequests
+from actors.status import StatusTable
 from actors.time_slices import Ring, TimeSlices
-from actors.worker import Berth, Surroundings, Worker
+from actors.tokenizing import TokenizeRequests
+from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.errors import InvalidRequest, UnknownModel
 from protocol.types import DaemonStatus, KVSpec, ModelStatus
 from protocol.worker import LoadModel
@@ -43,17 +43,17 @@ from protocol.worker import LoadModel
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from actors.jobs import Stage
-    from actors.mail import ClientMail, SupervisorMail, WorkerMail
+    from actors.mail import ClientMail, RegistryMail, WorkerMail
     from actors.ports import (
         Configuration,
+        EstimateModel,
+        MemoryReader,
         Metrics,
         Notify,
         Observe,
-        ReadMemory,
-        Reckon,
         SpawnWorker,
     )
+    from actors.request_state import Stage
     from actors.runtime.actor import Actor, Ref
     from protocol.costs import Estimate
     from protocol.messages import Event, Generate
@@ -102,10 +102,10 @@ class Settings:
 
 
 @dataclass
-class ConfigNews:
+class ConfigReloadStatus:
     """What came of the last reload of the configuration, for `status`."""
 
-    waits: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
     error: str | None = None
     reloads: int = 0
 
@@ -135,7 +135,7 @@ class NoConfiguration:
         """Refuse."""
         raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
 
-    async def budget_is(self, total_bytes: int) -> None:
+    async def budget_changed(self, total_bytes: int) -> None:
         """Note nothing."""
 
 
@@ -176,39 +176,41 @@ class System:
     def __init__(
         self,
         spawn: SpawnWorker,
-        memory: ReadMemory,
+        memory: MemoryReader,
         *,
         budget_bytes: int,
         identity: Identity,
         settings: Settings | None = None,
-        known: Mapping[str, Known] | None = None,
-        reckon: Reckon = no_files,
+        known: Mapping[str, KnownModel] | None = None,
+        estimate_model: EstimateModel = no_files,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
         notify: Notify = silent,
-        archive: Archive | None = None,
-        observe: Observe = unobserved,
-        metrics: Metrics = unmeasured,
+        archive: SavedRequests | None = None,
+        observe: Observe = ignore_observation,
+        metrics: Metrics = no_metrics,
     ) -> None:
         self._spawn = spawn
         self._memory = memory
         self._identity = identity
         self._settings = settings or Settings()
-        self.config = ConfigNews()
+        self.config = ConfigReloadStatus()
         self.configuration: Configuration = NoConfiguration()
         """What clients may see and change of it; set before `start`."""
         self._notify = notify
-        self._board = Board()
-        self._events = Events(notify, observe)
+        self._board = StatusTable()
+        self._events = EventLog(notify, observe)
         self._governor = GovernorContext(Governor(Ledger(budget_bytes)), self._events)
-        self._catalogue = Catalogue(dict(known or {}))
-        self._reckon = reckon
+        self._catalogue = KnownModels(dict(known or {}))
+        self._reckon = estimate_model
         self._board.policies = self._catalogue.policies
         desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
-        self._archive = archive or Archive()
+        self._archive = archive or SavedRequests()
         self._observe, self._metrics = observe, metrics
-        self._office = Office(desk, draw_seed, self._board, notify, self._archive, observe=observe)
+        self._office = RouterState(
+            desk, draw_seed, self._board, notify, self._archive, observe=observe
+        )
         self._ring = Ring()
-        self._tree = Tree(self._on_fault, notify)
+        self._tree = SupervisionTree(self._on_fault, notify)
         self._numbers = count(1)
         self._ending: asyncio.Task[None] | None = None
         self._fault: BaseException | None = None
@@ -221,17 +223,17 @@ class System:
         tree = self._tree
         governor = tree.start(Child("governor", lambda: GovernorActor(self._governor)))
         router = tree.start(Child("router", lambda: Router(self._office)))
-        self._house = House(
+        self._house = RegistryState(
             board=self._board,
-            hire=self._hire,
-            dismiss=tree.stop,
+            start_worker=self._start_worker,
+            stop_worker=tree.stop,
             router=router,
             governor=governor,
             on_empty=self._end,
             catalogue=self._catalogue,
         )
-        self._supervisor: Ref[SupervisorMail] = tree.start(
-            Child("supervisor", lambda: Supervisor(self._house))
+        self._supervisor: Ref[RegistryMail] = tree.start(
+            Child("supervisor", lambda: ModelRegistry(self._house))
         )
         self._scale = Scale(self._memory, self._board, governor)
         tree.start(Child("readings", lambda: Readings(self._scale)))
@@ -239,10 +241,10 @@ class System:
         self._office.events = self._events
         self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
         self._governor.evict = lambda model, requeue: supervisor.tell(
-            mail.EvictWanted(model, requeue)
+            mail.EvictRequest(model, requeue)
         )
         self._governor.hold = lambda model, held: router.tell(mail.ModelHeld(model, held))
-        self._around = Surroundings(
+        self._around = WorkerServices(
             spawn=self._spawn,
             router=router,
             time_slices=tree.start(Child("time_slices", lambda: TimeSlices(self._ring))),
@@ -257,7 +259,7 @@ class System:
             supervisor=self._supervisor,
             governor=governor,
             events=self._events,
-            texts=Texts(self._supervisor),
+            texts=TokenizeRequests(self._supervisor),
             explain=Explainer(self._board, self._catalogue, self._governor.machine, self._reckon),
             configuration=self.configuration,
             status=self.status,
@@ -326,7 +328,7 @@ class System:
         """Let so much be granted in all from now on; what is granted above it is worked off."""
         await self._services.governor.ask(mail.BudgetWanted(total_bytes))
 
-    async def list_model(self, name: str, known: Known, policy: Mapping[str, Any]) -> bool:
+    async def list_model(self, name: str, known: KnownModel, policy: Mapping[str, Any]) -> bool:
         """Know a model of the configuration, and set these fields of its policy.
 
         Return whether it is loaded from now on as `known` says; not while it is loaded otherwise.
@@ -353,7 +355,7 @@ class System:
             host=self._memory.host(),
             models=self._board.all(),
             unloaded=sorted(set(self._catalogue.models) - set(self._board.models)),
-            config_waits=self.config.waits,
+            config_pending=self.config.pending,
             config_error=self.config.error,
             config_reloads=self.config.reloads,
             http=list(identity.http),
@@ -368,7 +370,7 @@ class System:
         """Whether there are requests."""
         return bool(self._office.jobs)
 
-    def census(self) -> Counter[tuple[str, Stage]]:
+    def count_requests(self) -> Counter[tuple[str, Stage]]:
         """Count the requests of each model that wait, run and rest."""
         requests, jobs = self._office.machine.requests, self._office.jobs
         return Counter((requests[rid].model, job.stage) for rid, job in jobs.items())
@@ -395,7 +397,7 @@ class System:
         """Return the actors that live now."""
         return self._tree.actors()
 
-    def _hire(self, name: str, known: Known) -> Ref[WorkerMail]:
+    def _start_worker(self, name: str, known: KnownModel) -> Ref[WorkerMail]:
         load = LoadModel(
             source=known.source,
             kv=known.kv,
@@ -408,7 +410,7 @@ class System:
             swap_bytes=self._settings.swap_bytes,
         )
         machine = Lifecycle(name, self._settings.patience)
-        berth = Berth(name, load, self._around, machine, weight=known.policy.weight)
+        berth = WorkerState(name, load, self._around, machine, weight=known.policy.weight)
         # Each failure costs the process and counts in its own restart budget; ten in a minute
         # are more than that budget lets through.
         child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)

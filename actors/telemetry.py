@@ -14,28 +14,28 @@ from protocol.messages import FinishReason
 from protocol.types import ModelState, WorkerStats
 
 
-class _Moment(msgspec.Struct, frozen=True):
+class _Observation(msgspec.Struct, frozen=True):
     model: str
 
 
-class Arrived(_Moment, frozen=True):
+class RequestArrived(_Observation, frozen=True):
     """A request came; its model need not exist."""
 
 
-class Taken(_Moment, frozen=True):
+class RequestAccepted(_Observation, frozen=True):
     """A worker has tokenized it."""
 
     prompt_tokens: int
 
 
-class Begun(_Moment, frozen=True):
+class RequestAdmitted(_Observation, frozen=True):
     """It has its memory and its place, for the first time."""
 
     waited_s: float
     """Since it arrived, for its model, for memory or for a place."""
 
 
-class Spoke(_Moment, frozen=True):
+class TokensSent(_Observation, frozen=True):
     """New tokens of one completion went to its client."""
 
     tokens: int
@@ -45,17 +45,17 @@ class Spoke(_Moment, frozen=True):
     """So long after the completion's last ones."""
 
 
-class Paused(_Moment, frozen=True):
+class RequestPaused(_Observation, frozen=True):
     """It rests, and goes on by itself."""
 
     reason: Literal["restart", "memory"]
 
 
-class Resumed(_Moment, frozen=True):
+class RequestResumed(_Observation, frozen=True):
     """It goes on."""
 
 
-class Finished(_Moment, frozen=True):
+class RequestFinished(_Observation, frozen=True):
     """It is over, as its client wanted it."""
 
     reason: FinishReason
@@ -63,26 +63,26 @@ class Finished(_Moment, frozen=True):
     """Since it arrived; absent: that was at a daemon before this one."""
 
 
-class Failed(_Moment, frozen=True):
+class RequestFailed(_Observation, frozen=True):
     """It is over, with an error."""
 
     code: str
 
 
-class Acted(_Moment, frozen=True):
-    """Something was done to a model and written down (`actors.events`); empty: to none alone."""
+class ActionRecorded(_Observation, frozen=True):
+    """Something was done to a model and written down (`actors.event_log`); empty: to none alone."""
 
     kind: str
 
 
-class Counted(_Moment, frozen=True):
+class StatsReported(_Observation, frozen=True):
     """A worker told its counters; they begin anew with each life of its process."""
 
     life: int
     stats: WorkerStats
 
 
-class Became(_Moment, frozen=True):
+class StateChanged(_Observation, frozen=True):
     """A model's worker is in another state."""
 
     state: ModelState
@@ -90,16 +90,16 @@ class Became(_Moment, frozen=True):
     """Why it does not run (`actors.machines.lifecycle.cause_of`), if that was not ordered."""
 
 
-Moment = (
-    Arrived
-    | Taken
-    | Begun
-    | Spoke
-    | Paused
-    | Resumed
-    | Finished
-    | Failed
-    | Acted
-    | Counted
-    | Became
+Observation = (
+    RequestArrived
+    | RequestAccepted
+    | RequestAdmitted
+    | TokensSent
+    | RequestPaused
+    | RequestResumed
+    | RequestFinished
+    | RequestFailed
+    | ActionRecorded
+    | StatsReported
+    | StateChanged
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, assert_never
 from actors import mail
 from actors.machines import time_slices as machine
 from actors.runtime.actor import Actor
-from actors.runtime.journal import Journal
+from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
 from protocol.worker import TimeSlice
 
@@ -28,7 +28,7 @@ class Ring:
     """Who asked last for each model, and in which life of its process."""
 
     def __post_init__(self) -> None:
-        self.journal: Journal[machine.Event, machine.Command] = Journal(self.machine)
+        self.journal: EventHistory[machine.Event, machine.Command] = EventHistory(self.machine)
 
 
 class TimeSlices(Actor["TimeSlicesMail"]):
@@ -39,7 +39,7 @@ class TimeSlices(Actor["TimeSlicesMail"]):
     def __init__(self, ring: Ring) -> None:
         ring.machine.check()
         self._ring = ring
-        self._alarm = Alarm(lambda: self.ref.tell(mail.TimeSlicesRang(), beyond_limit=True))
+        self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Watch a turn that was given before a restart."""
@@ -62,7 +62,7 @@ class TimeSlices(Actor["TimeSlicesMail"]):
             case mail.TimeSlicesLost(model=model):
                 self._ring.workers.pop(model, None)
                 self._do(machine.Gone(model))
-            case mail.TimeSlicesRang():
+            case mail.AlarmFired():
                 self._do(machine.Tick())
             case _:
                 assert_never(message)

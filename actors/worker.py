@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from actors import mail, telemetry
 from actors.machines import governor_events, lifecycle
 from actors.ports import Notice
-from actors.runtime.actor import Actor, Later, MailboxFull
-from actors.runtime.journal import Journal
+from actors.runtime.actor import Actor, DeferredReply, MailboxFull
+from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, WorkerDied
@@ -26,23 +26,23 @@ from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerSta
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from actors.board import Board
     from actors.machines.admission import Standing
-    from actors.mail import GovernorMail, RouterMail, SupervisorMail, TimeSlicesMail, WorkerMail
+    from actors.mail import GovernorMail, RegistryMail, RouterMail, TimeSlicesMail, WorkerMail
     from actors.ports import Exit, Level, Notify, Observe, SpawnWorker, WorkerProcess
     from actors.runtime.actor import Ref
+    from actors.status import StatusTable
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class WorkerServices:
     """Whom and what a worker needs; the same for all of them."""
 
     spawn: SpawnWorker
     router: Ref[RouterMail]
     time_slices: Ref[TimeSlicesMail]
     governor: Ref[GovernorMail]
-    supervisor: Ref[SupervisorMail]
-    board: Board
+    supervisor: Ref[RegistryMail]
+    board: StatusTable
     notify: Notify
     observe: Observe
     lives: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -50,12 +50,12 @@ class Surroundings:
 
 
 @dataclass
-class Berth:
+class WorkerState:
     """All that a worker holds: it outlives a restart of the shell."""
 
     name: str
     load: wire.LoadModel
-    around: Surroundings
+    around: WorkerServices
     machine: lifecycle.Lifecycle
     weight: float = 1.0
     """Of its turns."""
@@ -66,7 +66,7 @@ class Berth:
     """What a process said before the spawn told us of it."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
     """Not yet sent."""
-    texts: dict[int, Later[wire.Tokenized]] = field(default_factory=dict)
+    texts: dict[int, DeferredReply[wire.Tokenized]] = field(default_factory=dict)
     """Who waits for the tokens of a text, by the number that the process knows it by."""
     asked: int = 0
     """Such texts so far."""
@@ -79,7 +79,7 @@ class Berth:
     stats: WorkerStats = field(default_factory=WorkerStats)
 
     def __post_init__(self) -> None:
-        self.journal: Journal[lifecycle.Event, lifecycle.Command] = Journal(
+        self.journal: EventHistory[lifecycle.Event, lifecycle.Command] = EventHistory(
             self.machine, signs=lifecycle.SIGNS
         )
 
@@ -104,11 +104,11 @@ class Worker(Actor["WorkerMail"]):
 
     turn = 64  # a read of the socket may hold thousands of reports, and each causes others
 
-    def __init__(self, berth: Berth) -> None:
+    def __init__(self, berth: WorkerState) -> None:
         berth.machine.check()
         self._berth = berth
         self._around = berth.around
-        self._alarm = Alarm(lambda: self.ref.tell(mail.Rang(), beyond_limit=True))
+        self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Show the model on the board."""
@@ -164,24 +164,24 @@ class Worker(Actor["WorkerMail"]):
             case mail.Reported() | mail.HasExited():
                 if message.life == berth.life:
                     self._from_process(message)
-            case mail.Rang():
+            case mail.AlarmFired():
                 self._do(lifecycle.Tick())
             case _:
                 assert_never(message)
         return None
 
-    def _tokenize(self, asked: wire.Tokenize) -> Later[wire.Tokenized]:
+    def _tokenize(self, asked: wire.Tokenize) -> DeferredReply[wire.Tokenized]:
         """Ask the process; it answers between two steps, or dies first."""
         berth = self._berth
         if berth.process is None or berth.info is None:
             raise _untold(berth.name)
-        later: Later[wire.Tokenized] = Later()
+        later: DeferredReply[wire.Tokenized] = DeferredReply()
         berth.asked += 1
         berth.texts[berth.asked] = later
         self._send(replace(asked, seq=berth.asked))
         return later
 
-    def _ask(self, wish: wire.GrantWanted) -> None:
+    def _ask(self, wish: wire.MemoryRequested) -> None:
         berth = self._berth
         reclaimable = wish.reclaimable if berth.info is not None else None
         asked = mail.GrantAsked(
@@ -273,10 +273,10 @@ class Worker(Actor["WorkerMail"]):
                 self._do(lifecycle.Loaded())
             case wire.LoadFailed(error=error):
                 self._do(lifecycle.CannotLoad(error))
-            case wire.GrantWanted():
+            case wire.MemoryRequested():
                 self._do(lifecycle.Alive())
                 self._ask(report)
-            case wire.Entered(phase=phase):
+            case wire.PhaseChanged(phase=phase):
                 self._do(lifecycle.Entered(phase))
             case wire.Tokenized(seq=seq):
                 self._do(lifecycle.Alive())
@@ -286,10 +286,10 @@ class Worker(Actor["WorkerMail"]):
                 if stats.reclaimable != berth.stats.reclaimable:
                     self._govern(governor_events.ReclaimableReported(berth.name, stats.reclaimable))
                 berth.stats = stats
-                around.observe(telemetry.Counted(berth.name, berth.life, stats))
+                around.observe(telemetry.StatsReported(berth.name, berth.life, stats))
                 self._do(lifecycle.Alive())
                 self._publish()
-            case wire.TimeSliceWanted(step_s=step_s):
+            case wire.TimeSliceRequested(step_s=step_s):
                 asked = mail.TimeSliceAsked(berth.name, self.ref, berth.life, berth.weight, step_s)
                 around.time_slices.tell(asked)
             case wire.TimeSliceOver():
@@ -302,7 +302,7 @@ class Worker(Actor["WorkerMail"]):
                 wire.RowAccepted()
                 | wire.RowPrompt()
                 | wire.RowQueued()
-                | wire.RowBegun()
+                | wire.RowAdmitted()
                 | wire.RowPreempted()
                 | wire.RowResumed()
             ):
@@ -382,7 +382,7 @@ class Worker(Actor["WorkerMail"]):
             reason=error.message if error is not None else None,
         )
         cause = lifecycle.cause_of(error)
-        self._around.observe(telemetry.Became(berth.name, berth.state, cause))
+        self._around.observe(telemetry.StateChanged(berth.name, berth.state, cause))
         self._publish()
         refused = isinstance(state, lifecycle.Failed) and state.refused
         if refused or (isinstance(state, lifecycle.Stopping) and state.then == "failed"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.pages import most_pages
+from protocol.pages import max_pages
 
 
 class KVCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class KVCost(msgspec.Struct, frozen=True, kw_only=True):
 
     def pages(self, length: int, step: int) -> int:
         """Return the most pages that a row holds on its way to a length."""
-        return most_pages(length, window=self.window, keep=self.keep, chunk=self.chunk, step=step)
+        return max_pages(length, window=self.window, keep=self.keep, chunk=self.chunk, step=step)
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         units = held_units + rows * self.row_units(length, level)
         return self.base_bytes + max(self.first_units, units) * self.unit_bytes
 
-    def most_rows(self, budget: int, length: int, level: int = 0, *, held_units: int = 0) -> int:
+    def max_rows(self, budget: int, length: int, level: int = 0, *, held_units: int = 0) -> int:
         """Return how many such rows a grant of so many bytes covers."""
         units = (budget - self.base_bytes) // self.unit_bytes - held_units
         return max(0, units // self.row_units(length, level))

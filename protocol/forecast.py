@@ -26,11 +26,11 @@ class LevelCost(msgspec.Struct, frozen=True, kw_only=True):
     """What is reserved for one of them: its worst case."""
     total_bytes: int
     """The grant that the model needs for all of them, beside the rows that it has."""
-    most_rows: int
+    max_rows: int
     """How many of them the whole budget holds, with nothing else in it."""
 
 
-class Room(msgspec.Struct, frozen=True, kw_only=True):
+class ReclaimStep(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that would be done, in this order."""
 
     method: str
@@ -68,10 +68,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Granted to nobody."""
     held_bytes: int
     """Granted to this model now."""
-    lacking_bytes: int
+    missing_bytes: int
     """What it would have to get beyond what is available."""
-    steps: list[Room]
+    steps: list[ReclaimStep]
     """What would make room for that."""
-    short_bytes: int
+    shortfall_bytes: int
     """What is still lacking after all of it."""
     verdict: Verdict

@@ -10,7 +10,7 @@ SPAN_BOUNDS_S = (
 """Of a worker's phases: from a small model's decode step to a chunk of 8B parameters on a CPU."""
 
 
-class Spread(msgspec.Struct, frozen=True):
+class DurationHistogram(msgspec.Struct, frozen=True):
     """Times by size.
 
     At most 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250 and 500 ms, 1, 2.5, 5, 10 and 30 s, and longer.
@@ -21,8 +21,8 @@ class Spread(msgspec.Struct, frozen=True):
     total_s: float = 0.0
     """Of all of them."""
 
-    def __add__(self, other: Spread) -> Spread:
+    def __add__(self, other: DurationHistogram) -> DurationHistogram:
         counts = tuple(
             ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)
         )
-        return Spread(counts, self.total_s + other.total_s)
+        return DurationHistogram(counts, self.total_s + other.total_s)

@@ -16,7 +16,7 @@ embedded model and with layers of 1024.
 """
 FREED_BYTES = 128 * 1024 * 1024
 """The same where the device has its own memory calls, which are slow."""
-MOST_TRACES = 64
+MAX_TRACES = 64
 """Compiled functions that are kept; the one that was not used for the longest time goes first."""
 TRACE_BYTES = 160 * 1024
 """What a compiled step holds for one layer: its graph, on the host (measured: 140 KB)."""
@@ -71,7 +71,7 @@ def _first(config: dict[str, Any], *names: str) -> int:
 
 def traces_bytes(layers: int, *, native: bool) -> int:
     """Return what the traces of compiled steps come to hold."""
-    return MOST_TRACES * layers * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
+    return MAX_TRACES * layers * (NATIVE_TRACE_BYTES if native else TRACE_BYTES)
 
 
 def step_bytes(config: dict[str, Any], tokens: int, *, on_cpu: bool) -> int:

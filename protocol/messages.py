@@ -18,8 +18,8 @@ from protocol.policy import ModelPolicy
 from protocol.settings import Changed, Setting
 from protocol.types import (
     MAX_BYTES,
+    MAX_CHOICES,
     MAX_INT,
-    MOST_CHOICES,
     Alias,
     ChatMessage,
     Choices,
@@ -46,7 +46,7 @@ MAX_FRAME_BYTES = 8 * 1024 * 1024
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
-MOST_ROWS = 65_536
+MAX_FORECAST_ROWS = 65_536
 """That `explain` reckons with."""
 MAX_LISTED_TOKENS = 65_536
 """Token ids that `tokenize` tells."""
@@ -135,7 +135,7 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
             raise ValueError(f"min_tokens: must be at most max_tokens, {self.max_tokens}")
 
 
-class Have(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReceivedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a client has of one completion."""
 
     tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
@@ -148,9 +148,9 @@ class Attach(_Request, tag="attach", frozen=True, kw_only=True):
 
     request: RequestId
     """As ``accepted`` named it."""
-    have: Annotated[list[Have], Meta(max_length=MOST_CHOICES)] = []
+    received: Annotated[list[ReceivedChoice], Meta(max_length=MAX_CHOICES)] = []
     """One for each completion; empty: nothing."""
-    have_prompt: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
+    received_prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
     """Tokens of the prompt whose logprobs have come."""
 
 
@@ -200,7 +200,7 @@ class Explain(_Request, tag="explain", frozen=True, kw_only=True):
 
     model: Name
     """The name of one that is loaded or known; else what it would be loaded from."""
-    rows: Annotated[int, Meta(ge=0, le=MOST_ROWS)] = 1
+    rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
     context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     """Tokens of each, prompt and completion together; absent: the model's whole context."""
     kv: KVSpec | None = None
@@ -216,7 +216,7 @@ class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
     model: Name
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    most: Annotated[int, Meta(ge=0, le=MAX_LISTED_TOKENS)] = MAX_LISTED_TOKENS
+    limit: Annotated[int, Meta(ge=0, le=MAX_LISTED_TOKENS)] = MAX_LISTED_TOKENS
     """Tell so many of the first tokens at most; 0: only how many there are."""
     texts: bool = False
     """Tell each token's text too."""
@@ -392,7 +392,7 @@ class Configured(_Event, tag="config", frozen=True, kw_only=True):
     """What came of ``settings``."""
 
 
-class Happened(_Event, tag="happened", frozen=True, kw_only=True):
+class EventRecord(_Event, tag="record", frozen=True, kw_only=True):
     """One thing that was done, or seen."""
 
     seq: int
@@ -410,7 +410,7 @@ class Happened(_Event, tag="happened", frozen=True, kw_only=True):
     """Bytes (``_bytes``) and levels: those that were reckoned with."""
 
 
-class EventsOver(_Event, tag="events", frozen=True, kw_only=True):
+class EventsReply(_Event, tag="events", frozen=True, kw_only=True):
     """These were all."""
 
     last: int
@@ -446,7 +446,7 @@ class Drained(_Event, tag="drained", frozen=True, kw_only=True):
     """Nothing runs any more."""
 
 
-class Bye(_Event, tag="bye", frozen=True, kw_only=True):
+class ShutdownReply(_Event, tag="shutdown", frozen=True, kw_only=True):
     """The daemon exits now."""
 
 
@@ -473,13 +473,13 @@ Event = (
     | Done
     | Pinned
     | Configured
-    | Happened
-    | EventsOver
+    | EventRecord
+    | EventsReply
     | Explained
     | Tokenized
     | Cancelled
     | Drained
-    | Bye
+    | ShutdownReply
     | Error
 )
 
@@ -498,5 +498,5 @@ _NOT_LAST = (
     Resumed,
     PromptLogprobs,
     ChoiceFinished,
-    Happened,
+    EventRecord,
 )

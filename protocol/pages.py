@@ -116,7 +116,7 @@ def floors_of(spec: KVSpec, layers: int) -> list[Scheme | None]:
     return floors
 
 
-def most_pages(
+def max_pages(
     length: int,
     *,
     window: int | None = None,

@@ -26,7 +26,6 @@ from protocol.errors import (
     UnknownOp,
     UnsupportedVersion,
 )
-from protocol.explain import explain
 from protocol.framing import LineDecoder, decode_event, decode_request, encode_line
 from protocol.messages import (
     VERSION,
@@ -37,6 +36,7 @@ from protocol.messages import (
     RequestId,
     is_last,
 )
+from protocol.validation import explain
 
 OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)
 

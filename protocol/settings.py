@@ -8,7 +8,7 @@ import msgspec
 
 Origin = Literal["default", "file", "command_line", "live"]
 """``live``: it was changed while the daemon runs, and until that ends or reads its file again."""
-Holds = Literal["now", "unload", "start", "command_line"]
+TakesEffect = Literal["now", "unload", "start", "command_line"]
 """From when on: ``unload`` when the model has been unloaded and the configuration is read again,
 ``start`` from the daemon's next one; ``command_line``: never, since that says something else."""
 
@@ -24,7 +24,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     origin: Origin = "default"
     live: bool = False
     """It may be changed while the daemon runs."""
-    waits: bool = False
+    pending: bool = False
     """The file says ``next`` since the daemon started: that holds from its next start on."""
     next: Any = None
 
@@ -35,4 +35,4 @@ class Changed(msgspec.Struct, frozen=True, omit_defaults=True):
     key: str
     before: Any = None
     after: Any = None
-    holds: Holds = "now"
+    takes_effect: TakesEffect = "now"

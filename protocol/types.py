@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from protocol.costs import Costs
 from protocol.errors import ErrorInfo
-from protocol.histogram import Spread
+from protocol.histogram import DurationHistogram
 from protocol.schemes import Scheme
 
 MAX_BYTES = 2**63 - 1
@@ -30,12 +30,12 @@ TimeSlicesMode = Literal["auto", "on", "off"]
 """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
 
 
-MOST_CHOICES = 16
-MOST_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
 """The most likely tokens that can be told beside the drawn one; OpenAI's bound."""
-MOST_BIASES = 1024
+MAX_LOGIT_BIASES = 1024
 """Entries of ``logit_bias``; they are sent to the device at each join of a batch."""
-MOST_PRIORITY = 100
+MAX_PRIORITY = 100
 MAX_DEADLINE_S = 7 * 24 * 3600.0
 NO_LOGPROB = -9999.0
 """For a probability of 0, since JSON has no infinity; OpenAI and vLLM say the same."""
@@ -43,15 +43,15 @@ NO_LOGPROB = -9999.0
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 """OpenAI's range; negative ones favour what was there."""
-Choices = Annotated[int, Meta(ge=1, le=MOST_CHOICES)]
-TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
-Priority = Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 DeadlineSeconds = Annotated[float, Meta(gt=0.0, le=MAX_DEADLINE_S)]
 Salt = Annotated[str, Meta(max_length=256)]
 StopTexts = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)]
 StopTokens = Annotated[list[TokenId], Meta(max_length=64)]
 LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MOST_BIASES)
+    dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIASES)
 ]
 
 
@@ -394,7 +394,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryUse = MemoryUse()
     prefix: PrefixUse = PrefixUse()
     reclaimable: Reclaimable = Reclaimable()
-    phases: dict[str, Spread] = {}
+    phases: dict[str, DurationHistogram] = {}
     """How long it was in each phase of its steps, each time."""
 
 
@@ -456,7 +456,7 @@ class DaemonStatus(msgspec.Struct, frozen=True, kw_only=True):
     models: list[ModelStatus]
     unloaded: list[str] = []
     """Models that are known and not loaded: a request brings them."""
-    config_waits: list[str] = []
+    config_pending: list[str] = []
     """Keys of `config.toml` that have changed and do not hold yet, as of the last reload."""
     config_error: str | None = None
     """Why the last reload was refused; the configuration before it holds."""

@@ -55,7 +55,7 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """Whether it takes turns with other workers; ``auto``: where there is an accelerator."""
 
 
-class Resumed(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChoiceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """How far a completion was when its worker died; none of it is reported again."""
 
     tokens: list[int] = []
@@ -87,7 +87,7 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     deadline_s: float | None = None
     """What is left of it when this is sent."""
     prefix_salt: str | None = None
-    resume: list[Resumed] = []
+    resume: list[ChoiceProgress] = []
     """One for each choice, after a worker's death; empty: nothing was sent yet."""
     prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent already."""
@@ -100,7 +100,7 @@ class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
     """The daemon's own, to know the answer by."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
-    most: int = 0
+    limit: int = 0
     """Tell so many of them."""
     texts: bool = False
 
@@ -136,7 +136,7 @@ ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]
 class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
     """Give back at least so much by this means, in slices beside decoding.
 
-    A smaller `GrantWanted` says what it gave; `Reclaimed` that it is over. At most one runs.
+    A smaller `MemoryRequested` says what it gave; `Reclaimed` that it is over. At most one runs.
     """
 
     seq: int
@@ -203,7 +203,7 @@ class LoadFailed(_Report, tag="load_failed", frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-class GrantWanted(_Report, tag="grant_wanted", frozen=True, kw_only=True):
+class MemoryRequested(_Report, tag="memory_requested", frozen=True, kw_only=True):
     """The worker wants to hold ``total_bytes`` in all (less than now gives memory back)."""
 
     seq: int
@@ -216,7 +216,7 @@ class GrantWanted(_Report, tag="grant_wanted", frozen=True, kw_only=True):
 
 
 class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
-    """A `Reclaim` is over; what it freed went back by the `GrantWanted` before this."""
+    """A `Reclaim` is over; what it freed went back by the `MemoryRequested` before this."""
 
     seq: int
     freed_bytes: int
@@ -232,13 +232,13 @@ class RowQueued(_Report, tag="queued", frozen=True, kw_only=True):
     """1: it is next."""
 
 
-class RowBegun(_Report, tag="begun", frozen=True, kw_only=True):
+class RowAdmitted(_Report, tag="admitted", frozen=True, kw_only=True):
     """The request has its memory and its place: from now on its prompt is read."""
 
     rid: str
 
 
-Where = Literal["memory", "disk", "recompute"]
+PreemptionMode = Literal["memory", "disk", "recompute"]
 """Where a parked row's keys and values are until it goes on."""
 
 
@@ -248,7 +248,7 @@ class RowPreempted(_Report, tag="preempted", frozen=True, kw_only=True):
     rid: str
     nbytes: int
     """What it gave back."""
-    where: Where
+    where: PreemptionMode
 
 
 class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
@@ -262,7 +262,7 @@ LONG_STEP_S = 0.05
 turns: nobody waits for another's step as long as for its slice."""
 
 
-class TimeSliceWanted(_Report, tag="time_slice_wanted", frozen=True, kw_only=True):
+class TimeSliceRequested(_Report, tag="time_slice_requested", frozen=True, kw_only=True):
     """There is work from now on; begun already, unless the last `Turn` forbids it.
 
     Said again when it becomes of another kind: prompts to read, or none any more.
@@ -279,9 +279,9 @@ class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
     used_s: float
     """Of it, up to the end of its last step."""
     more: bool
-    """There is work left; without, the next word about turns is `TimeSliceWanted`."""
+    """There is work left; without, the next word about turns is `TimeSliceRequested`."""
     step_s: float | None = None
-    """As in `TimeSliceWanted`."""
+    """As in `TimeSliceRequested`."""
     left_s: float = 0.0
     """What a last step will probably take that is told with the next turn's end."""
 
@@ -359,7 +359,7 @@ Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
 """
 
 
-class Entered(_Report, tag="entered", frozen=True, kw_only=True):
+class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
     """The worker is in this phase from now on; told when it changes, and before it begins.
 
     Each phase has its own deadline (`actors.machines.lifecycle.Patience`).
@@ -379,14 +379,14 @@ Report = (
     | Progress
     | Ready
     | LoadFailed
-    | GrantWanted
+    | MemoryRequested
     | Reclaimed
-    | TimeSliceWanted
+    | TimeSliceRequested
     | TimeSliceOver
     | Tokenized
     | RowAccepted
     | RowQueued
-    | RowBegun
+    | RowAdmitted
     | RowPreempted
     | RowResumed
     | RowPrompt
@@ -394,6 +394,6 @@ Report = (
     | ChoiceFinished
     | RowFinished
     | RowFailed
-    | Entered
+    | PhaseChanged
     | Stats
 )

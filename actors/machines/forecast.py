@@ -23,7 +23,7 @@ from actors.machines.reclaim_order import (
     actions,
     reclaimed_by,
 )
-from protocol.forecast import Forecast, LevelCost, Room, Verdict
+from protocol.forecast import Forecast, LevelCost, ReclaimStep, Verdict
 from protocol.policy import ModelPolicy
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def forecast(
     levels = [_level(question, at, units, ledger.budget_bytes) for at in range(costs.levels)]
     lacking = max(0, levels[level].total_bytes - held - ledger.available_bytes)
     lowest = costs.total_bytes(question.rows, question.context, costs.levels - 1)
-    room: list[Room] = []
+    room: list[ReclaimStep] = []
     short = lacking
     if lowest <= ledger.budget_bytes:
         savings = [
@@ -94,25 +94,27 @@ def forecast(
         budget_bytes=ledger.budget_bytes,
         available_bytes=ledger.available_bytes,
         held_bytes=held,
-        lacking_bytes=lacking,
+        missing_bytes=lacking,
         steps=room,
-        short_bytes=short,
+        shortfall_bytes=short,
         verdict=_verdict(lacking, short, lowest, ledger.budget_bytes),
     )
 
 
-def make_room(shortfall: Shortfall, view: MemoryView) -> tuple[list[Room], int]:
+def make_room(shortfall: Shortfall, view: MemoryView) -> tuple[list[ReclaimStep], int]:
     """Return the steps that the ladder would take, and what they leave lacking.
 
     ``scene``: a copy; its tenants are changed.
     """
     lacking = shortfall.nbytes
-    taken: list[Room] = []
+    taken: list[ReclaimStep] = []
     for method in RECLAIM_ORDER:
         while lacking > 0 and (found := actions(method, shortfall, view)):
             step = found[0]
             nbytes = step.nbytes if reclaimed_by(method) is None else min(step.nbytes, lacking)
-            taken.append(Room(method=method, model=step.model, nbytes=nbytes, level=step.level))
+            taken.append(
+                ReclaimStep(method=method, model=step.model, nbytes=nbytes, level=step.level)
+            )
             lacking -= nbytes
             view = _after(step, view)
     return taken, max(0, lacking)
@@ -166,7 +168,7 @@ def _level(question: Question, level: int, units: int, budget: int) -> LevelCost
         token_bytes=round(costs.token_bytes(level), 2),
         row_bytes=costs.row_units(context, level) * costs.unit_bytes,
         total_bytes=costs.total_bytes(rows, context, level, held_units=units),
-        most_rows=costs.most_rows(budget, context, level),
+        max_rows=costs.max_rows(budget, context, level),
     )
 
 

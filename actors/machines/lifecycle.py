@@ -208,7 +208,7 @@ Event = (
 )
 
 SIGNS = (Alive, Entered, Gained)
-"""Of several in a row only the last one matters; see `actors.runtime.journal`."""
+"""Of several in a row only the last one matters; see `actors.runtime.history`."""
 
 # -- commands ---------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What every state machine here is, and the error of an illegal move.
 
 A machine is a `msgspec.Struct`: its whole state can be written down and read back, so that
-`actors.runtime.journal` can replay what happened to it.
+`actors.runtime.history` can replay what happened to it.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Ask(msgspec.Struct, Generic[R], frozen=True):
     """Base of messages that have an answer, of type R."""
 
 
-class Later(Generic[R]):
+class DeferredReply(Generic[R]):
     """An answer that takes time: the handler returns it, keeps it, and answers once.
 
     Its actor's death ends it with `ActorDead`; answering after that, or again, does nothing.
@@ -189,7 +189,7 @@ class Actor(ABC, Generic[M]):
         task.add_done_callback(self.ref.pipes.discard)
 
 
-class Cell(Generic[M]):
+class ActorRunner(Generic[M]):
     """The life of the actor behind one ref: runs it, and asks its supervisor when it fails.
 
     `heir` gets the failure and returns the actor that takes over, or None to end.
@@ -201,7 +201,7 @@ class Cell(Generic[M]):
         self.ref = ref
         self.actor = actor
         self._heir = heir
-        self._later: set[Later[Any]] = set()
+        self._later: set[DeferredReply[Any]] = set()
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -255,12 +255,12 @@ class Cell(Generic[M]):
             return
         if envelope.reply is None:
             return
-        if isinstance(answer, Later):
+        if isinstance(answer, DeferredReply):
             self._forward(answer, envelope.reply)
         elif not envelope.reply.done():
             envelope.reply.set_result(answer)
 
-    def _forward(self, later: Later[Any], reply: asyncio.Future[Any]) -> None:
+    def _forward(self, later: DeferredReply[Any], reply: asyncio.Future[Any]) -> None:
         def settle(done: asyncio.Future[Any]) -> None:
             self._later.discard(later)
             if reply.done():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from actors.ports import Notice, Notify
-from actors.runtime.actor import Actor, Cell, Ref
+from actors.runtime.actor import Actor, ActorRunner, Ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class Child(Generic[M]):
     period_s: float = 60.0
 
 
-class Intensity:
+class RestartLimit:
     """Counts failures in a sliding period."""
 
     def __init__(self, most: int, period_s: float) -> None:
@@ -52,20 +52,20 @@ class Intensity:
         return len(self._failures) <= self._most
 
 
-class Tree:
+class SupervisionTree:
     """All actors of a system, in their order of start."""
 
     def __init__(self, on_fault: Callable[[BaseException], None], notify: Notify) -> None:
         self._on_fault = on_fault
         self._notify = notify
-        self._cells: dict[Ref[Any], Cell[Any]] = {}
+        self._cells: dict[Ref[Any], ActorRunner[Any]] = {}
 
     def start(self, child: Child[M]) -> Ref[M]:
         """Start a child and return its address."""
         actor = child.make()
         ref: Ref[M] = Ref(child.name, actor.mailbox_limit)
-        intensity = Intensity(child.intensity, child.period_s)
-        cell = Cell(ref, actor, lambda error: self._heir(child, intensity, error))
+        intensity = RestartLimit(child.intensity, child.period_s)
+        cell = ActorRunner(ref, actor, lambda error: self._heir(child, intensity, error))
         self._cells[ref] = cell
         cell.start()
         if cell.task is not None:
@@ -96,7 +96,9 @@ class Tree:
                 await asyncio.wait([cell.task])
             self._cells.pop(cell.ref, None)
 
-    def _heir(self, child: Child[M], intensity: Intensity, error: BaseException) -> Actor[M] | None:
+    def _heir(
+        self, child: Child[M], intensity: RestartLimit, error: BaseException
+    ) -> Actor[M] | None:
         self._notify(Notice("actor_failed", "error", {"actor": child.name}, error))
         if child.restart == "temporary":
             return None

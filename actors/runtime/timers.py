@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-LATE_S = 0.001
+TIMER_SLACK_S = 0.001
 """A loop may fire a timer one tick of its clock early; then a deadline would not have passed yet,
 and the alarm would ring without end."""
 
@@ -31,10 +31,10 @@ class Alarm:
             self.cancel()
             return
         if self._handle is not None:
-            if self._handle.when() <= at + LATE_S:
+            if self._handle.when() <= at + TIMER_SLACK_S:
                 return
             self._handle.cancel()
-        self._handle = asyncio.get_running_loop().call_at(at + LATE_S, self._fire)
+        self._handle = asyncio.get_running_loop().call_at(at + TIMER_SLACK_S, self._fire)
 
     def cancel(self) -> None:
         """Do not ring."""

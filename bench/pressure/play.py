@@ -16,7 +16,7 @@ from kvd.client import AsyncClient
 from kvd.config.kv import parse_kv
 from kvd.host import memory
 from protocol.errors import KvdError
-from protocol.messages import Happened, Tokens
+from protocol.messages import EventRecord, Tokens
 from protocol.policy import ModelPolicy
 
 AMPLE = 1 << 42
@@ -129,7 +129,7 @@ async def serve(client: AsyncClient, streams: list[Stream]) -> tuple[list[Outcom
     return list(outcomes), watch
 
 
-def _action(event: Happened, start: float) -> dict[str, Any]:
+def _action(event: EventRecord, start: float) -> dict[str, Any]:
     return {
         "at": round(event.at - start, 3),
         "kind": event.kind,

@@ -204,7 +204,7 @@ def page(found: list[Setting]) -> Table:
 
 def _changes(one: Setting) -> Text:
     """Return when a change of it holds."""
-    if one.waits:
+    if one.pending:
         return Text(f"waits for a restart: {shown(one.next)}", "yellow")
     if one.live:
         return Text("live")
@@ -277,9 +277,11 @@ def _live(wanted: Terms, key: str, value: Any, *, saved: bool) -> list[Changed] 
 
 def _say(key: str, changes: list[Changed] | None, path: Path | None) -> None:
     for one in changes or ():
-        restart = "" if path is not None or one.holds != "start" else ", and --save to be kept"
-        style = "" if one.holds == "now" else "[yellow]"
-        told = f"[bold]{{}}[/]  {{}} → {{}}{style}{_HOLDS[one.holds]}{restart}"
+        restart = (
+            "" if path is not None or one.takes_effect != "start" else ", and --save to be kept"
+        )
+        style = "" if one.takes_effect == "now" else "[yellow]"
+        told = f"[bold]{{}}[/]  {{}} → {{}}{style}{_HOLDS[one.takes_effect]}{restart}"
         talk(told, one.key, shown(one.before), shown(one.after))
     if changes == [] and path is None:
         talk("{} is that already", key)

@@ -20,9 +20,9 @@ from kvd.cli.common import (
 )
 from kvd.cli.completion import a_model
 from kvd.host.units import format_bytes
-from protocol.explain import explain
-from protocol.messages import Happened
+from protocol.messages import EventRecord
 from protocol.policy import ModelPolicy
+from protocol.validation import explain
 
 _LOUD = {
     "evict": "yellow",
@@ -77,7 +77,7 @@ def events(
         talk("nothing had to be done so far")
 
 
-def line(it: Happened) -> Text:
+def line(it: EventRecord) -> Text:
     """Return an event as people read it."""
     when = time.strftime("%H:%M:%S", time.localtime(it.at))
     text = Text.assemble((when, "dim"), " ", (it.kind, _LOUD.get(it.kind, "bold")))

@@ -14,8 +14,8 @@ from kvd.cli.completion import a_model
 from kvd.cli.options import takes_kv
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
-from protocol.forecast import Forecast, LevelCost, Room
-from protocol.messages import MOST_ROWS
+from protocol.forecast import Forecast, LevelCost, ReclaimStep
+from protocol.messages import MAX_FORECAST_ROWS
 from protocol.types import KVSpec
 
 _GAP = 2
@@ -53,7 +53,7 @@ def explain(
         ),
     ] = None,
     rows: Annotated[
-        int, typer.Option(metavar="N", min=0, max=MOST_ROWS, help="Requests at once.")
+        int, typer.Option(metavar="N", min=0, max=MAX_FORECAST_ROWS, help="Requests at once.")
     ] = 1,
     kv: KVSpec | None,
     home: HomeOption = None,
@@ -79,7 +79,7 @@ def page(value: Forecast) -> RenderableType:
     if value.verdict == "waits":
         parts.append(
             Text(
-                f"{format_bytes(value.short_bytes)} are still lacking after that: requests would"
+                f"{format_bytes(value.shortfall_bytes)} are still lacking after that: requests would"
                 " wait until others end."
             )
         )
@@ -127,7 +127,7 @@ def _cells(number: int, level: LevelCost) -> tuple[str, ...]:
         format_bytes(round(level.token_bytes)),
         format_bytes(level.row_bytes),
         format_bytes(level.total_bytes),
-        f"{level.most_rows:,}",
+        f"{level.max_rows:,}",
     )
 
 
@@ -138,7 +138,7 @@ def _rows(value: Forecast) -> str:
 def _verdict(value: Forecast) -> Text:
     level = value.levels[value.level]
     what = f"{_rows(value)} of {value.context:,} tokens at {level.scheme}"
-    total, more = format_bytes(level.total_bytes), format_bytes(value.lacking_bytes)
+    total, more = format_bytes(level.total_bytes), format_bytes(value.missing_bytes)
     lacks = f"{what} would take {total} in all, {more} more than is free."
     lowest = value.levels[-1]
     text = {
@@ -147,12 +147,12 @@ def _verdict(value: Forecast) -> Text:
         "waits": lacks + (" To begin with:" if value.steps else ""),
         "never": f"{_rows(value)} of {value.context:,} tokens never fit: even at {lowest.scheme}"
         f" they would take {format_bytes(lowest.total_bytes)} of a budget of"
-        f" {format_bytes(value.budget_bytes)}, which holds {lowest.most_rows:,} at most.",
+        f" {format_bytes(value.budget_bytes)}, which holds {lowest.max_rows:,} at most.",
     }[value.verdict]
     return Text(text, style=_STYLES[value.verdict])
 
 
-def _steps(steps: list[Room]) -> Table:
+def _steps(steps: list[ReclaimStep]) -> Table:
     table = Table.grid(padding=(0, _GAP, 0, 0))
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -17,8 +17,8 @@ import typer
 import kvd
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes
-from protocol.explain import explain
 from protocol.types import MIN_KV_SIZE, SCHEMES, KVSpec
+from protocol.validation import explain
 
 _PANEL = "KV cache"
 _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvd.cli.common import Terms
-    from protocol.messages import Happened
+    from protocol.messages import EventRecord
     from protocol.types import DaemonStatus
 
 
@@ -37,7 +37,7 @@ class Watch:
         with self._kept() as client:
             return client.status()
 
-    def news(self) -> list[Happened]:
+    def news(self) -> list[EventRecord]:
         """Return what has happened since the last time; at first what the daemon remembers."""
         with self._kept() as client:
             found = list(client.events(since=self._seen))

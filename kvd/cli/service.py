@@ -315,8 +315,8 @@ def _tell_news(daemon: DaemonStatus | None) -> None:
         return
     if daemon.config_error is not None:
         talk("[bold red]config.toml was refused:[/] {}", daemon.config_error)
-    if daemon.config_waits:
-        talk("[yellow]waits for a restart:[/] {}", ", ".join(daemon.config_waits))
+    if daemon.config_pending:
+        talk("[yellow]waits for a restart:[/] {}", ", ".join(daemon.config_pending))
 
 
 def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dict[str, object]:
@@ -331,7 +331,7 @@ def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dic
         "home": str(manager.service.home),
         "answers": daemon is not None,
         "config_error": daemon.config_error if daemon else None,
-        "config_waits": daemon.config_waits if daemon else [],
+        "config_pending": daemon.config_pending if daemon else [],
     }
 
 

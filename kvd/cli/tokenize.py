@@ -35,7 +35,7 @@ def tokenize(
             model,
             None if chat else said,
             messages=[("user", said)] if chat else None,
-            most=0 if count else MAX_LISTED_TOKENS,
+            limit=0 if count else MAX_LISTED_TOKENS,
             texts=not count,
         )
         if wanted.json:

@@ -24,7 +24,7 @@ from protocol.errors import KvdError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protocol.messages import Happened
+    from protocol.messages import EventRecord
     from protocol.types import DaemonStatus
 
 
@@ -55,7 +55,7 @@ class Looker(threading.Thread):
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._status: DaemonStatus | None = None
-        self._news: list[Happened] = []
+        self._news: list[EventRecord] = []
         self._error: KvdError | None = None
 
     def run(self) -> None:
@@ -78,7 +78,7 @@ class Looker(threading.Thread):
         """Look no more."""
         self._over.set()
 
-    def take(self) -> tuple[DaemonStatus | None, list[Happened], KvdError | None]:
+    def take(self) -> tuple[DaemonStatus | None, list[EventRecord], KvdError | None]:
         """Return what is new since the last time."""
         with self._lock:
             taken = self._status, self._news, self._error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from protocol.messages import Happened
+    from protocol.messages import EventRecord
     from protocol.types import DaemonStatus
 
 SORTS: dict[str, tuple[str, Callable[[ModelStatus], Any]]] = {
@@ -73,9 +73,9 @@ class View:
     total: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     """Tokens a second of all models, the newest last."""
     each: dict[str, deque[float]] = field(default_factory=dict)
-    events: deque[Happened] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
-    def take(self, status: DaemonStatus, news: Sequence[Happened]) -> None:
+    def take(self, status: DaemonStatus, news: Sequence[EventRecord]) -> None:
         """Remember what is new."""
         self.away = ""
         self.events.extend(news)

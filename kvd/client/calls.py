@@ -90,7 +90,7 @@ class Calls(ABC, Generic[C, L]):
 
     async def events(
         self, model: str | None = None, *, since: int = 0, follow: bool = False
-    ) -> AsyncGenerator[m.Happened, None]:
+    ) -> AsyncGenerator[m.EventRecord, None]:
         """Yield what the daemon did to models and why, from event number ``since``.
 
         ``follow`` waits for further events instead of ending.
@@ -99,10 +99,10 @@ class Calls(ABC, Generic[C, L]):
         await self._send(m.Events(id=number, model=model, since=since, follow=follow))
         event: m.Event | None = None
         try:
-            while isinstance(event := await self._next(number), m.Happened):
+            while isinstance(event := await self._next(number), m.EventRecord):
                 yield event
         finally:
-            if isinstance(event, m.Happened):  # the caller stopped before the end
+            if isinstance(event, m.EventRecord):  # the caller stopped before the end
                 self._forget(number)
                 await self._send_cancel(number)
 
@@ -157,7 +157,7 @@ class Calls(ABC, Generic[C, L]):
         prompt: str | None = None,
         *,
         messages: Messages | None = None,
-        most: int = m.MAX_LISTED_TOKENS,
+        limit: int = m.MAX_LISTED_TOKENS,
         texts: bool = False,
     ) -> m.Tokenized:
         """Return the tokens of a text, at most ``most`` of them; 0 returns only the count.
@@ -169,7 +169,7 @@ class Calls(ABC, Generic[C, L]):
             model=model,
             prompt=prompt,
             messages=chat_messages(messages),
-            most=most,
+            limit=limit,
             texts=texts,
         )
         return expect(await self._call(request), m.Tokenized)
@@ -180,7 +180,9 @@ class Calls(ABC, Generic[C, L]):
 
     async def shutdown(self, *, force: bool = False) -> None:
         """Drain the daemon and end it; returns shortly before the process exits."""
-        expect(await self._call(m.Shutdown(id=self._exchange.next_id(), force=force)), m.Bye)
+        expect(
+            await self._call(m.Shutdown(id=self._exchange.next_id(), force=force)), m.ShutdownReply
+        )
 
     async def _call(self, request: m.Request) -> m.Event:
         try:

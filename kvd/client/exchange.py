@@ -27,12 +27,12 @@ from protocol.messages import (
     Error,
     Event,
     FinishReason,
-    Have,
     Loaded,
     Loading,
     Paused,
     PromptLogprobs,
     Queued,
+    ReceivedChoice,
     Request,
     Resumed,
     Tokens,
@@ -254,6 +254,9 @@ def attach_request(request_id: str, request: str | CompletionRecord) -> Attach:
     return Attach(
         id=request_id,
         request=request.request,
-        have=[Have(len(choice.tokens), len(choice.text.encode())) for choice in request.choices],
-        have_prompt=len(request.prompt_logprobs),
+        received=[
+            ReceivedChoice(len(choice.tokens), len(choice.text.encode()))
+            for choice in request.choices
+        ],
+        received_prompt_logprobs=len(request.prompt_logprobs),
     )

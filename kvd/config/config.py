@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.archive import KEEP_S
 from actors.machines.lifecycle import Patience
+from actors.saved_requests import KEEP_S
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText, parse_kv
 from kvd.config.options import Attention
 from kvd.host.memory import nvidia
 from kvd.host.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
-from protocol.explain import explain
 from protocol.policy import ModelPolicy
 from protocol.types import Alias, KVSpec, Name, TimeSlicesMode
+from protocol.validation import explain
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from actors.model_registry import short_name
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
@@ -37,7 +37,7 @@ LIVE = frozenset(
 LIVE_OF_A_MODEL = frozenset({"priority", "pinned", "idle_ttl_s", "weight", "load"})
 """The same of a model; others hold at once only while it is not loaded."""
 
-Holds = Literal["now", "unload", "start", "command_line"]
+TakesEffect = Literal["now", "unload", "start", "command_line"]
 """From when on: ``unload`` when the model has been unloaded and the configuration is read again,
 ``start`` from the daemon's next one; ``command_line``: never, since that says something else."""
 
@@ -49,12 +49,12 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True):
     """Such as ``budget``, ``models[demo]`` or ``models[demo].priority``."""
     before: Any
     after: Any
-    holds: Holds = "now"
+    takes_effect: TakesEffect = "now"
 
     @property
-    def waits(self) -> bool:
+    def pending(self) -> bool:
         """Whether something has to happen before it holds."""
-        return self.holds in {"unload", "start"}
+        return self.takes_effect in {"unload", "start"}
 
 
 class Running(Protocol):
@@ -64,7 +64,7 @@ class Running(Protocol):
         """Let so much be granted in all from now on."""
         ...
 
-    async def list_model(self, name: str, known: Known, policy: Mapping[str, Any]) -> bool:
+    async def list_model(self, name: str, known: KnownModel, policy: Mapping[str, Any]) -> bool:
         """Know a model of the configuration, and set these fields of its policy.
 
         Return whether it is loaded from now on as `known` says; not while it is loaded otherwise.
@@ -118,11 +118,11 @@ class Reloader:
         http = self._take_http(wanted)  # it may raise, so it comes first
         changes = http + [await self._set(key, wanted) for key in self._plain(wanted)]
         for change in changes[len(http) :]:
-            if not change.waits:
+            if not change.pending:
                 after = {change.key: getattr(wanted, change.key)}
                 self.settings = replace(self.settings, **after)
         changes += await self._take_models(wanted)
-        self.waiting = tuple(change.key for change in changes if change.waits)
+        self.waiting = tuple(change.key for change in changes if change.pending)
         for change in changes:
             self._say(change)
         return changes
@@ -134,15 +134,15 @@ class Reloader:
 
     async def _set(self, key: str, wanted: Config) -> Change:
         before, after = getattr(self.settings, key), getattr(wanted, key)
-        holds: Holds = "now" if key in LIVE else "start"
+        takes_effect: TakesEffect = "now" if key in LIVE else "start"
         if overlaid(key, self._options):
-            holds = "command_line"
+            takes_effect = "command_line"
         elif key == "budget":
             total = wanted.budget_bytes
             await self._running.set_budget(self._default_budget() if total is None else total)
         elif key == "log_level":
             logs.set_level(wanted.log_level)
-        return Change(key, before, after, holds)
+        return Change(key, before, after, takes_effect)
 
     def _take_http(self, wanted: Config) -> list[Change]:
         before, after = self.settings.http, wanted.http
@@ -155,10 +155,10 @@ class Reloader:
         changes = []
         for field in fields:
             was, wants = _shown(field, before), _shown(field, after)
-            holds: Holds = "now" if field in live else "start"
+            takes_effect: TakesEffect = "now" if field in live else "start"
             if overlaid(f"http.{field}", self._options):
-                holds = "command_line"
-            changes.append(Change(f"http.{field}", was, wants, holds))
+                takes_effect = "command_line"
+            changes.append(Change(f"http.{field}", was, wants, takes_effect))
         return changes
 
     async def _take_models(self, wanted: Config) -> list[Change]:
@@ -190,8 +190,8 @@ class Reloader:
         if as_said and otherwise and entry.load == "start" and not self._options.models:
             self._bring(entry)
         if old is None:
-            holds: Holds = "now" if as_said else "unload"
-            return [Change(f"models[{name}]", None, entry.source, holds)]
+            takes_effect: TakesEffect = "now" if as_said else "unload"
+            return [Change(f"models[{name}]", None, entry.source, takes_effect)]
         return [
             Change(
                 f"models[{name}].{field}",
@@ -203,14 +203,14 @@ class Reloader:
         ]
 
     def _say(self, change: Change) -> None:
-        event, level = _SAID[change.holds]
+        event, level = _SAID[change.takes_effect]
         values = {"before": change.before, "after": change.after}
         plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | None)}
         getattr(self._log, level)(event, key=change.key, **plain)
 
 
 _POLICY = frozenset(LIVE_OF_A_MODEL - {"load"})
-_SAID: dict[Holds, tuple[str, str]] = {
+_SAID: dict[TakesEffect, tuple[str, str]] = {
     "now": ("setting changed", "info"),
     "unload": ("setting waits until the model is unloaded and the config reloaded", "warning"),
     "start": ("setting waits for a restart of the daemon", "warning"),
@@ -223,9 +223,9 @@ def named(settings: Config) -> dict[str, ModelEntry]:
     return {entry.alias or short_name(entry.source): entry for entry in settings.entries}
 
 
-def known_as(entry: ModelEntry, root: Path) -> Known:
+def known_as(entry: ModelEntry, root: Path) -> KnownModel:
     """Return how a model of the configuration is loaded."""
-    return Known(absolute(entry.source, root), entry.kv_spec, entry.policy, listed=True)
+    return KnownModel(absolute(entry.source, root), entry.kv_spec, entry.policy, listed=True)
 
 
 def _shown(field: str, of: HttpSettings) -> Any:
@@ -246,10 +246,10 @@ def _held_back(
     old: ModelEntry | None, entry: ModelEntry, changes: list[Change]
 ) -> list[ModelEntry]:
     """Return the entry without what does not hold yet, so that the next reload finds it again."""
-    waits = [change.key.rpartition(".")[2] for change in changes if change.waits]
+    pending = [change.key.rpartition(".")[2] for change in changes if change.pending]
     if old is None:
-        return [] if waits else [entry]
-    return [replace(entry, **{field: getattr(old, field) for field in waits})]
+        return [] if pending else [entry]
+    return [replace(entry, **{field: getattr(old, field) for field in pending})]
 
 
 def overlaid(key: str, options: Options) -> bool:

@@ -134,7 +134,7 @@ def table(
                 default=_told(key, default),
                 origin=origin,
                 live=may_change_live(key),
-                waits=differs and origin in {"file", "default"} and key in coming,
+                pending=differs and origin in {"file", "default"} and key in coming,
                 next=_told(key, coming.get(key)) if differs else None,
             )
         )
@@ -197,17 +197,18 @@ class LiveSettings:
             await self._set_budget(wanted)
             reloader.settings = replace(reloader.settings, budget=wanted.budget)
         before = flat(reloader.settings)
-        holds = {one.key: one.holds for one in await reloader.take(wanted)}
+        takes_effect = {one.key: one.takes_effect for one in await reloader.take(wanted)}
         changes += [
             Changed(key, _told(key, before.get(key)), _told(key, after), held)
             for key, after in flat(wanted).items()
             if after != before.get(key)
-            and (held := holds.get(key) or holds.get(key.rpartition(".")[0])) is not None
+            and (held := takes_effect.get(key) or takes_effect.get(key.rpartition(".")[0]))
+            is not None
         ]
-        self._live |= {one.key for one in changes if one.holds == "now"}
+        self._live |= {one.key for one in changes if one.takes_effect == "now"}
         return changes
 
-    async def budget_is(self, total_bytes: int) -> None:
+    async def budget_changed(self, total_bytes: int) -> None:
         """Note what a client tells the governor next, without a pause: others come after it."""
         async with self._reloader.turn:
             self._reloader.settings = replace(self._reloader.settings, budget=total_bytes)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 import kvd
-from actors.archive import Archive
+from actors.saved_requests import SavedRequests
 from actors.system import Identity, Settings, System, SystemFault
 from kvd.config import config
 from kvd.config.http import laid_over
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Coroutine, Sequence
 
-    from actors.catalogue import Known
+    from actors.known_models import KnownModel
     from actors.ports import Notice
     from kvd.config.config import Config, ModelEntry
     from kvd.config.http import HttpSettings
@@ -150,7 +150,7 @@ class Daemon:
                 http=tuple(door.address for door in doors),
             ),
             settings=limits,
-            reckon=Files(machine(settings.native, limits, attention)),
+            estimate_model=Files(machine(settings.native, limits, attention)),
             known=_known(options, settings),
             notify=_notify,
             archive=_archive_of(self._journal, settings),
@@ -313,12 +313,12 @@ class Daemon:
             news.error = error.message
             self._log.error("configuration refused", reason=error.message, key=error.detail["key"])
         else:
-            news.error, news.waits = None, list(self._reloader.waiting)
-            done = sum(not change.waits for change in changes)
-            self._log.info("configuration read", changed=done, waiting=news.waits)
+            news.error, news.pending = None, list(self._reloader.waiting)
+            done = sum(not change.pending for change in changes)
+            self._log.info("configuration read", changed=done, waiting=news.pending)
         finally:  # a manager that hears nothing more takes it for one that still reloads
             news.reloads += 1
-            self._manager.ready(_told(news.error, news.waits))
+            self._manager.ready(_told(news.error, news.pending))
 
     def _bring(self, entry: ModelEntry) -> None:
         """Load a model that the configuration has now."""
@@ -351,12 +351,12 @@ def _journal_of(home: Home, settings: Config) -> DiskJournal | None:
     return DiskJournal(home.journal, limit_bytes=limit, keep_s=keep)
 
 
-def _archive_of(journal: DiskJournal | None, settings: Config) -> Archive:
+def _archive_of(journal: DiskJournal | None, settings: Config) -> SavedRequests:
     saved = {} if journal is None else journal.saved
-    return Archive(journal, saved, settings.journal_keep_s)
+    return SavedRequests(journal, saved, settings.journal_keep_s)
 
 
-def _known(options: Options, settings: Config) -> dict[str, Known]:
+def _known(options: Options, settings: Config) -> dict[str, KnownModel]:
     """Return the models of the configuration: a request brings them, loaded at start or not."""
     root = options.home.root
     return {name: known_as(entry, root) for name, entry in named(settings).items()}

@@ -66,7 +66,7 @@ class Machine:
 
 
 class Files:
-    """The port `actors.ports.Reckon` on this machine."""
+    """The port `actors.ports.EstimateModel` on this machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

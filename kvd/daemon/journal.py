@@ -8,7 +8,7 @@ process, and not a loss of power, which ends the clients too::
 
 Reading stops at the first record that is cut off or damaged: what a dying daemon was writing.
 Where the disk is full or the file as large as it may be, a request is no longer written down, and
-served as ever. Does not cover: what the records mean (`actors.records`).
+served as ever. Does not cover: what the records mean (`actors.request_journal`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from actors.records import Asked, Forgotten, Heard, Record, Saved
+from actors.request_journal import (
+    Record,
+    ReportReceived,
+    RequestDropped,
+    RequestReceived,
+    SavedRequest,
+)
 from kvd.host.home import unusable
 from protocol.worker import RowFailed, RowFinished
 
@@ -46,7 +52,7 @@ _whose = msgspec.msgpack.Decoder(_Whose).decode
 
 
 class DiskJournal:
-    """`actors.records.Records` in a file: make it, take what `read` finds, then `write`."""
+    """`actors.request_journal.RequestJournal` in a file: make it, take what `read` finds, then `write`."""
 
     def __init__(
         self,
@@ -85,22 +91,22 @@ class DiskJournal:
     def write(self, record: Record) -> None:
         """Append a record; one of a request that is not kept is dropped."""
         match record:
-            case Asked():
+            case RequestReceived():
                 record = msgspec.structs.replace(record, at=self._clock())
-            case Heard(rid=rid) | Forgotten(rid=rid) if rid not in self._sizes:
+            case ReportReceived(rid=rid) | RequestDropped(rid=rid) if rid not in self._sizes:
                 return
-            case Heard(rid=rid, report=RowFinished() | RowFailed()):
+            case ReportReceived(rid=rid, report=RowFinished() | RowFailed()):
                 self._ended[rid] = self._clock()
                 record = msgspec.structs.replace(record, at=self._clock())
             case _:
                 pass
         frame = _frame(_encode(record))
-        room = isinstance(record, Forgotten) or self._has_room(len(frame))
+        room = isinstance(record, RequestDropped) or self._has_room(len(frame))
         if not room or not self._append(frame):
             self._let_go(record.rid)
             return
         self._size += len(frame)
-        if isinstance(record, Forgotten):
+        if isinstance(record, RequestDropped):
             self._drop(record.rid)
         else:
             self._sizes[record.rid] = self._sizes.get(record.rid, 0) + len(frame)
@@ -113,7 +119,7 @@ class DiskJournal:
 
     def _let_go(self, rid: str) -> None:
         """Keep a request no longer that has a gap."""
-        frame = _frame(_encode(Forgotten(rid)))
+        frame = _frame(_encode(RequestDropped(rid)))
         if rid in self._sizes and self._append(frame):
             self._size += len(frame)
         self._drop(rid)
@@ -206,10 +212,10 @@ class DiskJournal:
                     return
                 yield payload
 
-    def _read(self) -> dict[str, Saved]:
+    def _read(self) -> dict[str, SavedRequest]:
         """Return the requests that a client may come for."""
         there = os.fstat(self._fd).st_size
-        found: dict[str, Saved] = {}
+        found: dict[str, SavedRequest] = {}
         whole, now = len(MAGIC), self._clock()
         for payload in self._payloads():
             whole += _HEADER.size + len(payload)
@@ -227,16 +233,16 @@ class DiskJournal:
             self._log.info("requests wait for their clients", count=len(found))
         return found
 
-    def _take(self, found: dict[str, Saved], record: Record, now: float) -> None:
+    def _take(self, found: dict[str, SavedRequest], record: Record, now: float) -> None:
         match record:
-            case Asked(rid=rid, model=model, submit=submit, at=at):
+            case RequestReceived(rid=rid, model=model, submit=submit, at=at):
                 left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
-                found[rid] = Saved(model, submit, left)
-            case Heard(rid=rid, report=report) if rid in found:
+                found[rid] = SavedRequest(model, submit, left)
+            case ReportReceived(rid=rid, report=report) if rid in found:
                 found[rid].hear(report)
                 if isinstance(report, RowFinished | RowFailed):
                     self._ended[rid] = record.at
-            case Forgotten(rid=rid):
+            case RequestDropped(rid=rid):
                 found.pop(rid, None)
                 self._ended.pop(rid, None)
             case _:

@@ -48,8 +48,8 @@ def _complaints(status: DaemonStatus) -> list[Finding]:
     if status.config_error is not None:
         todo = "mend it and reload (`kvctl service reload`); the daemon runs with the one before"
         found.append(fail("reload", status.config_error, todo))
-    elif status.config_waits:
-        waits = ", ".join(status.config_waits)
+    elif status.config_pending:
+        waits = ", ".join(status.config_pending)
         found.append(warn("reload", f"{waits} wait for a restart", "restart the daemon"))
     for model in status.models:
         name = f"model {model.name}"

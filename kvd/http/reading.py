@@ -20,9 +20,9 @@ from kvd.http.requests import (
     Message,
 )
 from protocol.errors import EmptyPrompt, InvalidRequest
-from protocol.explain import explain
 from protocol.messages import Generate
 from protocol.types import ChatMessage, Sampling
+from protocol.validation import explain
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Raw
 
 from protocol.types import (
     MAX_INT,
-    MOST_LOGPROBS,
+    MAX_LOGPROBS,
     Choices,
     DeadlineSeconds,
     LogitBias,
@@ -115,7 +115,7 @@ class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_completion_tokens: Count | None = None
     """``max_tokens`` by its newer name; where both are given, this one holds."""
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     prediction: Raw = ABSENT  # it could only make an answer quicker
 
@@ -138,7 +138,7 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
     """A text, tokens, or a list of either: each is completed on its own."""
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """0 with ``echo``: only what is told of the prompt."""
-    logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
     suffix: Raw = ABSENT

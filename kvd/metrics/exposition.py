@@ -20,7 +20,7 @@ from kvd.metrics.tally import Tally
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from actors.jobs import Stage
+    from actors.request_state import Stage
     from kvd.metrics.samples import Samples
     from protocol.types import DaemonStatus
 
@@ -42,7 +42,7 @@ class Observed(Protocol):
         """Return the newest snapshots."""
         ...
 
-    def census(self) -> Mapping[tuple[str, Stage], int]:
+    def count_requests(self) -> Mapping[tuple[str, Stage], int]:
         """Count requests by model and what they do."""
         ...
 
@@ -91,7 +91,7 @@ class Exposition:
         system = self._system()
         snapshot = Snapshot(
             status=system.status(),
-            requests=system.census(),
+            requests=system.count_requests(),
             tally=self.tally,
             lag=self._lag.seen,
             answers=self._answers,

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from actors.jobs import Stage
 from actors.machines.gauge import Pressure
+from actors.request_state import Stage
 from kvd.metrics import catalogue as c
 from kvd.metrics.samples import Buckets, Samples
 from protocol.types import ModelState

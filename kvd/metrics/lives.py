@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.histogram import Spread
+from protocol.histogram import DurationHistogram
 from protocol.types import PrefixUse, WorkerStats
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class Lives:
         return WorkerStats(**numbers, prefix=PrefixUse(**prefix), phases=phases)
 
 
-def _sum(one: Mapping[str, Spread], other: Mapping[str, Spread]) -> dict[str, Spread]:
+def _sum(
+    one: Mapping[str, DurationHistogram], other: Mapping[str, DurationHistogram]
+) -> dict[str, DurationHistogram]:
     names = one.keys() | other.keys()
-    return {name: one.get(name, Spread()) + other.get(name, Spread()) for name in sorted(names)}
+    return {
+        name: one.get(name, DurationHistogram()) + other.get(name, DurationHistogram())
+        for name in sorted(names)
+    }

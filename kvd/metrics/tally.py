@@ -22,7 +22,7 @@ from protocol.messages import FinishReason
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from actors.telemetry import Moment
+    from actors.telemetry import Observation
 
 MOST_GONE = 16
 """Models that are gone whose counters are kept."""
@@ -79,24 +79,24 @@ class Tally:
         )
         self.models = {NOBODY: nobody}
         self._knows = knows
-        self._hear: dict[type[Moment], Callable[[OfModel, Any], None]] = {
-            telemetry.Spoke: _spoke,
-            telemetry.Counted: _counted,
-            telemetry.Arrived: _arrived,
-            telemetry.Taken: _taken,
-            telemetry.Begun: _begun,
-            telemetry.Paused: _paused,
-            telemetry.Resumed: _resumed,
-            telemetry.Finished: _finished,
-            telemetry.Failed: _failed,
-            telemetry.Acted: _acted,
-            telemetry.Became: _became,
+        self._hear: dict[type[Observation], Callable[[OfModel, Any], None]] = {
+            telemetry.TokensSent: _spoke,
+            telemetry.StatsReported: _counted,
+            telemetry.RequestArrived: _arrived,
+            telemetry.RequestAccepted: _taken,
+            telemetry.RequestAdmitted: _begun,
+            telemetry.RequestPaused: _paused,
+            telemetry.RequestResumed: _resumed,
+            telemetry.RequestFinished: _finished,
+            telemetry.RequestFailed: _failed,
+            telemetry.ActionRecorded: _acted,
+            telemetry.StateChanged: _became,
         }
 
-    def __call__(self, moment: Moment) -> None:
+    def __call__(self, observation: Observation) -> None:
         """Count a moment."""
-        found = self.models.get(moment.model)
-        self._hear[type(moment)](found or self._of(moment.model), moment)
+        found = self.models.get(observation.model)
+        self._hear[type(observation)](found or self._of(observation.model), observation)
 
     def name(self, model: str) -> str:
         """Return the name that this model's things are counted under."""
@@ -111,56 +111,56 @@ class Tally:
         return self.models.setdefault(model, OfModel())
 
 
-def _arrived(of: OfModel, _: telemetry.Arrived) -> None:
+def _arrived(of: OfModel, _: telemetry.RequestArrived) -> None:
     of.received += 1
 
 
-def _taken(of: OfModel, moment: telemetry.Taken) -> None:
-    of.prompt_tokens += moment.prompt_tokens
+def _taken(of: OfModel, observation: telemetry.RequestAccepted) -> None:
+    of.prompt_tokens += observation.prompt_tokens
 
 
-def _begun(of: OfModel, moment: telemetry.Begun) -> None:
-    of.queue.observe(moment.waited_s)
+def _begun(of: OfModel, observation: telemetry.RequestAdmitted) -> None:
+    of.queue.observe(observation.waited_s)
 
 
-def _spoke(of: OfModel, moment: telemetry.Spoke) -> None:
+def _spoke(of: OfModel, observation: telemetry.TokensSent) -> None:
     """Count tokens; several that came at once have taken as long each."""
-    count = moment.tokens
+    count = observation.tokens
     of.generated += count
-    if moment.gap_s is not None:
-        of.gaps.observe(moment.gap_s / count, count)
-    elif moment.first_s is not None:
-        of.first.observe(moment.first_s)
+    if observation.gap_s is not None:
+        of.gaps.observe(observation.gap_s / count, count)
+    elif observation.first_s is not None:
+        of.first.observe(observation.first_s)
 
 
-def _paused(of: OfModel, moment: telemetry.Paused) -> None:
-    of.paused[moment.reason] += 1
+def _paused(of: OfModel, observation: telemetry.RequestPaused) -> None:
+    of.paused[observation.reason] += 1
 
 
-def _resumed(of: OfModel, _: telemetry.Resumed) -> None:
+def _resumed(of: OfModel, _: telemetry.RequestResumed) -> None:
     of.resumed += 1
 
 
-def _finished(of: OfModel, moment: telemetry.Finished) -> None:
-    of.finished[moment.reason] += 1
-    if moment.took_s is not None:
-        of.whole.observe(moment.took_s)
+def _finished(of: OfModel, observation: telemetry.RequestFinished) -> None:
+    of.finished[observation.reason] += 1
+    if observation.took_s is not None:
+        of.whole.observe(observation.took_s)
 
 
-def _failed(of: OfModel, moment: telemetry.Failed) -> None:
-    of.failed[moment.code] += 1
+def _failed(of: OfModel, observation: telemetry.RequestFailed) -> None:
+    of.failed[observation.code] += 1
 
 
-def _acted(of: OfModel, moment: telemetry.Acted) -> None:
-    of.actions[moment.kind] += 1
+def _acted(of: OfModel, observation: telemetry.ActionRecorded) -> None:
+    of.actions[observation.kind] += 1
 
 
-def _counted(of: OfModel, moment: telemetry.Counted) -> None:
-    of.lives.hear(moment.life, moment.stats)
+def _counted(of: OfModel, observation: telemetry.StatsReported) -> None:
+    of.lives.hear(observation.life, observation.stats)
 
 
-def _became(of: OfModel, moment: telemetry.Became) -> None:
-    if moment.state == "ready":
+def _became(of: OfModel, observation: telemetry.StateChanged) -> None:
+    if observation.state == "ready":
         of.loads += 1
-    elif moment.state == "backoff":
-        of.restarts[moment.cause] += 1
+    elif observation.state == "backoff":
+        of.restarts[observation.cause] += 1

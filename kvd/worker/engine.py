@@ -32,7 +32,7 @@ ReportProgress = Callable[[str, float], None]
 AskGrant = Callable[[int, str], Grant]
 """``(total_bytes, reason)``: blocks until the daemon answers; only during `Engine.load`.
 
-Later requests for memory are `GrantWanted` reports of `Engine.step`; their ``seq`` goes on
+Later requests for memory are `MemoryRequested` reports of `Engine.step`; their ``seq`` goes on
 after that of the last `Grant` that this returned.
 """
 
@@ -68,7 +68,7 @@ class Engine(Protocol):
         ...
 
     def granted(self, grant: Grant) -> None:
-        """Take the answer to a `GrantWanted`."""
+        """Take the answer to a `MemoryRequested`."""
         ...
 
     def reclaim(self, command: Reclaim) -> None:

@@ -7,11 +7,17 @@ from collections.abc import Iterable
 
 import pytest
 
-from actors.archive import Archive
-from actors.records import Asked, Forgotten, Heard, Record, Saved
+from actors.request_journal import (
+    Record,
+    ReportReceived,
+    RequestDropped,
+    RequestReceived,
+    SavedRequest,
+)
+from actors.saved_requests import SavedRequests
 from actors.system import Settings
 from protocol import errors, messages
-from protocol.messages import Have
+from protocol.messages import ReceivedChoice
 from protocol.types import Sampling
 from tests.sim.fakes import Script, token
 from tests.sim.loop import run, simulated, until
@@ -29,15 +35,15 @@ class Book:
     def write(self, record: Record) -> None:
         self.records.append(record)
 
-    def saved(self) -> dict[str, Saved]:
-        found: dict[str, Saved] = {}
+    def saved(self) -> dict[str, SavedRequest]:
+        found: dict[str, SavedRequest] = {}
         for record in self.records:
             match record:
-                case Asked(rid=rid, model=model, submit=submit):
-                    found[rid] = Saved(model, submit, submit.deadline_s)
-                case Heard(rid=rid, report=report):
+                case RequestReceived(rid=rid, model=model, submit=submit):
+                    found[rid] = SavedRequest(model, submit, submit.deadline_s)
+                case ReportReceived(rid=rid, report=report):
                     found[rid].hear(report)
-                case Forgotten(rid=rid):
+                case RequestDropped(rid=rid):
                     found.pop(rid, None)
         return found
 
@@ -48,7 +54,7 @@ def expected(count: int, prompt: str = "hello", seed: int = 4) -> list[int]:
 
 async def _left(book: Book, tokens: int, **fields: object) -> str:
     """Serve a request until it has so many tokens, and die; return its name."""
-    async with world({"demo": [SLOW]}, archive=Archive(book)) as w:
+    async with world({"demo": [SLOW]}, archive=SavedRequests(book)) as w:
         client = w.client()
         key = client.generate(sampling=Sampling(seed=4), **fields)
         await until(lambda: client.count(key) == tokens)
@@ -65,7 +71,9 @@ def left(tokens: int, **fields: object) -> tuple[Book, str]:
 
 
 def attach(client: SimClient, name: str, *have: tuple[int, int]) -> str:
-    return client.start(messages.Attach, request=name, have=[Have(*one) for one in have])
+    return client.start(
+        messages.Attach, request=name, received=[ReceivedChoice(*one) for one in have]
+    )
 
 
 def text_of(client: SimClient, key: str) -> str:
@@ -80,7 +88,7 @@ def test_a_client_gets_what_it_lacks_and_the_rest(had: int) -> None:
 
     @simulated
     async def scene() -> None:
-        async with world(archive=Archive(book, book.saved())) as w:
+        async with world(archive=SavedRequests(book, book.saved())) as w:
             client = w.client()
             key = attach(client, name, (had, len(text)))
             assert (await client.end(key)).reason == "length"
@@ -99,14 +107,14 @@ def test_a_client_gets_what_it_lacks_and_the_rest(had: int) -> None:
 
 def test_the_end_is_kept_for_who_has_not_read_it() -> None:
     book, name = left(9, max_tokens=10)
-    [heard] = [one for one in book.records if isinstance(one, Heard)][-1:]
+    [heard] = [one for one in book.records if isinstance(one, ReportReceived)][-1:]
 
     @simulated
     async def scene() -> None:
-        async with world(archive=Archive(book, book.saved())) as w:
+        async with world(archive=SavedRequests(book, book.saved())) as w:
             client = w.client()
             assert (await client.end(attach(client, name))).reason == "length"
-        async with world(archive=Archive(book, book.saved())) as w:
+        async with world(archive=SavedRequests(book, book.saved())) as w:
             client = w.client()
             key = attach(client, name, (10, len("".join(f"{one} " for one in expected(10)))))
             done = await client.end(key)
@@ -123,13 +131,16 @@ def test_the_end_is_kept_for_who_has_not_read_it() -> None:
 async def test_who_is_not_there_or_has_more_than_was_sent_is_told() -> None:
     book = Book()
     name = await _left(book, 3, max_tokens=9)
-    async with world(archive=Archive(book, book.saved())) as w:
+    async with world(archive=SavedRequests(book, book.saved())) as w:
         client = w.client()
         for wrong, kind in (
             ({"request": "other"}, errors.UnknownRequest),
-            ({"request": name, "have": [Have(4, 0)]}, errors.InvalidRequest),
-            ({"request": name, "have": [Have(0, 999)]}, errors.InvalidRequest),
-            ({"request": name, "have": [Have(), Have()]}, errors.InvalidRequest),
+            ({"request": name, "received": [ReceivedChoice(4, 0)]}, errors.InvalidRequest),
+            ({"request": name, "received": [ReceivedChoice(0, 999)]}, errors.InvalidRequest),
+            (
+                {"request": name, "received": [ReceivedChoice(), ReceivedChoice()]},
+                errors.InvalidRequest,
+            ),
         ):
             with pytest.raises(kind):
                 await client.ask(messages.Attach, **wrong)
@@ -144,7 +155,7 @@ async def test_who_is_not_there_or_has_more_than_was_sent_is_told() -> None:
 async def test_a_refusal_costs_nothing_and_a_cancel_ends_it() -> None:
     book = Book()
     name = await _left(book, 3, max_tokens=9)
-    async with world({"demo": [SLOW]}, load=(), archive=Archive(book, book.saved())) as w:
+    async with world({"demo": [SLOW]}, load=(), archive=SavedRequests(book, book.saved())) as w:
         client = w.client()
         with pytest.raises(errors.UnknownModel):
             await client.ask(messages.Attach, request=name)
@@ -160,7 +171,7 @@ async def test_a_refusal_costs_nothing_and_a_cancel_ends_it() -> None:
 async def test_nobody_comes_for_it_in_time() -> None:
     book = Book()
     name = await _left(book, 3, max_tokens=9)
-    late = Archive(book, book.saved(), keep_s=60.0)
+    late = SavedRequests(book, book.saved(), keep_s=60.0)
     async with world(archive=late) as w:
         await asyncio.sleep(50)
         assert late.saved
@@ -175,7 +186,7 @@ async def test_nobody_comes_for_it_in_time() -> None:
 async def test_a_deadline_holds_across_daemons() -> None:
     book = Book()
     name = await _left(book, 3, max_tokens=99, deadline_s=50.0)
-    async with world({"demo": [SLOW]}, archive=Archive(book, book.saved())) as w:
+    async with world({"demo": [SLOW]}, archive=SavedRequests(book, book.saved())) as w:
         client = w.client()
         await asyncio.sleep(40)
         key = attach(client, name)
@@ -188,7 +199,7 @@ async def test_a_deadline_holds_across_daemons() -> None:
 @simulated
 async def test_a_daemon_that_is_stopped_by_force_keeps_what_it_ended() -> None:
     book = Book()
-    async with world({"demo": [SLOW]}, archive=Archive(book)) as w:
+    async with world({"demo": [SLOW]}, archive=SavedRequests(book)) as w:
         client = w.client()
         key = client.generate(sampling=Sampling(seed=4), max_tokens=9)
         over = client.generate(max_tokens=1)
@@ -197,7 +208,7 @@ async def test_a_daemon_that_is_stopped_by_force_keeps_what_it_ended() -> None:
         await w.system.stop(force=True)
         assert (await client.end(key)).error.code == "draining"
         name = client.events[key][0].request
-    async with world(archive=Archive(book, book.saved())) as w:
+    async with world(archive=SavedRequests(book, book.saved())) as w:
         client = w.client()
         key = attach(client, name)
         assert (await client.end(key)).reason == "length"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.archive import Archive
-from actors.catalogue import Known
+from actors.known_models import KnownModel
+from actors.saved_requests import SavedRequests
 from protocol import messages
 from protocol.messages import Event, Generate, is_last
 from protocol.types import Sampling
@@ -74,7 +74,7 @@ async def test_a_cancelled_call_ends_in_the_worker_and_hears_nothing_more():
 
 @simulated
 async def test_a_call_brings_a_model_that_is_known_and_no_other():
-    async with world(load=(), known={"demo": Known("demo")}) as w:
+    async with world(load=(), known={"demo": KnownModel("demo")}) as w:
         caller, lost = Caller(w, max_tokens=3), Caller(w, model="nope")
         refused = await lost.end()
 
@@ -109,7 +109,7 @@ async def test_who_fails_at_being_told_costs_itself_alone():
 @simulated
 async def test_nobody_comes_back_for_a_call_so_nothing_of_it_is_written_down():
     book = Book()
-    async with world({"demo": [SLOW]}, archive=Archive(book)) as w:
+    async with world({"demo": [SLOW]}, archive=SavedRequests(book)) as w:
         caller, other = Caller(w, max_tokens=3), Caller(w, max_tokens=50)
         await until(lambda: other.tokens)
         other.call.cancel()

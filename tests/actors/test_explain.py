@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from protocol import messages
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidRequest, UnknownModel
@@ -29,7 +29,7 @@ COSTS = Costs(
 ESTIMATE = Estimate(costs=COSTS, schemes=["k8v8", "k8v4"], context_length=640)
 
 
-async def reckon(source: str, kv: KVSpec) -> Estimate:
+async def estimate_model(source: str, kv: KVSpec) -> Estimate:
     if source == "/no":
         raise UnknownModel("there is no folder /no", source=source)
     assert kv in (KVSpec(), KVSpec(v_bits=4))
@@ -43,8 +43,8 @@ async def ask(it: World, **fields) -> Forecast:
 
 @simulated
 async def test_a_model_that_is_not_loaded_is_reckoned_from_its_files():
-    known = {"known": Known("/known", KVSpec(v_bits=4), ModelPolicy(max_context=320))}
-    async with world(load=(), known=known, reckon=reckon) as it:
+    known = {"known": KnownModel("/known", KVSpec(v_bits=4), ModelPolicy(max_context=320))}
+    async with world(load=(), known=known, estimate_model=estimate_model) as it:
         found = await ask(it, model="/m", rows=2)
         assert (found.state, found.measured, found.source) == ("not loaded", False, "/m")
         assert (found.context, found.rows, found.verdict) == (640, 2, "fits")
@@ -71,7 +71,7 @@ async def test_a_loaded_models_numbers_are_its_workers(monkeypatch):
 
 @simulated
 async def test_a_worker_without_a_formula_leaves_it_to_the_files():
-    async with world(reckon=reckon) as it:
+    async with world(estimate_model=estimate_model) as it:
         found = await ask(it, model="demo")
 
         assert (found.state, found.measured) == ("ready", False)
@@ -79,7 +79,7 @@ async def test_a_worker_without_a_formula_leaves_it_to_the_files():
 
 @simulated
 async def test_errors_say_what_is_wrong():
-    async with world(reckon=reckon) as it:
+    async with world(estimate_model=estimate_model) as it:
         with pytest.raises(UnknownModel, match="no folder"):
             await ask(it, model="/no")
         with pytest.raises(InvalidRequest, match="rows"):

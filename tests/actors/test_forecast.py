@@ -108,14 +108,14 @@ def test_rows_that_fit_lack_nothing():
     found = house.ask(rows=10)
 
     assert found.verdict == "fits"
-    assert found.lacking_bytes == 0
+    assert found.missing_bytes == 0
     assert not found.steps
     assert [one.total_bytes for one in found.levels] == [
         10_000 + 10 * 15 * 100,
         10_000 + 10 * 11 * 100,  # 14 pages of 66 bytes are ten units
         10_000 + 10 * 8 * 100,
     ]
-    assert [one.most_rows for one in found.levels] == [60, 81, 112]
+    assert [one.max_rows for one in found.levels] == [60, 81, 112]
     assert found.idle_bytes == 10_000 + 20 * 100
 
 
@@ -127,7 +127,7 @@ def test_the_steps_are_those_that_the_ladder_takes():
     house.account("idle", 30_000, base=30_000)
     found = house.ask(rows=14)
 
-    assert found.lacking_bytes == 31_000 - 20_000
+    assert found.missing_bytes == 31_000 - 20_000
     assert [(it.method, it.model, it.nbytes) for it in found.steps] == [
         ("spare", "busy", 3_000),
         ("precision", "busy", 8_000),
@@ -151,7 +151,7 @@ def test_idle_models_go_before_rows_are_parked():
     ]
     parks = house.ask(rows=46)  # 79,000 at the top, 18,400 and 13,800 less below it
     assert [it.method for it in parks.steps] == ["precision", "precision", "idle"]
-    assert parks.short_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
+    assert parks.shortfall_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
     assert parks.verdict == "waits", "nobody parks for more than a fair share"
 
 
@@ -183,4 +183,4 @@ def test_a_loaded_models_rows_come_on_top_of_those_that_it_has():
 
     assert found.held_bytes == 40_000
     assert found.levels[0].total_bytes == 35_000 + 10 * 15 * 100
-    assert found.lacking_bytes == 0
+    assert found.missing_bytes == 0

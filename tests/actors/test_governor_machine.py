@@ -24,7 +24,7 @@ from actors.machines.governor_events import (
     StartLevel,
 )
 from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
-from actors.runtime.journal import Journal, replay
+from actors.runtime.history import EventHistory, replay
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
 
@@ -476,7 +476,9 @@ events = (
 @given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.3, 12.0, 35.0])), max_size=50))
 def test_whatever_happens_grants_stay_in_the_budget_and_it_replays(history):
     governor = Governor(Ledger(BUDGET))
-    journal: Journal[governor_events.Event, governor_events.Command] = Journal(governor, segment=16)
+    journal: EventHistory[governor_events.Event, governor_events.Command] = EventHistory(
+        governor, segment=16
+    )
     now = 0.0
     ceiling = BUDGET
     for event, after in history:

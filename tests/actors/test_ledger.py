@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.machines.ledger import Event, GrantDecision, Ledger, MemoryRequest, WorkerExited
-from actors.runtime.journal import Journal, replay
+from actors.runtime.history import EventHistory, replay
 
 BUDGET = 1000
 MODELS = ["a", "b", "c"]
@@ -72,7 +72,7 @@ def test_a_dead_worker_wants_nothing_any_more():
 @given(events)
 def test_grants_never_exceed_the_budget_and_only_the_right_events_release(history):
     ledger = Ledger(BUDGET)
-    journal: Journal[Event, GrantDecision] = Journal(ledger, segment=8)
+    journal: EventHistory[Event, GrantDecision] = EventHistory(ledger, segment=8)
     for event in history:
         before = dict(ledger.grants)
         answers = journal.handle(event, 0.0)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors.machines import lifecycle as lc
 from actors.machines.machine import InvalidTransition
-from actors.runtime.journal import Journal, replay
+from actors.runtime.history import EventHistory, replay
 from protocol.errors import ErrorInfo
 
 NOW = 1000.0
@@ -560,7 +560,7 @@ class Walk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.machine = lc.Lifecycle("demo")
-        self.journal: Journal[lc.Event, lc.Command] = Journal(
+        self.journal: EventHistory[lc.Event, lc.Command] = EventHistory(
             self.machine, signs=lc.SIGNS, segment=8
         )
         self.now = NOW

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from protocol.policy import ModelPolicy
 from protocol.types import KVSpec
 from tests.sim.loop import simulated
 from tests.sim.world import World, world
 
-DEMO = Known("demo", listed=True)
+DEMO = KnownModel("demo", listed=True)
 
 
-def known(w: World, name: str = "demo") -> Known | None:
+def known(w: World, name: str = "demo") -> KnownModel | None:
     return w.system._catalogue.models.get(name)
 
 
@@ -40,19 +40,19 @@ async def test_of_a_loaded_model_the_policy_changes_and_only_what_was_said() -> 
 @simulated
 async def test_how_a_loaded_model_is_loaded_stays() -> None:
     async with world(known={"demo": DEMO}) as w:
-        other = Known("demo", KVSpec(4, 4), ModelPolicy(priority=1), listed=True)
+        other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(priority=1), listed=True)
         assert not await w.system.list_model("demo", other, {"priority": 1})
         found = known(w)
         assert found is not None
         assert (found.kv, found.policy.priority) == (KVSpec(), 1)
-        longer = Known("demo", policy=ModelPolicy(max_context=64), listed=True)
+        longer = KnownModel("demo", policy=ModelPolicy(max_context=64), listed=True)
         assert not await w.system.list_model("demo", longer, {})
 
 
 @simulated
 async def test_how_a_model_is_loaded_changes_while_it_is_not() -> None:
     async with world(load=(), known={"demo": DEMO}) as w:
-        other = Known("demo", KVSpec(4, 4), ModelPolicy(max_context=64), listed=True)
+        other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(max_context=64), listed=True)
         assert await w.system.list_model("demo", other, {})
         assert known(w) == other
 
@@ -60,7 +60,7 @@ async def test_how_a_model_is_loaded_changes_while_it_is_not() -> None:
 @simulated
 async def test_a_name_that_somebody_else_loaded_is_left_alone() -> None:
     async with world() as w:
-        other = Known("other", policy=ModelPolicy(pinned=True), listed=True)
+        other = KnownModel("other", policy=ModelPolicy(pinned=True), listed=True)
         before = known(w)
         assert not await w.system.list_model("demo", other, {"pinned": True})
         assert known(w) == before

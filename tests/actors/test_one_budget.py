@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from protocol import errors, messages
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable, WorkerStats
-from protocol.worker import GrantWanted, Reclaim, Reclaimed, Stats
+from protocol.worker import MemoryRequested, Reclaim, Reclaimed, Stats
 from tests.sim.fakes import Script
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
@@ -18,7 +18,7 @@ from tests.sim.world import world
 BIG = Script(weights=600)
 
 
-def happened(w, kind: str) -> list[messages.Happened]:
+def happened(w, kind: str) -> list[messages.EventRecord]:
     return [it for it in w.system._events.records if it.kind == kind]
 
 
@@ -78,7 +78,7 @@ async def busy(w, name: str) -> None:
 
 @simulated
 async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others():
-    known = {"big": Known("big", listed=True)}
+    known = {"big": KnownModel("big", listed=True)}
     scripts = {"demo": [Script(weights=600)], "big": [BIG]}
     async with world(scripts, known=known) as w:
         await busy(w, "demo")
@@ -95,7 +95,9 @@ async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others
 
 
 @simulated
-@pytest.mark.parametrize("known", [{"big": Known("big", listed=True)}, {"big": Known("big")}, {}])
+@pytest.mark.parametrize(
+    "known", [{"big": KnownModel("big", listed=True)}, {"big": KnownModel("big")}, {}]
+)
 async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known(known):
     scripts = {"demo": [Script(weights=600)], "big": [BIG, BIG]}
     async with world(scripts, known=known) as w:
@@ -121,7 +123,7 @@ async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known
 
 @simulated
 async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it():
-    known = {"big": Known("big")}
+    known = {"big": KnownModel("big")}
     async with world({"demo": [Script(weights=600)], "big": [BIG]}, known=known) as w:
         await busy(w, "demo")
         client = w.client()
@@ -149,7 +151,7 @@ async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_ot
         _, key = (client.generate(name, max_tokens=40) for name in ("big", "demo"))
         await until(lambda: client.events[key])
         for seq, name in enumerate(("big", "demo"), 9):
-            wish = GrantWanted(
+            wish = MemoryRequested(
                 seq=seq, total_bytes=800, reason="", reclaimable=Reclaimable(waiting=1)
             )
             w.spawn.last(name).say(wish)
@@ -157,7 +159,7 @@ async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_ot
         await until(lambda: happened(w, "requeue"), 100)
 
         assert happened(w, "requeue")[0].model == "demo"
-        w.spawn.last("big").say(GrantWanted(seq=20, total_bytes=500, reason=""))
+        w.spawn.last("big").say(MemoryRequested(seq=20, total_bytes=500, reason=""))
         assert (await client.end(key)).reason == "length"
         assert len(client.tokens(key)) == 40
 
@@ -170,7 +172,7 @@ async def test_the_ladder_speaks_to_the_worker_and_hears_what_came_of_it():
         demo.say(Stats(stats=WorkerStats(reclaimable=Reclaimable(rows=2, levels=(300,), base=100))))
         await asyncio.sleep(1)
         reclaimable = Reclaimable(rows=1, waiting=1, base=100)
-        other.say(GrantWanted(seq=9, total_bytes=400, reason="", reclaimable=reclaimable))
+        other.say(MemoryRequested(seq=9, total_bytes=400, reason="", reclaimable=reclaimable))
         await until(lambda: any(isinstance(it, Reclaim) for it in demo.commands), 5)
         order = next(it for it in demo.commands if isinstance(it, Reclaim))
 
@@ -236,11 +238,11 @@ async def test_events_are_told_followed_and_cancelled():
         await client.ask(messages.Configure, budget_bytes=2000)
         over = await client.ask(messages.Events)
 
-        told = [it for it in client.events[follow] if isinstance(it, messages.Happened)]
+        told = [it for it in client.events[follow] if isinstance(it, messages.EventRecord)]
         assert {it.kind for it in told} == {"evict", "budget"}
         assert over.last == told[-1].seq
         assert (await client.ask(messages.Cancel, target=follow)).found
-        assert isinstance(await client.end(follow), messages.EventsOver)
+        assert isinstance(await client.end(follow), messages.EventsReply)
         later = client.start(messages.Events, since=told[0].seq)
         await client.end(later)
         assert [it.seq for it in client.events[later][:-1]] == list(

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from actors import mail
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from protocol import errors, messages
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable, WorkerStats
@@ -22,8 +22,8 @@ CROWDED = {"demo": [BIG], "big": [BIG]}
 """There is room for one of the two."""
 
 
-def known(source: str = "big", *, listed: bool = True) -> dict[str, Known]:
-    return {"big": Known(source, listed=listed)}
+def known(source: str = "big", *, listed: bool = True) -> dict[str, KnownModel]:
+    return {"big": KnownModel(source, listed=listed)}
 
 
 async def busy(w: World) -> None:
@@ -131,7 +131,7 @@ async def test_an_unload_that_crosses_a_refusal_holds():
         client = w.client()
         load = await start_load(w, client)
 
-        assert await cross(w, mail.UnloadWanted("big", force=False)) == 0
+        assert await cross(w, mail.UnloadRequest("big", force=False)) == 0
         assert (await client.end(load)).error.code == "draining"
         assert w.model("big") is None
         with pytest.raises(errors.UnknownModel):
@@ -143,7 +143,7 @@ async def test_an_eviction_that_crosses_a_refusal_makes_no_model_known():
     async with world({"big": [BROKEN]}) as w:
         client = w.client()
         load = await start_load(w, client)
-        await cross(w, mail.EvictWanted("big", requeue=False))
+        await cross(w, mail.EvictRequest("big", requeue=False))
 
         assert (await client.end(load)).error.code == "insufficient_memory"
         assert (await client.end(client.generate("big"))).error.code == "unknown_model"
@@ -168,7 +168,7 @@ async def test_what_a_load_says_of_a_model_that_makes_room_holds_when_it_is_back
         client = w.client()
         await client.end(await start_load(w, client))
         first = w.spawn.last("big")
-        w.system._supervisor.tell(mail.EvictWanted("big", requeue=True))
+        w.system._supervisor.tell(mail.EvictRequest("big", requeue=True))
         load = client.start(
             messages.Load, model="big", alias="big", policy=ModelPolicy(priority=7, pinned=True)
         )

@@ -12,10 +12,10 @@ import pytest
 
 from actors.machines.machine import InvalidTransition
 from actors.ports import Notice
-from actors.runtime.actor import Actor, ActorDead, Ask, AskTimeout, Later, MailboxFull, Ref
-from actors.runtime.journal import Journal, ReplayDiffers, replay
-from actors.runtime.supervision import Child, Intensity, Tree
-from actors.runtime.timers import LATE_S, Alarm
+from actors.runtime.actor import Actor, ActorDead, Ask, AskTimeout, DeferredReply, MailboxFull, Ref
+from actors.runtime.history import EventHistory, ReplayDiffers, replay
+from actors.runtime.supervision import Child, RestartLimit, SupervisionTree
+from actors.runtime.timers import TIMER_SLACK_S, Alarm
 from tests.sim.loop import DeadlockError, run, simulated, until
 
 
@@ -34,7 +34,7 @@ class Parrot(Actor[object]):
 
     def __init__(self, heard: list[object]) -> None:
         self.heard = heard
-        self.later: dict[str, Later[str]] = {}
+        self.later: dict[str, DeferredReply[str]] = {}
 
     def on_start(self):
         self.heard.append("start")
@@ -48,7 +48,7 @@ class Parrot(Actor[object]):
     def receive(self, message):
         match message:
             case Question(about="later" | "never" as about):
-                self.later[about] = Later()
+                self.later[about] = DeferredReply()
                 return self.later[about]
             case Question(about="error"):
                 raise Wrong("asked for it")
@@ -71,7 +71,7 @@ class House:
         self.heard: list[object] = []
         self.faults: list[BaseException] = []
         self.notices: list[Notice] = []
-        self.tree = Tree(self.faults.append, self.notices.append)
+        self.tree = SupervisionTree(self.faults.append, self.notices.append)
 
     def start(self, **kwargs) -> Ref[object]:
         return self.tree.start(Child("parrot", lambda: Parrot(self.heard), **kwargs))
@@ -262,7 +262,7 @@ async def test_a_child_that_cannot_be_made_again_is_a_fault_of_the_tree(house):
 @simulated
 async def test_children_stop_in_reverse_order_and_after_their_mail():
     order: list[object] = []
-    tree = Tree(order.append, order.append)
+    tree = SupervisionTree(order.append, order.append)
     refs = []
     for name in ("first", "second"):
         heard: list[object] = []
@@ -280,7 +280,7 @@ async def test_children_stop_in_reverse_order_and_after_their_mail():
 
 
 def test_intensity_is_a_sliding_window():
-    intensity = Intensity(2, 10.0)
+    intensity = RestartLimit(2, 10.0)
 
     assert [intensity.again(at) for at in (0.0, 1.0, 9.9)] == [True, True, False]
     assert intensity.again(11.1)
@@ -299,7 +299,7 @@ async def test_an_alarm_rings_once_and_never_before_its_time():
     alarm.set(start + 2)  # earlier: must ring then
     await asyncio.sleep(20)
 
-    assert rings == [pytest.approx(2 + LATE_S)]
+    assert rings == [pytest.approx(2 + TIMER_SLACK_S)]
     alarm.set(loop.time() + 1)
     alarm.set(None)
     await asyncio.sleep(20)
@@ -336,7 +336,7 @@ class Sum(msgspec.Struct):
 
 def test_a_journal_replays_from_where_its_ring_begins():
     machine = Sum()
-    journal = Journal(machine, segment=4)
+    journal = EventHistory(machine, segment=4)
     for number in range(11):
         journal.handle(Add(number), float(number))
     again = replay(journal.dump(), Sum, Add | Sign)
@@ -347,7 +347,7 @@ def test_a_journal_replays_from_where_its_ring_begins():
 
 def test_of_the_signs_in_a_row_the_last_one_is_kept():
     machine = Sum()
-    journal = Journal(machine, signs=(Sign,), segment=4)
+    journal = EventHistory(machine, signs=(Sign,), segment=4)
     journal.handle(Add(1), 1.0)
     for second in range(100):
         journal.handle(Sign(), float(second))
@@ -357,7 +357,7 @@ def test_of_the_signs_in_a_row_the_last_one_is_kept():
 
 
 def test_a_replay_that_differs_says_where():
-    journal = Journal(Sum())
+    journal = EventHistory(Sum())
     journal.handle(Add(1), 1.0)
     forged = journal.dump().replace(b'"total":0', b'"total":7')
 
@@ -366,7 +366,7 @@ def test_a_replay_that_differs_says_where():
 
 
 def test_an_invalid_transition_tells_the_story():
-    journal = Journal(Sum())
+    journal = EventHistory(Sum())
     journal.handle(Add(1), 1.0)
     with pytest.raises(InvalidTransition) as error:
         journal.handle(Add(-1), 2.0)

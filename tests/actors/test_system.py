@@ -447,7 +447,7 @@ async def test_requests_outlive_a_worker_that_dies_in_its_drain_unless_somebody_
         if unloaded:
             client.start(messages.Unload, model="demo")
         else:
-            w.system._supervisor.tell(mail.EvictWanted("demo", requeue=False))
+            w.system._supervisor.tell(mail.EvictRequest("demo", requeue=False))
         await until(lambda: w.state() == "draining")
         w.spawn.last("demo").die(-9)
         end = await client.end(key)
@@ -953,7 +953,7 @@ async def test_shutdown_drains_stops_the_workers_and_says_goodbye():
         await w.system.finished
 
         assert client.events[key][-1].reason == "length"
-        assert isinstance(client.events[bye][-1], messages.Bye)
+        assert isinstance(client.events[bye][-1], messages.ShutdownReply)
         assert isinstance(idle.events[unload][-1], messages.Unloaded)
         assert client.closed
         assert idle.closed

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from actors.machines.time_slices import (
     GRACE_S,
     SLICE_S,
@@ -23,11 +23,11 @@ from actors.machines.time_slices import (
     Wanted,
     Weighed,
 )
-from actors.runtime.journal import Journal, replay
+from actors.runtime.history import EventHistory, replay
 from kvd.worker.process.gate import Gate
 from protocol import messages
 from protocol.policy import ModelPolicy
-from protocol.worker import TimeSlice, TimeSliceOver, TimeSliceWanted
+from protocol.worker import TimeSlice, TimeSliceOver, TimeSliceRequested
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
@@ -187,7 +187,7 @@ spoken = st.one_of(
 @given(st.lists(st.tuples(st.floats(0, 2), spoken), max_size=80))
 def test_whatever_workers_say_somebody_computes_and_the_story_replays(history):
     ring = TimeSlices()
-    journal: Journal[Event, Give] = Journal(ring, segment=16)
+    journal: EventHistory[Event, Give] = EventHistory(ring, segment=16)
     now, told = 0.0, 0
     for passed, event in history:
         now += passed
@@ -278,12 +278,12 @@ class Computer:
     def seconds(self, start: float, end: float) -> float:
         return sum(b - a for a, b in self.steps if a >= start and b <= end)
 
-    def _say(self, report: TimeSliceOver | TimeSliceWanted | None) -> None:
+    def _say(self, report: TimeSliceOver | TimeSliceRequested | None) -> None:
         event: Event
         match report:
             case None:
                 return
-            case TimeSliceWanted():
+            case TimeSliceRequested():
                 event = Wanted(self._name, self._weight, report.step_s)
             case TimeSliceOver():
                 event = Over(
@@ -460,8 +460,8 @@ async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
 async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
-        first.say(TimeSliceWanted())
-        second.say(TimeSliceWanted())
+        first.say(TimeSliceRequested())
+        second.say(TimeSliceRequested())
         await asyncio.sleep(0.1)
         time_slices = defaultdict(list)
         for process in (first, second):
@@ -477,11 +477,11 @@ async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
 
 @simulated
 async def test_a_models_weight_is_that_of_its_policy():
-    known = {"a": Known("a", policy=ModelPolicy(weight=3.0)), "b": Known("b")}
+    known = {"a": KnownModel("a", policy=ModelPolicy(weight=3.0)), "b": KnownModel("b")}
     async with world(load=("b",), known=known) as it:
         await it.client().ask(messages.Load, model="a", policy=known["a"].policy)
         for name in "ab":
-            it.spawn.last(name).say(TimeSliceWanted())
+            it.spawn.last(name).say(TimeSliceRequested())
         await asyncio.sleep(0.1)
 
         assert it.spawn.last("a").commands[-1].slice_s == pytest.approx(3 * SLICE_S)
@@ -492,7 +492,7 @@ async def test_another_weight_holds_from_the_next_turn_of_a_running_process():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
         for process in (first, second):
-            process.say(TimeSliceWanted())
+            process.say(TimeSliceRequested())
         await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
         await asyncio.sleep(0.1)
         turn = first.commands[-1]
@@ -515,7 +515,7 @@ def test_who_gets_another_weight_takes_turns_again():
 async def test_a_process_that_never_ends_its_turn_loses_it():
     async with world(load=("a", "b")) as it:
         for name in "ab":
-            it.spawn.last(name).say(TimeSliceWanted())
+            it.spawn.last(name).say(TimeSliceRequested())
         await asyncio.sleep(GRACE_S + SLICE_S + 0.1)
 
         assert it.spawn.last("b").commands[-1].slice_s is None

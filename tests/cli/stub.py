@@ -128,7 +128,7 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
         case m.Configure(budget_bytes=total):
             yield m.Configured(id=number, budget_bytes=total or 2**30, granted_bytes=2**20)
         case m.Events():
-            yield m.Happened(
+            yield m.EventRecord(
                 id=number,
                 seq=1,
                 at=0.0,
@@ -139,7 +139,7 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
                 numbers={"freed_bytes": 2**30, "level": 1},
             )
             if not request.follow:
-                yield m.EventsOver(id=number, last=1)
+                yield m.EventsReply(id=number, last=1)
         case m.Load(model=model):
             yield m.Loading(id=number, model=model, stage="weights", fraction=0.5)
             yield m.Loaded(id=number, model=MODEL)
@@ -150,7 +150,7 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
             yield m.Tokens(id=number, index=0, tokens=[1], text="Grüße")
             yield m.Tokens(id=number, index=1, tokens=[2, 3], text=" all")
             yield m.Done(id=number, reason="stop", usage=Usage(3, 3))
-        case m.Tokenize(prompt=prompt, messages=turns, most=most, texts=texts):
+        case m.Tokenize(prompt=prompt, messages=turns, limit=most, texts=texts):
             text = prompt if turns is None else "".join(turn.content for turn in turns)
             told = list((text or "").encode())[:most]
             yield m.Tokenized(
@@ -164,5 +164,5 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
         case m.Drain():
             yield m.Drained(id=number)
         case m.Shutdown():
-            yield m.Bye(id=number)
+            yield m.ShutdownReply(id=number)
             yield None

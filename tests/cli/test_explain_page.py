@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from kvd.cli.explain import page
-from protocol.forecast import Forecast, LevelCost, Room
+from protocol.forecast import Forecast, LevelCost, ReclaimStep
 
 MIB = 2**20
 VALUE = Forecast(
@@ -28,21 +28,21 @@ VALUE = Forecast(
             token_bytes=tokens,
             row_bytes=rows * MIB,
             total_bytes=(400 + 64 * rows) * MIB,
-            most_rows=1200 // rows,
+            max_rows=1200 // rows,
         )
         for scheme, tokens, rows in (("k8v8", 1728, 33), ("k8v4", 1344, 26), ("k4v4", 960, 19))
     ],
     budget_bytes=1600 * MIB,
     available_bytes=100 * MIB,
     held_bytes=402 * MIB,
-    lacking_bytes=900 * MIB,
+    missing_bytes=900 * MIB,
     steps=[
-        Room(method="spare", model="other", nbytes=14 * MIB),
-        Room(method="precision", model="demo", nbytes=448 * MIB, level=1),
-        Room(method="idle", model="other", nbytes=400 * MIB),
-        Room(method="preempt", model="third", nbytes=38 * MIB),
+        ReclaimStep(method="spare", model="other", nbytes=14 * MIB),
+        ReclaimStep(method="precision", model="demo", nbytes=448 * MIB, level=1),
+        ReclaimStep(method="idle", model="other", nbytes=400 * MIB),
+        ReclaimStep(method="preempt", model="third", nbytes=38 * MIB),
     ],
-    short_bytes=0,
+    shortfall_bytes=0,
     verdict="makes_room",
 )
 
@@ -73,7 +73,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
     ],
 )
 def test_the_verdict_is_said(verdict, says):
-    value = replace(VALUE, verdict=verdict, short_bytes=5 * MIB)
+    value = replace(VALUE, verdict=verdict, shortfall_bytes=5 * MIB)
 
     assert says in " ".join(shown(value, 200).split())
 

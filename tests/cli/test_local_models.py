@@ -86,11 +86,11 @@ def test_a_shell_completes_folders(tmp_path):
 
 
 def forecast(model, verdict):
-    level = LevelCost(scheme="k4v4", token_bytes=1.0, row_bytes=1, total_bytes=3 << 30, most_rows=0)
+    level = LevelCost(scheme="k4v4", token_bytes=1.0, row_bytes=1, total_bytes=3 << 30, max_rows=0)
     return Forecast(
         model=model, source=model, state="not loaded", measured=False, context=4096, rows=1,
         weights_bytes=1, base_bytes=1, idle_bytes=1, levels=[level], budget_bytes=2 << 30,
-        available_bytes=1, held_bytes=0, lacking_bytes=0, steps=[], short_bytes=0, verdict=verdict,
+        available_bytes=1, held_bytes=0, missing_bytes=0, steps=[], shortfall_bytes=0, verdict=verdict,
     )  # fmt: skip
 
 

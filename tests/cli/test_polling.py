@@ -44,7 +44,7 @@ def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home
             yield m.HelloReply(id=request.id, version="2", protocol=1, pid=7, home="/h")
         elif isinstance(request, m.Events):
             asked.append(request.since)
-            yield m.EventsOver(id=request.id, last=0)
+            yield m.EventsReply(id=request.id, last=0)
         else:
             yield from well(request)
 

@@ -57,7 +57,7 @@ def names(lines):
 @pytest.mark.parametrize("status", [daemon_status(), MANY, daemon_status(MODEL, BROKEN)])
 def test_a_page_fills_the_screen_and_no_more(width, height, status):
     view = View(away="gone")
-    happened = m.Happened(id="1", seq=1, at=0.0, kind="evict", model="x" * 200)
+    happened = m.EventRecord(id="1", seq=1, at=0.0, kind="evict", model="x" * 200)
     view.take(status, [happened] * 30)
     for page in ("models", "model", "help"):
         view.page, view.chosen = page, "demo"

@@ -406,7 +406,7 @@ def test_what_was_done_is_read_as_far_as_one_likes(home: Home):
 
 def test_tokens_and_settings_are_asked_for(home: Home):
     with stub_daemon(home.socket, well) as requests, Client(home=home.root) as client:
-        assert client.tokenize("demo", "abc", most=2, texts=True).texts == ["a", "b"]
+        assert client.tokenize("demo", "abc", limit=2, texts=True).texts == ["a", "b"]
         assert client.tokenize("demo", messages=[("user", "Hi")]).tokens == [72, 105]
         client.configure(settings={"budget": "1GiB", "log_level": None}, table=True)
     assert (requests[-1].settings, requests[-1].table) == (
@@ -418,7 +418,7 @@ def test_tokens_and_settings_are_asked_for(home: Home):
 async def test_tokens_and_settings_in_asyncio(home: Home):
     with stub_daemon(home.socket, well) as requests:
         async with AsyncClient(home=home.root) as client:
-            assert (await client.tokenize("demo", "abc", most=0)).count == 3
+            assert (await client.tokenize("demo", "abc", limit=0)).count == 3
             await client.configure(settings={"max_rows": 8})
     assert requests[-1].settings == {"max_rows": 8}
 

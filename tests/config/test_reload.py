@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from kvd.config.config import parse
 from kvd.config.options import Options
 from kvd.config.reload import Change, Reloader
@@ -79,7 +79,7 @@ async def test_a_budget_holds_at_once_and_its_absence_is_the_default(home: Home)
 async def test_the_command_line_wins_also_later(home: Home):
     it = Reloading(home, budget_bytes=2**30, attention="auto")
     changes = await it.take('budget = "2GiB"\nattention = "reference"')
-    assert [(one.key, one.holds) for one in changes] == [
+    assert [(one.key, one.takes_effect) for one in changes] == [
         ("budget", "command_line"),
         ("attention", "command_line"),
     ]
@@ -108,7 +108,7 @@ async def test_of_a_model_only_what_changed_is_said(home: Home):
     it = Reloading(home, 'models = [{source = "demo", priority = 1}]')
     changes = await it.take('models = [{source = "demo", priority = 2}]')
     assert changes == [Change("models[demo].priority", 1, 2)]
-    known = Known("demo", KVSpec(), ModelPolicy(priority=2), listed=True)
+    known = KnownModel("demo", KVSpec(), ModelPolicy(priority=2), listed=True)
     assert it.running.said == [("list", "demo", known, {"priority": 2})]
     assert it.brought == []
 
@@ -177,7 +177,7 @@ async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(ho
     key = "sha256:" + "0" * 64
     changes = await it.take(f'[http]\nport = 1\norigins = ["https://a.example"]\nkeys.me = "{key}"')
 
-    assert [(change.key, change.after, change.holds) for change in changes] == [
+    assert [(change.key, change.after, change.takes_effect) for change in changes] == [
         ("http.port", 1, "start"),
         ("http.keys", ["me"], "now"),
         ("http.origins", ["https://a.example"], "now"),

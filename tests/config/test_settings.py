@@ -95,7 +95,7 @@ def test_where_values_come_from(home: Home):
 async def test_a_live_change_holds_until_the_file_is_read_again(home: Home):
     live = Live(home)
     (change,) = await live.settings.change({"budget": "4GiB"})
-    assert (change.before, change.after, change.holds) == ("8GiB", "4GiB", "now")
+    assert (change.before, change.after, change.takes_effect) == ("8GiB", "4GiB", "now")
     assert live.running.said == [("budget", 4 << 30)]
     assert (live["budget"].value, live["budget"].origin) == ("4GiB", "live")
     await live.reloader.reload()
@@ -113,22 +113,22 @@ async def test_none_is_what_the_file_says(home: Home):
 async def test_what_needs_a_restart_says_so_and_changes_nothing(home: Home):
     live = Live(home)
     changes = await live.settings.change({"max_rows": 8, "watchdog.decode_s": 1.5})
-    assert {(one.key, one.after, one.holds) for one in changes} == {
+    assert {(one.key, one.after, one.takes_effect) for one in changes} == {
         ("max_rows", 8, "start"),
         ("watchdog.decode_s", 1.5, "start"),
     }
     assert (live["max_rows"].value, live["max_rows"].origin) == (32, "default")
     home.config.write_text(TEXT.replace("# mine", "max_rows = 8"))
     row = live["max_rows"]
-    assert (row.value, row.waits, row.next) == (32, True, 8)
+    assert (row.value, row.pending, row.next) == (32, True, 8)
 
 
 async def test_a_budget_beats_the_command_line_of_then(home: Home):
     live = Live(home, budget_bytes=5)
     (change,) = await live.settings.change({"budget": "1GiB"})
-    assert change.holds == "now"
+    assert change.takes_effect == "now"
     assert live.running.said == [("budget", 1 << 30)]
-    await live.settings.budget_is(77)
+    await live.settings.budget_changed(77)
     assert live["budget"].value == 77
 
 
@@ -163,7 +163,7 @@ async def test_the_later_of_two_budgets_holds(home: Home):
     live = Live(home, running=Slow())
     first = asyncio.create_task(live.settings.change({"budget": "1GiB"}))
     await live.running.asked.wait()
-    second = asyncio.create_task(live.settings.budget_is(77))
+    second = asyncio.create_task(live.settings.budget_changed(77))
     await asyncio.sleep(0)
     live.running.may.set()
     await asyncio.gather(first, second)
@@ -222,7 +222,7 @@ def test_hashes_of_keys_are_nobody_s_business(home: Home):
 async def test_a_key_is_taken_back_at_once_and_its_hash_not_told(home: Home):
     live = Live(home, f'[http]\nkeys = {{ me = "sha256:{"0" * 64}", you = "sha256:{"1" * 64}" }}\n')
     changes = await live.settings.change({"http.keys": {"me": f"sha256:{'0' * 64}"}})
-    assert [(one.key, one.before, one.after, one.holds) for one in changes] == [
+    assert [(one.key, one.before, one.after, one.takes_effect) for one in changes] == [
         ("http.keys", ["me", "you"], ["me"], "now")
     ]
     assert (live["http.keys"].value, live["http.keys"].live) == (["me"], True)

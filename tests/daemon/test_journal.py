@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.records import Answer, Asked, Forgotten, Heard, Saved
+from actors.request_journal import (
+    Answer,
+    ReportReceived,
+    RequestDropped,
+    RequestReceived,
+    SavedRequest,
+)
 from kvd.daemon import journal
 from kvd.daemon.journal import MAGIC, DiskJournal
 from protocol.errors import ConfigError
@@ -39,23 +45,25 @@ def opened(folder: Path, clock: Clock | None = None, **more: float) -> DiskJourn
     return DiskJournal(folder, limit_bytes=limit, keep_s=600.0, clock=clock or Clock())
 
 
-def read(folder: Path, clock: Clock | None = None) -> dict[str, Saved]:
+def read(folder: Path, clock: Clock | None = None) -> dict[str, SavedRequest]:
     found = opened(folder, clock)
     found.close()
     return found.saved
 
 
-def ask(rid: str, **more: object) -> Asked:
-    return Asked(rid, "m", Submit(rid=rid, prompt="hé", sampling=Sampling(seed=3), **more))
+def ask(rid: str, **more: object) -> RequestReceived:
+    return RequestReceived(
+        rid, "m", Submit(rid=rid, prompt="hé", sampling=Sampling(seed=3), **more)
+    )
 
 
-def tokens(rid: str, index: int, *said: int, text: str = "", choice: int = 0) -> Heard:
+def tokens(rid: str, index: int, *said: int, text: str = "", choice: int = 0) -> ReportReceived:
     report = RowTokens(rid=rid, index=index, tokens=list(said), text=text, choice=choice)
-    return Heard(rid, report)
+    return ReportReceived(rid, report)
 
 
-def end(rid: str) -> Heard:
-    return Heard(rid, RowFinished(rid=rid, reason="stop", usage=Usage(1, 2)))
+def end(rid: str) -> ReportReceived:
+    return ReportReceived(rid, RowFinished(rid=rid, reason="stop", usage=Usage(1, 2)))
 
 
 def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
@@ -63,16 +71,16 @@ def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
     told = TokenLogprob(5, "a", -1.0)
     for record in (
         ask("a", n=2, logprobs=0),
-        Heard("a", RowAccepted(rid="a", prompt_tokens=9)),
-        Heard("a", RowPrompt(rid="a", index=0, logprobs=[told, told])),
+        ReportReceived("a", RowAccepted(rid="a", prompt_tokens=9)),
+        ReportReceived("a", RowPrompt(rid="a", index=0, logprobs=[told, told])),
         tokens("a", 0, 5, 6, text="é"),
         tokens("a", 0, 7, choice=1),
-        Heard("a", RowTokens(rid="a", index=2, tokens=[8], text="!", logprobs=[told])),
-        Heard("a", ChoiceFinished(rid="a", choice=1, reason="length")),
+        ReportReceived("a", RowTokens(rid="a", index=2, tokens=[8], text="!", logprobs=[told])),
+        ReportReceived("a", ChoiceFinished(rid="a", choice=1, reason="length")),
         ask("b"),
         end("b"),
         ask("c"),
-        Forgotten("c"),
+        RequestDropped("c"),
         tokens("c", 0, 1),
     ):
         first.write(record)
@@ -138,7 +146,7 @@ def test_what_nobody_needs_is_written_out_of_it(
         rid = f"r{number}"
         subject.write(ask(rid))
         subject.write(tokens("kept", number, number))
-        subject.write(Forgotten(rid) if number % 2 else end(rid))
+        subject.write(RequestDropped(rid) if number % 2 else end(rid))
         clock.now += 100.0  # who is over is kept for ten minutes
         live = sum(subject._sizes.values())
         assert subject._live == live

@@ -39,7 +39,7 @@ class Scripted(Spawner):
         return [sys.executable, "-c", PREAMBLE + self._script, str(fd)]
 
 
-class Heard:
+class ReportReceived:
     """What came from one child."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def open_files() -> int:
 @pytest.fixture
 async def heard():
     async with asyncio.timeout(20):
-        yield Heard()
+        yield ReportReceived()
 
 
 async def test_all_reports_come_before_the_exit_and_nothing_after(heard):

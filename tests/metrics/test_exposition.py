@@ -33,7 +33,7 @@ class Idle:
             models=[],
         )
 
-    def census(self) -> dict:
+    def count_requests(self) -> dict:
         return {}
 
     def knows(self, model: str) -> bool:
@@ -43,13 +43,13 @@ class Idle:
 @simulated
 async def test_what_happens_while_it_is_encoded_is_in_the_next_scrape():
     async def late(call) -> Answer:
-        exposition.tally(telemetry.Begun("m", 0.2))
-        exposition.tally(telemetry.Paused("m", "memory"))
+        exposition.tally(telemetry.RequestAdmitted("m", 0.2))
+        exposition.tally(telemetry.RequestPaused("m", "memory"))
         exposition.answered("/metrics", 200)
         return call()
 
     exposition = Exposition(Idle, beside=late)
-    exposition.tally(telemetry.Arrived("m"))
+    exposition.tally(telemetry.RequestArrived("m"))
     for number in range(3):
         text = await exposition.text()
         assert f'kvd_request_queue_time_seconds_count{{model="m"}} {number}.0\n' in text

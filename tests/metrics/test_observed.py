@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from actors.jobs import Stage
+from actors.request_state import Stage
 from kvd.metrics.histogram import Histogram
 from protocol import errors, messages
 from protocol.worker import RowPreempted, RowResumed
@@ -25,7 +25,11 @@ def count(histogram: Histogram) -> int:
 
 
 def stages(w: World, model: str = "demo") -> dict[Stage, int]:
-    return {stage: number for (name, stage), number in w.system.census().items() if name == model}
+    return {
+        stage: number
+        for (name, stage), number in w.system.count_requests().items()
+        if name == model
+    }
 
 
 @simulated
@@ -116,7 +120,7 @@ async def test_requests_that_rest_for_others_and_go_on():
         await until(lambda: stages(w) == {"running": 1})
         await client.end(key)
         assert (of(w).paused["memory"], of(w).resumed) == (1, 1)
-        assert not w.system.census()
+        assert not w.system.count_requests()
 
 
 @simulated

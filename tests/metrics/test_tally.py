@@ -12,7 +12,7 @@ from actors import telemetry
 from actors.machines.lifecycle import CAUSES
 from kvd.metrics.tally import ACTIONS, ACTIONS_OF_ALL, FAILURES, MOST_GONE, NOBODY, Tally
 from protocol.errors import KvdError
-from protocol.histogram import Spread
+from protocol.histogram import DurationHistogram
 from protocol.types import MemoryUse, PrefixUse, WorkerStats
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -30,7 +30,7 @@ def stats(step: int, hits: int = 0, decode: int = 0, peak: int = 0) -> WorkerSta
         flushes=step // 2,
         kernel_launches=3 * step,
         prefix=PrefixUse(queries=1, query_tokens=2 * hits, hit_tokens=hits, evicted=4),
-        phases={"decode": Spread((decode,) + (0,) * 15, decode * 0.0004)},
+        phases={"decode": DurationHistogram((decode,) + (0,) * 15, decode * 0.0004)},
         memory=MemoryUse(peak=peak),
     )
 
@@ -38,15 +38,15 @@ def stats(step: int, hits: int = 0, decode: int = 0, peak: int = 0) -> WorkerSta
 def test_the_life_of_a_request():
     tally, _ = tally_of("m")
     for moment in (
-        telemetry.Arrived("m"),
-        telemetry.Taken("m", 12),
-        telemetry.Begun("m", 0.05),
-        telemetry.Spoke("m", 1, first_s=0.2),
-        telemetry.Spoke("m", 4, gap_s=0.04),
-        telemetry.Paused("m", "memory"),
-        telemetry.Resumed("m"),
-        telemetry.Finished("m", "length", 3.0),
-        telemetry.Failed("m", "overloaded"),
+        telemetry.RequestArrived("m"),
+        telemetry.RequestAccepted("m", 12),
+        telemetry.RequestAdmitted("m", 0.05),
+        telemetry.TokensSent("m", 1, first_s=0.2),
+        telemetry.TokensSent("m", 4, gap_s=0.04),
+        telemetry.RequestPaused("m", "memory"),
+        telemetry.RequestResumed("m"),
+        telemetry.RequestFinished("m", "length", 3.0),
+        telemetry.RequestFailed("m", "overloaded"),
     ):
         tally(moment)
 
@@ -62,8 +62,8 @@ def test_the_life_of_a_request():
 
 def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
     tally, _ = tally_of("m")
-    tally(telemetry.Begun("m", 0.3))
-    tally(telemetry.Begun("m", 1e9))
+    tally(telemetry.RequestAdmitted("m", 0.3))
+    tally(telemetry.RequestAdmitted("m", 1e9))
     queue = tally.models["m"].queue
     assert queue.counts[queue.bounds.index(0.3)] == 1
     assert queue.counts[-1] == 1
@@ -73,7 +73,7 @@ def test_counters_go_on_where_the_last_process_stopped():
     tally, _ = tally_of("m")
     seen = []
     for life, told in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
-        tally(telemetry.Counted("m", life, stats(told, hits=told, decode=told)))
+        tally(telemetry.StatsReported("m", life, stats(told, hits=told, decode=told)))
         seen.append(tally.models["m"].lives.total)
 
     assert [it.step for it in seen] == [5, 9, 11, 13, 13, 20]
@@ -91,15 +91,15 @@ def test_counters_go_on_where_the_last_process_stopped():
 def test_a_peak_is_kept_until_the_next_process():
     tally, _ = tally_of("m")
     for life, peak, expected in ((1, 50, 50), (1, 20, 50), (1, 70, 70), (2, 10, 10)):
-        tally(telemetry.Counted("m", life, stats(1, peak=peak)))
+        tally(telemetry.StatsReported("m", life, stats(1, peak=peak)))
         assert tally.models["m"].lives.peak == expected
 
 
 def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
     tally, _ = tally_of("m")
     for number in range(1000):
-        tally(telemetry.Arrived(f"made up {number}"))
-        tally(telemetry.Failed(f"made up {number}", "unknown_model"))
+        tally(telemetry.RequestArrived(f"made up {number}"))
+        tally(telemetry.RequestFailed(f"made up {number}", "unknown_model"))
 
     assert tally.models.keys() == {NOBODY}
     assert tally.models[NOBODY].failed["unknown_model"] == 1000
@@ -108,14 +108,14 @@ def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
 
 def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
     tally, known = tally_of("first")
-    tally(telemetry.Arrived("first"))
+    tally(telemetry.RequestArrived("first"))
     known.clear()
-    tally(telemetry.Failed("first", "draining"))
+    tally(telemetry.RequestFailed("first", "draining"))
     assert tally.models["first"].failed["draining"] == 1
 
     for number in range(1000):
         known.add(f"m{number}")
-        tally(telemetry.Became(f"m{number}", "ready"))
+        tally(telemetry.StateChanged(f"m{number}", "ready"))
         known.discard(f"m{number}")
 
     assert "first" not in tally.models
@@ -124,12 +124,12 @@ def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
 
 def test_models_that_are_there_are_never_dropped_and_come_back_with_their_counters():
     tally, known = tally_of("stays")
-    tally(telemetry.Arrived("stays"))
+    tally(telemetry.RequestArrived("stays"))
     for number in range(100):
         known.add(f"m{number}")
-        tally(telemetry.Arrived(f"m{number}"))
+        tally(telemetry.RequestArrived(f"m{number}"))
         known.discard(f"m{number}")
-    tally(telemetry.Arrived("stays"))
+    tally(telemetry.RequestArrived("stays"))
     assert tally.models["stays"].received == 2
 
 
@@ -144,7 +144,7 @@ def test_loads_and_restarts():
         ("ready", ""),
         ("failed", "model_failed"),
     ):
-        tally(telemetry.Became("m", state, cause))
+        tally(telemetry.StateChanged("m", state, cause))
     it = tally.models["m"]
     assert it.loads == 2
     assert {reason: count for reason, count in it.restarts.items() if count} == {"killed": 1}

@@ -41,7 +41,7 @@ def test_tokenize_for_people_and_for_programs(shared: Daemon):
 
 def test_tokens_beyond_what_is_asked_for_are_counted(shared: Daemon):
     with shared.client() as client:
-        told = client.tokenize("fast", "x" * 20_000, most=3)
+        told = client.tokenize("fast", "x" * 20_000, limit=3)
         assert (told.count, told.tokens, told.texts) == (20_000, [120] * 3, [])
         with pytest.raises(EmptyPrompt):
             client.tokenize("fast", "")
@@ -56,7 +56,7 @@ def test_a_model_that_is_known_comes_for_a_text(make_daemon, home: Home):
     daemon = make_daemon().start()
     with daemon.client() as client:
         assert client.status().unloaded == ["lazy"]
-        assert client.tokenize("lazy", "four", most=0).count == 4
+        assert client.tokenize("lazy", "four", limit=0).count == 4
         assert client.status().unloaded == []
 
 

@@ -43,7 +43,7 @@ def test_a_hang_up_without_a_terminal_reads_the_configuration(home: Home, make_d
     hang_up(daemon)
     with daemon.client() as kvd:
         status = kvd.status()
-        assert (status.budget_bytes, status.config_waits) == (2 * 2**30, ["max_rows"])
+        assert (status.budget_bytes, status.config_pending) == (2 * 2**30, ["max_rows"])
         wait_for("more is ready", lambda: len(kvd.status().models) == 2)
         assert daemon.model("m").pinned
         (waits,) = events(daemon, "setting waits for a restart of the daemon")
@@ -60,7 +60,7 @@ def test_a_hang_up_without_a_terminal_reads_the_configuration(home: Home, make_d
         home.config.write_text("")
         hang_up(daemon)
         status = kvd.status()
-        assert (status.config_error, status.config_waits) == (None, [])
+        assert (status.config_error, status.config_pending) == (None, [])
     assert (daemon.worker_pid("m"), running.error) == (worker, None)
 
 

@@ -224,11 +224,11 @@ def test_garbage_raises_remote_errors_only(garbage: bytes):
     "line",
     [
         b"",
-        b'{"id":"1","event":"bye","x":"\xff"}',  # in a field that nobody reads
-        b'{"id":"\xff","event":"bye"}',
-        b'{"id":"1","event":"bye","x":"\\ud800"}',
-        b'{"id":"1","event":"bye","x":' + b"[" * 100_000,
-        b'{"id":"1","event":"bye"} and more',
+        b'{"id":"1","event":"shutdown","x":"\xff"}',  # in a field that nobody reads
+        b'{"id":"\xff","event":"shutdown"}',
+        b'{"id":"1","event":"shutdown","x":"\\ud800"}',
+        b'{"id":"1","event":"shutdown","x":' + b"[" * 100_000,
+        b'{"id":"1","event":"shutdown"} and more',
         b'{"id":"1","event":"nope"}',
         b"[]",
         b"NaN",

@@ -53,7 +53,7 @@ GOOD: list[dict[str, Any]] = [
     {"deadline_s": 0.001},
     {"prefix_salt": "me"},
     {"sampling": {"logit_bias": {"0": 100, "7": -100.0}}},
-    {"sampling": {"logit_bias": {str(token): 1 for token in range(types.MOST_BIASES)}}},
+    {"sampling": {"logit_bias": {str(token): 1 for token in range(types.MAX_LOGIT_BIASES)}}},
     {"sampling": {"repetition_penalty": 1.3}},
     {"sampling": {"presence_penalty": -2, "frequency_penalty": 2}},
 ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from protocol.explain import explain
 from protocol.messages import Load
 from protocol.schemes import Scheme
 from protocol.types import KVSpec
+from protocol.validation import explain
 
 
 def test_the_defaults():

@@ -79,7 +79,7 @@ def test_neither_end_breaks_the_rules_itself():
     with pytest.raises(LocalProtocolError):
         pair.client.request(generate())
     with pytest.raises(LocalProtocolError):
-        pair.server.send(messages.Bye(id="other"))
+        pair.server.send(messages.ShutdownReply(id="other"))
 
 
 def test_a_request_over_the_limit_is_refused_before_it_is_sent():
@@ -90,7 +90,7 @@ def test_a_request_over_the_limit_is_refused_before_it_is_sent():
     client.request(generate("1"))
 
 
-@pytest.mark.parametrize("line", [b'{"id":"x","event":"bye"}\n', b"garbage\n", b"\xff\n"])
+@pytest.mark.parametrize("line", [b'{"id":"x","event":"shutdown"}\n', b"garbage\n", b"\xff\n"])
 def test_a_client_takes_no_event_that_it_did_not_ask_for(line: bytes):
     with pytest.raises(RemoteProtocolError):
         ClientSession().receive(line)
@@ -291,7 +291,7 @@ def test_an_id_in_use_is_refused_and_stays_in_use():
         error.error.detail["field"],
     ) == ("a", "invalid_request", "id")
     assert list(session.open) == ["a"]
-    session.send(messages.Bye(id="a"))
+    session.send(messages.ShutdownReply(id="a"))
 
 
 def test_unknown_fields_are_ignored():

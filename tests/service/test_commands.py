@@ -81,7 +81,7 @@ def test_a_life(kvctl: Played, home: Home):
     assert "its files are not what this version and configuration would write" in shown
     kvctl("install")
     again = json.loads(kvctl("status", "--json"))
-    assert (again["outdated"], again["config_waits"]) == ([], [])
+    assert (again["outdated"], again["config_pending"]) == ([], [])
     assert again["pid"] != state["pid"]
 
     logs = kvctl("logs", "-n", "200")

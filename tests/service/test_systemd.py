@@ -279,10 +279,10 @@ def test_a_real_systemd_runs_it(story, home: Home):
 
     assert state("install") == "running"
     assert story["install"][-1]["outdated"] == []
-    assert story["reload"][-1]["config_waits"] == ["max_rows"]
+    assert story["reload"][-1]["config_pending"] == ["max_rows"]
     assert (state("crash"), story["crash"][-1]["answers"]) == ("running", True)
     assert story["crash"][-1]["pid"] != story["install"][-1]["pid"]
-    assert story["crash"][-1]["config_waits"] == []
+    assert story["crash"][-1]["config_pending"] == []
     assert story["wanted"] == story["back"] == ["default.target.wants/kvd.service"]
     assert state("demand") == "listening"
     assert story["waits"] == [

@@ -22,7 +22,7 @@ from kvd.worker.scheduling.admission import Admission, Held, Turn
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Chunk, Scheduler, Sizes
 from protocol.errors import InsufficientMemory
-from protocol.worker import Grant, GrantWanted
+from protocol.worker import Grant, MemoryRequested
 
 HOUR = 3600.0
 BASE, PAGE = 5000, 10
@@ -298,7 +298,7 @@ class Day:
         lacking = admission.lacking(scheduler.reserved, scheduler.places, self.held)
         return lacking + admission.budget.pages
 
-    def _tell(self, wish: GrantWanted | None) -> None:
+    def _tell(self, wish: MemoryRequested | None) -> None:
         if wish is not None:
             self.later(0.5, lambda: self._answer(MemoryRequest("me", wish.seq, wish.total_bytes)))
 

@@ -19,14 +19,14 @@ from protocol.worker import (
     CancelRow,
     Command,
     Grant,
-    GrantWanted,
     LoadFailed,
     LoadModel,
+    MemoryRequested,
     Progress,
     Ready,
     Report,
     RowAccepted,
-    RowBegun,
+    RowAdmitted,
     RowFinished,
     RowTokens,
     Started,
@@ -169,7 +169,9 @@ class FakeProcess:
     def want(self, total_bytes: int) -> None:
         if self.ready:
             self.say(
-                GrantWanted(seq=len(self.commands) + 100, total_bytes=total_bytes, reason="test")
+                MemoryRequested(
+                    seq=len(self.commands) + 100, total_bytes=total_bytes, reason="test"
+                )
             )
 
     # -- its life -------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ class FakeProcess:
                 self._rows[command.rid] = Row(command, len(sent), len(sent))
                 length = len(command.prompt or command.tokens or command.messages or "")
                 self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
-                self.say(RowBegun(rid=command.rid))
+                self.say(RowAdmitted(rid=command.rid))
                 self._work.set()
             case Tokenize():
                 self.say(Tokenized(seq=command.seq, count=len(command.prompt or "")))
@@ -227,7 +229,7 @@ class FakeProcess:
                 self.say(LoadFailed(error=script.load_error))
                 self.die(0)
             self.say(Progress(stage="weights", fraction=(quarter + 1) / 4))
-        self.say(GrantWanted(seq=1, total_bytes=script.weights, reason="weights"))
+        self.say(MemoryRequested(seq=1, total_bytes=script.weights, reason="weights"))
         grant = await self._answers.get()
         if not grant.granted:
             error = InsufficientMemory("no room", available=grant.available_bytes).info()

@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, TypeVar
 
-from actors.archive import Archive
-from actors.catalogue import Known
 from actors.governor import GovernorActor
+from actors.known_models import KnownModel
 from actors.machines import admission, governor_events, lifecycle, time_slices
-from actors.ports import Notice, Reckon
+from actors.ports import EstimateModel, Notice
 from actors.router import Router
-from actors.runtime.journal import Journal, replay
+from actors.runtime.history import EventHistory, replay
+from actors.saved_requests import SavedRequests
 from actors.system import Connection, Identity, Settings, System, no_files
 from actors.time_slices import TimeSlices
 from actors.worker import Worker
@@ -106,9 +106,9 @@ class World:
         scripts: dict[str, list[Script]],
         budget: int,
         settings: Settings,
-        archive: Archive | None = None,
-        known: dict[str, Known] | None = None,
-        reckon: Reckon = no_files,
+        archive: SavedRequests | None = None,
+        known: dict[str, KnownModel] | None = None,
+        estimate_model: EstimateModel = no_files,
     ) -> None:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
@@ -122,7 +122,7 @@ class World:
             identity=Identity(version="0", home="/home/kvd", pid=1),
             settings=settings,
             known=known,
-            reckon=reckon,
+            estimate_model=estimate_model,
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
             archive=archive,
@@ -166,7 +166,7 @@ class World:
         models = self.metrics.tally.models.values()
         came = sum(it.received for it in models)
         over = sum(sum(it.finished.values()) + sum(it.failed.values()) for it in models)
-        assert came - over == sum(self.system.census().values()), "requests counted wrongly"
+        assert came - over == sum(self.system.count_requests().values()), "requests counted wrongly"
 
     def check_tokens(self) -> None:
         """When all is over: what clients have is what was counted."""
@@ -192,7 +192,7 @@ async def _here(call: Callable[[], R]) -> R:
     return call()
 
 
-def same(journal: Journal[Any, Any], machine: Any, event: Any) -> None:
+def same(journal: EventHistory[Any, Any], machine: Any, event: Any) -> None:
     again = replay(journal.dump(), type(machine), event)
 
     assert machine == again
@@ -205,13 +205,13 @@ async def world(
     budget: int = 1000,
     settings: Settings | None = None,
     load: tuple[str, ...] = ("demo",),
-    known: dict[str, Known] | None = None,
-    reckon: Reckon = no_files,
+    known: dict[str, KnownModel] | None = None,
+    estimate_model: EstimateModel = no_files,
     faults: bool = False,
-    archive: Archive | None = None,
+    archive: SavedRequests | None = None,
 ) -> AsyncIterator[World]:
     """Start a world with these models loaded; `faults`: actors are allowed to fail in it."""
-    it = World(scripts or {}, budget, settings or Settings(), archive, known, reckon)
+    it = World(scripts or {}, budget, settings or Settings(), archive, known, estimate_model)
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it

@@ -27,7 +27,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     m.Pin: (m.Pinned,),
     m.Unpin: (m.Pinned,),
     m.Configure: (m.Configured,),
-    m.Events: (m.Happened, m.EventsOver),
+    m.Events: (m.EventRecord, m.EventsReply),
     m.Explain: (m.Explained,),
     m.Tokenize: (m.Tokenized,),
     m.Generate: (
@@ -42,7 +42,7 @@ ANSWERS: dict[type[msgspec.Struct], tuple[type[msgspec.Struct], ...]] = {
     ),
     m.Cancel: (m.Cancelled,),
     m.Drain: (m.Drained,),
-    m.Shutdown: (m.Bye,),
+    m.Shutdown: (m.ShutdownReply,),
 }
 ANSWERS[m.Attach] = ANSWERS[m.Generate]
 """What answers a request that does not fail, the last one last."""

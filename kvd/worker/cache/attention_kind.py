@@ -66,12 +66,12 @@ class Kind:
             seen = seen & ((keys >= self.low(queries)) | (keys < self.keep))
         return seen
 
-    def most_pages(self, length: int, chunk: int = 0) -> int:
+    def max_pages(self, length: int, chunk: int = 0) -> int:
         """Return the most pages that a row ever holds on its way to ``length`` tokens.
 
         Pages fall out once in 64 tokens, or behind ``chunk`` prefilled ones.
         """
-        return pages.most_pages(
+        return pages.max_pages(
             length, window=self.window, keep=self.keep, chunk=self.chunk, step=chunk
         )
 

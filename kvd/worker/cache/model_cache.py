@@ -224,7 +224,7 @@ class ModelCache:
         """Return what a sequence's rectangle of a layer takes beyond the scratch."""
         most = 0
         for store in (self.stores[number] for number in self._rectangles):
-            paged = PAGE_TOKENS * store.kind.most_pages(length, chunk)
+            paged = PAGE_TOKENS * store.kind.max_pages(length, chunk)
             loose = TAIL_TOKENS + chunk
             bytes_ = gathering_bytes(store.layers, paged, loose, paged + loose)
             most = max(most, bytes_ - store.prefill_scratch)
@@ -294,7 +294,7 @@ class ModelCache:
         dense start will leave.
         """
         leaving = sum(
-            store.kind.most_pages(length) * store.charge()
+            store.kind.max_pages(length) * store.charge()
             for store in self.stores
             if store.kind.bounded or length <= store.quantized_start
         )

@@ -190,10 +190,10 @@ class KVStore:
         starts.
         """
         first = level or (1 if self.quantized_start else 0)
-        pages = self.kind.most_pages(length, chunk)
+        pages = self.kind.max_pages(length, chunk)
         bytes_ = pages * self.charge(first)
         if first > level:
-            dense = self.kind.most_pages(min(length, self.quantized_start + chunk), chunk)
+            dense = self.kind.max_pages(min(length, self.quantized_start + chunk), chunk)
             # For a moment both: dense pages, and what they become.
             bytes_ = max(bytes_, dense * (self.charge(0) + self.charge(1)))
         return bytes_

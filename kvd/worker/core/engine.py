@@ -64,11 +64,11 @@ from protocol.messages import FinishReason
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import (
     Grant,
-    GrantWanted,
     LoadModel,
+    MemoryRequested,
     Reclaim,
     Report,
-    RowBegun,
+    RowAdmitted,
     RowFailed,
     RowTokens,
     StartLevel,
@@ -316,7 +316,7 @@ class MLXEngine:
                 self._finish(request, completion, "cancelled")
 
     def granted(self, grant: Grant) -> None:
-        """Take the answer to a `GrantWanted`."""
+        """Take the answer to a `MemoryRequested`."""
         self._admission.granted(grant)
 
     @property
@@ -436,7 +436,7 @@ class MLXEngine:
             pages = 2 + wanted // self._admission.budget.page_bytes  # one for rounding
             self._wish(self._admission.want_spare(pages, self._memory.held()))
 
-    def _wish(self, wish: GrantWanted | None) -> None:
+    def _wish(self, wish: MemoryRequested | None) -> None:
         if wish is not None:
             self._report(replace(wish, reclaimable=self._memory.reclaimable()))
 
@@ -466,7 +466,7 @@ class MLXEngine:
             request.over.runs_on(request.level)
             request.tracked.lowered = request.level > 0
             if rid not in turn.plan.restored:
-                self._report(RowBegun(rid=rid))
+                self._report(RowAdmitted(rid=rid))
         for rid in turn.plan.restored:
             self._on_phase("pools")
             self._preemption.resume(self._requests[rid])

@@ -33,7 +33,7 @@ from protocol.worker import Report, RowPreempted, RowResumed
 if TYPE_CHECKING:
     from kvd.worker.core.hands import Hands
     from kvd.worker.core.rates import Rates
-    from protocol.worker import Where
+    from protocol.worker import PreemptionMode
 
 _log = logging.getLogger("kvd.worker")
 
@@ -131,7 +131,7 @@ class Preemption:
         whole = pages + places * hands.admission.row_pages - left
         self.take_out(request)
         self._away.append(request.rid)
-        where: Where = "memory"
+        where: PreemptionMode = "memory"
         if not request.snapshots:
             where = "recompute"
             self._start_over(request)
@@ -166,7 +166,7 @@ class Preemption:
         yield from self._move_out(request)
         self._hands.admission.closed = False
 
-    def _move_out(self, request: Request) -> Generator[None, None, Where]:
+    def _move_out(self, request: Request) -> Generator[None, None, PreemptionMode]:
         """Write a frozen request to disk, or drop what it has; return where it is."""
         hands = self._hands
         if hands.requests.get(request.rid) is not request:

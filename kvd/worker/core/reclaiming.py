@@ -4,7 +4,7 @@
 
     Reclaim --> act: drop checkpoints, step rows down, or park rows    a slice between two steps
                 --> cut the pools to what is used                      a slice between two steps
-                    --> GrantWanted, with less than before --> Reclaimed
+                    --> MemoryRequested, with less than before --> Reclaimed
 
 While it works nobody is admitted, so what comes free goes to the daemon and not to the queue.
 
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.model_step_down import ModelStepDown, PoolTrimming
 from kvd.worker.process import memory
-from protocol.worker import GrantWanted, Reclaim, Reclaimed, Report
+from protocol.worker import MemoryRequested, Reclaim, Reclaimed, Report
 
 if TYPE_CHECKING:
     from kvd.worker.core.hands import Hands
@@ -112,7 +112,9 @@ class Reclaiming:
             "preempt": reclaimable.preempt,
         }
         over = Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=rest[command.method] == 0)
-        given: list[GrantWanted] = [] if wish is None else [replace(wish, reclaimable=reclaimable)]
+        given: list[MemoryRequested] = (
+            [] if wish is None else [replace(wish, reclaimable=reclaimable)]
+        )
         return [*given, over]
 
     # The work. Each yield is a place where a slice may end.

@@ -1,6 +1,6 @@
 """Taking up requests whose worker died: completions are brought to where their clients saw them.
 
-What was sent is known (`protocol.worker.Resumed`), so it is not drawn again: the engine feeds it as
+What was sent is known (`protocol.worker.ChoiceProgress`), so it is not drawn again: the engine feeds it as
 the inputs of ordinary decode steps, in which the rows of others go on. The prompt is read on the
 same cuts as before, and each step is given what it was given then, so keys, values and the draws
 that follow are the same. Here the text is brought there too: its decoder, its stop strings, and
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvd.worker.core.request import Completion, Request
     from kvd.worker.text.choices import Choices
     from protocol.messages import FinishReason
-    from protocol.worker import Report, Resumed, Submit
+    from protocol.worker import ChoiceProgress, Report, Submit
 
 
 def take_up(request: Request) -> list[Report]:
@@ -35,7 +35,7 @@ def take_up(request: Request) -> list[Report]:
     return reports
 
 
-def _take_up(request: Request, completion: Completion, resumed: Resumed) -> list[Report]:
+def _take_up(request: Request, completion: Completion, resumed: ChoiceProgress) -> list[Report]:
     stream = completion.stream
     completion.tokens = list(resumed.tokens)
     completion.known = len(resumed.tokens)
@@ -65,7 +65,7 @@ def _reason(request: Request, completion: Completion) -> FinishReason | None:
 def ended(
     over: Choices,
     choice: int,
-    resumed: Resumed,
+    resumed: ChoiceProgress,
     reason: FinishReason,
     *,
     stopped: bool,

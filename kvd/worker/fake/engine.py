@@ -53,11 +53,11 @@ from protocol.types import (
 )
 from protocol.worker import (
     Grant,
-    GrantWanted,
     LoadModel,
+    MemoryRequested,
     Reclaim,
     Report,
-    RowBegun,
+    RowAdmitted,
     RowFailed,
     RowPrompt,
     RowTokens,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
     from kvd.worker.engine import AskGrant, OnPhase, ReportProgress
     from protocol.messages import FinishReason
-    from protocol.worker import Where
+    from protocol.worker import PreemptionMode
 
 DEFAULT_MAX_TOKENS = 512
 CRASH_STATUS = 70
@@ -242,7 +242,7 @@ class FakeEngine:
         kv = command.kv
         tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
         self._prefix_cache = PrefixCache(tree)
-        where: Where = "disk" if command.swap_folder else "recompute"
+        where: PreemptionMode = "disk" if command.swap_folder else "recompute"
         self._reclaiming = FakeReclaiming(
             self._admission, self._prefix_cache, self._rows, where, self._report
         )
@@ -334,7 +334,7 @@ class FakeEngine:
     def tokenize(self, request: Tokenize) -> Tokenized:
         """Return the bytes of a text: they are its tokens."""
         prompt = list(_prompt_of(request))
-        told = prompt[: request.most]
+        told = prompt[: request.limit]
         texts = [chr(token) for token in told] if request.texts else []
         return Tokenized(seq=request.seq, count=len(prompt), tokens=told, texts=texts)
 
@@ -346,7 +346,7 @@ class FakeEngine:
             self._release(row)
 
     def granted(self, grant: Grant) -> None:
-        """Take the answer to a `GrantWanted`."""
+        """Take the answer to a `MemoryRequested`."""
         self._admission.granted(grant)
 
     @property
@@ -415,7 +415,7 @@ class FakeEngine:
     def _take_turn(self) -> Turn:
         turn = self._admission.turn(self._held)
         begun = [rid for rid in turn.plan.admitted if rid not in turn.plan.restored]
-        self._reports += [RowBegun(rid=rid) for rid in begun]
+        self._reports += [RowAdmitted(rid=rid) for rid in begun]
         return turn
 
     def _wait_for_turn(self) -> None:
@@ -447,7 +447,7 @@ class FakeEngine:
     def _held(self) -> Held:
         return Held(cached=self._reclaiming.cached_pages)
 
-    def _tell(self, wish: GrantWanted | None) -> None:
+    def _tell(self, wish: MemoryRequested | None) -> None:
         if wish is not None:
             self._report(msgspec.structs.replace(wish, reclaimable=self._reclaiming.reclaimable()))
 

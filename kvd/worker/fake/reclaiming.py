@@ -21,7 +21,7 @@ from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 if TYPE_CHECKING:
     from kvd.worker.prefix.cache import PrefixCache
-    from protocol.worker import Where
+    from protocol.worker import PreemptionMode
 
 
 def sizes_of(kv: KVSpec) -> Sizes:
@@ -53,7 +53,7 @@ class FakeReclaiming:
         admission: Admission,
         prefix_cache: PrefixCache,
         rows: Mapping[str, Any],
-        where: Where,
+        where: PreemptionMode,
         report: Callable[[Report], None],
     ) -> None:
         self._admission = admission

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from protocol.worker import LONG_STEP_S, TimeSliceOver, TimeSliceWanted
+from protocol.worker import LONG_STEP_S, TimeSliceOver, TimeSliceRequested
 
 if TYPE_CHECKING:
     from protocol.types import TimeSlicesMode
@@ -70,7 +70,7 @@ class Gate:
         """Whether steps are to be told: in turns, and where others may compute at the same time."""
         return self._until != _FREE or self._told is not None
 
-    def begin(self, *, reads: bool) -> TimeSliceWanted | None:
+    def begin(self, *, reads: bool) -> TimeSliceRequested | None:
         """Say that there is work, if that is new, or of another kind; ``reads``: prompts."""
         if not self._on or (self._working and reads == self._reads):
             return None
@@ -85,7 +85,7 @@ class Gate:
             return None
         return self._pass_on(now, more=True, left_s=step_s)
 
-    def stepped(self, now: float) -> TimeSliceOver | TimeSliceWanted | None:
+    def stepped(self, now: float) -> TimeSliceOver | TimeSliceRequested | None:
         """End a step; pass the turn on if its time is over and nobody knew before."""
         took = now - self._began
         if self.is_free:
@@ -126,7 +126,7 @@ class Gate:
             self._steps[False] = (known + took) / 2
         self._is_first = False
 
-    def _doubt(self, took: float) -> TimeSliceWanted | None:
+    def _doubt(self, took: float) -> TimeSliceRequested | None:
         """Ask for turns: steps are long, be it for those who compute at the same time.
 
         What they take alone is measured anew; among chunks the long ones may be rare, so that this
@@ -137,9 +137,9 @@ class Gate:
         self._steps[self._reads] = took if self._reads else None
         return self._want()
 
-    def _want(self) -> TimeSliceWanted:
+    def _want(self) -> TimeSliceRequested:
         self._told = self._steps[self._reads]
-        return TimeSliceWanted(step_s=self._told)
+        return TimeSliceRequested(step_s=self._told)
 
     def _pass_on(self, now: float, *, more: bool, left_s: float = 0.0) -> TimeSliceOver:
         used = 0.0

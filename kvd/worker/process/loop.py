@@ -29,12 +29,12 @@ from protocol.framing import FrameDecoder, decode_command
 from protocol.worker import (
     CancelRow,
     Command,
-    Entered,
     Grant,
-    GrantWanted,
     LoadFailed,
     LoadModel,
+    MemoryRequested,
     Phase,
+    PhaseChanged,
     Progress,
     Ready,
     Reclaim,
@@ -49,7 +49,7 @@ from protocol.worker import (
     Submit,
     TimeSlice,
     TimeSliceOver,
-    TimeSliceWanted,
+    TimeSliceRequested,
     Tokenize,
     Tokenized,
 )
@@ -162,7 +162,7 @@ class Loop:
     def _ask_grant(self, total_bytes: int, reason: str) -> Grant:
         self._grants += 1
         seq = self._grants
-        self._link.put(GrantWanted(seq=seq, total_bytes=total_bytes, reason=reason))
+        self._link.put(MemoryRequested(seq=seq, total_bytes=total_bytes, reason=reason))
         while True:
             self._heed_stop()
             for at, command in enumerate(self._link.commands):
@@ -201,7 +201,7 @@ class Loop:
         if phase != self._phase or now >= self._sign_due:
             self._phase = phase
             self._sign_due = now + SIGN_INTERVAL_S
-            self._link.put(Entered(phase=phase))
+            self._link.put(PhaseChanged(phase=phase))
             self._link.send()
 
     def _step(self) -> None:
@@ -230,7 +230,7 @@ class Loop:
             self._enter("idle")
         self._tell_stats()
 
-    def _say(self, report: TimeSliceWanted | TimeSliceOver | None) -> None:
+    def _say(self, report: TimeSliceRequested | TimeSliceOver | None) -> None:
         """Tell about turns at once: others wait for it."""
         if report is not None:
             self._link.put(report)

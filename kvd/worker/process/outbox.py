@@ -20,7 +20,7 @@ import msgspec
 from protocol.errors import LocalProtocolError
 from protocol.framing import encode_frame
 from protocol.worker import (
-    Entered,
+    PhaseChanged,
     Progress,
     Report,
     RowPreempted,
@@ -48,7 +48,7 @@ class Outbox:
     def put(self, report: Report) -> None:
         """Queue a report, or merge it into one that waits."""
         match report:
-            case Stats() | Progress() | Entered() | RowQueued():
+            case Stats() | Progress() | PhaseChanged() | RowQueued():
                 self._replace(report)
             case RowPreempted() | RowResumed():
                 self._turn(report)
@@ -62,7 +62,7 @@ class Outbox:
         self._waiting[number] = report
         return number
 
-    def _replace(self, report: Stats | Progress | Entered | RowQueued) -> None:
+    def _replace(self, report: Stats | Progress | PhaseChanged | RowQueued) -> None:
         key = _key_of(report)
         assert key is not None, "only what has a key is replaced"
         number = self._last.get(key)
@@ -137,7 +137,7 @@ _Key = type | tuple[str, int] | tuple[str, type]
 
 def _key_of(report: Report) -> _Key | None:
     match report:
-        case Stats() | Progress() | Entered():
+        case Stats() | Progress() | PhaseChanged():
             return type(report)
         case RowQueued() | RowPreempted() | RowResumed():
             return (report.rid, type(report))

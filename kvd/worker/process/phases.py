@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from protocol.histogram import SPAN_BOUNDS_S, Spread
+from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
 
 if TYPE_CHECKING:
     from protocol.worker import Phase
@@ -48,9 +48,9 @@ class Phases:
         times.counts[bisect_left(SPAN_BOUNDS_S, took_s)] += 1
         times.total_s += took_s
 
-    def spreads(self) -> dict[Phase, Spread]:
+    def spreads(self) -> dict[Phase, DurationHistogram]:
         """Return what is known of each phase that there was."""
         return {
-            phase: Spread(tuple(times.counts), times.total_s)
+            phase: DurationHistogram(tuple(times.counts), times.total_s)
             for phase, times in self._times.items()
         }

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.sampling.largest import largest
-from protocol.types import MOST_LOGPROBS, NO_LOGPROB
+from protocol.types import MAX_LOGPROBS, NO_LOGPROB
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Scores:
     logprobs: Any
     """``[rows]`` float32."""
     top_tokens: Any
-    """``[rows, MOST_LOGPROBS]`` int32, or None if no row wants them."""
+    """``[rows, MAX_LOGPROBS]`` int32, or None if no row wants them."""
     top_logprobs: Any
     vocabulary: int
 
@@ -62,7 +62,7 @@ class Scores:
 def score(logits: Any, tokens: Any, *, top: bool) -> Scores:
     """Return the logprobs of ``tokens`` ``[rows]`` in ``logits`` ``[rows, vocabulary]``, lazily.
 
-    With ``top``, also those of the `MOST_LOGPROBS` most likely tokens: always so many, so that a
+    With ``top``, also those of the `MAX_LOGPROBS` most likely tokens: always so many, so that a
     row's do not depend on what others want.
     """
     logits = logits.astype(mx.float32)
@@ -70,7 +70,7 @@ def score(logits: Any, tokens: Any, *, top: bool) -> Scores:
     mine = (mx.take_along_axis(logits, tokens[:, None], axis=-1) - norm)[:, 0]
     if not top:
         return Scores(tokens, mine, None, None, logits.shape[-1])
-    values, places = largest(logits, MOST_LOGPROBS)
+    values, places = largest(logits, MAX_LOGPROBS)
     return Scores(tokens, mine, places, values - norm, logits.shape[-1])
 
 

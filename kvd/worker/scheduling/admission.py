@@ -28,7 +28,7 @@ from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.positions import Positions
 from kvd.worker.scheduling.scheduler import Plan, Scheduler
 from protocol.errors import InsufficientMemory
-from protocol.worker import Grant, GrantWanted, RowQueued
+from protocol.worker import Grant, MemoryRequested, RowQueued
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Turn:
     """What to do next: a plan, and what to tell the daemon and one client."""
 
     plan: Plan
-    wish: GrantWanted | None = None
+    wish: MemoryRequested | None = None
     refused: tuple[str, InsufficientMemory] | None = None
     """A request that can never run; it is still scheduled until `Admission.finish`."""
     evict_pages: int = 0
@@ -204,7 +204,7 @@ class Admission:
         scheduler = self.scheduler
         return self.budget.pages - self._needed(scheduler.reserved, scheduler.places, held)
 
-    def want_spare(self, pages: int, held: Held) -> GrantWanted | None:
+    def want_spare(self, pages: int, held: Held) -> MemoryRequested | None:
         """Ask for what lacks to so many spare pages, for checkpoints; None: nothing, or denied."""
         return self.budget.want(pages - self.spare(held))
 
@@ -243,7 +243,7 @@ class Admission:
             return Turn(plan, evict_pages=min(held.cached, plan.wanted_pages))
         return Turn(plan, spill=not self.scheduler.places and self.scheduler.kept_behind > 0)  # 3-5
 
-    def give_back(self, pages: int, held: Held) -> GrantWanted | None:
+    def give_back(self, pages: int, held: Held) -> MemoryRequested | None:
         """Return what is granted above ``pages``, as far as nothing holds or has reserved it.
 
         None if there is nothing, or a wish is open. Drop what can go before: cached prefixes,
@@ -253,7 +253,7 @@ class Admission:
         needed = self._needed(scheduler.reserved, scheduler.places, held)
         return self.budget.give_back(max(pages, needed))
 
-    def hand_over(self, pages: int, held: Held) -> tuple[GrantWanted | None, int]:
+    def hand_over(self, pages: int, held: Held) -> tuple[MemoryRequested | None, int]:
         """Do the same for the daemon, who asked for it; return the bytes that it gets with it.
 
         A wish that is open is forgotten.
@@ -272,7 +272,7 @@ class Admission:
         above = budget.pages > self._idle_pages or budget.remembered
         return self.idle and budget.open_bytes is None and above
 
-    def rest(self, cached: int = 0) -> GrantWanted | None:
+    def rest(self, cached: int = 0) -> MemoryRequested | None:
         """With nobody there, give back what an idle engine does not keep; call `shrink` before.
 
         ``cached``: pages of cached prefixes, which stay.

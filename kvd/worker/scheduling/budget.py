@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.errors import InsufficientMemory
-from protocol.worker import Grant, GrantWanted
+from protocol.worker import Grant, MemoryRequested
 
 
 def mebibytes(count: int) -> str:
@@ -55,36 +55,36 @@ class PageBudget:
         """Return whether so much, or less, was denied already and nothing has changed since."""
         return self.denied is not None and self.total_with(missing_pages) >= self.denied_bytes
 
-    def want(self, missing_pages: int) -> GrantWanted | None:
+    def want(self, missing_pages: int) -> MemoryRequested | None:
         """Ask for more pages, unless a wish is open or so much was just denied."""
         if self.open_bytes is not None or missing_pages <= 0 or self.is_denied(missing_pages):
             return None
         return self._ask(self.total_with(missing_pages), f"{missing_pages} more pages")
 
-    def give_back(self, pages: int) -> GrantWanted | None:
+    def give_back(self, pages: int) -> MemoryRequested | None:
         """Return what is above ``pages``; the daemon cannot say no, so it is gone at once."""
         if self.open_bytes is not None:
             return None
         return self.hand_over(pages)
 
-    def hand_over(self, pages: int) -> GrantWanted | None:
+    def hand_over(self, pages: int) -> MemoryRequested | None:
         """Do the same even if a wish is open: it is forgotten, and so is its answer."""
         if pages >= self.pages:
             return None
         self.granted_bytes = self.base_bytes + pages * self.page_bytes
         return self._ask(self.granted_bytes, "not needed any more")
 
-    def withdraw(self) -> GrantWanted | None:
+    def withdraw(self) -> MemoryRequested | None:
         """Take a denied wish back: the daemon remembers it, and would grant it to nobody."""
         if self.open_bytes is not None or not self.remembered:
             return None
         self.denied = None
         return self._ask(self.granted_bytes, "the request is gone")
 
-    def _ask(self, total: int, reason: str) -> GrantWanted:
+    def _ask(self, total: int, reason: str) -> MemoryRequested:
         self.seq += 1
         self.open_bytes = total
-        return GrantWanted(seq=self.seq, total_bytes=total, reason=reason)
+        return MemoryRequested(seq=self.seq, total_bytes=total, reason=reason)
 
     def answer(self, grant: Grant) -> None:
         """Take the daemon's answer; one to an older wish came before the open one was read."""

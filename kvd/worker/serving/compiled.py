@@ -26,7 +26,7 @@ from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.padded_sizes import padded_work
 from kvd.worker.cache.steps import DecodeStep, LevelTable
 from kvd.worker.cache.store import KVStore
-from protocol.memory_bounds import MOST_TRACES
+from protocol.memory_bounds import MAX_TRACES
 
 Arrays = list[mx.array]
 
@@ -68,7 +68,7 @@ class CompiledDecode:
             traced = _Traced(self._model, self._cache)
             self._traces[key] = _Trace(traced, mx.compile(traced))
             self.traced += 1
-            if len(self._traces) > MOST_TRACES:
+            if len(self._traces) > MAX_TRACES:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(key)
         trace = self._traces[key]

@@ -72,9 +72,9 @@ def _most_held(store: KVStore, chunk: int) -> int:
     Not `KVStore.most_bytes`, which counts the copies as well that growing pools takes.
     """
     first = 1 if store.quantized_start else 0
-    pages = store.kind.most_pages(_ENDLESS, chunk) * store.page_bytes(first)
+    pages = store.kind.max_pages(_ENDLESS, chunk) * store.page_bytes(first)
     if first:
-        dense = store.kind.most_pages(store.quantized_start + chunk, chunk)
+        dense = store.kind.max_pages(store.quantized_start + chunk, chunk)
         # For a moment both: dense pages, and what they become.
         pages = max(pages, dense * (store.page_bytes(0) + store.page_bytes(1)))
     return pages + store.row_bytes

@@ -86,7 +86,7 @@ def _handle(
     length = PAGE_TOKENS * max(1, min(KEYS // PAGE_TOKENS, fitting))
     count = length // PAGE_TOKENS
     if like.kind.bounded:
-        count = min(count, like.kind.most_pages(length))
+        count = min(count, like.kind.max_pages(length))
     rows: list[Row] = [store.new_row() for _ in range(ROWS)]
     pages = store.take_pages(0, ROWS * count)
     for index, row in enumerate(rows):

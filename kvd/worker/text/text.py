@@ -127,7 +127,7 @@ class Text:
             tokens = self._encode_prompt(request.prompt)
         else:
             tokens = self._encode_messages(request.messages or [])
-        told = tokens[: request.most]
+        told = tokens[: request.limit]
         texts = [self._names.of(token)[0] for token in told] if request.texts else []
         return Tokenized(seq=request.seq, count=len(tokens), tokens=told, texts=texts)
 

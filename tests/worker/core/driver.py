@@ -13,8 +13,8 @@ from protocol.types import KVSpec, Sampling, TokenLogprob, Usage
 from protocol.worker import (
     ChoiceFinished,
     Grant,
-    GrantWanted,
     LoadModel,
+    MemoryRequested,
     Reclaim,
     Reclaimed,
     Report,
@@ -137,7 +137,7 @@ class Driver:
                 case RowFailed():
                     assert not self.outcomes[report.rid].over
                     self.outcomes[report.rid].error = report.error
-                case GrantWanted():
+                case MemoryRequested():
                     self.engine.granted(self.answer(report.seq, report.total_bytes, report.reason))
                 case _:
                     self._note(report)

@@ -13,8 +13,8 @@ from protocol.errors import InvalidRequest
 from protocol.types import Sampling
 from protocol.worker import (
     ChoiceFinished,
+    ChoiceProgress,
     Report,
-    Resumed,
     RowFailed,
     RowFinished,
     RowPrompt,
@@ -154,7 +154,9 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
         far.hear(report)
     assert far.all() == right.all()
 
-    late = msgspec.structs.replace(far.submit, deadline_s=1e-9, resume=[Resumed([400, 401], 0)])
+    late = msgspec.structs.replace(
+        far.submit, deadline_s=1e-9, resume=[ChoiceProgress([400, 401], 0)]
+    )
     engine.submit(late)
     [failed] = [one for report in range(3) for one in engine.step() if isinstance(one, RowFailed)]
     assert failed.error.code == "deadline_exceeded"
@@ -163,7 +165,7 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
 
 def test_what_cannot_be_of_the_request_is_refused(demo: Driver) -> None:
     submit = asked()[0]
-    for wrong in ([Resumed(), Resumed()], [Resumed([10**9])]):
+    for wrong in ([ChoiceProgress(), ChoiceProgress()], [ChoiceProgress([10**9])]):
         with pytest.raises(InvalidRequest, match="resume"):
             demo.engine.submit(msgspec.structs.replace(submit, resume=wrong))
 

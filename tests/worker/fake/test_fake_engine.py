@@ -21,9 +21,9 @@ from protocol.types import ChatMessage, KVSpec, Sampling
 from protocol.worker import (
     ChoiceFinished,
     Grant,
-    GrantWanted,
     LoadModel,
-    RowBegun,
+    MemoryRequested,
+    RowAdmitted,
     RowFailed,
     RowFinished,
     RowPrompt,
@@ -56,7 +56,7 @@ def run(engine, steps=10_000):
             return reports
         made = engine.step()
         for report in made:
-            if isinstance(report, GrantWanted):
+            if isinstance(report, MemoryRequested):
                 engine.granted(grant_of(report))
         reports += made
     raise AssertionError("it does not end")
@@ -304,7 +304,7 @@ def logprobs_of(report):
 def test_a_prompt_is_told_whole_before_the_first_token(length):
     reports = run(loaded_with("a", prompt="x" * length, max_tokens=1, prompt_logprobs=2))
     told = [r for r in reports if isinstance(r, RowPrompt)]
-    assert reports[: len(told) + 1] == [RowBegun(rid="a"), *told]
+    assert reports[: len(told) + 1] == [RowAdmitted(rid="a"), *told]
     entries = [entry for r in told for entry in r.logprobs]
     assert [r.index for r in told] == list(range(0, length, 256))
     assert [entry.token for entry in entries] == [ord("x")] * length
@@ -400,7 +400,7 @@ def test_mixed_traffic_ends_every_request_exactly_once(seed):
             cancelled.add(rid)
         for report in engine.step() if engine.has_work else ():
             reports.append(report)
-            if isinstance(report, GrantWanted):
+            if isinstance(report, MemoryRequested):
                 engine.granted(grant_of(report))
         engine._scheduler.check()
     assert not engine.has_work
@@ -464,7 +464,7 @@ def test_remembered_prompts_give_way_to_requests():
     ends = []
     while engine.has_work:
         for report in engine.step():
-            if isinstance(report, GrantWanted):
+            if isinstance(report, MemoryRequested):
                 total = engine._admission.budget.granted_bytes
                 less = report.total_bytes <= total
                 total = report.total_bytes if less else total
@@ -520,7 +520,7 @@ def test_requests_that_wait_for_a_place_make_no_step_one_that_reads_prompts():
     while engine.has_work:
         read.append(engine.reads_prompts)
         for report in engine.step():
-            if isinstance(report, GrantWanted):
+            if isinstance(report, MemoryRequested):
                 engine.granted(grant_of(report))
 
     assert read[0], "a begins"

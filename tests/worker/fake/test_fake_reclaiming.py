@@ -9,7 +9,7 @@ import pytest
 from kvd.worker.core import memory_account
 from protocol.types import KVSpec
 from protocol.worker import (
-    GrantWanted,
+    MemoryRequested,
     Reclaim,
     Reclaimed,
     RowFinished,
@@ -37,7 +37,7 @@ def filled(**fields):
 def answered(engine):
     made = engine.step()
     for report in made:
-        if isinstance(report, GrantWanted):
+        if isinstance(report, MemoryRequested):
             engine.granted(grant_of(report))
     return made
 
@@ -69,25 +69,26 @@ def test_each_means_gives_what_it_promised():
             == promised
             == before
             - min(
-                [one.total_bytes for one in reports if isinstance(one, GrantWanted)], default=before
+                [one.total_bytes for one in reports if isinstance(one, MemoryRequested)],
+                default=before,
             )
         )
         if method in ("precision", "preempt"):
             assert promised >= 10 * PAGE
     kinds = [type(one) for one in reports]
     assert kinds.count(RowPreempted) == 3
-    assert kinds.index(GrantWanted) < kinds.index(Reclaimed)
+    assert kinds.index(MemoryRequested) < kinds.index(Reclaimed)
     assert run(engine)
 
 
 def test_a_wish_says_what_could_be_given_back_and_whether_it_is_for_a_parked_row():
     engine, reports = filled(kv=KVSpec(prefix_cache=0))
-    wishes = [one for one in reports if isinstance(one, GrantWanted)]
+    wishes = [one for one in reports if isinstance(one, MemoryRequested)]
     assert wishes[-1].reclaimable.base == 64 << 20
     assert not any(one.resuming for one in wishes)
     _, reports = reclaim(engine, "preempt", 1 << 40)
     reports += answered(engine)
-    wishes = [one for one in reports if isinstance(one, GrantWanted)]
+    wishes = [one for one in reports if isinstance(one, MemoryRequested)]
     assert wishes[-1].resuming
     assert wishes[-1].reclaimable.waiting == 3
 

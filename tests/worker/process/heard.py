@@ -8,8 +8,8 @@ from protocol.messages import FinishReason
 from protocol.types import Usage
 from protocol.worker import (
     ChoiceFinished,
+    ChoiceProgress,
     Report,
-    Resumed,
     RowFailed,
     RowFinished,
     RowPrompt,
@@ -52,7 +52,7 @@ class Heard:
 
     def again(self) -> Submit:
         resume = [
-            Resumed(list(tokens), len(text.encode()), reason)
+            ChoiceProgress(list(tokens), len(text.encode()), reason)
             for tokens, text, reason in zip(self.tokens, self.texts, self.reasons, strict=True)
         ]
         return msgspec.structs.replace(self.submit, resume=resume, prompt_reported=len(self.prompt))

@@ -16,8 +16,8 @@ from protocol.framing import FrameDecoder, decode_report, encode_frame
 from protocol.types import Sampling
 from protocol.worker import (
     Grant,
-    GrantWanted,
     LoadModel,
+    MemoryRequested,
     Ready,
     RowFailed,
     RowFinished,
@@ -66,7 +66,7 @@ class Peer:
         self.reports.append(report)
         if isinstance(report, (RowFinished, RowFailed)):
             self._ends.append(report)
-        if isinstance(report, GrantWanted):
+        if isinstance(report, MemoryRequested):
             fits = report.total_bytes <= self.budget
             if fits:
                 self.granted = report.total_bytes

@@ -11,12 +11,12 @@ from kvd.worker.process.gate import Gate, wanted
 from protocol.worker import (
     LONG_STEP_S,
     CancelRow,
-    Entered,
+    PhaseChanged,
     RowTokens,
     Stop,
     TimeSlice,
     TimeSliceOver,
-    TimeSliceWanted,
+    TimeSliceRequested,
 )
 from tests.worker.process.peer import Thread, submit
 
@@ -46,7 +46,7 @@ def test_who_takes_no_turns_says_nothing():
 def test_work_is_told_once_and_done_at_once():
     gate = Gate(on=True)
 
-    assert gate.begin(reads=False) == TimeSliceWanted()
+    assert gate.begin(reads=False) == TimeSliceRequested()
     assert gate.begin(reads=False) is None
     assert gate.is_open
     assert gate.is_free
@@ -54,7 +54,7 @@ def test_work_is_told_once_and_done_at_once():
     assert gate.rest(6.0) is None
 
 
-def step(gate: Gate, start: float, seconds: float) -> list[TimeSliceOver | TimeSliceWanted]:
+def step(gate: Gate, start: float, seconds: float) -> list[TimeSliceOver | TimeSliceRequested]:
     return [said for said in (gate.stepping(start), gate.stepped(start + seconds)) if said]
 
 
@@ -129,7 +129,7 @@ def test_a_long_chunk_in_company_counts_however_short_the_next_are():
     step(gate, 10.006, 0.006)  # tells it
     gate.take(TimeSlice(seq=2, slice_s=None), 10.1)
 
-    assert step(gate, 10.1, 0.3) == [TimeSliceWanted(step_s=pytest.approx(0.3))]
+    assert step(gate, 10.1, 0.3) == [TimeSliceRequested(step_s=pytest.approx(0.3))]
     gate.take(TimeSlice(seq=3, slice_s=0.012), 11.0)
     step(gate, 11.0, 0.006)
     (over,) = step(gate, 11.006, 0.006)
@@ -182,15 +182,15 @@ def test_what_was_used_is_told_to_the_last_bit_whenever_it_ends(turns):
 
 def test_another_kind_of_work_is_told_with_what_its_steps_take():
     gate = Gate(on=True)
-    assert gate.begin(reads=True) == TimeSliceWanted(step_s=None)
-    assert gate.begin(reads=False) == TimeSliceWanted(step_s=None)
+    assert gate.begin(reads=True) == TimeSliceRequested(step_s=None)
+    assert gate.begin(reads=False) == TimeSliceRequested(step_s=None)
     gate.take(TimeSlice(seq=1, slice_s=1.0), 10.0)
     step(gate, 10.0, 0.004)
-    assert gate.begin(reads=True) == TimeSliceWanted(step_s=None)
+    assert gate.begin(reads=True) == TimeSliceRequested(step_s=None)
     step(gate, 10.1, 0.3)
 
-    assert gate.begin(reads=False) == TimeSliceWanted(step_s=pytest.approx(0.004))
-    assert gate.begin(reads=True) == TimeSliceWanted(step_s=pytest.approx(0.3))
+    assert gate.begin(reads=False) == TimeSliceRequested(step_s=pytest.approx(0.004))
+    assert gate.begin(reads=True) == TimeSliceRequested(step_s=pytest.approx(0.3))
 
 
 def test_the_first_step_of_a_turn_says_nothing_of_how_long_the_others_take():
@@ -215,7 +215,7 @@ def test_who_computes_beside_others_asks_for_turns_when_a_step_takes_long():
 
     assert gate.is_timed
     assert step(gate, 10.1, LONG_STEP_S) == []
-    assert step(gate, 10.2, 3 * LONG_STEP_S) == [TimeSliceWanted(step_s=None)]
+    assert step(gate, 10.2, 3 * LONG_STEP_S) == [TimeSliceRequested(step_s=None)]
     assert not gate.is_timed
 
 
@@ -248,7 +248,7 @@ def test_a_turn_that_comes_too_late_goes_back():
     assert gate.take(TimeSlice(seq=2, slice_s=0.05), 2.0) == TimeSliceOver(
         seq=2, used_s=0.0, more=False
     )
-    assert gate.begin(reads=False) == TimeSliceWanted()
+    assert gate.begin(reads=False) == TimeSliceRequested()
     assert not gate.is_open
 
 
@@ -266,9 +266,9 @@ def peer():
 def test_a_worker_that_waits_for_its_turn_hears_commands(peer):
     peer.load("fake:tps=0", turns="on")
     peer.send(TimeSlice(seq=1, slice_s=0.0), submit("a", max_tokens=8), submit("b", max_tokens=8))
-    peer.wait_for(lambda: peer.of(TimeSliceWanted))
+    peer.wait_for(lambda: peer.of(TimeSliceRequested))
     peer.send(CancelRow(rid="a"))
-    peer.wait_for(lambda: [one.phase for one in peer.of(Entered)][-1:] == ["idle"])
+    peer.wait_for(lambda: [one.phase for one in peer.of(PhaseChanged)][-1:] == ["idle"])
     assert not peer.of(RowTokens)
 
     peer.send(TimeSlice(seq=2, slice_s=5.0))
@@ -281,7 +281,7 @@ def test_a_worker_passes_its_turn_on_between_two_steps(peer):
     peer.load("fake:tps=0,pages=4000", turns="on")
     rids = [f"r{row}" for row in range(8)]
     peer.send(TimeSlice(seq=1, slice_s=0.0), *(submit(rid, max_tokens=10_000) for rid in rids))
-    peer.wait_for(lambda: peer.of(TimeSliceWanted))
+    peer.wait_for(lambda: peer.of(TimeSliceRequested))
     for seq in (2, 3, 4):
         peer.send(TimeSlice(seq=seq, slice_s=0.003))
         over = peer.wait_for(lambda seq=seq: [r for r in peer.of(TimeSliceOver) if r.seq == seq])[0]
@@ -297,7 +297,7 @@ def test_a_worker_passes_its_turn_on_between_two_steps(peer):
 def test_a_worker_that_is_stopped_gives_its_turn_back(peer, drain):
     peer.load("fake:tps=0,pages=4000", turns="on")
     peer.send(TimeSlice(seq=1, slice_s=0.0), submit("a", max_tokens=3000 if drain else 10_000))
-    peer.wait_for(lambda: peer.of(TimeSliceWanted))
+    peer.wait_for(lambda: peer.of(TimeSliceRequested))
     peer.send(TimeSlice(seq=2, slice_s=60.0))
     peer.wait_for(lambda: peer.of(RowTokens))
     peer.send(Stop(drain=drain))
@@ -313,4 +313,4 @@ def test_nobody_hears_of_turns_where_they_are_off(peer):
     peer.send(submit("a", max_tokens=8))
     peer.wait_for_end("a")
 
-    assert not peer.of(TimeSliceWanted)
+    assert not peer.of(TimeSliceRequested)

@@ -9,16 +9,16 @@ from kvd.worker.process.loop import RATE_WINDOW_S, _Rate
 from protocol.types import Usage
 from protocol.worker import (
     CancelRow,
-    Entered,
-    GrantWanted,
     LoadFailed,
     LoadModel,
+    MemoryRequested,
+    PhaseChanged,
     Progress,
     Ready,
     Reclaim,
     Reclaimed,
     RowAccepted,
-    RowBegun,
+    RowAdmitted,
     RowFailed,
     RowFinished,
     RowPreempted,
@@ -51,15 +51,15 @@ def test_a_life_from_start_to_stop(start):
     assert info.architecture == "Fake"
     peer.send(submit("a", max_tokens=3))
     peer.wait_for_end("a")
-    peer.wait_for(lambda: [one.phase for one in peer.of(Entered)][-1:] == ["idle"])
+    peer.wait_for(lambda: [one.phase for one in peer.of(PhaseChanged)][-1:] == ["idle"])
     peer.send(Stop())
     peer.read_all()
     assert peer.join() == "done"
-    phases = [report.phase for report in peer.of(Entered)]
+    phases = [report.phase for report in peer.of(PhaseChanged)]
     assert phases == ["tokenize", "decode", "prefill", "decode", "idle"]
-    signs = (Entered, Progress, Stats)
+    signs = (PhaseChanged, Progress, Stats)
     kinds = [type(report) for report in peer.reports if not isinstance(report, signs)]
-    assert kinds[:5] == [Started, GrantWanted, Ready, RowAccepted, RowBegun]
+    assert kinds[:5] == [Started, MemoryRequested, Ready, RowAccepted, RowAdmitted]
     assert kinds[-1] is RowFinished
     assert set(kinds[5:-1]) == {RowTokens}
     assert peer.of(RowAccepted) == [RowAccepted(rid="a", prompt_tokens=5)]
@@ -196,7 +196,7 @@ def test_rows_wait_for_grants_and_run_when_these_come(start):
     peer.load("fake:tps=0,pages=2")
     peer.send(submit("a", prompt="x" * 1000, max_tokens=100))
     peer.wait_for_end("a")
-    wanted = peer.of(GrantWanted)
+    wanted = peer.of(MemoryRequested)
     assert [one.seq for one in wanted] == list(range(1, len(wanted) + 1))
     assert len(wanted) >= 2
 
@@ -216,7 +216,7 @@ def test_a_worker_that_waits_for_a_grant_sleeps(start):
     peer.load("fake:tps=0,pages=2")
     peer._take = peer.reports.append  # the daemon thinks about it
     peer.send(submit("a", prompt="x" * 1000, max_tokens=100))
-    peer.wait_for(lambda: len(peer.of(GrantWanted)) == 2)
+    peer.wait_for(lambda: len(peer.of(MemoryRequested)) == 2)
     steps = peer.engine._steps
     peer.send(CancelRow(rid="nobody"))  # woken, it finds nothing to do
     peer.send(submit("b", prompt="x", max_tokens=1))
@@ -266,7 +266,7 @@ def test_the_governor_s_commands_reach_the_engine_and_are_answered(start):
     assert [(one.seq, one.freed_bytes > 0) for one in peer.of(Reclaimed)] == [(5, True)]
     assert [one.rid for one in peer.of(RowPreempted)] == ["a"]
     assert peer.of(Stats)[-1].stats.reclaimable.level == 1
-    wishes = peer.of(GrantWanted)
+    wishes = peer.of(MemoryRequested)
     assert any(one.resuming for one in wishes) or len(wishes) > 1
     peer.send(CancelRow(rid="a"))
     peer.wait_for_end("a")

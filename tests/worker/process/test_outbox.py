@@ -14,8 +14,8 @@ from protocol.framing import FrameDecoder, decode_report
 from protocol.types import TokenLogprob, Usage, WorkerStats
 from protocol.worker import (
     ChoiceFinished,
-    Entered,
-    GrantWanted,
+    MemoryRequested,
+    PhaseChanged,
     Progress,
     RowAccepted,
     RowFailed,
@@ -140,15 +140,15 @@ def test_the_order_of_one_request_is_kept(outbox):
 def test_newer_counters_progress_and_phases_replace_older_ones_in_their_place(outbox):
     outbox.put(stats(1))
     outbox.put(Progress(stage="weights", fraction=0.1))
-    outbox.put(Entered(phase="prefill"))
+    outbox.put(PhaseChanged(phase="prefill"))
     outbox.put(tokens("a", 0, 65))
     outbox.put(Progress(stage="weights", fraction=0.9))
-    outbox.put(Entered(phase="decode"))
+    outbox.put(PhaseChanged(phase="decode"))
     outbox.put(stats(2))
     assert taken(outbox) == [
         stats(2),
         Progress(stage="weights", fraction=0.9),
-        Entered(phase="decode"),
+        PhaseChanged(phase="decode"),
         tokens("a", 0, 65),
     ]
 
@@ -156,8 +156,8 @@ def test_newer_counters_progress_and_phases_replace_older_ones_in_their_place(ou
 def test_other_reports_are_all_kept(outbox):
     reports = [
         Started(pid=1),
-        GrantWanted(seq=1, total_bytes=5, reason="x"),
-        GrantWanted(seq=2, total_bytes=9, reason="y"),
+        MemoryRequested(seq=1, total_bytes=5, reason="x"),
+        MemoryRequested(seq=2, total_bytes=9, reason="y"),
         RowFailed(rid="b", error=WorkerDied("gone").info()),
     ]
     for report in reports:
@@ -231,7 +231,7 @@ class Stories(RuleBasedStateMachine):
     @rule()
     def want(self):
         self.grants[0].append(len(self.grants[0]))
-        self.outbox.put(GrantWanted(seq=self.grants[0][-1], total_bytes=1, reason=""))
+        self.outbox.put(MemoryRequested(seq=self.grants[0][-1], total_bytes=1, reason=""))
 
     @rule(at_least=st.integers(1, 200))
     def take(self, at_least):
@@ -240,7 +240,7 @@ class Stories(RuleBasedStateMachine):
                 case Stats():
                     assert report.stats.step > self.stats[1]
                     self.stats = (self.stats[0], report.stats.step)
-                case GrantWanted():
+                case MemoryRequested():
                     self.grants[1].append(report.seq)
                 case RowAccepted():
                     self.read[report.rid] = ["accepted"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from kvd.worker.process.phases import Phases
-from protocol.histogram import SPAN_BOUNDS_S, Spread
+from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
 
 
-def counted(spread: Spread) -> dict[float, int]:
+def counted(spread: DurationHistogram) -> dict[float, int]:
     """Return the buckets that have something, by their upper bound."""
     bounds = (*SPAN_BOUNDS_S, float("inf"))
     return {bound: count for bound, count in zip(bounds, spread.counts, strict=True) if count}
@@ -57,7 +57,7 @@ def test_spreads_add_up():
     one = phases.spreads()["flush"]
     assert (one + one).counts == tuple(2 * count for count in one.counts)
     assert (one + one).total_s == 2 * one.total_s
-    assert one + Spread() == one
+    assert one + DurationHistogram() == one
 
 
 def test_a_step_pays_next_to_nothing_for_it():

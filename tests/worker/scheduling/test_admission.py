@@ -12,7 +12,7 @@ from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.budget import PageBudget
 from kvd.worker.scheduling.scheduler import Scheduler, Sizes
 from protocol.errors import InsufficientMemory
-from protocol.worker import Grant, GrantWanted
+from protocol.worker import Grant, MemoryRequested
 
 BASE = 1000
 PAGE = 10
@@ -338,7 +338,7 @@ class Traffic(RuleBasedStateMachine):
         self.ledger.handle(MemoryRequest("me", 1, first), 0.0)
         self.admission = laddered(REST)
         self.scheduler = self.admission.scheduler
-        self.up: list[GrantWanted] = []
+        self.up: list[MemoryRequested] = []
         self.down: list[Grant] = []
         self.queued: set[str] = set()
         self.running: set[str] = set()
@@ -356,7 +356,7 @@ class Traffic(RuleBasedStateMachine):
             held.cached,
         )
 
-    def tell(self, wish: GrantWanted | None) -> None:
+    def tell(self, wish: MemoryRequested | None) -> None:
         if wish is not None:
             self.up.append(wish)
 

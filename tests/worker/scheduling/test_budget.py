@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvd.worker.scheduling.budget import PageBudget
-from protocol.worker import Grant, GrantWanted
+from protocol.worker import Grant, MemoryRequested
 
 
 def budget() -> PageBudget:
     return PageBudget(base_bytes=1000, page_bytes=10, granted_bytes=1105, seq=2)
 
 
-def wish_of(mine: PageBudget, missing: int) -> GrantWanted:
+def wish_of(mine: PageBudget, missing: int) -> MemoryRequested:
     wish = mine.want(missing)
     assert wish is not None
     return wish

@@ -109,7 +109,7 @@ def test_few_shapes_and_little_padding() -> None:
 
 
 def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_TRACES", 2)
+    monkeypatch.setattr(compiled, "MAX_TRACES", 2)
     pair = Pair("llama", CacheSettings(SCHEMES))
     for length in (10, 20, 30):
         pair.join(length)

@@ -63,8 +63,8 @@ def test_a_grant_covers_what_idles_or_what_rows_need():
     assert costs.total_bytes(9, 5000) == 1000 + 9 * row * unit
     assert costs.total_bytes(9, 5000, held_units=100) == 1000 + (9 * row + 100) * unit
     for budget in (costs.total_bytes(9, 5000), costs.total_bytes(10, 5000) - 1):
-        assert costs.most_rows(budget, 5000) == 9
-    assert costs.most_rows(0, 5000) == 0
+        assert costs.max_rows(budget, 5000) == 9
+    assert costs.max_rows(0, 5000) == 0
     assert costs.token_bytes(0) > costs.token_bytes(1) > costs.token_bytes(2)
 
 

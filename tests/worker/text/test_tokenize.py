@@ -26,7 +26,7 @@ def prompt(**fields):
 @pytest.mark.parametrize("name", ZOO)
 def test_a_text_has_the_tokens_that_a_request_would_read(name):
     text = text_of(name)
-    told = text.tokenize(Tokenize(seq=3, prompt=TEXTS[0], most=1000, texts=True))
+    told = text.tokenize(Tokenize(seq=3, prompt=TEXTS[0], limit=1000, texts=True))
     assert (told.seq, told.tokens) == (3, text.encode(prompt(prompt=TEXTS[0])))
     assert told.count == len(told.tokens) == len(told.texts)
     assert "".join(told.texts).strip().endswith(TEXTS[0][-3:].strip())
@@ -34,15 +34,15 @@ def test_a_text_has_the_tokens_that_a_request_would_read(name):
 
 def test_messages_are_counted_with_the_template():
     text, turns = text_of("qwen"), [ChatMessage("user", "hi")]
-    told = text.tokenize(Tokenize(seq=1, messages=turns, most=2))
+    told = text.tokenize(Tokenize(seq=1, messages=turns, limit=2))
     read = text.encode(prompt(messages=turns))
     assert (told.count, told.tokens, told.texts) == (len(read), read[:2], [])
 
 
 def test_a_text_may_be_empty_and_longer_than_the_context_but_not_hopeless():
     text = text_of("qwen", context=16)
-    assert text.tokenize(Tokenize(seq=1, prompt="", most=9)).count == 0
-    assert text.tokenize(Tokenize(seq=1, prompt="a b c d e f g h i j k l m", most=0)).count > 16
+    assert text.tokenize(Tokenize(seq=1, prompt="", limit=9)).count == 0
+    assert text.tokenize(Tokenize(seq=1, prompt="a b c d e f g h i j k l m", limit=0)).count > 16
     with pytest.raises(ContextTooLong):
         text.tokenize(Tokenize(seq=1, prompt="a b c " * 1000))
     with pytest.raises(InvalidRequest):
@@ -75,7 +75,7 @@ def test_between_two_steps_one_text_is_tokenized_and_none_costs_a_row():
         peer.send(
             submit("a", max_tokens=1000),
             *(
-                Tokenize(seq=seq, prompt=one, most=2, texts=True)
+                Tokenize(seq=seq, prompt=one, limit=2, texts=True)
                 for seq, one in enumerate(texts, 1)
             ),
         )

@@ -36,7 +36,7 @@ ABOUT = {
     "Thank you!": "You are welcome.",
     "Thanks!": "You are welcome.",
     "Goodbye": "Goodbye!",
-    "Bye": "Goodbye!",
+    "ShutdownReply": "Goodbye!",
     "How big are you?": "I have fewer than six million parameters.",
 }
 OPPOSITES = {

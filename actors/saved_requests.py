@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from actors.records import Asked, Forgotten, Heard
+from actors.request_journal import ReportReceived, RequestDropped, RequestReceived
 from protocol import worker as wire
 from protocol.errors import UnknownRequest
 
 if TYPE_CHECKING:
-    from actors.records import Records, Saved
+    from actors.request_journal import RequestJournal, SavedRequest
 
 KEEP_S = 600.0
 """Ample for a daemon that a person starts again; each request holds its text in memory."""
@@ -30,11 +30,11 @@ _TOLD = (
 
 
 @dataclass
-class Archive:
+class SavedRequests:
     """Requests beyond the daemon's life."""
 
-    records: Records | None = None
-    saved: dict[str, Saved] = field(default_factory=dict)
+    records: RequestJournal | None = None
+    saved: dict[str, SavedRequest] = field(default_factory=dict)
     """Of a daemon before this one."""
     keep_s: float = KEEP_S
     """How long those wait for their clients."""
@@ -66,11 +66,11 @@ class Archive:
         self.expires_at = now + self.keep_s  # for those that run, and are refused yet
         return late
 
-    def deadline_of(self, saved: Saved) -> float | None:
+    def deadline_of(self, saved: SavedRequest) -> float | None:
         """Return when a request is of no use any more."""
         return None if saved.deadline_s is None else self.began_at + saved.deadline_s
 
-    def find(self, rid: str) -> Saved:
+    def find(self, rid: str) -> SavedRequest:
         """Return a saved request; raises `UnknownRequest`."""
         found = self.saved.get(rid)
         if found is None:
@@ -84,16 +84,16 @@ class Archive:
     def asked(self, rid: str, model: str, submit: wire.Submit) -> None:
         """Note a new request."""
         if self.records is not None:
-            self.records.write(Asked(rid, model, submit))
+            self.records.write(RequestReceived(rid, model, submit))
 
     def heard(self, rid: str, report: wire.Report) -> None:
         """Note a worker's word, before its client has it; a saved request is saved no more."""
         if self.records is not None and isinstance(report, _TOLD):
             self.saved.pop(rid, None)
-            self.records.write(Heard(rid, report))
+            self.records.write(ReportReceived(rid, report))
 
     def forget(self, rid: str) -> None:
         """Note that nobody will come for a request."""
         self.saved.pop(rid, None)
         if self.records is not None:
-            self.records.write(Forgotten(rid))
+            self.records.write(RequestDropped(rid))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Board:
+class StatusTable:
     """What is known of the models."""
 
     models: dict[str, ModelStatus] = field(default_factory=dict)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownModel:
     """How a model is loaded."""
 
     source: str
@@ -28,10 +28,10 @@ class Known:
 
 
 @dataclass
-class Catalogue:
+class KnownModels:
     """The models by name."""
 
-    models: dict[str, Known] = field(default_factory=dict)
+    models: dict[str, KnownModel] = field(default_factory=dict)
 
     def policies(self) -> Mapping[str, ModelPolicy]:
         """Return how each of them stands beside the others."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from actors.jobs import Job
+from actors.request_state import Job
 from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from actors.mail import ClientMail
     from actors.runtime.actor import Ref
-    from protocol.messages import Event, FinishReason, Have
+    from protocol.messages import Event, FinishReason, ReceivedChoice
     from protocol.types import TokenLogprob
 
 
@@ -31,7 +31,7 @@ class _Record(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
     rid: str
 
 
-class Asked(_Record, tag="asked", frozen=True):
+class RequestReceived(_Record, tag="asked", frozen=True):
     """A request came; its seed is in it."""
 
     model: str
@@ -40,7 +40,7 @@ class Asked(_Record, tag="asked", frozen=True):
     """On the wall's clock; set by who writes it."""
 
 
-class Heard(_Record, tag="heard", frozen=True):
+class ReportReceived(_Record, tag="heard", frozen=True):
     """A worker's word about it, which its client is about to get."""
 
     report: wire.Report
@@ -48,14 +48,14 @@ class Heard(_Record, tag="heard", frozen=True):
     """Of its end, on the wall's clock; set by who writes it."""
 
 
-class Forgotten(_Record, tag="forgotten", frozen=True):
+class RequestDropped(_Record, tag="forgotten", frozen=True):
     """Nobody will come for it."""
 
 
-Record = Asked | Heard | Forgotten
+Record = RequestReceived | ReportReceived | RequestDropped
 
 
-class Records(Protocol):
+class RequestJournal(Protocol):
     """Keeps records beyond the daemon's life. Nothing here raises, or blocks for long."""
 
     def write(self, record: Record) -> None:
@@ -74,7 +74,7 @@ class Answer:
 
 
 @dataclass
-class Saved:
+class SavedRequest:
     """A request of a daemon before this one."""
 
     model: str
@@ -120,10 +120,11 @@ class Saved:
 
     def rest(self, request: messages.Attach) -> list[Event]:
         """Return what its client lacks of what was sent; raises `InvalidRequest`."""
-        haves = request.have or [messages.Have()] * len(self.answers)
+        haves = request.received or [messages.ReceivedChoice()] * len(self.answers)
         if len(haves) != len(self.answers):
             raise InvalidRequest(
-                f"have must tell of {len(self.answers)} completions, not {len(haves)}", field="have"
+                f"have must tell of {len(self.answers)} completions, not {len(haves)}",
+                field="received",
             )
         found: list[Event] = []
         if self.prompt_tokens is not None:
@@ -136,9 +137,11 @@ class Saved:
                     request=self.submit.rid,
                 )
             )
-        if told := self.prompt[request.have_prompt :]:
+        if told := self.prompt[request.received_prompt_logprobs :]:
             found.append(
-                messages.PromptLogprobs(id=request.id, index=request.have_prompt, logprobs=told)
+                messages.PromptLogprobs(
+                    id=request.id, index=request.received_prompt_logprobs, logprobs=told
+                )
             )
         for choice, (answer, have) in enumerate(zip(self.answers, haves, strict=True)):
             found += _rest(request.id, choice, answer, have)
@@ -155,19 +158,20 @@ class Saved:
         return found
 
 
-def _rest(key: str, choice: int, answer: Answer, have: Have) -> Sequence[Event]:
+def _rest(key: str, choice: int, answer: Answer, have: ReceivedChoice) -> Sequence[Event]:
     text = answer.text.encode()
     if have.tokens > len(answer.tokens) or have.text_bytes > len(text):
         raise InvalidRequest(
             f"of completion {choice} {len(answer.tokens)} tokens and {len(text)} bytes of text"
             f" were sent, not {have.tokens} and {have.text_bytes}",
-            field="have",
+            field="received",
         )
     try:
         new = text[have.text_bytes :].decode()
     except UnicodeDecodeError:
         raise InvalidRequest(
-            f"{have.text_bytes} bytes end inside a character of completion {choice}", field="have"
+            f"{have.text_bytes} bytes end inside a character of completion {choice}",
+            field="received",
         ) from None
     tokens = answer.tokens[have.tokens :]
     if not (tokens or new):

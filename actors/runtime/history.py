@@ -44,7 +44,7 @@ class _Segment(Generic[E, C]):
         self.entries: list[Entry[E, C]] = []
 
 
-class Journal(Generic[E, C]):
+class EventHistory(Generic[E, C]):
     """A machine and its recent past: give events to `handle` instead of to the machine.
 
     `signs` are events that come many times a second and only say "now": of several in a row the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.catalogue import Known
+from actors.known_models import KnownModel
 from protocol import messages
 from protocol.errors import Overloaded
 from tests.sim.fakes import Script
@@ -12,7 +12,7 @@ from tests.sim.loop import simulated, until
 from tests.sim.world import World, world
 
 SLOW = {"demo": [Script(load_s=20.0)]}
-DEMO = {"demo": Known("demo", listed=True)}
+DEMO = {"demo": KnownModel("demo", listed=True)}
 
 
 def bounded(w: World, most_bytes: int = 4000) -> World:

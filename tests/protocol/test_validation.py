@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from protocol.explain import explain
 from protocol.messages import Request
 from protocol.types import Alias
+from protocol.validation import explain
 
 
 class Inner(msgspec.Struct):

@@ -36,9 +36,9 @@ class Sent:
     reason: FinishReason | None = None
     """Why it ended, once that was told."""
 
-    def resumed(self) -> wire.Resumed:
+    def resumed(self) -> wire.ChoiceProgress:
         """Return it in the words of the worker."""
-        return wire.Resumed(self.tokens.tolist(), self.text_bytes, self.reason)
+        return wire.ChoiceProgress(self.tokens.tolist(), self.text_bytes, self.reason)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Job:
                 return self._accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
-            case wire.RowBegun():
+            case wire.RowAdmitted():
                 self.running = True
                 return None
             case wire.RowPreempted():

@@ -14,7 +14,7 @@ from protocol.errors import Overloaded
 from protocol.framing import encode_frame
 
 if TYPE_CHECKING:
-    from actors.mail import ClientMail, SupervisorMail
+    from actors.mail import ClientMail, RegistryMail
     from actors.runtime.actor import Ref
     from protocol import messages
 
@@ -22,10 +22,10 @@ MOST_BYTES = 32 * 1024 * 1024
 """Four of the longest messages; what waits is the same text several times over."""
 
 
-class Texts:
+class TokenizeRequests:
     """Those of all clients."""
 
-    def __init__(self, supervisor: Ref[SupervisorMail], most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, supervisor: Ref[RegistryMail], most_bytes: int = MOST_BYTES) -> None:
         self._supervisor = supervisor
         self.most_bytes = most_bytes
         self.bytes = 0
@@ -34,7 +34,11 @@ class Texts:
     async def tokens(self, asked: messages.Tokenize, client: Ref[ClientMail]) -> wire.Tokenized:
         """Ask for the tokens; raises `Overloaded` where too much waits. One text always may."""
         command = wire.Tokenize(
-            seq=0, prompt=asked.prompt, messages=asked.messages, most=asked.most, texts=asked.texts
+            seq=0,
+            prompt=asked.prompt,
+            messages=asked.messages,
+            limit=asked.limit,
+            texts=asked.texts,
         )
         size = len(encode_frame(command))
         if self.bytes and self.bytes + size > self.most_bytes:

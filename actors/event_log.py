@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from actors import telemetry
-from actors.ports import Notice, unobserved
-from protocol.messages import Happened
+from actors.ports import Notice, ignore_observation
+from protocol.messages import EventRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -25,16 +25,16 @@ MOST = 4096
 
 
 @dataclass
-class Events:
+class EventLog:
     """The newest records."""
 
     notify: Notify
-    observe: Observe = unobserved
+    observe: Observe = ignore_observation
     clock: Callable[[], float] = time.time
-    records: deque[Happened] = field(default_factory=lambda: deque(maxlen=MOST))
+    records: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MOST))
     last: int = 0
     """The number of the newest."""
-    followers: dict[Hashable, Callable[[Happened], None]] = field(default_factory=dict)
+    followers: dict[Hashable, Callable[[EventRecord], None]] = field(default_factory=dict)
 
     def record(
         self,
@@ -48,7 +48,7 @@ class Events:
     ) -> None:
         """Write down what was done to `model`, for `wisher`."""
         self.last += 1
-        happened = Happened(
+        happened = EventRecord(
             id="",
             seq=self.last,
             at=self.clock(),
@@ -59,7 +59,7 @@ class Events:
             numbers=numbers or {},
         )
         self.records.append(happened)
-        self.observe(telemetry.Acted(model or "", kind))
+        self.observe(telemetry.ActionRecorded(model or "", kind))
         fields = {
             "model": model or None,
             "reason": reason,
@@ -70,11 +70,11 @@ class Events:
         for tell in list(self.followers.values()):
             tell(happened)
 
-    def since(self, number: int, model: str | None = None) -> list[Happened]:
+    def since(self, number: int, model: str | None = None) -> list[EventRecord]:
         """Return what came after this number, of one model or of all."""
         return [it for it in self.records if it.seq > number and concerns(it, model)]
 
 
-def concerns(it: Happened, model: str | None) -> bool:
+def concerns(it: EventRecord, model: str | None) -> bool:
     """Return whether a record is about this model, or any, if none is named."""
     return model is None or model in {it.model, it.requester} or it.model is None
