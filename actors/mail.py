@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from actors.known_models import KnownModel
-    from actors.machines import lifecycle
+    from actors.machines import lifecycle_events
     from actors.machines.admission import Standing
     from actors.machines.gauge import Pressure
     from actors.machines.governor_events import Event as GovernorEvent
@@ -188,7 +188,7 @@ RouterMail = (
 class Order(_Message, frozen=True):
     """Start, drain or halt; or count a request that was blamed for deaths."""
 
-    event: lifecycle.Start | lifecycle.Drain | lifecycle.Halt | lifecycle.Blamed
+    event: lifecycle_events.Start | lifecycle_events.Drain | lifecycle_events.Halt | lifecycle_events.RequestBlamed
 
 
 class RunRow(_Message, frozen=True):

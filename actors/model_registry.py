@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from actors import mail
 from actors.known_models import KnownModel, KnownModels
-from actors.machines import governor_events, lifecycle
+from actors.machines import governor_events, lifecycle_events
 from actors.runtime.actor import Actor, DeferredReply
 from protocol import messages
 from protocol import worker as wire
@@ -195,7 +195,7 @@ class ModelRegistry(Actor["RegistryMail"]):
         else:
             if seat.state == "failed":  # (6)
                 self._board(seat.name, seat.known, patient=False)
-                seat.worker.tell(mail.Order(lifecycle.Start()))
+                seat.worker.tell(mail.Order(lifecycle_events.Start()))
             self._renew(seat, wanted)
         later: DeferredReply[ModelStatus] = DeferredReply()
         seat.loaders.append((later, wanted.watcher))  # (7)
@@ -216,7 +216,7 @@ class ModelRegistry(Actor["RegistryMail"]):
             name, known, worker, before=before, brought=patient
         )
         house.router.tell(mail.ModelAdded(name, worker))
-        worker.tell(mail.Order(lifecycle.Start()))
+        worker.tell(mail.Order(lifecycle_events.Start()))
         return seat
 
     def _board(self, name: str, known: KnownModel, *, patient: bool) -> None:
@@ -352,7 +352,7 @@ class ModelRegistry(Actor["RegistryMail"]):
         self._fail_loaders(seat, gone)
         house.router.tell(mail.ModelRests(name))
         drains = seat.state == "ready" and not requeue
-        seat.worker.tell(mail.Order(lifecycle.Drain() if drains else lifecycle.Halt()))
+        seat.worker.tell(mail.Order(lifecycle_events.Drain() if drains else lifecycle_events.Halt()))
 
     def _load_again(
         self, seat: RegistryEntry, wanted: mail.LoadWanted
@@ -369,7 +369,7 @@ class ModelRegistry(Actor["RegistryMail"]):
         self._govern(governor_events.UnloadStarted(seat.name))
         reason = STOPS if self._house.closing else ""
         self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
-        seat.worker.tell(mail.Order(lifecycle.Halt(reason) if force else lifecycle.Drain()))
+        seat.worker.tell(mail.Order(lifecycle_events.Halt(reason) if force else lifecycle_events.Drain()))
 
     def _leave(
         self, seat: RegistryEntry, *, freed_bytes: int, error: ErrorInfo | None = None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, assert_never
 from msgspec.structs import replace
 
 from actors import mail, telemetry
-from actors.machines import admission, lifecycle
+from actors.machines import admission, lifecycle_events
 from actors.ports import Notice, ignore_observation
 from actors.request_state import Job
 from actors.runtime.actor import Actor, DeferredReply
@@ -251,7 +251,7 @@ class Router(Actor["RouterMail"]):
             case admission.Blame(model=model, reason=reason):
                 if office.events is not None:
                     office.events.record("quarantine", model, reason, level="error")
-                office.workers[model].tell(mail.Order(lifecycle.Blamed()))
+                office.workers[model].tell(mail.Order(lifecycle_events.RequestBlamed()))
             case admission.Withdraw(rid=rid, model=model):
                 office.workers[model].tell(mail.CancelRow(rid))
             case admission.End(rid=rid, error=error):

@@ -24,7 +24,8 @@ from actors.known_models import KnownModel, KnownModels
 from actors.machines.admission import Desk
 from actors.machines.governor import Governor
 from actors.machines.ledger import Ledger
-from actors.machines.lifecycle import Lifecycle, Patience
+from actors.machines.lifecycle import Lifecycle
+from actors.machines.watchdog import WatchdogTimeouts
 from actors.model_registry import ModelRegistry, RegistryState
 from actors.ports import Notice, ignore_observation, no_metrics
 from actors.readings import Readings, Scale
@@ -97,7 +98,7 @@ class Settings:
     """The most of one model's."""
     slow_reader_bytes: int = 4 * 1024 * 1024
     """Unread events that a connection may have before it is closed with `slow_reader`."""
-    patience: Patience = field(default_factory=Patience)
+    patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
     """How long a worker may be silent in each phase before it is ended."""
 
 

@@ -87,7 +87,7 @@ class StateChanged(_Observation, frozen=True):
 
     state: ModelState
     cause: str = ""
-    """Why it does not run (`actors.machines.lifecycle.cause_of`), if that was not ordered."""
+    """Why it does not run (`actors.machines.process_exit.cause_of`), if that was not ordered."""
 
 
 Observation = (

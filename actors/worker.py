@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, assert_never, cast
 from msgspec.structs import replace
 
 from actors import mail, telemetry
-from actors.machines import governor_events, lifecycle
+from actors.machines import governor_events, lifecycle, lifecycle_events
 from actors.ports import Notice
 from actors.runtime.actor import Actor, DeferredReply, MailboxFull
 from actors.runtime.history import EventHistory
@@ -79,8 +79,8 @@ class WorkerState:
     stats: WorkerStats = field(default_factory=WorkerStats)
 
     def __post_init__(self) -> None:
-        self.journal: EventHistory[lifecycle.Event, lifecycle.Command] = EventHistory(
-            self.machine, signs=lifecycle.SIGNS
+        self.journal: EventHistory[lifecycle_events.Event, lifecycle_events.Command] = EventHistory(
+            self.machine, signs=lifecycle_events.FREQUENT
         )
 
     @property
@@ -116,7 +116,7 @@ class Worker(Actor["WorkerMail"]):
 
     def on_restart(self, error: BaseException) -> None:
         """Do not trust a process whose words made us fail."""
-        self._do(lifecycle.Fault(f"{type(error).__name__}: {error}"))
+        self._do(lifecycle_events.Fault(f"{type(error).__name__}: {error}"))
 
     def on_stop(self) -> None:
         """Leave no process behind that nobody watches."""
@@ -138,7 +138,7 @@ class Worker(Actor["WorkerMail"]):
                 self._do(event)
             case mail.RunRow(submit=submit):
                 berth.rows[submit.rid] = submit
-                self._do(lifecycle.Admit(submit.rid))
+                self._do(lifecycle_events.RequestAssigned(submit.rid))
             case mail.CancelRow(rid=rid):
                 self._cancel(rid)
             case mail.Granted(grant=grant, life=life):
@@ -148,7 +148,7 @@ class Worker(Actor["WorkerMail"]):
                     self._send(command)
             case mail.StillWaits(life=life):
                 if life == berth.life and berth.process is not None:
-                    self._do(lifecycle.Alive())
+                    self._do(lifecycle_events.SignOfLife())
             case mail.WeightIs(weight=weight):
                 berth.weight = weight
                 self._around.time_slices.tell(mail.TimeSlicesWeighed(berth.name, weight))
@@ -160,12 +160,12 @@ class Worker(Actor["WorkerMail"]):
             case mail.HasProcess(process=process):
                 self._has_process(process)
             case mail.HasNoProcess(error=error):
-                self._do(lifecycle.SpawnFailed(str(error) or type(error).__name__))
+                self._do(lifecycle_events.SpawnFailed(str(error) or type(error).__name__))
             case mail.Reported() | mail.HasExited():
                 if message.life == berth.life:
                     self._from_process(message)
             case mail.AlarmFired():
-                self._do(lifecycle.Tick())
+                self._do(lifecycle_events.AlarmFired())
             case _:
                 assert_never(message)
         return None
@@ -193,7 +193,7 @@ class Worker(Actor["WorkerMail"]):
         self._around.governor.tell(mail.Governed(event))
 
     def _cancel(self, rid: str) -> None:
-        if rid in self._berth.machine.rows:
+        if rid in self._berth.machine.requests:
             self._send(wire.CancelRow(rid=rid))
 
     def _granted(self, grant: wire.Grant, life: int) -> None:
@@ -236,7 +236,7 @@ class Worker(Actor["WorkerMail"]):
 
     def _has_process(self, process: WorkerProcess) -> None:
         self._berth.process = process
-        self._do(lifecycle.Spawned(process.pid))
+        self._do(lifecycle_events.Spawned(process.pid))
         early, self._berth.early = self._berth.early, []
         for message in early:
             self._from_process(message)
@@ -256,30 +256,30 @@ class Worker(Actor["WorkerMail"]):
             later.fail(_untold(self._berth.name))
         self._berth.texts.clear()
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
-        self._do(lifecycle.Exited(end.returncode, end.starved))
+        self._do(lifecycle_events.Exited(end.returncode, end.starved))
 
     def _reported(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match over one union
         berth, around = self._berth, self._around
         match report:
             case wire.Started():
                 self._notify("worker_started", pid=report.pid, mlx=report.mlx)
-                self._do(lifecycle.Up())
+                self._do(lifecycle_events.Started())
             case wire.Progress(stage=stage, fraction=fraction):
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 around.supervisor.tell(mail.LoadProgressed(berth.name, stage, fraction))
             case wire.Ready(info=info):
                 berth.info = info
                 self._govern(governor_events.ModelReady(berth.name))
-                self._do(lifecycle.Loaded())
+                self._do(lifecycle_events.Loaded())
             case wire.LoadFailed(error=error):
-                self._do(lifecycle.CannotLoad(error))
+                self._do(lifecycle_events.LoadFailed(error))
             case wire.MemoryRequested():
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 self._ask(report)
             case wire.PhaseChanged(phase=phase):
-                self._do(lifecycle.Entered(phase))
+                self._do(lifecycle_events.PhaseEntered(phase))
             case wire.Tokenized(seq=seq):
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 if (asker := berth.texts.pop(seq, None)) is not None:
                     asker.answer(report)
             case wire.Stats(stats=stats):
@@ -287,16 +287,16 @@ class Worker(Actor["WorkerMail"]):
                     self._govern(governor_events.ReclaimableReported(berth.name, stats.reclaimable))
                 berth.stats = stats
                 around.observe(telemetry.StatsReported(berth.name, berth.life, stats))
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 self._publish()
             case wire.TimeSliceRequested(step_s=step_s):
                 asked = mail.TimeSliceAsked(berth.name, self.ref, berth.life, berth.weight, step_s)
                 around.time_slices.tell(asked)
             case wire.TimeSliceOver():
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 around.time_slices.tell(mail.TimeSliceEnded(berth.name, report))
             case wire.Reclaimed(seq=seq, freed_bytes=freed, exhausted=exhausted):
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 self._govern(governor_events.ReclaimFinished(berth.name, seq, freed, exhausted))
             case (
                 wire.RowAccepted()
@@ -306,60 +306,60 @@ class Worker(Actor["WorkerMail"]):
                 | wire.RowPreempted()
                 | wire.RowResumed()
             ):
-                self._do(lifecycle.Alive())
+                self._do(lifecycle_events.SignOfLife())
                 around.router.tell(mail.RowReported(report))
             case wire.RowTokens() | wire.ChoiceFinished():
-                self._do(lifecycle.Gained())
+                self._do(lifecycle_events.TokenGenerated())
                 around.router.tell(mail.RowReported(report))
             case wire.RowFinished(rid=rid) | wire.RowFailed(rid=rid):
                 around.router.tell(mail.RowReported(report))
-                self._do(lifecycle.RowOver(rid))
+                self._do(lifecycle_events.RequestFinished(rid))
             case _:
                 assert_never(report)
 
     # -- the machine ------------------------------------------------------------------------------
 
-    def _do(self, event: lifecycle.Event) -> None:
+    def _do(self, event: lifecycle_events.Event) -> None:
         machine = self._berth.machine
         before = (self._berth.state, _standing(machine.state))
         now = asyncio.get_running_loop().time()
         for command in self._berth.journal.handle(event, now):
             self._perform(command)
         self._alarm.set(machine.deadline)
-        if bool(machine.rows) != self._berth.serving:
+        if bool(machine.requests) != self._berth.serving:
             self._berth.serving = not self._berth.serving
             self._govern(governor_events.ServingChanged(self._berth.name, self._berth.serving))
         if (self._berth.state, _standing(machine.state)) != before:
             self._announce(before[0])
 
-    def _perform(self, command: lifecycle.Command) -> None:  # noqa: C901 - one match over one union
+    def _perform(self, command: lifecycle_events.Command) -> None:  # noqa: C901 - one match over one union
         berth, around = self._berth, self._around
         match command:
-            case lifecycle.Spawn():
+            case lifecycle_events.Spawn():
                 self._spawn()
-            case lifecycle.SendLoad():
+            case lifecycle_events.SendLoad():
                 self._send(berth.load)
-            case lifecycle.SendRow(rid=rid):
+            case lifecycle_events.SendRequest(rid=rid):
                 self._send(berth.rows.pop(rid))
-            case lifecycle.Bounce(rid=rid):
+            case lifecycle_events.ReturnRequest(rid=rid):
                 del berth.rows[rid]
                 around.router.tell(mail.RowBounced(rid))
-            case lifecycle.SendStop():
+            case lifecycle_events.SendStop():
                 self._send(wire.Stop(drain=False))
-            case lifecycle.Terminate():
+            case lifecycle_events.Terminate():
                 self._notify("worker_terminated", level="warning")
                 if berth.process is not None:
                     berth.process.terminate()
-            case lifecycle.Kill():
+            case lifecycle_events.Kill():
                 self._notify("worker_killed", level="warning")
                 if berth.process is not None:
                     berth.process.kill()
-            case lifecycle.LoseRows():
+            case lifecycle_events.LoseRequests():
                 died = mail.RowsDied(
                     berth.name, command.rids, command.error, command.attributable, command.again
                 )
                 around.router.tell(died)
-            case lifecycle.Release():
+            case lifecycle_events.ReleaseMemory():
                 around.governor.tell(mail.MemoryFree(berth.name))
                 around.time_slices.tell(mail.TimeSlicesLost(berth.name))
                 berth.freed_bytes, berth.granted_bytes = berth.granted_bytes, 0
@@ -381,11 +381,11 @@ class Worker(Actor["WorkerMail"]):
             state=berth.state,
             reason=error.message if error is not None else None,
         )
-        cause = lifecycle.cause_of(error)
+        cause = cause_of(error)
         self._around.observe(telemetry.StateChanged(berth.name, berth.state, cause))
         self._publish()
-        refused = isinstance(state, lifecycle.Failed) and state.refused
-        if refused or (isinstance(state, lifecycle.Stopping) and state.then == "failed"):
+        refused = isinstance(state, lifecycle_events.Failed) and state.refused
+        if refused or (isinstance(state, lifecycle_events.Stopping) and state.then == "failed"):
             # Whether requests for it wait on is the supervisor's word.
             self._around.router.tell(mail.ModelChanged(berth.name, "waiting"))
         else:
@@ -399,7 +399,7 @@ class Worker(Actor["WorkerMail"]):
         """Why it does not run; given up, with its story."""
         error = self._berth.machine.error
         state = self._berth.machine.state
-        if error is None or not isinstance(state, lifecycle.Failed) or state.refused:
+        if error is None or not isinstance(state, lifecycle_events.Failed) or state.refused:
             return error
         detail = {**error.detail, "story": self._berth.journal.story()}
         return ErrorInfo(error.code, error.message, error.retryable, detail)
@@ -427,13 +427,13 @@ def _untold(name: str) -> WorkerDied:
     return WorkerDied(f"{name}'s process ended before it told the tokens", model=name)
 
 
-def _standing(state: lifecycle.State) -> Standing:
+def _standing(state: lifecycle_events.State) -> Standing:
     match state:
-        case lifecycle.Ready():
+        case lifecycle_events.Ready():
             return "ready"
-        case lifecycle.Failed():
+        case lifecycle_events.Failed():
             return "failed"
-        case lifecycle.Stopped() | lifecycle.Draining() | lifecycle.Stopping(then="stopped"):
+        case lifecycle_events.Stopped() | lifecycle_events.Draining() | lifecycle_events.Stopping(then="stopped"):
             return "closing"
         case _:
             return "waiting"

@@ -362,7 +362,7 @@ Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
 class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
     """The worker is in this phase from now on; told when it changes, and before it begins.
 
-    Each phase has its own deadline (`actors.machines.lifecycle.Patience`).
+    Each phase has its own deadline (`actors.machines.watchdog.WatchdogTimeouts`).
     """
 
     phase: Phase

@@ -1,7 +1,7 @@
-"""What every state machine here is, and the error of an illegal move.
+"""The interface of the state machines, and the error of an illegal transition.
 
-A machine is a `msgspec.Struct`: its whole state can be written down and read back, so that
-`actors.runtime.history` can replay what happened to it.
+A machine is a `msgspec.Struct`: its whole state can be encoded and decoded, so that
+`actors.runtime.history` can replay its history.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ C = TypeVar("C")
 
 
 class InvalidTransition(InternalError):
-    """An event that is not in the table for this state; nothing has changed.
+    """An event that is not in the table for this state; the state did not change.
 
-    ``story`` is what happened before, as the journal of the machine tells it.
+    ``story`` holds the recent history from the machine's journal.
     """
 
     def __init__(self, state: object, event: object) -> None:
@@ -29,12 +29,12 @@ class InvalidTransition(InternalError):
 
 
 class Machine(Protocol[E_contra, C]):
-    """Events in, commands out; `check` raises AssertionError if the state contradicts itself."""
+    """Events in, commands out."""
 
     def handle(self, event: E_contra, now: float) -> list[C]:
-        """Take an event, change the state, and say what is to be done."""
+        """Update the state and return the commands that follow."""
         ...
 
     def check(self) -> None:
-        """Check the invariants."""
+        """Raise AssertionError if the state contradicts itself."""
         ...

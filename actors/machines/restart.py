@@ -1,9 +1,8 @@
-"""When a process that died is started again, and when it is given up. Pure.
+"""When a process that died is started again, and when its model is given up. Pure.
 
-An *attributable* death is one that the process may have caused itself; a kill from outside is
-not. Of those with requests inside, the requests are suspected first (`actors.machines.suspects`),
-so such a death counts only once one of them is blamed. Progress (a generated token) wipes the
-slate.
+An *attributable* death is one that the process may have caused itself; a kill from outside is not.
+If the process had requests, they are suspected first (`actors.machines.suspects`): such a death
+counts only once a request is blamed for it. A generated token resets the budget.
 """
 
 from __future__ import annotations
@@ -11,29 +10,29 @@ from __future__ import annotations
 import msgspec
 
 FORGET_S = 600.0
-"""After ten quiet minutes a death is a first death again: the delay starts small."""
+"""Seconds after which a death no longer lengthens the restart delay."""
 
 
 class RestartBudget(msgspec.Struct):
-    """Three attributable deaths within a minute, without progress between them, are enough.
+    """Gives a model up after three attributable deaths without a generated token in between.
 
-    Deaths in the load, hangs and requests that were blamed count however far they lie apart: a
-    model whose load takes a minute and then crashes, or that hangs for two, would be loaded for
-    ever.
+    Plain crashes count for `period_s`. Deaths during the load, hangs and blamed requests count
+    regardless of their distance: a model that takes a minute to load and then crashes would
+    otherwise be loaded forever.
     """
 
-    most: int = 3
+    limit: int = 3
     period_s: float = 60.0
     delay_s: float = 0.5
-    """Before the first restart; it doubles with each death."""
-    longest_delay_s: float = 30.0
+    """Seconds before the first restart. Doubles with each death."""
+    max_delay_s: float = 30.0
     deaths: list[float] = msgspec.field(default_factory=list)
     fruitless: int = 0
-    """Attributable deaths in the load, hangs, and requests that were blamed."""
+    """Attributable deaths during the load, hangs, and blamed requests."""
     crashed: list[float] = msgspec.field(default_factory=list)
-    """When the other attributable deaths were."""
+    """Times of the other attributable deaths."""
 
-    def death(self, now: float, *, attributable: bool, fruitless: bool) -> float | None:
+    def count_death(self, now: float, *, attributable: bool, fruitless: bool) -> float | None:
         """Count a death; return the delay before the next start, or None to give up."""
         self.deaths = [at for at in self.deaths if now - at < FORGET_S] + [now]
         self.crashed = [at for at in self.crashed if now - at < self.period_s]
@@ -41,30 +40,25 @@ class RestartBudget(msgspec.Struct):
             self.fruitless += 1
         elif attributable:
             self.crashed.append(now)
-        if attributable and self.crashes >= self.most:
+        if attributable and self.crashes >= self.limit:
             return None
-        return float(min(self.delay_s * 2 ** (len(self.deaths) - 1), self.longest_delay_s))
+        return float(min(self.delay_s * 2 ** (len(self.deaths) - 1), self.max_delay_s))
 
-    def narrowed(self) -> float:
-        """Return the delay after a death that makes the suspects fewer: there are not many."""
-        return self.delay_s
-
-    def blame(self) -> bool:
+    def count_blame(self) -> bool:
         """Count a request that was blamed for deaths; return whether to give up."""
         self.fruitless += 1
-        return self.crashes >= self.most
+        return self.crashes >= self.limit
 
     @property
     def crashes(self) -> int:
         """Attributable deaths that count now."""
         return self.fruitless + len(self.crashed)
 
-    def progress(self) -> None:
-        """Forget all deaths: it works."""
+    def reset(self) -> None:
         if self.deaths or self.fruitless:
             self.deaths, self.crashed, self.fruitless = [], [], 0
 
     def check(self) -> None:
         """Check the invariants."""
-        assert self.crashes <= self.most, "given up, and still counting"
-        assert self.deaths == sorted(self.deaths), "time went backwards"
+        assert self.crashes <= self.limit, "more deaths than the limit"
+        assert self.deaths == sorted(self.deaths), "deaths out of order"

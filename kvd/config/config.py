@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from actors.machines.lifecycle import Patience
+from actors.machines.watchdog import WatchdogTimeouts
 from actors.saved_requests import KEEP_S
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText, parse_kv
@@ -85,7 +85,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same machines, and CUDA: whether workers build and use operations of kvd's own."""
     attention: Attention = "auto"
     """``reference``: decode attention by MLX's plain operations, on any device."""
-    watchdog: Patience = Patience()
+    watchdog: WatchdogTimeouts = WatchdogTimeouts()
     """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
     journal: Literal["memory", "disk"] = "memory"
     """Where requests are kept so that they go on: ``disk`` outlives the daemon too."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 from actors import telemetry
-from actors.machines.lifecycle import CAUSES
+from actors.machines.process_exit import CAUSES
 from kvd.metrics import bounds
 from kvd.metrics.histogram import Histogram
 from kvd.metrics.lives import Lives

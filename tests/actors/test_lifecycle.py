@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.machines import lifecycle as lc
+from actors.machines import lifecycle_events as ev
 from actors.machines.machine import InvalidTransition
+from actors.machines.process_exit import describe
 from actors.runtime.history import EventHistory, replay
 from protocol.errors import ErrorInfo
 
@@ -19,40 +21,40 @@ NOW = 1000.0
 WHY = ErrorInfo("worker_died", "why")
 MEMORY = ErrorInfo("insufficient_memory", "no room")
 
-STATES: dict[str, lc.State] = {
-    "Stopped": lc.Stopped(),
-    "Spawning": lc.Spawning(NOW + 60),
-    "Spawning+pid": lc.Spawning(NOW + 60, 7),
-    "Loading": lc.Loading(7, NOW + 600),
-    "Ready": lc.Ready(7),
-    "Ready+rows": lc.Ready(7, NOW + 120),
-    "Draining": lc.Draining(7, NOW + 120),
-    "Stopping": lc.Stopping(7, "asked", NOW + 10, "stopped"),
-    "Stopping+no pid": lc.Stopping(None, "asked", NOW + 10, "stopped"),
-    "Stopping+restart": lc.Stopping(7, "terminated", NOW + 5, "restart", WHY),
-    "Stopping+failed": lc.Stopping(7, "asked", NOW + 10, "failed", WHY),
-    "Backoff": lc.Backoff(NOW + 1, WHY),
-    "Failed": lc.Failed(WHY),
+STATES: dict[str, ev.State] = {
+    "Stopped": ev.Stopped(),
+    "Spawning": ev.Spawning(NOW + 60),
+    "Spawning+pid": ev.Spawning(NOW + 60, 7),
+    "Loading": ev.Loading(7, NOW + 600),
+    "Ready": ev.Ready(7),
+    "Ready+rows": ev.Ready(7, NOW + 120),
+    "Draining": ev.Draining(7, NOW + 120),
+    "Stopping": ev.Stopping(7, "asked", NOW + 10, "stopped"),
+    "Stopping+no pid": ev.Stopping(None, "asked", NOW + 10, "stopped"),
+    "Stopping+restart": ev.Stopping(7, "terminated", NOW + 5, "restart", WHY),
+    "Stopping+failed": ev.Stopping(7, "asked", NOW + 10, "failed", WHY),
+    "Backoff": ev.Backoff(NOW + 1, WHY),
+    "Failed": ev.Failed(WHY),
 }
-EVENTS: dict[str, lc.Event] = {
-    "start": lc.Start(),
-    "drain": lc.Drain(),
-    "halt": lc.Halt(),
-    "spawned": lc.Spawned(7),
-    "spawn failed": lc.SpawnFailed("no"),
-    "up": lc.Up(),
-    "alive": lc.Alive(),
-    "entered": lc.Entered("prefill"),
-    "loaded": lc.Loaded(),
-    "cannot load": lc.CannotLoad(WHY),
-    "admit": lc.Admit("r"),
-    "gained": lc.Gained(),
-    "row over": lc.RowOver("a"),
-    "blamed": lc.Blamed(),
-    "exit": lc.Exited(1),
-    "kill": lc.Exited(-9),
-    "fault": lc.Fault("nonsense"),
-    "tick": lc.Tick(),
+EVENTS: dict[str, ev.Event] = {
+    "start": ev.Start(),
+    "drain": ev.Drain(),
+    "halt": ev.Halt(),
+    "spawned": ev.Spawned(7),
+    "spawn failed": ev.SpawnFailed("no"),
+    "up": ev.Started(),
+    "alive": ev.SignOfLife(),
+    "entered": ev.PhaseEntered("prefill"),
+    "loaded": ev.Loaded(),
+    "cannot load": ev.LoadFailed(WHY),
+    "admit": ev.RequestAssigned("r"),
+    "gained": ev.TokenGenerated(),
+    "row over": ev.RequestFinished("a"),
+    "blamed": ev.RequestBlamed(),
+    "exit": ev.Exited(1),
+    "kill": ev.Exited(-9),
+    "fault": ev.Fault("nonsense"),
+    "tick": ev.AlarmFired(),
 }
 NOT = None  # an invalid transition
 
@@ -62,7 +64,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "start": "Spawning Spawn",
         "drain": "Stopped",
         "halt": "Stopped",
-        "admit": "Stopped Bounce",
+        "admit": "Stopped ReturnRequest",
         "blamed": "Stopped",
         "fault": "Stopped",
         "tick": "Stopped",
@@ -72,10 +74,10 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopping",
         "halt": "Stopping",
         "spawned": "Spawning",
-        "spawn failed": "Backoff Release",
-        "admit": "Spawning Bounce",
-        "exit": "Backoff Release",
-        "kill": "Backoff Release",
+        "spawn failed": "Backoff ReleaseMemory",
+        "admit": "Spawning ReturnRequest",
+        "exit": "Backoff ReleaseMemory",
+        "kill": "Backoff ReleaseMemory",
         "blamed": "Spawning",
         "fault": "Stopping",
         "tick": "Spawning",
@@ -85,11 +87,11 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopping SendStop",
         "halt": "Stopping SendStop",
         "spawned": "Spawning",
-        "spawn failed": "Backoff Release",
+        "spawn failed": "Backoff ReleaseMemory",
         "up": "Loading SendLoad",
-        "admit": "Spawning Bounce",
-        "exit": "Backoff Release",
-        "kill": "Backoff Release",
+        "admit": "Spawning ReturnRequest",
+        "exit": "Backoff ReleaseMemory",
+        "kill": "Backoff ReleaseMemory",
         "blamed": "Spawning",
         "fault": "Stopping Kill",
         "tick": "Spawning",
@@ -101,9 +103,9 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "alive": "Loading",
         "loaded": "Ready",
         "cannot load": "Stopping",
-        "admit": "Loading Bounce",
-        "exit": "Backoff Release",
-        "kill": "Backoff Release",
+        "admit": "Loading ReturnRequest",
+        "exit": "Backoff ReleaseMemory",
+        "kill": "Backoff ReleaseMemory",
         "blamed": "Loading",
         "fault": "Stopping Kill",
         "tick": "Loading",
@@ -114,11 +116,11 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "halt": "Stopping SendStop",
         "alive": "Ready",
         "entered": "Ready",
-        "admit": "Ready SendRow",
+        "admit": "Ready SendRequest",
         "gained": "Ready",
         "row over": "Ready",
-        "exit": "Backoff Release",
-        "kill": "Backoff Release",
+        "exit": "Backoff ReleaseMemory",
+        "kill": "Backoff ReleaseMemory",
         "blamed": "Ready",
         "fault": "Stopping Kill",
         "tick": "Ready",
@@ -129,11 +131,11 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "halt": "Stopping SendStop",
         "alive": "Ready",
         "entered": "Ready",
-        "admit": "Ready SendRow",
+        "admit": "Ready SendRequest",
         "gained": "Ready",
         "row over": "Ready",
-        "exit": "Backoff LoseRows Release",
-        "kill": "Backoff LoseRows Release",
+        "exit": "Backoff LoseRequests ReleaseMemory",
+        "kill": "Backoff LoseRequests ReleaseMemory",
         "blamed": "Ready",
         "fault": "Stopping Kill",
         "tick": "Ready",
@@ -143,11 +145,11 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "halt": "Stopping SendStop",
         "alive": "Draining",
         "entered": "Draining",
-        "admit": "Draining Bounce",
+        "admit": "Draining ReturnRequest",
         "gained": "Draining",
         "row over": "Stopping SendStop",
-        "exit": "Stopped LoseRows Release",
-        "kill": "Stopped LoseRows Release",
+        "exit": "Stopped LoseRequests ReleaseMemory",
+        "kill": "Stopped LoseRequests ReleaseMemory",
         "blamed": "Draining",
         "fault": "Stopping Kill",
         "tick": "Draining",
@@ -156,17 +158,17 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "drain": "Stopping",
         "halt": "Stopping",
         "spawned": "Stopping Kill",
-        "spawn failed": "Stopped Release",
+        "spawn failed": "Stopped ReleaseMemory",
         "up": "Stopping",
         "alive": "Stopping",
         "entered": "Stopping",
         "loaded": "Stopping",
         "cannot load": "Stopping",
-        "admit": "Stopping Bounce",
+        "admit": "Stopping ReturnRequest",
         "gained": "Stopping",
         "row over": "Stopping",
-        "exit": "Stopped Release",
-        "kill": "Stopped Release",
+        "exit": "Stopped ReleaseMemory",
+        "kill": "Stopped ReleaseMemory",
         "blamed": "Stopping",
         "fault": "Stopping Kill",
         "tick": "Stopping",
@@ -175,7 +177,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "start": "Backoff",
         "drain": "Stopped",
         "halt": "Stopped",
-        "admit": "Backoff Bounce",
+        "admit": "Backoff ReturnRequest",
         "blamed": "Backoff",
         "fault": "Backoff",
         "tick": "Backoff",
@@ -184,7 +186,7 @@ EXPECTED: dict[str, dict[str, str | None]] = {
         "start": "Spawning Spawn",
         "drain": "Stopped",
         "halt": "Stopped",
-        "admit": "Failed Bounce",
+        "admit": "Failed ReturnRequest",
         "blamed": "Failed",
         "fault": "Failed",
         "tick": "Failed",
@@ -192,23 +194,23 @@ EXPECTED: dict[str, dict[str, str | None]] = {
 }
 EXPECTED["Stopping+no pid"] = EXPECTED["Stopping"] | {"fault": "Stopping"}
 EXPECTED["Stopping+restart"] = EXPECTED["Stopping"] | {
-    "spawn failed": "Backoff Release",
-    "exit": "Backoff Release",
-    "kill": "Backoff Release",
+    "spawn failed": "Backoff ReleaseMemory",
+    "exit": "Backoff ReleaseMemory",
+    "kill": "Backoff ReleaseMemory",
 }
 EXPECTED["Stopping+failed"] = EXPECTED["Stopping"] | {
-    "spawn failed": "Backoff Release",
-    "exit": "Failed Release",
-    "kill": "Failed Release",
+    "spawn failed": "Backoff ReleaseMemory",
+    "exit": "Failed ReleaseMemory",
+    "kill": "Failed ReleaseMemory",
 }
 
 
 def machine(state: str) -> lc.Lifecycle:
     rows = {"a"} if state in {"Ready+rows", "Draining"} else set()
-    return lc.Lifecycle("demo", state=STATES[state], rows=rows)
+    return lc.Lifecycle("demo", state=STATES[state], requests=rows)
 
 
-def feed(m: lc.Lifecycle, *events: lc.Event, now: float = NOW) -> list[lc.Command]:
+def feed(m: lc.Lifecycle, *events: ev.Event, now: float = NOW) -> list[ev.Command]:
     commands = [command for event in events for command in m.handle(event, now)]
     m.check()
     return commands
@@ -239,216 +241,222 @@ def test_the_table(state: str, event: str):
 
 def test_the_table_of_this_test_is_whole():
     assert set(STATES) == set(EXPECTED)
-    assert {type(state) for state in STATES.values()} == set(lc.TABLE) == set(lc.State.__args__)
-    assert {type(event) for event in EVENTS.values()} == set(lc.Event.__args__)
+    assert (
+        {type(state) for state in STATES.values()} == set(lc.TRANSITIONS) == set(ev.State.__args__)
+    )
+    assert {type(event) for event in EVENTS.values()} == set(ev.Event.__args__)
 
 
 # -- ways through the table -----------------------------------------------------------------------
 
 
 def ready(m: lc.Lifecycle, now: float = NOW) -> lc.Lifecycle:
-    if not isinstance(m.state, lc.Spawning):
-        feed(m, lc.Start(), now=now)
-    feed(m, lc.Spawned(7), lc.Up(), lc.Alive(), lc.Loaded(), now=now)
+    if not isinstance(m.state, ev.Spawning):
+        feed(m, ev.Start(), now=now)
+    feed(m, ev.Spawned(7), ev.Started(), ev.SignOfLife(), ev.Loaded(), now=now)
     return m
 
 
 def crash(m: lc.Lifecycle, now: float, returncode: int = -11) -> float:
     """Let it crash when ready; return how long it waits, infinity for ever."""
-    feed(m, lc.Exited(returncode), now=now)
-    if isinstance(m.state, lc.Failed):
+    feed(m, ev.Exited(returncode), now=now)
+    if isinstance(m.state, ev.Failed):
         return float("inf")
-    delay = m.state.until - now
-    assert [lc.Spawn()] == feed(m, lc.Tick(), now=m.state.until)
+    delay = m.state.deadline - now
+    assert [ev.Spawn()] == feed(m, ev.AlarmFired(), now=m.state.deadline)
     return delay
 
 
 def test_a_whole_life(m):
-    assert [lc.Spawn()] == feed(m, lc.Start())
-    assert [lc.SendLoad()] == feed(m, lc.Spawned(7), lc.Up())
-    assert feed(m, lc.Alive(), lc.Loaded()) == []
-    assert [lc.SendRow("a"), lc.SendRow("b")] == feed(m, lc.Admit("a"), lc.Admit("b"))
-    assert feed(m, lc.Gained(), lc.RowOver("a"), lc.Drain()) == []
-    assert [lc.Bounce("c")] == feed(m, lc.Admit("c"))
-    assert [lc.SendStop()] == feed(m, lc.RowOver("b"))
-    assert [lc.Release()] == feed(m, lc.Exited(0))
-    assert (lc.Stopped(), None) == (m.state, m.deadline)
+    assert [ev.Spawn()] == feed(m, ev.Start())
+    assert [ev.SendLoad()] == feed(m, ev.Spawned(7), ev.Started())
+    assert feed(m, ev.SignOfLife(), ev.Loaded()) == []
+    assert [ev.SendRequest("a"), ev.SendRequest("b")] == feed(
+        m, ev.RequestAssigned("a"), ev.RequestAssigned("b")
+    )
+    assert feed(m, ev.TokenGenerated(), ev.RequestFinished("a"), ev.Drain()) == []
+    assert [ev.ReturnRequest("c")] == feed(m, ev.RequestAssigned("c"))
+    assert [ev.SendStop()] == feed(m, ev.RequestFinished("b"))
+    assert [ev.ReleaseMemory()] == feed(m, ev.Exited(0))
+    assert (ev.Stopped(), None) == (m.state, m.deadline)
 
 
 def test_rows_die_with_their_process_and_are_named(m):
     ready(m)
-    feed(m, lc.Admit("b"), lc.Admit("a"))
-    lost, release = feed(m, lc.Exited(-11))
+    feed(m, ev.RequestAssigned("b"), ev.RequestAssigned("a"))
+    lost, release = feed(m, ev.Exited(-11))
 
     assert (lost.rids, lost.error.code, lost.error.retryable) == (["a", "b"], "worker_died", True)
     assert "SIGSEGV" in lost.error.message
-    assert lc.Release() == release
+    assert ev.ReleaseMemory() == release
 
 
 def test_who_dies_while_it_is_unloaded_says_so(m):
     ready(m)
-    feed(m, lc.Admit("a"), lc.Drain())
-    lost, release = feed(m, lc.Exited(-9))
+    feed(m, ev.RequestAssigned("a"), ev.Drain())
+    lost, release = feed(m, ev.Exited(-9))
 
     assert (lost.rids, lost.error.code, lost.again) == (["a"], "draining", False)
     assert "being unloaded" in lost.error.message
     assert "SIGKILL" in lost.error.message
-    assert lc.Release() == release
-    assert lc.Stopped() == m.state
+    assert ev.ReleaseMemory() == release
+    assert ev.Stopped() == m.state
 
 
 def test_deadlines_of_the_phases(m):
-    feed(m, lc.Start())
+    feed(m, ev.Start())
     assert m.deadline == NOW + 60
-    feed(m, lc.Spawned(7), lc.Up(), now=NOW + 1)
+    feed(m, ev.Spawned(7), ev.Started(), now=NOW + 1)
     assert m.deadline == NOW + 601
-    feed(m, lc.Alive(), now=NOW + 100)
+    feed(m, ev.SignOfLife(), now=NOW + 100)
     assert m.deadline == NOW + 700
-    feed(m, lc.Loaded(), now=NOW + 200)
+    feed(m, ev.Loaded(), now=NOW + 200)
     assert m.deadline is None
-    feed(m, lc.Admit("a"), now=NOW + 300)
-    feed(m, lc.Admit("b"), now=NOW + 310)
+    feed(m, ev.RequestAssigned("a"), now=NOW + 300)
+    feed(m, ev.RequestAssigned("b"), now=NOW + 310)
     assert m.deadline == NOW + 420
-    feed(m, lc.Gained(), now=NOW + 400)
+    feed(m, ev.TokenGenerated(), now=NOW + 400)
     assert m.deadline == NOW + 520
-    feed(m, lc.Entered("prefill"), now=NOW + 405)
+    feed(m, ev.PhaseEntered("prefill"), now=NOW + 405)
     assert m.deadline == NOW + 1005
-    feed(m, lc.Alive(), now=NOW + 406)
+    feed(m, ev.SignOfLife(), now=NOW + 406)
     assert m.deadline == NOW + 1006
-    feed(m, lc.Entered("decode"), now=NOW + 407)
+    feed(m, ev.PhaseEntered("decode"), now=NOW + 407)
     assert m.deadline == NOW + 707
-    feed(m, lc.RowOver("a"), lc.RowOver("b"), lc.Entered("pools"), now=NOW + 410)
+    feed(
+        m, ev.RequestFinished("a"), ev.RequestFinished("b"), ev.PhaseEntered("pools"), now=NOW + 410
+    )
     assert m.deadline is None
 
 
 def test_the_error_of_a_stuck_process_names_its_phase_and_the_next_one_starts_idle(m):
     ready(m)
-    feed(m, lc.Admit("a"), lc.Entered("flush"))
-    assert feed(m, lc.Tick(), now=NOW + 299) == []
-    assert feed(m, lc.Tick(), now=NOW + 300) == [lc.Terminate()]
-    assert feed(m, lc.Tick(), now=NOW + 305) == [lc.Kill()]
-    lost, release = feed(m, lc.Exited(-9), now=NOW + 306)
+    feed(m, ev.RequestAssigned("a"), ev.PhaseEntered("flush"))
+    assert feed(m, ev.AlarmFired(), now=NOW + 299) == []
+    assert feed(m, ev.AlarmFired(), now=NOW + 300) == [ev.Terminate()]
+    assert feed(m, ev.AlarmFired(), now=NOW + 305) == [ev.Kill()]
+    lost, release = feed(m, ev.Exited(-9), now=NOW + 306)
 
-    assert (lost.rids, release) == (["a"], lc.Release())
+    assert (lost.rids, release) == (["a"], ev.ReleaseMemory())
     assert lost.error.code == "worker_died"
     assert lost.error.retryable
     assert lost.error.detail == {"phase": "flush", "patience_s": 300.0, "cause": "hung"}
-    feed(m, lc.Tick(), now=m.deadline)
+    feed(m, ev.AlarmFired(), now=m.deadline)
     ready(m, now=NOW + 400)
     assert m.phase == "idle"
 
 
-@pytest.mark.parametrize("events", [[], [lc.Spawned(7)], [lc.Spawned(7), lc.Up()]])
+@pytest.mark.parametrize("events", [[], [ev.Spawned(7)], [ev.Spawned(7), ev.Started()]])
 def test_silence_is_pressed_harder_and_harder(m, events):
-    feed(m, lc.Start(), *events)
+    feed(m, ev.Start(), *events)
     pressed = []
     for _ in range(4):
-        assert feed(m, lc.Tick(), now=m.deadline - 0.01) == []
-        pressed += feed(m, lc.Tick(), now=m.deadline)
+        assert feed(m, ev.AlarmFired(), now=m.deadline - 0.01) == []
+        pressed += feed(m, ev.AlarmFired(), now=m.deadline)
 
-    assert pressed == ([lc.Terminate(), *[lc.Kill()] * 3] if events else [])
+    assert pressed == ([ev.Terminate(), *[ev.Kill()] * 3] if events else [])
 
 
 def test_a_process_that_comes_too_late_is_killed(m):
-    feed(m, lc.Start(), lc.Halt())
+    feed(m, ev.Start(), ev.Halt())
 
-    assert [lc.Kill()] == feed(m, lc.Spawned(7))
-    assert [lc.Release()] == feed(m, lc.Exited(-9))
-    assert lc.Stopped() == m.state
+    assert [ev.Kill()] == feed(m, ev.Spawned(7))
+    assert [ev.ReleaseMemory()] == feed(m, ev.Exited(-9))
+    assert ev.Stopped() == m.state
 
 
 def test_an_order_to_stop_wins_over_a_restart(m):
     ready(m)
-    feed(m, lc.Admit("a"))
-    assert [lc.Terminate()] == feed(m, lc.Tick(), now=NOW + 120)
-    feed(m, lc.Drain(), now=NOW + 121)
-    lost, _ = feed(m, lc.Exited(-15), now=NOW + 122)
+    feed(m, ev.RequestAssigned("a"))
+    assert [ev.Terminate()] == feed(m, ev.AlarmFired(), now=NOW + 120)
+    feed(m, ev.Drain(), now=NOW + 121)
+    lost, _ = feed(m, ev.Exited(-15), now=NOW + 122)
 
     assert lost.error.code == "draining"
-    assert lc.Stopped() == m.state
+    assert ev.Stopped() == m.state
 
 
 def test_missing_memory_is_final_for_a_new_model_only(m):
-    feed(m, lc.Start(), lc.Spawned(7), lc.Up(), lc.CannotLoad(MEMORY), lc.Exited(0))
-    assert lc.Failed(MEMORY, refused=True) == m.state
+    feed(m, ev.Start(), ev.Spawned(7), ev.Started(), ev.LoadFailed(MEMORY), ev.Exited(0))
+    assert ev.Failed(MEMORY, refused=True) == m.state
 
     ready(m)
     crash(m, NOW, -9)
     delays = []
     now = NOW
     for _ in range(10):
-        feed(m, lc.Spawned(7), lc.Up(), lc.CannotLoad(MEMORY), lc.Exited(0), now=now)
-        assert isinstance(m.state, lc.Backoff)
+        feed(m, ev.Spawned(7), ev.Started(), ev.LoadFailed(MEMORY), ev.Exited(0), now=now)
+        assert isinstance(m.state, ev.Backoff)
         assert m.state.error == MEMORY
-        delays.append(m.state.until - now)
-        now = m.state.until
-        feed(m, lc.Tick(), now=now)
+        delays.append(m.state.deadline - now)
+        now = m.state.deadline
+        feed(m, ev.AlarmFired(), now=now)
     assert delays[:3] == [1.0, 2.0, 4.0]
     assert delays[-1] == 30.0
-    assert m.budget.crashes == 0
+    assert m.restart_budget.crashes == 0
 
-    feed(m, lc.Spawned(7), lc.Up(), lc.CannotLoad(WHY), lc.Exited(0), now=now)
-    assert lc.Failed(WHY, refused=True) == m.state
+    feed(m, ev.Spawned(7), ev.Started(), ev.LoadFailed(WHY), ev.Exited(0), now=now)
+    assert ev.Failed(WHY, refused=True) == m.state
 
 
 def test_an_order_to_start_a_given_up_model_is_answered_like_a_first_one(m):
     ready(m)
     crash(m, NOW, -9)
-    feed(m, lc.Spawned(7), lc.Up(), lc.CannotLoad(WHY), lc.Exited(0))
-    feed(m, lc.Start(), lc.Spawned(7), lc.Up(), lc.CannotLoad(MEMORY), lc.Exited(0))
+    feed(m, ev.Spawned(7), ev.Started(), ev.LoadFailed(WHY), ev.Exited(0))
+    feed(m, ev.Start(), ev.Spawned(7), ev.Started(), ev.LoadFailed(MEMORY), ev.Exited(0))
 
-    assert lc.Failed(MEMORY, refused=True) == m.state
+    assert ev.Failed(MEMORY, refused=True) == m.state
 
 
-@pytest.mark.parametrize("events", [[], [lc.Tick()]])
+@pytest.mark.parametrize("events", [[], [ev.AlarmFired()]])
 @pytest.mark.parametrize(
     ("order", "says"),
-    [(lc.Halt("the daemon stops"), "the daemon stops"), (lc.Halt(), "demo was stopped")],
+    [(ev.Halt("the daemon stops"), "the daemon stops"), (ev.Halt(), "demo was stopped")],
 )
 def test_those_inside_are_told_why_the_model_was_stopped(m, events, order, says):
     ready(m)
-    feed(m, lc.Admit("a"))
-    feed(m, *events, order, lc.Drain(), now=NOW + 120)
-    lost, _ = feed(m, lc.Exited(-9), now=NOW + 121)
+    feed(m, ev.RequestAssigned("a"))
+    feed(m, *events, order, ev.Drain(), now=NOW + 120)
+    lost, _ = feed(m, ev.Exited(-9), now=NOW + 121)
 
     assert lost.error.code == "draining"
     assert lost.error.message.startswith(says)
 
 
-def hang(m: lc.Lifecycle, now: float) -> list[lc.Command]:
+def hang(m: lc.Lifecycle, now: float) -> list[ev.Command]:
     """Let it be silent with a request, and be ended for it."""
     ready(m, now)
-    feed(m, lc.Admit("a"), now=now)
-    feed(m, lc.Tick(), now=now + 120)
-    return feed(m, lc.Exited(-15), now=now + 121)
+    feed(m, ev.RequestAssigned("a"), now=now)
+    feed(m, ev.AlarmFired(), now=now + 120)
+    return feed(m, ev.Exited(-15), now=now + 121)
 
 
 def test_requests_are_suspected_of_a_hang_though_we_killed_it(m):
     [lost, _] = hang(m, NOW)
 
-    assert isinstance(lost, lc.LoseRows)
+    assert isinstance(lost, ev.LoseRequests)
     assert (lost.rids, lost.attributable, lost.again) == (["a"], True, True)
-    assert m.budget.crashes == 0
+    assert m.restart_budget.crashes == 0
 
 
 def test_what_the_kernel_kills_for_want_of_memory_would_take_it_again(m):
     ready(m)
-    feed(m, lc.Admit("a"))
-    [lost, _] = feed(m, lc.Exited(-9, starved=True))
+    feed(m, ev.RequestAssigned("a"))
+    [lost, _] = feed(m, ev.Exited(-9, out_of_memory=True))
 
-    assert isinstance(lost, lc.LoseRows)
+    assert isinstance(lost, ev.LoseRequests)
     assert lost.attributable
-    assert "for want of memory" in lost.error.message
+    assert "memory ran out" in lost.error.message
 
 
 def test_requests_that_were_blamed_count_however_far_they_lie_apart(m):
     for at in range(3):
         hang(m, NOW + 1000 * at)
         assert m.deadline == NOW + 1000 * at + 121 + 0.5  # the suspects become fewer
-        feed(m, lc.Blamed(), now=NOW + 1000 * at + 121)
-        feed(m, lc.Tick(), now=NOW + 1000 * at + 130)
+        feed(m, ev.RequestBlamed(), now=NOW + 1000 * at + 121)
+        feed(m, ev.AlarmFired(), now=NOW + 1000 * at + 130)
 
-    assert isinstance(m.state, lc.Failed)
+    assert isinstance(m.state, ev.Failed)
     assert "3 crashes" in m.error.message
     assert "no sign of life" in m.error.message
     assert m.restarts == 3
@@ -457,12 +465,12 @@ def test_requests_that_were_blamed_count_however_far_they_lie_apart(m):
 def test_a_token_wipes_blame_away(m):
     for at in range(4):
         hang(m, NOW + 1000 * at)
-        feed(m, lc.Blamed(), lc.Tick(), now=NOW + 1000 * at + 130)
+        feed(m, ev.RequestBlamed(), ev.AlarmFired(), now=NOW + 1000 * at + 130)
         ready(m, NOW + 1000 * at + 140)
-        feed(m, lc.Gained(), lc.Exited(-9), now=NOW + 1000 * at + 141)
-        feed(m, lc.Tick(), now=NOW + 1000 * at + 150)
+        feed(m, ev.TokenGenerated(), ev.Exited(-9), now=NOW + 1000 * at + 141)
+        feed(m, ev.AlarmFired(), now=NOW + 1000 * at + 150)
 
-    assert not isinstance(m.state, lc.Failed)
+    assert not isinstance(m.state, ev.Failed)
 
 
 @pytest.mark.parametrize(
@@ -474,10 +482,10 @@ def test_a_token_wipes_blame_away(m):
 )
 def test_only_what_a_process_may_do_to_itself_is_attributable(m, returncode, own):
     ready(m)
-    feed(m, lc.Admit("a"))
-    [lost, _] = feed(m, lc.Exited(returncode))
+    feed(m, ev.RequestAssigned("a"))
+    [lost, _] = feed(m, ev.Exited(returncode))
 
-    assert isinstance(lost, lc.LoseRows)
+    assert isinstance(lost, ev.LoseRequests)
     assert lost.attributable == own
 
 
@@ -502,7 +510,7 @@ def test_crashes_that_lie_apart_are_not(m):
 def test_a_token_wipes_the_slate(m):
     for second in range(10):
         ready(m, NOW + second)
-        feed(m, lc.Admit(str(second)), lc.Gained(), now=NOW + second)
+        feed(m, ev.RequestAssigned(str(second)), ev.TokenGenerated(), now=NOW + second)
 
         assert crash(m, NOW + second) == 0.5
 
@@ -523,15 +531,15 @@ def test_after_ten_quiet_minutes_the_delay_is_short_again(m):
 
 @pytest.mark.parametrize("gap", [1, 1000])
 def test_crashes_before_it_ever_worked_count_however_far_apart(m, gap):
-    feed(m, lc.Start())
+    feed(m, ev.Start())
     for attempt in range(3):
         at = NOW + attempt * gap
-        feed(m, lc.Spawned(7), lc.Up(), now=at)
-        feed(m, lc.Exited(1), now=at)
+        feed(m, ev.Spawned(7), ev.Started(), now=at)
+        feed(m, ev.Exited(1), now=at)
         if attempt < 2:
-            feed(m, lc.Tick(), now=m.deadline)
+            feed(m, ev.AlarmFired(), now=m.deadline)
 
-    assert isinstance(m.state, lc.Failed)
+    assert isinstance(m.state, ev.Failed)
 
 
 def test_a_failed_model_starts_afresh(m):
@@ -547,7 +555,7 @@ def test_a_failed_model_starts_afresh(m):
     [(0, "exited with status 0"), (-9, "was ended by SIGKILL"), (-99, "was ended by signal 99")],
 )
 def test_an_exit_in_words(code, words):
-    assert words == lc.describe(code)
+    assert words == describe(code)
 
 
 # -- any order of events --------------------------------------------------------------------------
@@ -560,8 +568,8 @@ class Walk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.machine = lc.Lifecycle("demo")
-        self.journal: EventHistory[lc.Event, lc.Command] = EventHistory(
-            self.machine, signs=lc.SIGNS, segment=8
+        self.journal: EventHistory[ev.Event, ev.Command] = EventHistory(
+            self.machine, signs=ev.FREQUENT, segment=8
         )
         self.now = NOW
         self.rids = itertools.count()
@@ -569,79 +577,83 @@ class Walk(RuleBasedStateMachine):
         self.process = False
         self.spawning = False
 
-    def feed(self, event: lc.Event) -> None:
+    def feed(self, event: ev.Event) -> None:
         for command in self.journal.handle(event, self.now):
             match command:
-                case lc.Spawn():
+                case ev.Spawn():
                     assert not self.process
                     assert not self.spawning
                     self.spawning = True
-                case lc.SendRow(rid=rid):
+                case ev.SendRequest(rid=rid):
                     assert self.process
                     self.inside.add(rid)
-                case lc.LoseRows(rids=rids):
+                case ev.LoseRequests(rids=rids):
                     assert set(rids) == self.inside
                     self.inside.clear()
-                case lc.Terminate() | lc.Kill() | lc.SendStop():
+                case ev.Terminate() | ev.Kill() | ev.SendStop():
                     assert self.process
-                case lc.Release():
+                case ev.ReleaseMemory():
                     assert not self.process
 
-    @rule(event=st.sampled_from([lc.Drain(), lc.Halt(), lc.Fault("x"), lc.Tick()]))
+    @rule(event=st.sampled_from([ev.Drain(), ev.Halt(), ev.Fault("x"), ev.AlarmFired()]))
     def anytime(self, event):
         self.feed(event)
 
-    @precondition(lambda self: not isinstance(self.machine.state, lc.Draining | lc.Stopping))
+    @precondition(lambda self: not isinstance(self.machine.state, ev.Draining | ev.Stopping))
     @rule()
     def start(self):
-        self.feed(lc.Start())
+        self.feed(ev.Start())
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 10.0, 200.0]))
     def wait(self, seconds):
         self.now += seconds
-        self.feed(lc.Tick())
+        self.feed(ev.AlarmFired())
 
     @rule()
     def admit(self):
-        self.feed(lc.Admit(str(next(self.rids))))
+        self.feed(ev.RequestAssigned(str(next(self.rids))))
 
     @precondition(lambda self: self.spawning)
     @rule(works=st.booleans())
     def spawn(self, works):
         self.spawning, self.process = False, works
-        self.feed(lc.Spawned(7) if works else lc.SpawnFailed("no"))
+        self.feed(ev.Spawned(7) if works else ev.SpawnFailed("no"))
 
     @precondition(lambda self: self.process)
     @rule(returncode=st.sampled_from([0, 1, -9, -11]))
     def leave(self, returncode):
         self.process = False
-        self.feed(lc.Exited(returncode))
+        self.feed(ev.Exited(returncode))
 
     @precondition(lambda self: self.process)
     @rule(data=st.data())
     def speak(self, data):
-        words: dict[type, list[lc.Event]] = {
-            lc.Spawning: [lc.Up()],
-            lc.Loading: [lc.Alive(), lc.Loaded(), lc.CannotLoad(WHY)],
+        words: dict[type, list[ev.Event]] = {
+            ev.Spawning: [ev.Started()],
+            ev.Loading: [ev.SignOfLife(), ev.Loaded(), ev.LoadFailed(WHY)],
         }
-        rows = [lc.RowOver(rid) for rid in sorted(self.inside)]
+        rows = [ev.RequestFinished(rid) for rid in sorted(self.inside)]
         event = data.draw(
             st.sampled_from(
-                words.get(type(self.machine.state), [lc.Alive(), lc.Entered("flush"), *rows] * 2)
+                words.get(
+                    type(self.machine.state), [ev.SignOfLife(), ev.PhaseEntered("flush"), *rows] * 2
+                )
             )
         )
-        if isinstance(event, lc.RowOver):
+        if isinstance(event, ev.RequestFinished):
             self.inside.discard(event.rid)
-        if lc.Gained in lc.TABLE[type(self.machine.state)] and data.draw(st.booleans()):
-            self.feed(lc.Gained())
+        if ev.TokenGenerated in lc.TRANSITIONS[type(self.machine.state)] and data.draw(
+            st.booleans()
+        ):
+            self.feed(ev.TokenGenerated())
         self.feed(event)
 
     @invariant()
     def whole(self):
         self.machine.check()
-        assert self.machine.rows == self.inside
+        assert self.machine.requests == self.inside
         assert (self.machine.pid is not None) == self.process
-        again = replay(self.journal.dump(), lc.Lifecycle, lc.Event)
+        again = replay(self.journal.dump(), lc.Lifecycle, ev.Event)
         assert self.machine == again
 
 

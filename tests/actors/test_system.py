@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from actors import mail
-from actors.machines.lifecycle import Patience
+from actors.machines.watchdog import WatchdogTimeouts
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
 from protocol.messages import Paused
@@ -34,7 +34,7 @@ from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
 SLOW = Script(token_s=1.0)
-PATIENCE = Patience()
+PATIENCE = WatchdogTimeouts()
 
 
 def expected(count: int, prompt: str = "hello", seed: int = 7) -> list[int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors import telemetry
-from actors.machines.lifecycle import CAUSES
+from actors.machines.process_exit import CAUSES
 from kvd.metrics.tally import ACTIONS, ACTIONS_OF_ALL, FAILURES, MOST_GONE, NOBODY, Tally
 from protocol.errors import KvdError
 from protocol.histogram import DurationHistogram

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from actors.governor import GovernorActor
 from actors.known_models import KnownModel
-from actors.machines import admission, governor_events, lifecycle, time_slices
+from actors.machines import admission, governor_events, lifecycle_events, time_slices
 from actors.ports import EstimateModel, Notice
 from actors.router import Router
 from actors.runtime.history import EventHistory, replay
@@ -153,7 +153,7 @@ class World:
             match actor:
                 case Worker():
                     berth = actor._berth
-                    same(berth.journal, berth.machine, lifecycle.Event)
+                    same(berth.journal, berth.machine, lifecycle_events.Event)
                 case GovernorActor():
                     same(actor._context.journal, actor._context.machine, governor_events.Event)
                 case TimeSlices():

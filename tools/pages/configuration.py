@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from actors.machines.lifecycle import Patience
+from actors.machines.watchdog import WatchdogTimeouts
 from kvd.config.config import Config, ModelEntry
 from kvd.config.http import HttpSettings
 from kvd.config.kv import KVText
@@ -21,7 +21,7 @@ PAGE = "configuration.md"
 LINKS: dict[type, str] = {
     ModelEntry: "[tables](#models)",
     KVText: "a [table](#modelskv)",
-    Patience: "[table](#watchdog)",
+    WatchdogTimeouts: "[table](#watchdog)",
     HttpSettings: "[table](#http)",
 }
 
@@ -66,7 +66,7 @@ HTTP = Section(
 WATCHDOG = Section(
     "`[watchdog]`",
     "watchdog.",
-    Patience,
+    WatchdogTimeouts,
     "How long a worker may give no sign of life, by what it does; then it is ended, and its "
     "requests go on in the next one. The defaults leave room for large models without an "
     "accelerator; lower them where a hang should be found sooner.",

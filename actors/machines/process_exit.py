@@ -1,0 +1,56 @@
+"""What the exit of a worker process says about its cause."""
+
+from __future__ import annotations
+
+import signal
+
+from protocol.errors import ErrorInfo, InsufficientMemory
+
+SELF_INFLICTED_SIGNALS = frozenset(
+    {
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGABRT,
+        signal.SIGILL,
+        signal.SIGFPE,
+        signal.SIGTRAP,
+        signal.SIGSYS,
+    }
+)
+"""Signals that a process causes itself. Any other signal comes from a user or a service manager."""
+
+CAUSES = ("crashed", "killed", "out_of_memory", "hung", "not_started", "broke_rules", "no_memory")
+
+
+def exit_cause(returncode: int, *, out_of_memory: bool) -> str:
+    """Return the cause of an exit, one of `CAUSES`."""
+    if out_of_memory:
+        return "out_of_memory"
+    return "crashed" if is_self_inflicted(returncode) else "killed"
+
+
+def cause_of(error: ErrorInfo | None) -> str:
+    """Return why a worker does not run: one of `CAUSES`, or the error's code without a cause."""
+    if error is None:
+        return ""
+    return str(error.detail.get("cause", "no_memory" if lacks_memory(error) else error.code))
+
+
+def lacks_memory(error: ErrorInfo) -> bool:
+    """Return whether the error is `InsufficientMemory`."""
+    return error.code == InsufficientMemory.code
+
+
+def is_self_inflicted(returncode: int) -> bool:
+    """Return whether the process may have caused its exit itself."""
+    return returncode >= 0 or -returncode in SELF_INFLICTED_SIGNALS
+
+
+def describe(returncode: int) -> str:
+    """Return how a process ended, as a phrase that follows its name."""
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        return f"was ended by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was ended by signal {-returncode}"

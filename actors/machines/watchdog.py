@@ -1,0 +1,47 @@
+"""Timeouts of the `[watchdog]` settings: the longest silence in each phase, and time to exit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.worker import Phase
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+WatchedPhase = Literal["spawning", "loading"] | Phase
+
+
+class WatchdogTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The longest silence in each phase, in seconds. The defaults suit a slow machine.
+
+    The phases of a loaded model count only while it has requests: an idle worker may be silent.
+    """
+
+    spawning_s: Seconds = 60.0
+    """From the start of the process to its first report. Covers Python and MLX from a slow disk."""
+    loading_s: Seconds = 600.0
+    """Without progress of the load. Covers one shard of a large model from a slow disk."""
+    idle_s: Seconds = 120.0
+    """While the worker waits for a grant or a time slice. It sends counters every few seconds."""
+    tokenize_s: Seconds = 300.0
+    """While it tokenizes a prompt. Covers the largest prompt that fits into a frame."""
+    prefill_s: Seconds = 600.0
+    """For one chunk: 80 s for 8B parameters without an accelerator, after compiling the kernels."""
+    decode_s: Seconds = 300.0
+    """For one step. Some steps are traced or compiled first."""
+    flush_s: Seconds = 300.0
+    """While it writes all full pages of all rows and finishes earlier launches."""
+    pools_s: Seconds = 300.0
+    """For copying one slice of pages, or all pools once."""
+    asked_s: Seconds = 10.0
+    """From the request to exit to SIGTERM."""
+    halted_s: Seconds = 2.0
+    """From the request to exit to SIGTERM if the worker must not finish its requests."""
+    terminated_s: Seconds = 5.0
+    """From SIGTERM to SIGKILL, and between SIGKILLs: a process inside a driver call exits late."""
+
+    def of(self, phase: WatchedPhase) -> float:
+        """Return the longest silence in this phase, in seconds."""
+        return getattr(self, f"{phase}_s")  # type: ignore[no-any-return]
