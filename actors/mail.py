@@ -188,7 +188,12 @@ RouterMail = (
 class Order(_Message, frozen=True):
     """Start, drain or halt; or count a request that was blamed for deaths."""
 
-    event: lifecycle_events.Start | lifecycle_events.Drain | lifecycle_events.Halt | lifecycle_events.RequestBlamed
+    event: (
+        lifecycle_events.Start
+        | lifecycle_events.Drain
+        | lifecycle_events.Halt
+        | lifecycle_events.RequestBlamed
+    )
 
 
 class RunRow(_Message, frozen=True):

@@ -352,7 +352,9 @@ class ModelRegistry(Actor["RegistryMail"]):
         self._fail_loaders(seat, gone)
         house.router.tell(mail.ModelRests(name))
         drains = seat.state == "ready" and not requeue
-        seat.worker.tell(mail.Order(lifecycle_events.Drain() if drains else lifecycle_events.Halt()))
+        seat.worker.tell(
+            mail.Order(lifecycle_events.Drain() if drains else lifecycle_events.Halt())
+        )
 
     def _load_again(
         self, seat: RegistryEntry, wanted: mail.LoadWanted
@@ -369,7 +371,9 @@ class ModelRegistry(Actor["RegistryMail"]):
         self._govern(governor_events.UnloadStarted(seat.name))
         reason = STOPS if self._house.closing else ""
         self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
-        seat.worker.tell(mail.Order(lifecycle_events.Halt(reason) if force else lifecycle_events.Drain()))
+        seat.worker.tell(
+            mail.Order(lifecycle_events.Halt(reason) if force else lifecycle_events.Drain())
+        )
 
     def _leave(
         self, seat: RegistryEntry, *, freed_bytes: int, error: ErrorInfo | None = None

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from actors import mail, telemetry
 from actors.machines import governor_events, lifecycle, lifecycle_events
+from actors.machines.process_exit import cause_of
 from actors.ports import Notice
 from actors.runtime.actor import Actor, DeferredReply, MailboxFull
 from actors.runtime.history import EventHistory
@@ -433,7 +434,11 @@ def _standing(state: lifecycle_events.State) -> Standing:
             return "ready"
         case lifecycle_events.Failed():
             return "failed"
-        case lifecycle_events.Stopped() | lifecycle_events.Draining() | lifecycle_events.Stopping(then="stopped"):
+        case (
+            lifecycle_events.Stopped()
+            | lifecycle_events.Draining()
+            | lifecycle_events.Stopping(then="stopped")
+        ):
             return "closing"
         case _:
             return "waiting"
