@@ -1,0 +1,65 @@
+"""Files and modules that pages, docstrings and comments name exist, with the attributes they name."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.pages import BLOCK, ROOT
+
+ROOTS = ("actors", "bench", "deploy", "kvd", "protocol", "tests", "tools")
+SOURCES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(
+        path
+        for folder in ("docs", "deploy", "bench", "kvd")
+        for path in (ROOT / folder).rglob("*.md")
+    ),
+    *(path for folder in ROOTS for path in (ROOT / folder).rglob("*.py")),
+]
+FILE = re.compile(r"`(?:(?:bench|tests)\.)?([\w./-]+\.py)`")
+OTHER = re.compile(r"kvd\.(lock|log|rules|seed|service|sock|socket|state)\b")
+"""Files and JSON keys that begin like the package."""
+MODULE = re.compile(rf"`((?:{'|'.join(ROOTS)})(?:\.\w+)+)(?:\(\))?`")
+
+
+@cache
+def files() -> list[str]:
+    """All Python files, each with a leading slash, so that a name matches at a folder's boundary."""
+    return [
+        f"/{path.relative_to(ROOT)}" for folder in ROOTS for path in (ROOT / folder).rglob("*.py")
+    ]
+
+
+def is_known(dotted: str) -> bool:
+    """Whether this is a module, a package, or a name that its module's text contains."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:length])
+        module = path.with_suffix(".py")
+        if not module.exists():
+            module = path / "__init__.py"
+            if not module.exists() and not path.is_dir():
+                continue
+        text = module.read_text(encoding="utf-8") if module.exists() else ""
+        return all(re.search(rf"\b{name}\b", text) for name in parts[length:])
+    return False
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_named_exists(source: Path):
+    if not source.exists():
+        pytest.skip("not written yet")
+    text = source.read_text(encoding="utf-8")
+    if source.suffix == ".md":
+        text = BLOCK.sub("", text)
+    missing = [
+        name for name in FILE.findall(text) if not any(f.endswith(f"/{name}") for f in files())
+    ]
+    missing += [name for name in MODULE.findall(text) if not (OTHER.match(name) or is_known(name))]
+
+    assert not missing
