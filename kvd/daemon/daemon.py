@@ -35,7 +35,7 @@ from kvd.host import blas, files, listen, logs, memory
 from kvd.host.exits import Exit
 from kvd.host.home import check_socket_path
 from kvd.host.units import format_bytes
-from kvd.http.listeners import check_keys, open_doors
+from kvd.http.listeners import check_keys, open_listeners
 from kvd.metrics.exposition import Exposition
 from kvd.service import activation
 from kvd.service.notify import Notifier
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvd.config.config import Config, ModelEntry
     from kvd.config.http import HttpSettings
     from kvd.host.home import Home
-    from kvd.http.listeners import Door
+    from kvd.http.listeners import Listener
     from kvd.http.server import Server
     from protocol.types import ModelStatus
 
@@ -87,10 +87,10 @@ def run(options: Options) -> Exit:
         logs.setup(home.logs, settings.log_level, aloud=not _by_launchd())
         with contextlib.ExitStack() as opened:
             http = laid_over(settings.http, options.http)
-            doors = open_doors(home, http, given.get(activation.HTTP, ()))
-            for door in doors:
-                opened.callback(door.close)
-            daemon = Daemon(options, settings, manager, doors)
+            listeners = open_listeners(home, http, given.get(activation.HTTP, ()))
+            for http_listener in listeners:
+                opened.callback(http_listener.close)
+            daemon = Daemon(options, settings, manager, listeners)
             if activation.KVD in given:  # the path is the manager's, and outlives us
                 listener = given[activation.KVD][0]
             else:
@@ -108,10 +108,10 @@ class Daemon:
         options: Options,
         settings: Config,
         manager: Notifier | None = None,
-        doors: Sequence[Door] = (),
+        listeners: Sequence[Listener] = (),
     ) -> None:
         self._options = options
-        self._doors = doors
+        self._listeners = listeners
         self._settings = settings
         self._manager = manager or Notifier()
         self._log = structlog.get_logger("kvd.daemon.daemon")
@@ -147,7 +147,7 @@ class Daemon:
                 version=kvd.__version__,
                 home=str(options.home.root),
                 pid=os.getpid(),
-                http=tuple(door.address for door in doors),
+                http=tuple(listener.address for listener in listeners),
             ),
             settings=limits,
             estimate_model=Files(machine(settings.native, limits, attention)),
@@ -193,7 +193,7 @@ class Daemon:
             version=kvd.__version__,
             pid=os.getpid(),
             socket=str(self._options.home.socket),
-            http=", ".join(door.address for door in self._doors) or None,
+            http=", ".join(listener.address for listener in self._listeners) or None,
             budget=format_bytes(self._budget),
             blas=str(self._blas) if self._blas else None,
         )
@@ -218,7 +218,7 @@ class Daemon:
         return Exit.OK
 
     async def _serve_http(self, *, starting: Callable[[], bool]) -> None:
-        if not self._doors:
+        if not self._listeners:
             return
         from kvd.http.server import Server  # noqa: PLC0415 - 10 MB that not everybody wants
 
@@ -226,7 +226,7 @@ class Daemon:
         self._web = Server(  # before it starts: keys that come meanwhile are for it too
             self._system,
             self._reloader.settings.http,
-            self._doors,
+            self._listeners,
             metrics=self._metrics.answer,
             answered=self._metrics.answered,
             unread_limit=unread,
@@ -235,9 +235,9 @@ class Daemon:
         await self._web.start()
 
     def _admit(self, http: HttpSettings) -> None:
-        check_keys(self._doors, http)
+        check_keys(self._listeners, http)
         if self._web is not None:
-            self._web.admit(http)
+            self._web.apply(http)
 
     async def _load_models(self) -> None:
         """Load the models of command line or configuration, one after the other, and say so."""
@@ -251,7 +251,7 @@ class Daemon:
                 loaded.append(loading)
         if self._system.status().state == "serving":
             with contextlib.suppress(OSError):  # nobody has to read it
-                http = [door.address for door in self._doors]
+                http = [listener.address for listener in self._listeners]
                 print(welcome(self._options.home, loaded, failed, http), flush=True)  # noqa: T201
 
     def _starts(self) -> list[Start]:

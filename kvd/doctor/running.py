@@ -93,7 +93,7 @@ def _taken(host: str, port: int) -> str | None:
             probe.bind(address)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        return "another program has it" if taken else error.strerror or str(error)
+        return "another program uses the port" if taken else error.strerror or str(error)
     return None
 
 

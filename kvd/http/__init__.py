@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface: requests in, messages of the protocol through, answers out.
+"""OpenAI's HTTP interface: translates requests to the protocol, and events to answers.
 
-Knows the daemon as `kvd.http.port.Backend` and nothing of its actors.
+The daemon is a `kvd.http.backend.Backend`; this package does not import its actors.
 """

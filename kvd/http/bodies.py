@@ -1,7 +1,7 @@
-"""The bodies that are being read: each bounded, and all of them together.
+"""Reads request bodies under two limits: per body, and for all bodies being read.
 
-A body counts with what has come of it until it has been read; then it is a request, and those are
-bounded by the queue. TCP and `http.sock` each have their own bound.
+Received bytes count until the body is complete. Complete requests are bounded by the queue. TCP and
+`http.sock` have separate limits.
 """
 
 from __future__ import annotations
@@ -21,67 +21,67 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MOST_BYTES = 128 * 1024 * 1024
-"""Of all that come by one kind of door, without what is free."""
+"""Limit for all bodies being read over one kind of socket, beyond the free bytes of each."""
 FREE_BYTES = 64 * 1024
-"""The first ones of each body: a small request is read, however many large ones come in."""
+"""The first bytes of each body do not count, so that small requests pass at any load."""
 
 
 class Bodies:
-    """Reads bodies; `limit` is that of one, `patience_s` how long it may take to come."""
+    """Reads bodies; ``limit`` and ``timeout_s`` apply to each."""
 
-    def __init__(self, limit: int, patience_s: float) -> None:
+    def __init__(self, limit: int, timeout_s: float) -> None:
         self._limit = limit
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._held = {True: 0, False: 0}
-        """Bytes that count, of Unix sockets and of the others."""
+        """Counted bytes: of Unix sockets (True) and of TCP (False)."""
 
     async def read(self, request: web.Request) -> bytearray:
         """Return a request's body; raises `Refusal` or `Overloaded`."""
         coding = request.headers.get("Content-Encoding", "identity")
         if coding.strip().lower() != "identity":
             raise errors.encoded(coding)
-        told = request.content_length
-        if told is not None and told > self._limit:
+        announced = request.content_length
+        if announced is not None and announced > self._limit:
             raise errors.too_large(self._limit)
         await _expect(request)
         body = bytearray()
         with self._counted(is_unix=_is_unix(request)) as hold:
             try:
-                async with asyncio.timeout(self._patience_s):
+                async with asyncio.timeout(self._timeout_s):
                     while piece := await request.content.readany():
                         body += piece
                         if len(body) > self._limit:
                             raise errors.too_large(self._limit)
                         hold(len(body) - FREE_BYTES)
             except TimeoutError:
-                raise errors.too_slow(self._patience_s) from None
+                raise errors.too_slow(self._timeout_s) from None
         return body
 
     @contextlib.contextmanager
     def _counted(self, *, is_unix: bool) -> Iterator[Callable[[int], None]]:
-        """Give what to call with the bytes that one body holds by now."""
-        mine = 0
+        """Yield a function that sets the counted bytes of one body."""
+        counted = 0
 
         def hold(size: int) -> None:
-            nonlocal mine
-            more = max(0, size) - mine
+            nonlocal counted
+            more = max(0, size) - counted
             if self._held[is_unix] + more > MOST_BYTES:
-                raise Overloaded("too many large requests come in at once", retry_after_s=1.0)
+                raise Overloaded("too many large requests arrive at once", retry_after_s=1.0)
             self._held[is_unix] += more
-            mine += more
+            counted += more
 
         try:
             yield hold
         finally:
-            self._held[is_unix] -= mine
+            self._held[is_unix] -= counted
 
 
 async def _expect(request: web.Request) -> None:
-    """Tell a client that waits for the word to send its body; nothing else can be expected."""
+    """Send ``100 Continue`` if the client waits for it before it sends the body."""
     expected = request.headers.get("Expect", "").strip().lower()
     if expected == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # for the library nothing is sent yet
+        request.writer.output_size = 0  # aiohttp must not count it as part of the answer
 
 
 def _is_unix(request: web.Request) -> bool:

@@ -1,6 +1,6 @@
-"""Errors in OpenAI's form: which status a code of ours has, and what its clients may do about it.
+"""OpenAI's error objects: HTTP status, type and retry headers for each protocol error.
 
-``code`` is OpenAI's where it has one for the case, else kvd's own; ``error.kvd`` always has ours.
+``code`` is OpenAI's code if it has one for the case, else kvd's. ``error.kvd`` always has kvd's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST_ECHO = 40
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """What is answered in the place of a result."""
+    """An error answer."""
 
     status: int
     message: str
@@ -29,13 +29,13 @@ class Refusal(Exception):
     param: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     info: ErrorInfo | None = None
-    """As it is on kvd's own socket, if it is there too."""
+    """The protocol error, if the daemon raised one."""
     final: bool = False
-    """The connection ends with it: what is left of the request was not read."""
+    """Close the connection afterwards, because the rest of the request is unread."""
 
     @property
     def body(self) -> dict[str, Any]:
-        """The object that OpenAI's clients look into."""
+        """The object that OpenAI's clients expect."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": self.type,
@@ -43,12 +43,12 @@ class Refusal(Exception):
             "code": self.code,
         }
         if self.info is not None:
-            said = {"code": self.info.code, "retryable": self.info.retryable}
-            error["kvd"] = said | ({"detail": self.info.detail} if self.info.detail else {})
+            own = {"code": self.info.code, "retryable": self.info.retryable}
+            error["kvd"] = own | ({"detail": self.info.detail} if self.info.detail else {})
         return {"error": error}
 
     def encoded(self) -> bytes:
-        """Return that as JSON."""
+        """Return the body as JSON."""
         return msgspec.json.encode(self.body, enc_hook=str)
 
 
@@ -57,7 +57,7 @@ class _Form:
     status: int
     type: str
     code: str | None = None
-    """OpenAI's; None: ours."""
+    """OpenAI's code; None: kvd's."""
 
 
 _FORMS = {
@@ -81,22 +81,22 @@ _FORMS = {
 _OTHER = _Form(500, _SERVER)
 
 _RETRY_AFTER_S = {"overloaded": 1.0, "draining": 5.0, "worker_died": 1.0}
-"""Where the error does not say it."""
+"""Defaults for errors without ``retry_after_s``."""
 _FIELDS = {
     "tokens": "prompt",
     "stop_tokens": "stop_token_ids",
     "sampling.logit_bias": "logit_bias",
 }
-"""What a worker finds wrong, by its name in HTTP's requests, where it has another."""
-_FINAL = frozenset({"deadline_exceeded"})
-"""Worth a retry, but not by itself: the time that the client gave is over."""
+"""Fields of the protocol that have another name in HTTP requests."""
+_NO_RETRY = frozenset({"deadline_exceeded"})
+"""Errors that clients must not retry automatically, since the client's own deadline has passed."""
 
 
 def of(info: ErrorInfo) -> Refusal:
-    """Return how an error of the protocol is answered."""
+    """Return the answer to a protocol error."""
     form = _FORMS.get(info.code, _OTHER)
-    again = info.retryable and info.code not in _FINAL
-    # OpenAI's clients heed this before they look at the status.
+    again = info.retryable and info.code not in _NO_RETRY
+    # OpenAI's clients read this header before the status.
     headers = {"x-should-retry": "true" if again else "false"}
     wait_s = info.detail.get("retry_after_s", _RETRY_AFTER_S.get(info.code))
     if again and wait_s is not None:
@@ -119,29 +119,29 @@ def unauthorized(message: str) -> Refusal:
 
 
 def forbidden(message: str, code: str) -> Refusal:
-    """Return the answer to somebody who may not even ask."""
+    """Return the answer to a client without access."""
     return Refusal(403, message, "permission_error", code)
 
 
 def too_large(limit: int) -> Refusal:
     """Return the answer to a body over the limit."""
-    message = f"the request has more than {limit} bytes (body_limit of [http] in config.toml)"
+    message = f"the request exceeds {limit} bytes (body_limit of [http] in config.toml)"
     return Refusal(413, message, INVALID, "request_too_large", final=True)
 
 
 def too_slow(seconds: float) -> Refusal:
-    """Return the answer to a body that did not come."""
-    message = f"the request's body did not come within {seconds:g} s"
+    """Return the answer to a body that did not arrive in time."""
+    message = f"the request's body did not arrive within {seconds:g} s"
     return Refusal(408, message, INVALID, "request_timeout", final=True)
 
 
 def encoded(coding: str) -> Refusal:
-    """Return the answer to a body that is packed: a few bytes could hold any number of them."""
-    message = f"Content-Encoding {coding[:_LONGEST_ECHO]!r} is not supported: send it as it is"
+    """Return the answer to a compressed body, whose decompressed size would be unbounded."""
+    message = f"Content-Encoding {coding[:_LONGEST_ECHO]!r} is not supported: send it uncompressed"
     return Refusal(415, message, INVALID, "unsupported_encoding", final=True)
 
 
 def plain(status: int, reason: str) -> Refusal:
-    """Return the answer for what the HTTP library found: no such path, no such method."""
+    """Return the answer to an error of the HTTP library, such as an unknown path or method."""
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
     return Refusal(status, reason, _SERVER if status >= 500 else INVALID, code)

@@ -1,8 +1,8 @@
-"""Who may ask: API keys, and the two headers by which a browser gives itself away.
+"""Access control for TCP: API keys, and the headers ``Host`` and ``Origin``.
 
-A page of any website can make its visitor's browser send requests to this machine. Such a request
-says where it comes from (Origin), or names us by the website's own name that was made to point
-here (Host, DNS rebinding). Programs send neither. Pure: headers in, a `Refusal` or nothing out.
+A page of any website can make its visitor's browser send requests to this machine. The browser then
+sends the page's origin (``Origin``), or the website's own name, which was made to resolve to this
+machine (``Host``, DNS rebinding). Other programs send neither. Pure functions of the headers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Guard:
-    """The rules of one configuration, for what comes by TCP."""
+    """The rules of one configuration."""
 
     settings: HttpSettings
 
     def check_host(self, host: str | None) -> None:
-        """Refuse a name that is not ours; an address cannot be made to point elsewhere."""
+        """Refuse unknown host names; addresses pass, since DNS rebinding needs a name."""
         if not host:
             raise plain(400, "the Host header is missing")
         name = _name(host)
@@ -34,41 +34,41 @@ class Guard:
             return
         if name not in {known.lower() for known in self.settings.hosts}:
             raise forbidden(
-                f"this daemon is not called {host!r}; if it is, put the name into hosts of [http] "
-                "in config.toml",
+                f"the host name {host!r} is not allowed; to allow it, add it to hosts of [http] in "
+                "config.toml",
                 "host_not_allowed",
             )
 
     def check_origin(self, origin: str | None, host: str | None) -> str | None:
-        """Refuse pages of others; return the origin whose page may read the answer."""
+        """Refuse foreign pages; return the origin if it is foreign and allowed."""
         if origin is None or origin in {f"http://{host}", f"https://{host}"}:
             return None
         if "*" in self.settings.origins or origin in self.settings.origins:
             return origin
         raise forbidden(
-            f"pages of {origin} may not use this daemon; origins of [http] in config.toml says "
-            "which may",
+            f"pages of {origin} may not use this daemon; to allow them, add the origin to origins "
+            "of [http] in config.toml",
             "origin_not_allowed",
         )
 
     def check_key(self, authorization: str | None) -> str | None:
-        """Refuse a request without a key where there are keys; return the name of its key."""
+        """Refuse a request without a valid key if keys are configured; return the key's name."""
         if not self.settings.keys:
             return None
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise unauthorized("give an API key: the header Authorization: Bearer KEY")
+            raise unauthorized("an API key is required: send the header Authorization: Bearer KEY")
         owner = keys.owner(key.strip(), self.settings.keys)
         if owner is None:
-            raise unauthorized("this API key is not known here")
+            raise unauthorized("this API key is unknown")
         return owner
 
 
 def _name(host: str) -> str | None:
-    """Return the name in a Host header, without port and final dot; None if it is none."""
+    """Return the name in a Host header without port and final dot; None if it is malformed."""
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises where it is no number
+        _ = parts.port  # raises if it is not a number
     except ValueError:
         return None
     if parts.hostname is None or parts.username is not None or parts.path:

@@ -1,7 +1,6 @@
-"""API keys: made once, shown once, kept as hashes.
+"""API keys: shown once when created, stored as hashes.
 
-A key has 256 random bits, so a plain hash is enough: there is nothing to guess, and a slow hash
-would only make each request slow.
+A key has 256 random bits and cannot be guessed, so a fast hash is enough.
 """
 
 from __future__ import annotations
@@ -12,21 +11,20 @@ import secrets
 from collections.abc import Mapping
 
 _PREFIX = "kvd-"
-"""So that people and scanners of secrets see what it is."""
+"""Lets people and secret scanners recognize the key."""
 
 
 def make() -> str:
-    """Return a new key."""
     return _PREFIX + secrets.token_urlsafe(32)
 
 
 def hashed(key: str) -> str:
-    """Return what the configuration has of a key."""
+    """Return the hash that the configuration stores."""
     return "sha256:" + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def owner(key: str, keys: Mapping[str, str]) -> str | None:
-    """Return the name of this key, or None; takes as long whichever it is."""
+    """Return the name of this key, or None, in constant time."""
     given, found = hashed(key), None
     for name, known in keys.items():
         if hmac.compare_digest(given, known):

@@ -1,4 +1,4 @@
-"""Which models there are to name, and whether the daemon is ready for requests."""
+"""The model list, and whether the daemon is ready for requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvd.http.responses import Model, ModelExtension, ModelList
 if TYPE_CHECKING:
     from protocol.types import DaemonStatus, ModelStatus
 
-_COMING = frozenset({"stopped", "spawning", "loading", "backoff"})
+_LOADING = frozenset({"stopped", "spawning", "loading", "backoff"})
 
 
 def listed(status: DaemonStatus, created: int) -> ModelList:
-    """Return all models that a request may name; those that sleep are loaded by it."""
-    loaded = [_model(one, created) for one in status.models]
-    unloaded = [Model(name, created, ModelExtension("asleep")) for name in status.unloaded]
+    """Return all models that a request may name, including unloaded ones."""
+    loaded = [_model(model, created) for model in status.models]
+    unloaded = [Model(name, created, ModelExtension("unloaded")) for name in status.unloaded]
     return ModelList(sorted([*loaded, *unloaded], key=lambda model: model.id))
 
 
@@ -36,26 +36,27 @@ def _model(status: ModelStatus, created: int) -> Model:
 
 
 def readiness(status: DaemonStatus, *, starting: bool) -> tuple[bool, dict[str, Any]]:
-    """Return whether requests should come here, and why not; in numbers, since no key is asked for.
+    """Return whether the daemon is ready for requests, and the body of ``/readyz``.
 
-    Not while it drains, and not while what is loaded at start is on its way and nothing else could
-    answer. A model that comes back after a crash, or sleeps, does not count: requests wait for it.
+    It is not ready while it drains, and while the first models load. A single ready or unloaded
+    model is enough, because requests for the others wait. The body has counts and no names, since
+    it needs no API key.
     """
     states: list[str] = [model.state for model in status.models]
     unloaded, ready = len(status.unloaded), states.count("ready")
-    coming = sum(state in _COMING for state in states)
+    loading = sum(state in _LOADING for state in states)
     if status.state == "draining":
-        said = "draining"
+        state = "draining"
     elif ready or unloaded:
-        said = "ready"
-    elif starting or coming:
-        said = "loading"
+        state = "ready"
+    elif starting or loading:
+        state = "loading"
     else:
-        said = "failed" if states else "ready"
+        state = "failed" if states else "ready"
     models = {
         "ready": ready,
-        "asleep": unloaded,
-        "loading": coming,
+        "unloaded": unloaded,
+        "loading": loading,
         "failed": states.count("failed"),
     }
-    return said == "ready", {"status": said, "models": models}
+    return state == "ready", {"status": state, "models": models}

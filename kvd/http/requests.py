@@ -1,8 +1,8 @@
-"""OpenAI's requests as types, with kvd's own settings beside them, under vLLM's names.
+"""OpenAI's request types, plus kvd's own settings under the names that vLLM uses.
 
-A field that is not here is refused, as OpenAI does: what is silently ignored is found out too late.
-Those that change nothing here are taken and ignored; those that would and cannot (`UNSUPPORTED`)
-are refused unless they say what holds anyway.
+Unknown fields are refused, as OpenAI does, because a silently ignored field is noticed too late.
+Fields without effect on kvd are accepted and ignored. `UNSUPPORTED` fields are refused unless they
+have a neutral value.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from protocol.types import (
 )
 
 MOST_PROMPTS = 64
-"""In one request for completions."""
+"""Limit per request for text completions."""
 
 MOST_TOKENS = 1_000_000
-"""Of a request's prompts that are given as tokens: more than any model's context."""
+"""Limit for all prompts of a request that are given as tokens; larger than any model's context."""
 
 ABSENT = Raw()
-"""The value of what is not read, where it is not there. JSON that nobody looks into stays bytes:
-as objects it would be twenty times as much."""
+"""The default of fields that are not decoded. Decoded, they would take 20 times the memory."""
 
 Tokens = Annotated[list[TokenId], Meta(max_length=MOST_TOKENS)]
 Count = Annotated[int, Meta(ge=1, le=MAX_INT)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a stream is told."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # there is none
+    include_obfuscation: bool | None = None  # ignored: kvd adds none
 
 
 class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +61,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
 
-    # kvd's own.
+    # Extensions.
     top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
@@ -73,7 +72,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deadline_s: DeadlineSeconds | None = None
     cache_salt: Salt | None = None
 
-    # They change nothing here.
+    # Without effect on kvd.
     user: Raw = ABSENT
     metadata: Raw = ABSENT
     store: Raw = ABSENT
@@ -82,24 +81,23 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     prompt_cache_key: Raw = ABSENT
     prompt_cache_retention: Raw = ABSENT
 
-    # They would; see UNSUPPORTED.
+    # See UNSUPPORTED.
     use_beam_search: Raw = ABSENT
     include_stop_str_in_output: Raw = ABSENT
     response_format: Raw = ABSENT
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A piece of a message; only texts are supported."""
+    """A part of a message; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn of a conversation.
+    """One message of a chat.
 
-    Other fields are ignored: clients send back the messages that they got, with all that was in
-    them.
+    Other fields are ignored, because clients send back the messages that they received unchanged.
     """
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -113,11 +111,11 @@ class ChatRequest(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
-    """``max_tokens`` by its newer name; where both are given, this one holds."""
+    """The newer name of ``max_tokens``; takes precedence over it."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    prediction: Raw = ABSENT  # it could only make an answer quicker
+    prediction: Raw = ABSENT  # ignored: it affects only the speed
 
     tools: Raw = ABSENT
     tool_choice: Raw = ABSENT
@@ -135,9 +133,9 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
     """The body of ``POST /v1/completions``."""
 
     prompt: str | Annotated[list[str | TokenId | Tokens], Meta(max_length=MOST_TOKENS)]
-    """A text, tokens, or a list of either: each is completed on its own."""
+    """A text, tokens, or a list of either, each with its own completions."""
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    """0 with ``echo``: only what is told of the prompt."""
+    """0 requires ``echo``: the answer has only the prompt and its logprobs."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
@@ -145,10 +143,10 @@ class CompletionRequest(_Common, frozen=True, kw_only=True, forbid_unknown_field
     best_of: Raw = ABSENT
 
 
-_NO_GRAMMAR = "kvd does not constrain what a model writes yet"
-_NO_TOOLS = "kvd does not know tools yet"
-_TEXT_ONLY = "kvd writes text only"
-_NO_KNOB = "models are served as they are; say it in the system message"
+_NO_GRAMMAR = "kvd has no constrained decoding yet"
+_NO_TOOLS = "kvd has no tool calls yet"
+_TEXT_ONLY = "kvd generates only text"
+_NO_SETTING = "models have no such setting; use the system message"
 UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "response_format": (_NO_GRAMMAR, ({"type": "text"},)),
     "tools": (_NO_TOOLS, ([],)),
@@ -159,12 +157,12 @@ UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "tool_calls": (_NO_TOOLS, ([],)),
     "modalities": (_TEXT_ONLY, (["text"],)),
     "audio": (_TEXT_ONLY, ()),
-    "reasoning_effort": (_NO_KNOB, ()),
-    "verbosity": (_NO_KNOB, ("medium",)),
-    "web_search_options": ("kvd searches nothing", ()),
-    "suffix": ("kvd writes from left to right only", ("",)),
-    "best_of": ("ask for n and choose by logprobs", (1,)),
-    "use_beam_search": ("kvd draws token by token", (False,)),
-    "include_stop_str_in_output": ("stop texts are never sent", (False,)),
+    "reasoning_effort": (_NO_SETTING, ()),
+    "verbosity": (_NO_SETTING, ("medium",)),
+    "web_search_options": ("kvd has no web search", ()),
+    "suffix": ("kvd generates only from left to right", ("",)),
+    "best_of": ("request n choices with logprobs and pick the best", (1,)),
+    "use_beam_search": ("kvd samples token by token", (False,)),
+    "include_stop_str_in_output": ("kvd never sends stop texts", (False,)),
 }
-"""Why not, and which values are taken all the same since they ask for nothing."""
+"""By field: the reason, and the neutral values that are accepted."""

@@ -1,4 +1,4 @@
-"""OpenAI's answers as types, with what only kvd knows under the one key ``kvd``."""
+"""OpenAI's response types, plus kvd's own fields under the key ``kvd``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A token that could stand at a place of a chat's answer."""
+    """A token that the model could have generated at a position."""
 
     token: str
     logprob: float
@@ -19,7 +19,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """The token that stands there."""
+    """A generated token, with its alternatives."""
 
     token: str
     logprob: float
@@ -28,14 +28,14 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens of a chat's answer."""
+    """Logprobs of a chat answer."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens of a completion: lists of the same length."""
+    """Logprobs of a text completion: lists with one item per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -44,7 +44,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A chat's answer."""
+    """A chat answer."""
 
     content: str
     role: Literal["assistant"] = "assistant"
@@ -52,24 +52,24 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a chat's answer."""
+    """The part of a chat answer in one chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One whole answer."""
+    """One choice of a chat, in one piece."""
 
     index: int
     message: Message
     logprobs: Raw | None
-    """`ChatLogprobs`, as JSON."""
+    """`ChatLogprobs` as JSON."""
     finish_reason: FinishReason
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    """A piece of one."""
+    """One choice of a chat, in a chunk."""
 
     index: int
     delta: Delta
@@ -78,12 +78,12 @@ class ChatDelta(msgspec.Struct, frozen=True):
 
 
 class TextChoice(msgspec.Struct, frozen=True):
-    """One completion, or a piece of it."""
+    """One choice of a text completion, in one piece or in a chunk."""
 
     index: int
     text: str
     logprobs: TextLogprobs | Raw | None = None
-    """Of a piece, or of the whole as JSON."""
+    """In one piece: `TextLogprobs` as JSON."""
     finish_reason: FinishReason | None = None
 
 
@@ -91,13 +91,13 @@ Choice = ChatChoice | ChatDelta | TextChoice
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a request took, in tokens."""
+    """Tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -106,24 +106,24 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Extension(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What only kvd knows; a key that is absent is not known (yet)."""
+    """kvd's own fields; unknown ones are absent."""
 
     seed: int | UnsetType = UNSET
-    """What it was drawn with: the same request with it gives the same tokens."""
+    """The sampling seed: the same request with this seed returns the same tokens."""
     level: int | UnsetType = UNSET
-    """Of the model's KV ladder, at the end; 0 is the top."""
+    """The KV precision level at the end; 0 is the highest precision."""
     levels: list[int] | UnsetType = UNSET
-    """All that it ran on, in order, if it was stepped down."""
+    """All precision levels of the request in order, if it was stepped down."""
     queued_ms: int | UnsetType = UNSET
-    """From its arrival until a worker had it: also how long its model was loaded for it."""
+    """From arrival until a worker accepted the request, including the load of its model."""
     paused_ms: int | UnsetType = UNSET
-    """How long it rested for others' sake, or while its model's process was started again."""
+    """Total time preempted, or waiting for a restart of the worker."""
     resumed: int | UnsetType = UNSET
-    """How often it went on after that."""
+    """Number of times that the request resumed."""
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """The whole of an answer, or a chunk of a stream."""
+class Body(msgspec.Struct, frozen=True):
+    """An answer in one piece, or a chunk of a stream."""
 
     id: str
     object: str
@@ -136,7 +136,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model that can be named in requests."""
+    """A model that requests can name."""
 
     id: str
     created: int
@@ -146,18 +146,18 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class ModelExtension(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What only kvd knows of a model."""
+    """kvd's own fields of a model."""
 
     state: str
-    """Such as ``ready`` or ``loading``; ``asleep``: the first request loads it."""
+    """Such as ``ready`` or ``loading``; ``unloaded``: the first request loads it."""
     context_length: int | UnsetType = UNSET
     kv: str | UnsetType = UNSET
-    """The scheme that new rows start with, such as ``k8v8``."""
+    """The KV scheme of new rows, such as ``k8v8``."""
     source: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """All of them."""
+    """The body of ``GET /v1/models``."""
 
     data: list[Model]
     object: Literal["list"] = "list"

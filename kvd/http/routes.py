@@ -1,7 +1,6 @@
-"""The paths: what is read from a request, and what is answered.
+"""The routes and their handlers.
 
-Each handler raises a `Refusal` or an error of the protocol; `kvd.http.server` turns both into
-answers.
+Handlers raise a `Refusal` or a protocol error; `kvd.http.server` turns both into answers.
 """
 
 from __future__ import annotations
@@ -17,44 +16,43 @@ from aiohttp import web
 
 import kvd
 from kvd.http import errors, models, reading
-from kvd.http.answers import Asked, Head
-from kvd.http.outbox import Outbox
+from kvd.http.answer import Head, Wanted
+from kvd.http.completion import StreamedCompletion, WholeCompletion
+from kvd.http.formats import ChatFormat, Format, TextFormat
 from kvd.http.requests import ChatRequest, CompletionRequest
-from kvd.http.running import Complete, Stream
-from kvd.http.shapes import Chat, Shape, Text
+from kvd.http.send_buffer import SendBuffer
 from protocol.errors import UnknownModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvd.http.backend import Backend, Metrics
     from kvd.http.bodies import Bodies
-    from kvd.http.port import Backend, Metrics
 
 _JSON = "application/json"
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would keep what it has until it is a page
+    "X-Accel-Buffering": "no",  # nginx would buffer the stream
 }
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
-"""For those who only look whether it is there: no key is asked for."""
+"""Health checks, which need no API key."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """What the handlers need."""
+    """The handlers, with the objects that they use."""
 
     backend: Backend
     bodies: Bodies
     metrics: Metrics | None
     starting: Callable[[], bool]
     unread_limit: int
-    """Bytes that a stream's client may have left unread before it is cut off."""
+    """Unread bytes of a stream at which its client is disconnected."""
     started_at: int
     """Seconds since 1970."""
 
     def table(self) -> list[web.RouteDef]:
-        """Return all routes."""
         return [
             web.get("/", self.root),
             web.get("/healthz", self.healthz),
@@ -66,23 +64,20 @@ class Routes:
             web.post("/v1/completions", self.complete, expect_handler=_later),
         ]
 
-    # -- is it there? -----------------------------------------------------------------------------
+    # -- health -----------------------------------------------------------------------------------
 
     async def root(self, _: web.Request) -> web.Response:
-        """Greet whoever opens the address in a browser."""
-        return web.Response(text=f"kvd {kvd.__version__} runs; OpenAI's API is at /v1\n")
+        return web.Response(text=f"kvd {kvd.__version__} is running; OpenAI's API is at /v1\n")
 
     async def healthz(self, _: web.Request) -> web.Response:
-        """Say that the process answers."""
         return _json({"status": "ok"})
 
     async def readyz(self, _: web.Request) -> web.Response:
-        """Say whether requests should come here."""
-        ready, said = models.readiness(self.backend.status(), starting=self.starting())
-        return _json(said, status=200 if ready else 503)
+        ready, body = models.readiness(self.backend.status(), starting=self.starting())
+        return _json(body, status=200 if ready else 503)
 
     async def exposition(self, request: web.Request) -> web.Response:
-        """Tell Prometheus."""
+        """Return all metrics for Prometheus."""
         if self.metrics is None:
             raise errors.plain(404, "this daemon exports no metrics")
         accept = ",".join(request.headers.getall("Accept", ()))
@@ -92,72 +87,71 @@ class Routes:
     # -- models -----------------------------------------------------------------------------------
 
     async def list_models(self, _: web.Request) -> web.Response:
-        """List what a request may name."""
         return _json(models.listed(self.backend.status(), self.started_at))
 
     async def show_model(self, request: web.Request) -> web.Response:
-        """Show one of them."""
         name = request.match_info["id"]
         for model in models.listed(self.backend.status(), self.started_at).data:
             if model.id == name:
                 return _json(model)
-        raise UnknownModel(f"no model {name!r} is known; GET /v1/models lists them", model=name)
+        raise UnknownModel(f"there is no model {name!r}; GET /v1/models lists them", model=name)
 
     # -- completions ------------------------------------------------------------------------------
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a conversation."""
-        return await self._answer(
-            request, *_understood(await self.bodies.read(request), ChatRequest, Chat())
-        )
+        head, wanted = await self._read(request, ChatRequest, ChatFormat())
+        return await self._answer(request, head, wanted)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Complete a prompt, or several."""
-        return await self._answer(
-            request, *_understood(await self.bodies.read(request), CompletionRequest, Text())
-        )
+        head, wanted = await self._read(request, CompletionRequest, TextFormat())
+        return await self._answer(request, head, wanted)
 
-    async def _answer(self, request: web.Request, head: Head, asked: Asked) -> web.StreamResponse:
-        if asked.stream:
-            return await self._stream(request, head, asked)
-        body = await Complete(self.backend, head, asked).body()
+    async def _read(
+        self, request: web.Request, kind: type[reading.R], format_: Format
+    ) -> tuple[Head, Wanted]:
+        """Read and parse the body. The body must not stay in memory while the answer runs."""
+        return _parsed(await self.bodies.read(request), kind, format_)
+
+    async def _answer(self, request: web.Request, head: Head, wanted: Wanted) -> web.StreamResponse:
+        if wanted.stream:
+            return await self._stream(request, head, wanted)
+        body = await WholeCompletion(self.backend, head, wanted).body()
         return web.Response(body=body, content_type=_JSON)
 
-    async def _stream(self, request: web.Request, head: Head, asked: Asked) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, head: Head, wanted: Wanted) -> web.StreamResponse:
         transport = request.transport
         if transport is None:
-            raise ConnectionResetError("the client is gone")
-        outbox = Outbox(self.unread_limit, transport.get_write_buffer_size, transport.abort)
-        stream = Stream(self.backend, head, asked, outbox)
+            raise ConnectionResetError("the client has disconnected")
+        buffer = SendBuffer(self.unread_limit, transport.get_write_buffer_size, transport.abort)
+        completion = StreamedCompletion(self.backend, head, wanted, buffer)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
-        async with contextlib.aclosing(stream.chunks()) as chunks:
+        async with contextlib.aclosing(completion.chunks()) as chunks:
             async for chunk in chunks:
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(chunk)
-        if not response.prepared:  # cut off before it began
-            raise ConnectionResetError("the client is gone")
+        if not response.prepared:  # disconnected before the first chunk
+            raise ConnectionResetError("the client has disconnected")
         await response.write_eof()
         return response
 
 
 async def _later(_: web.Request) -> None:
-    """Let the body come when the client has been let in; see `kvd.http.bodies`."""
+    """Send no ``100 Continue`` before access is checked; `kvd.http.bodies` sends it."""
 
 
-def _understood(body: bytearray, kind: type[reading.R], shape: Shape) -> tuple[Head, Asked]:
-    """Return what a body asks for; neither it nor what is ignored of it outlives this call."""
-    wanted = reading.read(body, kind)
-    options = wanted.stream_options
-    asked = Asked(
-        calls=reading.calls(wanted),
-        n=reading.choices(wanted),
-        echo=reading.echoes(wanted),
+def _parsed(body: bytearray, kind: type[reading.R], format_: Format) -> tuple[Head, Wanted]:
+    request = reading.read(body, kind)
+    options = request.stream_options
+    wanted = Wanted(
+        calls=reading.calls(request),
+        n=reading.choices(request),
+        echo=reading.echoes(request),
         include_usage=options is not None and bool(options.include_usage),
-        stream=bool(wanted.stream),
-        prompt_only=reading.is_prompt_only(wanted),
+        stream=bool(request.stream),
+        prompt_only=reading.is_prompt_only(request),
     )
-    return Head(secrets.token_hex(12), int(time.time()), wanted.model, shape), asked
+    return Head(secrets.token_hex(12), int(time.time()), request.model, format_), wanted
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -683,7 +683,7 @@ def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
     assert "missing required field `version`" in err
     assert "if the daemon has another version, restart it" in err
     assert finding.verdict == "fail"
-    assert "has another version" in finding.said
+    assert "if the daemon has another version" in finding.said
     assert finding.todo == "restart the daemon"
 
 

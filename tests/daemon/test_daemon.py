@@ -13,7 +13,7 @@ from kvd.config.http import HttpSettings
 from kvd.config.options import Options
 from kvd.daemon.daemon import Daemon, Start, _notify, welcome
 from kvd.host.home import Home
-from kvd.http.listeners import open_doors
+from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
 from protocol.types import KVSpec
 from tests.cli.stub import MODEL
@@ -79,8 +79,8 @@ def test_the_command_lines_attention_wins_and_then_the_configurations(home: Home
 
 async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkeypatch):
     home.create()
-    (door,) = open_doors(home, HttpSettings(tcp=False))
-    one = Daemon(Options(home, fake=True), Config(), doors=[door])
+    (listener,) = open_listeners(home, HttpSettings(tcp=False))
+    one = Daemon(Options(home, fake=True), Config(), listeners=[listener])
     early, late = ({name: "sha256:" + "0" * 64} for name in ("early", "late"))
     started = Server.start
 
@@ -95,7 +95,7 @@ async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkey
     assert one._web is not None
     assert one._web._guard.settings.keys == late
     await one._web.close()
-    door.close()
+    listener.close()
 
 
 def test_the_welcome_suggests_what_is_there(home: Home):

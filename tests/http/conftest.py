@@ -18,7 +18,7 @@ max_rows = 64
 port = 0
 [[models]]
 source = "fake:tps=500"
-alias = "asleep"
+alias = "on-demand"
 load = "demand"
 [[models]]
 source = "fake:load_error=invalid_model"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from kvd.config.http import HttpSettings
 from kvd.host.home import Home
-from kvd.http.listeners import open_doors
-from kvd.http.port import Metrics
+from kvd.http.backend import Metrics
+from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
 from protocol import messages
 from protocol.errors import KvdError
@@ -126,11 +126,11 @@ async def serving(
     home.create()
     backend = backend or (Scripted(list(scripts)) if scripts else Scripted())
     http = HttpSettings(**{"port": 0} | settings)
-    doors = open_doors(home, http)
+    listeners = open_listeners(home, http)
     server = Server(
         backend,
         http,
-        doors,
+        listeners,
         unread_limit=unread_limit,
         metrics=metrics,
         starting=lambda: starting,
@@ -138,9 +138,9 @@ async def serving(
     )
     await server.start()
     try:
-        url = doors[0].address
+        url = listeners[0].address
         yield Stage(backend, url, str(home.http_socket), int(url.rpartition(":")[2]))
     finally:
         await server.close()
-        for door in doors:
-            door.close()
+        for listener in listeners:
+            listener.close()

@@ -7,25 +7,26 @@ import tracemalloc
 
 import pytest
 
-from kvd.http.answers import Asked, Head, Streamed
-from kvd.http.shapes import Chat, Text
-from kvd.http.whole import Whole
+from kvd.http.answer import Head, Wanted
+from kvd.http.formats import ChatFormat, TextFormat
+from kvd.http.streamed_answer import StreamedAnswer
+from kvd.http.whole_answer import WholeAnswer
 from protocol import messages as m
 from protocol.errors import InvalidRequest
 from protocol.types import Alternative, TokenLogprob, Usage
 
-CHAT = Head("1", 1700000000, "m", Chat())
-TEXT = Head("1", 1700000000, "m", Text())
+CHAT = Head("1", 1700000000, "m", ChatFormat())
+TEXT = Head("1", 1700000000, "m", TextFormat())
 HALF = TokenLogprob(5, "\ufffd", -0.5, bytes=[0xC3], top=[Alternative(6, "b", -1.0)])
 OTHER_HALF = TokenLogprob(6, "\ufffd", -0.25, bytes=[0xA9])
 
 
-def asked(*prompts: str, n: int = 1, logprobs: int | None = None, **more) -> Asked:
+def asked(*prompts: str, n: int = 1, logprobs: int | None = None, **more) -> Wanted:
     calls = [
         m.Generate(id="http", model="m", prompt=prompt, n=n, logprobs=logprobs)
         for prompt in prompts or ("Hi",)
     ]
-    return Asked(calls, n, **more)
+    return Wanted(calls, n, **more)
 
 
 def accepted(seed: int = 7) -> m.Accepted:
@@ -45,18 +46,18 @@ def done(reason: m.FinishReason = "stop", **usage) -> m.Done:
     return m.Done(id="http", reason=reason, usage=took)
 
 
-def whole(head: Head, of: Asked, *events) -> dict:
-    answer = Whole(head, of, 0.0)
+def whole(head: Head, of: Wanted, *events) -> dict:
+    answer = WholeAnswer(head, of, 0.0)
     for number, at, event in timed(events):
         assert not answer.over
-        answer.hear(number, event, at)
+        answer.handle(number, event, at)
     assert answer.over
     return json.loads(answer.body())
 
 
-def chunks(head: Head, of: Asked, *events) -> list[dict]:
-    answer = Streamed(head, of, 0.0)
-    out = b"".join(answer.hear(number, event, at) for number, at, event in timed(events))
+def chunks(head: Head, of: Wanted, *events) -> list[dict]:
+    answer = StreamedAnswer(head, of, 0.0)
+    out = b"".join(answer.handle(number, event, at) for number, at, event in timed(events))
     blocks = out.decode().split("\n\n")
     assert blocks.pop() == ""
     lines = [block for block in blocks if not block.startswith(":")]
@@ -218,7 +219,7 @@ def test_an_echo_is_the_prompt_before_the_completion(logprobs):
 
 def test_an_echo_of_tokens_is_their_text():
     call = m.Generate(id="http", model="m", tokens=[5, 6], prompt_logprobs=0)
-    of = Asked([call], 1, echo=True)
+    of = Wanted([call], 1, echo=True)
     told = m.PromptLogprobs(id="http", index=0, logprobs=[HALF, OTHER_HALF])
     (choice,) = whole(TEXT, of, accepted(), told, said("!"), done())["choices"]
     assert (choice["text"], choice["logprobs"]) == ("\xe9!", None)
@@ -262,16 +263,16 @@ def test_an_answer_of_no_tokens_has_empty_logprobs():
 
 @pytest.mark.parametrize("head", [CHAT, TEXT], ids=["chat", "text"])
 def test_what_is_told_of_tokens_is_kept_as_bytes_alone(head):
-    answer = Whole(head, asked(logprobs=20), 0.0)
+    answer = WholeAnswer(head, asked(logprobs=20), 0.0)
     tracemalloc.start()
     try:
         for number in range(1000):
             top = [Alternative(i, f"t{number}{i}", -float(i)) for i in range(20)]
-            answer.hear(0, said("a", logprobs=[TokenLogprob(1, "a", -0.1, top=top)]), 0.0)
+            answer.handle(0, said("a", logprobs=[TokenLogprob(1, "a", -0.1, top=top)]), 0.0)
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    answer.hear(0, done(), 0.0)
+    answer.handle(0, done(), 0.0)
     assert held < 1.5 * len(answer.body())
 
 
@@ -289,14 +290,14 @@ def test_what_is_told_of_tokens_is_kept_as_bytes_alone(head):
     ids=["logprobs", "text", "echo", "told echo"],
 )
 def test_an_answer_in_one_piece_is_bounded(monkeypatch, of, events):
-    monkeypatch.setattr("kvd.http.whole.MOST_BYTES", 1000)
-    with pytest.raises(InvalidRequest, match="ask for a stream") as caught:
+    monkeypatch.setattr("kvd.http.whole_answer.MOST_BYTES", 1000)
+    with pytest.raises(InvalidRequest, match="request a stream") as caught:
         whole(TEXT, of, accepted(), *events, done())
     assert caught.value.detail["field"] == "stream"
 
 
 def test_a_stream_says_why_nothing_comes():
-    answer = Streamed(CHAT, asked(), 0.0)
-    assert answer.hear(0, m.Queued(id="http", position=3), 0) == b": queued, position 3\n\n"
-    assert answer.hear(0, m.Paused(id="http", reason="restart"), 0) == b": parked, restart\n\n"
-    assert answer.hear(0, m.Resumed(id="http"), 0) == b": resumed\n\n"
+    answer = StreamedAnswer(CHAT, asked(), 0.0)
+    assert answer.handle(0, m.Queued(id="http", position=3), 0) == b": queued, position 3\n\n"
+    assert answer.handle(0, m.Paused(id="http", reason="restart"), 0) == b": paused, restart\n\n"
+    assert answer.handle(0, m.Resumed(id="http"), 0) == b": resumed\n\n"

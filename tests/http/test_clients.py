@@ -127,16 +127,16 @@ def test_openais_errors(ai: openai.OpenAI):
         ai.embeddings.create(model="fast", input="x")
 
 
-def test_openai_lists_models_and_a_request_brings_one_that_sleeps(ai: openai.OpenAI, live: Live):
+def test_openai_lists_models_and_a_request_loads_an_unloaded_one(ai: openai.OpenAI, live: Live):
     with live.client() as kvd:
-        if "asleep" not in kvd.status().unloaded:
-            kvd.unload("asleep")
+        if "on-demand" not in kvd.status().unloaded:
+            kvd.unload("on-demand")
     states = {model.id: model.model_extra["kvd"]["state"] for model in ai.models.list()}
     assert states["fast"] == "ready"
-    assert states["asleep"] == "asleep"
-    answer = ai.chat.completions.create(model="asleep", messages=HELLO, max_tokens=3)
+    assert states["on-demand"] == "unloaded"
+    answer = ai.chat.completions.create(model="on-demand", messages=HELLO, max_tokens=3)
     assert answer.usage.completion_tokens == 3
-    assert ai.models.retrieve("asleep").model_extra["kvd"]["state"] == "ready"
+    assert ai.models.retrieve("on-demand").model_extra["kvd"]["state"] == "ready"
 
 
 def test_a_model_that_cannot_be_loaded_is_no_reason_to_try_again(ai: openai.OpenAI):

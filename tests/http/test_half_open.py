@@ -18,7 +18,7 @@ import pytest
 
 from kvd.config.http import HttpSettings
 from kvd.host.home import Home
-from kvd.http.listeners import open_doors
+from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
 from tests.http.live import Live, asked, request, stopped
 from tests.http.stage import Scripted, hangs, until
@@ -85,11 +85,11 @@ def others_are_served(hasty: Live) -> Iterator[None]:
         assert kvd.status().pid == hasty.pid
 
 
-@pytest.mark.parametrize("door", ["tcp", "unix"])
+@pytest.mark.parametrize("listener", ["tcp", "unix"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_closes_its_half_is_gone_for_http(hasty: Live, door, stream):
+def test_who_closes_its_half_is_gone_for_http(hasty: Live, listener, stream):
     """A client that will say nothing more cannot be told from one that left: its request ends."""
-    with hasty.tcp() if door == "tcp" else hasty.unix() as raw:
+    with hasty.tcp() if listener == "tcp" else hasty.unix() as raw:
         raw.sendall(request(CHAT, asked(model="mine", max_tokens=4000, stream=stream)))
         wait_for("it runs", lambda: hasty.running("mine") == 1)
         raw.shutdown(socket.SHUT_WR)
@@ -125,12 +125,12 @@ async def test_who_vanished_while_nothing_is_said_is_looked_for(home: Home):
     """An answer in one piece may take minutes: the kernel asks whether its client is there."""
     home.create()
     backend = Scripted([hangs()])
-    doors = open_doors(home, HttpSettings(port=0))
-    listener = doors[0].listener
+    listeners = open_listeners(home, HttpSettings(port=0))
+    listener = listeners[0].socket
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         assert listener.getsockopt(socket.IPPROTO_TCP, option) <= 30
         listener.setsockopt(socket.IPPROTO_TCP, option, 1)  # and not the half minute of kvd
-    server = Server(backend, HttpSettings(port=0), doors, unread_limit=2**20)
+    server = Server(backend, HttpSettings(port=0), listeners, unread_limit=2**20)
     await server.start()
     try:
         raw = socket.create_connection(listener.getsockname())
@@ -142,5 +142,5 @@ async def test_who_vanished_while_nothing_is_said_is_looked_for(home: Home):
             await backend.settled()
     finally:
         await server.close()
-        for door in doors:
-            door.close()
+        for listener in listeners:
+            listener.close()

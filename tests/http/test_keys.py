@@ -102,7 +102,7 @@ def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
         with stopped(second):
             second.launch()
             assert second.wait() == 5
-            assert "another program has it" in second.errors.read_text()
+            assert "another program uses the port" in second.errors.read_text()
             assert not second.home.http_socket.exists()
 
 

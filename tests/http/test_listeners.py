@@ -14,7 +14,7 @@ from kvd.config.config import parse
 from kvd.config.http import HttpSettings, laid_over
 from kvd.host.home import Home
 from kvd.http import keys
-from kvd.http.listeners import open_doors
+from kvd.http.listeners import open_listeners
 from protocol.errors import ConfigError
 
 
@@ -33,12 +33,12 @@ KEYS = {"me": keys.hashed("x")}
 @contextlib.contextmanager
 def opened(home: Home, given=(), **settings):
     home.create()
-    doors = open_doors(home, HttpSettings(**{"port": 0} | settings), given)
+    listeners = open_listeners(home, HttpSettings(**{"port": 0} | settings), given)
     try:
-        yield doors
+        yield listeners
     finally:
-        for door in doors:
-            door.close()
+        for listener in listeners:
+            listener.close()
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def taken():
 
 def test_by_default_this_machine_and_this_user(home: Home):
     with opened(home) as (tcp, unix):
-        port = tcp.listener.getsockname()[1]
+        port = tcp.socket.getsockname()[1]
         assert tcp.address == f"http://127.0.0.1:{port}"
         assert unix.address == f"unix:{home.root}/http.sock"
         assert (home.http_socket.stat().st_mode & 0o777) == 0o600
@@ -58,21 +58,21 @@ def test_by_default_this_machine_and_this_user(home: Home):
 
 
 def test_it_may_be_off_or_on_the_unix_socket_alone(home: Home):
-    with opened(home, enabled=False) as doors:
-        assert doors == []
-    with opened(home, tcp=False) as doors:
-        assert [door.address for door in doors] == [f"unix:{home.http_socket}"]
+    with opened(home, enabled=False) as listeners:
+        assert listeners == []
+    with opened(home, tcp=False) as listeners:
+        assert [listener.address for listener in listeners] == [f"unix:{home.http_socket}"]
 
 
 def test_a_default_port_that_is_taken_is_done_without(home: Home, taken, monkeypatch):
     monkeypatch.setattr(kvd.http.listeners, "DEFAULT_PORT", taken)
-    with capture_logs() as logs, opened(home, port=None) as doors:
-        assert [door.address for door in doors] == [f"unix:{home.http_socket}"]
+    with capture_logs() as logs, opened(home, port=None) as listeners:
+        assert [listener.address for listener in listeners] == [f"unix:{home.http_socket}"]
     assert [(one["log_level"], str(taken) in one["address"]) for one in logs] == [("warning", True)]
 
 
 def test_a_port_of_the_configuration_that_is_taken_ends_the_start(home: Home, taken):
-    said = f"port {taken}: another program has it"
+    said = f"port {taken}: another program uses the port"
     with pytest.raises(ConfigError, match=said) as caught, opened(home, port=taken):
         pass
     assert caught.value.detail["key"] == "http.port"
@@ -86,7 +86,7 @@ def test_without_keys_nobody_else_may_reach_it(home: Home, host):
     assert caught.value.detail["key"] == "http.keys"
     assert not home.http_socket.exists()
     with opened(home, host=host, keys=KEYS) as (tcp, _):
-        assert tcp.listener.getsockname()[0] == host
+        assert tcp.socket.getsockname()[0] == host
 
 
 @ipv6
@@ -94,7 +94,7 @@ def test_a_name_is_all_of_its_addresses_on_one_port(home: Home, monkeypatch):
     both = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
     monkeypatch.setattr(kvd.http.listeners, "_resolve", lambda _: both)
     with opened(home, host="localhost") as (four, six, _):
-        port = four.listener.getsockname()[1]
+        port = four.socket.getsockname()[1]
         assert (four.address, six.address) == (f"http://127.0.0.1:{port}", f"http://[::1]:{port}")
 
 
@@ -113,7 +113,7 @@ def test_an_address_of_another_machine(home: Home):
 def test_sockets_of_the_service_manager_take_the_place_of_ours(home: Home):
     given = socket.create_server(("127.0.0.1", 0))
     with opened(home, [given]) as (tcp, unix):
-        assert tcp.listener is given
+        assert tcp.socket is given
         assert unix.path == home.http_socket
     everywhere = socket.create_server(("0.0.0.0", 0))
     with pytest.raises(ConfigError, match="API key"), opened(home, [everywhere]):

@@ -134,7 +134,7 @@ async def test_paths_and_methods_that_are_not(home: Home):
         wrong = await get(it.url, "/v1/chat/completions")
         assert (wrong.status_code, wrong.headers["Allow"]) == (405, "POST")
         assert wrong.json()["error"]["code"] == "method_not_allowed"
-        assert "POST is" in wrong.json()["error"]["message"]
+        assert "supports POST" in wrong.json()["error"]["message"]
         lost = await get(it.url, "/chat/completions")
         assert "did you mean /v1/chat/completions?" in lost.json()["error"]["message"]
 
@@ -314,10 +314,10 @@ async def test_a_client_that_goes_away_cancels_its_request(home: Home, stream):
         await it.backend.settled()
 
 
-@pytest.mark.parametrize("door", ["tcp", "unix"])
-async def test_who_goes_away_with_its_next_request_half_sent_is_noticed(home: Home, door):
+@pytest.mark.parametrize("listener", ["tcp", "unix"])
+async def test_who_goes_away_with_its_next_request_half_sent_is_noticed(home: Home, listener):
     async with serving(home, hangs(BEGUN), idle_timeout_s=0.4) as it:
-        if door == "tcp":
+        if listener == "tcp":
             _, writer = await asyncio.open_connection("127.0.0.1", it.port)
         else:
             _, writer = await asyncio.open_unix_connection(it.socket)
@@ -354,7 +354,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_the_others_are_not(hom
 
 
 async def test_an_answer_that_gets_too_large_in_one_piece_is_refused(home: Home, monkeypatch):
-    monkeypatch.setattr("kvd.http.whole.MOST_BYTES", 1000)
+    monkeypatch.setattr("kvd.http.whole_answer.MOST_BYTES", 1000)
     async with serving(home, hangs(BEGUN, word("x" * 600), word("x" * 600))) as it:
         refused = await post(it.url)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
@@ -507,7 +507,7 @@ async def test_models(home: Home):
     async with serving(home, backend=backend) as it:
         listed = (await get(it.url, "/v1/models")).json()
         assert [(one["id"], one["kvd"]["state"]) for one in listed["data"]] == [
-            ("a", "asleep"),
+            ("a", "unloaded"),
             ("org/b:1", "ready"),
         ]
         one = (await get(it.url, "/v1/models/org/b:1")).json()
@@ -519,7 +519,7 @@ async def test_models(home: Home):
 
 
 @pytest.mark.parametrize(
-    ("states", "asleep", "daemon", "starting", "said"),
+    ("states", "unloaded", "daemon", "starting", "said"),
     [
         ([], [], "serving", False, "ready"),
         ([], [], "serving", True, "loading"),
@@ -575,7 +575,7 @@ async def test_openais_client_does_not_try_again_what_cannot_be(home: Home):
 
 
 async def test_a_silent_stream_shows_that_it_lives(home: Home, monkeypatch):
-    monkeypatch.setattr("kvd.http.running.PULSE_S", 0.05)
+    monkeypatch.setattr("kvd.http.completion.KEEPALIVE_S", 0.05)
     async with serving(home, hangs(BEGUN)) as it, httpx.AsyncClient(verify=False) as client:
         url = f"{it.url}/v1/chat/completions"
         async with client.stream("POST", url, json=CHAT | {"stream": True}) as answer:
@@ -619,12 +619,12 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_its_connection(home: Home, m
     def breaks(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("kvd.http.running.comment", breaks)
-    monkeypatch.setattr("kvd.http.running.PULSE_S", 0.05)
+    monkeypatch.setattr("kvd.http.completion.comment", breaks)
+    monkeypatch.setattr("kvd.http.completion.KEEPALIVE_S", 0.05)
     async with serving(home, hangs(word())) as it:
         with capture_logs() as logs, pytest.raises(httpx.RemoteProtocolError):
             await post(it.url, CHAT | {"stream": True})
-        assert [one["event"] for one in logs if one["log_level"] == "error"] == ["a handler failed"]
+        assert [one["event"] for one in logs if one["log_level"] == "error"] == ["request handler failed"]
         await it.backend.settled()
 
 

@@ -1,0 +1,109 @@
+"""The parts that streamed answers and answers in one piece share. Sans-io.
+
+An answer takes the events of all calls of one HTTP request. Choice c of prompt p has the index
+p * n + c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+import kvd
+from kvd.http.request_stats import RequestStats
+from kvd.http.responses import Body, Choice, Extension, FinishReason, Usage
+
+if TYPE_CHECKING:
+    from kvd.http.formats import Format
+    from protocol import messages
+    from protocol.messages import Generate
+    from protocol.types import TokenLogprob
+
+_FINGERPRINT = f"kvd-{kvd.__version__}"
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Head:
+    """The fields that all chunks of an answer have in common."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    format: Format
+
+    def whole(self, choices: list[Choice], usage: Usage, extension: Extension) -> bytes:
+        """Return the body of an answer in one piece."""
+        return _json.encode(self._body(self.format.whole_object, choices, usage, extension))
+
+    def chunk(
+        self,
+        choices: list[Choice],
+        usage: Usage | UnsetType | None = UNSET,
+        extension: Extension | UnsetType = UNSET,
+    ) -> bytes:
+        """Return a chunk as a server-sent event."""
+        body = self._body(self.format.chunk_object, choices, usage, extension)
+        return b"data: " + _json.encode(body) + b"\n\n"
+
+    def _body(
+        self,
+        kind: str,
+        choices: list[Choice],
+        usage: Usage | UnsetType | None,
+        extension: Extension | UnsetType,
+    ) -> Body:
+        return Body(
+            id=f"{self.format.prefix}{self.id}",
+            object=kind,
+            created=self.created,
+            model=self.model,
+            system_fingerprint=_FINGERPRINT,
+            choices=choices,
+            usage=usage,
+            kvd=extension,
+        )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The calls of an HTTP request, and its fields that affect the answer."""
+
+    calls: list[Generate]
+    n: int
+    echo: bool = False
+    include_usage: bool = False
+    stream: bool = False
+    prompt_only: bool = False
+    """The answer leaves out the generated token."""
+
+
+class Answer:
+    """The base of both kinds of answers."""
+
+    def __init__(self, head: Head, wanted: Wanted, now: float) -> None:
+        self.head = head
+        self.wanted = wanted
+        self.stats = RequestStats(len(wanted.calls), now)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all calls, without those that the answer leaves out."""
+        usage = self.stats.usage
+        if not self.wanted.prompt_only:
+            return usage
+        return replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
+
+    def reason(self, reason: messages.FinishReason) -> FinishReason:
+        """Return OpenAI's name for a finish reason."""
+        return "length" if reason == "length" or self.wanted.prompt_only else "stop"
+
+
+def text_length(text: str, logprobs: list[TokenLogprob] | None) -> int:
+    """Return by how much this text advances the text offsets of the following tokens."""
+    return len(text) if logprobs is None else sum(len(token.text) for token in logprobs)

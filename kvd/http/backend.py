@@ -1,0 +1,39 @@
+"""The daemon as the HTTP server sees it. `actors.system.System` implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from protocol.messages import Event, Generate
+from protocol.types import DaemonStatus
+
+
+class Call(Protocol):
+    """A running completion."""
+
+    def cancel(self) -> None:
+        """End it within a step; no further events are delivered. Idempotent."""
+        ...
+
+
+class Backend(Protocol):
+    """The daemon behind the routes."""
+
+    def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
+        """Run a request and pass its events to ``deliver`` on the event loop.
+
+        The last event is always delivered, unless the call is cancelled.
+        """
+        ...
+
+    def status(self) -> DaemonStatus:
+        """Return the newest snapshots without waiting."""
+        ...
+
+
+Metrics = Callable[[str], Awaitable[tuple[bytes, str]]]
+"""Maps an ``Accept`` header to the exposition for Prometheus and its content type."""
+
+Answered = Callable[[str, int], None]
+"""Called after each answer with the route's path (empty if there is no route) and the status."""

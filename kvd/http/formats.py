@@ -1,0 +1,159 @@
+"""The two response formats: chat completions and text completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import accumulate
+
+from msgspec import Raw
+
+from kvd.http.responses import (
+    Alternative,
+    ChatChoice,
+    ChatDelta,
+    ChatLogprobs,
+    Choice,
+    Delta,
+    FinishReason,
+    Message,
+    TextChoice,
+    TextLogprobs,
+    TokenLogprob,
+)
+from protocol import types
+from protocol.types import NO_LOGPROB
+
+Logprobs = list[types.TokenLogprob]
+"""Of one token each, from the daemon's events."""
+
+
+class Format(ABC):
+    """One of the two."""
+
+    prefix: str
+    """The prefix of ids."""
+    whole_object: str
+    chunk_object: str
+
+    @abstractmethod
+    def opening(self, index: int) -> Choice | None:
+        """Return the first chunk of a choice, if the format has one."""
+
+    @abstractmethod
+    def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
+        """Return the next piece of a choice; its text begins at ``offset``."""
+
+    @abstractmethod
+    def ending(self, index: int, reason: FinishReason) -> Choice:
+        """Return the last chunk of a choice."""
+
+    @abstractmethod
+    def logprobs(self, logprobs: Logprobs, offset: int) -> ChatLogprobs | TextLogprobs:
+        """Return the logprobs of tokens whose text begins at ``offset``."""
+
+    @abstractmethod
+    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
+        """Return a finished choice; ``logprobs`` is their JSON."""
+
+
+class ChatFormat(Format):
+    """``/v1/chat/completions``."""
+
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int) -> Choice | None:
+        return ChatDelta(index, Delta(role="assistant", content=""))
+
+    def piece(
+        self,
+        index: int,
+        text: str,
+        logprobs: Logprobs | None,
+        offset: int,  # noqa: ARG002 - chats have no offsets
+    ) -> Choice:
+        encoded = None if logprobs is None else _chat_logprobs(logprobs)
+        return ChatDelta(index, Delta(content=text), encoded)
+
+    def ending(self, index: int, reason: FinishReason) -> Choice:
+        return ChatDelta(index, Delta(), finish_reason=reason)
+
+    def logprobs(
+        self,
+        logprobs: Logprobs,
+        offset: int,  # noqa: ARG002 - chats have no offsets
+    ) -> ChatLogprobs:
+        return _chat_logprobs(logprobs)
+
+    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
+        return ChatChoice(index, Message(text), logprobs, reason)
+
+
+class TextFormat(Format):
+    """``/v1/completions``."""
+
+    prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+
+    def opening(self, index: int) -> Choice | None:  # noqa: ARG002 - the first chunk has text
+        return None
+
+    def piece(self, index: int, text: str, logprobs: Logprobs | None, offset: int) -> Choice:
+        encoded = None if logprobs is None else _text_logprobs(logprobs, offset)
+        return TextChoice(index, text, encoded)
+
+    def ending(self, index: int, reason: FinishReason) -> Choice:
+        return TextChoice(index, "", finish_reason=reason)
+
+    def logprobs(self, logprobs: Logprobs, offset: int) -> TextLogprobs:
+        return _text_logprobs(logprobs, offset)
+
+    def whole(self, index: int, text: str, logprobs: Raw | None, reason: FinishReason) -> Choice:
+        return TextChoice(index, text, logprobs, reason)
+
+
+def text_of(tokens: Logprobs) -> str:
+    """Return the text of these tokens joined: one of them may be half a character."""
+    return bytes_of(tokens).decode("utf-8", "replace")
+
+
+def bytes_of(tokens: Logprobs) -> bytes:
+    """Return the bytes of these tokens joined; they may end within a character."""
+    return b"".join(bytes(_bytes(token)) for token in tokens)
+
+
+def _bytes(token: types.Alternative) -> list[int]:
+    return list(token.text.encode()) if token.bytes is None else token.bytes
+
+
+def _logprob(token: types.Alternative) -> float:
+    return NO_LOGPROB if token.logprob is None else token.logprob
+
+
+def _chat_logprobs(tokens: Logprobs) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            TokenLogprob(
+                token.text,
+                _logprob(token),
+                _bytes(token),
+                [Alternative(top.text, _logprob(top), _bytes(top)) for top in token.top],
+            )
+            for token in tokens
+        ]
+    )
+
+
+def _text_logprobs(tokens: Logprobs, offset: int) -> TextLogprobs:
+    return TextLogprobs(
+        tokens=[token.text for token in tokens],
+        token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=[
+            {top.text: _logprob(top) for top in token.top} if token.logprob is not None else None
+            for token in tokens
+        ],
+        text_offset=list(accumulate((len(token.text) for token in tokens[:-1]), initial=offset))
+        if tokens
+        else [],
+    )

@@ -1,0 +1,53 @@
+"""An object of lists, encoded as JSON piece by piece.
+
+As Python objects, the logprobs of an answer would take several times the memory. Encoding them all
+at the end would block the event loop for a second.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec.structs import asdict
+
+_json = msgspec.json.Encoder()
+
+
+class JsonLists:
+    """The JSON of an object whose list fields grow.
+
+    All pieces have the struct type of ``template``, which supplies the fields that are not lists.
+    """
+
+    def __init__(self, template: msgspec.Struct) -> None:
+        fields = asdict(template)
+        self.lists = {
+            name: bytearray() for name, value in fields.items() if isinstance(value, list)
+        }
+        self._others = {name: value for name, value in fields.items() if name not in self.lists}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all list items, without brackets."""
+        return sum(map(len, self.lists.values()))
+
+    def add(self, piece: msgspec.Struct) -> int:
+        """Append the list items of a piece; return the bytes added."""
+        before = self.size
+        for name, items in self.lists.items():
+            _append(items, _json.encode(getattr(piece, name))[1:-1])
+        return self.size - before
+
+    def encoded(self, before: JsonLists | None = None) -> msgspec.Raw:
+        """Return the object as JSON, with the items of ``before`` ahead of its own."""
+        fields: dict[str, object] = dict(self._others)
+        for name, items in self.lists.items():
+            joined = bytearray() if before is None else bytearray(before.lists[name])
+            _append(joined, items)
+            fields[name] = msgspec.Raw(b"[" + joined + b"]")
+        return msgspec.Raw(_json.encode(fields))
+
+
+def _append(items: bytearray, more: bytes | bytearray) -> None:
+    if items and more:
+        items += b","
+    items += more

@@ -1,0 +1,141 @@
+"""An answer as a stream of chunks, from the daemon's events. Sans-io."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from msgspec import UNSET, UnsetType
+
+from kvd.http.answer import Answer, Head, Wanted, text_length
+from kvd.http.formats import text_of
+from protocol import messages
+from protocol.types import TokenLogprob
+
+if TYPE_CHECKING:
+    from kvd.http.responses import Choice, Extension, FinishReason
+    from protocol.messages import Event
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class _Prompt:
+    """A prompt, as an echo needs it."""
+
+    text: str | None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def echo(self) -> str:
+        return text_of(self.logprobs) if self.text is None else self.text
+
+
+@dataclass
+class _Progress:
+    """What the stream has sent of one choice."""
+
+    index: int
+    begun: bool = False
+    length: int = 0
+    """Characters sent, as `text_length` counts them."""
+    reason: FinishReason | None = None
+    ended: bool = False
+    """The chunk with the finish reason is sent."""
+
+
+class StreamedAnswer(Answer):
+    """An answer in chunks: send the bytes that `handle` returns."""
+
+    def __init__(self, head: Head, wanted: Wanted, now: float) -> None:
+        super().__init__(head, wanted, now)
+        self._prompts = [_Prompt(call.prompt) for call in wanted.calls]
+        self._choices = [_Progress(index) for index in range(len(wanted.calls) * wanted.n)]
+
+    def handle(self, number: int, event: Event, now: float) -> bytes:  # noqa: PLR0911 - one match
+        """Take an event of the call with this number; return the bytes to send for it."""
+        self.stats.handle(number, event, now)
+        match event:
+            case messages.Tokens():
+                return self._tokens(number, event)
+            case messages.PromptLogprobs(logprobs=logprobs):
+                self._prompts[number].logprobs += logprobs
+                return b""
+            case messages.ChoiceFinished(choice=choice, reason=reason):
+                return self._choice_finished(number, choice, self.reason(reason))
+            case messages.Done(reason=reason):
+                return self._done(number, self.reason(reason))
+            case messages.Queued(position=position):
+                return comment(f"queued, position {position}")
+            case messages.Paused(reason=reason):
+                return comment(f"paused, {reason}")
+            case messages.Resumed():
+                return comment("resumed")
+            case _:
+                return b""
+
+    def _choice(self, number: int, choice: int) -> _Progress:
+        return self._choices[number * self.wanted.n + choice]
+
+    def _tokens(self, number: int, event: messages.Tokens) -> bytes:
+        choice = self._choice(number, event.choice)
+        opening = self._open(number, choice)
+        if self.wanted.prompt_only or (not event.text and event.logprobs is None):
+            return opening  # the token may begin a stop text, or end within a character
+        piece = self.head.format.piece(choice.index, event.text, event.logprobs, choice.length)
+        choice.length += text_length(event.text, event.logprobs)
+        return opening + self._chunk([piece])
+
+    def _open(self, number: int, choice: _Progress) -> bytes:
+        """Return the chunks before the first token: the role, or the echoed prompt."""
+        if choice.begun:
+            return b""
+        choice.begun = True
+        pieces: list[Choice] = []
+        if (opening := self.head.format.opening(choice.index)) is not None:
+            pieces.append(opening)
+        if self.wanted.echo:
+            prompt = self._prompts[number]
+            has_logprobs = self.wanted.calls[number].logprobs is not None
+            logprobs = prompt.logprobs if has_logprobs else None
+            pieces.append(self.head.format.piece(choice.index, prompt.echo, logprobs, 0))
+            choice.length = text_length(prompt.echo, logprobs)
+        return b"".join(self._chunk([piece]) for piece in pieces)
+
+    def _choice_finished(self, number: int, choice: int, reason: FinishReason) -> bytes:
+        """Return the ending of a choice; that of the last one is sent with the usage."""
+        self._choice(number, choice).reason = reason
+        if len(self._running(number)) == 1:
+            return b""
+        return self._end(self._choice(number, choice), number, UNSET)
+
+    def _done(self, number: int, reason: FinishReason) -> bytes:
+        over = self.stats.over
+        data = b""
+        for choice in (running := self._running(number)):
+            choice.reason = choice.reason or reason
+            last = over and choice is running[-1]
+            data += self._end(choice, number, self.stats.extension if last else UNSET)
+        if not over:
+            return data
+        if self.wanted.include_usage:
+            data += self.head.chunk([], self.usage, self.stats.extension)
+        return data + DONE
+
+    def _running(self, number: int) -> list[_Progress]:
+        choices = [self._choice(number, choice) for choice in range(self.wanted.n)]
+        return [choice for choice in choices if not choice.ended]
+
+    def _end(self, choice: _Progress, number: int, extension: Extension | UnsetType) -> bytes:
+        assert choice.reason is not None, "an end without a reason"
+        choice.ended = True
+        ending = self.head.format.ending(choice.index, choice.reason)
+        return self._open(number, choice) + self._chunk([ending], extension)
+
+    def _chunk(self, choices: list[Choice], extension: Extension | UnsetType = UNSET) -> bytes:
+        return self.head.chunk(choices, None if self.wanted.include_usage else UNSET, extension)
+
+
+def comment(text: str) -> bytes:
+    """Return a comment line, which clients of server-sent events ignore."""
+    return f": {text}\n\n".encode()
