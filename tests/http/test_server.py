@@ -624,7 +624,9 @@ async def test_a_bug_in_the_middle_of_a_stream_ends_its_connection(home: Home, m
     async with serving(home, hangs(word())) as it:
         with capture_logs() as logs, pytest.raises(httpx.RemoteProtocolError):
             await post(it.url, CHAT | {"stream": True})
-        assert [one["event"] for one in logs if one["log_level"] == "error"] == ["request handler failed"]
+        assert [one["event"] for one in logs if one["log_level"] == "error"] == [
+            "request handler failed"
+        ]
         await it.backend.settled()
 
 
