@@ -13,7 +13,7 @@ step leaves of the accelerator is used.
 
 Work conserving: only workers that have work get turns. A holder that is silent for too long loses
 its turn and gets no other until it speaks.
-Does not know what is computed, nor whether a machine needs turns (`kvd.worker.process.gate`).
+Does not know what is computed, nor whether a machine needs turns (`kvd.worker.process.time_slice_gate`).
 """
 
 from __future__ import annotations

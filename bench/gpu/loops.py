@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from bench.gpu.graph import primitives
-from kvd.worker.sampling.sampler import Draw, RowSettings, Sampler
+from kvd.worker.sampling.sampler import RowSettings, Sampler, SamplerOutput
 from kvd.worker.serving.runner import Row, Runner
 from protocol.types import Sampling
 
@@ -65,7 +65,7 @@ class Ours:
         self._chunk = chunk
         self._rows: list[Row] = []
         self._tokens = mx.array([], mx.int32)
-        self._flight: Draw | None = None
+        self._flight: SamplerOutput | None = None
 
     def fill(self, prompts: Sequence[list[int]]) -> None:
         """Prefill chunk by chunk, row by row, as the engine does; then take each row's first."""
@@ -121,7 +121,7 @@ class Ours:
             cache.flush()
             seen.flushes += 1
 
-    def _build(self) -> Draw:
+    def _build(self) -> SamplerOutput:
         logits = self._runner.decode(self._rows, self._tokens)
         places = [row.length for row in self._rows]
         return self._sampler.draw(logits, range(len(self._rows)), places)

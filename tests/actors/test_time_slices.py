@@ -24,7 +24,7 @@ from actors.machines.time_slices import (
     Weighed,
 )
 from actors.runtime.history import EventHistory, replay
-from kvd.worker.process.gate import Gate
+from kvd.worker.process.time_slice_gate import TimeSliceGate
 from protocol import messages
 from protocol.policy import ModelPolicy
 from protocol.worker import TimeSlice, TimeSliceOver, TimeSliceRequested
@@ -235,13 +235,13 @@ class Computer:
         self.cycle: list[tuple[bool, float]] = []
         """Steps that repeat: whether one reads prompts, and what it takes."""
         self._machine, self._name, self._step_s, self._weight = machine, name, step_s, weight
-        self._gate = Gate(on=True)
+        self._gate = TimeSliceGate(on=True)
         self._woken = asyncio.Event()
         machine.workers[name] = self
 
     def take(self, turn: TimeSlice) -> None:
         if self.alive:
-            self._say(self._gate.take(turn, asyncio.get_running_loop().time()))
+            self._say(self._gate.apply(turn, asyncio.get_running_loop().time()))
             self._woken.set()
 
     def give(self, steps: int) -> None:
@@ -253,21 +253,21 @@ class Computer:
         while self.alive:
             self._woken.clear()
             if not self.work:
-                self._say(self._gate.rest(clock()))
+                self._say(self._gate.work_done(clock()))
                 await self._woken.wait()
                 continue
             reads, step_s = self._next_step
-            self._say(self._gate.begin(reads=reads))
+            self._say(self._gate.request_slice(prefills=reads))
             if not self._gate.is_open:
                 await self._woken.wait()
                 continue
-            self._say(self._gate.stepping(clock()))
+            self._say(self._gate.before_step(clock()))
             async with self._machine.accelerator:
                 start = clock()
                 await asyncio.sleep(step_s)
                 self.steps.append((start, clock()))
             self.work -= 1
-            self._say(self._gate.stepped(clock()))
+            self._say(self._gate.after_step(clock()))
 
     @property
     def _next_step(self) -> tuple[bool, float]:

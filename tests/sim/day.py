@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from actors.machines.ledger import Ledger, MemoryRequest, WorkerExited
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduling.admission import Admission, Held, Turn
+from kvd.worker.scheduling.admission import Admission, AdmissionResult, Held
 from kvd.worker.scheduling.budget import PageBudget
-from kvd.worker.scheduling.scheduler import Chunk, Scheduler, Sizes
+from kvd.worker.scheduling.scheduler import Chunk, ReservationSizes, Scheduler
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, MemoryRequested
 
@@ -108,7 +108,7 @@ class Day:
         self.scheduler = Scheduler(
             max_rows=ROWS,
             chunk=CHUNK,
-            sizes=Sizes(pages_for, own_pages, LEVELS),
+            sizes=ReservationSizes(pages_for, own_pages, LEVELS),
             budget=BUDGET,
             group=True,
             age=AGE,
@@ -117,7 +117,7 @@ class Day:
             self.scheduler,
             PageBudget(BASE, PAGE, BASE + REST * PAGE, seq=1),
             row_pages=ROW_PAGES,
-            rest_pages=REST,
+            idle_pages=REST,
         )
         self.held = Held()
         self.running: list[Asked] = []
@@ -210,16 +210,16 @@ class Day:
             self._end(self.draw.choice(someone), "cancelled")
 
     def _pause_someone(self) -> None:
-        able = [one for one in self.running if not self.scheduler.is_paused(one.rid)]
+        able = [one for one in self.running if not self.scheduler.find(one.rid).suspended]
         if able:
             one = self.draw.choice(able)
-            self.scheduler.pause(one.rid)
+            self.scheduler.suspend(one.rid)
             one.in_front = one.behind = 0
             self.counts["paused"] += 1
             self.later(60, lambda: self._resume(one))
 
     def _resume(self, one: Asked) -> None:
-        if one.state == "running" and self.scheduler.is_paused(one.rid):
+        if one.state == "running" and self.scheduler.find(one.rid).suspended:
             self.scheduler.resume(one.rid)
 
     def _park_someone(self) -> None:
@@ -242,7 +242,7 @@ class Day:
 
     def _unpark(self, one: Asked) -> None:
         if one.state == "parked":
-            self.admission.unpark(one.rid)
+            self.admission.requeue_preempted(one.rid)
             one.state = "waiting"
 
     # The daemon.
@@ -273,7 +273,7 @@ class Day:
                 self.held = Held(*self._least(0))
                 paused.append(self.asked[rid])
         before = self.admission.budget.granted_bytes
-        given, freed = self.admission.hand_over(target, self.held)
+        given, freed = self.admission.give_back(target, self.held)
         assert before - self.admission.budget.granted_bytes == freed >= 0
         self._tell(given)
         for one in paused:
@@ -281,21 +281,26 @@ class Day:
         self.counts["made room"] += 1
 
     def _lower(self, one: Asked) -> None:
-        lowest = self.scheduler.sizes.lowest
-        self.admission.start(lowest)
-        self.later(600, lambda: self.admission.start(0))
+        lowest = self.scheduler.sizes.lowest_level
+        self.admission.set_start_level(lowest)
+        self.later(600, lambda: self.admission.set_start_level(0))
         if one.level < lowest:
-            before, saved = self.scheduler.reserved, self.scheduler.saving(one.rid, lowest)
+            before, saved = (
+                self.scheduler.reserved_pages,
+                self.scheduler.step_down_savings(one.rid, lowest),
+            )
             one.level = lowest
-            self.admission.lowered(one.rid, lowest)
-            assert self.scheduler.reserved == before - saved
+            self.admission.step_down(one.rid, lowest)
+            assert self.scheduler.reserved_pages == before - saved
             self.held = Held(*self._least(self.held.cached))
             self.counts["lowered"] += 1
 
     def _needed(self) -> int:
         """Pages that the grant must cover."""
         admission, scheduler = self.admission, self.scheduler
-        lacking = admission.lacking(scheduler.reserved, scheduler.places, self.held)
+        lacking = admission.missing_pages(
+            scheduler.reserved_pages, scheduler.reserved_rows, self.held
+        )
         return lacking + admission.budget.pages
 
     def _tell(self, wish: MemoryRequested | None) -> None:
@@ -318,43 +323,43 @@ class Day:
     # The engine.
 
     def _step(self) -> None:
-        turn = self._turn()
-        if turn.plan.wanted_pages and self._give_up_spare():
-            turn = self._turn()
-        plan = turn.plan
+        result = self._admit()
+        if result.plan.missing_pages and self._give_up_spare():
+            result = self._admit()
+        plan = result.plan
         self._check_decode(plan.decode)
         decoded = sum(max(1, self.asked[rid].alive) for rid in plan.decode)
         for rid in plan.decode:
             self._decode(self.asked[rid])
         self._prefill(self._skip(plan.group), decoded)
-        if turn.refused is not None:
-            self._end(self.asked[turn.refused[0]], "refused")
-        elif turn.spill:
+        if result.refused is not None:
+            self._end(self.asked[result.refused[0]], "refused")
+        elif result.swap_out_kept:
             self._spill()
         self._grow()
         if self.admission.idle:
             self.held = Held(self.held.cached, 0, self.held.cached)
-            self._tell(self.admission.rest(self.held.cached))
+            self._tell(self.admission.give_back_idle(self.held.cached))
         self.steps += 1
         self.now += 0.3 + 0.004 * sum(chunk.length for chunk in plan.group)
         self._check()
 
-    def _turn(self) -> Turn:
-        turn = self.admission.turn(self.held)
-        for rid in turn.plan.admitted:
-            self._admitted(self.asked[rid], restored=rid in turn.plan.restored)
-        self._tell(turn.wish)
+    def _admit(self) -> AdmissionResult:
+        result = self.admission.admit(self.held)
+        for rid in result.plan.admitted:
+            self._admitted(self.asked[rid], restored=rid in result.plan.resumed)
+        self._tell(result.memory_request)
         self._grow()
-        if turn.evict_pages:
-            assert turn.refused is None
-            assert turn.wish is None
-            self.held = Held(*self._least(self.held.cached - turn.evict_pages))
+        if result.evict_pages:
+            assert result.refused is None
+            assert result.memory_request is None
+            self.held = Held(*self._least(self.held.cached - result.evict_pages))
             self.counts["evicted"] += 1
-        return turn
+        return result
 
     def _least(self, cached: int) -> tuple[int, int, int]:
         """Pools cut to what may be needed."""
-        return self.scheduler.reserved + cached, self.scheduler.places, cached
+        return self.scheduler.reserved_pages + cached, self.scheduler.reserved_rows, cached
 
     def _give_up_spare(self) -> bool:
         held = self.held
@@ -365,21 +370,21 @@ class Day:
         """Rows, parked ones and prefixes fill pages; pools grow by slabs as far as they may."""
         held, scheduler = self.held, self.scheduler
         used = sum(one.pages for one in self.running) + self._kept() + held.cached
-        may = scheduler.reserved + held.cached
+        may = scheduler.reserved_pages + held.cached
         assert used <= may, "rows fill more than they reserved"
         pages = max(held.pages, min(-(-used // SLAB) * SLAB, may))
-        self.held = Held(pages, max(held.rows, scheduler.places), held.cached)
+        self.held = Held(pages, max(held.rows, scheduler.reserved_rows), held.cached)
 
     def _kept(self) -> int:
         """Pages of rows that are parked in memory."""
-        reserved = sum(self.scheduler._states.find(one.rid).pages for one in self.running)
-        return self.scheduler.reserved - reserved
+        reserved = sum(self.scheduler.find(one.rid).pages for one in self.running)
+        return self.scheduler.reserved_pages - reserved
 
     def _spill(self) -> None:
         """Nobody runs, the first does not fit, and more was denied: parked rows go to disk."""
         assert self._kept()
         for one in self._in("waiting", "parked"):
-            self.admission.keep(one.rid, 0)
+            self.admission.reduce_kept(one.rid, 0)
         self.counts["spilled"] += 1
 
     def _skip(self, group: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
@@ -400,7 +405,7 @@ class Day:
             return
         self._check_group(group, decoded)
         for chunk in group:
-            self.scheduler.prefilled(chunk.rid, chunk.end)
+            self.scheduler.mark_prefilled(chunk.rid, chunk.end)
             one = self.asked[chunk.rid]
             one.prefilled = chunk.end
             if chunk.end == one.prompt_len - 1:
@@ -433,9 +438,9 @@ class Day:
         one.in_front = one.behind = 0
         self.running.append(one)
         if one.began:
-            assert one.level == self.scheduler.level(one.rid), "it goes on where it was"
+            assert one.level == self.scheduler.find(one.rid).level, "it goes on where it was"
             return
-        one.level = self.scheduler.level(one.rid)
+        one.level = self.scheduler.find(one.rid).level
         assert one.level >= self.scheduler.start_level
         one.began = True
         for other in self.waiting:
@@ -485,7 +490,7 @@ class Day:
         through = [
             one.rid
             for one in self.running
-            if one.prefilled == one.prompt_len - 1 and not self.scheduler.is_paused(one.rid)
+            if one.prefilled == one.prompt_len - 1 and not self.scheduler.find(one.rid).suspended
         ]
         assert sorted(decode) == sorted(through), "each gets a token in each step"
 
@@ -494,11 +499,11 @@ class Day:
         longest = max(chunk.length for chunk in group)
         assert longest <= CHUNK
         assert decoded + longest * len(group) <= BUDGET
-        lead = self.scheduler._states.find(group[0].rid).place
+        lead = self.scheduler.find(group[0].rid).queue_key
         for one in self.running:
-            row = self.scheduler._states.find(one.rid)
-            if row.left and not row.paused:
-                if lead <= row.place:
+            row = self.scheduler.find(one.rid)
+            if row.remaining and not row.suspended:
+                if lead <= row.queue_key:
                     one.in_front += 1
                 else:
                     one.behind += 1
@@ -510,7 +515,7 @@ class Day:
             assert len(one.ends) == 1, f"{one.rid} ended {len(one.ends)} times"
             if one.ends == ["finished"]:
                 assert (one.prefilled, one.sent) == (one.prompt_len - 1, one.max_new)
-        assert self.scheduler.requests == 0
-        assert self.scheduler.reserved == 0
+        assert self.scheduler.states.requests == {}
+        assert self.scheduler.reserved_pages == 0
         assert not self.running
         assert not self.waiting

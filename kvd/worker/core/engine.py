@@ -44,14 +44,14 @@ from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.process import shortage
-from kvd.worker.sampling.sampler import Draw, Drawn, Sampler
-from kvd.worker.scheduling.admission import Admission, Turn
+from kvd.worker.sampling.sampler import SampledToken, Sampler, SamplerOutput
+from kvd.worker.scheduling.admission import Admission, AdmissionResult
 from kvd.worker.scheduling.budget import PageBudget
-from kvd.worker.scheduling.scheduler import Plan, Scheduler, Sizes
+from kvd.worker.scheduling.scheduler import Plan, ReservationSizes, Scheduler
 from kvd.worker.serving import calibration, loading, model_files
 from kvd.worker.serving.costs import costs_of
 from kvd.worker.serving.runner import Row, Runner
-from kvd.worker.text.choices import Choices, late
+from kvd.worker.text.choices import Choices, deadline_exceeded
 from kvd.worker.text.text import Text
 from protocol.costs import Costs
 from protocol.errors import (
@@ -92,7 +92,7 @@ class _Flight:
     """Those that draw."""
     replayed: list[Completion]
     """Those whose next token is known."""
-    draw: Draw | None
+    draw: SamplerOutput | None
     where: dict[Key, int]
     arrays: list[mx.array]
     """What is to be evaluated, beside the cache."""
@@ -149,7 +149,7 @@ class MLXEngine:
         from kvd.worker.serving import seam  # noqa: PLC0415 - before any model module is imported
 
         seam.install()
-        shortage.install()
+        shortage.install_retries()
         native = activation.choose(progress)
         mx.set_cache_limit(loading.freed_bytes())
         path = model_files.resolve(command.source, progress)
@@ -203,7 +203,7 @@ class MLXEngine:
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = loading.demand(ask_grant, base + first * unit, "first pages")
         chunk = command.prefill_chunk
-        sizes = Sizes(
+        sizes = ReservationSizes(
             lambda end, level: -(-cache.pages_bytes_for(end, chunk, level) // unit),
             lambda start, end, level: -(-cache.own_bytes_for(start, end, chunk, level) // unit),
             cache.levels,
@@ -218,7 +218,7 @@ class MLXEngine:
             self._scheduler,
             PageBudget(base, unit, grant.total_bytes, grant.seq, budget_bytes=grant.budget_bytes),
             row_pages=row_pages,
-            rest_pages=first,
+            idle_pages=first,
         )
         self._memory = MemoryAccount(cache, self._admission, self._prefix_cache, self._requests)
         self._prompts = Prompts(
@@ -350,11 +350,11 @@ class MLXEngine:
 
     def start_level(self, command: StartLevel) -> None:
         """Let new rows start at a level of the ladder."""
-        self._admission.start(command.level)
+        self._admission.set_start_level(command.level)
 
     def pause(self, rid: str) -> None:
         """Give a running request no tokens until `resume`; it keeps its place and memory."""
-        self._scheduler.pause(rid)
+        self._scheduler.suspend(rid)
 
     def resume(self, rid: str) -> None:
         """Let a paused request go on."""
@@ -371,7 +371,7 @@ class MLXEngine:
 
     def unpark(self, rid: str) -> None:
         """Let a parked request go on as soon as there is room."""
-        self._admission.unpark(rid)
+        self._admission.requeue_preempted(rid)
 
     # The step.
 
@@ -393,7 +393,7 @@ class MLXEngine:
 
     def _work(self) -> None:
         for rid in self._scheduler.expired(self._clock()):
-            self._fail(self._requests[rid], late(self._requests[rid].made))
+            self._fail(self._requests[rid], deadline_exceeded(self._requests[rid].made))
         plan = self._plan()
         start = time.monotonic()
         landed, self._flight = self._flight, self._launch(plan.decode)
@@ -419,14 +419,14 @@ class MLXEngine:
             self._rest()
 
     def _plan(self) -> Plan:
-        turn = self._take_turn()
-        if turn.evict_pages and self._evict(turn.evict_pages):
-            turn = self._take_turn()
-        if turn.plan.wanted_pages and self._give_up_spare():
-            turn = self._take_turn()
+        result = self._admit()
+        if result.evict_pages and self._evict(result.evict_pages):
+            result = self._admit()
+        if result.plan.missing_pages and self._give_up_spare():
+            result = self._admit()
         self._ask_for_checkpoints()
-        here = tuple(rid for rid in turn.plan.decode if rid not in self._preemption.loading)
-        return dataclasses.replace(turn.plan, decode=here)
+        here = tuple(rid for rid in result.plan.decode if rid not in self._preemption.loading)
+        return dataclasses.replace(result.plan, decode=here)
 
     def _ask_for_checkpoints(self) -> None:
         wanted = self._prefix_cache.wanted_bytes
@@ -434,7 +434,7 @@ class MLXEngine:
             return  # others have better use for it
         if wanted:
             pages = 2 + wanted // self._admission.budget.page_bytes  # one for rounding
-            self._wish(self._admission.want_spare(pages, self._memory.held()))
+            self._wish(self._admission.request_spare(pages, self._memory.held()))
 
     def _wish(self, wish: MemoryRequested | None) -> None:
         if wish is not None:
@@ -452,27 +452,27 @@ class MLXEngine:
         self._runner.cache.compact(self._memory.needed_pages)
         return True
 
-    def _take_turn(self) -> Turn:
-        turn = self._admission.turn(self._memory.held())
+    def _admit(self) -> AdmissionResult:
+        result = self._admission.admit(self._memory.held())
         self._memory.held()  # who was admitted has places now, which pools must leave room for
-        self._wish(turn.wish)
-        self._reports += turn.queued
-        if turn.refused is not None:
-            rid, error = turn.refused
+        self._wish(result.memory_request)
+        self._reports += result.queue_positions
+        if result.refused is not None:
+            rid, error = result.refused
             self._fail(self._requests[rid], error)
-        for rid in turn.plan.admitted:
+        for rid in result.plan.admitted:
             request = self._requests[rid]
-            request.level = self._scheduler.level(rid)
-            request.over.runs_on(request.level)
+            request.level = self._scheduler.find(rid).level
+            request.over.record_level(request.level)
             request.tracked.lowered = request.level > 0
-            if rid not in turn.plan.restored:
+            if rid not in result.plan.resumed:
                 self._report(RowAdmitted(rid=rid))
-        for rid in turn.plan.restored:
+        for rid in result.plan.resumed:
             self._on_phase("pools")
             self._preemption.resume(self._requests[rid])
-        if turn.spill:
+        if result.swap_out_kept:
             self._preemption.spill()
-        return turn
+        return result
 
     def _launch(self, rids: tuple[str, ...]) -> _Flight | None:
         live = []
@@ -569,7 +569,7 @@ class MLXEngine:
             else:
                 self._fail_bad(request)
 
-    def _deliver(self, request: Request, completion: Completion, drawn: Drawn) -> None:
+    def _deliver(self, request: Request, completion: Completion, drawn: SampledToken) -> None:
         stream = completion.stream
         text = stream.push(drawn.token)
         shown = [] if stream.ended else [drawn.token]
@@ -585,7 +585,9 @@ class MLXEngine:
             told = None
             if drawn.scored is not None:
                 scored = drawn.scored
-                told = [self._text.told(token, scored.logprob, scored.top) for token in shown]
+                told = [
+                    self._text.token_logprob(token, scored.logprob, scored.top) for token in shown
+                ]
             rid, choice = completion.key
             self._reports.append(
                 RowTokens(
@@ -654,7 +656,7 @@ class MLXEngine:
             if (request := self._requests[chunk.rid]).distrusted:
                 self._fail_bad(request)
             else:
-                self._scheduler.prefilled(chunk.rid, chunk.end)
+                self._scheduler.mark_prefilled(chunk.rid, chunk.end)
 
     def _is_known(self, rid: str) -> bool:
         return self._prefix_cache.has_new_hit(self._requests[rid].tracked)
@@ -698,7 +700,8 @@ class MLXEngine:
             cache.shrink()
             return True
         needed = self._memory.needed_pages
-        with_head = needed + self._scheduler.head_pages
+        head = self._scheduler.head
+        with_head = needed + (head.missing_pages if head else 0)
         if self._reclaiming.active or self._memory.charged_pages <= with_head:
             return False
         self._drain()
@@ -718,7 +721,7 @@ class MLXEngine:
             self._on_phase("pools")
             cache.shrink(slab)
             loading.give_back()
-        self._wish(self._admission.rest(cached))
+        self._wish(self._admission.give_back_idle(cached))
 
     def stats(self) -> WorkerStats:
         """Return the counters."""

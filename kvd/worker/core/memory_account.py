@@ -73,14 +73,14 @@ class MemoryAccount:
         if prefix_cache.tree is None:
             return 0
         slots = cache.tail_slots
-        places = max(slots, self._scheduler.places)
+        places = max(slots, self._scheduler.reserved_rows)
         kept: int = places * self._admission.row_pages * self._page_bytes - slots * cache.row_bytes
         kept += prefix_cache.wanted_bytes - prefix_cache.filled_bytes
         return kept + self._page_bytes  # other counts are rounded up to whole pages
 
     def spare_bytes(self) -> int:
         """Return the bytes of the grant that are free and that no admitted row may need."""
-        return self._admission.spare(self.held()) * self._page_bytes
+        return self._admission.spare_pages(self.held()) * self._page_bytes
 
     @property
     def charged_pages(self) -> int:
@@ -101,7 +101,7 @@ class MemoryAccount:
     @property
     def needed_pages(self) -> int:
         """Pages that pools and snapshots need in the worst case."""
-        return self._scheduler.reserved + self.cached_pages
+        return self._scheduler.reserved_pages + self.cached_pages
 
     # What could be given back.
 
@@ -109,13 +109,13 @@ class MemoryAccount:
         """Return the bytes that each reclaim method would free after the cheaper ones."""
         scheduler, admission, unit = self._scheduler, self._admission, self._page_bytes
         filled = self._prefix_cache.filled_bytes
-        places = self._places_pages(scheduler.places, filled)
-        rows = scheduler.reserved + places
+        places = self._places_pages(scheduler.reserved_rows, filled)
+        rows = scheduler.reserved_pages + places
         remaining = [admission.budget.pages, rows + self.cached_pages, rows]
         admitted = scheduler.victims()
         levels = range(1, scheduler.sizes.levels)
         remaining += [rows - self._saving(admitted, level) for level in levels]
-        rows -= self._saving(admitted, scheduler.sizes.lowest)
+        rows -= self._saving(admitted, scheduler.sizes.lowest_level)
         remaining.append(rows - self._freed_by_preemption(admitted, places, filled))
         freed = [unit * max(0, before - after) for before, after in pairwise(remaining)]
         return Reclaimable(
@@ -134,20 +134,25 @@ class MemoryAccount:
 
     def _saving(self, rids: Iterable[str], level: int) -> int:
         scheduler = self._scheduler
-        return sum(scheduler.saving(rid, level) for rid in rids if scheduler.level(rid) < level)
+        return sum(
+            scheduler.step_down_savings(rid, level)
+            for rid in rids
+            if scheduler.find(rid).level < level
+        )
 
     def _freed_by_preemption(
         self, rids: Iterable[str], places_pages: int, filled_bytes: int
     ) -> int:
         """Return the pages that preemption frees once all rows are at the lowest level."""
-        scheduler, lowest = self._scheduler, self._scheduler.sizes.lowest
-        places, freed = scheduler.places, 0
+        scheduler, lowest = self._scheduler, self._scheduler.sizes.lowest_level
+        places, freed = scheduler.reserved_rows, 0
         for request in (self._requests[rid] for rid in rids):
             if can_preempt(request):
-                pages, choices = scheduler.footing(request.rid)
-                if scheduler.level(request.rid) < lowest:
-                    pages -= scheduler.saving(request.rid, lowest)
-                places -= choices
+                scheduled = scheduler.find(request.rid)
+                pages = scheduled.pages
+                if scheduled.level < lowest:
+                    pages -= scheduler.step_down_savings(request.rid, lowest)
+                places -= scheduled.choices
                 filled_bytes -= self._prefix_cache.filled_by(request.tracked)
                 freed += pages
         return freed + self._kept_pages + places_pages - self._places_pages(places, filled_bytes)

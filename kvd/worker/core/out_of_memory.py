@@ -71,7 +71,7 @@ class OutOfMemory:
             self.count = 0
         self.calm = 0
         hands = self._hands
-        can_take_back = not (self.count or short.late)
+        can_take_back = not (self.count or short.in_flight_lost)
         if can_take_back and self._recovery.take_back(hands.requests.values(), hands.drain):
             self.count = 1
             _log.warning("out of memory in a prompt's chunk: %s", short.reason)
@@ -86,7 +86,7 @@ class OutOfMemory:
             self._release_ended()
             if self.count > 1:
                 self._fail_one(lacking)
-            lacking = shortage.attempt(self._start_over, lacking.late)
+            lacking = shortage.attempt(self._start_over, lacking.in_flight_lost)
         return reports
 
     def _start_over(self, late: bool) -> None:

@@ -80,7 +80,7 @@ class Preemption:
     def take_out(self, request: Request) -> None:
         """Freeze a running request's rows and take it out of the batch.
 
-        Nothing may be in flight. Its pages stay, and it waits for `Admission.unpark`.
+        Nothing may be in flight. Its pages stay, and it waits for `Admission.requeue_preempted`.
         """
         hands, cache = self._hands, self._hands.cache
         hands.drain()
@@ -121,14 +121,14 @@ class Preemption:
     def _kept(self) -> list[Request]:
         """Return who waits with something in memory, the last in the queue first."""
         hands = self._hands
-        waiting = [hands.requests[rid] for rid in reversed(hands.scheduler.line)]
+        waiting = [hands.requests[rid] for rid in reversed(hands.scheduler.queue)]
         return [one for one in waiting if one.kept_pages]
 
     def _park(self, request: Request, wanted: int) -> Generator[None, None, int]:
         hands = self._hands
-        pages, places = hands.scheduler.footing(request.rid)
+        scheduled = hands.scheduler.find(request.rid)
         left = hands.prefix_cache.filled_by(request.tracked) // hands.admission.budget.page_bytes
-        whole = pages + places * hands.admission.row_pages - left
+        whole = scheduled.pages + scheduled.choices * hands.admission.row_pages - left
         self.take_out(request)
         self._away.append(request.rid)
         where: PreemptionMode = "memory"
@@ -149,7 +149,7 @@ class Preemption:
         away, self._away = self._away, []
         for rid in away:
             if rid in self._hands.requests:
-                self._hands.admission.unpark(rid)
+                self._hands.admission.requeue_preempted(rid)
 
     def spill(self) -> None:
         """Take what others keep out of the memory that the head of the queue waits for.
@@ -157,7 +157,7 @@ class Preemption:
         One request; until it is out nobody is admitted, so that it stays where it is.
         """
         head = self._hands.scheduler.head
-        behind = [one for one in self._kept() if one.rid != head]
+        behind = [one for one in self._kept() if head is None or one.rid != head.rid]
         if behind and not self._jobs:
             self._hands.admission.closed = True
             self._jobs[behind[0].rid] = self._spill(behind[0])
@@ -181,14 +181,14 @@ class Preemption:
                 holder.snapshot = None
         request.kept_pages = 0
         request.saved = saved
-        hands.admission.keep(request.rid, 0)
+        hands.admission.reduce_kept(request.rid, 0)
         if saved is None:
             self._start_over(request)
         return "recompute" if saved is None else "disk"
 
     def _start_over(self, request: Request) -> None:
         request.start_over()
-        self._hands.scheduler.restart(request.rid)
+        self._hands.scheduler.restart_prefill(request.rid)
 
     def _saver(self, request: Request) -> SnapshotWriter | None:
         """Return what writes a request, if that is possible and worth it."""
@@ -204,7 +204,11 @@ class Preemption:
         return saver
 
     def _read(self, request: Request) -> int:
-        return len(request.prompt) if request.begun else self._hands.scheduler.position(request.rid)
+        return (
+            len(request.prompt)
+            if request.begun
+            else self._hands.scheduler.find(request.rid).prefilled
+        )
 
     def _save(self, request: Request, saver: SnapshotWriter) -> Generator[None, None, Saved | None]:
         """Write a file; None if that fails, or the request is over."""
@@ -256,7 +260,7 @@ class Preemption:
             self.restore(request)
             self._resumed(request)
             return
-        self._hands.scheduler.pause(request.rid)
+        self._hands.scheduler.suspend(request.rid)
         loader = SnapshotReader(self._hands.cache, records_of(request.saved.path))
         self.loading[request.rid] = loader
         self._jobs[request.rid] = self._load(request, request.saved, loader)

@@ -81,7 +81,7 @@ class Prompts:
         following = request.prompt[start + 1 : end + 1]
         scores = score(logits, mx.array(following, mx.int32), top=top > 0)
         told = [
-            self._text.told(one.token, one.logprob, one.top)
+            self._text.token_logprob(one.token, one.logprob, one.top)
             for one in scores.read([top] * len(following))
         ]
         first = self._unscored(request) if start == 0 else []
@@ -96,7 +96,7 @@ class Prompts:
 
     def _unscored(self, request: Request) -> list[TokenLogprob]:
         """Return a prompt's first token, which nothing comes before."""
-        return [self._text.told(request.prompt[0], None)]
+        return [self._text.token_logprob(request.prompt[0], None)]
 
 
 def _untold(request: Request, index: int, logprobs: list[TokenLogprob]) -> list[Report]:

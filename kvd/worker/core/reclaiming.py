@@ -101,9 +101,9 @@ class Reclaiming:
         unit = hands.admission.budget.page_bytes
         wanted = -(-command.wanted_bytes // unit)
         least = max(0, hands.admission.budget.pages - wanted)
-        wish, freed = hands.admission.hand_over(least, hands.memory_account.held())
+        wish, freed = hands.admission.give_back(least, hands.memory_account.held())
         mx.clear_cache()
-        memory.give_back()  # what malloc keeps of it: the process must hold less, not only MLX
+        memory.trim_malloc()  # what malloc keeps of it: the process must hold less, not only MLX
         reclaimable = hands.memory_account.reclaimable()
         rest = {
             "spare": reclaimable.spare,
@@ -144,14 +144,14 @@ class Reclaiming:
     def _lower(self, command: Reclaim) -> Iterator[None]:
         """Step rows down, the least valuable first, until it is enough."""
         hands, cache = self._hands, self._hands.cache
-        level = min(command.level, hands.scheduler.sizes.lowest)
-        hands.admission.start(max(level, hands.scheduler.start_level))
+        level = min(command.level, hands.scheduler.sizes.lowest_level)
+        hands.admission.set_start_level(max(level, hands.scheduler.start_level))
         if not isinstance(cache, ModelCache):
             return
         chosen = self._chosen(level, command.wanted_bytes)
         for request in chosen:
             request.level = max(request.level, level)
-            request.over.runs_on(request.level)
+            request.over.record_level(request.level)
             request.tracked.lowered = True
             request.mixed = request.mixed or request.begun or request.row is not None
         while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
@@ -162,7 +162,7 @@ class Reclaiming:
                 yield
         hands.prefix_cache.drop_lowered()
         for request in self._present(chosen):
-            hands.admission.lowered(request.rid, level)
+            hands.admission.step_down(request.rid, level)
 
     def _chosen(self, level: int, wanted_bytes: int) -> list[Request]:
         hands = self._hands
@@ -170,8 +170,8 @@ class Reclaiming:
         for rid in hands.scheduler.victims():
             if wanted_bytes <= 0:
                 break
-            if hands.scheduler.level(rid) < level:
-                wanted_bytes -= hands.scheduler.saving(rid, level) * unit
+            if hands.scheduler.find(rid).level < level:
+                wanted_bytes -= hands.scheduler.step_down_savings(rid, level) * unit
                 chosen.append(hands.requests[rid])
         return chosen
 
@@ -192,7 +192,7 @@ class Reclaiming:
         wanted = -(-wanted_bytes // hands.admission.budget.page_bytes)
         if not self._lacks(wanted):
             return
-        if cache.tail_slots > hands.scheduler.places:
+        if cache.tail_slots > hands.scheduler.reserved_rows:
             hands.settle()
             hands.drain()
             cache.cut_tails()
@@ -209,8 +209,10 @@ class Reclaiming:
         """Return whether less can be given back than wanted, and cutting would help."""
         hands = self._hands
         memory_account, held = hands.memory_account, hands.memory_account.held()
-        loose = held.pages > memory_account.needed_pages or held.rows > hands.scheduler.places
-        return loose and hands.admission.spare(held) < wanted
+        loose = (
+            held.pages > memory_account.needed_pages or held.rows > hands.scheduler.reserved_rows
+        )
+        return loose and hands.admission.spare_pages(held) < wanted
 
 
 def _is_above(cache: ModelCache, row: Any, level: int) -> bool:

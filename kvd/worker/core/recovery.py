@@ -79,7 +79,7 @@ class Recovery:
         if not self._runner.cache.undo_prefill():
             return False
         for request in requests:
-            if request.row and request.row.length != self._scheduler.position(request.rid):
+            if request.row and request.row.length != self._scheduler.find(request.rid).prefilled:
                 return False  # another pass of the same step had gone through
         return attempt(self._give_up_spare, requests, drain) is None
 
@@ -138,9 +138,9 @@ class Recovery:
         if request.begun:
             away = [one for one in request.live if one.snapshot is None]
             return _Lost(request, len(request.prompt) - 1, away) if away else None
-        if request.snapshot is not None or not self._scheduler.is_read(request.rid):
+        if request.snapshot is not None or not self._scheduler.find(request.rid).prompt_started:
             return None
-        return _Lost(request, self._scheduler.position(request.rid), [])
+        return _Lost(request, self._scheduler.find(request.rid).prefilled, [])
 
     def _begin(self, one: _Lost) -> None:
         self._on_phase("pools")

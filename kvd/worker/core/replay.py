@@ -78,7 +78,7 @@ def ended(
     count = len(resumed.tokens)
     if resumed.reason is not None:
         # A token that ends a completion counts, and is not sent.
-        return over.told(choice, reason, count + (reason == "stop" and not stopped))
+        return over.finish_reported(choice, reason, count + (reason == "stop" and not stopped))
     reports: list[Report] = []
     if rest:
         reports.append(RowTokens(rid=over.rid, index=count, tokens=[], text=rest, choice=choice))

@@ -26,10 +26,10 @@ from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
 from kvd.worker.fake.story import VOCABULARY, Story, word
 from kvd.worker.prefix.cache import PrefixCache, TrackedPrompt, next_chunks
 from kvd.worker.prefix.tree import PrefixTree
-from kvd.worker.scheduling.admission import Admission, Held, Turn
+from kvd.worker.scheduling.admission import Admission, AdmissionResult, Held
 from kvd.worker.scheduling.budget import PageBudget, mebibytes
 from kvd.worker.scheduling.scheduler import Scheduler
-from kvd.worker.text.choices import Choices, check_ids, late
+from kvd.worker.text.choices import Choices, check_token_ids, deadline_exceeded
 from kvd.worker.text.stops import StopFilter
 from protocol.errors import (
     ContextTooLong,
@@ -237,7 +237,7 @@ class FakeEngine:
             group=True,
             sizes=sizes_of(command.kv),
         )
-        self._admission = Admission(self._scheduler, budget, row_pages=0, rest_pages=model.pages)
+        self._admission = Admission(self._scheduler, budget, row_pages=0, idle_pages=model.pages)
         self._pages = FakePages(model.page_bytes)
         kv = command.kv
         tree = PrefixTree(self._pages, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
@@ -277,7 +277,7 @@ class FakeEngine:
                 prompt_tokens=len(prompt),
                 context_length=self._model.context,
             )
-        check_ids(request, VOCABULARY)
+        check_token_ids(request, VOCABULARY)
         max_new = request.max_tokens or min(room, DEFAULT_MAX_TOKENS)
         salt, scored = request.prefix_salt or "", request.prompt_logprobs is not None
         row = _Row(
@@ -371,7 +371,7 @@ class FakeEngine:
 
     def start_level(self, command: StartLevel) -> None:
         """Let new rows start at a level."""
-        self._admission.start(command.level)
+        self._admission.set_start_level(command.level)
 
     # The step.
 
@@ -389,17 +389,19 @@ class FakeEngine:
         if self._steps == self._model.hang_after:
             self._hang()
         for rid in self._scheduler.expired(self.clock()):
-            self._fail(self._rows[rid], late(self._rows[rid].made))
-        turn = self._take_turn()
-        if turn.evict_pages and self._prefix_cache.evict(turn.evict_pages * self._model.page_bytes):
-            turn = self._take_turn()
-        plan = turn.plan
-        self._tell(turn.wish)
-        self._reports += turn.queued
-        if turn.refused is not None:
-            rid, error = turn.refused
+            self._fail(self._rows[rid], deadline_exceeded(self._rows[rid].made))
+        result = self._admit()
+        if result.evict_pages and self._prefix_cache.evict(
+            result.evict_pages * self._model.page_bytes
+        ):
+            result = self._admit()
+        plan = result.plan
+        self._tell(result.memory_request)
+        self._reports += result.queue_positions
+        if result.refused is not None:
+            rid, error = result.refused
             self._fail(self._rows[rid], error)
-        for rid in plan.restored:
+        for rid in plan.resumed:
             self._reclaiming.restore(rid)
         if plan.group:
             self._on_phase("prefill")
@@ -408,15 +410,15 @@ class FakeEngine:
         self._most_rows = max(self._most_rows, len(plan.decode))
         for rid in plan.decode:
             self._advance(self._rows[rid])
-        self._tell(self._admission.rest(self._held.cached))
+        self._tell(self._admission.give_back_idle(self._held.cached))
         reports, self._reports = self._reports, []
         return reports
 
-    def _take_turn(self) -> Turn:
-        turn = self._admission.turn(self._held)
-        begun = [rid for rid in turn.plan.admitted if rid not in turn.plan.restored]
+    def _admit(self) -> AdmissionResult:
+        result = self._admission.admit(self._held)
+        begun = [rid for rid in result.plan.admitted if rid not in result.plan.resumed]
         self._reports += [RowAdmitted(rid=rid) for rid in begun]
-        return turn
+        return result
 
     def _wait_for_turn(self) -> None:
         if self._model.tps <= 0:
@@ -430,7 +432,7 @@ class FakeEngine:
         for chunk in next_chunks(self._scheduler, self._has_new_hit, self._begin):
             row = self._rows[chunk.rid]
             self._computed_tokens += chunk.length
-            self._scheduler.prefilled(chunk.rid, chunk.end)
+            self._scheduler.mark_prefilled(chunk.rid, chunk.end)
             self._prefix_cache.prefilled(row.tracked, chunk.end, (row.pages, chunk.end), lambda: 0)
 
     def _has_new_hit(self, rid: str) -> bool:
@@ -546,7 +548,7 @@ class FakeEngine:
 
     def stats(self) -> WorkerStats:
         """Return the counters."""
-        used = self._scheduler.reserved
+        used = self._scheduler.reserved_pages
         return WorkerStats(
             step=self._steps,
             rows_running=self._scheduler.decoding,

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core.memory_account import MemoryAccount, can_preempt
 from kvd.worker.scheduling.admission import Admission, Held
-from kvd.worker.scheduling.scheduler import Sizes
+from kvd.worker.scheduling.scheduler import ReservationSizes
 from protocol.types import KVSpec, Reclaimable
 from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from protocol.worker import PreemptionMode
 
 
-def sizes_of(kv: KVSpec) -> Sizes:
+def sizes_of(kv: KVSpec) -> ReservationSizes:
     """Return how many pages rows take, by level."""
     bits = [scheme.k_bits + scheme.v_bits for scheme in (kv.scheme, *kv.steps)]
-    return Sizes(
+    return ReservationSizes(
         lambda length, level: -(-full_pages(length) * bits[level] // bits[0]), levels=len(bits)
     )
 
@@ -87,7 +87,7 @@ class FakeReclaiming:
                 preempted = self._park(command.wanted_bytes)
         held = Held(cached=self.cached_pages)
         least = max(0, self._admission.budget.pages - -(-command.wanted_bytes // unit))
-        wish, freed = self._admission.hand_over(least, held)
+        wish, freed = self._admission.give_back(least, held)
         reclaimable = self.reclaimable()
         if wish is not None:
             self._report(replace(wish, reclaimable=reclaimable))
@@ -100,16 +100,18 @@ class FakeReclaiming:
         exhausted = rest[command.method] == 0
         self._report(Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=exhausted))
         for rid in preempted:
-            self._admission.unpark(rid)
+            self._admission.requeue_preempted(rid)
 
     def _lower(self, level: int, wanted_bytes: int) -> None:
         scheduler = self._admission.scheduler
-        level = min(level, scheduler.sizes.lowest)
-        self._admission.start(max(level, scheduler.start_level))
+        level = min(level, scheduler.sizes.lowest_level)
+        self._admission.set_start_level(max(level, scheduler.start_level))
         for rid in scheduler.victims():
-            if wanted_bytes > 0 and scheduler.level(rid) < level:
-                wanted_bytes -= scheduler.saving(rid, level) * self._admission.budget.page_bytes
-                self._admission.lowered(rid, level)
+            if wanted_bytes > 0 and scheduler.find(rid).level < level:
+                wanted_bytes -= (
+                    scheduler.step_down_savings(rid, level) * self._admission.budget.page_bytes
+                )
+                self._admission.step_down(rid, level)
 
     def _park(self, wanted_bytes: int) -> list[str]:
         admission = self._admission
@@ -119,7 +121,7 @@ class FakeReclaiming:
                 break
             if not can_preempt(self._rows[rid]):
                 continue
-            nbytes = admission.scheduler.footing(rid)[0] * admission.budget.page_bytes
+            nbytes = admission.scheduler.find(rid).pages * admission.budget.page_bytes
             wanted_bytes -= nbytes
             admission.preempt(rid)
             self._report(RowPreempted(rid=rid, nbytes=nbytes, where=self._where))

@@ -36,13 +36,15 @@ def next_chunks(
     begin ahead of the prefill order. ``begin(rid)`` gives a request its row and returns the number
     of tokens that the row holds.
     """
-    for rid in scheduler.fresh:
-        if has_new_hit(rid) and rid in scheduler.fresh:
+    for rid in scheduler.cache_candidates:
+        if has_new_hit(rid) and rid in scheduler.cache_candidates:
             scheduler.skip_to(rid, begin(rid))
     while True:
         group = scheduler.next_group()
         # Begin one prompt at a time: the next may have to wait for what this one prefills.
-        fresh = next((chunk.rid for chunk in group if not scheduler.is_read(chunk.rid)), None)
+        fresh = next(
+            (chunk.rid for chunk in group if not scheduler.find(chunk.rid).prompt_started), None
+        )
         if fresh is None:
             return group
         scheduler.skip_to(fresh, begin(fresh))

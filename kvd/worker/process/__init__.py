@@ -1,1 +1,1 @@
-"""The worker process around its engine: commands in, reports out, memory readings."""
+"""The worker process around the engine: its loop, socket, time slices and memory readings."""

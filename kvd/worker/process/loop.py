@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvd.worker.process import gate, memory
+from kvd.worker.process import memory
 from kvd.worker.process.outbox import Outbox
 from kvd.worker.process.phases import Phases
+from kvd.worker.process.time_slice_gate import TimeSliceGate, uses_time_slices
 from protocol.errors import Draining, InternalError, KvdError, LocalProtocolError
 from protocol.framing import FrameDecoder, decode_command
 from protocol.worker import (
@@ -115,7 +116,7 @@ class Loop:
         self._phase: Phase = "idle"
         """As the daemon knows it."""
         self._phases = Phases()
-        self._gate = gate.Gate(on=False)
+        self._gate = TimeSliceGate(on=False)
         self._sign_due = clock() + SIGN_INTERVAL_S
         engine.watch(self._enter)
 
@@ -130,7 +131,7 @@ class Loop:
                 self._serve()
         except _Stopped:
             pass
-        self._say(self._gate.rest(self._clock()))  # others need not wait for the process's end
+        self._say(self._gate.work_done(self._clock()))  # others need not wait for the process's end
         self._engine.close()
         self._link.flush()
 
@@ -150,7 +151,7 @@ class Loop:
         # What was imported and loaded stays: looking through it again and again takes 30 ms a time.
         gc.collect()
         gc.freeze()
-        self._gate = gate.Gate(on=gate.wanted(command.time_slices, info.device))
+        self._gate = TimeSliceGate(on=uses_time_slices(command.time_slices, info.device))
         self._link.put(Ready(info=info))
         return True
 
@@ -207,11 +208,11 @@ class Loop:
     def _step(self) -> None:
         timed = self._gate.is_timed
         if timed:
-            self._say(self._gate.stepping(self._clock()))
+            self._say(self._gate.before_step(self._clock()))
         reports = self._engine.step()
         self._phases.leave(self._clock())
         if timed:  # before the tokens: others wait for it
-            self._say(self._gate.stepped(self._clock()))
+            self._say(self._gate.after_step(self._clock()))
         for report in reports:
             if isinstance(report, (RowFinished, RowFailed)):
                 self._rows.discard(report.rid)
@@ -220,7 +221,7 @@ class Loop:
         self._tell_stats()
 
     def _has_turn(self) -> bool:
-        self._say(self._gate.begin(reads=self._engine.reads_prompts))
+        self._say(self._gate.request_slice(prefills=self._engine.reads_prompts))
         return self._gate.is_open
 
     def _await_turn(self) -> None:
@@ -238,7 +239,7 @@ class Loop:
 
     def _rest(self) -> None:
         """Sleep until a command comes or a request's deadline does."""
-        self._say(self._gate.rest(self._clock()))
+        self._say(self._gate.work_done(self._clock()))
         self._enter("idle")
         while not (self._link.commands or self._engine.has_work):
             due = min(self._stats_due, self._engine.next_deadline or self._stats_due)
@@ -260,7 +261,7 @@ class Loop:
             case StartLevel():
                 self._engine.start_level(command)
             case TimeSlice():
-                self._say(self._gate.take(command, self._clock()))
+                self._say(self._gate.apply(command, self._clock()))
             case Stop():
                 self._stopping = True
                 if not command.drain:

@@ -1,7 +1,8 @@
-"""This process's memory as the system counts it: what nobody else would give back at its exit.
+"""This process's footprint: the memory that its exit would free.
 
-On Linux the proportional set size, on macOS ``phys_footprint``: resident size misleads on both.
-`kvd.host.memory` reads other processes' for the daemon; a worker must not depend on the daemon's code.
+Proportional set size on Linux, ``phys_footprint`` on macOS. Resident size is misleading on both.
+`kvd.host.memory` reads the footprints of other processes for the daemon; a worker must not depend
+on the daemon's code.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
 
 MIN_INTERVAL_S = 0.25
 MAX_SHARE = 0.02
-"""Of the time that readings may take: the kernel walks all page tables for one, which was measured
-at 25 ms for each GiB of small pages, and the loop that reads it has tokens to make."""
+"""Share of the time that readings may take. The kernel walks all page tables for a reading (measured:
+25 ms per GiB of small pages), and the loop produces no tokens meanwhile."""
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 class _Reading:
-    """A reading that is taken anew only when it is due."""
+    """A value that is read again only when it is due."""
 
     def __init__(self, read: Callable[[], int], clock: Callable[[], float]) -> None:
         self._read = read
@@ -34,12 +35,10 @@ class _Reading:
         self._value = 0
 
     def newest(self) -> int:
-        """Return the value, read again if that is due."""
         start = self._clock()
         return self._value if start < self._due else self._take(start)
 
-    def anew(self) -> int:
-        """Return the value, read again."""
+    def read_now(self) -> int:
         return self._take(self._clock())
 
     def _take(self, start: float) -> int:
@@ -56,13 +55,13 @@ def _read_linux() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Kernels without smaps_rollup, and sandboxes that hide it: resident pages.
+    # Fall back to resident pages: old kernels lack smaps_rollup, and sandboxes may hide it.
     resident = int(Path("/proc/self/statm").read_text().split()[1])
     return resident * os.sysconf("SC_PAGE_SIZE")
 
 
 class _RUsageInfoV4(ctypes.Structure):
-    """``struct rusage_info_v4`` of <sys/resource.h>, up to its footprint, and room for the rest."""
+    """``struct rusage_info_v4`` of <sys/resource.h>, up to the footprint, then padding."""
 
     _fields_ = (
         ("ri_uuid", ctypes.c_uint8 * 16),
@@ -93,17 +92,17 @@ _reading = _Reading(_read_macos if sys.platform == "darwin" else _read_linux, ti
 
 
 def footprint() -> int:
-    """Return this process's footprint in bytes, as new as is cheap."""
+    """Return this process's footprint in bytes. It may be old, to keep readings cheap."""
     return _reading.newest()
 
 
-def measured() -> int:
+def footprint_now() -> int:
     """Return this process's footprint in bytes, read now."""
-    return _reading.anew()
+    return _reading.read_now()
 
 
-def give_back() -> None:
-    """Return to the system what malloc keeps of freed memory, where malloc can (glibc)."""
+def trim_malloc() -> None:
+    """Return freed memory that malloc keeps to the system, if malloc can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
-"""No worker outlives its daemon, not even in the middle of a long step.
+"""Ends the worker when its daemon dies, even during a long step.
 
-The loop sees the end of its socket between two steps; a step, a load or a download may take much
-longer. So a thread that does nothing else waits for the hang-up and ends the process. On Linux the
-kernel is asked as well (``PR_SET_PDEATHSIG``), since that works even while somebody holds the GIL.
+The loop notices the end of its socket only between steps; a step, a load or a download may take
+much longer. A separate thread therefore waits for the hang-up and ends the process. On Linux the
+kernel also does so (``PR_SET_PDEATHSIG``), which works even while another thread holds the GIL.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import socket
 
-_LOOK_AGAIN_MS = 500
-"""Between looks at the parent, for systems that do not wake ``poll`` for a hang-up alone."""
+_CHECK_INTERVAL_MS = 500
+"""Between checks of the parent, on systems where a hang-up alone does not wake ``poll``."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(sock: socket.socket) -> None:
-    """End this process, with status 0, as soon as the other end of ``sock`` is closed."""
+    """End this process with status 0 as soon as the other end of ``sock`` is closed."""
     parent = os.getppid()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
@@ -36,7 +36,7 @@ def die_with_parent(sock: socket.socket) -> None:
 
 def _watch(sock: socket.socket, parent: int) -> None:
     poll = select.poll()
-    poll.register(sock, 0)  # hang-ups and errors are always told
-    while not poll.poll(_LOOK_AGAIN_MS) and os.getppid() == parent:
+    poll.register(sock, 0)  # poll always reports hang-ups and errors
+    while not poll.poll(_CHECK_INTERVAL_MS) and os.getppid() == parent:
         pass
     os._exit(0)

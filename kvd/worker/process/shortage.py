@@ -1,16 +1,16 @@
-"""Memory that the device does not have: how MLX says so, and what is done about it at once.
+"""Failed memory allocations: how MLX reports them, and the retry that follows at once.
 
-An allocation that fails raises from `mx.eval` or `mx.async_eval`. What was computed before it
-stays, what comes after it stays lazy, and the operation itself has not begun: to evaluate the same
-arrays again goes on with it. Nothing is computed twice and nothing comes out differently. So
-`install` puts functions in the place of these two, in the worker's process, that make room and go
-on; whoever evaluates something need not know.
+A failed allocation raises from `mx.eval` or `mx.async_eval`. Arrays computed before it stay
+computed, arrays after it stay lazy, and the operation itself has not started. Evaluating the same
+arrays again therefore continues where it failed: nothing is computed twice and no result changes.
+`install_retries` replaces both functions in the worker's process by ones that free cached memory
+and try again, so that callers need no handling of their own.
 
-Where that is not enough they raise `Shortage`, and the engine makes more room (`recovery`).
+If that is not enough they raise `Shortage`, and the engine frees more memory (`recovery`).
 
-Does not cover: a Metal command buffer that fails for want of memory. The next wait says so; what
-it should have written is lost by then, and there is nothing to go on with: `Shortage` at once,
-``late``. On the CPU MLX does not notice: the kernel ends the process.
+Does not cover: a Metal command buffer that fails for lack of memory. The next wait reports it, and
+by then its results are lost, so there is nothing to retry: `Shortage` at once, with
+``in_flight_lost``. On the CPU MLX does not notice a shortage: the kernel ends the process.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from typing import Any
 import mlx.core as mx
 
 TRIES = 2
-"""How often room is made and the same evaluated again. The second time is for what others give
-up: memory of a process that has just ended comes back late."""
+"""Retries after cached memory was freed. The second one gives other processes time: the memory of a
+process that just ended is returned late."""
 
 _MARKS = (
     "[malloc]",  # every backend: "[malloc] Unable to allocate 4096 bytes."
     "[metal::malloc]",  # too many buffers, or one that is too large
-    "out of memory",  # CUDA's own words
+    "out of memory",  # CUDA
     "memory allocation failed",
-    "insufficient memory",  # Metal, of a command buffer
+    "insufficient memory",  # a Metal command buffer
 )
-_LATE = "command buffer execution failed"
+_COMMAND_BUFFER_FAILED = "command buffer execution failed"
 
 
 class Shortage(MemoryError):
-    """There is no memory for what is to be computed, and making room did not help.
+    """An allocation failed, and freeing cached memory did not help.
 
-    ``late``: it has failed already, and everything that was in flight is lost with it.
+    ``in_flight_lost``: the computation failed after launch, and everything in flight is lost.
     """
 
-    def __init__(self, reason: str, *, late: bool = False) -> None:
+    def __init__(self, reason: str, *, in_flight_lost: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.late = late
+        self.in_flight_lost = in_flight_lost
 
 
 def shortage_of(error: BaseException) -> Shortage | None:
-    """Return what an error of MLX's says about memory, without its traceback; None: nothing."""
+    """Return a new `Shortage`, without traceback, if the error reports one; else None."""
     if isinstance(error, Shortage):
-        return Shortage(error.reason, late=error.late)
+        return Shortage(error.reason, in_flight_lost=error.in_flight_lost)
     text = str(error)
     if isinstance(error, MemoryError):
         return Shortage(text or "the host has no memory")
-    said = text.lower()
-    if isinstance(error, RuntimeError) and any(mark in said for mark in _MARKS):
-        return Shortage(text, late=_LATE in said)
+    lower = text.lower()
+    if isinstance(error, RuntimeError) and any(mark in lower for mark in _MARKS):
+        return Shortage(text, in_flight_lost=_COMMAND_BUFFER_FAILED in lower)
     return None
 
 
 def attempt(work: Callable[..., None], *arguments: Any) -> Shortage | None:
-    """Do this; return what memory it lacked, or None if it was done. Other errors are raised.
+    """Call ``work``; return its `Shortage`, or None if it succeeded. Other errors are raised.
 
-    What comes back holds nothing of the work: the frames of a traceback hold what a step has
-    built, and that holds the pools.
+    The result holds no traceback: its frames would keep the arrays of the step, and with them the
+    pools, alive.
     """
     try:
         work(*arguments)
@@ -75,34 +75,34 @@ def attempt(work: Callable[..., None], *arguments: Any) -> Shortage | None:
     return None
 
 
-def give_back_cached() -> None:
-    """Wait until nothing is in flight, and give back what the allocator keeps for reuse."""
+def clear_allocator_cache() -> None:
+    """Wait until nothing is in flight, then free the memory that MLX caches for reuse."""
     mx.synchronize()
     mx.clear_cache()
 
 
-def install() -> None:
-    """Let `mx.eval` and `mx.async_eval` make room and go on, from now on, in this process."""
+def install_retries() -> None:
+    """Replace `mx.eval` and `mx.async_eval` in this process by `RetryingEval`."""
     for name in ("eval", "async_eval"):
-        if not isinstance(getattr(mx, name), Patient):
-            setattr(mx, name, Patient(getattr(mx, name)))
+        if not isinstance(getattr(mx, name), RetryingEval):
+            setattr(mx, name, RetryingEval(getattr(mx, name)))
 
 
-class Patient:
-    """One of the two functions, which makes room where memory is short."""
+class RetryingEval:
+    """`mx.eval` or `mx.async_eval`, retried after a failed allocation."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain = plain
-        """MLX's own."""
+        """MLX's own function."""
 
     def __call__(self, *arrays: Any) -> None:
-        """Evaluate; raises `Shortage` if there is no memory for it even so."""
+        """Evaluate; raises `Shortage` if retries do not help."""
         for _ in range(TRIES):
             short = attempt(self.plain, *arrays)
             if short is None:
                 return
-            if short.late:
+            if short.in_flight_lost:
                 raise short
-            give_back_cached()
+            clear_allocator_cache()
         if (short := attempt(self.plain, *arrays)) is not None:
             raise short

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSampling",
-    "Draw",
-    "Drawn",
     "RowSettings",
+    "SampledToken",
     "Sampler",
+    "SamplerOutput",
     "finite_and_varied",
     "sample",
 ]
@@ -62,7 +62,7 @@ class RowSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     """One row's token on the host."""
 
     token: int
@@ -72,7 +72,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplerOutput:
     """One step's tokens, lazy: evaluate `arrays`, then `read`."""
 
     tokens: Any
@@ -88,14 +88,14 @@ class Draw:
         """Return what is to be evaluated."""
         return [self.tokens, self.trusted, *(self.logprobs.arrays() if self.logprobs else ())]
 
-    def read(self) -> list[Drawn]:
+    def read(self) -> list[SampledToken]:
         """Return all rows on the host; waits for the device."""
         scored: dict[int, Scored] = {}
         if self.logprobs is not None:
             told = self.logprobs.read(list(self.tops.values()))
             scored = dict(zip(self.tops, told, strict=True))
         pairs = zip(self.tokens.tolist(), self.trusted.tolist(), strict=True)
-        return [Drawn(*pair, scored.get(row)) for row, pair in enumerate(pairs)]
+        return [SampledToken(*pair, scored.get(row)) for row, pair in enumerate(pairs)]
 
 
 @dataclass(slots=True)
@@ -154,7 +154,9 @@ class Sampler:
         if row.edited.penalized or (self._batch is not None and key in self._batch.keys):
             self._batch = None  # it may come back under the same key
 
-    def draw(self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]) -> Draw:
+    def draw(
+        self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]
+    ) -> SamplerOutput:
         """Draw the next token of these rows, lazily.
 
         ``logits`` is ``[rows, vocabulary]``, as the model gave them; ``positions`` are those of
@@ -171,7 +173,7 @@ class Sampler:
             mine = logits if batch.wanted is None else logits[batch.wanted]
             drawn = tokens if batch.wanted is None else tokens[batch.wanted]
             scores = score(mine, drawn, top=any(batch.tops.values()))
-        return Draw(tokens, finite_and_varied(logits), scores, batch.tops)
+        return SamplerOutput(tokens, finite_and_varied(logits), scores, batch.tops)
 
     def _prepared(self, keys: tuple[Hashable, ...]) -> tuple[_Batch, Edits]:
         batch, edits = self._batch, self._edits

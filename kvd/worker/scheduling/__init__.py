@@ -1,1 +1,1 @@
-"""The parts of `kvd.worker.scheduling.scheduler`: one request, the queue, and whose chunk is next."""
+"""Admission, queue, prefill order and memory budget of one worker: integers, no tensors."""

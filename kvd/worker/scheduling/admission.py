@@ -1,17 +1,18 @@
-"""Which requests run, and the memory that they need: the queue and the grant as one. Pure.
+"""Admission of queued requests under the worker's grant. Pure.
 
-An admitted row's worst case is covered by the grant until it ends or is parked: rows are never
-admitted on memory that the daemon has not said yes to, and what is held never exceeds what is
-granted. The order in which memory is sought for the head of the queue:
+The grant covers the worst case of every admitted request until it ends or is preempted. Memory for
+the head of the queue is sought in this order:
 
-1. more of the daemon's, for all that wait and have a place, else for the head alone;
-2. where that is denied, what cached prefixes hold (`Turn.evict_pages`);
-3. what rows give back that end or are parked;
-4. where there are none, what parked ones keep that stand behind the head (`Turn.spill`);
-5. and else it waits: the daemon has the wish in mind, and grants it when others give back.
+1. a larger grant for all queued requests for which rows are free, or else for the head alone;
+2. if that is denied: the pages of cached prefixes (`AdmissionResult.evict_pages`);
+3. pages that requests free when they end or are preempted;
+4. if no request is admitted: pages that preempted requests behind the head keep in memory
+   (`AdmissionResult.swap_out_kept`);
+5. otherwise the head waits. The daemon remembers the denied memory request and grants it when other
+   workers give memory back.
 
-A request is refused only if the whole budget is too small for it at the lowest level of the ladder,
-and then at once: when it comes, or when the budget has become smaller.
+A request is refused only if it exceeds the whole budget at the lowest precision level: when it is
+submitted, or when the budget becomes smaller.
 
 Shared by the real engine and the fake one.
 """
@@ -25,7 +26,7 @@ from dataclasses import replace as replace_fields
 from msgspec.structs import replace
 
 from kvd.worker.scheduling.budget import PageBudget
-from kvd.worker.scheduling.positions import Positions
+from kvd.worker.scheduling.queue_positions import QueuePositions
 from kvd.worker.scheduling.scheduler import Plan, Scheduler
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, MemoryRequested, RowQueued
@@ -36,85 +37,88 @@ class Held:
     """What the engine holds now, used or not."""
 
     pages: int = 0
-    """In the pools."""
+    """Pages in the pools."""
     rows: int = 0
-    """Tails."""
+    """Rows with tail buffers."""
     cached: int = 0
-    """Of the pages, those that only cached prefixes need; they can be dropped at any time."""
-    left: int = 0
-    """Of these, what places keep room for: their rows have left the checkpoints that it is for."""
+    """Pages that only cached prefixes use; they can be evicted at any time."""
+    covered: int = 0
+    """Cached pages that the ``row_pages`` of running rows already cover: their own checkpoints."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What to do next: a plan, and what to tell the daemon and one client."""
+class AdmissionResult:
+    """A plan, and what to report to the daemon and the clients."""
 
     plan: Plan
-    wish: MemoryRequested | None = None
+    memory_request: MemoryRequested | None = None
     refused: tuple[str, InsufficientMemory] | None = None
-    """A request that can never run; it is still scheduled until `Admission.finish`."""
+    """A request that can never run. It stays scheduled until `Admission.finish`."""
     evict_pages: int = 0
-    """So many pages of cached prefixes must go; drop them, and take another turn."""
-    spill: bool = False
-    """What parked rows keep in memory must go elsewhere: the head waits for it."""
-    queued: tuple[RowQueued, ...] = ()
-    """Whose place in the queue has changed."""
+    """Pages of cached prefixes to evict before `Admission.admit` is called again."""
+    swap_out_kept: bool = False
+    """Whether pages that preempted requests keep must leave memory, because the head needs them."""
+    queue_positions: tuple[RowQueued, ...] = ()
 
 
 class Admission:
     """The scheduler and the budget of one engine.
 
-    ``row_pages``: what a row's tail takes, in pages; ``rest_pages``: what an idle engine keeps.
+    ``row_pages``: pages that one row takes in addition to the scheduler's: its tail and a
+    checkpoint. ``idle_pages``: pages of the grant that an idle engine keeps.
     """
 
     def __init__(
-        self, scheduler: Scheduler, budget: PageBudget, *, row_pages: int, rest_pages: int
+        self, scheduler: Scheduler, budget: PageBudget, *, row_pages: int, idle_pages: int
     ) -> None:
         self.scheduler = scheduler
         self.budget = budget
         self.row_pages = row_pages
-        self._rest_pages = rest_pages
-        self._news = False
-        """Whether a plan may say something else than the last one."""
-        self._idle_pages = rest_pages
-        """What the engine keeps when nobody is there."""
+        self._base_idle_pages = idle_pages
+        self._idle_pages = idle_pages
+        """Pages that the idle engine keeps, cached prefixes included."""
+        self._changed = False
+        """Whether the next plan may differ from the last one."""
         self.closed = False
-        """Whether nobody is admitted: memory is being given back."""
-        self._positions = Positions()
-        self.start(0)
+        """Whether no request is admitted because memory is being given back."""
+        self._positions = QueuePositions()
+        self.set_start_level(0)
 
-    def start(self, level: int) -> None:
-        """Let new rows start at this level, or the first below it at which they ever fit."""
-        lowest = self.scheduler.sizes.lowest
-        self.scheduler.start(max(0, min(level, lowest)), self._too_large)
-        self._news = True
+    def set_start_level(self, level: int) -> None:
+        """Start new requests at this level, or at the first lower one where they ever fit."""
+        lowest = self.scheduler.sizes.lowest_level
+        self.scheduler.set_start_level(max(0, min(level, lowest)), self._too_large)
+        self._changed = True
 
-    def _too_large(self, pages: int, places: int) -> bool:
-        return self.budget.too_large(pages + places * self.row_pages)
+    def _too_large(self, pages: int, rows: int) -> bool:
+        return self.budget.too_large(pages + rows * self.row_pages)
 
     @property
     def has_work(self) -> bool:
-        """Whether another `turn` or `rest` would do something now."""
+        """Whether `admit` or `give_back_idle` would do something now."""
         return bool(
-            self.scheduler.active or self.may_admit or self._has_positions or self._can_rest
+            self.scheduler.states.active
+            or self.may_admit
+            or self._reports_positions
+            or self._can_give_back_idle
         )
 
     @property
     def may_admit(self) -> bool:
-        """Whether a request waits for which the next `turn` may have room; it has looked else."""
-        return self.scheduler.waiting > 0 and self._news and not self.closed
+        """Whether `admit` may admit a queued request; False if it just failed to."""
+        return self.scheduler.waiting > 0 and self._changed and not self.closed
 
     @property
-    def _has_positions(self) -> bool:
-        """Whether there are places to tell; while the daemon's answer is on its way, none is."""
+    def _reports_positions(self) -> bool:
+        # While a memory request is open, its answer may change the queue.
         return self._positions.stale and self.budget.open_bytes is None
 
     @property
     def idle(self) -> bool:
-        """Whether no request is there at all."""
-        return not self.scheduler.requests
+        """Whether there is no request in any state."""
+        return not self.scheduler.states.requests
 
-    # A request's way: what `Scheduler` does, and that a plan may say something else afterwards.
+    # Requests: the scheduler's operations, after which a plan may differ.
 
     def submit(
         self,
@@ -127,13 +131,13 @@ class Admission:
         choices: int = 1,
         path: tuple[Hashable, ...] = (),
     ) -> None:
-        """Put a request into the queue.
+        """Queue a request.
 
-        Raises `InsufficientMemory` if the whole budget is too small for it at the lowest level.
+        Raises `InsufficientMemory` if it exceeds the whole budget at the lowest level.
         """
         sizes = self.scheduler.sizes
-        first, more = sizes.of(prompt_len, max_new, sizes.lowest)
-        pages = first + (choices - 1) * more
+        first, further = sizes.of(prompt_len, max_new, sizes.lowest_level)
+        pages = first + (choices - 1) * further
         if self._too_large(pages, choices):
             raise self.budget.refusal(pages + choices * self.row_pages)
         self.scheduler.submit(
@@ -145,139 +149,135 @@ class Admission:
             choices=choices,
             path=path,
         )
-        self._positions.changed()
-        if self.scheduler.head == rid:  # behind another it has to wait anyway
-            self._news = True
+        self._positions.mark_changed()
+        head = self.scheduler.head
+        if head is not None and head.rid == rid:  # behind another request it has to wait anyway
+            self._changed = True
 
     def finish(self, rid: str) -> None:
-        """Forget a request in whatever state; nothing may read its pages any more."""
+        """Forget a request in any state. Its pages must not be read any more."""
         self.scheduler.finish(rid)
         self._positions.forget(rid)
-        self._freed()
+        self._note_freed()
 
     def finish_choice(self, rid: str) -> None:
-        """Take back the place and the pages of one choice of several."""
+        """Free the row and the pages of one of several choices."""
         self.scheduler.finish_choice(rid)
-        self._freed()
+        self._note_freed()
 
-    def preempt(self, rid: str, kept: int = 0) -> None:
-        """Take a row out; nothing may read its pages any more, but the ``kept`` ones."""
-        self.scheduler.preempt(rid, kept)
-        self._freed()
+    def preempt(self, rid: str, kept_pages: int = 0) -> None:
+        """Take a request out of the batch. Only its kept pages may be read afterwards."""
+        self.scheduler.preempt(rid, kept_pages)
+        self._note_freed()
 
-    def keep(self, rid: str, kept: int) -> None:
-        """Let a parked row keep fewer pages."""
-        self.scheduler.keep(rid, kept)
-        self._freed()
+    def reduce_kept(self, rid: str, kept_pages: int) -> None:
+        """Lower the pages that a preempted request keeps."""
+        self.scheduler.reduce_kept(rid, kept_pages)
+        self._note_freed()
 
-    def unpark(self, rid: str) -> None:
-        """Put a parked row back into the queue."""
-        self.scheduler.unpark(rid)
-        self._positions.changed()
-        self._news = True
+    def requeue_preempted(self, rid: str) -> None:
+        """Put a preempted request back into the queue."""
+        self.scheduler.requeue_preempted(rid)
+        self._positions.mark_changed()
+        self._changed = True
 
-    def lowered(self, rid: str, level: int) -> None:
-        """Note that all that a request has is on this level now: its worst case is smaller."""
-        self.scheduler.lowered(rid, level)
-        self._freed()
+    def step_down(self, rid: str, level: int) -> None:
+        """Note that all pages of a request are at this level now, so that it reserves fewer."""
+        self.scheduler.step_down(rid, level)
+        self._note_freed()
 
-    def _freed(self) -> None:
-        self.budget.denied = None  # memory became free here: what was denied may be asked again
-        self._news = True
+    def _note_freed(self) -> None:
+        self.budget.denied = None  # with memory freed here, the same may be requested again
+        self._changed = True
 
     # Memory.
 
     def granted(self, grant: Grant) -> None:
-        """Take the daemon's answer."""
+        """Apply the daemon's answer to a memory request."""
         before = self.budget.budget_bytes
         self.budget.answer(grant)
         if self.budget.budget_bytes != before:
-            self.start(self.scheduler.start_level)
-        self._news = True
+            self.set_start_level(self.scheduler.start_level)
+        self._changed = True
 
-    def lacking(self, pages: int, rows: int, held: Held) -> int:
-        """Return the pages that the grant lacks for rows that reserve so much."""
+    def missing_pages(self, pages: int, rows: int, held: Held) -> int:
+        """Return the pages that the grant lacks to reserve this many pages and rows."""
         return self._needed(pages, rows, held) - self.budget.pages
 
-    def spare(self, held: Held) -> int:
-        """Return the pages of the grant that nothing holds and no row may come to need."""
-        scheduler = self.scheduler
-        return self.budget.pages - self._needed(scheduler.reserved, scheduler.places, held)
+    def spare_pages(self, held: Held) -> int:
+        """Return the pages of the grant that are neither held nor reserved."""
+        return self.budget.pages - self._needed_now(held)
 
-    def want_spare(self, pages: int, held: Held) -> MemoryRequested | None:
-        """Ask for what lacks to so many spare pages, for checkpoints; None: nothing, or denied."""
-        return self.budget.want(pages - self.spare(held))
+    def request_spare(self, pages: int, held: Held) -> MemoryRequested | None:
+        """Request what is missing to this many spare pages; None if nothing, or if denied."""
+        return self.budget.request(pages - self.spare_pages(held))
 
     def _needed(self, pages: int, rows: int, held: Held) -> int:
-        places = max(held.rows, rows) * self.row_pages - held.left
-        return max(held.pages, pages + held.cached) + places
+        for_rows = max(held.rows, rows) * self.row_pages - held.covered
+        return max(held.pages, pages + held.cached) + for_rows
 
-    def turn(self, held: Held) -> Turn:
-        """Admit what fits; for what does not, seek memory in the order of the module's page."""
-        turn = self._turn(held)
-        if not self._has_positions:
-            return turn
-        return replace_fields(turn, queued=tuple(self._positions.news(self.scheduler.line)))
+    def _needed_now(self, held: Held) -> int:
+        return self._needed(self.scheduler.reserved_pages, self.scheduler.reserved_rows, held)
 
-    def _turn(self, held: Held) -> Turn:
+    def admit(self, held: Held) -> AdmissionResult:
+        """Admit the requests that fit; for the head, seek memory in the order given above."""
+        result = self._admit(held)
+        if not self._reports_positions:
+            return result
+        updates = self._positions.updates(self.scheduler.queue)
+        return replace_fields(result, queue_positions=tuple(updates))
+
+    def _admit(self, held: Held) -> AdmissionResult:
         if self.closed:
-            return Turn(self.scheduler.plan(None))
-        self._news = False
-        plan = self.scheduler.plan(lambda pages, rows: self.lacking(pages, rows, held))
+            return AdmissionResult(self.scheduler.plan(None))
+        self._changed = False
+        plan = self.scheduler.plan(lambda pages, rows: self.missing_pages(pages, rows, held))
         if plan.admitted:
-            self._positions.changed()
-        if not plan.wanted_pages:
-            return Turn(plan)
+            self._positions.mark_changed()
+        if not plan.missing_pages:
+            return AdmissionResult(plan)
         budget, head = self.budget, self.scheduler.head
-        assert head is not None, "pages are wanted for the head of the queue"
-        pages, places = self.scheduler.footing(head)
-        if self._too_large(pages, places):
-            refusal = budget.refusal(pages + places * self.row_pages)
-            return Turn(plan, budget.withdraw(), (head, refusal))
-        resuming = self.scheduler.has_begun(head)
-        wish = budget.want(plan.hoped_pages) or budget.want(plan.wanted_pages)  # 1
-        if wish is not None or not budget.is_denied(plan.wanted_pages):
-            return Turn(plan, replace(wish, resuming=resuming) if wish else None)
+        assert head is not None, "missing pages are those of the head"
+        if self._too_large(head.pages, head.choices):
+            refusal = budget.refusal(head.pages + head.choices * self.row_pages)
+            return AdmissionResult(plan, budget.withdraw(), (head.rid, refusal))
+        request = budget.request(plan.queue_missing_pages) or budget.request(plan.missing_pages)
+        if request is not None:  # 1
+            request = replace(request, resuming=head.was_admitted)
+        if request is not None or not budget.is_denied(plan.missing_pages):
+            return AdmissionResult(plan, request)
         if held.cached:  # 2
-            self._news = True
-            return Turn(plan, evict_pages=min(held.cached, plan.wanted_pages))
-        return Turn(plan, spill=not self.scheduler.places and self.scheduler.kept_behind > 0)  # 3-5
+            self._changed = True
+            return AdmissionResult(plan, evict_pages=min(held.cached, plan.missing_pages))
+        states = self.scheduler.states
+        return AdmissionResult(plan, swap_out_kept=not states.rows and states.kept_behind_head > 0)
 
-    def give_back(self, pages: int, held: Held) -> MemoryRequested | None:
-        """Return what is granted above ``pages``, as far as nothing holds or has reserved it.
+    def give_back(self, pages: int, held: Held) -> tuple[MemoryRequested | None, int]:
+        """Give back the grant beyond ``pages``, as far as it is neither held nor reserved.
 
-        None if there is nothing, or a wish is open. Drop what can go before: cached prefixes,
-        spare pools, and rows (`Scheduler.victims`, `park`).
+        Return the memory request and the freed bytes; None and 0 if there are none. An open memory
+        request is replaced. Free cached prefixes, spare pools and rows before this call.
         """
-        scheduler = self.scheduler
-        needed = self._needed(scheduler.reserved, scheduler.places, held)
-        return self.budget.give_back(max(pages, needed))
-
-    def hand_over(self, pages: int, held: Held) -> tuple[MemoryRequested | None, int]:
-        """Do the same for the daemon, who asked for it; return the bytes that it gets with it.
-
-        A wish that is open is forgotten.
-        """
-        scheduler, before = self.scheduler, self.budget.granted_bytes
-        needed = self._needed(scheduler.reserved, scheduler.places, held)
-        wish = self.budget.hand_over(max(pages, needed))
-        if wish is not None:
-            self.budget.denied = None
-            self._news = True
-        return wish, before - self.budget.granted_bytes
+        before = self.budget.granted_bytes
+        request = self.budget.give_back(max(pages, self._needed_now(held)))
+        if request is not None:
+            self._note_freed()
+        return request, before - self.budget.granted_bytes
 
     @property
-    def _can_rest(self) -> bool:
+    def _can_give_back_idle(self) -> bool:
         budget = self.budget
-        above = budget.pages > self._idle_pages or budget.remembered
-        return self.idle and budget.open_bytes is None and above
+        excess = budget.pages > self._idle_pages or budget.remembered
+        return self.idle and budget.open_bytes is None and excess
 
-    def rest(self, cached: int = 0) -> MemoryRequested | None:
-        """With nobody there, give back what an idle engine does not keep; call `shrink` before.
+    def give_back_idle(self, cached: int = 0) -> MemoryRequested | None:
+        """If there are no requests, give back what an idle engine does not keep.
 
-        ``cached``: pages of cached prefixes, which stay.
+        Shrink the pools before this call. ``cached``: pages of cached prefixes, which stay.
         """
         if not self.idle:
             return None
-        self._idle_pages = self._rest_pages + cached
+        self._idle_pages = self._base_idle_pages + cached
+        if self.budget.open_bytes is not None:
+            return None
         return self.budget.give_back(self._idle_pages) or self.budget.withdraw()

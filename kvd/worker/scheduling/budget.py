@@ -1,8 +1,8 @@
-"""How much memory this worker may use, as pages: integers only, no tensors.
+"""How much memory this worker may use, in pages: integers only, no tensors.
 
-The worker holds a *base* (interpreter, weights, scratch, allocator cache) for good, and a grant
-from the daemon above it. What the grant leaves over the base is pages. A row's tail is counted in
-pages too, so that one number says whether a row fits.
+The worker holds a *base* (interpreter, weights, scratch, allocator cache) permanently. The daemon's
+grant minus the base is available for pages. Tails of rows are counted in pages too, so that a
+single number decides whether a row fits.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from protocol.worker import Grant, MemoryRequested
 
 
 def mebibytes(count: int) -> str:
-    """Return a number of bytes as people read it."""
+    """Return a number of bytes for messages."""
     return f"{count / 2**20:,.1f} MiB"
 
 
 @dataclass
 class PageBudget:
-    """The worker's side of its grant. At most one wish is open at a time."""
+    """The worker's side of its grant. At most one memory request is open at a time."""
 
     base_bytes: int
     page_bytes: int
     granted_bytes: int
     seq: int = 0
-    """Of the newest wish."""
+    """Sequence number of the newest memory request."""
     budget_bytes: int = 0
-    """Of all models, as the daemon said last; 0: it has not."""
+    """The most that this model could hold, as in the last `Grant`. 0: not known yet."""
     open_bytes: int | None = None
-    """The total of the wish that awaits its answer."""
+    """Total of the memory request that awaits its answer."""
     denied: Grant | None = None
-    """The newest answer, if it was no and nothing has become free here since."""
+    """The newest answer, if it was a denial and no memory was freed here since."""
     denied_bytes: int = 0
-    """The total that it was about."""
+    """Total of the denied memory request."""
     remembered: bool = False
-    """Whether the daemon has a denied wish in mind, and will grant it when there is room."""
+    """Whether the daemon remembers a denied memory request and will grant it when there is room."""
 
     @property
     def pages(self) -> int:
@@ -44,50 +44,48 @@ class PageBudget:
         return max(0, self.granted_bytes - self.base_bytes) // self.page_bytes
 
     def too_large(self, pages: int) -> bool:
-        """Return whether so many pages could not be had if nobody else held any memory."""
+        """Return whether this many pages exceed the whole budget."""
         return 0 < self.budget_bytes < self.base_bytes + pages * self.page_bytes
 
     def total_with(self, missing_pages: int) -> int:
-        """Return the grant that covers so many pages more."""
+        """Return the total bytes of a grant with this many more pages."""
         return self.base_bytes + (self.pages + missing_pages) * self.page_bytes
 
     def is_denied(self, missing_pages: int) -> bool:
-        """Return whether so much, or less, was denied already and nothing has changed since."""
+        """Return whether this many more pages, or fewer, were denied and nothing changed since."""
         return self.denied is not None and self.total_with(missing_pages) >= self.denied_bytes
 
-    def want(self, missing_pages: int) -> MemoryRequested | None:
-        """Ask for more pages, unless a wish is open or so much was just denied."""
+    def request(self, missing_pages: int) -> MemoryRequested | None:
+        """Request more pages, unless a memory request is open or this many were just denied."""
         if self.open_bytes is not None or missing_pages <= 0 or self.is_denied(missing_pages):
             return None
-        return self._ask(self.total_with(missing_pages), f"{missing_pages} more pages")
+        return self._request_total(self.total_with(missing_pages), f"{missing_pages} more pages")
 
     def give_back(self, pages: int) -> MemoryRequested | None:
-        """Return what is above ``pages``; the daemon cannot say no, so it is gone at once."""
-        if self.open_bytes is not None:
-            return None
-        return self.hand_over(pages)
+        """Give back what the grant covers beyond ``pages``.
 
-    def hand_over(self, pages: int) -> MemoryRequested | None:
-        """Do the same even if a wish is open: it is forgotten, and so is its answer."""
+        The grant shrinks at once, because the daemon cannot deny this. An open memory request is
+        replaced, and its answer is ignored.
+        """
         if pages >= self.pages:
             return None
         self.granted_bytes = self.base_bytes + pages * self.page_bytes
-        return self._ask(self.granted_bytes, "not needed any more")
+        return self._request_total(self.granted_bytes, "not needed any more")
 
     def withdraw(self) -> MemoryRequested | None:
-        """Take a denied wish back: the daemon remembers it, and would grant it to nobody."""
+        """Withdraw a denied memory request that the daemon still remembers."""
         if self.open_bytes is not None or not self.remembered:
             return None
         self.denied = None
-        return self._ask(self.granted_bytes, "the request is gone")
+        return self._request_total(self.granted_bytes, "the request is gone")
 
-    def _ask(self, total: int, reason: str) -> MemoryRequested:
+    def _request_total(self, total: int, reason: str) -> MemoryRequested:
         self.seq += 1
         self.open_bytes = total
         return MemoryRequested(seq=self.seq, total_bytes=total, reason=reason)
 
     def answer(self, grant: Grant) -> None:
-        """Take the daemon's answer; one to an older wish came before the open one was read."""
+        """Apply the daemon's answer; answers to replaced memory requests are ignored."""
         self.budget_bytes = grant.budget_bytes or self.budget_bytes
         if grant.seq != self.seq:
             return
@@ -100,13 +98,13 @@ class PageBudget:
         self.open_bytes = None
 
     def refusal(self, pages: int) -> InsufficientMemory:
-        """Say why a request that takes so many pages can never run."""
+        """Return the error of a request that needs more pages than the whole budget has."""
         total = self.base_bytes + pages * self.page_bytes
         return InsufficientMemory(
-            f"the request needs {mebibytes(pages * self.page_bytes)} beside the model's"
-            f" {mebibytes(self.base_bytes)}, {mebibytes(total)} in all, and the budget without what"
-            f" pinned models keep is {mebibytes(self.budget_bytes)}: shorten the prompt, lower"
-            " max_tokens or raise the budget",
+            f"the request needs {mebibytes(pages * self.page_bytes)} in addition to the model's"
+            f" {mebibytes(self.base_bytes)}, {mebibytes(total)} in total; the budget without pinned"
+            f" models is {mebibytes(self.budget_bytes)}: shorten the prompt, lower max_tokens or"
+            " raise the budget",
             base_bytes=self.base_bytes,
             page_bytes=self.page_bytes,
             needed_bytes=total,

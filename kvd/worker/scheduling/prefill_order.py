@@ -1,34 +1,34 @@
-"""Whose prompt is prefilled next, and with whom.
+"""Which request's prompt is prefilled next, and which requests share its forward pass.
 
-**Turns.** Rows stand in the line's order. Every second turn is the first's; the turns between are
-*express*: they go to the row with the least left to prefill among those of the highest priority
-that have at most half of what the first has left, and no lower priority; if there is none, the
-first has that turn too.
-A long prompt L in front of short ones s and t::
+**Lead.** Requests stand in queue order. Every second pass is led by the first request. The passes
+between are *express* passes. Their lead is the request with the fewest prompt tokens left among
+those of the highest priority. An express lead has at most half of what the first request has left,
+and no lower priority than the first. If there is none, the first request leads that pass too.
+A long prompt L ahead of short prompts s and t::
 
-    line       L     L     L     L     L  L  L  L
+    regular       L     L     L     L     L  L  L  L
     express       s     s     t     t                 s and t do not wait for L, nor L for them
 
-Prompts of about one length run one after the other: each is through as early as it can be, and the
-second finds the prefix that it shares with the first in the cache.
+Prompts of similar length run one after the other. Each finishes as early as possible, and the
+second one finds a shared prefix in the cache.
 
-**Bounds.** The first in line is never passed twice in a row. So a row is through after at most 2 S
-groups, S being the chunks of the rows that are in front of it meanwhile, and its own. And a prompt
-of s tokens behind one long prompt waits for less than 2 s + 2 C tokens of it: for about as many as
-its own while they share the turns, and if they do not, the long one has less than twice as much
-left.
+**Bounds.** The first request is never passed over twice in a row. A request is therefore prefilled
+after at most 2 S passes, where S counts its own chunks and those of the requests ahead of it.
+A prompt of s tokens behind one long prompt waits for less than 2 s + 2 C tokens of that prompt.
+While both share the passes, it waits for about as many tokens as its own; otherwise the long prompt
+has less than twice as much left.
 
-**Groups.** Where the engine can, rows whose chunk is their last run in one forward pass with the
-one whose turn it is, as far as three things go:
+**Groups.** If the engine supports it, requests whose chunk is their last run in one forward pass
+with the lead, under three conditions:
 
-* padding all to the longest fills at most what decoding leaves of the step's budget;
-* a quarter of that at most is padding;
-* what is dense for a moment, their chunks and the tails in front of them, is no more than a single
-  chunk of that size may have. So what is reserved for one prefill holds a group as well.
+* padded to the longest chunk, the group fits into what decoding leaves of the step's budget;
+* padding is at most a quarter of the group;
+* dense keys and values (the chunks, and the tails before them) take no more than those of a single
+  chunk of that size may take. The memory reserved for one prefill therefore also holds a group.
 
-**Cuts** lie on the absolute grid of C tokens, or at the prompt's end: a chunk attends exactly to
-its own keys and to quantized ones before it, so a cut that moved with the load would change the
-result.
+**Chunk ends** lie on the absolute grid of C tokens, or at the prompt's end. A chunk attends exactly
+to its own keys and to quantized keys before it. A chunk end that moved with the load would change
+the result.
 """
 
 from __future__ import annotations
@@ -36,73 +36,86 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
-from kvd.worker.scheduling.row import Chunk, Row
+from kvd.worker.scheduling.request import Chunk, ScheduledRequest
 
-SHORT = 2
-"""An express row has at most one part in so many of what the first in line has left."""
-PADDING = 4
-"""At most one token in so many of a group is padding."""
+EXPRESS_RATIO = 2
+"""An express lead has at most one in this many of the tokens that the first request has left."""
+PADDING_RATIO = 4
+"""At most one in this many tokens of a group is padding."""
 LONGEST_TAIL = 2 * PAGE_TOKENS - 1
-"""Tokens in front of a chunk that are not in a page."""
+"""Tokens before a chunk that are not in a page, at most."""
 
 
 class PrefillOrder:
-    """Chooses chunks of ``chunk`` tokens, or groups; ``budget``: tokens of a step."""
+    """Chooses single chunks or groups. ``chunk``: the grid in tokens; ``budget``: tokens a step."""
 
     def __init__(self, *, chunk: int, budget: int, group: bool) -> None:
         self._chunk = chunk
         self._budget = budget
         self._group = group
         self._express = False
-        """Whether the next turn is an express one."""
+        """Whether the next pass is an express pass."""
 
-    def choose(self, rows: Iterable[Row], decoding: int = 0) -> tuple[Chunk, ...]:
-        """Return what runs next, of rows that all have something left; the lead comes first.
+    def choose(self, requests: Iterable[ScheduledRequest], decoding: int = 0) -> tuple[Chunk, ...]:
+        """Return the chunks of the next pass, the lead's first.
 
-        ``decoding``: tokens of the step's budget that are taken already.
+        Every request must have prompt tokens left. ``decoding``: tokens of the step's budget that
+        are already taken.
         """
-        line = sorted(rows, key=lambda row: row.place)
-        if not line:
+        ordered = sorted(requests, key=lambda request: request.queue_key)
+        if not ordered:
             return ()
-        lead = self._lead(line)
+        lead = self._lead(ordered)
         room = self._budget - decoding
-        members = self._group_of(lead, line, room) if self._group else [lead]
-        return tuple(Chunk(row.rid, row.prefilled, self.cut(row)) for row in members)
+        members = self._group_of(lead, ordered, room) if self._group else [lead]
+        return tuple(Chunk(member.rid, member.prefilled, self.cut(member)) for member in members)
 
-    def ran(self) -> None:
-        """Note that the chosen ones ran: the next turn is of the other sort."""
+    def pass_done(self) -> None:
+        """Note that the chosen pass ran: regular and express passes alternate."""
         self._express = not self._express
 
-    def cut(self, row: Row) -> int:
-        """Return where the row's next chunk ends."""
-        return min((row.prefilled // self._chunk + 1) * self._chunk, row.prefill_end)
+    def cut(self, request: ScheduledRequest) -> int:
+        """Return where the request's next chunk ends."""
+        return min((request.prefilled // self._chunk + 1) * self._chunk, request.prefill_end)
 
-    def _lead(self, line: list[Row]) -> Row:
-        first = line[0]
+    def _lead(self, ordered: list[ScheduledRequest]) -> ScheduledRequest:
+        first = ordered[0]
         if not self._express:
             return first
         short = [
-            row for row in line if row.left * SHORT <= first.left and row.priority >= first.priority
+            request
+            for request in ordered
+            if request.remaining * EXPRESS_RATIO <= first.remaining
+            and request.priority >= first.priority
         ]
-        return min(short, key=lambda row: (-row.priority, row.left, row.place), default=first)
+        return min(
+            short,
+            key=lambda request: (-request.priority, request.remaining, request.queue_key),
+            default=first,
+        )
 
-    def _group_of(self, lead: Row, line: list[Row], room: int) -> list[Row]:
+    def _group_of(
+        self, lead: ScheduledRequest, ordered: list[ScheduledRequest], room: int
+    ) -> list[ScheduledRequest]:
         members = [lead]
-        if not self._is_last(lead):
+        if not self._is_last_chunk(lead):
             return members
-        for row in line:
-            if row is not lead and self._is_last(row) and _go_together([*members, row], room):
-                members.append(row)
+        for request in ordered:
+            if (
+                request is not lead
+                and self._is_last_chunk(request)
+                and _fit_together([*members, request], room)
+            ):
+                members.append(request)
         return members
 
-    def _is_last(self, row: Row) -> bool:
-        return self.cut(row) == row.prefill_end
+    def _is_last_chunk(self, request: ScheduledRequest) -> bool:
+        return self.cut(request) == request.prefill_end
 
 
-def _go_together(rows: list[Row], room: int) -> bool:
-    """Return whether the last chunks of these rows make a group."""
-    real = sum(row.left for row in rows)
-    padded = len(rows) * max(row.left for row in rows)
-    tails = sum(row.prefilled - PAGE_TOKENS * full_pages(row.prefilled) for row in rows)
-    fits = padded <= room and tails + real <= room + LONGEST_TAIL
-    return fits and (padded - real) * PADDING <= padded
+def _fit_together(members: list[ScheduledRequest], room: int) -> bool:
+    tokens = sum(member.remaining for member in members)
+    padded = len(members) * max(member.remaining for member in members)
+    tails = sum(member.prefilled - PAGE_TOKENS * full_pages(member.prefilled) for member in members)
+    fits = padded <= room and tails + tokens <= room + LONGEST_TAIL
+    return fits and (padded - tokens) * PADDING_RATIO <= padded

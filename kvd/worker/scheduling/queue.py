@@ -1,27 +1,28 @@
 """The queue: first come, first served, with priorities that age.
 
-A priority is a head start, counted in tokens of work. A request of priority p that arrives when
-requests of W tokens (prompts and what they may generate) have been submitted stands at
+A priority is a head start, counted in tokens of work. Let W be the work of all requests submitted
+so far (prompts plus maximum completions). A request of priority p that arrives now gets
 
     start = W - p * age
 
-and the smallest start is served first, of equal ones the earlier. A place never changes, so nothing
-has to be sorted anew as requests grow old; with ``age`` 100::
+The smallest start is served first; equal starts are served in order of arrival. A key never
+changes, so nothing is sorted again as requests age. With ``age`` 100::
 
     W      0        60       120      180                arrival  a   b   c    d
     p=0    a  ------------->  c                          start    0  -40  120  80
     p=1          b ----------------->  d                 served   b, a, d, c
 
-**Nobody starves.** For a request of priority p, let q be the highest priority of the requests that
-arrive later and are served before it, and w the work of the last of these. Then they bring
+**No starvation.** Consider a request of priority p, and the later arrivals that are served before
+it. Let q be their highest priority, and w the work of the last of them to arrive. Their work adds
+up to
 
     less than (q - p) * age + w tokens
 
-between them, however they arrive and however long it takes: the last of them stands in front only
-if all that was submitted after our request and before it is less than (q - p) * age. With q = p
-that is none at all: within a priority the order is that of arrival.
+for any arrival pattern: the last one overtakes only if the work submitted between our request and
+itself is less than (q - p) * age. For q = p there is none: within a priority, requests are served
+in order of arrival.
 
-Does not cover: whether the first one fits (`kvd.worker.scheduling.admission`).
+Does not cover: whether the head fits into memory (`kvd.worker.scheduling.admission`).
 """
 
 from __future__ import annotations
@@ -29,46 +30,45 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from kvd.worker.scheduling.row import Place, Row
+from kvd.worker.scheduling.request import QueueKey, ScheduledRequest
 
 
-def _place(row: Row) -> Place:
-    return row.place
+def _key(request: ScheduledRequest) -> QueueKey:
+    return request.queue_key
 
 
-class Line:
-    """Requests that wait. ``age``: tokens of later work that one step of priority is worth."""
+class RequestQueue:
+    """Queued requests in order. ``age``: tokens of later work that one priority step is worth."""
 
     def __init__(self, age: int) -> None:
         self._age = age
         self._submitted = 0
         self._arrivals = 0
-        self._rows: list[Row] = []
+        self._requests: list[ScheduledRequest] = []
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._requests)
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter(self._requests)
 
     @property
-    def head(self) -> Row | None:
-        """The request that is served next."""
-        return self._rows[0] if self._rows else None
+    def head(self) -> ScheduledRequest | None:
+        """The request that is admitted next."""
+        return self._requests[0] if self._requests else None
 
-    def arrive(self, work: int, priority: int) -> Place:
-        """Return the place of a request that arrives now; ``work`` in tokens."""
-        place = Place(self._submitted - priority * self._age, self._arrivals)
+    def new_key(self, work: int, priority: int) -> QueueKey:
+        """Return the key of a request that arrives now; ``work`` is in tokens."""
+        key = QueueKey(self._submitted - priority * self._age, self._arrivals)
         self._submitted += work
         self._arrivals += 1
-        return place
+        return key
 
-    def join(self, row: Row) -> None:
-        """Let a request wait at its place, which may be in front."""
-        insort(self._rows, row, key=_place)
+    def add(self, request: ScheduledRequest) -> None:
+        """Insert a request by its key, possibly at the front."""
+        insort(self._requests, request, key=_key)
 
-    def leave(self, row: Row) -> None:
-        """Take a request out."""
-        index = bisect_left(self._rows, row.place, key=_place)
-        assert self._rows[index] is row
-        del self._rows[index]
+    def remove(self, request: ScheduledRequest) -> None:
+        index = bisect_left(self._requests, request.queue_key, key=_key)
+        assert self._requests[index] is request
+        del self._requests[index]

@@ -1,45 +1,45 @@
-"""Which rows are admitted, prefilled and decoded in a step: integers only, no tensors, no clock.
+"""Chooses the requests that a step admits, prefills and decodes. No tensors, no clock.
 
 ::
 
-    submit            plan                 prefilled              finish
-    -----> waiting ---------> prefilling -------------> decoding -------->
+    submit            plan                mark_prefilled          finish
+    -----> queued ----------> prefilling -------------> decoding -------->
               ^                    |                       |
-              | unpark             |         park          |
-              +--------- parked <--+-----------------------+
+              | requeue_preempted  |        preempt        |
+              +------- preempted <-+-----------------------+
 
-A row may be finished in any state, and paused while it prefills or decodes: then it keeps its
-place and memory, and gets no tokens.
+A request can be finished in any state. It can be suspended while it prefills or decodes: then it
+keeps its rows and memory and gets no tokens.
 
-A step, and the rule of each of its parts::
+A step has three parts::
 
-    admit     the line: first come, first served, with priorities that age     `scheduling.line`
-              The first is never overtaken by one that needs less.
-    decode    one token for each choice of the decoding rows
-    prefill   one chunk of one prompt, or the last chunks of several            `scheduling.turns`
-              What another prompt is reading just now is not read beside it.    `scheduling.sharing`
+    admit     from the queue: first come, first served, with priorities that age      `queue`
+              The head is never overtaken by a request that needs less.
+    decode    one token for each choice of the decoding requests
+    prefill   one chunk of one prompt, or the last chunks of several          `prefill_order`
+              A chunk that two prompts share is prefilled once.               `shared_prompts`
 
-Decode and prefill share the step's **budget** of tokens: what is decoded and what is prefilled,
-padding included, is never more. It has room for a chunk beside all places, so neither waits for the
-other; groups take what decoding leaves.
+Decode and prefill share the step's **budget** of tokens. Decoded and prefilled tokens, padding
+included, never exceed it. The budget has room for one chunk in addition to all rows, so decode and
+prefill never wait for each other. Groups use what decoding leaves.
 
-**What a request waits for** at most, if its priority is p and nobody parks it, in tokens of others'
-work (a request's work is its prompt and all that it may generate):
+**Longest wait** of a request of priority p that is never preempted, in tokens of other requests'
+work (a request's work is its prompt plus its maximum completion):
 
-* until it is admitted: what had arrived before it and was not over, and of what came later less
-  than ``(q - p) * age + w``, q being the highest priority among these and w the work of the last
-  that went before it; none if q = p;
-* then until its prompt is through: 2 S steps of ``budget`` tokens, what others decode in them
-  included, S being the chunks of its own prompt and of those that stand in front of it.
+* until admission: the unfinished work that arrived before it, plus less than ``(q - p) * age + w``
+  of later work. q is the highest priority among the later requests served first, and w the work of
+  the last of them. For q = p the later work is none.
+* then until its prompt is prefilled: 2 S steps of ``budget`` tokens, which include the tokens that
+  other requests decode. S counts its own chunks and those of the requests ahead of it.
 
-Prompt of 300 tokens, C = 128; the last prompt token is the row's first decode input::
+A prompt of 300 tokens with C = 128. The last prompt token is the first decode input::
 
     0         128         256     299 300
     |--chunk---|--chunk----|-chunk-|d|
 
-Does not cover: which pages a row gets (`kvd.worker.cache`), whether the memory is there
-(`kvd.worker.scheduling.admission`), what is drawn (`kvd.worker.sampling.sampler`), when a completion is over and when a
-row is parked (the engine says so).
+Does not cover: which pages a row gets (`kvd.worker.cache`), whether memory is granted
+(`kvd.worker.scheduling.admission`), sampling (`kvd.worker.sampling`), when a completion ends and
+when a request is preempted (the engine decides).
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from collections.abc import Callable, Hashable
 
 from kvd.worker.scheduling.plan import Plan
 from kvd.worker.scheduling.prefill_order import PrefillOrder
-from kvd.worker.scheduling.queue import Line
-from kvd.worker.scheduling.row import Chunk, Row
-from kvd.worker.scheduling.sharing import is_being_read, not_waiting
-from kvd.worker.scheduling.sizes import Sizes
-from kvd.worker.scheduling.states import States
+from kvd.worker.scheduling.queue import RequestQueue
+from kvd.worker.scheduling.request import Chunk, ScheduledRequest
+from kvd.worker.scheduling.reservation import ReservationSizes
+from kvd.worker.scheduling.shared_prompts import shares_next_chunk, without_waiting
+from kvd.worker.scheduling.states import RequestStates
 from protocol.errors import InvalidRequest, LocalProtocolError
 
-__all__ = ["AGE", "Chunk", "Plan", "Scheduler", "Sizes"]
+__all__ = ["AGE", "Chunk", "Plan", "ReservationSizes", "Scheduler"]
 
 AGE = 65_536
-"""Tokens of later work that one step of priority is worth: a queue of some thirty requests."""
+"""Tokens of later work that one priority step is worth: a queue of about thirty requests."""
 
 
 class Scheduler:
-    """Call `plan`, run it, tell `prefilled` for each chunk, `finish` what is over, `plan` again.
+    """Call `plan`, run it, call `mark_prefilled` for each chunk and `finish` for ended requests.
 
-    ``max_rows``: places, one for each choice that runs. ``chunk``: tokens of a prefill chunk, the
-    grid. ``sizes``: the pages that requests fill at most. ``budget``: tokens of a step, decoded and
-    prefilled ones; a chunk and one for each place unless told. ``group``: whether the engine can
-    prefill several rows in a pass (`scheduling.turns`). ``age``: see `scheduling.line`.
+    ``max_rows``: rows for running choices. ``chunk``: the grid of prefill chunks, in tokens.
+    ``sizes``: pages that requests fill at most. ``budget``: decoded and prefilled tokens of a step;
+    the default is one chunk plus all rows. ``group``: whether the engine can prefill several
+    requests in one pass (`prefill_order`). ``age``: see `queue`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scheduler:
         *,
         max_rows: int,
         chunk: int,
-        sizes: Sizes | None = None,
+        sizes: ReservationSizes | None = None,
         budget: int | None = None,
         group: bool = False,
         age: int = AGE,
@@ -88,136 +88,85 @@ class Scheduler:
             )
         if budget < chunk + max_rows:
             raise LocalProtocolError(
-                f"a step's budget of {budget} tokens has no room for a chunk of {chunk} beside"
-                f" {max_rows} rows that decode: it must be at least {chunk + max_rows}"
+                f"a step's budget of {budget} tokens has no room for a chunk of {chunk} tokens and"
+                f" {max_rows} decoding rows: it must be at least {chunk + max_rows}"
             )
         self._max_rows = max_rows
         self._chunk = chunk
-        self.sizes = sizes or Sizes()
+        self.sizes = sizes or ReservationSizes()
         self.start_level = 0
-        """Where new rows start, unless they are too large for it."""
+        """Level at which new requests start, unless they are too large for it."""
         self._too_large: Callable[[int, int], bool] = _never
-        self._line = Line(age)
-        self._states = States(self._line)
+        self._queue = RequestQueue(age)
+        self.states = RequestStates(self._queue)
         self._prefill_order = PrefillOrder(chunk=chunk, budget=budget, group=group)
         self._decoding = 0
         """Tokens that the planned step decodes."""
         self._planned: dict[str, Chunk] = {}
-        """What `prefilled` may be told."""
-        self._turn_over = True
-        """Whether the planned group has counted as a turn."""
+        """Chunks that `mark_prefilled` accepts."""
+        self._pass_counted = True
+        """Whether `PrefillOrder.pass_done` was called for the planned group."""
 
     # Counts.
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
-    def head(self) -> str | None:
+    def queue(self) -> tuple[str, ...]:
+        """The queued requests, from the head."""
+        return tuple(request.rid for request in self._queue)
+
+    @property
+    def head(self) -> ScheduledRequest | None:
         """The request that is admitted next."""
-        row = self._line.head
-        return None if row is None else row.rid
+        return self._queue.head
 
     @property
     def prefilling(self) -> int:
-        """Admitted rows whose prompt is not through."""
-        return len(self._states.prefilling)
+        """Admitted requests whose prompt is not fully prefilled."""
+        return len(self.states.prefilling)
 
     @property
     def decoding(self) -> int:
-        """Rows whose prompt is through; unless paused, they get a token in each step."""
-        return len(self._states.decoding)
+        """Requests whose prompt is prefilled, suspended ones included."""
+        return len(self.states.decoding)
 
     @property
-    def preempted(self) -> int:
-        """Rows that wait for `unpark`."""
-        return len(self._states.preempted)
+    def reserved_rows(self) -> int:
+        """Rows of admitted requests: one for each choice."""
+        return self.states.rows
 
     @property
-    def active(self) -> int:
-        """Admitted rows that are not paused: a step does something for them."""
-        return self.prefilling + self.decoding - self._states.paused
+    def reserved_pages(self) -> int:
+        """Worst-case pages of admitted requests, plus the pages that preempted requests keep."""
+        return self.states.reserved_pages
 
     @property
-    def requests(self) -> int:
-        """All of them."""
-        return len(self._states.rows)
+    def cache_candidates(self) -> tuple[str, ...]:
+        """Requests in queue order whose prompt may start out of order by a cache hit (`skip_to`).
 
-    @property
-    def line(self) -> tuple[str, ...]:
-        """The queue, from its head."""
-        return tuple(row.rid for row in self._line)
-
-    @property
-    def head_pages(self) -> int:
-        """Pages that the head of the queue would reserve beyond what it keeps."""
-        row = self._line.head
-        return 0 if row is None else row.pages - row.kept
-
-    @property
-    def kept_behind(self) -> int:
-        """Pages that requests keep which wait behind the head of the queue."""
-        head = self._line.head
-        rows = [*self._line, *self._states.preempted.values()]
-        return sum(row.kept for row in rows if row is not head)
-
-    @property
-    def places(self) -> int:
-        """Places that admitted rows take: one for each choice."""
-        return self._states.places
-
-    @property
-    def reserved(self) -> int:
-        """Pages that admitted rows may take in the worst case, and those that parked ones keep."""
-        return self._states.reserved
-
-    @property
-    def fresh(self) -> tuple[str, ...]:
-        """Rows whose prompt may begin before its turn, if a part of it is cached (`skip_to`).
-
-        In the line's order; not who is paused, nor who finds more when another one has read on.
+        Excludes suspended requests, and requests that find more once another prompt is prefilled.
         """
-        rows = self._readers()
-        reading = [row for row in rows if row.reads]
+        able = self._able_to_prefill()
+        started = [request for request in able if request.prompt_started]
         return tuple(
-            row.rid
-            for row in rows
-            if not row.reads and not is_being_read(row, reading, self._chunk)
+            request.rid
+            for request in able
+            if not request.prompt_started and not shares_next_chunk(request, started, self._chunk)
         )
 
-    def is_read(self, rid: str) -> bool:
-        """Return whether a request's prompt has begun: it was looked up, or a chunk of it ran."""
-        return self._states.find(rid).reads
-
-    def has_begun(self, rid: str) -> bool:
-        """Return whether a request was ever admitted, and so has something to lose."""
-        return self._states.find(rid).started
+    def find(self, rid: str) -> ScheduledRequest:
+        """Return a request in any state, to be read only."""
+        return self.states.find(rid)
 
     def is_admitted(self, rid: str) -> bool:
-        """Return whether a request has its places: it prefills or decodes."""
-        return self._states.is_admitted(self._states.find(rid))
+        """Return whether a request has rows: it prefills or decodes."""
+        return self.states.is_admitted(self.find(rid))
 
-    def position(self, rid: str) -> int:
-        """Return how many tokens of a request's prompt are prefilled."""
-        return self._states.find(rid).prefilled
-
-    def footing(self, rid: str) -> tuple[int, int]:
-        """Return the pages and places that a request takes while it is admitted."""
-        row = self._states.find(rid)
-        return row.pages, row.choices
-
-    def is_paused(self, rid: str) -> bool:
-        """Return whether a row waits for `resume`."""
-        return self._states.find(rid).paused
-
-    def reservation(self, prompt_len: int, max_new: int, choices: int = 1) -> int:
-        """Return the most pages that a request can ever fill; the prompt's are shared."""
-        first, more = self.sizes.of(prompt_len, max_new, 0)
-        return first + (choices - 1) * more
-
-    # A request's way.
+    # Requests.
 
     def submit(
         self,
@@ -230,235 +179,232 @@ class Scheduler:
         choices: int = 1,
         path: tuple[Hashable, ...] = (),
     ) -> None:
-        """Put a request into the queue; ``deadline`` is absolute, in seconds (`expired`).
+        """Queue a request. ``deadline`` is an absolute time in seconds (see `expired`).
 
-        ``path``: a name for each beginning of whole chunks that the prompt can share with others.
+        ``path``: a name for each beginning of whole chunks that the prompt can share.
 
-        Raises `InvalidRequest` for more choices than there are places.
+        Raises `InvalidRequest` for more choices than ``max_rows``.
         """
-        if rid in self._states.rows:
-            raise LocalProtocolError(f"row {rid} is scheduled already")
+        if rid in self.states.requests:
+            raise LocalProtocolError(f"request {rid} is scheduled already")
         if prompt_len < 1 or max_new < 1 or choices < 1:
             raise LocalProtocolError(
-                f"row {rid}: prompt_len {prompt_len}, max_new {max_new} and choices {choices} must"
-                " be positive"
+                f"request {rid}: prompt_len {prompt_len}, max_new {max_new} and choices {choices}"
+                " must be positive"
             )
         if choices > self._max_rows:
             raise InvalidRequest(
-                f"n is {choices}, and at most {self._max_rows} completions run at once: lower n or"
+                f"n is {choices}, but at most {self._max_rows} completions run at once: lower n or"
                 " raise max_rows",
                 field="n",
             )
-        row = Row(
+        request = ScheduledRequest(
             rid=rid,
             prompt_len=prompt_len,
             max_new=max_new,
-            place=self._line.arrive(prompt_len + choices * max_new, priority),
+            queue_key=self._queue.new_key(prompt_len + choices * max_new, priority),
             priority=priority,
             deadline=deadline,
             choices=choices,
             path=path,
         )
-        self._start_at(row)
-        self._states.add(row)
+        self._choose_level(request)
+        self.states.add(request)
 
-    # Levels of the ladder.
+    def finish_choice(self, rid: str) -> None:
+        """Free the row and pages of one of several choices. The last one ends with `finish`."""
+        self.states.remove_choice(rid)
 
-    def start(self, level: int, too_large: Callable[[int, int], bool]) -> None:
-        """Let who has not begun start at a level, or the first below it that is not too large.
-
-        ``too_large(pages, places)``: whether that could never be, with nobody else there.
-        """
-        self.start_level, self._too_large = level, too_large
-        for row in self._line:
-            if not row.started:
-                self._start_at(row)
-
-    def _start_at(self, row: Row) -> None:
-        for level in range(self.start_level, self.sizes.levels):
-            first, more = self.sizes.of(row.prompt_len, row.max_new, level)
-            pages = first + (row.choices - 1) * more
-            if level == self.sizes.lowest or not self._too_large(pages, row.choices):
-                self._states.resize(row, level, first, more)
-                return
-
-    def level(self, rid: str) -> int:
-        """Return the level that a request runs on, or will start at."""
-        return self._states.find(rid).level
-
-    def lowered(self, rid: str, level: int) -> int:
-        """Note that all that a request has is on this level now; return the pages that this gives.
-
-        What its prompt leaves is of no use to others any more.
-        """
-        row = self._states.find(rid)
-        row.path = ()
-        return self._states.resize(row, level, *self.sizes.of(row.prompt_len, row.max_new, level))
-
-    def saving(self, rid: str, level: int) -> int:
-        """Return the pages that `lowered` would give back of an admitted request."""
-        row = self._states.find(rid)
-        first, more = self.sizes.of(row.prompt_len, row.max_new, level)
-        return row.pages - first - (row.choices - 1) * more
-
-    def plan(self, lacking: Callable[[int, int], int] | None) -> Plan:
-        """Admit from the head of the queue what memory and places allow, and choose what runs.
-
-        ``lacking(pages, places)`` says how many pages would be missing if so many pages were
-        reserved and so many places taken; none or less, and they fit. None: nobody is admitted.
-        """
-        admitted: list[str] = []
-        restored: list[str] = []
-        wanted = hoped = 0
-        while lacking and (row := self._line.head) is not None and self._has_place(row):
-            pages = self.reserved + row.pages - row.kept
-            wanted = max(0, lacking(pages, self.places + row.choices))
-            if wanted:
-                hoped = self._hoped(lacking)
-                break
-            if row.started:
-                restored.append(row.rid)
-            elif row.level:
-                row.path = ()  # it leaves no checkpoints, and takes none
-            self._states.admit(row)
-            admitted.append(row.rid)
-        decode = {rid: row for rid, row in self._states.decoding.items() if not row.paused}
-        self._decoding = sum(row.choices for row in decode.values())
-        group = self.next_group()
-        return Plan(tuple(admitted), group, tuple(decode), wanted, hoped, tuple(restored))
-
-    def next_group(self) -> tuple[Chunk, ...]:
-        """Choose anew what is prefilled, as after `skip_to`; the same until something changes."""
-        group = self._prefill_order.choose(self._readers(), self._decoding)
-        self._planned = {chunk.rid: chunk for chunk in group}
-        self._turn_over = False
-        return group
-
-    def _readers(self) -> list[Row]:
-        rows = [row for row in self._states.prefilling.values() if not row.paused]
-        return not_waiting(rows, self._chunk)
-
-    def _has_place(self, row: Row) -> bool:
-        return self.places + row.choices <= self._max_rows
-
-    def _hoped(self, lacking: Callable[[int, int], int]) -> int:
-        pages, places = self.reserved, self.places
-        for row in itertools.islice(self._line, self._max_rows):
-            if places + row.choices > self._max_rows:
-                break
-            pages += row.pages - row.kept
-            places += row.choices
-        return lacking(pages, places)
-
-    def skip_to(self, rid: str, position: int) -> None:
-        """Take a prompt's first tokens as prefilled: the engine found them in its cache.
-
-        Before the row's first chunk, and to a position on the grid; ask `next_group` afterwards.
-        """
-        row = self._states.prefilling.get(rid)
-        if row is None or row.reads:
-            raise LocalProtocolError(f"row {rid} is not about to begin its prompt")
-        if position < 0 or position % self._chunk or position > row.prefill_end:
-            raise LocalProtocolError(
-                f"row {rid}: {position} is not a chunk's end within {row.prefill_end} tokens"
-            )
+    def finish(self, rid: str) -> None:
+        """Forget a request in any state; free its rows and pages."""
+        self.states.remove(self.find(rid))
         self._planned.pop(rid, None)
-        row.reads = True
-        self._states.advance(row, position)
-
-    def prefilled(self, rid: str, end: int) -> None:
-        """Note that a planned chunk ran, to ``end``; with the first of a group its turn is over."""
-        chunk = self._planned.get(rid)
-        if chunk is None or chunk.end != end:
-            raise LocalProtocolError(f"row {rid}: no chunk to {end} was planned ({chunk})")
-        del self._planned[rid]
-        if not self._turn_over:
-            self._prefill_order.ran()
-            self._turn_over = True
-        row = self._states.prefilling[rid]
-        row.reads = True
-        self._states.advance(row, end)
-
-    def finish_choice(self, rid: str) -> int:
-        """Note that one of a request's choices ended; return the pages that it gives back.
-
-        The last one ends with `finish`.
-        """
-        return self._states.remove_choice(rid)
-
-    def finish(self, rid: str) -> int:
-        """Forget a request in whatever state; return the pages that it gives back."""
-        pages = self._states.remove(self._states.find(rid))
-        self._planned.pop(rid, None)
-        return pages
-
-    # Deadlines.
 
     def expired(self, now: float) -> list[str]:
-        """Return the requests whose deadline has come, in whatever state, the earliest first."""
+        """Return the requests in any state whose deadline has passed, the earliest first."""
         late = [
-            (row.deadline, row.place, row.rid)
-            for row in self._states.rows.values()
-            if row.deadline is not None and row.deadline <= now
+            (request.deadline, request.queue_key, request.rid)
+            for request in self.states.requests.values()
+            if request.deadline is not None and request.deadline <= now
         ]
         return [rid for _, _, rid in sorted(late)]
 
     @property
     def next_deadline(self) -> float | None:
-        """When `expired` will next have something to say."""
-        rows = self._states.rows.values()
-        return min((row.deadline for row in rows if row.deadline is not None), default=None)
+        """The earliest deadline of any request."""
+        requests = self.states.requests.values()
+        return min((one.deadline for one in requests if one.deadline is not None), default=None)
+
+    # Precision levels.
+
+    def set_start_level(self, level: int, too_large: Callable[[int, int], bool]) -> None:
+        """Start requests that were never admitted at this level, or lower if they are too large.
+
+        ``too_large(pages, rows)``: whether they exceed the whole budget.
+        """
+        self.start_level, self._too_large = level, too_large
+        for request in self._queue:
+            if not request.was_admitted:
+                self._choose_level(request)
+
+    def _choose_level(self, request: ScheduledRequest) -> None:
+        for level in range(self.start_level, self.sizes.levels):
+            first, further = self._sizes_of(request, level)
+            pages = first + (request.choices - 1) * further
+            if level == self.sizes.lowest_level or not self._too_large(pages, request.choices):
+                self.states.resize(request, level, first, further)
+                return
+
+    def step_down(self, rid: str, level: int) -> None:
+        """Note that all pages of a request are at this level now.
+
+        Other requests can no longer share its prompt.
+        """
+        request = self.find(rid)
+        request.path = ()
+        self.states.resize(request, level, *self._sizes_of(request, level))
+
+    def step_down_savings(self, rid: str, level: int) -> int:
+        """Return the pages that `step_down` would free for an admitted request."""
+        request = self.find(rid)
+        first, further = self._sizes_of(request, level)
+        return request.pages - first - (request.choices - 1) * further
+
+    def _sizes_of(self, request: ScheduledRequest, level: int) -> tuple[int, int]:
+        return self.sizes.of(request.prompt_len, request.max_new, level)
+
+    # A step.
+
+    def plan(self, missing_pages: Callable[[int, int], int] | None) -> Plan:
+        """Admit requests from the head of the queue as memory and rows allow; choose what runs.
+
+        ``missing_pages(pages, rows)`` returns the pages that the grant lacks to reserve this many;
+        0 or less means that they fit. With None, no request is admitted.
+        """
+        admitted: list[str] = []
+        resumed: list[str] = []
+        missing = queue_missing = 0
+        while missing_pages and (head := self._queue.head) is not None:
+            rows = self.reserved_rows + head.choices
+            if rows > self._max_rows:
+                break
+            missing = max(0, missing_pages(self.reserved_pages + head.missing_pages, rows))
+            if missing:
+                queue_missing = self._queue_missing(missing_pages)
+                break
+            if head.was_admitted:
+                resumed.append(head.rid)
+            elif head.level:
+                head.path = ()  # below level 0 a request neither leaves nor uses checkpoints
+            self.states.admit(head)
+            admitted.append(head.rid)
+        decode = {rid: one for rid, one in self.states.decoding.items() if not one.suspended}
+        self._decoding = sum(one.choices for one in decode.values())
+        group = self.next_group()
+        return Plan(tuple(admitted), group, tuple(decode), missing, queue_missing, tuple(resumed))
+
+    def _queue_missing(self, missing_pages: Callable[[int, int], int]) -> int:
+        pages, rows = self.reserved_pages, self.reserved_rows
+        for request in itertools.islice(self._queue, self._max_rows):
+            if rows + request.choices > self._max_rows:
+                break
+            pages += request.missing_pages
+            rows += request.choices
+        return missing_pages(pages, rows)
+
+    def next_group(self) -> tuple[Chunk, ...]:
+        """Choose the next prefill pass again, after `skip_to`; repeatable until state changes."""
+        group = self._prefill_order.choose(self._able_to_prefill(), self._decoding)
+        self._planned = {chunk.rid: chunk for chunk in group}
+        self._pass_counted = False
+        return group
+
+    def _able_to_prefill(self) -> list[ScheduledRequest]:
+        requests = [one for one in self.states.prefilling.values() if not one.suspended]
+        return without_waiting(requests, self._chunk)
+
+    def skip_to(self, rid: str, position: int) -> None:
+        """Count a prompt's first tokens as prefilled: the engine found them in the prefix cache.
+
+        Allowed before the request's first chunk, to a position on the grid. Call `next_group`
+        afterwards.
+        """
+        request = self.states.prefilling.get(rid)
+        if request is None or request.prompt_started:
+            raise LocalProtocolError(f"request {rid} is not about to start its prompt")
+        if position < 0 or position % self._chunk or position > request.prefill_end:
+            raise LocalProtocolError(
+                f"request {rid}: {position} is not a chunk end within {request.prefill_end} tokens"
+            )
+        self._planned.pop(rid, None)
+        request.prompt_started = True
+        self.states.advance(request, position)
+
+    def mark_prefilled(self, rid: str, end: int) -> None:
+        """Note that a planned chunk ran, to ``end``. A group's first chunk counts as its pass."""
+        chunk = self._planned.get(rid)
+        if chunk is None or chunk.end != end:
+            raise LocalProtocolError(
+                f"request {rid}: no chunk to {end} was planned (planned: {chunk})"
+            )
+        del self._planned[rid]
+        if not self._pass_counted:
+            self._prefill_order.pass_done()
+            self._pass_counted = True
+        request = self.states.prefilling[rid]
+        request.prompt_started = True
+        self.states.advance(request, end)
 
     # Preemption.
 
     def victims(self) -> list[str]:
-        """Return the admitted rows, the least valuable first: low priority, then late arrival."""
-        rows = [*self._states.prefilling.values(), *self._states.decoding.values()]
-        rows.sort(key=lambda row: (row.priority, -row.place.number))
-        return [row.rid for row in rows]
+        """Return the admitted requests in preemption order: low priority, then late arrival."""
+        requests = [*self.states.prefilling.values(), *self.states.decoding.values()]
+        requests.sort(key=lambda request: (request.priority, -request.queue_key.arrival))
+        return [request.rid for request in requests]
 
-    def pause(self, rid: str) -> None:
-        """Give an admitted row no tokens until `resume`; it keeps its place and its memory."""
-        self._states.pause(rid)
+    def suspend(self, rid: str) -> None:
+        """Give an admitted request no tokens until `resume`. It keeps its rows and memory."""
+        self.states.suspend(rid)
         self._planned.pop(rid, None)
 
     def resume(self, rid: str) -> None:
-        """Let a paused row go on."""
-        self._states.resume(rid)
+        """End a `suspend`."""
+        self.states.resume(rid)
 
-    def preempt(self, rid: str, kept: int = 0) -> int:
-        """Take an admitted row out until `unpark`; return the pages that it gives back.
+    def preempt(self, rid: str, kept_pages: int = 0) -> None:
+        """Free an admitted request's rows, and its pages except those that stay in memory.
 
-        It keeps its progress, and ``kept`` of its pages, if it stays in memory.
+        It keeps its progress, and waits for `requeue_preempted`.
         """
-        given = self._states.preempt(rid, kept)
-        self._planned.pop(rid, None)
-        return given
-
-    def restart(self, rid: str) -> None:
-        """Let a request read its prompt again, from its beginning: it has lost what it had."""
-        self._states.restart(self._states.find(rid))
+        self.states.preempt(rid, kept_pages)
         self._planned.pop(rid, None)
 
-    def keep(self, rid: str, kept: int) -> int:
-        """Let a parked row, or one that waits after it, keep fewer pages; return those given."""
-        return self._states.keep(rid, kept)
+    def reduce_kept(self, rid: str, kept_pages: int) -> None:
+        """Lower the pages that a request keeps while it is preempted or queued again."""
+        self.states.reduce_kept(rid, kept_pages)
 
-    def unpark(self, rid: str) -> None:
-        """Put a parked row back into the queue, at the place of its arrival."""
-        self._states.unpark(rid)
+    def restart_prefill(self, rid: str) -> None:
+        """Prefill a request from the start of its prompt again: its keys and values are lost."""
+        self.states.restart_prefill(self.find(rid))
+        self._planned.pop(rid, None)
+
+    def requeue_preempted(self, rid: str) -> None:
+        """Put a preempted request back into the queue, by its original key."""
+        self.states.requeue_preempted(rid)
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
-        self._states.check()
-        assert self.places <= self._max_rows
-        for row in self._states.rows.values():
-            assert row.left == 0 or row.prefilled % self._chunk == 0, "off the grid"
+        self.states.check()
+        assert self.reserved_rows <= self._max_rows
+        for request in self.states.requests.values():
+            assert request.remaining == 0 or request.prefilled % self._chunk == 0, "off the grid"
         for rid, chunk in self._planned.items():
-            row = self._states.prefilling[rid]
-            assert not row.paused
-            assert (chunk.start, chunk.end) == (row.prefilled, self._prefill_order.cut(row))
+            request = self.states.prefilling[rid]
+            assert not request.suspended
+            end = self._prefill_order.cut(request)
+            assert (chunk.start, chunk.end) == (request.prefilled, end)
 
 
-def _never(_pages: int, _places: int) -> bool:
+def _never(_pages: int, _rows: int) -> bool:
     return False

@@ -1,192 +1,201 @@
-"""Which state each request is in, and the account of places and pages that goes with it.
+"""The state of each request, and the account of rows and pages that belongs to it.
 
 ::
 
     add              admit                advance               remove
-    ---> waiting ------------> prefilling --------> decoding ------------>
+    ---> queued -------------> prefilling --------> decoding ------------>
             ^                      |                    |
-            | unpark               |        park        |
-            +---------- parked <---+--------------------+
+            | requeue              |      preempt       |
+            +------- preempted <---+--------------------+
 
-Admitted are those that prefill or decode: each of their choices takes a place, and their pages are
-reserved. The others have no place, and of their pages what a row kept when it was parked.
+Prefilling and decoding requests are admitted: each of their choices takes a row, and their pages
+are reserved. Other requests have no rows; a preempted request may keep pages.
 
-Does not cover: who is admitted and what runs (`kvd.worker.scheduling.scheduler`).
+Does not cover: which request is admitted and what runs (`kvd.worker.scheduling.scheduler`).
 """
 
 from __future__ import annotations
 
-from kvd.worker.scheduling.queue import Line
-from kvd.worker.scheduling.row import Row
+from kvd.worker.scheduling.queue import RequestQueue
+from kvd.worker.scheduling.request import ScheduledRequest
 from protocol.errors import LocalProtocolError
 
 
-class States:
-    """The requests of one scheduler. Illegal moves raise `LocalProtocolError`."""
+class RequestStates:
+    """The requests of one scheduler. Illegal transitions raise `LocalProtocolError`."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        """Those that wait."""
-        self.rows: dict[str, Row] = {}
-        """All of them; each is in the line or in exactly one of the next three."""
-        self.prefilling: dict[str, Row] = {}
-        self.decoding: dict[str, Row] = {}
-        self.preempted: dict[str, Row] = {}
-        self.places = 0
-        self.reserved = 0
-        self.paused = 0
-        """Admitted rows that get no tokens."""
+    def __init__(self, queue: RequestQueue) -> None:
+        self.queue = queue
+        self.requests: dict[str, ScheduledRequest] = {}
+        """All requests. Each is in ``queue`` or in exactly one of the next three."""
+        self.prefilling: dict[str, ScheduledRequest] = {}
+        self.decoding: dict[str, ScheduledRequest] = {}
+        self.preempted: dict[str, ScheduledRequest] = {}
+        self.rows = 0
+        """Rows of admitted requests."""
+        self.reserved_pages = 0
+        self.suspended = 0
+        """Number of suspended requests."""
 
-    def find(self, rid: str) -> Row:
-        """Return a request in whatever state."""
-        row = self.rows.get(rid)
-        if row is None:
-            raise LocalProtocolError(f"row {rid} is not scheduled")
-        return row
+    def find(self, rid: str) -> ScheduledRequest:
+        """Return a request in any state."""
+        request = self.requests.get(rid)
+        if request is None:
+            raise LocalProtocolError(f"request {rid} is not scheduled")
+        return request
 
-    def admitted(self, rid: str) -> Row:
-        """Return a row that prefills or decodes."""
-        row = self.prefilling.get(rid) or self.decoding.get(rid)
-        if row is None:
-            raise LocalProtocolError(f"row {rid} is not admitted")
-        return row
+    def is_admitted(self, request: ScheduledRequest) -> bool:
+        return request.rid in self.prefilling or request.rid in self.decoding
 
-    def is_admitted(self, row: Row) -> bool:
-        """Return whether the row has places."""
-        return row.rid in self.prefilling or row.rid in self.decoding
+    @property
+    def active(self) -> int:
+        """Admitted requests that are not suspended."""
+        return len(self.prefilling) + len(self.decoding) - self.suspended
 
-    def add(self, row: Row) -> None:
-        """Let a new request wait."""
-        self.rows[row.rid] = row
-        self.line.join(row)
+    @property
+    def kept_behind_head(self) -> int:
+        """Pages kept by requests that are not admitted, the head of the queue excepted."""
+        head = self.queue.head
+        requests = [*self.queue, *self.preempted.values()]
+        return sum(request.kept_pages for request in requests if request is not head)
 
-    def admit(self, row: Row) -> None:
-        """Take a request from the line and give it its places and pages."""
-        self.line.leave(row)
-        self.reserved += row.pages - row.kept
-        self.places += row.choices
-        row.kept = 0
-        row.started = True
-        self.advance(row, row.prefilled)
+    def add(self, request: ScheduledRequest) -> None:
+        """Queue a new request."""
+        self.requests[request.rid] = request
+        self.queue.add(request)
 
-    def advance(self, row: Row, prefilled: int) -> None:
-        """Note how far an admitted row's prompt is; once it is through, the row decodes."""
-        row.prefilled = prefilled
-        if row.left:
-            self.prefilling[row.rid] = row
+    def admit(self, request: ScheduledRequest) -> None:
+        """Move a request out of the queue; take its rows and pages."""
+        self.queue.remove(request)
+        self.reserved_pages += request.missing_pages
+        self.rows += request.choices
+        request.kept_pages = 0
+        request.was_admitted = True
+        self.advance(request, request.prefilled)
+
+    def advance(self, request: ScheduledRequest, prefilled: int) -> None:
+        """Set the prefilled tokens of an admitted request; with none remaining it decodes."""
+        request.prefilled = prefilled
+        if request.remaining:
+            self.prefilling[request.rid] = request
         else:
-            self.prefilling.pop(row.rid, None)
-            self.decoding[row.rid] = row
+            self.prefilling.pop(request.rid, None)
+            self.decoding[request.rid] = request
 
-    def restart(self, row: Row) -> None:
-        """Note that nothing of a request's prompt is in the cache any more."""
-        row.reads = False
-        row.prefilled = 0
-        if self.is_admitted(row):
-            self.decoding.pop(row.rid, None)
-            self.advance(row, 0)
+    def restart_prefill(self, request: ScheduledRequest) -> None:
+        """Note that no token of the prompt is in the KV cache any more."""
+        request.prompt_started = False
+        request.prefilled = 0
+        if self.is_admitted(request):
+            self.decoding.pop(request.rid, None)
+            self.advance(request, 0)
 
-    def remove(self, row: Row) -> int:
-        """Forget a request in whatever state; return the pages that it gives back."""
-        del self.rows[row.rid]
-        if self.is_admitted(row):
-            return self._dismiss(row)
-        if self.preempted.pop(row.rid, None) is None:
-            self.line.leave(row)
-        self.reserved -= row.kept
-        return row.kept
+    def remove(self, request: ScheduledRequest) -> None:
+        """Forget a request in any state; free its rows and pages."""
+        del self.requests[request.rid]
+        if self.is_admitted(request):
+            self._release(request)
+            return
+        if self.preempted.pop(request.rid, None) is None:
+            self.queue.remove(request)
+        self.reserved_pages -= request.kept_pages
 
-    def remove_choice(self, rid: str) -> int:
-        """Forget one of several choices; return the pages that it gives back."""
-        row = self.decoding.get(rid)
-        if row is None or row.choices == 1:
-            raise LocalProtocolError(f"row {rid} does not decode several choices")
-        row.choices -= 1
-        self.places -= 1
-        self.reserved -= row.more_pages
-        return row.more_pages
+    def remove_choice(self, rid: str) -> None:
+        """Free the row and the pages of one of several choices."""
+        request = self.decoding.get(rid)
+        if request is None or request.choices == 1:
+            raise LocalProtocolError(f"request {rid} does not decode several choices")
+        request.choices -= 1
+        self.rows -= 1
+        self.reserved_pages -= request.further_choice_pages
 
-    def resize(self, row: Row, level: int, first_pages: int, more_pages: int) -> int:
-        """Count a request at another level; return the pages that it gives back."""
-        before = row.pages
-        row.level, row.first_pages, row.more_pages = level, first_pages, more_pages
-        given = before - row.pages if self.is_admitted(row) else 0
-        self.reserved -= given
-        return given
+    def resize(self, request: ScheduledRequest, level: int, first: int, further: int) -> None:
+        """Count a request's pages at another level: its first choice's, and each further one's."""
+        before = request.pages
+        request.level = level
+        request.first_choice_pages, request.further_choice_pages = first, further
+        if self.is_admitted(request):
+            self.reserved_pages += request.pages - before
 
-    def pause(self, rid: str) -> None:
-        """Let an admitted row have no tokens."""
-        row = self.admitted(rid)
-        if row.paused:
-            raise LocalProtocolError(f"row {rid} is paused already")
-        row.paused = True
-        self.paused += 1
+    def suspend(self, rid: str) -> None:
+        request = self._admitted(rid)
+        if request.suspended:
+            raise LocalProtocolError(f"request {rid} is suspended already")
+        request.suspended = True
+        self.suspended += 1
 
     def resume(self, rid: str) -> None:
-        """Let a paused row go on."""
-        row = self.admitted(rid)
-        if not row.paused:
-            raise LocalProtocolError(f"row {rid} is not paused")
-        row.paused = False
-        self.paused -= 1
+        request = self._admitted(rid)
+        if not request.suspended:
+            raise LocalProtocolError(f"request {rid} is not suspended")
+        request.suspended = False
+        self.suspended -= 1
 
-    def preempt(self, rid: str, kept: int) -> int:
-        """Take an admitted row's places and pages but ``kept``; return those that it gives back.
+    def preempt(self, rid: str, kept_pages: int) -> None:
+        """Free an admitted request's rows, and its pages except ``kept_pages``.
 
-        What it keeps may be more than its pages: its tail goes with it, and tails are counted by
-        place while rows run.
+        A request may keep more than its pages: its tails stay too, and tails of admitted requests
+        are counted by rows.
         """
-        row = self.admitted(rid)
-        if kept < 0:
-            raise LocalProtocolError(f"row {rid} cannot keep {kept} pages")
-        given = self._dismiss(row) - kept
-        row.kept = kept
-        self.reserved += kept
-        self.preempted[rid] = row
-        return given
+        request = self._admitted(rid)
+        if kept_pages < 0:
+            raise LocalProtocolError(f"request {rid} cannot keep {kept_pages} pages")
+        self._release(request)
+        request.kept_pages = kept_pages
+        self.reserved_pages += kept_pages
+        self.preempted[rid] = request
 
-    def keep(self, rid: str, kept: int) -> int:
-        """Let a row that is not admitted keep fewer pages; return those that it gives back."""
-        row = self.find(rid)
-        if self.is_admitted(row) or not 0 <= kept <= row.kept:
-            raise LocalProtocolError(f"row {rid} is not parked with {kept} pages or more")
-        given = row.kept - kept
-        row.kept = kept
-        self.reserved -= given
-        return given
+    def reduce_kept(self, rid: str, kept_pages: int) -> None:
+        """Lower the pages that a request keeps while it is not admitted."""
+        request = self.find(rid)
+        if self.is_admitted(request) or not 0 <= kept_pages <= request.kept_pages:
+            raise LocalProtocolError(
+                f"request {rid} is not preempted with at least {kept_pages} kept pages"
+            )
+        self.reserved_pages -= request.kept_pages - kept_pages
+        request.kept_pages = kept_pages
 
-    def unpark(self, rid: str) -> None:
-        """Let a parked row wait, at the place of its arrival."""
-        row = self.preempted.pop(rid, None)
-        if row is None:
-            raise LocalProtocolError(f"row {rid} is not parked")
-        self.line.join(row)
+    def requeue_preempted(self, rid: str) -> None:
+        """Queue a preempted request by its original key."""
+        request = self.preempted.pop(rid, None)
+        if request is None:
+            raise LocalProtocolError(f"request {rid} is not preempted")
+        self.queue.add(request)
 
-    def _dismiss(self, row: Row) -> int:
-        self.prefilling.pop(row.rid, None)
-        self.decoding.pop(row.rid, None)
-        self.paused -= row.paused
-        row.paused = False
-        self.places -= row.choices
-        self.reserved -= row.pages
-        return row.pages
+    def _admitted(self, rid: str) -> ScheduledRequest:
+        request = self.prefilling.get(rid) or self.decoding.get(rid)
+        if request is None:
+            raise LocalProtocolError(f"request {rid} is not admitted")
+        return request
+
+    def _release(self, request: ScheduledRequest) -> None:
+        self.prefilling.pop(request.rid, None)
+        self.decoding.pop(request.rid, None)
+        self.suspended -= request.suspended
+        request.suspended = False
+        self.rows -= request.choices
+        self.reserved_pages -= request.pages
 
     def check(self) -> None:
         """Assert the invariants."""
-        waiting = list(self.line)
-        away = [*waiting, *self.preempted.values()]
+        queued = list(self.queue)
+        outside = [*queued, *self.preempted.values()]
         admitted = [*self.prefilling.values(), *self.decoding.values()]
-        names = [row.rid for row in [*away, *admitted]]
-        assert len(names) == len(set(names)), "a row is in two states"
-        assert set(names) == set(self.rows), "a row is in no state"
-        assert waiting == sorted(waiting, key=lambda row: row.place), "the line is out of order"
-        assert self.places == sum(row.choices for row in admitted), "places got lost"
-        pages = sum(row.pages for row in admitted) + sum(row.kept for row in away)
-        assert self.reserved == pages, "pages got lost"
-        assert self.paused == sum(row.paused for row in admitted)
-        assert not any(row.paused for row in away)
-        assert not any(row.kept for row in admitted)
-        assert all(row.started for row in [*self.preempted.values(), *admitted])
-        assert all(row.started or not (row.prefilled or row.kept) for row in waiting)
-        assert all(row.left == 0 for row in self.decoding.values())
-        assert all(row.left > 0 for row in self.prefilling.values())
+        rids = [request.rid for request in [*outside, *admitted]]
+        assert len(rids) == len(set(rids)), "a request is in two states"
+        assert set(rids) == set(self.requests), "a request is in no state"
+        assert queued == sorted(queued, key=lambda request: request.queue_key), "queue out of order"
+        assert self.rows == sum(request.choices for request in admitted), "rows miscounted"
+        pages = sum(request.pages for request in admitted)
+        pages += sum(request.kept_pages for request in outside)
+        assert self.reserved_pages == pages, "pages miscounted"
+        assert self.suspended == sum(request.suspended for request in admitted)
+        assert not any(request.suspended for request in outside)
+        assert not any(request.kept_pages for request in admitted)
+        assert all(request.was_admitted for request in [*self.preempted.values(), *admitted])
+        assert all(
+            request.was_admitted or not (request.prefilled or request.kept_pages)
+            for request in queued
+        )
+        assert all(request.remaining == 0 for request in self.decoding.values())
+        assert all(request.remaining > 0 for request in self.prefilling.values())

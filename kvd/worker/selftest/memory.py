@@ -96,16 +96,16 @@ def footprint() -> Outcome:
         return Outcome(name, "skip", "the device has memory of its own; its bytes are what counts")
     size = 256 * _MIB
     mx.clear_cache()
-    memory.give_back()
-    before, outside = memory.measured(), reader.footprint(os.getpid())
+    memory.trim_malloc()
+    before, outside = memory.footprint_now(), reader.footprint(os.getpid())
     array = mx.ones((size // 4,)) + 1
     mx.eval(array)
-    with_it = memory.measured()
+    with_it = memory.footprint_now()
     outside_with_it = reader.footprint(os.getpid())
     del array
     mx.clear_cache()
-    memory.give_back()
-    after = memory.measured()
+    memory.trim_malloc()
+    after = memory.footprint_now()
     numbers: dict[str, float | int | str] = {
         "array_bytes": size,
         "before_bytes": before,

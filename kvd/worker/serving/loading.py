@@ -143,7 +143,7 @@ def first_bytes(headers: model_files.Headers, command: LoadModel, *, packed: boo
 def give_back() -> None:
     """Return what is free to the system: MLX's freed buffers, and what malloc keeps of them."""
     mx.clear_cache()
-    memory.give_back()
+    memory.trim_malloc()
 
 
 def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
@@ -152,7 +152,7 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     The cache must have no pages. Gives what loading has freed back to the system.
     """
     give_back()
-    held = memory.measured()
+    held = memory.footprint_now()
     if not _on_cpu() and not mx.metal.is_available():  # a device with memory of its own
         held += mx.get_active_memory()
     return (

@@ -1,6 +1,6 @@
-"""The completions of one request on their way out: which still run, and what is said at an end.
+"""The choices of one request: which still run, and the reports when they end.
 
-Shared by the real engine and the fake one. Knows nothing of rows, text or memory.
+Shared by the real engine and the fake one.
 """
 
 from __future__ import annotations
@@ -15,57 +15,52 @@ if TYPE_CHECKING:
     from protocol.messages import FinishReason
     from protocol.worker import Report, Submit
 
-_GRAVEST: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
-"""What a request with several completions is said to have ended with: the first of these."""
+_PRECEDENCE: tuple[FinishReason, ...] = ("cancelled", "length", "stop")
+"""A request with several choices reports the first of these reasons that one of them had."""
 
 
 class Choices:
-    """The n completions of a request with so many prompt tokens: `finish` each of them once."""
+    """The n choices of a request: call `finish` once for each."""
 
     def __init__(self, request: Submit, prompt_tokens: int) -> None:
         self.rid = request.rid
         self._several = request.n > 1
         self._prompt_tokens = prompt_tokens
         self.cached_tokens = 0
-        """Of the prompt, those that were in the cache already."""
+        """Prompt tokens that were found in the prefix cache."""
         self._completion_tokens = 0
         self._levels: list[int] = []
         self._reasons: set[FinishReason] = set()
-        self._open = list(range(request.n))
+        self._running = set(range(request.n))
 
-    @property
-    def open(self) -> tuple[int, ...]:
-        """Those that still run."""
-        return tuple(self._open)
-
-    def runs_on(self, level: int) -> None:
-        """Note the level of the ladder that it is on from now on."""
+    def record_level(self, level: int) -> None:
+        """Record the precision level at which the request continues, for its usage."""
         if self._levels[-1:] != [level]:
             self._levels.append(level)
 
     def finish(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
-        """End one that made so many tokens; return what to report."""
-        end = self.told(choice, reason, tokens)
+        """End a choice with this many tokens; return the reports."""
+        end = self.finish_reported(choice, reason, tokens)
         if self._several:
             return [ChoiceFinished(rid=self.rid, choice=choice, reason=reason), *end]
         return end
 
-    def told(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
-        """Do the same for one whose end was reported before; return what is left to report."""
-        self._open.remove(choice)
+    def finish_reported(self, choice: int, reason: FinishReason, tokens: int) -> list[Report]:
+        """End a choice whose own end was already reported; return the remaining reports."""
+        self._running.remove(choice)
         self._reasons.add(reason)
         self._completion_tokens += tokens
-        if self._open:
+        if self._running:
             return []
-        gravest = next(reason for reason in _GRAVEST if reason in self._reasons)
+        combined = next(reason for reason in _PRECEDENCE if reason in self._reasons)
         usage = Usage(
             self._prompt_tokens, self._completion_tokens, self.cached_tokens, self._levels
         )
-        return [RowFinished(rid=self.rid, reason=gravest, usage=usage)]
+        return [RowFinished(rid=self.rid, reason=combined, usage=usage)]
 
 
-def check_ids(request: Submit, vocabulary: int) -> None:
-    """Raise `InvalidRequest` for token ids that the model does not have."""
+def check_token_ids(request: Submit, vocabulary: int) -> None:
+    """Raise `InvalidRequest` for token ids outside the vocabulary."""
     named = (
         ("stop_tokens", request.stop_tokens),
         ("sampling.logit_bias", request.sampling.logit_bias),
@@ -79,9 +74,9 @@ def check_ids(request: Submit, vocabulary: int) -> None:
                 )
 
 
-def late(tokens: int) -> DeadlineExceeded:
-    """Return the error of a request whose deadline has passed when it had made so many tokens."""
+def deadline_exceeded(tokens: int) -> DeadlineExceeded:
+    """Return the error of a request that had made this many tokens at its deadline."""
     return DeadlineExceeded(
-        f"its deadline passed after {tokens} tokens; give it more time, or ask for less",
+        f"the deadline passed after {tokens} tokens; set a later deadline or request fewer tokens",
         completion_tokens=tokens,
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvd.worker.text.choices import check_ids
+from kvd.worker.text.choices import check_token_ids
 from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
 from kvd.worker.text.names import Names
 from kvd.worker.text.stops import StopFilter
@@ -101,7 +101,7 @@ class Text:
 
     def encode(self, request: Submit) -> list[int]:
         """Return the prompt's tokens, at least one and less than the context has."""
-        check_ids(request, self._vocab_size)
+        check_token_ids(request, self._vocab_size)
         match request:
             case _ if _forms(request) != 1:
                 raise InvalidRequest(
@@ -147,8 +147,8 @@ class Text:
             min_tokens=request.min_tokens,
         )
 
-    def told(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
-        """Return a token's logprob as it is sent, with the most likely tokens."""
+    def token_logprob(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
+        """Return a token's logprob for the client, with the most likely tokens."""
         others = [self._names.alternative(*pair) for pair in top]
         text, raw = self._names.of(token)
         return TokenLogprob(token, text, logprob, raw, others)

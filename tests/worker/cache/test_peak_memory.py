@@ -29,8 +29,8 @@ from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.step_down import StepDown
 from kvd.worker.scheduling.prefill_order import Turns
-from kvd.worker.scheduling.row import Place
-from kvd.worker.scheduling.row import Row as Waiting
+from kvd.worker.scheduling.request import Place
+from kvd.worker.scheduling.request import Row as Waiting
 from kvd.worker.serving.runner import Runner
 
 pytestmark = pytest.mark.mlx

@@ -57,7 +57,7 @@ def driver(loaded: Driver) -> Iterator[Driver]:
     assert not loaded.engine._runner.cache.sequences
     loaded.engine._prefix_cache.tree.clear()
     assert loaded.engine._runner.cache.pages_used == 0
-    assert loaded.engine._scheduler.reserved == 0
+    assert loaded.engine._scheduler.reserved_pages == 0
     for record in (loaded.outcomes, loaded.parkings, loaded.positions, loaded.reclaimed):
         record.clear()
     loaded.engine._rates.__dict__.pop("note", None)
@@ -227,8 +227,7 @@ def test_a_request_can_end_while_it_is_written_or_read(
 
 def _park_one(driver: Driver):
     rid = driver.engine._scheduler.victims()[0]
-    pages, _ = driver.engine._scheduler.footing(rid)
-    wanted = pages * driver.engine._admission.budget.page_bytes
+    wanted = driver.engine._scheduler.find(rid).pages * driver.engine._admission.budget.page_bytes
     return Reclaim(seq=1, method="preempt", wanted_bytes=wanted)
 
 

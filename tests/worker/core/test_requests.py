@@ -163,7 +163,7 @@ def test_tails_of_rows_that_ended_stand_in_nobodys_way() -> None:
     driver = Driver("demo")
     for index in range(12):
         driver.submit(f"{index}", prompt_of(10, index), max_tokens=4, ignore_eos=True)
-    driver.run(until=lambda: driver.engine._scheduler.places == 12)
+    driver.run(until=lambda: driver.engine._scheduler.reserved_rows == 12)
     driver.budget = driver.total
     driver.submit("long", prompt_of(1500), max_tokens=4)
     driver.run()

@@ -83,7 +83,7 @@ def test_each_request_has_room_for_one_checkpoint_in_any_case(driver: Driver) ->
     before = computed(driver)
     for rid, prompt in asked.items():
         driver.submit(rid, prompt, max_tokens=2, ignore_eos=True)
-    driver.run(until=lambda: driver.engine._scheduler.places == 8)
+    driver.run(until=lambda: driver.engine._scheduler.reserved_rows == 8)
     driver.budget, budget = driver.total, driver.budget
     driver.run()
     driver.budget = budget
@@ -161,9 +161,8 @@ def test_hits_are_counted(driver: Driver) -> None:
 
 def test_answers_to_one_prompt_reserve_it_once(driver: Driver) -> None:
     """And stay within the grant: the driver looks after every step."""
-    scheduler = driver.engine._scheduler
-    one, many = (scheduler.reservation(1500, 40, n) for n in (1, 8))
-    assert many - one < one
+    first, further = driver.engine._scheduler.sizes.of(1500, 40, 0)
+    assert 7 * further < first
     found = driver.alone(prompt_of(1500, 9), WARM, max_tokens=40, n=8, ignore_eos=True)
     alone = forgetful().alone(prompt_of(1500, 9), WARM, max_tokens=40, ignore_eos=True)
 

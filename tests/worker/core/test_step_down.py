@@ -118,7 +118,7 @@ def pressed() -> Iterator[Driver]:
     assert all(len(one.tokens) == 300 for one in driver.outcomes.values())
     driver.engine._prefix_cache.tree.clear()
     assert driver.engine._runner.cache.pages_used == 0
-    assert driver.engine._scheduler.reserved == 0
+    assert driver.engine._scheduler.reserved_pages == 0
 
 
 def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: Driver) -> None:
@@ -158,11 +158,11 @@ def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: D
 def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Driver) -> None:
     scheduler = pressed.engine._scheduler
     answer = pressed.reclaim("precision", 1, level=1)
-    assert [scheduler.level(rid) for rid in "abc"] == [0, 0, 1]
+    assert [scheduler.find(rid).level for rid in "abc"] == [0, 0, 1]
     assert not answer.exhausted
     pressed.submit("d", prompt_of(300, 4), max_tokens=300, ignore_eos=True)
     pressed.step()
-    assert scheduler.level("d") == 1
+    assert scheduler.find("d").level == 1
     pressed.run(until=lambda: len(pressed.outcomes["d"].tokens) > 3)
     held = pressed.engine._requests["d"].completions[0].row.rows[0]
     assert {page.level for page in held.pages} == {1}
@@ -170,7 +170,7 @@ def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Dr
     pressed.engine.start_level(StartLevel(level=0))
     pressed.submit("e", prompt_of(300, 5), max_tokens=300, ignore_eos=True)
     pressed.step()
-    assert scheduler.level("e") == 0
+    assert scheduler.find("e").level == 0
 
 
 def test_a_request_that_fits_only_below_the_top_runs_there(laddered: Driver) -> None:

@@ -99,12 +99,12 @@ def test_new_rows_start_lower_until_pressure_is_over():
     engine.submit(submit("d", "d" * 640, max_tokens=640))
     answered(engine)
     answered(engine)
-    assert engine.stats().reclaimable.level == engine._scheduler.level("d") == 2
+    assert engine.stats().reclaimable.level == engine._scheduler.find("d").level == 2
     engine.start_level(StartLevel(level=0))
     engine.submit(submit("e", "e" * 640, max_tokens=640))
     answered(engine)
     answered(engine)
-    assert engine._scheduler.level("e") == 0
+    assert engine._scheduler.find("e").level == 0
     run(engine)
 
 

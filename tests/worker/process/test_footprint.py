@@ -25,7 +25,7 @@ from tests.worker.core.driver import Driver
 
 driver = Driver("demo", kv=parse_kv("k16v16"), attention_scratch={SCRATCH})
 base = driver.engine._admission.budget.base_bytes
-rest = memory.measured()
+rest = memory.footprint_now()
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 resident, peak = (1024 * int(status[name].split()[0]) for name in ("VmRSS", "VmHWM"))
 loading = rest + peak - resident
@@ -36,7 +36,7 @@ for number, length in enumerate([1500, 700, 300, 200, 200, 100, 60, 3]):
 most = share = 0
 while driver.engine.has_work:
     driver.step()
-    most = max(most, memory.measured())
+    most = max(most, memory.footprint_now())
     share = max(share, most / driver.total)
 print(json.dumps([driver.asked[0][0], loading, base, rest, most, driver.total, share]))
 """

@@ -69,7 +69,7 @@ def make_logits(rows, vocab, seed=0, scale=2.0):
 
 
 def draw_many(logits, sampling, draws):
-    """Draw from one row at positions 0, 1, 2 …, many positions as the rows of one batch."""
+    """SamplerOutput from one row at positions 0, 1, 2 …, many positions as the rows of one batch."""
     width = 500
     batch = BatchSampling.of([sampling] * width)
     rows = mx.broadcast_to(mx.array(logits), (width, logits.shape[-1]))

@@ -45,7 +45,7 @@ def edited(logits: np.ndarray, one: RowSettings, prompt: list[int], made: list[i
 
 
 def run(row: RowSettings, steps: int, prompt=PROMPT, made=()):
-    """Draw a row alone; return its tokens."""
+    """SamplerOutput a row alone; return its tokens."""
     sampler = Sampler(VOCAB)
     sampler.add("row", row, prompt, made)
     tokens = list(made)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.machines.ledger import Ledger, MemoryRequest, WorkerExited
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.budget import PageBudget
-from kvd.worker.scheduling.scheduler import Scheduler, Sizes
+from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
 from protocol.errors import InsufficientMemory
 from protocol.worker import Grant, MemoryRequested
 
@@ -25,7 +25,7 @@ def admission_of(pages=REST, rows=5):
         Scheduler(max_rows=rows, chunk=128),
         PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
         row_pages=ROW_PAGES,
-        rest_pages=REST,
+        idle_pages=REST,
     )
 
 
@@ -43,9 +43,9 @@ def answer(admission, wish, *, granted, budget_pages=100):
 
 def denied(admission, held=Held(), **more):  # noqa: B008 - a value
     """Take turns until nothing more is asked; all is denied."""
-    while (turn := admission.turn(held)).wish is not None and turn.refused is None:
-        answer(admission, turn.wish, granted=False, **more)
-    return turn
+    while (result := admission.admit(held)).memory_request is not None and result.refused is None:
+        answer(admission, result.memory_request, granted=False, **more)
+    return result
 
 
 def test_what_is_denied_is_sought_among_cached_prefixes_before_anyone_is_refused() -> None:
@@ -53,41 +53,41 @@ def test_what_is_denied_is_sought_among_cached_prefixes_before_anyone_is_refused
     admission.submit("a", 640, 64)  # 10 pages, 3 of a tail
     assert denied(admission, Held(20, 1, cached=16)).evict_pages == 9
     assert admission.has_work
-    turn = admission.turn(Held(17, 1, cached=7))
-    assert turn.plan.admitted == ("a",)
-    assert turn.evict_pages == 0
+    result = admission.admit(Held(17, 1, cached=7))
+    assert result.plan.admitted == ("a",)
+    assert result.evict_pages == 0
 
 
 def test_no_more_is_evicted_than_is_cached() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 1920, 64)
     assert denied(admission, Held(20, 1, cached=4)).evict_pages == 4
-    turn = denied(admission, Held(16, 1))
-    assert turn.plan.wanted_pages == 13
-    assert (turn.evict_pages, turn.refused, turn.spill) == (0, None, False)
+    result = denied(admission, Held(16, 1))
+    assert result.plan.missing_pages == 13
+    assert (result.evict_pages, result.refused, result.swap_out_kept) == (0, None, False)
 
 
 def test_a_new_request_waits_while_others_hold_the_memory_and_says_at_which_place() -> None:
     admission = admission_of()
     admission.submit("a", 1920, 64)
-    wish = admission.turn(Held()).wish
+    wish = admission.admit(Held()).memory_request
     assert wish is not None
     assert not wish.resuming
     admission.submit("b", 1920, 64)
-    assert admission.turn(Held()).queued == ()  # the daemon may still say yes
+    assert admission.admit(Held()).queue_positions == ()  # the daemon may still say yes
     answer(admission, wish, granted=False)
-    turn = denied(admission)
-    assert (turn.refused, turn.evict_pages) == (None, 0)
-    assert [(one.rid, one.position) for one in turn.queued] == [("a", 1), ("b", 2)]
+    result = denied(admission)
+    assert (result.refused, result.evict_pages) == (None, 0)
+    assert [(one.rid, one.position) for one in result.queue_positions] == [("a", 1), ("b", 2)]
     assert not admission.has_work
     admission.granted(Grant(seq=admission.budget.seq, total_bytes=BASE + 33 * PAGE, granted=True))
-    assert admission.turn(Held()).plan.admitted == ("a",)
+    assert admission.admit(Held()).plan.admitted == ("a",)
 
 
 def test_what_can_never_fit_is_refused_when_it_comes_and_when_the_budget_has_shrunk() -> None:
     admission = admission_of()
     admission.submit("a", 64, 1)
-    wish = admission.turn(Held()).wish
+    wish = admission.admit(Held()).memory_request
     assert wish is None
     admission.budget.budget_bytes = BASE + 40 * PAGE
     admission.submit("b", 2368, 64)  # 37 pages, and a tail of 3
@@ -96,19 +96,21 @@ def test_what_can_never_fit_is_refused_when_it_comes_and_when_the_budget_has_shr
     detail = refused.value.detail
     assert (detail["needed_bytes"], detail["budget_bytes"]) == (BASE + 41 * PAGE, BASE + 40 * PAGE)
     admission.finish("a")
-    turn = denied(admission, budget_pages=39)
-    assert turn.refused is not None
-    assert turn.refused[0] == "b"
+    result = denied(admission, budget_pages=39)
+    assert result.refused is not None
+    assert result.refused[0] == "b"
 
 
 def laddered(pages=REST) -> Admission:
     """Two levels; pages of the lower one are half as large."""
-    sizes = Sizes(pages_for=lambda length, level: -(-length // 64 // (1 + level)), levels=2)
+    sizes = ReservationSizes(
+        pages_for=lambda length, level: -(-length // 64 // (1 + level)), levels=2
+    )
     return Admission(
         Scheduler(max_rows=5, chunk=128, sizes=sizes),
         PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
         row_pages=ROW_PAGES,
-        rest_pages=REST,
+        idle_pages=REST,
     )
 
 
@@ -116,92 +118,92 @@ def test_rows_start_lower_when_told_and_what_they_reserve_falls_with_them() -> N
     admission = laddered(pages=60)
     scheduler = admission.scheduler
     admission.submit("a", 640, 64)
-    assert admission.turn(Held()).plan.admitted == ("a",)
-    admission.start(1)
+    assert admission.admit(Held()).plan.admitted == ("a",)
+    admission.set_start_level(1)
     admission.submit("b", 640, 64)
     admission.submit("c", 640, 64)
-    assert admission.turn(Held()).plan.admitted == ("b", "c")
-    assert [scheduler.level(rid) for rid in "abc"] == [0, 1, 1]
-    assert scheduler.reserved == 11 + 6 + 6
-    assert scheduler.saving("a", 1) == 5
-    admission.lowered("a", 1)
-    assert scheduler.reserved == 18
-    admission.start(0)
+    assert admission.admit(Held()).plan.admitted == ("b", "c")
+    assert [scheduler.find(rid).level for rid in "abc"] == [0, 1, 1]
+    assert scheduler.reserved_pages == 11 + 6 + 6
+    assert scheduler.step_down_savings("a", 1) == 5
+    admission.step_down("a", 1)
+    assert scheduler.reserved_pages == 18
+    admission.set_start_level(0)
     admission.submit("d", 640, 64)
-    admission.turn(Held())
-    assert scheduler.reserved == 29
+    admission.admit(Held())
+    assert scheduler.reserved_pages == 29
 
 
 def test_who_fits_the_whole_budget_only_lower_down_starts_there() -> None:
     admission = laddered()
     admission.budget.budget_bytes = BASE + 30 * PAGE
     admission.submit("a", 1920, 64)  # 31 pages at the top, 16 below
-    assert admission.scheduler.level("a") == 1
+    assert admission.scheduler.find("a").level == 1
     admission.granted(Grant(seq=1, total_bytes=0, granted=True, budget_bytes=BASE + 40 * PAGE))
-    assert admission.scheduler.level("a") == 0
+    assert admission.scheduler.find("a").level == 0
 
 
 def test_nobody_is_admitted_while_memory_is_given_back() -> None:
     admission = admission_of(pages=30)
     admission.submit("a", 640, 64)
     admission.closed = True
-    assert admission.turn(Held()).plan.admitted == ()
+    assert admission.admit(Held()).plan.admitted == ()
     assert not admission.has_work
     admission.closed = False
-    assert admission.turn(Held()).plan.admitted == ("a",)
+    assert admission.admit(Held()).plan.admitted == ("a",)
 
 
 def test_handing_over_forgets_a_wish_that_is_open() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 6400, 64)
-    open_wish = admission.turn(Held()).wish
+    open_wish = admission.admit(Held()).memory_request
     assert open_wish is not None
-    wish, freed = admission.hand_over(20, Held())
+    wish, freed = admission.give_back(20, Held())
     assert wish is not None
     assert (wish.seq, wish.total_bytes, freed) == (open_wish.seq + 1, BASE + 20 * PAGE, 20 * PAGE)
     answer(admission, open_wish, granted=True, budget_pages=200)  # it came too late
     assert admission.budget.granted_bytes == BASE + 20 * PAGE
     answer(admission, wish, granted=True, budget_pages=200)
-    assert admission.turn(Held()).wish is not None
+    assert admission.admit(Held()).memory_request is not None
 
 
 def test_what_others_keep_in_memory_goes_elsewhere_before_the_first_waits_for_ever() -> None:
     admission = admission_of(pages=30)
     for rid in "ab":
         admission.submit(rid, 640, 64)
-    assert admission.turn(Held()).plan.admitted == ("a", "b")
+    assert admission.admit(Held()).plan.admitted == ("a", "b")
     for rid in "ab":
-        admission.preempt(rid, kept=11)
-        admission.unpark(rid)
-    wish, _ = admission.hand_over(22, Held())
+        admission.preempt(rid, kept_pages=11)
+        admission.requeue_preempted(rid)
+    wish, _ = admission.give_back(22, Held())
     assert wish is not None
     answer(admission, wish, granted=True)
-    turn = denied(admission)
-    assert turn.spill
-    admission.keep("b", 0)
-    assert admission.turn(Held()).plan.restored == ("a",)
+    result = denied(admission)
+    assert result.swap_out_kept
+    admission.reduce_kept("b", 0)
+    assert admission.admit(Held()).plan.resumed == ("a",)
 
 
 def parked_beside_another_model() -> Admission:
     admission = admission_of(pages=20)
     admission.submit("a", 640, 64)
-    assert admission.turn(Held()).plan.admitted == ("a",)
+    assert admission.admit(Held()).plan.admitted == ("a",)
     admission.preempt("a")
-    wish = admission.give_back(8, Held())
+    wish, _ = admission.give_back(8, Held())
     assert wish is not None
     answer(admission, wish, granted=True)
-    admission.unpark("a")
+    admission.requeue_preempted("a")
     return admission
 
 
 def test_who_has_begun_waits_where_a_new_request_would_be_refused() -> None:
     admission = parked_beside_another_model()
-    turn = denied(admission)
-    assert (turn.refused, admission.has_work) == (None, False)
+    result = denied(admission)
+    assert (result.refused, admission.has_work) == (None, False)
     # The daemon remembers what it denied, and grants it when there is room.
     admission.granted(Grant(seq=admission.budget.seq, total_bytes=BASE + 20 * PAGE, granted=True))
-    turn = admission.turn(Held())
-    assert (turn.plan.admitted, turn.plan.restored) == (("a",), ("a",))
+    result = admission.admit(Held())
+    assert (result.plan.admitted, result.plan.resumed) == (("a",), ("a",))
 
 
 def test_who_has_begun_is_refused_if_the_whole_budget_is_too_small() -> None:
@@ -214,60 +216,60 @@ def test_who_has_begun_is_refused_if_the_whole_budget_is_too_small() -> None:
 def test_what_a_row_has_left_in_the_room_of_its_place_counts_once() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 1, 1)
-    admission.turn(Held())
-    spare = admission.spare(Held(0, 1))
+    admission.admit(Held())
+    spare = admission.spare_pages(Held(0, 1))
     assert spare > 0
-    assert admission.spare(Held(3, 1, cached=3)) == spare - 3
-    assert admission.spare(Held(3, 1, cached=3, left=2)) == spare - 1
-    wish = admission.want_spare(spare + 2, Held(3, 1, cached=3, left=2))
+    assert admission.spare_pages(Held(3, 1, cached=3)) == spare - 3
+    assert admission.spare_pages(Held(3, 1, cached=3, covered=2)) == spare - 1
+    wish = admission.request_spare(spare + 2, Held(3, 1, cached=3, covered=2))
     assert wish is not None
     assert wish.reason == "3 more pages"
-    assert admission.want_spare(spare + 2, Held()) is None  # one is open
+    assert admission.request_spare(spare + 2, Held()) is None  # one is open
 
 
 def test_spare_tails_count_until_they_are_given_up() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 640, 64)
-    assert admission.turn(Held(0, 4)).plan.wanted_pages == 10 + 4 * ROW_PAGES - 20
-    assert admission.turn(Held(0, 3)).plan.admitted == ("a",)
+    assert admission.admit(Held(0, 4)).plan.missing_pages == 10 + 4 * ROW_PAGES - 20
+    assert admission.admit(Held(0, 3)).plan.admitted == ("a",)
 
 
 def test_what_rows_hold_is_not_given_back() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 640, 64)
     admission.submit("b", 640, 64)
-    admission.turn(Held())
-    assert admission.give_back(0, Held(40, 0)) is None
-    wish = admission.give_back(0, Held(5, 1))  # the rows have not grown to what they may be
+    admission.admit(Held())
+    assert admission.give_back(0, Held(40, 0)) == (None, 0)
+    wish, _ = admission.give_back(0, Held(5, 1))  # the rows have not grown to what they may be
     assert wish is not None
     assert wish.total_bytes == BASE + 26 * PAGE
     answer(admission, wish, granted=True)
-    admission.preempt("b", kept=4)
-    wish = admission.give_back(0, Held(14, 1))
+    admission.preempt("b", kept_pages=4)
+    wish, _ = admission.give_back(0, Held(14, 1))
     assert wish is not None
     assert wish.total_bytes == BASE + 17 * PAGE
 
 
 def test_an_idle_engine_keeps_cached_prefixes() -> None:
     admission = admission_of(pages=40)
-    wish = admission.rest(cached=12)
+    wish = admission.give_back_idle(cached=12)
     assert wish is not None
     assert wish.total_bytes == BASE + (REST + 12) * PAGE
     answer(admission, wish, granted=True)
     assert not admission.has_work
-    assert admission.rest(cached=12) is None
+    assert admission.give_back_idle(cached=12) is None
 
 
 def test_who_leaves_takes_along_what_was_denied() -> None:
     """The daemon remembers it, and would grant it to nobody."""
     admission = admission_of()
     admission.submit("a", 1920, 64)
-    wish = admission.turn(Held()).wish
+    wish = admission.admit(Held()).memory_request
     assert wish is not None
     answer(admission, wish, granted=False)
     admission.finish("a")
     assert admission.has_work
-    wish = admission.rest()
+    wish = admission.give_back_idle()
     assert wish is not None
     assert wish.total_bytes == BASE + REST * PAGE
 
@@ -275,17 +277,17 @@ def test_who_leaves_takes_along_what_was_denied() -> None:
 def test_paused_and_parked_rows_are_no_work() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 640, 64)
-    admission.turn(Held())
+    admission.admit(Held())
     assert admission.has_work
-    admission.scheduler.pause("a")
+    admission.scheduler.suspend("a")
     assert not admission.has_work
     admission.scheduler.resume("a")
     assert admission.has_work
     admission.preempt("a")
-    admission.turn(Held())
+    admission.admit(Held())
     assert not admission.has_work
     assert not admission.idle
-    admission.unpark("a")
+    admission.requeue_preempted("a")
     assert admission.has_work
 
 
@@ -293,34 +295,34 @@ def test_paused_and_parked_rows_are_no_work() -> None:
 def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 1, 1, choices=2)
-    admission.turn(Held())
+    admission.admit(Held())
     admission.submit("b", 5120, 64)
     denied(admission)
-    admission.turn(Held())
+    admission.admit(Held())
     assert admission.budget.denied is not None
     getattr(admission, event)("a")
-    assert admission.turn(Held()).wish is not None
+    assert admission.admit(Held()).memory_request is not None
 
 
 def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
     admission = admission_of(pages=30)
     admission.submit("runs", 1, 1)
     admission.submit("a", 640, 64)
-    admission.turn(Held())
-    admission.preempt("a", kept=10)
+    admission.admit(Held())
+    admission.preempt("a", kept_pages=10)
     admission.submit("b", 960, 64)  # 15 pages, and two tails
-    assert denied(admission).plan.wanted_pages == 1
-    assert not admission.turn(Held()).plan.admitted
-    admission.keep("a", 4)
+    assert denied(admission).plan.missing_pages == 1
+    assert not admission.admit(Held()).plan.admitted
+    admission.reduce_kept("a", 4)
     assert admission.has_work
-    assert admission.turn(Held()).plan.admitted == ("b",)
-    admission.scheduler.pause("runs")
-    admission.scheduler.pause("b")
+    assert admission.admit(Held()).plan.admitted == ("b",)
+    admission.scheduler.suspend("runs")
+    admission.scheduler.suspend("b")
     admission.submit("c", 5120, 64)
     denied(admission)
-    admission.keep("a", 0)
+    admission.reduce_kept("a", 0)
     assert admission.has_work
-    assert admission.turn(Held()).wish is not None
+    assert admission.admit(Held()).memory_request is not None
 
 
 class Traffic(RuleBasedStateMachine):
@@ -349,7 +351,7 @@ class Traffic(RuleBasedStateMachine):
     def hold(self, *, spare: bool = True) -> None:
         """Hold what rows may take, what is cached, and what is left over from before."""
         scheduler, held = self.scheduler, self.held
-        pages, rows = scheduler.reserved + held.cached, scheduler.places
+        pages, rows = scheduler.reserved_pages + held.cached, scheduler.reserved_rows
         self.held = Held(
             max(pages, held.pages if spare else 0),
             max(rows, held.rows if spare else 0),
@@ -372,9 +374,9 @@ class Traffic(RuleBasedStateMachine):
         try:
             self.admission.submit(rid, length, new, priority=priority, choices=choices)
         except InsufficientMemory:
-            assert (
-                self.scheduler.reservation(length, new, choices) > self.most - ROW_PAGES * choices
-            )
+            first, further = self.scheduler.sizes.of(length, new, 0)
+            pages = first + (choices - 1) * further
+            assert pages > self.most - ROW_PAGES * choices
         else:
             self.queued.add(rid)
 
@@ -398,14 +400,14 @@ class Traffic(RuleBasedStateMachine):
 
     def able(self) -> list[str]:
         """Rows of which one of several choices may end."""
-        rows = self.scheduler._states.decoding.values()
+        rows = self.scheduler.states.decoding.values()
         return [row.rid for row in rows if row.choices > 1]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.running)))
-        pages = self.scheduler._states.find(rid).pages
+        pages = self.scheduler.find(rid).pages
         self.admission.preempt(rid, data.draw(st.integers(0, pages)))
         self.running.discard(rid)
         self.preempted.add(rid)
@@ -414,7 +416,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpark(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.preempted)))
-        self.admission.unpark(rid)
+        self.admission.requeue_preempted(rid)
         self.preempted.discard(rid)
         self.queued.add(rid)
 
@@ -423,36 +425,31 @@ class Traffic(RuleBasedStateMachine):
     def pause_or_resume(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.running)))
         scheduler = self.scheduler
-        (scheduler.resume if scheduler.is_paused(rid) else scheduler.pause)(rid)
+        (scheduler.resume if scheduler.find(rid).suspended else scheduler.suspend)(rid)
 
     @rule(pages=st.integers(0, 60))
     def give_back(self, pages: int) -> None:
-        self.hold(spare=False)
-        self.tell(self.admission.give_back(pages, self.held))
-
-    @rule(pages=st.integers(0, 60))
-    def hand_over(self, pages: int) -> None:
         """The daemon asks for memory, whatever is under way."""
         self.hold(spare=False)
         before = self.admission.budget.granted_bytes
-        wish, freed = self.admission.hand_over(pages, self.held)
+        wish, freed = self.admission.give_back(pages, self.held)
         assert freed == before - self.admission.budget.granted_bytes
         assert (wish is None) == (freed == 0)
         self.tell(wish)
 
     @rule(level=st.integers(0, 2))
     def start_level(self, level: int) -> None:
-        self.admission.start(level)
+        self.admission.set_start_level(level)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def lower(self, data: st.DataObject) -> None:
         """A running row goes down: what it reserves falls by what was promised."""
         rid = data.draw(st.sampled_from(sorted(self.running)))
-        if self.scheduler.level(rid) == 0:
-            before, saved = self.scheduler.reserved, self.scheduler.saving(rid, 1)
-            self.admission.lowered(rid, 1)
-            assert self.scheduler.reserved == before - saved
+        if self.scheduler.find(rid).level == 0:
+            before, saved = self.scheduler.reserved_pages, self.scheduler.step_down_savings(rid, 1)
+            self.admission.step_down(rid, 1)
+            assert self.scheduler.reserved_pages == before - saved
             self.hold(spare=False)
 
     @rule(pages=st.integers(1, 10))
@@ -460,43 +457,47 @@ class Traffic(RuleBasedStateMachine):
         """A prefix is cached where there is room."""
         held = Held(self.held.pages, self.held.rows, self.held.cached + pages)
         scheduler = self.scheduler
-        if self.admission.lacking(scheduler.reserved, scheduler.places, held) <= 0:
+        if (
+            self.admission.missing_pages(scheduler.reserved_pages, scheduler.reserved_rows, held)
+            <= 0
+        ):
             self.held = held
             self.hold()
 
     @precondition(lambda self: self.admission.has_work)
     @rule()
     def step(self) -> None:
-        turn = self.admission.turn(self.held)
-        self.running |= set(turn.plan.admitted)
-        self.queued -= set(turn.plan.admitted)
-        self.tell(turn.wish)
-        for chunk in turn.plan.group:
-            self.scheduler.prefilled(chunk.rid, chunk.end)
+        result = self.admission.admit(self.held)
+        self.running |= set(result.plan.admitted)
+        self.queued -= set(result.plan.admitted)
+        self.tell(result.memory_request)
+        for chunk in result.plan.group:
+            self.scheduler.mark_prefilled(chunk.rid, chunk.end)
         self.hold()
-        if turn.evict_pages:
-            assert not turn.refused
-            self.held = Held(cached=self.held.cached - turn.evict_pages)
+        if result.evict_pages:
+            assert not result.refused
+            self.held = Held(cached=self.held.cached - result.evict_pages)
             self.hold(spare=False)
-        if turn.refused is not None:
-            pages, places = self.scheduler.footing(turn.refused[0])
-            assert self.admission.budget.too_large(pages + places * ROW_PAGES)
-            self._finish(turn.refused[0])
-        if turn.spill:
+        if result.refused is not None:
+            refused = self.scheduler.find(result.refused[0])
+            pages = refused.pages + refused.choices * ROW_PAGES
+            assert self.admission.budget.too_large(pages)
+            self._finish(result.refused[0])
+        if result.swap_out_kept:
             assert not self.running
             for rid in [*self.queued, *self.preempted]:
-                self.admission.keep(rid, 0)
-        if turn.plan.wanted_pages and self.gives_up_spare():
+                self.admission.reduce_kept(rid, 0)
+        if result.plan.missing_pages and self.gives_up_spare():
             self.step()
         if self.admission.idle:
             self.held = Held(self.held.cached, 0, self.held.cached)
-            self.tell(self.admission.rest(self.held.cached))
+            self.tell(self.admission.give_back_idle(self.held.cached))
 
     def gives_up_spare(self) -> bool:
         """Cut what is left over from before, as the engine does for who waits; tails at the end."""
         before, scheduler = self.held, self.scheduler
-        rows = max(scheduler.places, before.rows if scheduler.places else 0)
-        self.held = Held(scheduler.reserved + before.cached, rows, before.cached)
+        rows = max(scheduler.reserved_rows, before.rows if scheduler.reserved_rows else 0)
+        self.held = Held(scheduler.reserved_pages + before.cached, rows, before.cached)
         return self.held != before
 
     @precondition(lambda self: self.up)
@@ -551,11 +552,11 @@ class Traffic(RuleBasedStateMachine):
         for rid in list(self.running):
             self._finish(rid)
         for rid in sorted(self.preempted):
-            self.admission.unpark(rid)
+            self.admission.requeue_preempted(rid)
             self.queued.add(rid)
         self.preempted.clear()
         for rid in self.queued:
-            self.admission.keep(rid, 0)  # what it kept goes to disk
+            self.admission.reduce_kept(rid, 0)  # what it kept goes to disk
         for _ in range(5000):
             if self.up:
                 self.daemon_reads()

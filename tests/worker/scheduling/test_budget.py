@@ -11,7 +11,7 @@ def budget() -> PageBudget:
 
 
 def wish_of(mine: PageBudget, missing: int) -> MemoryRequested:
-    wish = mine.want(missing)
+    wish = mine.request(missing)
     assert wish is not None
     return wish
 
@@ -38,11 +38,11 @@ def test_one_wish_at_a_time_and_the_answer_counts() -> None:
     wish = wish_of(mine, 7)
 
     assert (wish.seq, wish.total_bytes) == (3, 1170)
-    assert mine.want(9) is None
+    assert mine.request(9) is None
     mine.answer(Grant(seq=3, total_bytes=1170, granted=True))
     assert mine.pages == 17
-    assert mine.want(0) is None
-    assert mine.want(1) is not None
+    assert mine.request(0) is None
+    assert mine.request(1) is not None
 
 
 def test_denied_holds_for_as_much_and_more_but_not_for_less() -> None:
@@ -50,8 +50,8 @@ def test_denied_holds_for_as_much_and_more_but_not_for_less() -> None:
     deny(mine, 7)
 
     assert mine.pages == 10
-    assert mine.want(7) is None
-    assert mine.want(8) is None
+    assert mine.request(7) is None
+    assert mine.request(8) is None
     assert wish_of(mine, 6).total_bytes == 1160
 
 
@@ -69,12 +69,12 @@ def test_what_can_never_be_is_told_with_the_arithmetic() -> None:
 def test_what_the_daemon_asked_for_goes_even_while_a_wish_is_open() -> None:
     mine = budget()
     wish = wish_of(mine, 5)
-    given = mine.hand_over(4)
+    given = mine.give_back(4)
     assert given is not None
     assert (given.seq, given.total_bytes) == (wish.seq + 1, 1040)
     mine.answer(Grant(seq=wish.seq, total_bytes=1155, granted=True))
     assert mine.pages == 4
-    assert mine.hand_over(4) is None
+    assert mine.give_back(4) is None
 
 
 def test_what_is_given_back_is_gone_at_once() -> None:
@@ -86,7 +86,7 @@ def test_what_is_given_back_is_gone_at_once() -> None:
     assert wish is not None
     assert wish.total_bytes == 1040
     assert mine.pages == 4
-    assert mine.want(1) is None
+    assert mine.request(1) is None
     mine.answer(Grant(seq=wish.seq, total_bytes=1040, granted=True))
     assert mine.pages == 4
 

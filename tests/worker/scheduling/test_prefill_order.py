@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.prefill_order import PrefillOrder
-from kvd.worker.scheduling.row import Chunk, Place, Row
+from kvd.worker.scheduling.request import Chunk, QueueKey, ScheduledRequest
 
 C = 256
 
 
 def row(rid, prefill, number=0, priority=0, start=0):
     """A row with so many tokens to prefill in all."""
-    return Row(
+    return ScheduledRequest(
         rid=rid,
         prompt_len=prefill + 1,
         max_new=1,
-        place=Place(number - 1000 * priority, number),
+        queue_key=QueueKey(number - 1000 * priority, number),
         priority=priority,
         deadline=None,
         choices=1,
@@ -35,14 +35,14 @@ def run(prefill_order, rows, groups=None):
     """Run so many groups, or all; return each as (rid, tokens) pairs."""
     ran = []
     while groups is None or len(ran) < groups:
-        group = prefill_order.choose([one for one in rows if one.left])
+        group = prefill_order.choose([one for one in rows if one.remaining])
         if not group:
             break
         for chunk in group:
             one = next(one for one in rows if one.rid == chunk.rid)
             assert chunk.start == one.prefilled
             one.prefilled = chunk.end
-        prefill_order.ran()
+        prefill_order.pass_done()
         ran.append([(chunk.rid, chunk.length) for chunk in group])
     return ran
 
@@ -95,7 +95,7 @@ def test_express_is_for_the_first_ones_priority_and_above():
     rows = [row("low", 300, 0), row("high", 8 * C, 1, priority=1)]
     assert [group[0][0] for group in run(turns_of(), rows, 3)] == ["high"] * 3
     rows = [row("low", 8 * C, 0), row("high", 2 * C, 1, priority=1), row("alike", C, 2)]
-    rows[1].place = Place(5, 1)  # it came so late that the low one has aged
+    rows[1].queue_key = QueueKey(5, 1)  # it came so late that the low one has aged
     assert [group[0][0] for group in run(turns_of(), rows, 6)] == [
         *("low", "high", "low", "high", "low", "alike")
     ]
@@ -157,7 +157,7 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
     rows = rows_of(*sizes)
     prefill_order = turns_of(budget=budget + decoding, group=group)
     for _ in range(sum(-(-size // C) for size in sizes)):
-        chunks = prefill_order.choose([one for one in rows if one.left], decoding)
+        chunks = prefill_order.choose([one for one in rows if one.remaining], decoding)
         if not chunks:
             break
         longest = max(chunk.length for chunk in chunks)
@@ -172,8 +172,8 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
             assert chunk.end == min((chunk.start // C + 1) * C, one.prefill_end)
             assert len(chunks) == 1 or chunk.end == one.prefill_end
             one.prefilled = chunk.end
-        prefill_order.ran()
-    assert not any(one.left for one in rows)
+        prefill_order.pass_done()
+    assert not any(one.remaining for one in rows)
 
 
 @given(
@@ -190,19 +190,20 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
     """Rows come at any time, in any place and of any size; the bound is that of the docstring."""
     prefill_order = turns_of(group=group, budget=C + 40)
     if express:
-        prefill_order.ran()
+        prefill_order.pass_done()
     coming = [
         (when, row(f"{number:02}", size, number, priority))
         for number, (size, priority, when) in enumerate(crowd)
     ]
     here, groups_of = [], {}
     allowed = {
-        one.rid: 2 * sum(-(-other.left // C) for _, other in coming if other.place <= one.place)
+        one.rid: 2
+        * sum(-(-other.remaining // C) for _, other in coming if other.queue_key <= one.queue_key)
         for _, one in coming
     }
     for step in range(1000):
         here += [one for when, one in coming if when == step]
-        rows = [one for one in here if one.left]
+        rows = [one for one in here if one.remaining]
         if not rows:
             if step > 30:
                 break
@@ -211,7 +212,7 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
             groups_of[one.rid] = groups_of.get(one.rid, 0) + 1
         for chunk in prefill_order.choose(rows, decoding):
             next(one for one in rows if one.rid == chunk.rid).prefilled = chunk.end
-        prefill_order.ran()
+        prefill_order.pass_done()
     assert set(groups_of) == {one.rid for _, one in coming}
     for rid, groups in groups_of.items():
         assert groups <= allowed[rid]
@@ -221,8 +222,8 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
 def test_a_short_prompt_waits_for_little_of_a_long_one(long, short, express):
     prefill_order, rows = turns_of(), rows_of(long, short)
     if express:
-        prefill_order.ran()
-    while rows[1].left:
+        prefill_order.pass_done()
+    while rows[1].remaining:
         for group in run(prefill_order, rows, 1):
             assert len(group) == 1
     if long > short:
@@ -234,8 +235,8 @@ def test_a_stream_of_short_prompts_takes_half_of_the_turns_at_most(streams):
     prefill_order, rows = turns_of(), rows_of(20 * C)
     count = 1
     for _ in range(40):
-        while sum(one.left > 0 for one in rows) < 1 + streams:
+        while sum(one.remaining > 0 for one in rows) < 1 + streams:
             rows.append(row(f"s{count}", 20, count))
             count += 1
         run(prefill_order, rows, 1)
-    assert rows[0].left == 0
+    assert rows[0].remaining == 0

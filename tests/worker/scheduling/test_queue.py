@@ -6,29 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.scheduling.queue import Line
-from kvd.worker.scheduling.row import Row
+from kvd.worker.scheduling.queue import RequestQueue
+from kvd.worker.scheduling.request import ScheduledRequest
 
 AGE = 100
 
 
 def arrive(line, rid, work, priority=0):
-    place = line.arrive(work, priority)
-    row = Row(rid, 1, 1, place, priority, None, choices=1)
-    line.join(row)
+    place = line.new_key(work, priority)
+    row = ScheduledRequest(rid, 1, 1, place, priority, None, choices=1)
+    line.add(row)
     return row
 
 
 def served(line):
     order = []
     while (head := line.head) is not None:
-        line.leave(head)
+        line.remove(head)
         order.append(head.rid)
     return "".join(order)
 
 
 def test_first_come_first_served():
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     for rid in "abc":
         arrive(line, rid, 10)
     assert len(line) == 3
@@ -37,35 +37,40 @@ def test_first_come_first_served():
 
 
 def test_the_docstrings_example():
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     for rid, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         arrive(line, rid, 60, priority)
-    assert [row.place.start for row in sorted(line, key=lambda row: row.rid)] == [0, -40, 120, 80]
+    assert [row.queue_key.start for row in sorted(line, key=lambda row: row.rid)] == [
+        0,
+        -40,
+        120,
+        80,
+    ]
     assert served(line) == "badc"
 
 
 @pytest.mark.parametrize(("work", "order"), [(99, "ba"), (100, "ab"), (101, "ab")])
 def test_a_step_of_priority_is_worth_so_much_later_work_and_no_more(work, order):
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     arrive(line, "a", work)
     arrive(line, "b", 1, priority=1)
     assert served(line) == order
 
 
 def test_negative_priorities_wait_for_others():
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     arrive(line, "a", 10, priority=-1)
     arrive(line, "b", 10)
     assert served(line) == "ba"
 
 
 def test_who_comes_back_has_the_place_of_its_arrival():
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     first = arrive(line, "a", 10)
     arrive(line, "b", 10, priority=1)
-    line.leave(first)
+    line.remove(first)
     arrive(line, "c", 10)
-    line.join(first)
+    line.add(first)
     assert served(line) == "bac"
 
 
@@ -75,17 +80,17 @@ def overtaking(arrivals, serve_first):
     ``arrivals``: (work, priority) each. ``serve_first``: how many are served after each arrival.
     Returns, of those that came later and went first, (work, priority) in order of arrival.
     """
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     gone = []
     for number, (work, priority) in enumerate(arrivals):
         arrive(line, str(number), work, priority)
         for _ in range(serve_first[number]):
             if line.head is not None and line.head.rid != "0":
                 gone.append(int(line.head.rid))
-                line.leave(line.head)
+                line.remove(line.head)
     while line.head.rid != "0":
         gone.append(int(line.head.rid))
-        line.leave(line.head)
+        line.remove(line.head)
     return [arrivals[number] for number in sorted(gone)]
 
 
@@ -133,11 +138,11 @@ def test_the_bound_holds_however_the_line_moves(arrivals, data):
 
 @given(st.lists(requests, max_size=40))
 def test_within_a_priority_the_order_is_that_of_arrival(arrivals):
-    line = Line(AGE)
+    line = RequestQueue(AGE)
     for number, (work, priority) in enumerate(arrivals):
         arrive(line, f"{number:02}", work, priority)
     last = {}
     while (head := line.head) is not None:
-        line.leave(head)
+        line.remove(head)
         assert last.get(head.priority, "") < head.rid
         last[head.priority] = head.rid

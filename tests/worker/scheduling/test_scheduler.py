@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvd.worker.cache.scheme import full_pages
-from kvd.worker.scheduling.scheduler import Chunk, Plan, Scheduler, Sizes
+from kvd.worker.scheduling.scheduler import Chunk, Plan, ReservationSizes, Scheduler
 from protocol.errors import InvalidRequest, LocalProtocolError
 
 PAGES = 40
@@ -39,9 +39,10 @@ def own(start, end, _level=0):
 def run_prefill(scheduler, free=PAGES):
     """Run plans until nothing prefills; return the chunks."""
     chunks = []
-    while (chunk := scheduler.plan(within(free)).prefill) is not None:
-        chunks.append(chunk)
-        scheduler.prefilled(chunk.rid, chunk.end)
+    while group := scheduler.plan(within(free)).group:
+        chunks += group
+        for chunk in group:
+            scheduler.mark_prefilled(chunk.rid, chunk.end)
     return chunks
 
 
@@ -75,16 +76,16 @@ def test_chunk_ends_around_the_grid(scheduler, prompt_len, ends):
 def test_a_plan_is_repeated_until_its_chunk_ran(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.submit("b", 300, 1)
-    first = scheduler.plan(within(PAGES)).prefill
-    assert scheduler.plan(within(PAGES)).prefill == first
+    first = scheduler.plan(within(PAGES)).group
+    assert scheduler.plan(within(PAGES)).group == first
 
 
 def test_decoding_goes_on_beside_a_long_prompt(scheduler):
     scheduler.submit("short", 1, 10)
     scheduler.submit("long", 2000, 10)
-    while (plan := scheduler.plan(within(PAGES))).prefill is not None:
+    while (plan := scheduler.plan(within(PAGES))).group:
         assert "short" in plan.decode
-        scheduler.prefilled("long", plan.prefill.end)
+        scheduler.mark_prefilled("long", plan.group[0].end)
     assert plan.decode == ("short", "long")
 
 
@@ -102,7 +103,8 @@ def test_rows_are_bounded(scheduler):
     [(1, 1, 0), (1, 126, 0), (1, 127, 1), (64, 64, 1), (128, 63, 1), (128, 64, 2), (4000, 96, 63)],
 )
 def test_reservation_is_the_worst_case_less_the_tail(scheduler, prompt_len, max_new, pages):
-    assert scheduler.reservation(prompt_len, max_new) == pages
+    scheduler.submit("a", prompt_len, max_new)
+    assert scheduler.find("a").pages == pages
 
 
 def test_rows_count_beside_their_pages(scheduler):
@@ -114,22 +116,22 @@ def test_rows_count_beside_their_pages(scheduler):
         asked.append((pages, rows))
         return pages + 2 * rows - 11
 
-    assert scheduler.plan(lacking).wanted_pages == 1
-    assert scheduler.head == "a"
+    assert scheduler.plan(lacking).missing_pages == 1
+    assert scheduler.head.rid == "a"
     assert asked[0] == (10, 1)
     assert scheduler.plan(within(12)).admitted == ("a",)
     assert scheduler.head is None
-    assert scheduler.requests == 1
+    assert len(scheduler.states.requests) == 1
 
 
 def test_hopes_for_all_that_have_a_place(scheduler):
     for rid in "abcd":  # three places
         scheduler.submit(rid, 640, 64)
     plan = scheduler.plan(within(7))
-    assert (plan.wanted_pages, plan.hoped_pages) == (3, 23)
+    assert (plan.missing_pages, plan.queue_missing_pages) == (3, 23)
     plan = scheduler.plan(within(12))
     assert plan.admitted == ("a",)
-    assert (plan.wanted_pages, plan.hoped_pages) == (8, 18)
+    assert (plan.missing_pages, plan.queue_missing_pages) == (8, 18)
 
 
 def test_the_head_waits_for_pages_and_is_never_overtaken(scheduler):
@@ -138,22 +140,24 @@ def test_the_head_waits_for_pages_and_is_never_overtaken(scheduler):
     assert scheduler.plan(within(7)) == Plan((), (), (), 3, 3)
     assert scheduler.waiting == 2
     assert scheduler.plan(within(10)).admitted == ("big", "tiny")
-    assert scheduler.reserved == 10
+    assert scheduler.reserved_pages == 10
 
 
 def test_pages_are_given_back_once(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.submit("b", 640, 64)
     assert scheduler.plan(within(10)) == Plan(("a",), (Chunk("a", 0, 128),), (), 10, 10)
-    assert scheduler.finish("a") == 10
-    assert scheduler.finish("b") == 0  # it only waited
-    with pytest.raises(LocalProtocolError, match="row a is not scheduled"):
+    scheduler.finish("a")
+    assert scheduler.reserved_pages == 0
+    scheduler.finish("b")  # it only waited
+    assert scheduler.reserved_pages == 0
+    with pytest.raises(LocalProtocolError, match="request a is not scheduled"):
         scheduler.finish("a")
 
 
 def test_what_is_overdrawn_is_wanted_too(scheduler):
     scheduler.submit("a", 640, 64)
-    assert scheduler.plan(within(-5)).wanted_pages == 15
+    assert scheduler.plan(within(-5)).missing_pages == 15
 
 
 @pytest.mark.parametrize("end", [0, 64, 127, 129, 299])
@@ -161,23 +165,23 @@ def test_only_the_planned_chunk_can_be_told(scheduler, end):
     scheduler.submit("a", 300, 1)
     scheduler.plan(within(PAGES))
     with pytest.raises(LocalProtocolError, match="no chunk"):
-        scheduler.prefilled("a", end)
+        scheduler.mark_prefilled("a", end)
 
 
 def test_a_row_cannot_be_told_out_of_turn(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.submit("b", 300, 1)
     scheduler.plan(within(PAGES))
-    with pytest.raises(LocalProtocolError, match="row b"):
-        scheduler.prefilled("b", 128)
+    with pytest.raises(LocalProtocolError, match="request b"):
+        scheduler.mark_prefilled("b", 128)
 
 
 def test_a_chunk_is_told_once(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.plan(within(PAGES))
-    scheduler.prefilled("a", 128)
+    scheduler.mark_prefilled("a", 128)
     with pytest.raises(LocalProtocolError, match="no chunk"):
-        scheduler.prefilled("a", 256)
+        scheduler.mark_prefilled("a", 256)
 
 
 @pytest.mark.parametrize(
@@ -200,11 +204,16 @@ def test_wrong_numbers_and_doubles_are_refused(scheduler, wrong):
 
 def test_who_is_not_there_cannot_do_anything(scheduler):
     scheduler.submit("waiting", 10, 1)
-    for act in (scheduler.finish, scheduler.pause, scheduler.resume, scheduler.preempt):
+    for act in (scheduler.finish, scheduler.suspend, scheduler.resume, scheduler.preempt):
         with pytest.raises(LocalProtocolError, match="nobody"):
             act("nobody")
-    for act in (scheduler.pause, scheduler.resume, scheduler.preempt, scheduler.unpark):
-        with pytest.raises(LocalProtocolError, match="row waiting is not"):
+    for act in (
+        scheduler.suspend,
+        scheduler.resume,
+        scheduler.preempt,
+        scheduler.requeue_preempted,
+    ):
+        with pytest.raises(LocalProtocolError, match="request waiting is not"):
             act("waiting")
 
 
@@ -234,7 +243,7 @@ def test_eight_short_prompts_are_prefilled_in_two_passes():
         group = scheduler.plan(within(PAGES)).group
         assert group == tuple(Chunk(rid, 0, 32) for rid in rids)
         for chunk in group:
-            scheduler.prefilled(chunk.rid, chunk.end)
+            scheduler.mark_prefilled(chunk.rid, chunk.end)
             scheduler.check()
     assert scheduler.plan(within(PAGES)).decode == tuple("abcdefgh")
 
@@ -264,7 +273,7 @@ def test_paused_rows_take_nothing_from_the_budget():
     for rid in "abcdefgh":
         scheduler.submit(rid, 33, 10)
     assert len(scheduler.plan(within(PAGES)).group) == 4
-    scheduler.pause("decodes")
+    scheduler.suspend("decodes")
     assert len(scheduler.plan(within(PAGES)).group) == 5
 
 
@@ -277,7 +286,7 @@ def test_a_group_is_one_turn_however_many_run():
         group = scheduler.plan(within(PAGES)).group
         leads.append(group[0].rid)
         for chunk in group:
-            scheduler.prefilled(chunk.rid, chunk.end)
+            scheduler.mark_prefilled(chunk.rid, chunk.end)
     assert leads == ["a", "short", "long"]
 
 
@@ -286,7 +295,7 @@ def test_who_of_a_group_was_not_told_is_planned_again():
     for rid in "abc":
         scheduler.submit(rid, 33, 10)
     scheduler.plan(within(PAGES))
-    scheduler.prefilled("b", 32)
+    scheduler.mark_prefilled("b", 32)
     scheduler.finish("a")
     assert scheduler.plan(within(PAGES)).group == (Chunk("c", 0, 32),)
 
@@ -299,9 +308,9 @@ def test_a_cached_prefix_is_skipped():
     scheduler.submit("a", 300, 10)
     scheduler.submit("b", 60, 10)
     assert scheduler.plan(within(PAGES)).group == (Chunk("a", 0, 128),)
-    assert scheduler.fresh == ("a", "b")
+    assert scheduler.cache_candidates == ("a", "b")
     scheduler.skip_to("a", 256)
-    assert scheduler.fresh == ("b",)
+    assert scheduler.cache_candidates == ("b",)
     assert scheduler.next_group() == (Chunk("a", 256, 299), Chunk("b", 0, 59))
 
 
@@ -324,17 +333,17 @@ def test_a_miss_changes_nothing(scheduler):
 def test_what_is_skipped_lies_on_the_grid_and_in_the_prompt(scheduler, position):
     scheduler.submit("a", 300, 10)
     scheduler.plan(within(PAGES))
-    with pytest.raises(LocalProtocolError, match="not a chunk's end"):
+    with pytest.raises(LocalProtocolError, match="not a chunk end"):
         scheduler.skip_to("a", position)
 
 
 def test_nothing_is_skipped_after_the_first_chunk_or_before_admission(scheduler):
     scheduler.submit("a", 300, 10)
-    with pytest.raises(LocalProtocolError, match="not about to begin"):
+    with pytest.raises(LocalProtocolError, match="not about to start"):
         scheduler.skip_to("a", 128)
     scheduler.plan(within(PAGES))
-    scheduler.prefilled("a", 128)
-    with pytest.raises(LocalProtocolError, match="not about to begin"):
+    scheduler.mark_prefilled("a", 128)
+    with pytest.raises(LocalProtocolError, match="not about to start"):
         scheduler.skip_to("a", 256)
 
 
@@ -354,7 +363,7 @@ def test_deadlines_hold_in_every_state(scheduler):
     for rid in scheduler.expired(5.0):
         scheduler.finish(rid)
     assert scheduler.next_deadline is None
-    assert scheduler.requests == 1
+    assert len(scheduler.states.requests) == 1
 
 
 # Pause and park.
@@ -365,12 +374,16 @@ def test_a_paused_row_keeps_its_memory_and_gets_no_tokens(scheduler):
         scheduler.submit(rid, 640, 64)
     scheduler.submit("c", 1, 1)
     scheduler.plan(within(PAGES))
-    scheduler.pause("a")
-    scheduler.pause("c")
+    scheduler.suspend("a")
+    scheduler.suspend("c")
     plan = scheduler.plan(within(PAGES))
     assert plan == Plan((), (Chunk("b", 0, 128),), (), 0)
-    assert (scheduler.reserved, scheduler.places, scheduler.active) == (20, 3, 1)
-    assert scheduler.is_paused("a")
+    assert (scheduler.reserved_pages, scheduler.reserved_rows, scheduler.states.active) == (
+        20,
+        3,
+        1,
+    )
+    assert scheduler.find("a").suspended
     scheduler.resume("a")
     scheduler.resume("c")
     plan = scheduler.plan(within(PAGES))
@@ -380,13 +393,13 @@ def test_a_paused_row_keeps_its_memory_and_gets_no_tokens(scheduler):
 def test_a_paused_rows_chunk_is_not_told(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.plan(within(PAGES))
-    scheduler.pause("a")
+    scheduler.suspend("a")
     with pytest.raises(LocalProtocolError, match="no chunk"):
-        scheduler.prefilled("a", 128)
-    with pytest.raises(LocalProtocolError, match="paused already"):
-        scheduler.pause("a")
+        scheduler.mark_prefilled("a", 128)
+    with pytest.raises(LocalProtocolError, match="suspended already"):
+        scheduler.suspend("a")
     scheduler.resume("a")
-    with pytest.raises(LocalProtocolError, match="not paused"):
+    with pytest.raises(LocalProtocolError, match="not suspended"):
         scheduler.resume("a")
 
 
@@ -394,48 +407,52 @@ def test_a_parked_row_gives_back_all_and_goes_on_from_where_it_was(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.submit("b", 640, 64)
     scheduler.plan(within(20))
-    scheduler.prefilled("a", 128)
-    assert scheduler.preempt("a") == 10
+    scheduler.mark_prefilled("a", 128)
+    scheduler.preempt("a")
+    assert scheduler.reserved_pages == 10
     scheduler.submit("c", 640, 64)
     assert scheduler.plan(within(20)).admitted == ("c",)
     scheduler.submit("d", 640, 64)
-    scheduler.unpark("a")
-    assert scheduler.head == "a"  # it came before d
+    scheduler.requeue_preempted("a")
+    assert scheduler.head.rid == "a"  # it came before d
     scheduler.finish("b")
     plan = scheduler.plan(within(20))
-    assert (plan.admitted, plan.restored) == (("a",), ("a",))
-    assert plan.prefill == Chunk("a", 128, 256)
-    assert scheduler.plan(within(20)).restored == ()
+    assert (plan.admitted, plan.resumed) == (("a",), ("a",))
+    assert plan.group == (Chunk("a", 128, 256),)
+    assert scheduler.plan(within(20)).resumed == ()
 
 
 def test_a_row_that_decoded_decodes_as_soon_as_it_is_restored(scheduler):
     scheduler.submit("a", 1, 100)
     scheduler.plan(within(PAGES))
-    scheduler.pause("a")
+    scheduler.suspend("a")
     scheduler.preempt("a")
     assert scheduler.plan(within(PAGES)) == Plan((), (), (), 0)
-    scheduler.unpark("a")
+    scheduler.requeue_preempted("a")
     assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0, 0, ("a",))
 
 
 def test_what_a_parked_row_keeps_in_memory_is_counted_once(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.plan(within(10))
-    assert scheduler.preempt("a", kept=7) == 3
-    assert scheduler.reserved == 7
+    scheduler.preempt("a", kept_pages=7)
+    assert scheduler.reserved_pages == 7
     scheduler.submit("b", 250, 70)
     assert scheduler.plan(within(10)) == Plan((), (), (), 1, 1)
-    scheduler.unpark("a")
+    scheduler.requeue_preempted("a")
     assert scheduler.plan(within(10)).admitted == ("a",)
-    assert scheduler.reserved == 10
-    scheduler.preempt("a", kept=7)
-    assert scheduler.keep("a", 2) == 5
+    assert scheduler.reserved_pages == 10
+    scheduler.preempt("a", kept_pages=7)
+    scheduler.reduce_kept("a", 2)
+    assert scheduler.reserved_pages == 2
     assert scheduler.plan(within(10)).admitted == ("b",)
-    with pytest.raises(LocalProtocolError, match="not parked with 3"):
-        scheduler.keep("a", 3)
+    with pytest.raises(LocalProtocolError, match="not preempted with at least 3"):
+        scheduler.reduce_kept("a", 3)
     with pytest.raises(LocalProtocolError, match="cannot keep"):
-        scheduler.preempt("b", kept=-1)
-    assert scheduler.finish("a") == 2
+        scheduler.preempt("b", kept_pages=-1)
+    assert scheduler.reserved_pages == 2 + 4
+    scheduler.finish("a")
+    assert scheduler.reserved_pages == 4
 
 
 def test_victims_are_those_of_low_priority_and_late_arrival(scheduler):
@@ -444,7 +461,7 @@ def test_victims_are_those_of_low_priority_and_late_arrival(scheduler):
     scheduler.submit("new", 300, 10)
     scheduler.submit("waits", 10, 10, priority=-1)
     scheduler.plan(within(PAGES))
-    scheduler.pause("new")
+    scheduler.suspend("new")
     assert scheduler.victims() == ["new", "old", "urgent"]
 
 
@@ -452,26 +469,29 @@ def test_victims_are_those_of_low_priority_and_late_arrival(scheduler):
 
 
 def test_choices_share_the_prompts_pages_and_end_one_by_one():
-    scheduler = Scheduler(max_rows=3, chunk=CHUNK, sizes=Sizes(own_pages=own))
+    scheduler = Scheduler(max_rows=3, chunk=CHUNK, sizes=ReservationSizes(own_pages=own))
     scheduler.submit("a", 321, 127, choices=3)  # 4 pages of prompt, 6 at the end
     scheduler.submit("b", 1, 1)
-    assert scheduler.reservation(321, 127, 3) == 4 + 3 * 2
-    assert scheduler.plan(within(9)).wanted_pages == 1
+    assert scheduler.find("a").pages == 4 + 3 * 2
+    assert scheduler.plan(within(9)).missing_pages == 1
     assert scheduler.plan(within(10)).admitted == ("a",)
     run_prefill(scheduler)
     assert scheduler.plan(within(10)).decode == ("a",)
-    assert scheduler.finish_choice("a") == 2
+    scheduler.finish_choice("a")
+    assert scheduler.reserved_pages == 8
     plan = scheduler.plan(within(10))
     assert (plan.admitted, plan.decode) == (("b",), ("a", "b"))
-    assert scheduler.finish_choice("a") == 2
-    assert (scheduler.places, scheduler.reserved) == (2, 6)
+    scheduler.finish_choice("a")
+    assert (scheduler.reserved_rows, scheduler.reserved_pages) == (2, 6)
     with pytest.raises(LocalProtocolError, match="several choices"):
         scheduler.finish_choice("a")
-    assert scheduler.finish("a") == 6
+    scheduler.finish("a")
+    assert scheduler.reserved_pages == 0
 
 
 def test_unless_told_choices_share_nothing(scheduler):
-    assert scheduler.reservation(321, 127, 3) == 3 * 6
+    scheduler.submit("a", 321, 127, choices=3)
+    assert scheduler.find("a").pages == 3 * 6
 
 
 def test_more_choices_than_places_can_never_run(scheduler):
@@ -497,7 +517,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize(group=st.booleans(), budget=st.sampled_from([CHUNK + 5, 3 * CHUNK]))
     def start(self, group, budget):
         self.scheduler = grouping(
-            max_rows=5, group=group, budget=budget, sizes=Sizes(own_pages=own), age=500
+            max_rows=5, group=group, budget=budget, sizes=ReservationSizes(own_pages=own), age=500
         )
         self.group, self.budget = group, budget
         self.requests = {}
@@ -559,7 +579,7 @@ class Traffic(RuleBasedStateMachine):
             for other in self.of("waiting"):  # nobody of its priority waits that came before it
                 if self.requests[other]["priority"] == one["priority"]:
                     assert self.requests[other]["number"] >= one["number"]
-            assert (rid in plan.restored) == one["begun"]
+            assert (rid in plan.resumed) == one["begun"]
             one |= {"state": "running", "kept": 0, "begun": True}
         assert sum(self.pages(rid) for rid in self.requests) <= PAGES
         for rid in self.of("running"):
@@ -569,7 +589,7 @@ class Traffic(RuleBasedStateMachine):
         self.check_group(plan)
         count = {"all": len(plan.group), "lead": 1, "nothing": 0}[run]
         for chunk in plan.group[:count]:
-            self.scheduler.prefilled(chunk.rid, chunk.end)
+            self.scheduler.mark_prefilled(chunk.rid, chunk.end)
             self.requests[chunk.rid]["at"] = chunk.end
 
     def check_group(self, plan):
@@ -590,10 +610,10 @@ class Traffic(RuleBasedStateMachine):
             assert chunk.start == one["at"] < chunk.end <= one["end"]
             assert chunk.end == min((chunk.start // CHUNK + 1) * CHUNK, one["end"])
 
-    @precondition(lambda self: self.scheduler.fresh)
+    @precondition(lambda self: self.scheduler.cache_candidates)
     @rule(data=st.data())
     def skip(self, data):
-        rid = data.draw(st.sampled_from(self.scheduler.fresh))
+        rid = data.draw(st.sampled_from(self.scheduler.cache_candidates))
         one = self.requests[rid]
         assert (one["state"], one["at"]) == ("running", 0)
         one["at"] = data.draw(st.integers(0, one["end"] // CHUNK)) * CHUNK
@@ -604,7 +624,7 @@ class Traffic(RuleBasedStateMachine):
     def pause_or_resume(self, data):
         rid = data.draw(st.sampled_from(self.of("running")))
         one = self.requests[rid]
-        (self.scheduler.resume if one["paused"] else self.scheduler.pause)(rid)
+        (self.scheduler.resume if one["paused"] else self.scheduler.suspend)(rid)
         one["paused"] = not one["paused"]
 
     @precondition(lambda self: self.of("running"))
@@ -613,21 +633,23 @@ class Traffic(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(self.of("running")))
         pages = self.pages(rid)
         kept = data.draw(st.integers(0, pages))
-        assert self.scheduler.preempt(rid, kept) == pages - kept
+        reserved = self.scheduler.reserved_pages
+        self.scheduler.preempt(rid, kept)
+        assert self.scheduler.reserved_pages == reserved - pages + kept
         self.requests[rid] |= {"state": "parked", "kept": kept, "paused": False}
 
     @precondition(lambda self: self.of("parked"))
     @rule(data=st.data())
     def unpark(self, data):
         rid = data.draw(st.sampled_from(self.of("parked")))
-        self.scheduler.unpark(rid)
+        self.scheduler.requeue_preempted(rid)
         self.requests[rid]["state"] = "waiting"
 
     @precondition(lambda self: any(self.requests[rid]["kept"] for rid in self.requests))
     @rule(data=st.data())
     def spill(self, data):
         rid = data.draw(st.sampled_from([rid for rid, one in self.requests.items() if one["kept"]]))
-        self.scheduler.keep(rid, 0)
+        self.scheduler.reduce_kept(rid, 0)
         self.requests[rid]["kept"] = 0
 
     @precondition(lambda self: self.of("running"))
@@ -636,14 +658,18 @@ class Traffic(RuleBasedStateMachine):
         rid = data.draw(st.sampled_from(self.of("running")))
         one = self.requests[rid]
         if one["choices"] > 1 and one["at"] == one["end"]:
-            assert self.scheduler.finish_choice(rid) == one["more"]
+            reserved = self.scheduler.reserved_pages
+            self.scheduler.finish_choice(rid)
+            assert self.scheduler.reserved_pages == reserved - one["more"]
             one["choices"] -= 1
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def finish(self, data):
         rid = data.draw(st.sampled_from(sorted(self.requests)))
-        assert self.scheduler.finish(rid) == self.pages(rid)
+        reserved = self.scheduler.reserved_pages
+        self.scheduler.finish(rid)
+        assert self.scheduler.reserved_pages == reserved - self.pages(rid)
         del self.requests[rid]
 
     @rule(passing=st.floats(0, 20))
@@ -667,11 +693,17 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.check()
         running = self.of("running")
         assert self.scheduler.waiting == len(self.of("waiting"))
-        assert self.scheduler.preempted == len(self.of("parked"))
+        assert len(self.scheduler.states.preempted) == len(self.of("parked"))
         assert self.scheduler.prefilling + self.scheduler.decoding == len(running)
-        assert self.scheduler.active == sum(not self.requests[rid]["paused"] for rid in running)
-        assert self.scheduler.places == sum(self.requests[rid]["choices"] for rid in running) <= 5
-        assert self.scheduler.reserved == sum(self.pages(rid) for rid in self.requests)
+        assert self.scheduler.states.active == sum(
+            not self.requests[rid]["paused"] for rid in running
+        )
+        assert (
+            self.scheduler.reserved_rows
+            == sum(self.requests[rid]["choices"] for rid in running)
+            <= 5
+        )
+        assert self.scheduler.reserved_pages == sum(self.pages(rid) for rid in self.requests)
         assert set(self.scheduler.victims()) == set(running)
 
 

@@ -216,7 +216,7 @@ def test_nothing_ends_before_min_tokens_and_a_stop_text_counts_from_then_on():
 def test_every_token_has_a_text_of_its_own(name):
     text = text_of(name)
     for token in range(VOCAB):
-        told = text.told(token, -1.0)
+        told = text.token_logprob(token, -1.0)
         assert (told.token, told.logprob, told.top) == (token, -1.0, [])
         if told.bytes is not None:
             assert bytes(told.bytes).decode("utf-8", "replace") == told.text
@@ -226,17 +226,20 @@ def test_every_token_has_a_text_of_its_own(name):
 def test_tokens_show_their_space_their_bytes_and_their_names():
     qwen, llama = text_of("qwen"), text_of("llama2")
     the = qwen._tokenizer.encode(" the")[0]
-    assert qwen.told(the, -0.5, [(the, -0.5), (2, -1.0)]).top == [
-        Alternative(the, qwen.told(the, 0.0).text, -0.5),
+    assert qwen.token_logprob(the, -0.5, [(the, -0.5), (2, -1.0)]).top == [
+        Alternative(the, qwen.token_logprob(the, 0.0).text, -0.5),
         Alternative(2, "<|im_end|>", -1.0),
     ]
-    assert qwen.told(the, 0.0).text.startswith(" ")
-    broken = [token for token in range(VOCAB) if qwen.told(token, 0.0).bytes]
+    assert qwen.token_logprob(the, 0.0).text.startswith(" ")
+    broken = [token for token in range(VOCAB) if qwen.token_logprob(token, 0.0).bytes]
     assert broken, "a vocabulary of bytes has some that are no characters"
     byte = llama._tokenizer.convert_tokens_to_ids("<0xE4>")
-    assert (llama.told(byte, 0.0).text, llama.told(byte, 0.0).bytes) == ("\ufffd", [0xE4])
-    spaced = next(t for t in range(VOCAB) if llama.told(t, 0.0).text.startswith(" "))
-    assert "\u2581" not in llama.told(spaced, 0.0).text
+    assert (llama.token_logprob(byte, 0.0).text, llama.token_logprob(byte, 0.0).bytes) == (
+        "\ufffd",
+        [0xE4],
+    )
+    spaced = next(t for t in range(VOCAB) if llama.token_logprob(t, 0.0).text.startswith(" "))
+    assert "\u2581" not in llama.token_logprob(spaced, 0.0).text
 
 
 @pytest.mark.parametrize(

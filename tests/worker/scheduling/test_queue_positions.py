@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.worker.scheduling.positions import EXACT, Positions
+from kvd.worker.scheduling.queue_positions import EXACT, QueuePositions
 
 
 def told(positions, line):
-    positions.changed()
-    return {one.rid: one.position for one in positions.news(line)}
+    positions.mark_changed()
+    return {one.rid: one.position for one in positions.updates(line)}
 
 
 def test_everybody_is_told_once_and_again_when_it_moves():
-    positions = Positions()
-    assert positions.news("ab") == []  # nobody said that something changed
+    positions = QueuePositions()
+    assert positions.updates("ab") == []  # nobody said that something changed
     assert told(positions, "abc") == {"a": 1, "b": 2, "c": 3}
     assert told(positions, "abc") == {}
     assert told(positions, "bc") == {"b": 1, "c": 2}
@@ -23,14 +23,14 @@ def test_everybody_is_told_once_and_again_when_it_moves():
 
 
 def test_who_left_and_came_back_is_told_again():
-    positions = Positions()
+    positions = QueuePositions()
     told(positions, "ab")
     assert told(positions, "b") == {"b": 1}
     assert told(positions, "ab") == {"a": 1, "b": 2}
 
 
 def test_an_end_is_news_only_for_those_who_wait():
-    positions = Positions()
+    positions = QueuePositions()
     told(positions, "a")
     positions.forget("never waited")
     assert not positions.stale
@@ -39,7 +39,7 @@ def test_an_end_is_news_only_for_those_who_wait():
 
 
 def test_a_long_queue_that_moves_makes_few_reports():
-    positions = Positions()
+    positions = QueuePositions()
     line = [f"r{number}" for number in range(1000)]
     reports = 0
     while line:
@@ -50,7 +50,7 @@ def test_a_long_queue_that_moves_makes_few_reports():
 
 @given(st.lists(st.lists(st.integers(0, 40), unique=True), max_size=30))
 def test_what_was_told_is_never_far_off(lines):
-    positions, known = Positions(), {}
+    positions, known = QueuePositions(), {}
     for line in lines:
         names = [str(one) for one in line]
         known |= told(positions, names)

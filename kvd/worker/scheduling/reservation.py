@@ -1,4 +1,4 @@
-"""How many pages requests take in the worst case, by the level of the ladder that they run on."""
+"""Pages that a request fills in the worst case, by precision level."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def _full(length: int, _level: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Pages of one unit, whatever the level: a lower level takes fewer of them.
+class ReservationSizes:
+    """Worst cases in one page unit for all levels: lower levels take fewer pages.
 
-    ``pages_for(length, level)``: what a row fills at most on its way to that length.
-    ``own_pages(start, end, level)``: what each further choice of a request adds when it goes its
-    own way from ``start``; absent: all, as if nothing were shared. ``levels``: of the ladder.
+    ``pages_for(length, level)``: pages that a row fills at most until it has ``length`` tokens.
+    ``own_pages(start, end, level)``: pages that each further choice adds between these lengths.
+    Without it, choices share nothing. ``levels``: number of precision levels.
     """
 
     pages_for: Callable[[int, int], int] = _full
@@ -26,12 +26,12 @@ class Sizes:
     levels: int = 1
 
     @property
-    def lowest(self) -> int:
+    def lowest_level(self) -> int:
         """The last level: the model's quality floor."""
         return self.levels - 1
 
     def of(self, prompt_len: int, max_new: int, level: int) -> tuple[int, int]:
-        """Return the most pages of a request's first choice, and what each further one adds."""
+        """Return the pages of a request's first choice, and those that each further one adds."""
         end = prompt_len + max_new
         first = self.pages_for(end, level)
         if self.own_pages is None:

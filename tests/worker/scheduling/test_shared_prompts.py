@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 
 from kvd.worker.prefix.queued_paths import QueuedPaths, path_of
 from kvd.worker.scheduling.prefill_order import PrefillOrder
-from kvd.worker.scheduling.row import Place, Row
+from kvd.worker.scheduling.request import QueueKey, ScheduledRequest
 from kvd.worker.scheduling.scheduler import Scheduler
-from kvd.worker.scheduling.sharing import not_waiting
+from kvd.worker.scheduling.shared_prompts import without_waiting
 
 C = 4
 
 
-def row(number, prompt, priority=0, reads=None):
+def row(number, prompt, priority=0, prompt_started=None):
     """A row of a place, with so many tokens of its prompt read; None: it has not begun."""
-    return Row(
+    return ScheduledRequest(
         rid=f"{number:02}",
         prompt_len=len(prompt),
         max_new=1,
-        place=Place(number - 1000 * priority, number),
+        queue_key=QueueKey(number - 1000 * priority, number),
         priority=priority,
         deadline=None,
         choices=1,
-        prefilled=reads or 0,
-        reads=reads is not None,
+        prefilled=prompt_started or 0,
+        prompt_started=prompt_started is not None,
         path=path_of(prompt, "", C),
     )
 
@@ -38,21 +38,21 @@ def row(number, prompt, priority=0, reads=None):
     [(None, False), (0, True), (C, True), (2 * C, False), (3 * C, False)],
 )
 def test_a_prompt_waits_while_its_own_beginning_is_read(reads, waits):
-    first, second = row(0, [1] * 20, reads=reads), row(1, [1] * 11 + [2] * 9)
-    assert (second not in not_waiting([second, first], C)) == waits
-    assert first in not_waiting([second, first], C)
+    first, second = row(0, [1] * 20, prompt_started=reads), row(1, [1] * 11 + [2] * 9)
+    assert (second not in without_waiting([second, first], C)) == waits
+    assert first in without_waiting([second, first], C)
 
 
 def test_nobody_waits_for_who_stands_behind_or_for_others_or_once_it_reads():
-    reading = row(1, [1] * 20, reads=C)
-    before, other, begun = row(0, [1] * 20), row(2, [2] * 20), row(3, [1] * 20, reads=0)
-    assert not_waiting([begun, other, before, reading], C) == [before, reading, other, begun]
+    reading = row(1, [1] * 20, prompt_started=C)
+    before, other, begun = row(0, [1] * 20), row(2, [2] * 20), row(3, [1] * 20, prompt_started=0)
+    assert without_waiting([begun, other, before, reading], C) == [before, reading, other, begun]
 
 
 def test_a_scored_prompt_has_no_path_and_waits_for_nobody():
     scored = row(1, [1] * 20)
     scored.path = ()
-    assert scored in not_waiting([row(0, [1] * 20, reads=0), scored], C)
+    assert scored in without_waiting([row(0, [1] * 20, prompt_started=0), scored], C)
 
 
 def test_who_is_waited_for_may_pause_park_or_end():
@@ -62,18 +62,18 @@ def test_who_is_waited_for_may_pause_park_or_end():
         scheduler.submit(rid, 20, 1, path=path)
     scheduler.plan(lambda _pages, _places: 0)
     scheduler.skip_to("a", 0)
-    assert scheduler.fresh == ()
+    assert scheduler.cache_candidates == ()
     for leave, come_back in (
-        (scheduler.pause, scheduler.resume),
-        (scheduler.preempt, scheduler.unpark),
+        (scheduler.suspend, scheduler.resume),
+        (scheduler.preempt, scheduler.requeue_preempted),
     ):
         leave("a")
-        assert scheduler.fresh == ("b", "c")
+        assert scheduler.cache_candidates == ("b", "c")
         come_back("a")
         scheduler.plan(lambda _pages, _places: 0)
-        assert scheduler.fresh == ()
+        assert scheduler.cache_candidates == ()
     scheduler.finish("a")
-    assert scheduler.fresh == ("b", "c")
+    assert scheduler.cache_candidates == ("b", "c")
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=2, max_size=14).map(
@@ -94,25 +94,26 @@ def test_the_bound_of_the_turns_holds_for_who_waits(crowd, cancelled, group):
     turns = PrefillOrder(chunk=C, budget=C, group=group)
     coming = [(when, row(at, prompt, rank)) for at, (prompt, rank, when) in enumerate(crowd)]
     allowed = {
-        one.rid: 2 * sum(-(-other.left // C) for _, other in coming if other.place <= one.place)
+        one.rid: 2
+        * sum(-(-other.remaining // C) for _, other in coming if other.queue_key <= one.queue_key)
         for _, one in coming
     }
     waited, here = Counter(), []
     for step in range(200):
         here += [one for when, one in coming if when == step]
-        rows = [one for one in here if one.left]
+        rows = [one for one in here if one.remaining]
         waited.update(one.rid for one in rows)
-        free = not_waiting(rows, C)
+        free = without_waiting(rows, C)
         chosen = turns.choose(free)
         assert bool(chosen) == bool(rows)
         for chunk in chosen:
             one = next(one for one in rows if one.rid == chunk.rid)
-            one.reads, one.prefilled = True, chunk.end
+            one.prompt_started, one.prefilled = True, chunk.end
         if chosen:
-            turns.ran()
+            turns.pass_done()
         if step == 6:  # whoever reads may end
             here = [one for one in here if int(one.rid) not in cancelled]
-    assert not any(one.left for one in here)
+    assert not any(one.remaining for one in here)
     assert all(groups <= allowed[rid] for rid, groups in waited.items())
 
 

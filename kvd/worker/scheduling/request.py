@@ -1,0 +1,88 @@
+"""One request as the scheduler sees it: its prompt's length, its queue key and its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class QueueKey(NamedTuple):
+    """Sort key of a request among all others; the smallest is first."""
+
+    start: int
+    """Tokens of work submitted before this request, minus what its priority is worth."""
+    arrival: int
+    """Sequence number, so that no two keys are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt positions ``start`` to ``end`` (exclusive) of one request, to be prefilled."""
+
+    rid: str
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(eq=False, slots=True)
+class ScheduledRequest:
+    """A request in any state.
+
+    An admitted request has ``choices`` rows and reserves `pages`. Any other request has no rows. If
+    it was preempted and stays in memory, it holds ``kept_pages``.
+    """
+
+    rid: str
+    prompt_len: int
+    max_new: int
+    queue_key: QueueKey
+    priority: int
+    deadline: float | None
+    """Absolute time in seconds, on the caller's clock."""
+    choices: int
+    """Choices that have not finished."""
+    first_choice_pages: int = 0
+    """Pages that one choice fills at most, the prompt's pages included."""
+    further_choice_pages: int = 0
+    """Pages that each further choice adds at most."""
+    level: int = 0
+    """Precision level that the request runs at or will start at. Pages are counted at it."""
+    prefilled: int = 0
+    """Prompt tokens that are in the KV cache."""
+    was_admitted: bool = False
+    """Whether the request was ever admitted, so that the engine has state to restore."""
+    suspended: bool = False
+    kept_pages: int = 0
+    """Pages that the request holds while it is not admitted."""
+    path: tuple[Hashable, ...] = ()
+    """One name per whole chunk of the prompt (see `shared_prompts`). Empty: nothing is shared."""
+    prompt_started: bool = False
+    """Whether the prompt was looked up in the prefix cache, or one of its chunks ran."""
+
+    @property
+    def prefill_end(self) -> int:
+        """Where prefill ends. The prompt's last token is the first decode input."""
+        return self.prompt_len - 1
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens still to prefill."""
+        return self.prefill_end - self.prefilled
+
+    @property
+    def pages(self) -> int:
+        """Pages reserved while admitted: the worst case, so that no admitted row waits for memory.
+
+        During a step down they are still counted at the level that the request comes from.
+        """
+        return self.first_choice_pages + (self.choices - 1) * self.further_choice_pages
+
+    @property
+    def missing_pages(self) -> int:
+        """Pages to reserve at admission, beyond those that the request keeps."""
+        return self.pages - self.kept_pages

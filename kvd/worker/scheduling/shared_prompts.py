@@ -1,0 +1,47 @@
+"""Prompts with the same beginning are not prefilled side by side: one waits for the other.
+
+A prompt's *path* has one name per whole chunk; the n-th name identifies the first n chunks. Two
+prompts have the same n-th name if their first n chunks are equal. A request whose prompt has not
+started waits while a request before it in the queue order prefills a chunk that both share. It then
+finds that chunk in the prefix cache. ::
+
+    ahead          |--chunk---|--chunk---|=chunk now|-chunk-|
+    waits          |--chunk---|--chunk---|--chunk---|-own-|
+    does not wait  |--chunk---|--own--|                      its shared chunk is done and cached
+
+**No deadlock.** The first request in order waits for none, so one always prefills. A request waits
+only for requests before it, whose chunks the bound of `kvd.worker.scheduling.prefill_order` already
+counts. Suspended, preempted and finished requests are never waited for.
+
+Does not cover: the contents of the prefix cache (`kvd.worker.core.prompts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvd.worker.scheduling.request import ScheduledRequest
+
+
+def without_waiting(requests: Iterable[ScheduledRequest], chunk: int) -> list[ScheduledRequest]:
+    """Return the requests whose prompt may start or continue, in queue order."""
+    started: list[ScheduledRequest] = []
+    able = []
+    for request in sorted(requests, key=lambda request: request.queue_key):
+        if request.prompt_started:
+            started.append(request)
+        elif shares_next_chunk(request, started, chunk):
+            continue
+        able.append(request)
+    return able
+
+
+def shares_next_chunk(
+    request: ScheduledRequest, started: Iterable[ScheduledRequest], chunk: int
+) -> bool:
+    """Return whether the next chunk of a started request is also a chunk of this request."""
+    for other in started:
+        at = other.prefilled // chunk
+        if at < min(len(other.path), len(request.path)) and other.path[at] == request.path[at]:
+            return True
+    return False
