@@ -147,8 +147,8 @@ def test_what_the_last_step_took_is_told_by_who_rests_and_forgotten_by_who_is_al
         assert len(step(gate, 10.003, 0.5)) == 1
 
     assert gates[0].work_done(10.6).used_s == pytest.approx(0.5)
-    gates[1].take(TimeSlice(seq=2, slice_s=None), 10.6)
-    assert gates[1].rest(10.6).used_s == 0.0
+    gates[1].apply(TimeSlice(seq=2, slice_s=None), 10.6)
+    assert gates[1].work_done(10.6).used_s == 0.0
 
 
 @given(
