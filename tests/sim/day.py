@@ -478,7 +478,7 @@ class Day:
         assert budget.granted_bytes <= self.ledger.grants["me"]
 
     def _check_overtaking(self, one: Asked) -> None:
-        """The bound of `scheduling.line`."""
+        """The bound of `scheduling.queue`."""
         if one.passed:
             last = max(one.passed, key=lambda other: other.number)
             highest = max(other.priority for other in one.passed)
@@ -495,7 +495,7 @@ class Day:
         assert sorted(decode) == sorted(through), "each gets a token in each step"
 
     def _check_group(self, group: tuple[Chunk, ...], decoded: int) -> None:
-        """The budget of a step, and the bound of `scheduling.turns`."""
+        """The budget of a step, and the bound of `scheduling.prefill_order`."""
         longest = max(chunk.length for chunk in group)
         assert longest <= CHUNK
         assert decoded + longest * len(group) <= BUDGET

@@ -11,7 +11,7 @@ from it, because that is the deepest point from which the queued prompt can cont
 A name is only a hint: the prefix tree compares tokens before a checkpoint is used. Each test takes
 two lookups, regardless of the length of the queue.
 
-Which request waits for which prefill is decided in `kvd.worker.scheduling.sharing`.
+Which request waits for which prefill is decided in `kvd.worker.scheduling.shared_prompts`.
 """
 
 from __future__ import annotations
