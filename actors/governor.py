@@ -47,7 +47,7 @@ class GovernorContext:
     violations: int = 0
 
     def __post_init__(self) -> None:
-        self.journal: EventHistory[governor_events.Event, governor_events.Command] = EventHistory(
+        self.history: EventHistory[governor_events.Event, governor_events.Command] = EventHistory(
             self.machine
         )
 
@@ -116,7 +116,7 @@ class GovernorActor(Actor["GovernorMail"]):
     def _do(self, event: governor_events.Event) -> None:
         machine = self._context.machine
         now = asyncio.get_running_loop().time()
-        for command in self._context.journal.handle(event, now):
+        for command in self._context.history.handle(event, now):
             self._perform(command)
         self._verify()
         self._tell_most()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from actors.known_models import KnownModel
     from actors.machines import lifecycle_events
-    from actors.machines.admission import Standing
+    from actors.machines.admission_events import Availability
     from actors.machines.gauge import Pressure
     from actors.machines.governor_events import Event as GovernorEvent
     from actors.ports import Exit, WorkerProcess
@@ -106,7 +106,7 @@ class ModelChanged(_Message, frozen=True):
     """A model takes requests, or does not."""
 
     model: str
-    standing: Standing
+    availability: Availability
     error: ErrorInfo | None = None
 
 

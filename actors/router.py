@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, assert_never
 from msgspec.structs import replace
 
 from actors import mail, telemetry
-from actors.machines import admission, lifecycle_events
+from actors.machines import admission, admission_events, lifecycle_events
 from actors.ports import Notice, ignore_observation
 from actors.request_state import Job
 from actors.runtime.actor import Actor, DeferredReply
@@ -47,7 +47,7 @@ TOKEN_BYTES = 36
 class RouterState:
     """What outlives a restart of the router."""
 
-    machine: admission.Desk
+    machine: admission.Admission
     draw_seed: Callable[[], int]
     board: StatusTable
     notify: Notify
@@ -60,7 +60,9 @@ class RouterState:
     workers: dict[str, Ref[WorkerMail]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.journal: EventHistory[admission.Event, admission.Command] = EventHistory(self.machine)
+        self.journal: EventHistory[admission_events.Event, admission_events.Command] = EventHistory(
+            self.machine
+        )
         self.board.requests = self.machine.counts
         self.board.paused = self.paused
 
@@ -107,30 +109,30 @@ class Router(Actor["RouterMail"]):
             case mail.AttachWanted():
                 self._attach(message)
             case mail.Unwanted(rid=rid):
-                self._do(admission.Unwanted(rid))
+                self._do(admission_events.RequestCancelled(rid))
             case mail.ModelAdded(model=model, worker=worker):
                 self._office.workers[model] = worker
-                self._do(admission.ModelIs(model, "waiting"))
-            case mail.ModelChanged(model=model, standing=standing, error=error):
+                self._do(admission_events.ModelChanged(model, "waiting"))
+            case mail.ModelChanged(model=model, availability=availability, error=error):
                 if model in self._office.workers:
-                    self._do(admission.ModelIs(model, standing, error))
+                    self._do(admission_events.ModelChanged(model, availability, error))
             case mail.ModelForgotten(model=model, error=error):
-                self._do(admission.ModelGone(model, error))
+                self._do(admission_events.ModelRemoved(model, error))
                 self._office.workers.pop(model, None)
             case mail.ModelRests(model=model):
-                self._do(admission.Rests(model))
+                self._do(admission_events.ModelEvicting(model))
             case mail.ModelAsleep(model=model):
-                self._do(admission.Asleep(model))
+                self._do(admission_events.ModelEvicted(model))
                 self._office.workers.pop(model, None)
             case mail.ModelHeld(model=model, held=held):
-                self._do(admission.Kept(model, held))
+                self._do(admission_events.ModelHeld(model, held))
             case mail.RowReported(report=report):
                 self._report(report)
             case mail.RowBounced(rid=rid):
-                self._do(admission.Bounced(rid))
+                self._do(admission_events.RequestReturned(rid))
             case mail.RowsDied():
                 self._record_death(message)
-                lost = admission.RowsLost(
+                lost = admission_events.RequestsLost(
                     message.model,
                     message.rids,
                     message.error,
@@ -140,11 +142,11 @@ class Router(Actor["RouterMail"]):
                 self._do(lost)
             case mail.AlarmFired():
                 self._expire()
-                self._do(admission.Rang())
+                self._do(admission_events.AlarmFired())
             case mail.FinishAll():
                 later: DeferredReply[None] = DeferredReply()
                 self._finishing.append(later)
-                self._do(admission.DrainAll())
+                self._do(admission_events.DrainStarted())
                 return later
             case _:
                 assert_never(message)
@@ -170,7 +172,7 @@ class Router(Actor["RouterMail"]):
             request.id, wanted.client, submit, timing, deadline, name, wanted.kept
         )
         office.observe(telemetry.RequestArrived(request.model))
-        self._do(admission.Arrived(rid, request.model, _size(submit), deadline))
+        self._do(admission_events.RequestArrived(rid, request.model, _size(submit), deadline))
         if wanted.kept and rid in office.jobs:  # not refused; no worker has said anything yet
             office.archive.asked(rid, request.model, submit)
 
@@ -194,7 +196,7 @@ class Router(Actor["RouterMail"]):
         deadline = office.archive.deadline_of(saved)
         office.jobs[rid] = saved.job(request, wanted.client, deadline)
         office.observe(telemetry.RequestArrived(saved.model))
-        self._do(admission.Arrived(rid, saved.model, _size(saved.submit), deadline))
+        self._do(admission_events.RequestArrived(rid, saved.model, _size(saved.submit), deadline))
 
     def _expire(self) -> None:
         office = self._office
@@ -214,18 +216,18 @@ class Router(Actor["RouterMail"]):
         if isinstance(report, wire.RowTokens):
             if job.fresh:
                 job.fresh = False
-                self._do(admission.Gained(rid))
+                self._do(admission_events.RequestProgressed(rid))
         elif isinstance(report, wire.RowAdmitted):
             self._observe(job.timing.begins(_now()))
         elif isinstance(report, wire.RowQueued):
             if not job.lined_up:
                 job.lined_up = True
-                self._do(admission.LinedUp(rid))
+                self._do(admission_events.QueuedInWorker(rid))
         elif event is not None and messages.is_last(event):
             del self._office.jobs[rid]
-            self._do(admission.Over(rid))
+            self._do(admission_events.RequestFinished(rid))
 
-    def _do(self, event: admission.Event) -> None:
+    def _do(self, event: admission_events.Event) -> None:
         for command in self._office.journal.handle(event, _now()):
             self._perform(command)
         self._set_alarm()
@@ -235,37 +237,37 @@ class Router(Actor["RouterMail"]):
         times = [office.machine.deadline, office.archive.deadline]
         self._alarm.set(min((at for at in times if at is not None), default=None))
 
-    def _perform(self, command: admission.Command) -> None:  # noqa: C901, PLR0912 - one match
+    def _perform(self, command: admission_events.Command) -> None:  # noqa: C901, PLR0912 - one match
         office = self._office
         match command:
-            case admission.Forward(rid=rid, model=model):
+            case admission_events.Forward(rid=rid, model=model):
                 job = office.jobs[rid]
                 job.fresh, job.lined_up = True, False
                 office.workers[model].tell(mail.RunRow(_timed(job)))
-            case admission.Summon(model=model):
+            case admission_events.EnsureLoaded(model=model):
                 office.summon(model)
-            case admission.Suspend(rid=rid):
+            case admission_events.ReportPaused(rid=rid):
                 job = office.jobs[rid]
                 if (event := job.lost()) is not None:
                     self._tell(job, event)
-            case admission.Blame(model=model, reason=reason):
+            case admission_events.ReportBlame(model=model, reason=reason):
                 if office.events is not None:
                     office.events.record("quarantine", model, reason, level="error")
                 office.workers[model].tell(mail.Order(lifecycle_events.RequestBlamed()))
-            case admission.Withdraw(rid=rid, model=model):
+            case admission_events.CancelInWorker(rid=rid, model=model):
                 office.workers[model].tell(mail.CancelRow(rid))
-            case admission.End(rid=rid, error=error):
+            case admission_events.FailRequest(rid=rid, error=error):
                 job = office.jobs.pop(rid)
                 if job.kept and not (office.machine.draining or rid in office.archive.saved):
                     office.archive.forget(rid)  # else its client may come back for it
                 self._tell(job, messages.Error(id=job.id, error=error))
-            case admission.EndCancelled(rid=rid):
+            case admission_events.ConfirmCancel(rid=rid):
                 job = office.jobs.pop(rid)
                 if job.kept:
                     office.archive.forget(rid)
                 for event in job.cancelled():
                     self._tell(job, event)
-            case admission.Quiet():
+            case admission_events.Drained():
                 finishing, self._finishing = self._finishing, []
                 for later in finishing:
                     later.answer(None)

@@ -21,7 +21,7 @@ from actors.event_log import EventLog
 from actors.explain import Explainer
 from actors.governor import GovernorActor, GovernorContext
 from actors.known_models import KnownModel, KnownModels
-from actors.machines.admission import Desk
+from actors.machines.admission import Admission
 from actors.machines.governor import Governor
 from actors.machines.ledger import Ledger
 from actors.machines.lifecycle import Lifecycle
@@ -34,7 +34,7 @@ from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, SupervisionTree
 from actors.saved_requests import SavedRequests
 from actors.status import StatusTable
-from actors.time_slices import Ring, TimeSlices
+from actors.time_slices import TimeSlicesActor, TimeSlicesContext
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.errors import InvalidRequest, UnknownModel
@@ -204,13 +204,13 @@ class System:
         self._catalogue = KnownModels(dict(known or {}))
         self._reckon = estimate_model
         self._board.policies = self._catalogue.policies
-        desk = Desk(self._settings.max_queue, self._settings.max_queue_bytes)
+        desk = Admission(self._settings.max_queue, self._settings.max_queue_bytes)
         self._archive = archive or SavedRequests()
         self._observe, self._metrics = observe, metrics
         self._office = RouterState(
             desk, draw_seed, self._board, notify, self._archive, observe=observe
         )
-        self._ring = Ring()
+        self._time_slices = TimeSlicesContext()
         self._tree = SupervisionTree(self._on_fault, notify)
         self._numbers = count(1)
         self._ending: asyncio.Task[None] | None = None
@@ -248,7 +248,9 @@ class System:
         self._around = WorkerServices(
             spawn=self._spawn,
             router=router,
-            time_slices=tree.start(Child("time_slices", lambda: TimeSlices(self._ring))),
+            time_slices=tree.start(
+                Child("time_slices", lambda: TimeSlicesActor(self._time_slices))
+            ),
             governor=governor,
             supervisor=self._supervisor,
             board=self._board,

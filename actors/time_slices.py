@@ -1,4 +1,4 @@
-"""The shell of the turns: passes the workers' wishes to the machine and turns to the workers."""
+"""The actor that gives workers time slices: carries messages between workers and state machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
-from actors.machines import time_slices as machine
+from actors.machines import time_slices
 from actors.runtime.actor import Actor
 from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
@@ -20,64 +20,68 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Ring:
-    """What outlives a restart of the actor."""
+class TimeSlicesContext:
+    """What survives a restart of the actor."""
 
-    machine: machine.TimeSlices = field(default_factory=machine.TimeSlices)
+    machine: time_slices.TimeSlices = field(default_factory=time_slices.TimeSlices)
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
-    """Who asked last for each model, and in which life of its process."""
+    """By model, the worker that requested last, and the number of its process."""
 
     def __post_init__(self) -> None:
-        self.journal: EventHistory[machine.Event, machine.Command] = EventHistory(self.machine)
+        self.history: EventHistory[time_slices.Event, time_slices.Command] = EventHistory(
+            self.machine
+        )
 
 
-class TimeSlices(Actor["TimeSlicesMail"]):
+class TimeSlicesActor(Actor["TimeSlicesMail"]):
     """Lets the workers compute one after the other."""
 
-    turn = 64  # each message is a moment in which the accelerator may wait
+    turn = 64  # the accelerator may be idle until a message is handled
 
-    def __init__(self, ring: Ring) -> None:
-        ring.machine.check()
-        self._ring = ring
+    def __init__(self, context: TimeSlicesContext) -> None:
+        context.machine.check()
+        self._context = context
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Watch a turn that was given before a restart."""
-        self._alarm.set(self._ring.machine.deadline)
+        """Set the alarm for a slice that was given before a restart."""
+        self._alarm.set(self._context.machine.deadline)
 
     def on_stop(self) -> None:
-        """Ring no more."""
+        """Cancel the alarm."""
         self._alarm.cancel()
 
     def receive(self, message: TimeSlicesMail) -> None:
         """Handle a message."""
         match message:
             case mail.TimeSliceAsked(model=model):
-                self._ring.workers[model] = (message.worker, message.life)
-                self._do(machine.Wanted(model, message.weight, message.step_s))
+                self._context.workers[model] = (message.worker, message.life)
+                self._apply(time_slices.TimeSliceRequested(model, message.weight, message.step_s))
             case mail.TimeSliceEnded(model=model, over=over):
-                self._do(_over(model, over))
+                self._apply(_ended(model, over))
             case mail.TimeSlicesWeighed(model=model, weight=weight):
-                self._do(machine.Weighed(model, weight))
+                self._apply(time_slices.WeightChanged(model, weight))
             case mail.TimeSlicesLost(model=model):
-                self._ring.workers.pop(model, None)
-                self._do(machine.Gone(model))
+                self._context.workers.pop(model, None)
+                self._apply(time_slices.WorkerExited(model))
             case mail.AlarmFired():
-                self._do(machine.Tick())
+                self._apply(time_slices.AlarmFired())
             case _:
                 assert_never(message)
 
     def check(self) -> None:
         """Check the invariants."""
-        self._ring.machine.check()
+        self._context.machine.check()
 
-    def _do(self, event: machine.Event) -> None:
-        now = asyncio.get_running_loop().time()
-        for give in self._ring.journal.handle(event, now):
-            worker, life = self._ring.workers[give.model]
+    def _apply(self, event: time_slices.Event) -> None:
+        context, now = self._context, asyncio.get_running_loop().time()
+        for give in context.history.handle(event, now):
+            worker, life = context.workers[give.model]
             worker.tell(mail.TimeSliceGiven(TimeSlice(seq=give.seq, slice_s=give.slice_s), life))
-        self._alarm.set(self._ring.machine.deadline)
+        self._alarm.set(context.machine.deadline)
 
 
-def _over(model: str, over: TimeSliceOver) -> machine.Over:
-    return machine.Over(model, over.seq, over.used_s, over.more, over.step_s, over.left_s)
+def _ended(model: str, over: TimeSliceOver) -> time_slices.TimeSliceEnded:
+    return time_slices.TimeSliceEnded(
+        model, over.seq, over.used_s, over.more, over.step_s, over.left_s
+    )

@@ -27,7 +27,7 @@ from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerSta
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from actors.machines.admission import Standing
+    from actors.machines.admission_events import Availability
     from actors.mail import GovernorMail, RegistryMail, RouterMail, TimeSlicesMail, WorkerMail
     from actors.ports import Exit, Level, Notify, Observe, SpawnWorker, WorkerProcess
     from actors.runtime.actor import Ref
@@ -322,7 +322,7 @@ class Worker(Actor["WorkerMail"]):
 
     def _do(self, event: lifecycle_events.Event) -> None:
         machine = self._berth.machine
-        before = (self._berth.state, _standing(machine.state))
+        before = (self._berth.state, _availability(machine.state))
         now = asyncio.get_running_loop().time()
         for command in self._berth.journal.handle(event, now):
             self._perform(command)
@@ -330,7 +330,7 @@ class Worker(Actor["WorkerMail"]):
         if bool(machine.requests) != self._berth.serving:
             self._berth.serving = not self._berth.serving
             self._govern(governor_events.ServingChanged(self._berth.name, self._berth.serving))
-        if (self._berth.state, _standing(machine.state)) != before:
+        if (self._berth.state, _availability(machine.state)) != before:
             self._announce(before[0])
 
     def _perform(self, command: lifecycle_events.Command) -> None:  # noqa: C901 - one match over one union
@@ -390,7 +390,7 @@ class Worker(Actor["WorkerMail"]):
             # Whether requests for it wait on is the supervisor's word.
             self._around.router.tell(mail.ModelChanged(berth.name, "waiting"))
         else:
-            self._around.router.tell(mail.ModelChanged(berth.name, _standing(state), error))
+            self._around.router.tell(mail.ModelChanged(berth.name, _availability(state), error))
         self._around.supervisor.tell(
             mail.WorkerChanged(berth.name, berth.state, error, refused, berth.freed_bytes)
         )
@@ -428,7 +428,7 @@ def _untold(name: str) -> WorkerDied:
     return WorkerDied(f"{name}'s process ended before it told the tokens", model=name)
 
 
-def _standing(state: lifecycle_events.State) -> Standing:
+def _availability(state: lifecycle_events.State) -> Availability:
     match state:
         case lifecycle_events.Ready():
             return "ready"

@@ -1,21 +1,22 @@
-"""Who of a model's requests may have ended its process: poison is told from bad luck. Pure.
+"""Finds the request that kills a model's process, and spares the others. Pure.
 
-One for each model. Requests go in (`enter`), prove themselves with a new token (`gained`), and
-leave. When the process dies (`died`), what becomes of those inside:
+There is one `Suspects` per model. Requests enter the process, may be proven harmless by a new
+token, and leave. The first rule that applies to a death decides about the requests inside:
 
-1. it was killed from outside: nobody is suspected, all go in again as they were;
-2. all had made new tokens: the same, for an end that takes so long is met by going on;
-3. the only one inside was suspected before: it is to blame, and is not tried again;
-4. else those without a new token are suspected. If others had made some, the suspects are tried
-   apart from them first; if not, in halves. Who is in it for the first time, and was in the
-   worker's queue when last heard of, comes last: a long queue does not hold up those who run.
+1. The process was killed from outside: no request is suspected, and all enter again.
+2. All requests had produced new tokens: all enter again. A death that takes this long to happen is
+   survived by continuing.
+3. The only request inside was suspected before: it is to blame and does not enter again.
+4. Otherwise the requests without a new token are suspected. If other requests produced tokens, the
+   suspects are tried without them first; if not, in halves. A request that waited in the worker's
+   queue at its first death is tried last, so that a long queue does not delay running requests.
 
-While groups wait to be tried, one is inside at a time; the next one joins it when each of its
-requests has made a new token, which ends the suspicion, or is over. Who has come since waits until
-no group is left. So between two deaths somebody makes a token, or the suspects become fewer:
-at most ``3 + log2(n)`` deaths after the last token a request is found that dies alone.
+While groups wait for their trial, one group is inside. The next one joins when each request inside
+has produced a new token, which clears it, or is over. Requests that arrived since wait until no
+group is left. So between two deaths either a token is produced or the suspects become fewer: some
+request dies alone at most ``3 + log2(n)`` deaths after the last token.
 
-Does not cover: starting the process again, and when to give it up (`actors.machines.lifecycle`).
+Does not cover when the process restarts and when it is given up (`actors.machines.lifecycle`).
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-MOST_LINES = 20
-"""Of a story: its newest deaths."""
+MAX_LINES = 20
+"""Deaths that a story keeps, the newest ones."""
 
 
 class Suspects(msgspec.Struct):
-    """The requests of one model, as far as its process may die of them."""
+    """The requests of one model, as possible causes of its process's death."""
 
     inside: dict[str, bool] = msgspec.field(default_factory=dict)
-    """Given to the process; whether they have made a new token since."""
+    """Requests that the process has, and whether each produced a new token in it."""
     groups: list[list[str]] = msgspec.field(default_factory=list)
-    """To be tried, in this order."""
+    """Requests to try together, in the order of the trials."""
     stories: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """Of those suspected: the deaths that they were in since their last new token."""
+    """For each suspect, the deaths that it was in since its last new token."""
     queued: set[str] = msgspec.field(default_factory=set)
-    """Inside, and waiting in the worker's queue when last heard of."""
+    """Requests inside that waited in the worker's queue according to its last report."""
     careful: bool = False
-    """Nobody goes in but the group that is tried."""
+    """Only the group on trial may enter."""
 
     @property
     def trying(self) -> bool:
-        """Whether somebody inside has not made a new token yet."""
+        """Whether some request inside has not produced a new token yet."""
         return not all(self.inside.values())
 
     def next_group(self) -> list[str]:
-        """Return who is tried next; with nobody left, all may go in again.
+        """Return the group to try next; empty if none is left, which ends `careful`.
 
-        Ask while `careful`, and not while `trying`.
+        Call only while `careful` and not `trying`.
         """
         if self.groups:
             return self.groups.pop(0)
@@ -61,71 +62,70 @@ class Suspects(msgspec.Struct):
         return []
 
     def enter(self, rid: str) -> None:
-        """Note that a request is given to the process."""
+        """Note that the process gets a request."""
         self.inside[rid] = False
 
-    def lined_up(self, rid: str) -> None:
+    def note_queued(self, rid: str) -> None:
         """Note that a request waits in the worker's queue."""
         if rid in self.inside:
             self.queued.add(rid)
 
-    def gained(self, rid: str) -> None:
+    def note_progress(self, rid: str) -> None:
         """Note a new token of a request."""
         self.queued.discard(rid)
         if rid in self.inside:
             self.inside[rid] = True
             self.stories.pop(rid, None)
 
-    def bounced(self, rid: str) -> None:
+    def note_returned(self, rid: str) -> None:
         """Note that the process never got a request."""
         self.inside.pop(rid, None)
         self.queued.discard(rid)
 
-    def over(self, rid: str) -> None:
-        """Forget a request, wherever it is."""
-        self.inside.pop(rid, None)
-        self.queued.discard(rid)
+    def forget(self, rid: str) -> None:
+        """Remove a request that is over."""
+        self.note_returned(rid)
         self.stories.pop(rid, None)
-        for group in self.groups:
-            if rid in group:
-                group.remove(rid)
-        self.groups = [group for group in self.groups if group]
+        remaining = ([it for it in group if it != rid] for group in self.groups)
+        self.groups = [group for group in remaining if group]
 
-    def died(self, present: Collection[str], how: str, *, attributable: bool) -> list[str] | None:
-        """Note that the process died with these in it; return the story of the one to blame.
+    def note_death(
+        self, present: Collection[str], how: str, *, attributable: bool
+    ) -> list[str] | None:
+        """Note that the process died with the requests ``present``.
 
-        That one is the only one of ``present``. All others wait to go in again.
+        Returns the story of the request to blame, which is then the only one in ``present``, or
+        None. All other requests wait to enter again.
         """
-        were = {rid: self.inside.pop(rid) for rid in list(self.inside) if rid in present}
-        unproven = [rid for rid, proven in were.items() if not proven]
-        idle = [rid for rid in unproven if rid in self.queued and rid not in self.stories]
-        self.queued.difference_update(were)
+        dead = {rid: self.inside.pop(rid) for rid in list(self.inside) if rid in present}
+        unproven = [rid for rid, proven in dead.items() if not proven]
+        proven = [rid for rid in dead if dead[rid]]
+        queued = [rid for rid in unproven if rid in self.queued and rid not in self.stories]
+        self.queued.difference_update(dead)
         if not (attributable and unproven):  # (1), (2)
-            if self.careful and were:
-                self.groups.insert(0, list(were))
+            if self.careful and dead:
+                self.groups.insert(0, list(dead))
             return None
+        line = f"{how}; {len(dead)} inside, {len(unproven)} without a new token"
         for rid in unproven:
-            self._tell(rid, f"{how}; {len(were)} inside, {len(unproven)} without a new token")
-        if len(were) == 1 and len(self.stories[unproven[0]]) > 1:  # (3)
+            self.stories[rid] = [*self.stories.get(rid, []), line][-MAX_LINES:]
+        if len(dead) == 1 and len(self.stories[unproven[0]]) > 1:  # (3)
             return self.stories.pop(unproven[0])
-        self.careful = True
-        rest = [rid for rid in were if were[rid]]
-        if not rest and len(idle) == len(unproven):
-            idle = []
-        first = [rid for rid in unproven if rid not in idle]  # (4)
-        half = len(first) if rest else -(-len(first) // 2)
-        self.groups[:0] = [part for part in (first[:half], first[half:], rest, idle) if part]
+        self.careful = True  # (4)
+        if not proven and len(queued) == len(unproven):
+            queued = []
+        suspects = [rid for rid in unproven if rid not in queued]
+        half = len(suspects) if proven else -(-len(suspects) // 2)
+        parts = (suspects[:half], suspects[half:], proven, queued)
+        self.groups[:0] = [part for part in parts if part]
         return None
-
-    def _tell(self, rid: str, line: str) -> None:
-        self.stories[rid] = [*self.stories.get(rid, []), line][-MOST_LINES:]
 
     def check(self) -> None:
         """Check the invariants."""
         waiting = [rid for group in self.groups for rid in group]
         assert all(self.groups), "an empty group"
         assert len(waiting) == len(set(waiting)), "a request in two groups"
-        assert not set(waiting) & set(self.inside), "a request that is tried, and waits for it"
-        assert self.queued <= self.inside.keys(), "in the queue of no process"
-        assert self.careful or not self.groups, "groups that nobody heeds"
-        assert not any(self.inside.get(rid, False) for rid in self.stories), "proven, and suspected"
+        assert not set(waiting) & set(self.inside), "a request inside and waiting for its trial"
+        assert self.queued <= self.inside.keys(), "queued in a process that does not have it"
+        assert self.careful or not self.groups, "groups without careful trials"
+        assert not any(self.inside.get(rid, False) for rid in self.stories), "proven and suspected"

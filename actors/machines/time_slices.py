@@ -1,19 +1,20 @@
-"""Who computes now: turns on the one accelerator, by weight. Pure.
+"""Which worker computes now: time slices on the one accelerator, by weight. Pure.
 
-Two processes that compute at once share an accelerator badly: what one launches stands behind all
-that the other has launched, so that a decode step waits for whole chunks of a stranger's prompt.
-So one worker computes at a time, for a slice, and then the next. Deficit round robin over the time
-that each really used: a step cannot be cut, so a turn is overrun by up to a step, and who overran
-waits for as long as that takes the others.
+Processes that compute at the same time share an accelerator badly. The launches of one queue behind
+everything that another has launched, so a decode step waits for whole chunks of another model's
+prompt. So one worker computes at a time, for a slice, then the next. The order is deficit round
+robin over the time that each worker really used: a step cannot be interrupted, so a slice is
+overrun by up to one step, and a worker that overran waits until the others had the same time.
 
-Only where that is worth it: a worker that has work alone computes without turns, and so do several
-of one weight whose steps together are shorter than a slice, as they say once they have measured
-them in turns. Waiting for one step of everybody is then less than waiting for a slice, and what a
-step leaves of the accelerator is used.
+Time slices are in force only where they help. A worker that is the only one with work computes
+without them. So do several workers of equal weight whose steps together are shorter than a slice,
+once they have measured their steps in time slices. Waiting for one step of every worker is then
+shorter than waiting for a slice, and the accelerator has fewer gaps.
 
-Work conserving: only workers that have work get turns. A holder that is silent for too long loses
-its turn and gets no other until it speaks.
-Does not know what is computed, nor whether a machine needs turns (`kvd.worker.process.time_slice_gate`).
+Only workers that have work get time slices. A holder that reports nothing for too long loses its
+slice, and gets no other until it reports.
+
+Does not know what is computed, or whether a machine needs time slices (`kvd.worker.process.time_slice_gate`).
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ import msgspec
 from protocol.worker import LONG_STEP_S
 
 SLICE_S = LONG_STEP_S
-"""A turn at weight 1: long beside what passing it on costs, short beside what a reader notices."""
-SHORTEST = 0.2
-"""Of a slice: less credit than this is kept for the next round."""
+"""A slice at weight 1: long compared to the cost of a switch, too short for a reader to notice."""
+MIN_SHARE = 0.2
+"""Part of a slice. A worker with less credit keeps it for the next round."""
 GRACE_S = 1.0
-"""How long a turn may be overrun: the chunk of a long prompt takes that long."""
-MOST_DEBT_S = 5.0
-"""What an overrun can cost later: a process that was stopped for an hour owes no hour."""
+"""Seconds by which a slice may be overrun: the chunk of a long prompt takes that long."""
+MAX_DEBT_S = 5.0
+"""Limit of the debt from an overrun: a process that was stopped for an hour owes no hour."""
 
 
 class _Tagged(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Wanted(_Tagged, frozen=True):
-    """A worker has work from now on, or of another kind. If it was free last it has begun already.
+class TimeSliceRequested(_Tagged, frozen=True):
+    """A worker has work, or its kind of work changed. An unlimited worker has already begun.
 
-    ``step_s``: what its steps take alone; None: not known.
+    ``step_s``: seconds that its steps take alone; None: not measured.
     """
 
     model: str
@@ -49,10 +50,10 @@ class Wanted(_Tagged, frozen=True):
     step_s: float | None = None
 
 
-class Over(_Tagged, frozen=True):
-    """A worker's turn is over; `more`: it wants another.
+class TimeSliceEnded(_Tagged, frozen=True):
+    """A worker's slice is over. ``more``: it requests another.
 
-    ``left_s``: it has begun a last step that probably takes so long, for which the next one waits.
+    ``left_s``: expected seconds of a last step that it has begun. The next worker waits for it.
     """
 
     model: str
@@ -63,35 +64,35 @@ class Over(_Tagged, frozen=True):
     left_s: float = 0.0
 
 
-class Weighed(_Tagged, frozen=True):
-    """A model has another weight from now on, whether it computes or not."""
+class WeightChanged(_Tagged, frozen=True):
+    """A model has another weight, whether it computes or not."""
 
     model: str
     weight: float
 
 
-class Gone(_Tagged, frozen=True):
+class WorkerExited(_Tagged, frozen=True):
     """The worker's process is gone."""
 
     model: str
 
 
-class Tick(_Tagged, frozen=True):
-    """Time has passed."""
+class AlarmFired(_Tagged, frozen=True):
+    """`TimeSlices.deadline` may have passed."""
 
 
-Event = Wanted | Over | Weighed | Gone | Tick
+Event = TimeSliceRequested | TimeSliceEnded | WeightChanged | WorkerExited | AlarmFired
 
 
-class Give(_Tagged, frozen=True):
-    """Tell the worker how long it may compute; None: as long as it likes, 0: not before a turn."""
+class GiveTimeSlice(_Tagged, frozen=True):
+    """Let the worker compute for ``slice_s`` seconds. None: without limit; 0: wait for a slice."""
 
     model: str
     seq: int
     slice_s: float | None
 
 
-Command = Give
+Command = GiveTimeSlice
 
 
 class Member(msgspec.Struct):
@@ -99,82 +100,82 @@ class Member(msgspec.Struct):
 
     weight: float
     credit_s: float = 0.0
-    """What it may use; below zero: what it used too much."""
+    """Seconds that it may use; negative after an overrun."""
     silent: bool = False
-    """It let a turn lapse, and has not spoken since."""
+    """It lost a slice and has reported nothing since."""
     step_s: float | None = None
-    """In turns, shorter ones count from the end of its next."""
-    free: bool | None = None
-    """Whether it was told to compute as it likes, or to do so in its turn; None: nothing yet."""
+    """While time slices are in force, a shorter step takes effect at the end of the next slice."""
+    unlimited: bool | None = None
+    """Whether it was last told to compute without limit; None: it was told nothing yet."""
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """Whose turn it is."""
+    """The worker whose slice runs."""
 
     model: str
     seq: int
     deadline: float
-    """When it is lost."""
+    """When the worker loses the slice."""
 
 
 class Debt(msgspec.Struct, frozen=True):
-    """What a worker owed when it had no more work."""
+    """Seconds that a worker owed when it ran out of work."""
 
     seconds: float
     since: float
 
 
 class TimeSlices(msgspec.Struct):
-    """The ring of those who want to compute."""
+    """Deficit round robin over the workers that have work."""
 
     slice_s: float = SLICE_S
     members: dict[str, Member] = msgspec.field(default_factory=dict)
-    """Who has work, in the order of the next turns."""
+    """Workers that have work, in the order of their next slices."""
     holder: Holder | None = None
     debts: dict[str, Debt] = msgspec.field(default_factory=dict)
-    """Of those who have no work now."""
+    """Debts of workers without work."""
     seq: int = 0
-    """Of the newest turn."""
+    """Number of the newest command."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take an event and return who is to be told what."""
-        waits = 0.0
+        """Apply an event and return the commands that follow."""
+        last_step_s = 0.0
         match event:
-            case Wanted():
-                self._want(event, now)
-            case Over():
-                waits = self._over(event, now)
-            case Weighed():
-                self._weigh(event)
-            case Gone(model=model):
-                self._leave(model)
+            case TimeSliceRequested():
+                self._requested(event, now)
+            case TimeSliceEnded():
+                last_step_s = self._ended(event, now)
+            case WeightChanged():
+                self._weight_changed(event)
+            case WorkerExited(model=model):
+                self._remove(model)
                 self.debts.pop(model, None)
-            case Tick():
-                self._lapse(now)
-        return self._settle(now, waits)
+            case AlarmFired():
+                self._expire(now)
+        return self._assign(now, last_step_s)
 
     @property
     def deadline(self) -> float | None:
-        """When the next `Tick` is due."""
+        """When the next `AlarmFired` is due."""
         return self.holder.deadline if self.holder is not None else None
 
     def check(self) -> None:
         """Check the invariants."""
         able = [self.members[name] for name in self._able]
         if self._is_shared:
-            assert self.holder is None, "a turn where none is needed"
-            assert all(member.free for member in able), "one waits for a turn that never comes"
+            assert self.holder is None, "a slice although all compute"
+            assert all(member.unlimited for member in able), "a worker waits for no slice"
         else:
-            assert self.holder is not None, "nobody computes"
-            assert self.holder.model in self._able, "the turn of one who is silent, or has no work"
-            assert all(member.free is False for member in able), "one does as it likes"
-        assert not self.debts.keys() & self.members.keys(), "owes twice"
-        assert all(debt.seconds > 0 for debt in self.debts.values()), "owes nothing"
+            assert self.holder is not None, "no worker computes"
+            assert self.holder.model in self._able, "the holder is silent or has no work"
+            assert all(member.unlimited is False for member in able), "a worker ignores slices"
+        assert not self.debts.keys() & self.members.keys(), "a debt of a member"
+        assert all(debt.seconds > 0 for debt in self.debts.values()), "an empty debt"
         for member in self.members.values():
-            most = (1 + SHORTEST) * self._quantum(member) + self.slice_s
-            assert -MOST_DEBT_S <= member.credit_s <= most + 1e-9, "credit out of bounds"
+            limit = (1 + MIN_SHARE) * self._quantum(member) + self.slice_s
+            assert -MAX_DEBT_S <= member.credit_s <= limit + 1e-9, "credit out of bounds"
 
-    # -- who wants --------------------------------------------------------------------------------
+    # -- members ----------------------------------------------------------------------------------
 
     @property
     def _able(self) -> list[str]:
@@ -182,7 +183,7 @@ class TimeSlices(msgspec.Struct):
 
     @property
     def _is_shared(self) -> bool:
-        """Whether those who have work compute at once."""
+        """Whether all workers that have work compute at once."""
         able = [self.members[name] for name in self._able]
         if len(able) < 2:
             return True
@@ -194,33 +195,34 @@ class TimeSlices(msgspec.Struct):
     def _quantum(self, member: Member) -> float:
         return self.slice_s * member.weight
 
-    def _want(self, event: Wanted, now: float) -> None:
+    def _requested(self, event: TimeSliceRequested, now: float) -> None:
         debt = self.debts.pop(event.model, None)
         member = self.members.setdefault(event.model, Member(event.weight))
         member.silent = False
-        if member.free is not False or _is_longer(event.step_s, member.step_s):
-            member.step_s = event.step_s  # else it owes for the long ones, and says so when it ends
-        if debt is not None:  # the time without work has paid for some of it
+        # In time slices a shorter step waits for the end of the slice: long steps have to be paid.
+        if member.unlimited is not False or _is_longer(event.step_s, member.step_s):
+            member.step_s = event.step_s
+        if debt is not None:  # the time without work has paid a part
             member.credit_s = min(0.0, now - debt.since - debt.seconds)
 
-    def _weigh(self, event: Weighed) -> None:
+    def _weight_changed(self, event: WeightChanged) -> None:
         member = self.members.get(event.model)
         if member is not None:
             member.weight = event.weight
             member.credit_s = min(member.credit_s, self._quantum(member))
 
-    def _over(self, event: Over, now: float) -> float:
-        """Return what the next one has to wait for."""
+    def _ended(self, event: TimeSliceEnded, now: float) -> float:
+        """Charge a slice; return the seconds that the next worker waits for the last step."""
         member = self.members.get(event.model)
         if member is None:
             return 0.0
         member.silent = False
         member.step_s = event.step_s
-        if not member.free:
-            member.credit_s = max(-MOST_DEBT_S, member.credit_s - event.used_s)
+        if not member.unlimited:
+            member.credit_s = max(-MAX_DEBT_S, member.credit_s - event.used_s)
         holder = self.holder
         if not event.more:
-            self._leave(event.model)
+            self._remove(event.model)
             if member.credit_s < 0:
                 self.debts[event.model] = Debt(-member.credit_s, now)
         elif holder is not None and (holder.model, holder.seq) == (event.model, event.seq):
@@ -228,86 +230,87 @@ class TimeSlices(msgspec.Struct):
             return min(event.left_s, self.slice_s)
         return 0.0
 
-    def _leave(self, model: str) -> None:
+    def _remove(self, model: str) -> None:
         self.members.pop(model, None)
         if self.holder is not None and self.holder.model == model:
             self.holder = None
 
-    def _lapse(self, now: float) -> None:
+    def _expire(self, now: float) -> None:
         if self.holder is not None and now >= self.holder.deadline:
             self.members[self.holder.model].silent = True
             self.holder = None
 
-    # -- whose turn it is -------------------------------------------------------------------------
+    # -- assigning slices -------------------------------------------------------------------------
 
-    def _settle(self, now: float, waits: float) -> list[Command]:
-        """Let all compute, or tell who has no turn to wait, and give the turn if nobody has it.
+    def _assign(self, now: float, last_step_s: float) -> list[Command]:
+        """Let all workers compute, or make them wait and give one of them a slice.
 
-        ``waits``: how long the one who gets it waits for the one before; it does not pay for that.
+        ``last_step_s``: how long a new holder waits for the one before. It does not pay for that.
         """
         able = self._able
         if self._is_shared:
             self.holder = None
-            return [self._release(name) for name in able if not self.members[name].free]
-        going_on = next((name for name in able if self.members[name].free), None)
-        told = [
-            self._stop(name)
+            return [self._lift_limit(name) for name in able if not self.members[name].unlimited]
+        # When slices begin, one of the workers that compute goes on and gets the first slice.
+        first = next((name for name in able if self.members[name].unlimited), None)
+        commands = [
+            self._make_wait(name)
             for name in able
-            if self.members[name].free is not False and name != going_on
+            if self.members[name].unlimited is not False and name != first
         ]
-        if going_on is not None:
-            member = self.members.pop(going_on)
-            member.free, member.credit_s = False, self._quantum(member)
-            self.members[going_on] = member  # behind the others
+        if first is not None:
+            member = self.members.pop(first)
+            member.unlimited, member.credit_s = False, self._quantum(member)
+            self.members[first] = member  # to the end of the order
         if self.holder is None:
-            holder = going_on or self._next()
-            self.members[holder].credit_s += waits
-            told.append(self._begin(holder, now))
-        return told
+            holder = first or self._next()
+            self.members[holder].credit_s += last_step_s
+            commands.append(self._begin(holder, now))
+        return commands
 
-    def _release(self, model: str) -> Command:
-        """Let one compute as it likes; it owes nobody anything."""
-        self.members[model].free, self.members[model].credit_s = True, 0.0
+    def _lift_limit(self, model: str) -> Command:
+        self.members[model].unlimited, self.members[model].credit_s = True, 0.0
         return self._give(model, None)
 
-    def _stop(self, model: str) -> Command:
-        self.members[model].free = False
-        return self._give(model, 0.0)  # it computes already, if it was free
+    def _make_wait(self, model: str) -> Command:
+        self.members[model].unlimited = False
+        return self._give(model, 0.0)
 
     def _begin(self, model: str, now: float) -> Command:
         give = self._give(model, self.members[model].credit_s)
-        assert give.slice_s is not None, "a turn of several has an end"
+        assert give.slice_s is not None, "a slice without an end"
         self.holder = Holder(model, give.seq, now + give.slice_s + GRACE_S)
         return give
 
-    def _give(self, model: str, slice_s: float | None) -> Give:
+    def _give(self, model: str, slice_s: float | None) -> GiveTimeSlice:
         self.seq += 1
-        return Give(model, self.seq, slice_s)
+        return GiveTimeSlice(model, self.seq, slice_s)
 
     def _next(self) -> str:
-        """Go round the ring, each getting its quantum, until one has enough for a turn.
+        """Go through the order, each worker earning its quantum, until one has enough for a slice.
 
-        Rounds in which nobody has enough are counted and not walked.
+        Whole rounds in which no worker gets enough are computed at once.
         """
         able = [(name, self.members[name]) for name in self._able]
-        missing = (
-            (SHORTEST * self._quantum(one) - one.credit_s) / self._quantum(one) for _, one in able
+        missing_rounds = (
+            (MIN_SHARE * self._quantum(member) - member.credit_s) / self._quantum(member)
+            for _, member in able
         )
-        empty = max(1, math.ceil(min(missing))) - 1
+        skipped = max(1, math.ceil(min(missing_rounds))) - 1
         for _, member in able:
-            self._earn(member, empty)
+            self._earn(member, skipped)
         while True:
             for name, member in able:
                 self._earn(member, 1)
-                self.members[name] = self.members.pop(name)  # behind the others
-                if member.credit_s >= SHORTEST * self._quantum(member):
+                self.members[name] = self.members.pop(name)  # to the end of the order
+                if member.credit_s >= MIN_SHARE * self._quantum(member):
                     return name
 
     def _earn(self, member: Member, rounds: int) -> None:
         quantum = self._quantum(member)
-        member.credit_s = min(member.credit_s + rounds * quantum, (1 + SHORTEST) * quantum)
+        member.credit_s = min(member.credit_s + rounds * quantum, (1 + MIN_SHARE) * quantum)
 
 
 def _is_longer(step_s: float | None, known_s: float | None) -> bool:
-    """Return whether steps take longer than was known; ones that nobody knows are the longest."""
+    """Return whether steps take longer than known; unmeasured steps count as the longest."""
     return known_s is not None and (step_s is None or step_s > known_s)

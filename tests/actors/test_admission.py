@@ -7,29 +7,29 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from actors.machines.admission import (
-    Arrived,
-    Blame,
-    Bounced,
-    Desk,
-    DrainAll,
-    End,
-    EndCancelled,
+from actors.machines.admission import Admission
+from actors.machines.admission_events import (
+    AlarmFired,
+    CancelInWorker,
+    ConfirmCancel,
+    Drained,
+    DrainStarted,
+    EnsureLoaded,
     Event,
+    FailRequest,
     Forward,
-    Gained,
-    Kept,
-    LinedUp,
-    ModelGone,
-    ModelIs,
-    Over,
-    Quiet,
-    Rang,
-    RowsLost,
-    Summon,
-    Suspend,
-    Unwanted,
-    Withdraw,
+    ModelChanged,
+    ModelHeld,
+    ModelRemoved,
+    QueuedInWorker,
+    ReportBlame,
+    ReportPaused,
+    RequestArrived,
+    RequestCancelled,
+    RequestFinished,
+    RequestProgressed,
+    RequestReturned,
+    RequestsLost,
 )
 from protocol.errors import ErrorInfo
 
@@ -39,208 +39,270 @@ MEMORY = ErrorInfo("insufficient_memory", "no room")
 
 
 @pytest.fixture
-def desk():
-    """A desk whose invariants are checked at the end."""
-    subject = Desk(most=3)
+def admission():
+    """A admission whose invariants are checked at the end."""
+    subject = Admission(max_requests=3)
     yield subject
     subject.check()
 
 
-def feed(desk: Desk, *events: Event):
-    commands = [command for event in events for command in desk.handle(event, 0.0)]
-    desk.check()
+def feed(admission: Admission, *events: Event):
+    commands = [command for event in events for command in admission.handle(event, 0.0)]
+    admission.check()
     return commands
 
 
 def codes(commands) -> list[str]:
-    return [f"{c.rid} {c.error.code}" for c in commands if isinstance(c, End)]
+    return [f"{c.rid} {c.error.code}" for c in commands if isinstance(c, FailRequest)]
 
 
-def test_a_request_for_a_ready_model_goes_there(desk):
-    commands = feed(desk, ModelIs("m", "ready"), Arrived("1", "m"))
+def test_a_request_for_a_ready_model_goes_there(admission):
+    commands = feed(admission, ModelChanged("m", "ready"), RequestArrived("1", "m"))
 
     assert [Forward("1", "m")] == commands
-    assert feed(desk, Over("1")) == []
-    assert desk.requests == {}
+    assert feed(admission, RequestFinished("1")) == []
+    assert admission.requests == {}
 
 
-def test_requests_wait_for_their_model_in_order(desk):
-    feed(desk, ModelIs("m", "waiting"), Arrived("2", "m"), Arrived("1", "m"))
+def test_requests_wait_for_their_model_in_order(admission):
+    feed(
+        admission, ModelChanged("m", "waiting"), RequestArrived("2", "m"), RequestArrived("1", "m")
+    )
 
-    assert [Forward("2", "m"), Forward("1", "m")] == feed(desk, ModelIs("m", "ready"))
+    assert [Forward("2", "m"), Forward("1", "m")] == feed(admission, ModelChanged("m", "ready"))
 
 
 @pytest.mark.parametrize(
-    ("standing", "code"), [("closing", "draining"), ("failed", "model_failed")]
+    ("availability", "code"), [("closing", "draining"), ("failed", "model_failed")]
 )
-def test_refusals(desk, standing, code):
-    feed(desk, ModelIs("m", standing, FAILED if standing == "failed" else None))
+def test_refusals(admission, availability, code):
+    feed(admission, ModelChanged("m", availability, FAILED if availability == "failed" else None))
 
-    assert [f"1 {code}"] == codes(feed(desk, Arrived("1", "m")))
-
-
-def test_a_model_that_is_not_here_is_asked_for_once(desk):
-    assert feed(desk, Arrived("1", "m"), Arrived("2", "m")) == [Summon("m")]
-    assert feed(desk, ModelIs("m", "waiting")) == []
-    assert feed(desk, ModelIs("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
+    assert [f"1 {code}"] == codes(feed(admission, RequestArrived("1", "m")))
 
 
-def test_where_nobody_knows_the_model_those_that_wait_end(desk):
-    feed(desk, Arrived("1", "m", deadline=5.0), Arrived("2", "m"))
-    assert codes(desk.handle(Rang(), 5.0)) == ["1 deadline_exceeded"]
+def test_a_model_that_is_not_here_is_asked_for_once(admission):
+    assert feed(admission, RequestArrived("1", "m"), RequestArrived("2", "m")) == [
+        EnsureLoaded("m")
+    ]
+    assert feed(admission, ModelChanged("m", "waiting")) == []
+    assert feed(admission, ModelChanged("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
+
+
+def test_where_nobody_knows_the_model_those_that_wait_end(admission):
+    feed(admission, RequestArrived("1", "m", deadline=5.0), RequestArrived("2", "m"))
+    assert codes(admission.handle(AlarmFired(), 5.0)) == ["1 deadline_exceeded"]
     error = ErrorInfo("unknown_model", "no model 'm' is loaded")
 
-    assert feed(desk, ModelGone("m", error)) == [End("2", error)]
-    assert feed(desk, Arrived("3", "m")) == [Summon("m")]  # it may be known by now
-    assert feed(desk, Unwanted("3")) == [EndCancelled("3")]
+    assert feed(admission, ModelRemoved("m", error)) == [FailRequest("2", error)]
+    assert feed(admission, RequestArrived("3", "m")) == [
+        EnsureLoaded("m")
+    ]  # it may be known by now
+    assert feed(admission, RequestCancelled("3")) == [ConfirmCancel("3")]
 
 
-def test_too_many_are_overloaded(desk):
-    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "ready"))
-    feed(desk, *(Arrived(str(n), "m") for n in range(3)))
+def test_too_many_are_overloaded(admission):
+    feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "ready"))
+    feed(admission, *(RequestArrived(str(n), "m") for n in range(3)))
 
-    assert codes(feed(desk, Arrived("3", "m"))) == ["3 overloaded"]
-    assert [Forward("4", "n")] == feed(desk, Arrived("4", "n"))
-    feed(desk, Unwanted("0"))
-    assert feed(desk, Arrived("5", "m")) == []
+    assert codes(feed(admission, RequestArrived("3", "m"))) == ["3 overloaded"]
+    assert [Forward("4", "n")] == feed(admission, RequestArrived("4", "n"))
+    feed(admission, RequestCancelled("0"))
+    assert feed(admission, RequestArrived("5", "m")) == []
 
 
-def test_too_many_bytes_are_overloaded(desk):
-    desk.most_bytes = 100
-    feed(desk, ModelIs("m", "ready"), ModelIs("n", "ready"))
+def test_too_many_bytes_are_overloaded(admission):
+    admission.max_bytes = 100
+    feed(admission, ModelChanged("m", "ready"), ModelChanged("n", "ready"))
 
-    assert [Forward("1", "m")] == feed(desk, Arrived("1", "m", 150))  # alone it may have more
-    assert codes(feed(desk, Arrived("2", "m", 1))) == ["2 overloaded"]
+    assert [Forward("1", "m")] == feed(
+        admission, RequestArrived("1", "m", 150)
+    )  # alone it may have more
+    assert codes(feed(admission, RequestArrived("2", "m", 1))) == ["2 overloaded"]
     assert [Forward("3", "n"), Forward("4", "n")] == feed(
-        desk, Arrived("3", "n", 60), Arrived("4", "n", 40)
+        admission, RequestArrived("3", "n", 60), RequestArrived("4", "n", 40)
     )
-    assert codes(feed(desk, Arrived("5", "n", 1))) == ["5 overloaded"]
-    feed(desk, Over("3"), Over("1"))
-    assert [Forward("6", "n")] == feed(desk, Arrived("6", "n", 60))
-    assert desk.sizes == {"n": 100}
+    assert codes(feed(admission, RequestArrived("5", "n", 1))) == ["5 overloaded"]
+    feed(admission, RequestFinished("3"), RequestFinished("1"))
+    assert [Forward("6", "n")] == feed(admission, RequestArrived("6", "n", 60))
+    assert admission.sizes == {"n": 100}
 
 
-def test_those_that_wait_are_told_that_memory_is_missing(desk):
-    feed(desk, ModelIs("m", "waiting"), Arrived("1", "m"))
+def test_those_that_wait_are_told_that_memory_is_missing(admission):
+    feed(admission, ModelChanged("m", "waiting"), RequestArrived("1", "m"))
 
-    assert feed(desk, ModelIs("m", "waiting", DIED)) == []
-    assert codes(feed(desk, ModelIs("m", "waiting", MEMORY))) == ["1 insufficient_memory"]
-    assert feed(desk, Arrived("2", "m")) == []
+    assert feed(admission, ModelChanged("m", "waiting", DIED)) == []
+    assert codes(feed(admission, ModelChanged("m", "waiting", MEMORY))) == ["1 insufficient_memory"]
+    assert feed(admission, RequestArrived("2", "m")) == []
 
 
 @pytest.mark.parametrize(
     ("event", "code"),
     [
-        (ModelIs("m", "closing"), "draining"),
-        (ModelIs("m", "failed", FAILED), "model_failed"),
-        (ModelGone("m"), "unknown_model"),
+        (ModelChanged("m", "closing"), "draining"),
+        (ModelChanged("m", "failed", FAILED), "model_failed"),
+        (ModelRemoved("m"), "unknown_model"),
     ],
 )
-def test_those_that_wait_end_with_their_model(desk, event, code):
-    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "waiting"))
-    feed(desk, Arrived("1", "m"), Arrived("2", "n"))
+def test_those_that_wait_end_with_their_model(admission, event, code):
+    feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "waiting"))
+    feed(admission, RequestArrived("1", "m"), RequestArrived("2", "n"))
 
-    assert [f"1 {code}"] == codes(feed(desk, event))
-    assert list(desk.requests) == ["2"]
+    assert [f"1 {code}"] == codes(feed(admission, event))
+    assert list(admission.requests) == ["2"]
 
 
-def test_those_that_a_process_took_with_it_go_into_the_next_one_in_their_order(desk):
-    desk.most = 4
-    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"), Arrived("3", "m"))
+def test_those_that_a_process_took_with_it_go_into_the_next_one_in_their_order(admission):
+    admission.max_requests = 4
+    feed(
+        admission,
+        ModelChanged("m", "ready"),
+        RequestArrived("1", "m"),
+        RequestArrived("2", "m"),
+        RequestArrived("3", "m"),
+    )
 
-    lost = feed(desk, RowsLost("m", ["1", "2"], DIED))
-    assert lost == [Suspend("1"), Suspend("2")]
-    assert feed(desk, Bounced("3"), Arrived("4", "m"), ModelIs("m", "waiting")) == []
-    back = feed(desk, ModelIs("m", "ready"))
+    lost = feed(admission, RequestsLost("m", ["1", "2"], DIED))
+    assert lost == [ReportPaused("1"), ReportPaused("2")]
+    assert (
+        feed(
+            admission, RequestReturned("3"), RequestArrived("4", "m"), ModelChanged("m", "waiting")
+        )
+        == []
+    )
+    back = feed(admission, ModelChanged("m", "ready"))
     assert back == [Forward(rid, "m") for rid in "1234"]
 
 
-def test_those_of_a_process_that_is_the_last_one_end_with_it(desk):
-    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"))
+def test_those_of_a_process_that_is_the_last_one_end_with_it(admission):
+    feed(admission, ModelChanged("m", "ready"), RequestArrived("1", "m"), RequestArrived("2", "m"))
 
-    assert codes(feed(desk, RowsLost("m", ["1"], DIED, again=False))) == ["1 worker_died"]
-    feed(desk, RowsLost("m", ["2"], DIED))
-    assert codes(feed(desk, ModelIs("m", "failed", FAILED))) == ["2 model_failed"]
-
-
-def test_what_was_begun_waits_for_memory_and_others_are_told(desk):
-    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), RowsLost("m", ["1"], DIED))
-    feed(desk, Arrived("2", "m"))
-
-    assert codes(feed(desk, ModelIs("m", "waiting", MEMORY))) == ["2 insufficient_memory"]
-    assert feed(desk, ModelIs("m", "ready")) == [Forward("1", "m")]
+    assert codes(feed(admission, RequestsLost("m", ["1"], DIED, again=False))) == ["1 worker_died"]
+    feed(admission, RequestsLost("m", ["2"], DIED))
+    assert codes(feed(admission, ModelChanged("m", "failed", FAILED))) == ["2 model_failed"]
 
 
-def test_suspects_are_tried_in_halves_and_who_dies_alone_is_quarantined(desk):
-    desk.most = 4
+def test_what_was_begun_waits_for_memory_and_others_are_told(admission):
+    feed(
+        admission,
+        ModelChanged("m", "ready"),
+        RequestArrived("1", "m"),
+        RequestsLost("m", ["1"], DIED),
+    )
+    feed(admission, RequestArrived("2", "m"))
+
+    assert codes(feed(admission, ModelChanged("m", "waiting", MEMORY))) == ["2 insufficient_memory"]
+    assert feed(admission, ModelChanged("m", "ready")) == [Forward("1", "m")]
+
+
+def test_suspects_are_tried_in_halves_and_who_dies_alone_is_quarantined(admission):
+    admission.max_requests = 4
     died = ErrorInfo("worker_died", "the worker of m was ended by SIGSEGV")
-    feed(desk, ModelIs("m", "ready"), *(Arrived(rid, "m") for rid in "123"))
-    feed(desk, Gained("3"), RowsLost("m", ["1", "2", "3"], died, attributable=True))
+    feed(admission, ModelChanged("m", "ready"), *(RequestArrived(rid, "m") for rid in "123"))
+    feed(
+        admission,
+        RequestProgressed("3"),
+        RequestsLost("m", ["1", "2", "3"], died, attributable=True),
+    )
 
-    assert feed(desk, ModelIs("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
-    lost = feed(desk, RowsLost("m", ["1", "2"], died, attributable=True))
-    assert lost == [Suspend("1"), Suspend("2")]
-    assert feed(desk, ModelIs("m", "ready"), Arrived("4", "m")) == [Forward("1", "m")]
-    blame, end = feed(desk, RowsLost("m", ["1"], died, attributable=True))
-    assert blame == Blame("m", died.message)
-    assert isinstance(end, End)
+    assert feed(admission, ModelChanged("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
+    lost = feed(admission, RequestsLost("m", ["1", "2"], died, attributable=True))
+    assert lost == [ReportPaused("1"), ReportPaused("2")]
+    assert feed(admission, ModelChanged("m", "ready"), RequestArrived("4", "m")) == [
+        Forward("1", "m")
+    ]
+    blame, end = feed(admission, RequestsLost("m", ["1"], died, attributable=True))
+    assert blame == ReportBlame("m", died.message)
+    assert isinstance(end, FailRequest)
     assert (end.rid, end.error.code, end.error.retryable) == ("1", "quarantined", False)
     assert end.error.detail["story"] == [
         "the worker of m was ended by SIGSEGV; 3 inside, 2 without a new token",
         "the worker of m was ended by SIGSEGV; 2 inside, 2 without a new token",
         "the worker of m was ended by SIGSEGV; 1 inside, 1 without a new token",
     ]
-    assert feed(desk, ModelIs("m", "ready")) == [Forward("2", "m")]
-    assert feed(desk, Gained("2")) == [Forward("3", "m")]
-    assert feed(desk, Over("3")) == [Forward("4", "m")]
+    assert feed(admission, ModelChanged("m", "ready")) == [Forward("2", "m")]
+    assert feed(admission, RequestProgressed("2")) == [Forward("3", "m")]
+    assert feed(admission, RequestFinished("3")) == [Forward("4", "m")]
 
 
-def test_those_on_their_way_end_when_nobody_speaks_for_them(desk):
-    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), ModelIs("m", "failed", FAILED))
+def test_those_on_their_way_end_when_nobody_speaks_for_them(admission):
+    feed(
+        admission,
+        ModelChanged("m", "ready"),
+        RequestArrived("1", "m"),
+        ModelChanged("m", "failed", FAILED),
+    )
 
-    assert codes(feed(desk, ModelGone("m"))) == ["1 model_failed"]
-    assert feed(desk, Bounced("1"), Over("1"), Unwanted("1"), RowsLost("m", ["1"], DIED)) == []
-
-
-def test_a_bounce_of_a_closing_model_ends(desk):
-    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), ModelIs("m", "closing"))
-
-    assert codes(feed(desk, Bounced("1"))) == ["1 draining"]
-
-
-def test_cancel(desk):
-    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "ready"))
-    feed(desk, Arrived("1", "m"), Arrived("2", "n"), Arrived("3", "n"), Arrived("4", "n"))
-
-    assert [EndCancelled("1")] == feed(desk, Unwanted("1"))
-    assert [Withdraw("2", "n")] == feed(desk, Unwanted("2"), Unwanted("2"))
-    feed(desk, Unwanted("3"), Unwanted("4"))
-    assert [EndCancelled("3")] == feed(desk, Bounced("3"))
-    assert [EndCancelled("4")] == feed(desk, RowsLost("n", ["4"], DIED))
-    assert list(desk.requests) == ["2"]
+    assert codes(feed(admission, ModelRemoved("m"))) == ["1 model_failed"]
+    assert (
+        feed(
+            admission,
+            RequestReturned("1"),
+            RequestFinished("1"),
+            RequestCancelled("1"),
+            RequestsLost("m", ["1"], DIED),
+        )
+        == []
+    )
 
 
-def test_those_that_wait_beyond_their_deadline_end_and_a_worker_keeps_what_it_has(desk):
-    feed(desk, ModelIs("m", "waiting"), ModelIs("n", "ready"))
-    feed(desk, Arrived("1", "m", deadline=5.0), Arrived("2", "m"), Arrived("3", "n", deadline=1.0))
+def test_a_bounce_of_a_closing_model_ends(admission):
+    feed(
+        admission,
+        ModelChanged("m", "ready"),
+        RequestArrived("1", "m"),
+        ModelChanged("m", "closing"),
+    )
 
-    assert desk.deadline == 5.0
-    assert desk.handle(Rang(), 4.9) == []
-    assert codes(desk.handle(Rang(), 5.0)) == ["1 deadline_exceeded"]
-    assert (list(desk.requests), desk.deadline) == (["2", "3"], None)
-    feed(desk, ModelIs("n", "waiting"), Bounced("3"))
-    assert desk.deadline == 1.0
-    assert codes(desk.handle(Rang(), 6.0)) == ["3 deadline_exceeded"]
+    assert codes(feed(admission, RequestReturned("1"))) == ["1 draining"]
 
 
-def test_a_drain_ends_with_the_last_request(desk):
-    feed(desk, ModelIs("m", "ready"), Arrived("1", "m"), Arrived("2", "m"))
+def test_cancel(admission):
+    feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "ready"))
+    feed(
+        admission,
+        RequestArrived("1", "m"),
+        RequestArrived("2", "n"),
+        RequestArrived("3", "n"),
+        RequestArrived("4", "n"),
+    )
 
-    assert feed(desk, DrainAll()) == []
-    assert codes(feed(desk, Arrived("3", "m"))) == ["3 draining"]
-    assert feed(desk, Over("1")) == []
-    assert [Quiet()] == feed(desk, Over("2"))
-    assert [Quiet()] == feed(desk, DrainAll())
+    assert [ConfirmCancel("1")] == feed(admission, RequestCancelled("1"))
+    assert [CancelInWorker("2", "n")] == feed(
+        admission, RequestCancelled("2"), RequestCancelled("2")
+    )
+    feed(admission, RequestCancelled("3"), RequestCancelled("4"))
+    assert [ConfirmCancel("3")] == feed(admission, RequestReturned("3"))
+    assert [ConfirmCancel("4")] == feed(admission, RequestsLost("n", ["4"], DIED))
+    assert list(admission.requests) == ["2"]
+
+
+def test_those_that_wait_beyond_their_deadline_end_and_a_worker_keeps_what_it_has(admission):
+    feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "ready"))
+    feed(
+        admission,
+        RequestArrived("1", "m", deadline=5.0),
+        RequestArrived("2", "m"),
+        RequestArrived("3", "n", deadline=1.0),
+    )
+
+    assert admission.deadline == 5.0
+    assert admission.handle(AlarmFired(), 4.9) == []
+    assert codes(admission.handle(AlarmFired(), 5.0)) == ["1 deadline_exceeded"]
+    assert (list(admission.requests), admission.deadline) == (["2", "3"], None)
+    feed(admission, ModelChanged("n", "waiting"), RequestReturned("3"))
+    assert admission.deadline == 1.0
+    assert codes(admission.handle(AlarmFired(), 6.0)) == ["3 deadline_exceeded"]
+
+
+def test_a_drain_ends_with_the_last_request(admission):
+    feed(admission, ModelChanged("m", "ready"), RequestArrived("1", "m"), RequestArrived("2", "m"))
+
+    assert feed(admission, DrainStarted()) == []
+    assert codes(feed(admission, RequestArrived("3", "m"))) == ["3 draining"]
+    assert feed(admission, RequestFinished("1")) == []
+    assert [Drained()] == feed(admission, RequestFinished("2"))
+    assert [Drained()] == feed(admission, DrainStarted())
 
 
 class Walk(RuleBasedStateMachine):
@@ -250,52 +312,52 @@ class Walk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.desk = Desk(most=4)
+        self.admission = Admission(max_requests=4)
         self.open: set[str] = set()
         self.inside: set[str] = set()
         self.count = 0
         self.now = 0.0
 
     def feed(self, event: Event) -> None:
-        for command in self.desk.handle(event, self.now):
+        for command in self.admission.handle(event, self.now):
             match command:
                 case Forward(rid=rid, model=model):
-                    assert self.desk.models[model].standing == "ready"
+                    assert self.admission.models[model].availability == "ready"
                     assert rid not in self.inside
                     self.inside.add(rid)
-                case End(rid=rid) | EndCancelled(rid=rid):
+                case FailRequest(rid=rid) | ConfirmCancel(rid=rid):
                     self.open.remove(rid)
                     self.inside.discard(rid)
-                case Suspend(rid=rid):
+                case ReportPaused(rid=rid):
                     assert rid in self.open
-                case Withdraw(rid=rid):
+                case CancelInWorker(rid=rid):
                     assert rid in self.inside
-                case Quiet():
+                case Drained():
                     assert not self.open
 
     def one_inside(self, data) -> str | None:
         return data.draw(st.sampled_from(sorted(self.inside))) if self.inside else None
 
-    @rule(model=models, standing=st.sampled_from(["waiting", "ready", "closing", "failed"]))
-    def model_is(self, model, standing):
-        self.feed(ModelIs(model, standing, FAILED if standing == "failed" else None))
+    @rule(model=models, availability=st.sampled_from(["waiting", "ready", "closing", "failed"]))
+    def model_is(self, model, availability):
+        self.feed(ModelChanged(model, availability, FAILED if availability == "failed" else None))
 
     @rule(model=models)
     def model_gone(self, model):
-        self.feed(ModelGone(model))
+        self.feed(ModelRemoved(model))
 
     @rule(model=models, patience=st.none() | st.integers(0, 3))
     def arrive(self, model, patience):
         self.count += 1
         self.open.add(str(self.count))
         deadline = None if patience is None else self.now + patience
-        self.feed(Arrived(str(self.count), model, deadline=deadline))
+        self.feed(RequestArrived(str(self.count), model, deadline=deadline))
 
     @rule()
     def ring(self):
         self.now += 1.0
-        self.feed(Rang())
-        assert self.desk.deadline is None or self.desk.deadline > self.now
+        self.feed(AlarmFired())
+        assert self.admission.deadline is None or self.admission.deadline > self.now
 
     @rule(data=st.data(), how=st.sampled_from(["over", "bounced"]))
     def leave(self, data, how):
@@ -305,52 +367,52 @@ class Walk(RuleBasedStateMachine):
         self.inside.discard(rid)
         if how == "over":
             self.open.remove(rid)
-            self.feed(Over(rid))
+            self.feed(RequestFinished(rid))
         else:
-            if self.desk.models.get(self.desk.requests[rid].model) is not None:
-                self.model_is(self.desk.requests[rid].model, "waiting")
-            self.feed(Bounced(rid))
+            if self.admission.models.get(self.admission.requests[rid].model) is not None:
+                self.model_is(self.admission.requests[rid].model, "waiting")
+            self.feed(RequestReturned(rid))
 
     @rule(model=models, held=st.booleans())
     def keep(self, model, held):
-        self.feed(Kept(model, held))
+        self.feed(ModelHeld(model, held))
 
     @rule(data=st.data())
     def line_up(self, data):
         if rid := self.one_inside(data):
-            self.feed(LinedUp(rid))
+            self.feed(QueuedInWorker(rid))
 
     @rule(data=st.data())
     def gain(self, data):
         if rid := self.one_inside(data):
-            self.feed(Gained(rid))
+            self.feed(RequestProgressed(rid))
 
     @rule(model=models, data=st.data(), attributable=st.booleans(), again=st.booleans())
     def die(self, model, data, attributable, again):
         """The process had some of those that were given to it; the others come back later."""
-        given = [rid for rid in sorted(self.inside) if self.desk.requests[rid].model == model]
+        given = [rid for rid in sorted(self.inside) if self.admission.requests[rid].model == model]
         had = [rid for rid in given if data.draw(st.booleans())]
         self.inside -= set(had)
-        self.feed(RowsLost(model, had, DIED, attributable, again))
-        if model in self.desk.models:
+        self.feed(RequestsLost(model, had, DIED, attributable, again))
+        if model in self.admission.models:
             self.model_is(model, "waiting" if again else "closing")
         for rid in set(given) - set(had):
             self.inside.discard(rid)
-            self.feed(Bounced(rid))
+            self.feed(RequestReturned(rid))
 
     @rule(rid=st.integers(1, 30).map(str))
     def cancel(self, rid):
-        self.feed(Unwanted(rid))
+        self.feed(RequestCancelled(rid))
 
     @rule()
     def drain_seldom(self):
         if self.count > 15:
-            self.feed(DrainAll())
+            self.feed(DrainStarted())
 
     @invariant()
     def whole(self):
-        self.desk.check()
-        assert self.open == set(self.desk.requests)
+        self.admission.check()
+        assert self.open == set(self.admission.requests)
 
 
 TestWalk = Walk.TestCase

@@ -275,7 +275,7 @@ async def test_a_violation_is_an_error_that_is_counted_and_never_goes_by_unseen(
         assert w.said("governor_violation")[0].level == "error"
         w.system._governor.machine.ledger.grants["demo"] = 100
         w.system._governor.violations = 0
-        w.system._governor.journal = type(w.system._governor.journal)(w.system._governor.machine)
+        w.system._governor.history = type(w.system._governor.history)(w.system._governor.machine)
 
 
 @simulated

@@ -89,6 +89,6 @@ async def test_what_does_not_move_is_not_told_again():
         for _ in range(20):
             say(it, "demo", footprint=300 * MIB)
             await asyncio.sleep(1.0)
-        story = it.system._governor.journal.story(1000)
+        story = it.system._governor.history.story(1000)
 
         assert sum("Measured(" in line for line in story) <= 3, "before, while and after it loads"

@@ -8,7 +8,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.machines.suspects import MOST_LINES, Suspects
+from actors.machines.suspects import MAX_LINES, Suspects
 
 HOW = "it was ended by SIGSEGV"
 
@@ -21,7 +21,7 @@ def inside(*rids: str) -> Suspects:
 
 
 def died(subject: Suspects, *rids: str, attributable: bool = True) -> list[str] | None:
-    story = subject.died(rids, HOW, attributable=attributable)
+    story = subject.note_death(rids, HOW, attributable=attributable)
     subject.check()
     return story
 
@@ -51,7 +51,7 @@ def test_a_new_token_ends_the_suspicion() -> None:
     died(subject, "a")
     subject.next_group()
     subject.enter("a")
-    subject.gained("a")
+    subject.note_progress("a")
     assert died(subject, "a") is None  # it goes on from where it is
     assert subject.stories == {}
 
@@ -62,9 +62,9 @@ def test_suspects_are_tried_in_halves_one_after_the_other() -> None:
     assert subject.next_group() == ["a", "b"]
     subject.enter("a")
     subject.enter("b")
-    subject.gained("a")
+    subject.note_progress("a")
     assert subject.trying
-    subject.gained("b")
+    subject.note_progress("b")
     assert subject.next_group() == ["c"]
     subject.enter("c")
     assert died(subject, "a", "b", "c") is None  # c is tried apart, then those who work
@@ -77,25 +77,25 @@ def test_suspects_are_tried_in_halves_one_after_the_other() -> None:
 
 def test_a_long_queue_does_not_hold_up_those_who_run() -> None:
     subject = inside("runs", "reads", "q1", "q2")
-    subject.gained("runs")
-    subject.lined_up("q1")
-    subject.lined_up("q2")
+    subject.note_progress("runs")
+    subject.note_queued("q1")
+    subject.note_queued("q2")
     died(subject, "runs", "reads", "q1", "q2")
     assert subject.groups == [["reads"], ["runs"], ["q1", "q2"]]
     for group in (subject.next_group(), subject.next_group(), subject.next_group()):
         for rid in group:
             subject.enter(rid)
             if not rid.startswith("q"):
-                subject.gained(rid)
-    subject.lined_up("q2")  # it is in it for the second time
+                subject.note_progress(rid)
+    subject.note_queued("q2")  # it is in it for the second time
     died(subject, "runs", "reads", "q1", "q2")
     assert subject.groups == [["q1", "q2"], ["reads", "runs"]]
 
 
 def test_where_all_are_in_the_queue_one_of_them_it_was() -> None:
     subject = inside("a", "b")
-    subject.lined_up("a")
-    subject.lined_up("b")
+    subject.note_queued("a")
+    subject.note_queued("b")
     died(subject, "a", "b")
     assert subject.groups == [["a"], ["b"]]
 
@@ -112,7 +112,7 @@ def test_a_kill_from_outside_in_a_trial_repeats_it() -> None:
 def test_who_was_on_the_way_was_not_there() -> None:
     subject = inside("a", "b")
     assert died(subject, "a") is None
-    subject.bounced("b")
+    subject.note_returned("b")
     assert set(subject.stories) == {"a"}
     assert subject.next_group() == ["a"]
 
@@ -120,20 +120,20 @@ def test_who_was_on_the_way_was_not_there() -> None:
 def test_who_is_over_is_tried_no_more() -> None:
     subject = inside("a", "b")
     died(subject, "a", "b")
-    subject.over("a")
+    subject.forget("a")
     assert subject.next_group() == ["b"]
-    subject.over("b")
+    subject.forget("b")
     assert subject.stories == {}
 
 
 def test_a_story_is_bounded() -> None:
     subject = inside("a", "b")
-    for _ in range(3 * MOST_LINES):
+    for _ in range(3 * MAX_LINES):
         died(subject, "a", "b")
         subject.groups.clear()
         subject.enter("a")
         subject.enter("b")
-    assert len(subject.stories["a"]) == MOST_LINES
+    assert len(subject.stories["a"]) == MAX_LINES
 
 
 class Run:
@@ -177,7 +177,7 @@ class Run:
             self.waiting.remove(rid)
             self.subject.enter(rid)
             if self.draw.random() < 0.4:
-                self.subject.lined_up(rid)
+                self.subject.note_queued(rid)
 
     def step(self, rid: str) -> None:
         if self.deadly.get(rid) == self.made[rid]:
@@ -187,17 +187,17 @@ class Run:
             return
         self.barren = 0
         self.made[rid] += 1
-        self.subject.gained(rid)
+        self.subject.note_progress(rid)
         if self.made[rid] == self.lengths[rid]:
-            self.subject.over(rid)
+            self.subject.forget(rid)
 
     def die(self, *, attributable: bool) -> None:
         present = list(self.subject.inside)
-        story = self.subject.died(present, HOW, attributable=attributable)
+        story = self.subject.note_death(present, HOW, attributable=attributable)
         assert not self.subject.inside
         if story is not None:
             [rid] = present
-            self.subject.over(rid)
+            self.subject.forget(rid)
             self.blamed.append(rid)
             self.barren = 0
             present = []

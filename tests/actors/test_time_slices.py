@@ -14,160 +14,197 @@ from actors.known_models import KnownModel
 from actors.machines.time_slices import (
     GRACE_S,
     SLICE_S,
+    AlarmFired,
     Event,
-    Give,
-    Gone,
-    Over,
-    Tick,
+    GiveTimeSlice,
+    TimeSliceEnded,
+    TimeSliceRequested,
     TimeSlices,
-    Wanted,
-    Weighed,
+    WeightChanged,
+    WorkerExited,
 )
 from actors.runtime.history import EventHistory, replay
 from kvd.worker.process.time_slice_gate import TimeSliceGate
 from protocol import messages
+from protocol import worker as wire
 from protocol.policy import ModelPolicy
-from protocol.worker import TimeSlice, TimeSliceOver, TimeSliceRequested
 from tests.sim.loop import simulated, until
 from tests.sim.world import world
 
 
-def feed(ring: TimeSlices, now: float, *events: Event) -> list[Give]:
-    gives = [give for event in events for give in ring.handle(event, now)]
-    ring.check()
-    return gives
+def feed(machine: TimeSlices, now: float, *events: Event) -> list[GiveTimeSlice]:
+    commands = [give for event in events for give in machine.handle(event, now)]
+    machine.check()
+    return commands
 
 
 def test_who_is_alone_computes_without_end():
-    ring = TimeSlices()
+    machine = TimeSlices()
 
-    assert feed(ring, 0.0, Wanted("a")) == [Give("a", 1, None)]
-    assert ring.deadline is None
-    assert feed(ring, 9.0, Over("a", 1, 0.0, more=False)) == []
+    assert feed(machine, 0.0, TimeSliceRequested("a")) == [GiveTimeSlice("a", 1, None)]
+    assert machine.deadline is None
+    assert feed(machine, 9.0, TimeSliceEnded("a", 1, 0.0, more=False)) == []
 
 
 def test_the_second_waits_until_the_first_has_had_a_slice():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"))
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a"))
 
-    assert feed(ring, 5.0, Wanted("b")) == [Give("b", 2, 0.0), Give("a", 3, SLICE_S)]
-    assert ring.deadline == 5.0 + SLICE_S + GRACE_S
-    assert feed(ring, 5.1, Over("a", 3, SLICE_S, more=True)) == [Give("b", 4, SLICE_S)]
+    assert feed(machine, 5.0, TimeSliceRequested("b")) == [
+        GiveTimeSlice("b", 2, 0.0),
+        GiveTimeSlice("a", 3, SLICE_S),
+    ]
+    assert machine.deadline == 5.0 + SLICE_S + GRACE_S
+    assert feed(machine, 5.1, TimeSliceEnded("a", 3, SLICE_S, more=True)) == [
+        GiveTimeSlice("b", 4, SLICE_S)
+    ]
 
 
 def test_the_last_one_left_is_alone_again():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
 
-    assert feed(ring, 1.0, Over("b", 2, 0.0, more=False)) == [Give("a", 4, None)]
-    assert feed(ring, 1.0, Wanted("b"), Gone("a"))[-1] == Give("b", 7, None)
+    assert feed(machine, 1.0, TimeSliceEnded("b", 2, 0.0, more=False)) == [
+        GiveTimeSlice("a", 4, None)
+    ]
+    assert feed(machine, 1.0, TimeSliceRequested("b"), WorkerExited("a"))[-1] == GiveTimeSlice(
+        "b", 7, None
+    )
 
 
 def test_who_overran_waits_for_as_long_as_that_takes_the_other():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"))
-    time_slices = feed(ring, 0.5, Over("a", 3, SLICE_S + 0.2, more=True))
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
+    time_slices = feed(machine, 0.5, TimeSliceEnded("a", 3, SLICE_S + 0.2, more=True))
     while time_slices[-1].model == "b":
-        time_slices += feed(ring, 1.0, Over("b", time_slices[-1].seq, SLICE_S, more=True))
+        time_slices += feed(
+            machine, 1.0, TimeSliceEnded("b", time_slices[-1].seq, SLICE_S, more=True)
+        )
 
     assert len(time_slices) - 1 == 1 + 0.2 / SLICE_S
 
 
 def test_a_debt_is_paid_by_time_without_work_and_never_grows_beyond_its_bound():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("a", 3, 3600.0, more=False))
+    machine = TimeSlices()
+    feed(
+        machine,
+        0.0,
+        TimeSliceRequested("a"),
+        TimeSliceRequested("b"),
+        TimeSliceEnded("a", 3, 3600.0, more=False),
+    )
 
-    assert ring.debts["a"].seconds < 6
-    feed(ring, 3.0, Wanted("a"))
-    assert -2.1 < ring.members["a"].credit_s < -1.9
+    assert machine.debts["a"].seconds < 6
+    feed(machine, 3.0, TimeSliceRequested("a"))
+    assert -2.1 < machine.members["a"].credit_s < -1.9
 
 
 def test_a_silent_holder_loses_its_turn_and_gets_another_when_it_speaks():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
 
-    assert feed(ring, SLICE_S + GRACE_S - 0.01, Tick()) == []
-    assert feed(ring, SLICE_S + GRACE_S, Tick()) == [Give("b", 4, None)]
-    assert feed(ring, 9.0, Over("a", 3, 0.5, more=True)) == [Give("b", 5, SLICE_S)]
-    assert feed(ring, 9.1, Gone("b")) == [Give("a", 6, None)]
+    assert feed(machine, SLICE_S + GRACE_S - 0.01, AlarmFired()) == []
+    assert feed(machine, SLICE_S + GRACE_S, AlarmFired()) == [GiveTimeSlice("b", 4, None)]
+    assert feed(machine, 9.0, TimeSliceEnded("a", 3, 0.5, more=True)) == [
+        GiveTimeSlice("b", 5, SLICE_S)
+    ]
+    assert feed(machine, 9.1, WorkerExited("b")) == [GiveTimeSlice("a", 6, None)]
 
 
 def test_an_old_word_does_not_end_a_newer_turn():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"), Over("b", 2, 0.0, more=False))  # a: 3, then free: 4
+    machine = TimeSlices()
+    feed(
+        machine,
+        0.0,
+        TimeSliceRequested("a"),
+        TimeSliceRequested("b"),
+        TimeSliceEnded("b", 2, 0.0, more=False),
+    )  # a: 3, then free: 4
 
-    assert feed(ring, 1.0, Over("a", 3, SLICE_S, more=True)) == []
-    assert ring.members["a"].free
-    assert ring.members["a"].credit_s == 0.0
+    assert feed(machine, 1.0, TimeSliceEnded("a", 3, SLICE_S, more=True)) == []
+    assert machine.members["a"].unlimited
+    assert machine.members["a"].credit_s == 0.0
 
 
 def test_short_steps_need_no_turns_once_they_are_known_to_be_short():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"))  # a: 3
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))  # a: 3
 
-    assert feed(ring, 0.05, Over("a", 3, SLICE_S, more=True, step_s=0.03)) == [
-        Give("b", 4, SLICE_S)
+    assert feed(machine, 0.05, TimeSliceEnded("a", 3, SLICE_S, more=True, step_s=0.03)) == [
+        GiveTimeSlice("b", 4, SLICE_S)
     ]
-    assert feed(ring, 0.1, Over("b", 4, SLICE_S, more=True, step_s=0.02)) == [
-        Give("a", 5, None),
-        Give("b", 6, None),
+    assert feed(machine, 0.1, TimeSliceEnded("b", 4, SLICE_S, more=True, step_s=0.02)) == [
+        GiveTimeSlice("a", 5, None),
+        GiveTimeSlice("b", 6, None),
     ]
-    assert ring.deadline is None
+    assert machine.deadline is None
 
 
 def test_who_waits_for_the_last_step_of_another_has_so_much_more_time():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a"), Wanted("b"))
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
 
-    assert feed(ring, 0.05, Over("a", 3, SLICE_S, more=True, left_s=0.004)) == [
-        Give("b", 4, SLICE_S + 0.004)
+    assert feed(machine, 0.05, TimeSliceEnded("a", 3, SLICE_S, more=True, left_s=0.004)) == [
+        GiveTimeSlice("b", 4, SLICE_S + 0.004)
     ]
-    assert feed(ring, 0.1, Over("b", 4, SLICE_S + 0.004, more=True)) == [Give("a", 5, SLICE_S)]
+    assert feed(machine, 0.1, TimeSliceEnded("b", 4, SLICE_S + 0.004, more=True)) == [
+        GiveTimeSlice("a", 5, SLICE_S)
+    ]
 
 
 def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.02))
-    assert [member.free for member in ring.members.values()] == [True, True]
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.02))
+    assert [member.unlimited for member in machine.members.values()] == [True, True]
 
-    assert feed(ring, 1.0, Wanted("b", step_s=0.3)) == [Give("b", 3, 0.0), Give("a", 4, SLICE_S)]
-    feed(ring, 1.1, Over("a", 4, SLICE_S, more=True, step_s=0.01))  # b: 5
-    assert feed(ring, 1.2, Over("b", 5, SLICE_S, more=True, step_s=0.02)) == [
-        Give("a", 6, None),
-        Give("b", 7, None),
+    assert feed(machine, 1.0, TimeSliceRequested("b", step_s=0.3)) == [
+        GiveTimeSlice("b", 3, 0.0),
+        GiveTimeSlice("a", 4, SLICE_S),
     ]
-    assert feed(ring, 2.0, Wanted("c", step_s=0.021)) == [
-        Give("b", 8, 0.0),
-        Give("c", 9, 0.0),
-        Give("a", 10, SLICE_S),
+    feed(machine, 1.1, TimeSliceEnded("a", 4, SLICE_S, more=True, step_s=0.01))  # b: 5
+    assert feed(machine, 1.2, TimeSliceEnded("b", 5, SLICE_S, more=True, step_s=0.02)) == [
+        GiveTimeSlice("a", 6, None),
+        GiveTimeSlice("b", 7, None),
     ]
-    assert feed(ring, 2.0, Gone("c")) == [Give("b", 11, None), Give("a", 12, None)]
+    assert feed(machine, 2.0, TimeSliceRequested("c", step_s=0.021)) == [
+        GiveTimeSlice("b", 8, 0.0),
+        GiveTimeSlice("c", 9, 0.0),
+        GiveTimeSlice("a", 10, SLICE_S),
+    ]
+    assert feed(machine, 2.0, WorkerExited("c")) == [
+        GiveTimeSlice("b", 11, None),
+        GiveTimeSlice("a", 12, None),
+    ]
 
 
 def test_who_overran_is_not_forgiven_because_its_next_steps_are_short():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.3))  # a: 3
-    feed(ring, 0.1, Over("a", 3, SLICE_S, more=True, step_s=0.01))  # b: 4
-    time_slices = feed(ring, 0.4, Over("b", 4, 0.3, more=True, step_s=0.3))
-    assert feed(ring, 0.4, Wanted("b", step_s=0.01)) == []
+    machine = TimeSlices()
+    feed(
+        machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.3)
+    )  # a: 3
+    feed(machine, 0.1, TimeSliceEnded("a", 3, SLICE_S, more=True, step_s=0.01))  # b: 4
+    time_slices = feed(machine, 0.4, TimeSliceEnded("b", 4, 0.3, more=True, step_s=0.3))
+    assert feed(machine, 0.4, TimeSliceRequested("b", step_s=0.01)) == []
 
     while time_slices[-1].model == "a":
         time_slices += feed(
-            ring, 1.0, Over("a", time_slices[-1].seq, SLICE_S, more=True, step_s=0.01)
+            machine, 1.0, TimeSliceEnded("a", time_slices[-1].seq, SLICE_S, more=True, step_s=0.01)
         )
     assert len(time_slices) - 1 == round(0.3 / SLICE_S)
     seq = time_slices[-1].seq
-    gives = feed(ring, 1.0, Over("b", seq, SLICE_S, more=True, step_s=0.01))
-    assert gives == [Give("a", seq + 1, None), Give("b", seq + 2, None)]
+    commands = feed(machine, 1.0, TimeSliceEnded("b", seq, SLICE_S, more=True, step_s=0.01))
+    assert commands == [GiveTimeSlice("a", seq + 1, None), GiveTimeSlice("b", seq + 2, None)]
 
 
 def test_who_has_another_weight_takes_turns_however_short_its_steps_are():
-    ring = TimeSlices()
+    machine = TimeSlices()
 
-    assert feed(ring, 0.0, Wanted("a", 1.0, 0.001), Wanted("b", 2.0, 0.001)) == [
-        Give("a", 1, None),
-        Give("b", 2, 0.0),
-        Give("a", 3, SLICE_S),
+    assert feed(
+        machine, 0.0, TimeSliceRequested("a", 1.0, 0.001), TimeSliceRequested("b", 2.0, 0.001)
+    ) == [
+        GiveTimeSlice("a", 1, None),
+        GiveTimeSlice("b", 2, 0.0),
+        GiveTimeSlice("a", 3, SLICE_S),
     ]
 
 
@@ -175,49 +212,51 @@ names = st.sampled_from(["a", "b", "c"])
 step_times = st.none() | st.floats(0, 0.1)
 left = st.just(0.0) | st.floats(0, 0.1)
 spoken = st.one_of(
-    st.builds(Wanted, names, st.sampled_from([0.25, 1.0, 1.0, 4.0]), step_times),
-    st.builds(Over, names, st.integers(0, 30), st.floats(0, 20), st.booleans(), step_times, left),
-    st.builds(Weighed, names, st.sampled_from([0.25, 1.0, 4.0])),
-    st.builds(Gone, names),
-    st.builds(Tick),
+    st.builds(TimeSliceRequested, names, st.sampled_from([0.25, 1.0, 1.0, 4.0]), step_times),
+    st.builds(
+        TimeSliceEnded, names, st.integers(0, 30), st.floats(0, 20), st.booleans(), step_times, left
+    ),
+    st.builds(WeightChanged, names, st.sampled_from([0.25, 1.0, 4.0])),
+    st.builds(WorkerExited, names),
+    st.builds(AlarmFired),
 )
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 2), spoken), max_size=80))
 def test_whatever_workers_say_somebody_computes_and_the_story_replays(history):
-    ring = TimeSlices()
-    journal: EventHistory[Event, Give] = EventHistory(ring, segment=16)
+    machine = TimeSlices()
+    journal: EventHistory[Event, GiveTimeSlice] = EventHistory(machine, segment=16)
     now, told = 0.0, 0
     for passed, event in history:
         now += passed
         for give in journal.handle(event, now):
             assert give.seq > told
             told = give.seq
-        ring.check()
+        machine.check()
 
-    assert replay(journal.dump(), TimeSlices, Event) == ring
+    assert replay(journal.dump(), TimeSlices, Event) == machine
 
 
-class Machine:
+class Daemon:
     """The daemon's side between simulated workers, and the accelerator that they share."""
 
     def __init__(self) -> None:
-        self.ring = TimeSlices()
+        self.machine = TimeSlices()
         self.accelerator = asyncio.Lock()  # whoever comes first is served first
         self.workers: dict[str, Computer] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
     def hear(self, event: Event) -> None:
         loop = asyncio.get_running_loop()
-        for give in self.ring.handle(event, loop.time()):
-            turn = TimeSlice(seq=give.seq, slice_s=give.slice_s)
+        for give in self.machine.handle(event, loop.time()):
+            turn = wire.TimeSlice(seq=give.seq, slice_s=give.slice_s)
             loop.call_later(HOP_S, self.workers[give.model].take, turn)
-        self.ring.check()
+        self.machine.check()
         if self._alarm is not None:
             self._alarm.cancel()
-        if self.ring.deadline is not None:
-            self._alarm = loop.call_at(self.ring.deadline, self.hear, Tick())
+        if self.machine.deadline is not None:
+            self._alarm = loop.call_at(self.machine.deadline, self.hear, AlarmFired())
 
 
 HOP_S = 0.0003
@@ -227,19 +266,19 @@ HOP_S = 0.0003
 class Computer:
     """A worker with the real gate, whose steps take `step_s`, or what a `cycle` of them says."""
 
-    def __init__(self, machine: Machine, name: str, step_s: float, weight: float = 1.0) -> None:
+    def __init__(self, daemon: Daemon, name: str, step_s: float, weight: float = 1.0) -> None:
         self.steps: list[tuple[float, float]] = []
         self.work = 10**9
         """Steps to do."""
         self.alive = True
         self.cycle: list[tuple[bool, float]] = []
         """Steps that repeat: whether one reads prompts, and what it takes."""
-        self._machine, self._name, self._step_s, self._weight = machine, name, step_s, weight
+        self._daemon, self._name, self._step_s, self._weight = daemon, name, step_s, weight
         self._gate = TimeSliceGate(on=True)
         self._woken = asyncio.Event()
-        machine.workers[name] = self
+        daemon.workers[name] = self
 
-    def take(self, turn: TimeSlice) -> None:
+    def take(self, turn: wire.TimeSlice) -> None:
         if self.alive:
             self._say(self._gate.apply(turn, asyncio.get_running_loop().time()))
             self._woken.set()
@@ -262,7 +301,7 @@ class Computer:
                 await self._woken.wait()
                 continue
             self._say(self._gate.before_step(clock()))
-            async with self._machine.accelerator:
+            async with self._daemon.accelerator:
                 start = clock()
                 await asyncio.sleep(step_s)
                 self.steps.append((start, clock()))
@@ -278,28 +317,28 @@ class Computer:
     def seconds(self, start: float, end: float) -> float:
         return sum(b - a for a, b in self.steps if a >= start and b <= end)
 
-    def _say(self, report: TimeSliceOver | TimeSliceRequested | None) -> None:
+    def _say(self, report: wire.TimeSliceOver | wire.TimeSliceRequested | None) -> None:
         event: Event
         match report:
             case None:
                 return
-            case TimeSliceRequested():
-                event = Wanted(self._name, self._weight, report.step_s)
-            case TimeSliceOver():
-                event = Over(
+            case wire.TimeSliceRequested():
+                event = TimeSliceRequested(self._name, self._weight, report.step_s)
+            case wire.TimeSliceOver():
+                event = TimeSliceEnded(
                     *(self._name, report.seq, report.used_s, report.more),
                     *(report.step_s, report.left_s),
                 )
         if self.alive:
-            asyncio.get_running_loop().call_later(HOP_S, self._machine.hear, event)
+            asyncio.get_running_loop().call_later(HOP_S, self._daemon.hear, event)
 
 
 async def simulate(
     seconds: float, *steps: tuple[float, float]
 ) -> tuple[list[Computer], float, float]:
     """Let workers with these step times and weights compute side by side."""
-    machine = Machine()
-    workers = [Computer(machine, f"m{i}", *one) for i, one in enumerate(steps)]
+    daemon = Daemon()
+    workers = [Computer(daemon, f"m{i}", *one) for i, one in enumerate(steps)]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     start = asyncio.get_running_loop().time()
     await asyncio.sleep(seconds)
@@ -341,8 +380,8 @@ async def test_a_decode_gets_its_turn_between_the_chunks_of_anothers_prompt():
 
 async def shared_with(seconds: float, *cycle: tuple[bool, float]) -> tuple[Computer, Computer]:
     """Let a decode of 4 ms a step compute beside one whose steps repeat; return both."""
-    machine = Machine()
-    decoder, other = Computer(machine, "a", 0.004), Computer(machine, "b", 0.004)
+    daemon = Daemon()
+    decoder, other = Computer(daemon, "a", 0.004), Computer(daemon, "b", 0.004)
     other.cycle = list(cycle)
     tasks = [asyncio.create_task(worker.run()) for worker in (decoder, other)]
     await asyncio.sleep(seconds)
@@ -389,35 +428,35 @@ async def test_passing_turns_on_costs_less_than_a_hundredth_part(weight):
 
 @simulated
 async def test_workers_with_short_steps_compute_side_by_side_until_one_reads_a_prompt():
-    machine = Machine()
-    one, two = Computer(machine, "a", 0.004), Computer(machine, "b", 0.006)
+    daemon = Daemon()
+    one, two = Computer(daemon, "a", 0.004), Computer(daemon, "b", 0.006)
     tasks = [asyncio.create_task(worker.run()) for worker in (one, two)]
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
-    calm, seen = loop.time(), machine.ring.seq
+    calm, seen = loop.time(), daemon.machine.seq
     await asyncio.sleep(5.0)
-    assert machine.ring.seq == seen, "turns that nobody needs"
+    assert daemon.machine.seq == seen, "turns that nobody needs"
     gaps = [b[0] - a[1] for a, b in pairwise(one.steps) if a[0] > calm]
     assert max(gaps) < 0.006 + 1e-6, "somebody waits for a slice"
 
     two._step_s = 0.3
     start = loop.time()
     await asyncio.sleep(10.0)
-    assert machine.ring.seq > seen
+    assert daemon.machine.seq > seen
     assert one.seconds(start, start + 10.0) > 0.4 * 10, "the prompt takes it all"
     two._step_s = 0.006
     await asyncio.sleep(3.0)
-    seen = machine.ring.seq
+    seen = daemon.machine.seq
     await asyncio.sleep(3.0)
-    assert machine.ring.seq == seen, "turns that nobody needs any more"
+    assert daemon.machine.seq == seen, "turns that nobody needs any more"
     for task in tasks:
         task.cancel()
 
 
 @simulated
 async def test_who_is_stopped_holds_the_others_up_once_and_comes_back():
-    machine = Machine()
-    one, two = Computer(machine, "a", 0.005), Computer(machine, "b", 0.005)
+    daemon = Daemon()
+    one, two = Computer(daemon, "a", 0.005), Computer(daemon, "b", 0.005)
     tasks = [asyncio.create_task(worker.run()) for worker in (one, two)]
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
@@ -437,8 +476,8 @@ async def test_who_is_stopped_holds_the_others_up_once_and_comes_back():
 
 @simulated
 async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
-    machine = Machine()
-    steady, guest = Computer(machine, "a", 0.1), Computer(machine, "b", 0.004)
+    daemon = Daemon()
+    steady, guest = Computer(daemon, "a", 0.1), Computer(daemon, "b", 0.004)
     guest.work = 0
     tasks = [asyncio.create_task(worker.run()) for worker in (steady, guest)]
     waits = []
@@ -460,12 +499,12 @@ async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
 async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
-        first.say(TimeSliceRequested())
-        second.say(TimeSliceRequested())
+        first.say(wire.TimeSliceRequested())
+        second.say(wire.TimeSliceRequested())
         await asyncio.sleep(0.1)
         time_slices = defaultdict(list)
         for process in (first, second):
-            time_slices[process] = [c for c in process.commands if isinstance(c, TimeSlice)]
+            time_slices[process] = [c for c in process.commands if isinstance(c, wire.TimeSlice)]
 
         assert [turn.slice_s for turn in time_slices[first]] == [None, SLICE_S]
         assert [turn.slice_s for turn in time_slices[second]] == [0.0]
@@ -481,7 +520,7 @@ async def test_a_models_weight_is_that_of_its_policy():
     async with world(load=("b",), known=known) as it:
         await it.client().ask(messages.Load, model="a", policy=known["a"].policy)
         for name in "ab":
-            it.spawn.last(name).say(TimeSliceRequested())
+            it.spawn.last(name).say(wire.TimeSliceRequested())
         await asyncio.sleep(0.1)
 
         assert it.spawn.last("a").commands[-1].slice_s == pytest.approx(3 * SLICE_S)
@@ -492,30 +531,36 @@ async def test_another_weight_holds_from_the_next_turn_of_a_running_process():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
         for process in (first, second):
-            process.say(TimeSliceRequested())
+            process.say(wire.TimeSliceRequested())
         await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
         await asyncio.sleep(0.1)
         turn = first.commands[-1]
-        first.say(TimeSliceOver(seq=turn.seq, used_s=SLICE_S, more=True))
+        first.say(wire.TimeSliceOver(seq=turn.seq, used_s=SLICE_S, more=True))
         await asyncio.sleep(0.1)
 
         assert second.commands[-1].slice_s == pytest.approx(3 * SLICE_S)
 
 
 def test_who_gets_another_weight_takes_turns_again():
-    ring = TimeSlices()
-    feed(ring, 0.0, Wanted("a", step_s=0.01), Wanted("b", step_s=0.01))
+    machine = TimeSlices()
+    feed(machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.01))
 
-    assert feed(ring, 1.0, Weighed("a", 2.0)) == [Give("b", 3, 0.0), Give("a", 4, 2 * SLICE_S)]
-    assert feed(ring, 2.0, Weighed("a", 1.0)) == [Give("b", 5, None), Give("a", 6, None)]
-    assert feed(ring, 2.0, Weighed("c", 1.0)) == []
+    assert feed(machine, 1.0, WeightChanged("a", 2.0)) == [
+        GiveTimeSlice("b", 3, 0.0),
+        GiveTimeSlice("a", 4, 2 * SLICE_S),
+    ]
+    assert feed(machine, 2.0, WeightChanged("a", 1.0)) == [
+        GiveTimeSlice("b", 5, None),
+        GiveTimeSlice("a", 6, None),
+    ]
+    assert feed(machine, 2.0, WeightChanged("c", 1.0)) == []
 
 
 @simulated
 async def test_a_process_that_never_ends_its_turn_loses_it():
     async with world(load=("a", "b")) as it:
         for name in "ab":
-            it.spawn.last(name).say(TimeSliceRequested())
+            it.spawn.last(name).say(wire.TimeSliceRequested())
         await asyncio.sleep(GRACE_S + SLICE_S + 0.1)
 
         assert it.spawn.last("b").commands[-1].slice_s is None

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from actors.governor import GovernorActor
 from actors.known_models import KnownModel
-from actors.machines import admission, governor_events, lifecycle_events, time_slices
+from actors.machines import admission_events, governor_events, lifecycle_events, time_slices
 from actors.ports import EstimateModel, Notice
 from actors.router import Router
 from actors.runtime.history import EventHistory, replay
 from actors.saved_requests import SavedRequests
 from actors.system import Connection, Identity, Settings, System, no_files
-from actors.time_slices import TimeSlices
+from actors.time_slices import TimeSlicesActor
 from actors.worker import Worker
 from kvd.metrics.exposition import Exposition
 from kvd.metrics.tally import MOST_GONE
@@ -155,11 +155,11 @@ class World:
                     berth = actor._berth
                     same(berth.journal, berth.machine, lifecycle_events.Event)
                 case GovernorActor():
-                    same(actor._context.journal, actor._context.machine, governor_events.Event)
-                case TimeSlices():
-                    same(actor._ring.journal, actor._ring.machine, time_slices.Event)
+                    same(actor._context.history, actor._context.machine, governor_events.Event)
+                case TimeSlicesActor():
+                    same(actor._context.history, actor._context.machine, time_slices.Event)
                 case Router():
-                    same(actor._office.journal, actor._office.machine, admission.Event)
+                    same(actor._office.journal, actor._office.machine, admission_events.Event)
 
     def _check_metrics(self) -> None:
         """What came is over or still here."""

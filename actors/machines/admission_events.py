@@ -1,0 +1,199 @@
+"""Events and commands of the router's state machine (`actors.machines.admission`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from protocol.errors import ErrorInfo
+
+Availability = Literal["waiting", "ready", "closing", "failed"]
+"""What a model's worker can do with a request: wait for it, run it, or refuse it."""
+
+
+class _Tagged(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+# -- events -----------------------------------------------------------------------------------
+
+
+class ModelChanged(_Tagged, frozen=True):
+    """The availability of a model changed. The first such event makes the model known."""
+
+    model: str
+    availability: Availability
+    error: ErrorInfo | None = None
+    """Set with ``failed``, and with ``waiting`` if the worker comes back later."""
+
+
+class ModelRemoved(_Tagged, frozen=True):
+    """The model was unloaded, or the name is unknown."""
+
+    model: str
+    error: ErrorInfo | None = None
+    """Error for its requests; None: it was unloaded."""
+
+
+class ModelEvicting(_Tagged, frozen=True):
+    """A model is being unloaded to make room. Requests that it cannot finish wait for a reload."""
+
+    model: str
+
+
+class ModelEvicted(_Tagged, frozen=True):
+    """The eviction is complete. The next request loads the model again."""
+
+    model: str
+
+
+class ModelHeld(_Tagged, frozen=True):
+    """New requests for a model wait in the daemon so that other models get memory; or no longer."""
+
+    model: str
+    held: bool
+
+
+class RequestArrived(_Tagged, frozen=True):
+    """A client sent a request."""
+
+    rid: str
+    model: str
+    size: int = 0
+    """Bytes that the daemon holds for the request until it is over."""
+    deadline: float | None = None
+    """Latest time to reach a worker, on the machine's clock."""
+
+
+class RequestReturned(_Tagged, frozen=True):
+    """The process never got the request."""
+
+    rid: str
+
+
+class RequestsLost(_Tagged, frozen=True):
+    """The process died with these requests."""
+
+    model: str
+    rids: list[str]
+    error: ErrorInfo
+    attributable: bool = False
+    """The requests or the process itself may have caused the death."""
+    again: bool = True
+    """Another process follows, in which the requests can continue."""
+
+
+class RequestProgressed(_Tagged, frozen=True):
+    """The request got its first new token since the process got it."""
+
+    rid: str
+
+
+class QueuedInWorker(_Tagged, frozen=True):
+    """The request waits in the worker's own queue."""
+
+    rid: str
+
+
+class RequestFinished(_Tagged, frozen=True):
+    """The worker ended the request."""
+
+    rid: str
+
+
+class RequestCancelled(_Tagged, frozen=True):
+    """The client cancelled the request or disconnected."""
+
+    rid: str
+
+
+class DrainStarted(_Tagged, frozen=True):
+    """Accept no new requests. `Drained` follows when none is left."""
+
+
+class AlarmFired(_Tagged, frozen=True):
+    """`Admission.deadline` may have passed."""
+
+
+Event = (
+    ModelChanged
+    | ModelRemoved
+    | ModelEvicting
+    | ModelEvicted
+    | ModelHeld
+    | RequestArrived
+    | RequestReturned
+    | RequestsLost
+    | RequestProgressed
+    | QueuedInWorker
+    | RequestFinished
+    | RequestCancelled
+    | DrainStarted
+    | AlarmFired
+)
+
+# -- commands ---------------------------------------------------------------------------------
+
+
+class Forward(_Tagged, frozen=True):
+    """Send the request to the model's worker."""
+
+    rid: str
+    model: str
+
+
+class CancelInWorker(_Tagged, frozen=True):
+    """Send the model's worker a cancel for the request."""
+
+    rid: str
+    model: str
+
+
+class EnsureLoaded(_Tagged, frozen=True):
+    """Ask the model registry to load a model that a request names."""
+
+    model: str
+
+
+class ReportPaused(_Tagged, frozen=True):
+    """Report to the client that the request is paused until another process runs."""
+
+    rid: str
+
+
+class ReportBlame(_Tagged, frozen=True):
+    """Report to the model's worker that one of its requests killed the process."""
+
+    model: str
+    reason: str
+    """Description of the last death."""
+
+
+class FailRequest(_Tagged, frozen=True):
+    """End the request with an error."""
+
+    rid: str
+    error: ErrorInfo
+
+
+class ConfirmCancel(_Tagged, frozen=True):
+    """End the request as cancelled. No worker has it."""
+
+    rid: str
+
+
+class Drained(_Tagged, frozen=True):
+    """Report that no request is left."""
+
+
+Command = (
+    Forward
+    | CancelInWorker
+    | EnsureLoaded
+    | ReportPaused
+    | ReportBlame
+    | FailRequest
+    | ConfirmCancel
+    | Drained
+)
