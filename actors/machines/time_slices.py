@@ -14,7 +14,8 @@ shorter than waiting for a slice, and the accelerator has fewer gaps.
 Only workers that have work get time slices. A holder that reports nothing for too long loses its
 slice, and gets no other until it reports.
 
-Does not know what is computed, or whether a machine needs time slices (`kvd.worker.process.time_slice_gate`).
+Does not know what is computed, or whether a machine needs time slices: that is decided in
+`kvd.worker.process.time_slice_gate`.
 """
 
 from __future__ import annotations
