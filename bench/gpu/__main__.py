@@ -47,8 +47,8 @@ from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.serving import fused_layers, probe, seam
-from kvd.worker.serving.kernel_check import told
-from kvd.worker.serving.kernel_choice import kernels
+from kvd.worker.serving.kernel_check import describe_verdict
+from kvd.worker.serving.kernel_choice import find_kernels
 from kvd.worker.serving.model_files import default_dtype
 from kvd.worker.serving.runner import Runner, on_cpu
 
@@ -90,7 +90,7 @@ class Bench:
             served = self._probed(settings)
             shared = "rows share a pass" if served.runner.cache.batched else "one row a pass"
             how = "compiled steps" if served.runner.compile() else "plain steps"
-            fused = "" if served.fused is None else f"; {told(served.fused)}"
+            fused = "" if served.fused is None else f"; {describe_verdict(served.fused)}"
             self.paths[kv] = f"{served.path}, {shared}, {how}{fused}"
             self._served[kv] = served.runner, Attentions(served.runner)
             mx.clear_cache()
@@ -100,7 +100,7 @@ class Bench:
 
     def _probed(self, settings: CacheSettings) -> probe.Served:
         """Serve as the engine does."""
-        backend = kernels()
+        backend = find_kernels()
         if backend is None:
             return probe.serve(self._ours, settings, self._vocabulary)
         own = self._product is not None

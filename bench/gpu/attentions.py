@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.retrace import retrace
 from kvd.worker.cache.backend import Backend
-from kvd.worker.serving.kernel_choice import kernels
+from kvd.worker.serving.kernel_choice import find_kernels
 from kvd.worker.serving.runner import Runner
 
 CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
@@ -12,7 +12,7 @@ CHOSEN, FUSED, REFERENCE = "chosen", "fused", "reference"
 
 def here() -> list[str]:
     """Return what is compared on this device."""
-    return [CHOSEN] if kernels() is None else [FUSED, REFERENCE]
+    return [CHOSEN] if find_kernels() is None else [FUSED, REFERENCE]
 
 
 class Attentions:
@@ -34,7 +34,7 @@ class Attentions:
             return self._chosen
         if name == REFERENCE:
             return None
-        fused = kernels()
+        fused = find_kernels()
         if fused is None:
             raise ValueError("there are no fused kernels for this device")
         return fused

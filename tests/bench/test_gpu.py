@@ -25,7 +25,7 @@ pytestmark = pytest.mark.mlx
 def test_it_runs_and_writes_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attentions, "kernels", StandIn().backend)
+    monkeypatch.setattr(attentions, "find_kernels", StandIn().backend)
     file = tmp_path / "gpu.json"
     gpu.main([
         "--shape", "tiny", "--rows", "2", "--tokens", "100", "--prefill", "300", "--runs", "1",

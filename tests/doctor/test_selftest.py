@@ -147,14 +147,14 @@ def test_kernels_are_compared_where_there_are_some(monkeypatch):
     two = [attention.Case(), attention.Case(mx.bfloat16, lengths=(2, 70))]
     monkeypatch.setattr(attention, "cases", lambda *, quick: iter(two))
     kernels = StandIn()
-    monkeypatch.setattr(attention.choice, "kernels", kernels.backend)
+    monkeypatch.setattr(attention.kernel_choice, "find_kernels", kernels.backend)
     found = attention.kernels(quick=True)
     assert (found.verdict, found.numbers["shapes"]) == ("ok", 2)
     assert found.numbers["launches"] >= 2
     assert found.numbers["kernel_ms"] > 0
 
-    monkeypatch.setattr(attention.choice, "kernels", StandIn(error=1e-3).backend)
+    monkeypatch.setattr(attention.kernel_choice, "find_kernels", StandIn(error=1e-3).backend)
     assert "beyond 2e-05" in attention.kernels(quick=True).said
 
-    monkeypatch.setattr(attention.choice, "kernels", lambda: None)
+    monkeypatch.setattr(attention.kernel_choice, "find_kernels", lambda: None)
     assert attention.kernels(quick=True).verdict == "skip"

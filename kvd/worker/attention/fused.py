@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 OWN_BUFFERS = 7
 """Arrays that a kernel takes or makes beside those of the pools: `kernels.shape.Shape.buffers`."""
-LEAST_SPLITS = 16
+MIN_SPLITS = 16
 """Compiled steps have room for so many: fewer have as little to do."""
 
 
@@ -46,7 +46,7 @@ class Kernels(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Turning:
+class RotarySettings:
     """What a layer does to queries and keys before attention."""
 
     rotation: Rotation
@@ -117,12 +117,14 @@ class FusedStep:
             Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
         )
 
-    def rotate(self, layer: LayerStore, step: DecodeStep, qkv: mx.array, how: Turning) -> mx.array:
+    def rotate(
+        self, layer: LayerStore, step: DecodeStep, qkv: mx.array, how: RotarySettings
+    ) -> mx.array:
         """Do so with keys that are still to be normed and turned, and return the queries; lazy.
 
         ``qkv``: queries, keys and values as they leave their product, side by side.
         """
-        turned, layer.tail_keys, layer.tail_values = self.kernels.rotate(
+        rotated, layer.tail_keys, layer.tail_values = self.kernels.rotate(
             Rotate(
                 how.rotation,
                 qkv,
@@ -136,7 +138,7 @@ class FusedStep:
                 step.givers,
             )
         )
-        return turned
+        return rotated
 
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
@@ -163,7 +165,7 @@ class FusedStep:
         return replace(
             self,
             pages=self.pages.padded(padded_length(self.pages.count)),
-            splits=self.splits.padded(padded_work(max(LEAST_SPLITS, self.splits.count))),
+            splits=self.splits.padded(padded_work(max(MIN_SPLITS, self.splits.count))),
         )
 
     def shapes(self, step: DecodeStep) -> tuple[Any, ...]:

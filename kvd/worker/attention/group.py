@@ -29,7 +29,7 @@ def group_attention(
     ``[rows, q_heads, width, v_dim]``, lazy as far as the scratch goes; what it has for the padding
     is finite and means nothing.
     """
-    if _at_once(queries, handle, sinks):
+    if _in_one_call(queries, handle, sinks):
         output: mx.array = mx.fast.scaled_dot_product_attention(
             queries, handle.keys, handle.values, scale=scale, mask="causal", sinks=sinks
         )
@@ -37,12 +37,12 @@ def group_attention(
     outputs: list[mx.array] = []
     for row, part in enumerate(handle.parts):
         count = part.step.count
-        mine = queries[row : row + 1]
+        row_queries = queries[row : row + 1]
         if padded_sizes.attention_is_planned() and part.step.backend is None:
-            outputs.append(prefill_attention(mine, part, scale, sinks, beside=outputs))
+            outputs.append(prefill_attention(row_queries, part, scale, sinks, pending=outputs))
             continue
-        mine = mine[:, :, :count]
-        attended = prefill_attention(mine, part, scale, sinks, beside=outputs)
+        row_queries = row_queries[:, :, :count]
+        attended = prefill_attention(row_queries, part, scale, sinks, pending=outputs)
         padding = handle.step.width - count
         outputs.append(mx.pad(attended, [(0, 0), (0, 0), (0, padding), (0, 0)]))
     return mx.concatenate(outputs)
@@ -52,7 +52,7 @@ def _on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
-def _at_once(queries: mx.array, handle: GroupHandle, sinks: mx.array | None) -> bool:
+def _in_one_call(queries: mx.array, handle: GroupHandle, sinks: mx.array | None) -> bool:
     """Return whether one call does it; what that takes is then counted."""
     store, group = handle.store, handle.step
     if len(group.steps) == 1 or group.steps[0].backend is not None:  # a row at a time is as fast

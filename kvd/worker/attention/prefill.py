@@ -29,7 +29,7 @@ def prefill_attention(
     scale: float,
     sinks: mx.array | None = None,
     *,
-    beside: Sequence[mx.array] = (),
+    pending: Sequence[mx.array] = (),
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
@@ -42,20 +42,22 @@ def prefill_attention(
     if handle.step.backend is not None:  # takes no scratch that depends on lengths
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
     scratch = handle.store.prefill_scratch
-    ask = _Ask.of(queries, handle, scale, sinks, beside)
-    cut = plan(ask.work, scratch)
+    task = _Task.of(queries, handle, scale, sinks, pending)
+    cut = plan(task.work, scratch)
     # Without a matrix of scores more layers fit before they have to be evaluated.
-    if (not ask.whole(cut) or mx.default_device().type == mx.DeviceType.gpu) and ask.fuses():
-        ask = replace(ask, work=replace(ask.work, fused=True))
-        cut = plan(ask.work, scratch)
-    if ask.whole(cut):
-        ask.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
-        return _dense(ask, slice(0, ask.work.kv_heads))
-    if ask.padding and cut.keys is not None:  # tiles have their own shapes
+    if (
+        not task.fits_one_call(cut) or mx.default_device().type == mx.DeviceType.gpu
+    ) and task.is_fused_available():
+        task = replace(task, work=replace(task.work, fused=True))
+        cut = plan(task.work, scratch)
+    if task.fits_one_call(cut):
+        task.make_room(cut, queries, handle.chunk.keys, handle.chunk.values)
+        return _dense(task, slice(0, task.work.kv_heads))
+    if task.padding and cut.keys is not None:  # tiles have their own shapes
         own = queries[:, :, : handle.step.count]
-        attended = prefill_attention(own, handle, scale, sinks, beside=beside)
-        return mx.pad(attended, [(0, 0), (0, 0), (0, ask.padding), (0, 0)])
-    return _in_parts(ask, cut)
+        attended = prefill_attention(own, handle, scale, sinks, pending=pending)
+        return mx.pad(attended, [(0, 0), (0, 0), (0, task.padding), (0, 0)])
+    return _in_parts(task, cut)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class _Pages:
 
 
 @dataclass(frozen=True)
-class _Ask:
+class _Task:
     """A chunk's queries, and all that they attend to in one layer."""
 
     queries: mx.array
@@ -94,7 +96,7 @@ class _Ask:
     handle: PrefillHandle
     pages: list[_Pages]
     work: Work
-    beside: Sequence[mx.array]
+    pending: Sequence[mx.array]
 
     @classmethod
     def of(
@@ -103,14 +105,14 @@ class _Ask:
         handle: PrefillHandle,
         scale: float,
         sinks: mx.array | None,
-        beside: Sequence[mx.array] = (),
-    ) -> _Ask:
+        pending: Sequence[mx.array] = (),
+    ) -> _Task:
         """Leave out the pages that no query sees."""
         step, layer = handle.step, handle.layer
         pages = [
             _Pages(layer.pools[table.level], table.slots, table.starts) for table in step.tables
         ]
-        pages = _seen(pages, handle.store.kind, step.offset)
+        pages = _visible_pages(pages, handle.store.kind, step.offset)
         g = layer.geometry
         work = Work(
             g.kv_heads,
@@ -126,14 +128,14 @@ class _Ask:
             masked=handle.store.kind.bounded,
             sinks=sinks is not None,
         )
-        return cls(queries, scale, sinks, handle, pages, work, beside)
+        return cls(queries, scale, sinks, handle, pages, work, pending)
 
     @property
     def padding(self) -> int:
         """Queries, and as many keys, behind the chunk."""
         return self.work.queries - self.handle.step.count
 
-    def fuses(self) -> bool:
+    def is_fused_available(self) -> bool:
         """Ask MLX whether its dense kernel does without a matrix of scores here."""
         work, dtype = self.work, self.queries.dtype
         keys, values = (
@@ -153,22 +155,22 @@ class _Ask:
             return False
         return True
 
-    def whole(self, cut: Plan) -> bool:
+    def fits_one_call(self, cut: Plan) -> bool:
         """Return whether one call of the dense kernel does it."""
         return cut.keys is None and cut.heads == self.work.kv_heads
 
     def make_room(self, cut: Plan, *lazy: mx.array) -> None:
         """Evaluate what is lazy if another part beside it would pass the scratch."""
         if self.handle.store.note_scratch(cut.nbytes):
-            mx.eval(*lazy, *self.beside)
+            mx.eval(*lazy, *self.pending)
             self.handle.store.note_scratch(cut.nbytes)
 
-    def of_queries(self, heads: slice) -> slice:
+    def query_heads(self, heads: slice) -> slice:
         """Return the query heads of some KV heads."""
         return slice(heads.start * self.work.repeats, heads.stop * self.work.repeats)
 
 
-def _seen(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
+def _visible_pages(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
     """Leave out the pages that no query from position ``first`` on sees."""
     if not kind.bounded:
         return pages
@@ -186,84 +188,84 @@ def _seen(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
     return [one for one in seen if one.starts]
 
 
-def _dense(ask: _Ask, heads: slice) -> mx.array:
+def _dense(task: _Task, heads: slice) -> mx.array:
     """Attend the queries of some KV heads to all keys at once; lazy."""
-    newest, mine = ask.handle.chunk, ask.of_queries(heads)
-    parts = [pages.read(heads) for pages in ask.pages]
+    newest, heads_queries = task.handle.chunk, task.query_heads(heads)
+    parts = [pages.read(heads) for pages in task.pages]
     keys, values = (
         mx.concatenate(
             [
                 *(part[side].swapaxes(0, 1).flatten(1, 2) for part in parts),
                 dense[heads],
-                *_padding(ask, dense[heads]),
+                *_padding(task, dense[heads]),
             ],
             axis=1,
         )
         for side, dense in enumerate((newest.keys, newest.values))
     )
     output: mx.array = mx.fast.scaled_dot_product_attention(
-        ask.queries[:, mine],
+        task.queries[:, heads_queries],
         keys[None],
         values[None],
-        scale=ask.scale,
-        mask=_mask(ask),
-        sinks=None if ask.sinks is None else ask.sinks[mine],
-        force_fused=ask.work.fused,
+        scale=task.scale,
+        mask=_mask(task),
+        sinks=None if task.sinks is None else task.sinks[heads_queries],
+        force_fused=task.work.fused,
     )
     return output
 
 
-def _padding(ask: _Ask, dense: mx.array) -> list[mx.array]:
+def _padding(task: _Task, dense: mx.array) -> list[mx.array]:
     """Return keys or values behind all others, which no query of the chunk sees."""
-    if not ask.padding:
+    if not task.padding:
         return []
-    return [mx.zeros((dense.shape[0], ask.padding, dense.shape[2]), dense.dtype)]
+    return [mx.zeros((dense.shape[0], task.padding, dense.shape[2]), dense.dtype)]
 
 
-def _mask(ask: _Ask) -> mx.array | str:
+def _mask(task: _Task) -> mx.array | str:
     """Return what each query sees, ``[queries, keys]``, or the name of it."""
-    step, kind = ask.handle.step, ask.handle.store.kind
+    step, kind = task.handle.step, task.handle.store.kind
     if not kind.bounded:
         return "causal"
-    starts = [start for pages in ask.pages for start in pages.starts]
+    starts = [start for pages in task.pages for start in pages.starts]
     paged = (mx.array(starts, mx.int32)[:, None] + mx.arange(PAGE_TOKENS)).flatten()
-    end = step.offset + ask.work.queries
+    end = step.offset + task.work.queries
     places = mx.concatenate([paged, mx.arange(step.tail_start, end)])
     return kind.visible(mx.arange(step.offset, end)[:, None], places)
 
 
-def _in_parts(ask: _Ask, cut: Plan) -> mx.array:
+def _in_parts(task: _Task, cut: Plan) -> mx.array:
     """Attend some KV heads at a time, or some queries of one; lazy from the last evaluation on."""
-    work = ask.work
-    output = mx.zeros((1, ask.queries.shape[1], work.queries, work.v_dim), ask.queries.dtype)
-    lazy = [ask.queries, ask.handle.chunk.keys, ask.handle.chunk.values]
+    work = task.work
+    output = mx.zeros((1, task.queries.shape[1], work.queries, work.v_dim), task.queries.dtype)
+    lazy = [task.queries, task.handle.chunk.keys, task.handle.chunk.values]
     for head in range(0, work.kv_heads, cut.heads):
         heads = slice(head, min(head + cut.heads, work.kv_heads))
-        mine = ask.of_queries(heads)
+        heads_queries = task.query_heads(heads)
         if cut.keys is None:
-            ask.make_room(cut, output, *lazy)
-            output[:, mine] = _dense(ask, heads)  # in place: nothing else holds it
+            task.make_room(cut, output, *lazy)
+            output[:, heads_queries] = _dense(task, heads)  # in place: nothing else holds it
             continue
         for first in range(0, work.queries, cut.queries):
             some = slice(first, min(first + cut.queries, work.queries))
             softmax = OnlineSoftmax(
-                ask.queries[0, mine, some],
-                ask.scale,
+                task.queries[0, heads_queries, some],
+                task.scale,
                 work.v_dim,
-                None if ask.sinks is None else ask.sinks[mine],
+                None if task.sinks is None else task.sinks[heads_queries],
             )
-            for tile in _tiles(ask, head, some, cut.keys):
-                ask.make_room(cut, output, *lazy, *softmax.state())
+            for tile in _tiles(task, head, some, cut.keys):
+                task.make_room(cut, output, *lazy, *softmax.state())
                 softmax.add(*tile)
-            output[0, mine, some] = softmax.result()
+            output[0, heads_queries, some] = softmax.result()
     return output
 
 
-def _tiles(ask: _Ask, head: int, some: slice, size: int) -> Iterator[Tile]:
+def _tiles(task: _Task, head: int, some: slice, size: int) -> Iterator[Tile]:
     """Yield what some queries attend to in one head, at most ``size`` keys at a time."""
-    step, kind = ask.handle.step, ask.handle.store.kind
+    step, kind = task.handle.step, task.handle.store.kind
     queries = range(step.offset + some.start, step.offset + some.stop)
-    for pages in _seen(ask.pages, kind, queries[0]):
+    for pages in _visible_pages(task.pages, kind, queries[0]):
         at_once = size // PAGE_TOKENS
         for at in range(0, len(pages.starts), at_once):
             tile = pages.some(list(range(len(pages.starts)))[at : at + at_once])
@@ -272,16 +274,16 @@ def _tiles(ask: _Ask, head: int, some: slice, size: int) -> Iterator[Tile]:
             yield (
                 keys[:, 0].transpose(2, 0, 1).flatten(1),
                 values[:, 0].flatten(0, 1),
-                _sight(kind, queries, places),
+                _visible(kind, queries, places),
             )
-    keys, values = ask.handle.chunk.keys[head], ask.handle.chunk.values[head]
+    keys, values = task.handle.chunk.keys[head], task.handle.chunk.values[head]
     for start in range(step.tail_start, queries[-1] + 1, size):
         place = range(start, min(start + size, queries[-1] + 1))
         here = slice(place[0] - step.tail_start, place[-1] + 1 - step.tail_start)
-        yield keys[here].T, values[here], _sight(kind, queries, [place])
+        yield keys[here].T, values[here], _visible(kind, queries, [place])
 
 
-def _sight(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:
+def _visible(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:
     """Return what queries see of keys, both given as positions, ``[queries, keys]``; None: all."""
     low = kind.low(queries[-1])
     if all(one[-1] <= queries[0] and (one[0] >= low or one[-1] < kind.keep) for one in keys):

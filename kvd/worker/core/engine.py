@@ -150,13 +150,13 @@ class MLXEngine:
 
         seam.install()
         shortage.install_retries()
-        native = activation.choose(progress)
+        native = activation.activate(progress)
         mx.set_cache_limit(loading.freed_bytes())
         path = model_files.resolve(command.source, progress)
         headers = model_files.inspect(path)
         progress("waiting for memory", 0.05)
-        needed = loading.first_bytes(headers, command, packed=native.library is not None)
-        loading.demand(ask_grant, needed, "weights and scratch")
+        needed = loading.load_bytes(headers, command, packed=native.library is not None)
+        loading.require_grant(ask_grant, needed, "weights and scratch")
         progress("weights", 0.1)
         loaded = model_files.load(
             path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
@@ -183,7 +183,7 @@ class MLXEngine:
             loaded,
             served,
             verdict,
-            native=native.told or ("on" if loaded.multiplies else None),
+            native=native.status or ("on" if loaded.own_products else None),
             has_chat_template=self._text.has_chat_template,
             costs=costs,
         )
@@ -201,7 +201,7 @@ class MLXEngine:
             row_bytes += cache.checkpoint_bytes  # for the first checkpoint that a row leaves
         row_pages = -(-row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
-        grant = loading.demand(ask_grant, base + first * unit, "first pages")
+        grant = loading.require_grant(ask_grant, base + first * unit, "first pages")
         chunk = command.prefill_chunk
         sizes = ReservationSizes(
             lambda end, level: -(-cache.pages_bytes_for(end, chunk, level) // unit),

@@ -26,12 +26,12 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from kvd.worker.attention.fused import FusedStep, Turning
+from kvd.worker.attention.fused import FusedStep, RotarySettings
 from kvd.worker.attention.kernels.arguments import Rotation
 from kvd.worker.cache.batch import BatchQuantizedKVCache
 from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.gpu import products
-from kvd.worker.gpu.joined_linear import Sibling
+from kvd.worker.gpu.joined_linear import JoinedLinear
 
 _LAYER = frozenset({"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "rope"})
@@ -47,7 +47,7 @@ class Block:
     qkv: mx.array
     """``[outputs of all three, inputs]``."""
     bias: mx.array | None
-    turning: Turning
+    rotary: RotarySettings
     scale: float
     out: mx.array
     out_bias: mx.array | None
@@ -69,7 +69,7 @@ class Block:
         (qkv,) = products.multiply(
             x, self.qkv, self.qkv.shape[:1], norm=self.before, bias=self.bias
         )
-        queries = fused.rotate(layer, step, qkv, self.turning)
+        queries = fused.rotate(layer, step, qkv, self.rotary)
         attended = fused.attend(queries, layer, self.scale, None)
         (h,) = products.multiply(
             attended, self.out, self.out.shape[:1], bias=self.out_bias, residual=x
@@ -129,13 +129,13 @@ def _block_of(layer: Any) -> Block | None:
     gate_up, down = _joined(mlp, "gate_proj", "up_proj"), _joined(mlp, "down_proj")
     if before is None or after is None or None in (qkv, out, gate_up, down):
         return None
-    turning, scale = _turning(attention, qkv.sizes), getattr(attention, "scale", None)
-    if turning is None or not isinstance(scale, float):
+    rotary, scale = _rotary_settings(attention, qkv.sizes), getattr(attention, "scale", None)
+    if rotary is None or not isinstance(scale, float):
         return None
     if gate_up.bias is not None or down.bias is not None:
         return None
     return Block(
-        before, qkv.whole, qkv.bias, turning, scale, out.whole, out.bias, after,
+        before, qkv.whole, qkv.bias, rotary, scale, out.whole, out.bias, after,
         gate_up.whole, down.whole,
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _norm(module: Any) -> products.Norm | None:
 def _joined(parent: Any, *names: str) -> Any:
     """Return the joined weights of these layers, which are all of theirs, and fit; else None."""
     parts = [parent[name] for name in names]
-    if not all(type(part) is Sibling for part in parts):
+    if not all(type(part) is JoinedLinear for part in parts):
         return None
     joined = parts[0].joined
     if any(part.joined is not joined for part in parts) or len(joined.sizes) != len(parts):
@@ -167,7 +167,7 @@ def _joined(parent: Any, *names: str) -> Any:
     return None if odd or joined.whole.shape[1] % products.INPUTS else joined
 
 
-def _turning(attention: Any, sizes: list[int]) -> Turning | None:
+def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
     """Return what a layer does to queries and keys, if that is all."""
     heads, kv_heads = getattr(attention, "n_heads", 0), getattr(attention, "n_kv_heads", 0)
     found = _frequencies(attention["rope"])
@@ -178,14 +178,14 @@ def _turning(attention: Any, sizes: list[int]) -> Turning | None:
     if sizes[1] != kv_heads * k_dim or dims > k_dim:
         return None
     if "q_norm" not in attention:
-        return Turning(Rotation(dims, traditional), heads, frequencies, None)
+        return RotarySettings(Rotation(dims, traditional), heads, frequencies, None)
     query, key = _norm(attention["q_norm"]), _norm(attention["k_norm"])
     if query is None or key is None or query.eps != key.eps:
         return None
     if not query.weight.shape == key.weight.shape == (k_dim,):
         return None
     rotation = Rotation(dims, traditional, normed=True, eps=query.eps)
-    return Turning(rotation, heads, frequencies, (query.weight, key.weight))
+    return RotarySettings(rotation, heads, frequencies, (query.weight, key.weight))
 
 
 def _frequencies(rope: Any) -> tuple[int, bool, mx.array] | None:

@@ -17,7 +17,7 @@ from mlx import nn
 
 from kvd.worker.gpu.products import Product, fits
 
-FAMILIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+JOINED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that read the same input, in mlx-lm's models."""
 
 
@@ -92,7 +92,7 @@ class _Joined:
         return product if self.bias is None else product + self.bias[mine]
 
 
-class Sibling(nn.Module):  # type: ignore[misc]
+class JoinedLinear(nn.Module):  # type: ignore[misc]
     """`nn.Linear` over a part of joined weights."""
 
     def __init__(self, joined: _Joined, member: int) -> None:
@@ -142,9 +142,9 @@ def join(model: Any, product: Product | None = None) -> None:
     Only layers that are exactly MLX's own. All that are left multiply alone, with weights as above.
     """
     for module in list(model.modules()):
-        if isinstance(module, Sibling):
+        if isinstance(module, JoinedLinear):
             continue
-        for names in FAMILIES:
+        for names in JOINED_NAMES:
             layers = [module[name] for name in names if _is_plain(module.get(name))]
             if len(layers) == len(names) and _alike(layers):
                 _replace(module, names, layers, product)
@@ -166,7 +166,7 @@ def joined_arrays(model: Any) -> list[mx.array]:
     found = {
         id(module.joined): module.joined
         for _, module in model.named_modules()
-        if isinstance(module, Sibling)
+        if isinstance(module, JoinedLinear)
     }
     return [array for joined in found.values() for array in joined.arrays()]
 
@@ -185,4 +185,4 @@ def _replace(
 ) -> None:
     joined = _Joined(layers, product)
     for member, name in enumerate(names):
-        module[name] = Sibling(joined, member)
+        module[name] = JoinedLinear(joined, member)

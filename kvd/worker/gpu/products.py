@@ -205,7 +205,7 @@ def multiply(
     given = {name: array for name, array in extra.items() if array is not None}
     how = _How(weight.dtype, tuple(sizes), tuple(given), None if norm is None else norm.eps)
     shapes = [(x.shape[0], 1, size) for size in sizes]
-    return _fire(how, x, weight, list(given.values()), sum(sizes) // OUTPUTS, shapes)
+    return _run(how, x, weight, list(given.values()), sum(sizes) // OUTPUTS, shapes)
 
 
 def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
@@ -215,7 +215,7 @@ def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
     """
     size = weight.shape[0] // 2
     how = _How(weight.dtype, (size,), ("norm",), norm.eps, gated=True)
-    (found,) = _fire(how, x, weight, [norm.weight], size // 8, [(x.shape[0], 1, size)])
+    (found,) = _run(how, x, weight, [norm.weight], size // 8, [(x.shape[0], 1, size)])
     return found
 
 
@@ -264,7 +264,7 @@ class _How:
         return "\n".join(lines)
 
 
-def _fire(
+def _run(
     how: _How,
     x: mx.array,
     weight: mx.array,

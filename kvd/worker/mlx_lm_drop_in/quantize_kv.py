@@ -40,7 +40,7 @@ from kvd.worker.mlx_lm_drop_in.caches import (
 )
 from kvd.worker.mlx_lm_drop_in.shared_store import SharedStore
 from kvd.worker.serving import seam
-from kvd.worker.serving.selfcheck import STEPS, said_plainly, tolerance
+from kvd.worker.serving.selfcheck import STEPS, explain_failure, tolerance
 from protocol.errors import UnsupportedModel
 
 Maker = Callable[[], Any]
@@ -169,7 +169,7 @@ def _try(model: Any, installed: QuantizedKV) -> list[bool]:
     except MemoryError:
         raise
     except Exception as failed:  # models raise what they like about a cache that is not theirs
-        why = said_plainly(failed)
+        why = explain_failure(failed)
         raise UnsupportedModel(f"this model cannot have paged caches: {why}") from failed
     if math.isinf(worst) or not finite:
         raise UnsupportedModel("over paged caches this model's logits are not finite")

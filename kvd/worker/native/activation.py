@@ -14,39 +14,39 @@ from kvd.worker.native import build, operations
 
 
 @dataclass(frozen=True)
-class Choice:
+class Activation:
     """The library, or why there is none."""
 
     library: ModuleType | None
     reason: str | None = None
 
     @property
-    def told(self) -> str | None:
+    def status(self) -> str | None:
         """What is told of it: ``on``, or the reason; None on accelerators."""
         return "on" if self.library is not None else self.reason
 
 
-def choose(progress: ReportProgress) -> Choice:
+def activate(progress: ReportProgress) -> Activation:
     """Build and install the library, if MLX computes on the CPU; call before models are imported.
 
     The environment's ``KVD_NATIVE=off`` goes without.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
-        return Choice(None)
+        return Activation(None)
     if os.environ.get("KVD_NATIVE") == "off":
-        return Choice(None, "switched off")
+        return Activation(None, "switched off")
     if not build.is_built():
         progress("building native operations, once", 0.02)
     try:
         library = build.load()
     except build.NotBuiltError as error:
-        return Choice(None, str(error))
-    library.use_threads(threads())
+        return Activation(None, str(error))
+    library.use_threads(thread_count())
     operations.install(library)
-    return Choice(library)
+    return Activation(library)
 
 
-def threads() -> int:
+def thread_count() -> int:
     """Return how many threads share a product: as many as there are processors for us."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -90,7 +90,7 @@ class PackedEmbedding(_Packed):
         return self._product(x, None)
 
 
-def adopt(model: Any, library: ModuleType) -> None:
+def pack_weights(model: Any, library: ModuleType) -> None:
     """Give a model's dense linear layers and embeddings packed weights.
 
     Lazy but for float32 weights, which are looked at. Only layers that are exactly MLX's own; what

@@ -22,7 +22,7 @@ from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
 from kvd.worker.selftest.outcome import Outcome, judged
 from kvd.worker.serving import kernel_choice
-from kvd.worker.serving.kernel_check import takes
+from kvd.worker.serving.kernel_check import has_kernels_for
 
 BOUNDS = {mx.float32: 2e-5, mx.float16: 8e-3, mx.bfloat16: 4e-2}
 """Of the largest difference, relative to the largest value; outputs are rounded to the dtype."""
@@ -187,14 +187,14 @@ def reference(*, quick: bool) -> Outcome:
 def kernels(*, quick: bool) -> Outcome:
     """Compare kernels with dense attention, and their time with plain operations'."""
     name = "attention, kernels"
-    backend = kernel_choice.kernels()
+    backend = kernel_choice.find_kernels()
     if backend is None:
         return Outcome(name, "skip", "kernels are for Metal and CUDA")
     start = time.perf_counter()
     steps = [
         (step, False)
         for step in (Step(case, backend) for case in cases(quick=quick))
-        if takes(step.geometry)
+        if has_kernels_for(step.geometry)
     ]
     before = backend.kernels.launches
     worst = _worst(steps)

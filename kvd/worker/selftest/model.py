@@ -7,25 +7,25 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
 from kvd.worker.selftest.outcome import Outcome, judged
 from kvd.worker.serving import loading, model_files, seam
-from kvd.worker.serving.kernel_check import told
+from kvd.worker.serving.kernel_check import describe_verdict
 
 
 def probed() -> Outcome:
     """Load `demo`, and have every check of a load made."""
-    chosen = activation.choose(_silently)
+    chosen = activation.activate(_silently)
     seam.install()
     loaded = model_files.load(model_files.inspect(model_files.resolve("demo")).path)
     settings = CacheSettings(schemes=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
     served = loading.serve(loaded, settings, chosen.library, _silently)
-    said = f"served by {served.path}, logits off by {served.error:.1g}"
+    parts = f"served by {served.path}, logits off by {served.error:.1g}"
     numbers: dict[str, float | int | str] = {"path": served.path, "error": served.error}
-    if chosen.told is not None:
-        said += f"; native operations: {chosen.told}"
-        numbers["native"] = chosen.told
+    if chosen.status is not None:
+        parts += f"; native operations: {chosen.status}"
+        numbers["native"] = chosen.status
     name = "the demo model"
     if (fused := served.fused) is None:
-        return judged(name, said, numbers, right=not served.reasons)
-    said += f"; {told(fused)}"
+        return judged(name, parts, numbers, right=not served.reasons)
+    parts += f"; {describe_verdict(fused)}"
     numbers |= {
         "fused": str(fused.used),
         "call_ms": fused.call_ms or 0.0,
@@ -34,8 +34,8 @@ def probed() -> Outcome:
     }
     if not fused.used and fused.reason == "slower than plain operations":
         todo = "attach the report to an issue, with what else the machine was doing"
-        return Outcome(name, "warn", said, todo, numbers)
-    return judged(name, said, numbers, right=fused.used and not served.reasons)
+        return Outcome(name, "warn", parts, todo, numbers)
+    return judged(name, parts, numbers, right=fused.used and not served.reasons)
 
 
 def _silently(_stage: str, _fraction: float) -> None:

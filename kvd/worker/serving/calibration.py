@@ -45,7 +45,7 @@ class MeasuredLevel(msgspec.Struct, frozen=True, kw_only=True):
     positions: int
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a calibration found. Raises ``ValueError`` where ``lowest`` is no scheme."""
 
     key: str
@@ -68,7 +68,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         Scheme.parse(self.lowest)
 
 
-def key_of(headers: Headers) -> str:
+def content_key(headers: Headers) -> str:
     """Return 32 hex digits that name a model's content.
 
     Covers ``config.json``, the headers and sizes of all weight files, and the first 4 KiB of each
@@ -89,7 +89,7 @@ def key_of(headers: Headers) -> str:
     return digest.hexdigest()[:32]
 
 
-def store(folder: Path, verdict: Verdict) -> Path:
+def store(folder: Path, verdict: CalibrationResult) -> Path:
     """Write a verdict whole or not at all, in place of an older one; return its file.
 
     Raises ``OSError``.
@@ -111,7 +111,7 @@ def store(folder: Path, verdict: Verdict) -> Path:
     return file
 
 
-def find(headers: Headers, folder: Path | None = None) -> Verdict | None:
+def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | None:
     """Return the model's verdict in the folder, by default that of the environment.
 
     A file that is damaged, or whose key is not that of its name, counts for nothing.
@@ -121,8 +121,8 @@ def find(headers: Headers, folder: Path | None = None) -> Verdict | None:
     if folder is None or not folder.is_dir():
         return None
     try:
-        file = folder / f"{key_of(headers)}.json"
-        verdict = msgspec.json.decode(file.read_bytes(), type=Verdict)
+        file = folder / f"{content_key(headers)}.json"
+        verdict = msgspec.json.decode(file.read_bytes(), type=CalibrationResult)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -134,7 +134,7 @@ def find(headers: Headers, folder: Path | None = None) -> Verdict | None:
     return verdict
 
 
-def lift(schemes: Sequence[Scheme], verdict: Verdict | None) -> list[Scheme]:
+def apply_floor(schemes: Sequence[Scheme], verdict: CalibrationResult | None) -> list[Scheme]:
     """Return the ladder without what lies below the verdict's lowest level.
 
     A level that does is lifted to it, each side apart, so that a model whose own scheme lies below

@@ -17,7 +17,7 @@ from protocol.types import KVPart
 
 PREFILL_CHUNK = 256
 """What `LoadModel.prefill_chunk` is unless somebody sets it."""
-_ENDLESS = 1 << 40
+_VERY_LONG = 1 << 40
 """Tokens of a row that is as long as can be."""
 
 
@@ -72,7 +72,7 @@ def _most_held(store: KVStore, chunk: int) -> int:
     Not `KVStore.most_bytes`, which counts the copies as well that growing pools takes.
     """
     first = 1 if store.quantized_start else 0
-    pages = store.kind.max_pages(_ENDLESS, chunk) * store.page_bytes(first)
+    pages = store.kind.max_pages(_VERY_LONG, chunk) * store.page_bytes(first)
     if first:
         dense = store.kind.max_pages(store.quantized_start + chunk, chunk)
         # For a moment both: dense pages, and what they become.

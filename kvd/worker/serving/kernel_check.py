@@ -13,8 +13,8 @@ from kvd.worker.cache.scheme import LayerGeometry
 from kvd.worker.cache.store import KVStore
 from kvd.worker.process.shortage import shortage_of
 from kvd.worker.serving import kernel_timing
-from kvd.worker.serving.selfcheck import Refused
-from kvd.worker.serving.timed_kernels import Watched, first_line
+from kvd.worker.serving.selfcheck import SelfCheckFailed
+from kvd.worker.serving.timed_kernels import TimedKernels, first_line
 from protocol.types import FusedAttention
 
 Check = Callable[[Backend], float]
@@ -22,7 +22,7 @@ Check = Callable[[Backend], float]
 `Refused`."""
 
 
-def judge(
+def check_kernels(
     backend: FusedBackend, stores: Sequence[KVStore], check: Check
 ) -> tuple[FusedAttention, float]:
     """Return the verdict on kernels, and their error.
@@ -30,14 +30,14 @@ def judge(
     ``stores``: what they would serve, with the plain operations that they have to beat. In this
     order: they must run at all, be right, and be faster.
     """
-    watched = Watched(backend.kernels)
+    watched = TimedKernels(backend.kernels)
     for geometry in (layer.geometry for store in stores for layer in store.layers):
-        if not takes(geometry):
+        if not has_kernels_for(geometry):
             sizes = f"{geometry.k_dim} and {geometry.v_dim}"
             return _unused(f"there are no kernels for heads of {sizes}", watched), 0.0
     try:
         error = check(replace(backend, kernels=watched))
-    except Refused as refused:
+    except SelfCheckFailed as refused:
         return _unused(str(refused), watched), 0.0
     try:
         times = kernel_timing.compare(stores, backend, watched.compiled)
@@ -60,26 +60,26 @@ def judge(
     return found, error
 
 
-def takes(geometry: LayerGeometry) -> bool:
+def has_kernels_for(geometry: LayerGeometry) -> bool:
     """Return whether there are kernels for heads of these sizes: whole runs, one a lane at most."""
     sizes = geometry.k_dim, geometry.v_dim
     return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
 
 
-def _unused(reason: str, watched: Watched) -> FusedAttention:
+def _unused(reason: str, watched: TimedKernels) -> FusedAttention:
     return FusedAttention(used=False, reason=reason, compile_s=watched.compile_s)
 
 
-def told(verdict: FusedAttention) -> str:
+def describe_verdict(verdict: FusedAttention) -> str:
     """Return the verdict in words, for the log."""
-    said = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
+    parts = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
     if verdict.call_ms is not None and verdict.reference_ms is not None:
-        said.append(
+        parts.append(
             f"{verdict.call_ms:.3f} ms a layer against {verdict.reference_ms:.3f} ms"
             f" ({verdict.rows} rows of {verdict.keys} keys)"
         )
     if verdict.layers:
-        said.append(f"{verdict.layers} layers are kernels as a whole")
+        parts.append(f"{verdict.layers} layers are kernels as a whole")
     if verdict.compile_s:
-        said.append(f"compiled in {verdict.compile_s:.1f} s")
-    return "; ".join(said)
+        parts.append(f"compiled in {verdict.compile_s:.1f} s")
+    return "; ".join(parts)

@@ -10,12 +10,12 @@ from kvd.worker.attention.kernels.launch import Fused, find_language
 VARIABLE = "KVD_ATTENTION"
 
 
-def is_plain() -> bool:
+def plain_only() -> bool:
     """Return whether only plain operations may attend: ``reference``."""
     return os.environ.get(VARIABLE) == "reference"
 
 
-def kernels() -> FusedBackend | None:
+def find_kernels() -> FusedBackend | None:
     """Return kernels for the default device; None where it has no language for them."""
     language = find_language()
     return None if language is None else FusedBackend(Fused(language), language.most_buffers)

@@ -21,7 +21,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
-from kvd.worker.serving.timed_kernels import Asked
+from kvd.worker.serving.timed_kernels import KernelVariant
 
 ROWS = 4
 KEYS = 4096
@@ -41,7 +41,7 @@ class Times:
 
 
 def compare(
-    stores: Sequence[KVStore], backend: FusedBackend, asked: Collection[Asked]
+    stores: Sequence[KVStore], backend: FusedBackend, variants: Collection[KernelVariant]
 ) -> Times | None:
     """Time both for the layers of these stores; None where nobody has asked for any of them.
 
@@ -54,7 +54,7 @@ def compare(
         level = 1 if store.quantized_start else 0
         sorts = Counter(_sort(layer, level) for layer in store.layers)
         for (geometry, scheme), count in sorts.items():
-            wanted = next((one for one in asked if _is_for(one, geometry)), None)
+            wanted = next((one for one in variants if _is_for(one, geometry)), None)
             if wanted is None:
                 continue
             handle, its_keys = _handle(geometry, scheme, store, backend)
@@ -69,9 +69,9 @@ def _sort(layer: LayerStore, level: int) -> tuple[LayerGeometry, Scheme]:
     return layer.geometry, layer.pools[level].scheme
 
 
-def _is_for(asked: Asked, geometry: LayerGeometry) -> bool:
+def _is_for(variants: KernelVariant, geometry: LayerGeometry) -> bool:
     mine = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
-    return mine == (asked.kv_heads, asked.k_dim, asked.v_dim)
+    return mine == (variants.kv_heads, variants.k_dim, variants.v_dim)
 
 
 def _handle(
@@ -97,16 +97,16 @@ def _handle(
     return DecodeHandle(store, store.layers[0], store.begin_decode(rows)), length
 
 
-def _seconds(handle: DecodeHandle, asked: Asked) -> float:
+def _seconds(handle: DecodeHandle, variants: KernelVariant) -> float:
     """Return the median of what a call takes."""
-    queries = mx.zeros((ROWS, asked.q_heads, 1, asked.k_dim), asked.dtype)
-    sinks = None if asked.sinks is None else mx.zeros((asked.q_heads,), asked.sinks)
+    queries = mx.zeros((ROWS, variants.q_heads, 1, variants.k_dim), variants.dtype)
+    sinks = None if variants.sinks is None else mx.zeros((variants.q_heads,), variants.sinks)
 
     def chain() -> mx.array:
         found = queries
         behind = queries
         for _ in range(CALLS):
-            found = decode_attention(behind, handle, asked.scale, sinks)
+            found = decode_attention(behind, handle, variants.scale, sinks)
             (behind,) = mx.depends([queries], [found])
         return found
 

@@ -28,7 +28,7 @@ from kvd.worker.serving import (
     model_files,
     probe,
 )
-from kvd.worker.serving.kernel_check import told
+from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.runner import Runner
 from protocol import memory_bounds
 from protocol.costs import Costs
@@ -43,11 +43,11 @@ CHECKS_BYTES = 32 * 1024 * 1024
 _log = logging.getLogger("kvd.worker")
 
 
-def settings_of(command: LoadModel, verdict: calibration.Verdict | None) -> CacheSettings:
+def settings_of(command: LoadModel, verdict: calibration.CalibrationResult | None) -> CacheSettings:
     """Return how the model's cache is kept; a calibration may lift the ladder."""
     kv = command.kv
     return CacheSettings(
-        schemes=tuple(calibration.lift(schemes_of(kv), verdict)),
+        schemes=tuple(calibration.apply_floor(schemes_of(kv), verdict)),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,
@@ -63,8 +63,8 @@ def serve(
     progress: ReportProgress,
 ) -> probe.Served:
     """Find the best way to serve the model that is right here, and allowed (`probe.serve`)."""
-    kernels = kernel_choice.kernels()
-    if kernel_choice.is_plain():
+    kernels = kernel_choice.find_kernels()
+    if kernel_choice.plain_only():
         found = probe.serve(loaded.model, settings, loaded.vocab_size)
         off = FusedAttention(used=False, reason="switched off")
         found = found if kernels is None else replace(found, fused=off)
@@ -72,13 +72,13 @@ def serve(
         found = probe.serve(loaded.model, settings, loaded.vocab_size, library)
     else:
         found = fused_layers.serve(
-            loaded.model, settings, loaded.vocab_size, kernels, products=loaded.multiplies
+            loaded.model, settings, loaded.vocab_size, kernels, products=loaded.own_products
         )
         if found.fused is not None:
             progress(f"attention kernels compiled in {found.fused.compile_s:.1f} s", 0.9)
     _log.info("attention: %s, error %.2g", found.path, found.error)
     if found.fused is not None:
-        _log.info("%s", told(found.fused))
+        _log.info("%s", describe_verdict(found.fused))
     return found
 
 
@@ -86,7 +86,7 @@ def info_of(
     command: LoadModel,
     loaded: model_files.LoadedModel,
     served: probe.Served,
-    verdict: calibration.Verdict | None,
+    verdict: calibration.CalibrationResult | None,
     *,
     native: str | None,
     has_chat_template: bool,
@@ -126,14 +126,14 @@ def freed_bytes() -> int:
     return memory_bounds.freed_bytes(on_cpu=_on_cpu())
 
 
-def first_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
+def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
     """Return what loading takes at most, from what the process holds before; an estimate.
 
     Weights as they are stored lie beside some that are converted, and checks beside all of them:
     both fit in the scratch, which nothing else uses yet.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
-    native = packed and not kernel_choice.is_plain()
+    native = packed and not kernel_choice.plain_only()
     scratch = memory_bounds.scratch_bytes(command.attention_scratch, native=native)
     scratch = max(scratch, min(command.attention_scratch, CHECKS_BYTES))
     estimate = weights + scratch + freed_bytes() + memory_bounds.LOOSE_BYTES
@@ -203,7 +203,7 @@ def bounded(loaded: model_files.LoadedModel, most: int | None) -> model_files.Lo
     return replace(loaded, context_length=most)
 
 
-def demand(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
+def require_grant(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
     """Return the grant of so many bytes; raises `InsufficientMemory` if it is denied."""
     grant = ask_grant(total_bytes, reason)
     if not grant.granted:

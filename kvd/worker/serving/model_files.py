@@ -23,7 +23,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvd.worker.gpu import joined_linear, products
-from kvd.worker.native.layers import adopt, packed_arrays
+from kvd.worker.native.layers import pack_weights, packed_arrays
 from protocol import weights
 from protocol.errors import InvalidModel, UnknownModel, UnsupportedModel
 from protocol.weights import Weights
@@ -85,7 +85,7 @@ class LoadedModel:
     vocab_size: int
     """Logits of one token; tokenizers often have less tokens."""
     eos_ids: frozenset[int]
-    multiplies: bool = False
+    own_products: bool = False
     """Whether products of few rows are our own (`kvd.worker.gpu.products`)."""
 
 
@@ -279,7 +279,7 @@ def load(
     parameters = int(get_total_parameters(model))
     if library is not None:
         try:
-            adopt(model, library)
+            pack_weights(model, library)
         except RuntimeError as error:
             raise _unreadable(path, error) from error
     elif mx.default_device().type != mx.DeviceType.cpu:
@@ -298,7 +298,7 @@ def load(
         context_length=_context_length(config, tokenizer),
         vocab_size=int(_setting(config, "vocab_size") or len(tokenizer)),
         eos_ids=frozenset(tokenizer.eos_token_ids),
-        multiplies=product is not None,
+        own_products=product is not None,
     )
 
 

@@ -54,7 +54,7 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
 from kvd.worker.native.step import Library
 from kvd.worker.serving import kernel_check, selfcheck
 from kvd.worker.serving.runner import Runner
-from kvd.worker.serving.selfcheck import Refused
+from kvd.worker.serving.selfcheck import SelfCheckFailed
 from protocol.errors import UnsupportedModel
 from protocol.types import FusedAttention
 
@@ -101,7 +101,7 @@ def find_layout(model: Any) -> Layout:
         raise
     except Exception as failed:  # models raise what they like
         raise UnsupportedModel(
-            f"mlx-lm cannot run this model here: {selfcheck.said_plainly(failed)}"
+            f"mlx-lm cannot run this model here: {selfcheck.explain_failure(failed)}"
         ) from failed
     if not finite:
         raise UnsupportedModel(
@@ -189,8 +189,8 @@ def serve(
     alone = ""
     for way in _ways(layout):
         try:
-            served = _tried(model, layout, settings, way, vocab_size, reasons, library, kernels)
-        except Refused as refused:
+            served = _try_way(model, layout, settings, way, vocab_size, reasons, library, kernels)
+        except SelfCheckFailed as refused:
             for kind, why in way.explain(str(refused)).items():
                 reasons.setdefault(kind, why)
             if way.batched:
@@ -230,7 +230,7 @@ def _ways(layout: Layout) -> Iterator[_Way]:
             yield _Way(dict.fromkeys(kinds, Access.RECTANGLES), batched)
 
 
-def _tried(
+def _try_way(
     model: Any,
     layout: Layout,
     settings: CacheSettings,
@@ -252,18 +252,18 @@ def _tried(
     lengths = selfcheck.lengths_for(layout.kinds)
     selfcheck.against_own_caches(runner(dense), vocab_size, lengths)
     served = runner(settings)
-    checks = [(_as_checked(settings), lengths)]
-    checks += [(lower, selfcheck.FEW) for lower in _lower_levels(served.cache)]
+    checks = [(_check_settings(settings), lengths)]
+    checks += [(lower, selfcheck.SHORT_LENGTHS) for lower in _lower_levels(served.cache)]
     paged = any(access is Access.PAGES for access in way.access.values())
     native = Library(library) if library and layout.dtype == mx.float32 else None
     failed = []
-    for path, product, own in _attentions(native) if paged else _PLAIN:
+    for path, product, own in _attention_paths(native) if paged else _PLAIN:
         served.cache.use(product, own)
         try:
             error = max(
                 _error(runner(limits), product, own, vocab_size, rows) for limits, rows in checks
             )
-        except Refused as refused:
+        except SelfCheckFailed as refused:
             failed.append(f"{path}: {refused}" if paged else str(refused))
             continue
         if not layout.kinds:
@@ -278,7 +278,7 @@ def _tried(
             return found
         checked = partial(_check_kernels, runner, product, vocab_size, checks)
         return _with_kernels(found, kernels, checked)
-    raise Refused("; ".join(failed))
+    raise SelfCheckFailed("; ".join(failed))
 
 
 def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Check) -> Served:
@@ -289,13 +289,13 @@ def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Chec
         for store, access in zip(cache.stores, cache.access.values(), strict=True)
         if access is Access.PAGES
     ]
-    judged, error = kernel_check.judge(kernels, paged, check)
-    if not judged.used:
-        return replace(found, fused=judged)
+    verdict, error = kernel_check.check_kernels(kernels, paged, check)
+    if not verdict.used:
+        return replace(found, fused=verdict)
     cache.use(paged[0].page_product, kernels)
     kernels.kernels.launches = 0  # those of the check are not the engine's
     error = max(error, found.error)
-    return replace(found, path="fused", error=error, fused=judged)
+    return replace(found, path="fused", error=error, fused=verdict)
 
 
 def _check_kernels(
@@ -316,7 +316,7 @@ def _check_kernels(
         for scheme in settings.schemes[1:]
         if (scheme,) not in seen
     ]
-    more = [(settings, PAGELESS), *((one, selfcheck.FEW) for one in lower)]
+    more = [(settings, PAGELESS), *((one, selfcheck.SHORT_LENGTHS) for one in lower)]
     errors = [
         _error(runner(limits), product, kernels, vocab_size, lengths)
         for limits, lengths in (*checks, *more)
@@ -335,7 +335,7 @@ _Attention = tuple[str, Callable[..., mx.array], Backend | None]
 _PLAIN: list[_Attention] = [("dequantize on read", page_product, None)]
 
 
-def _attentions(native: Library | None) -> list[_Attention]:
+def _attention_paths(native: Library | None) -> list[_Attention]:
     """Return the ways to attend to pages, the fastest first."""
     plain: list[_Attention] = [
         ("reference, gathered pages", page_product, None),
@@ -355,7 +355,7 @@ def _error(
     return selfcheck.against_dequantized(runner, vocab_size, lengths)
 
 
-def _as_checked(settings: CacheSettings) -> CacheSettings:
+def _check_settings(settings: CacheSettings) -> CacheSettings:
     """Return settings whose dense start and bound the rows of a check reach."""
     keep = min(settings.keep, PAGE_TOKENS)
     return replace(
@@ -403,7 +403,7 @@ def _own(model: Any, vocab_size: int, why: str) -> Served:
         fixed, per_token = _measured_cost(model, make_caches)
         runner = Runner(model, MlxLmCache(make_caches, fixed_bytes=fixed, token_bytes=per_token))
         error = selfcheck.against_own_caches(runner, vocab_size)
-    except Refused as refused:
+    except SelfCheckFailed as refused:
         raise UnsupportedModel(
             f"not even mlx-lm's own caches serve this model rightly: {refused}"
         ) from refused
@@ -422,7 +422,7 @@ def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[in
         except MemoryError:
             raise
         except Exception as failed:  # models raise what they like
-            raise Refused(selfcheck.said_plainly(failed)) from failed
+            raise SelfCheckFailed(selfcheck.explain_failure(failed)) from failed
         sizes.append(probe.nbytes)
     short, long = sizes
     grown = max(0, long - short)

@@ -16,7 +16,7 @@ from kvd.worker.cache.model_cache import ModelCache, SequenceRow
 from kvd.worker.cache.recurrent_states import State
 
 
-class HeldKVCache:
+class DenseKVCache:
     """One sequence's keys and values of one layer as mlx-lm's caches would hold them, dense.
 
     ``keys`` and ``values``: ``[1, heads, tokens, dim]`` of the tokens at ``positions``.
@@ -74,7 +74,7 @@ class HeldKVCache:
         return kind.visible(queries, keys)
 
 
-def held_caches(
+def dense_caches(
     cache: ModelCache, sequence: SequenceRow, states: State, *, but: int = 0
 ) -> list[Any]:
     """Return caches that hold what a sequence attends to, without its newest ``but`` tokens.
@@ -88,7 +88,7 @@ def held_caches(
         parts: list[Any] = []
         for part in entry.parts:
             if isinstance(part, AttentionPart):
-                parts.append(_held(cache, sequence, part.kind, taken[part.kind], but))
+                parts.append(_dense_cache(cache, sequence, part.kind, taken[part.kind], but))
                 taken[part.kind] += 1
             elif isinstance(part, StatePart):
                 arrays = ArraysCache(len(part.shapes))
@@ -100,9 +100,9 @@ def held_caches(
     return caches
 
 
-def _held(
+def _dense_cache(
     cache: ModelCache, sequence: SequenceRow, kind: Kind, layer: int, but: int
-) -> HeldKVCache:
+) -> DenseKVCache:
     index = cache.layout.kinds.index(kind)
     store, row = cache.stores[index], sequence.rows[index]
     offset = row.length - but
@@ -115,7 +115,7 @@ def _held(
         if position < offset and (position >= low or position < store.kind.keep)
     ]
     where = mx.array(held, mx.uint32)
-    return HeldKVCache(
+    return DenseKVCache(
         keys[:, where][None],
         values[:, where][None],
         [positions[place] for place in held],

@@ -23,12 +23,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.worker.cache.attention_kind import Kind
-from kvd.worker.serving.reference import held_caches
+from kvd.worker.serving.reference import dense_caches
 from kvd.worker.serving.runner import Row, Runner
 
 LENGTHS = (2, 126, 200)
 """The second row seals its first page within the steps, the third has pages from the start."""
-FEW = (2, 128)
+SHORT_LENGTHS = (2, 128)
 """Enough for a product: one row has a page, the other none."""
 LONGEST_WINDOW = 512
 """Windows up to this are passed by a row of the check; longer ones would cost too much."""
@@ -46,7 +46,7 @@ _MEANINGS = {
 """What an error says, and what it means."""
 
 
-class Refused(Exception):
+class SelfCheckFailed(Exception):
     """The model cannot be served this way; the text says why."""
 
 
@@ -89,7 +89,7 @@ class _Held:
         self._states = self._cache.states.state_of(self._row)
 
     def caches(self) -> list[Any]:
-        return held_caches(self._cache, self._row, self._states, but=1)
+        return dense_caches(self._cache, self._row, self._states, but=1)
 
 
 def tolerance(dtype: mx.Dtype) -> float:
@@ -107,7 +107,7 @@ def lengths_for(kinds: Sequence[Kind]) -> tuple[int, ...]:
 
 def against_own_caches(runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> float:
     """Compare with mlx-lm's own caches; return the error. Raises `Refused`."""
-    return _checked(runner, vocab_size, lengths, _Own)
+    return _check(runner, vocab_size, lengths, _Own)
 
 
 def against_dequantized(
@@ -117,10 +117,10 @@ def against_dequantized(
 
     ``mixed``: with pages on all levels of the ladder in each row that is long enough.
     """
-    return _checked(runner, vocab_size, lengths, _Held, mixed=mixed)
+    return _check(runner, vocab_size, lengths, _Held, mixed=mixed)
 
 
-def _checked(
+def _check(
     runner: Runner,
     vocab_size: int,
     lengths: Sequence[int],
@@ -130,18 +130,18 @@ def _checked(
 ) -> float:
     try:
         error, dtype = _run(runner, vocab_size, lengths, reference, mixed=mixed)
-    except (Refused, MemoryError):
+    except (SelfCheckFailed, MemoryError):
         raise
     except Exception as failed:  # models raise what they like about a cache that is not theirs
-        raise Refused(said_plainly(failed)) from failed
+        raise SelfCheckFailed(explain_failure(failed)) from failed
     if math.isinf(error):
-        raise Refused("its logits are not finite")
+        raise SelfCheckFailed("its logits are not finite")
     if error > tolerance(dtype):
-        raise Refused(f"its logits are off by {error:.2g} of the largest one")
+        raise SelfCheckFailed(f"its logits are off by {error:.2g} of the largest one")
     return error
 
 
-def said_plainly(error: Exception) -> str:
+def explain_failure(error: Exception) -> str:
     """Return what a model's failure over our caches means, in words for people."""
     text = str(error).strip()
     if _OPAQUE.search(text):

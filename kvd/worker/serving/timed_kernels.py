@@ -11,11 +11,11 @@ import mlx.core as mx
 
 from kvd.worker.attention.fused import Kernels
 from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate
-from kvd.worker.serving.selfcheck import Refused
+from kvd.worker.serving.selfcheck import SelfCheckFailed
 
 
 @dataclass(frozen=True)
-class Asked:
+class KernelVariant:
     """What a kernel's text depends on."""
 
     dtype: mx.Dtype
@@ -30,7 +30,7 @@ class Asked:
     sinks: mx.Dtype | None
 
 
-class Watched:
+class TimedKernels:
     """`kernels`, each of which is called twice before it serves, to see how long compiling takes.
 
     Raises `Refused` where they fail.
@@ -38,7 +38,7 @@ class Watched:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self.compiled: dict[Asked, float] = {}
+        self.compiled: dict[KernelVariant, float] = {}
         """Seconds that the first call took beyond the second."""
         self._appends: dict[tuple[object, ...], float] = {}
 
@@ -58,14 +58,14 @@ class Watched:
 
     def decode_attention(self, given: Attention) -> mx.array:
         """As the kernels do."""
-        asked = Asked(
+        variants = KernelVariant(
             given.queries.dtype,
             given.queries.shape[1],
             given.tail_keys.shape[1],
             given.tail_keys.shape[3],
             given.tail_values.shape[3],
-            tuple(given.key_told),
-            tuple(given.value_told),
+            tuple(given.key_packings),
+            tuple(given.value_packings),
             given.scale,
             given.keep,
             None if given.sinks is None else given.sinks.dtype,
@@ -75,7 +75,7 @@ class Watched:
             return [self._kernels.decode_attention(given)]
 
         arrays = [given.queries, given.tail_keys, given.tail_values]
-        return self._called(call, self.compiled, asked, arrays)[0]
+        return self._called(call, self.compiled, variants, arrays)[0]
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """As the kernels do."""
@@ -121,9 +121,9 @@ class Watched:
         except MemoryError:
             raise
         except Exception as failed:  # compilers and drivers raise what they like
-            raise Refused(first_line(failed)) from failed
+            raise SelfCheckFailed(first_line(failed)) from failed
         if self.launches <= before:
-            raise Refused("no kernel was launched")
+            raise SelfCheckFailed("no kernel was launched")
         return found
 
 

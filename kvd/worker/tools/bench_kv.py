@@ -45,7 +45,7 @@ _KEYS = {
 }
 """What the configuration calls an option; the others have the same name."""
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-_Talk = Callable[[str], None]
+_Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,9 @@ def _dense(source: Source) -> float:
     )[1]
 
 
-def measure(shape: Shape, schemes: list[Scheme], lengths: list[int], talk: _Talk) -> dict[str, Any]:
+def measure(
+    shape: Shape, schemes: list[Scheme], lengths: list[int], report: _Report
+) -> dict[str, Any]:
     """Measure all schemes at all context lengths; times are those of all layers together."""
     results = []
     for length in lengths:
@@ -327,11 +329,11 @@ def measure(shape: Shape, schemes: list[Scheme], lengths: list[int], talk: _Talk
         true = source.truth(shape.head_dim**-0.5)
         mx.eval(true)
         mx.clear_cache()
-        talk(f"dense, {length} tokens")
+        report(f"dense, {length} tokens")
         dense_s = _dense(source)
         mx.clear_cache()
         for index, scheme in enumerate(schemes):
-            talk(f"{scheme.name}, {length} tokens")
+            report(f"{scheme.name}, {length} tokens")
             lower = next((one for one in schemes[index + 1 :] if one.is_below(scheme)), None)
             results.append(_measure_one(source, scheme, lower, true) | {"dense_s": dense_s})
             gc.collect()  # a store and its allocators know each other
@@ -339,7 +341,7 @@ def measure(shape: Shape, schemes: list[Scheme], lengths: list[int], talk: _Talk
     return {
         "shape": {name: getattr(shape, name) for name in Shape.__dataclass_fields__},
         "device": str(mx.default_device()),
-        "results": [_said(one, shape) for one in results],
+        "results": [_in_user_units(one, shape) for one in results],
     }
 
 
@@ -367,7 +369,7 @@ def _measure_one(
     }
 
 
-def _said(one: dict[str, Any], shape: Shape) -> dict[str, Any]:
+def _in_user_units(one: dict[str, Any], shape: Shape) -> dict[str, Any]:
     """Return a result for all layers, in the units that people use."""
 
     def ms(value: float | None, tokens: int = 1) -> float | None:
@@ -432,13 +434,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     lengths = [_tokens(text) for text in arguments.lengths.split(",")]
     total, done = len(lengths) * (1 + len(schemes)), 0
 
-    def talk(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal done
         done += 1
         sys.stderr.write(f"{done}/{total} {text}\n")
         sys.stderr.flush()
 
-    return {"model": arguments.model} | measure(shape, schemes, lengths, talk)
+    return {"model": arguments.model} | measure(shape, schemes, lengths, report)
 
 
 def main() -> None:

@@ -24,23 +24,23 @@ import kvd
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import calibration, model_files, seam
-from kvd.worker.serving.calibration import DENSE, MeasuredLevel, Verdict
+from kvd.worker.serving.calibration import DENSE, MeasuredLevel, CalibrationResult
 from kvd.worker.tools import fidelity
 from kvd.worker.tools.fidelity import Floor, LevelAgreement, TooShortError
 from protocol.errors import ConfigError, InvalidRequest, KvdError
 
-_Talk = Callable[[str], None]
+_Report = Callable[[str], None]
 
 
 def calibrate(
     source: str,
     schemes: Sequence[Scheme],
     floor: Floor,
-    talk: _Talk,
+    report: _Report,
     *,
     count: int = 4,
     tokens: int = 1024,
-) -> Verdict:
+) -> CalibrationResult:
     """Load a model and return its verdict on the ladder, its top first.
 
     ``count`` prompts of about ``tokens`` tokens each, cut to the model's context. Raises the
@@ -48,7 +48,7 @@ def calibrate(
     values, and `InvalidRequest` for prompts that are too short.
     """
     seam.install()
-    talk("weights")
+    report("weights")
     headers = model_files.inspect(model_files.resolve(source))
     loaded = model_files.load(headers.path)
     tokens = min(tokens, loaded.context_length)
@@ -58,17 +58,17 @@ def calibrate(
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     prompts = [prompt[: loaded.context_length] for prompt in prompts]
     try:
-        measured = fidelity.measure(loaded.model, _counted(prompts, talk), schemes)
+        measured = fidelity.measure(loaded.model, _counted(prompts, report), schemes)
     except TooShortError as error:
         raise InvalidRequest(f"tokens: {error}", field="tokens") from error
     lowest = fidelity.lowest_level(measured, floor)
-    return Verdict(
-        key=calibration.key_of(headers),
+    return CalibrationResult(
+        key=calibration.content_key(headers),
         model=source,
         lowest=(DENSE if lowest is None else schemes[lowest]).name,
         max_kl=floor.max_kl,
         min_top1=floor.min_top1,
-        levels=[_said(one, floor) for one in measured],
+        levels=[_in_user_units(one, floor) for one in measured],
         prompts=len(prompts),
         tokens=max(map(len, prompts)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -77,13 +77,13 @@ def calibrate(
     )
 
 
-def _counted(prompts: list[list[int]], talk: _Talk) -> Iterator[list[int]]:
+def _counted(prompts: list[list[int]], report: _Report) -> Iterator[list[int]]:
     for number, prompt in enumerate(prompts, 1):
-        talk(f"prompt {number}, {len(prompt)} tokens")
+        report(f"prompt {number}, {len(prompt)} tokens")
         yield prompt
 
 
-def _said(one: LevelAgreement, floor: Floor) -> MeasuredLevel:
+def _in_user_units(one: LevelAgreement, floor: Floor) -> MeasuredLevel:
     found = one.agreement
     return MeasuredLevel(
         scheme=one.scheme.name,
@@ -132,14 +132,14 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise InvalidRequest(f"schemes: {error}", field="schemes") from error
     done = 0
 
-    def talk(text: str) -> None:
+    def report(text: str) -> None:
         nonlocal done
         done += 1
         sys.stderr.write(f"{done}/{1 + arguments.prompts} {text}\n")
         sys.stderr.flush()
 
     count, tokens = arguments.prompts, arguments.tokens
-    verdict = calibrate(arguments.source, schemes, floor, talk, count=count, tokens=tokens)
+    verdict = calibrate(arguments.source, schemes, floor, report, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
     try:
         file = calibration.store(folder, verdict)

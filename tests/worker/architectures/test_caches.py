@@ -18,7 +18,7 @@ from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import probe
 from kvd.worker.serving.probe import Served
-from kvd.worker.serving.reference import held_caches
+from kvd.worker.serving.reference import dense_caches
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures import table
 from tests.worker.architectures.reference import TOKENS, difference, run, tokens
@@ -148,7 +148,7 @@ def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
         places = list(batch.done)
         logits = batch.step()
         for index, state in states.items():
-            caches = held_caches(cache, batch.rows[index], state, but=1)
+            caches = dense_caches(cache, batch.rows[index], state, but=1)
             token = batch.ids[index][places[index]].reshape(1, 1)
             close(logits[index], case.model(token, cache=caches)[0, -1])
     cache.check()
@@ -165,7 +165,7 @@ def test_chunks_attend_to_what_quantized_pages_stand_for(case: Case) -> None:
     row = cache.new_row()
     for start in range(0, 256, CHUNK):
         runner.score(row, ids[start : start + CHUNK].tolist())
-    caches = held_caches(cache, row, cache.states.state_of(row))
+    caches = dense_caches(cache, row, cache.states.state_of(row))
     got = runner.score(row, ids[256:].tolist())
     close(got, case.model(ids[None, 256:], cache=caches)[0])
 

@@ -139,7 +139,7 @@ def _dense(given: Attention) -> tuple[mx.array, mx.array]:
     """Return all pages dense, ``[pages, heads, 64, dim]`` of keys and of values."""
     left, pages = iter(given.pools), given.pages
     sides: list[list[mx.array]] = [[], []]
-    for told in zip(given.key_told, given.value_told, strict=True):
+    for told in zip(given.key_packings, given.value_packings, strict=True):
         for side, (bits, group, along_tokens) in enumerate(told):
             level = len(sides[side])
             packing = Packing(bits, group, per_token=not along_tokens)

@@ -127,7 +127,7 @@ class Listening(Fused):
         super().__init__(METAL)
         self.left: list[list[tuple[int, ...]]] = []
 
-    def _fire(self, launch: Launch) -> list[mx.array]:
+    def _run(self, launch: Launch) -> list[mx.array]:
         self.left.append(launch.output_shapes)
         return [mx.zeros(shape) for shape in launch.output_shapes]
 

@@ -207,7 +207,7 @@ def test_some_heads_at_a_time_are_the_same_to_the_bit(
         return Plan(heads, work.queries, None, work.dense_bytes(heads))
 
     monkeypatch.setattr(prefill, "plan", some_heads)
-    monkeypatch.setattr(prefill._Ask, "fuses", lambda _: False)
+    monkeypatch.setattr(prefill._Task, "is_fused_available", lambda _: False)
     assert mx.array_equal(case.attend(MIB, sinks), want)
 
 

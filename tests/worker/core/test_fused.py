@@ -162,7 +162,7 @@ class Shimmed(Fused):
         super().__init__(METAL)
         self.texts: set[str] = set()
 
-    def _fire(self, launch: Launch) -> list[mx.array]:
+    def _run(self, launch: Launch) -> list[mx.array]:
         self.launches += 1
         self.texts.add(launch.source)
         return [

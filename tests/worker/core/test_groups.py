@@ -13,7 +13,7 @@ from kvd.worker.cache.model_cache import CacheSettings, ModelCache
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import build as build_native
-from kvd.worker.native.layers import adopt
+from kvd.worker.native.layers import pack_weights
 from kvd.worker.native.step import Library
 from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout, serve
@@ -58,7 +58,7 @@ def two_runners(
     """Over caches of their own, of one model."""
     model = build(name)[0]
     if library is not None:
-        adopt(model, library)
+        pack_weights(model, library)
     layout = find_layout(model)
     caches = [ModelCache(layout, settings or CacheSettings(SCHEMES)) for _ in range(2)]
     for cache in caches:

@@ -16,7 +16,7 @@ from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.gpu import blocks, joined_linear, products
 from kvd.worker.serving import fused_layers, kernel_timing
-from kvd.worker.serving.kernel_check import told
+from kvd.worker.serving.kernel_check import describe_verdict
 from kvd.worker.serving.kernel_timing import Times
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.stand_in import StandIn
@@ -123,7 +123,7 @@ def test_a_model_is_served_with_them_in_compiled_steps_too(counted: Counted) -> 
     assert found.fused is not None
     assert found.fused.used
     assert found.fused.layers == len(model.layers)
-    assert "layers are kernels as a whole" in told(found.fused)
+    assert "layers are kernels as a whole" in describe_verdict(found.fused)
     assert found.error < 1e-4
 
     before = counted.gated

@@ -78,7 +78,7 @@ def test_one_product_serves_all_that_read_one_input() -> None:
     group = joined.layers[0].q_proj.joined
 
     assert [type(one) for one in joined.layers[0].children().values()] == [
-        joined_linear.Sibling
+        joined_linear.JoinedLinear
     ] * 4
     assert group is joined.layers[0].v_proj.joined
     assert group is not joined.layers[1].q_proj.joined

@@ -15,7 +15,7 @@ from kvd.worker.attention.kernels.launch import (
     Launch,
     append_launch,
     find_language,
-    fire,
+    run,
     rotate_launch,
 )
 from tests.worker.kernels import cases, test_append, test_rotate
@@ -33,14 +33,14 @@ CHOSEN = cases.values_of(60)
 
 def attend(step: Step) -> np.ndarray:
     (language,) = (name for name, one in LANGUAGES.items() if one is LANGUAGE)
-    (parts,) = fire(step.split(language), LANGUAGES[language])
-    (out,) = fire(step.combine(language, parts), LANGUAGES[language])
+    (parts,) = run(step.split(language), LANGUAGES[language])
+    (out,) = run(step.combine(language, parts), LANGUAGES[language])
     return np.array(out.astype(mx.float32))
 
 
 def made(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray]:
     assert LANGUAGE is not None
-    return [np.array(one.astype(mx.float32)) for one in fire(make(LANGUAGE, given), LANGUAGE)]
+    return [np.array(one.astype(mx.float32)) for one in run(make(LANGUAGE, given), LANGUAGE)]
 
 
 @pytest.mark.parametrize("number", range(len(CHOSEN)))

@@ -47,7 +47,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Laun
     launch._kernel.cache_clear()
     long = launches()
     for one in long:
-        launch.fire(one, CUDA)
+        launch.run(one, CUDA)
     yield [
         replace(one, source=source, header=header)
         for one, (source, header) in zip(long, found, strict=True)

@@ -22,7 +22,7 @@ HEADER = "#define TWO 2\n"
 
 
 @dataclass
-class Told:
+class LevelPackings:
     """In the place of `mx.fast.cuda_kernel`: what MLX was given for each kernel."""
 
     kernels: list[dict[str, Any]] = field(default_factory=list)
@@ -38,9 +38,9 @@ class Told:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+def told(monkeypatch: pytest.MonkeyPatch) -> LevelPackings:
     kernel_files._tell.cache_clear()
-    told = Told()
+    told = LevelPackings()
     monkeypatch.setattr(mx.fast, "cuda_kernel", told)
     return told
 
@@ -63,7 +63,7 @@ def included(text: str) -> Path:
     return Path(path)
 
 
-def test_files_have_the_text_and_mlx_their_names(told: Told, folder: Path) -> None:
+def test_files_have_the_text_and_mlx_their_names(told: LevelPackings, folder: Path) -> None:
     make()
 
     source, header = told.texts
@@ -79,7 +79,7 @@ def test_files_have_the_text_and_mlx_their_names(told: Told, folder: Path) -> No
     assert given["output_names"] == ["out"]
 
 
-def test_they_are_the_users_alone(told: Told, folder: Path) -> None:
+def test_they_are_the_users_alone(told: LevelPackings, folder: Path) -> None:
     before = os.umask(0)
     try:
         make()
@@ -90,7 +90,9 @@ def test_they_are_the_users_alone(told: Told, folder: Path) -> None:
     assert len(list(folder.iterdir())) == 2
 
 
-def test_one_text_has_one_file_and_another_one_has_its_own(told: Told, folder: Path) -> None:
+def test_one_text_has_one_file_and_another_one_has_its_own(
+    told: LevelPackings, folder: Path
+) -> None:
     make()
     first = {path: path.stat().st_ino for path in folder.iterdir()}
     make()
@@ -126,7 +128,9 @@ def test_another_process_has_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["cut", "gone", "all gone"])
-def test_what_is_not_as_it_was_written_is_written_anew(told: Told, folder: Path, end: str) -> None:
+def test_what_is_not_as_it_was_written_is_written_anew(
+    told: LevelPackings, folder: Path, end: str
+) -> None:
     make()
     source = included(told.texts[0])
     if end == "cut":
@@ -141,7 +145,9 @@ def test_what_is_not_as_it_was_written_is_written_anew(told: Told, folder: Path,
     assert included(told.texts[1]).read_text() == HEADER
 
 
-def test_files_are_looked_at_for_each_template_that_mlx_compiles(told: Told, folder: Path) -> None:
+def test_files_are_looked_at_for_each_template_that_mlx_compiles(
+    told: LevelPackings, folder: Path
+) -> None:
     weight = mx.zeros((32, 64), mx.bfloat16)
     products._kernel.cache_clear()
     products.multiply(mx.zeros((1, 1, 64), mx.bfloat16), weight, (32,))
@@ -158,7 +164,7 @@ def test_files_are_looked_at_for_each_template_that_mlx_compiles(told: Told, fol
     "why", ["no folder", "others can write", "others can write above", "others can write it"]
 )
 def test_where_no_file_can_be_mlx_gets_the_text(
-    why: str, told: Told, folder: Path, caplog: pytest.LogCaptureFixture
+    why: str, told: LevelPackings, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if why == "no folder":
         folder.parent.mkdir()
@@ -181,7 +187,7 @@ def test_where_no_file_can_be_mlx_gets_the_text(
     assert str(folder.parent) in caplog.text
 
 
-def test_nor_where_nobody_has_a_home(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_where_nobody_has_a_home(told: LevelPackings, monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("could not determine the home directory")
 
@@ -191,7 +197,7 @@ def test_nor_where_nobody_has_a_home(told: Told, monkeypatch: pytest.MonkeyPatch
 
 
 def test_nor_where_its_name_would_end_the_line(
-    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    told: LevelPackings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_files, "folder", lambda: tmp_path / 'a"b')
     make()

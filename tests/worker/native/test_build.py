@@ -24,14 +24,14 @@ def test_without_a_compiler_it_says_what_to_install(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
-    told: list[str] = []
+    status: list[str] = []
 
-    found = activation.choose(lambda stage, _: told.append(stage))
+    found = activation.activate(lambda stage, _: status.append(stage))
 
     assert found.library is None
     assert "install" in str(found.reason)
     assert "g++" in str(found.reason)
-    assert told == ["building native operations, once"]
+    assert status == ["building native operations, once"]
     assert not list(empty_cache.rglob("*.so"))
 
 
@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason_and_no_crash(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", home)
 
-    found = activation.choose(lambda *_: None)
+    found = activation.activate(lambda *_: None)
     assert found.library is None
     assert "XDG_CACHE_HOME" in str(found.reason)
 
@@ -102,11 +102,13 @@ def test_a_cache_that_cannot_be_written_is_a_reason_and_no_crash(
 @pytest.mark.parametrize(
     ("text", "threads"), [("max 100000", 1 << 16), ("200000 100000", 2), ("150000 100000", 2)]
 )
-def test_a_containers_quota_bounds_the_threads(tmp_path: Path, text: str, threads: int) -> None:
+def test_a_containers_quota_bounds_the_threads(
+    tmp_path: Path, text: str, thread_count: int
+) -> None:
     file = tmp_path / "cpu.max"
     file.write_text(text + "\n")
 
-    assert activation._quota(file) == threads
+    assert activation._quota(file) == thread_count
     assert activation._quota(tmp_path / "none") == 1 << 16
 
 
@@ -127,4 +129,4 @@ def test_the_name_changes_with_what_the_binary_depends_on(
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVD_NATIVE", "off")
 
-    assert activation.choose(lambda *_: None) == activation.Choice(None, "switched off")
+    assert activation.activate(lambda *_: None) == activation.Activation(None, "switched off")

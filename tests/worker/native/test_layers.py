@@ -145,7 +145,7 @@ def test_a_model_with_tied_embeddings(library: ModuleType) -> None:
     want = model(ids)
     model.update(kept)
 
-    layers.adopt(model, library)
+    layers.pack_weights(model, library)
     model.set_dtype(mx.float32)
     got = model(ids)
 
@@ -178,7 +178,7 @@ def test_biases_of_any_layout(library: ModuleType) -> None:
 def test_packing_leaves_no_second_copy(library: ModuleType) -> None:
     layer = nn.Sequential(linear(64, 64, mx.float32), linear(64, 32, mx.float16))
     first, second = layer.layers
-    layers.adopt(layer, library)
+    layers.pack_weights(layer, library)
 
     assert "weight" not in first
     assert "weight" not in second

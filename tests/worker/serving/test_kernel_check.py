@@ -50,7 +50,7 @@ def assert_unused(found: Served, reason: str) -> None:
     assert found.fused is not None
     assert not found.fused.used
     assert reason in str(found.fused.reason)
-    assert reason in kernel_check.told(found.fused)
+    assert reason in kernel_check.describe_verdict(found.fused)
     assert found.path == "reference, gathered pages"
     assert all(store.backend is None for store in found.runner.cache.stores)
 
@@ -72,7 +72,7 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
     for store in found.runner.cache.stores:
         assert isinstance(store.backend, FusedBackend)
         assert store.backend.kernels is kernels
-    assert "1.000 ms a layer against 2.000 ms" in kernel_check.told(found.fused)
+    assert "1.000 ms a layer against 2.000 ms" in kernel_check.describe_verdict(found.fused)
 
 
 def test_slower_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, timed: Times) -> None:
@@ -93,7 +93,7 @@ class Picky(StandIn):
         self.failure = failure
 
     def decode_attention(self, given: Attention) -> mx.array:
-        picked = self.is_picked(given.key_told, given.value_told)
+        picked = self.is_picked(given.key_packings, given.value_packings)
         if picked and self.failure is not None:
             raise self.failure
         found = super().decode_attention(given)
@@ -208,27 +208,27 @@ def test_both_are_timed_on_steps_of_the_models_shape(monkeypatch: pytest.MonkeyP
 def test_timing_stays_within_the_scratch() -> None:
     found = served(StandIn(), scratch=1 << 20)
     store = found.runner.cache.stores[0]
-    asked = [
-        kernel_timing.Asked(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
+    variants = [
+        kernel_timing.KernelVariant(mx.float32, 4, 2, 64, 64, (), (), 0.125, 0, None),
     ]
     handle, keys = kernel_timing._handle(
         store.layers[0].geometry, SCHEMES[0], store, StandIn().backend()
     )
 
-    assert kernel_timing._is_for(asked[0], store.layers[0].geometry)
+    assert kernel_timing._is_for(variants[0], store.layers[0].geometry)
     assert 2 * handle.store.pages_bytes <= store.prefill_scratch // 2
     assert 64 <= keys < kernel_timing.KEYS
 
 
 @pytest.mark.parametrize(("told", "plain"), [("reference", True), ("auto", False), (None, False)])
 def test_the_environment_forces_plain_operations(
-    monkeypatch: pytest.MonkeyPatch, told: str | None, *, plain: bool
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, *, plain: bool
 ) -> None:
     monkeypatch.delenv(kernel_choice.VARIABLE, raising=False)
-    if told is not None:
-        monkeypatch.setenv(kernel_choice.VARIABLE, told)
+    if setting is not None:
+        monkeypatch.setenv(kernel_choice.VARIABLE, setting)
 
-    assert kernel_choice.is_plain() == plain
+    assert kernel_choice.plain_only() == plain
 
 
 @pytest.mark.parametrize(
@@ -238,15 +238,15 @@ def test_the_environment_forces_plain_operations(
 def test_loading_tries_kernels_unless_it_is_told_not_to(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    told: str,
+    setting: str,
     path: str,
     reason: str | None,
 ) -> None:
     caplog.set_level(logging.INFO, "kvd.worker")
-    monkeypatch.setenv(kernel_choice.VARIABLE, told)
+    monkeypatch.setenv(kernel_choice.VARIABLE, setting)
     monkeypatch.setattr(kernel_choice, "kernels", StandIn().backend)
     stages: list[str] = []
-    loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, multiplies=False)
+    loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, own_products=False)
     found = loading.serve(
         loaded,  # type: ignore[arg-type]
         CacheSettings(),
@@ -289,4 +289,4 @@ def test_an_engine_serves_with_kernels_and_counts_them(
 def test_the_cpu_has_no_kernels() -> None:
     if mx.default_device().type != mx.DeviceType.cpu:
         pytest.skip("an accelerator")
-    assert kernel_choice.kernels() is None
+    assert kernel_choice.find_kernels() is None

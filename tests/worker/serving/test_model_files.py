@@ -84,15 +84,15 @@ def test_a_download_shows_life_and_ends_in_its_folder(monkeypatch, folder):
 def test_only_what_is_asked_for_is_fetched(monkeypatch, folder):
     import huggingface_hub
 
-    asked = []
+    variants = []
 
     def download(_source, *, allow_patterns):
-        asked.append(allow_patterns)
+        variants.append(allow_patterns)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_files.resolve("some/model", files=("config.json",)) == folder
-    assert asked == [["config.json"]]
+    assert variants == [["config.json"]]
 
 
 # Inspecting

@@ -15,7 +15,7 @@ from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import calibration, model_files
-from kvd.worker.serving.calibration import Verdict, find, key_of, lift, store
+from kvd.worker.serving.calibration import CalibrationResult, find, content_key, apply_floor, store
 from kvd.worker.tools import calibrate, fidelity
 from kvd.worker.tools.fidelity import Floor
 from protocol.errors import InvalidRequest
@@ -40,9 +40,9 @@ def folder(tmp_path, monkeypatch):
     return place
 
 
-def verdict_of(path, lowest: str) -> Verdict:
-    return Verdict(
-        key=key_of(model_files.inspect(path)), model=str(path), lowest=lowest, max_kl=0.02, min_top1=0.95,
+def verdict_of(path, lowest: str) -> CalibrationResult:
+    return CalibrationResult(
+        key=content_key(model_files.inspect(path)), model=str(path), lowest=lowest, max_kl=0.02, min_top1=0.95,
         levels=[], prompts=1, tokens=400, date="2025-01-01T00:00:00+00:00", device="cpu",
         versions={},
     )  # fmt: skip
@@ -65,8 +65,8 @@ def verdict_of(path, lowest: str) -> Verdict:
     ],
 )
 def test_nothing_stays_below_the_lowest_level(tiny, lowest, schemes, left):
-    assert lift(schemes, verdict_of(tiny, lowest)) == left
-    assert lift(schemes, None) == schemes
+    assert apply_floor(schemes, verdict_of(tiny, lowest)) == left
+    assert apply_floor(schemes, None) == schemes
 
 
 def test_a_load_obeys_it_and_says_so(tiny, folder):
@@ -92,7 +92,9 @@ def test_a_load_obeys_it_and_says_so(tiny, folder):
 
 def test_another_model_has_none_even_with_the_same_shapes(tiny, tmp_path, folder):
     other = tiny_model.save(tmp_path / "other")
-    assert key_of(model_files.inspect(other)) == key_of(model_files.inspect(tiny))  # a copy
+    assert content_key(model_files.inspect(other)) == content_key(
+        model_files.inspect(tiny)
+    )  # a copy
     file = other / "model.safetensors"
     weights, metadata = mx.load(str(file), return_metadata=True)
     name = max(weights)
@@ -166,7 +168,7 @@ def test_a_new_verdict_replaces_the_old_one_and_a_failed_write_leaves_it(tiny, f
 @pytest.mark.process
 def test_the_process_stores_what_it_prints(tmp_path, folder):
     schemes = "k8v8,k4v4,k2v2"
-    command = [sys.executable, "-m", "kvd.worker.tools.calibrate", "demo", "--ladder", schemes]
+    command = [sys.executable, "-m", "kvd.worker.tools.calibrate", "demo", "--schemes", schemes]
     place = ["--home", str(tmp_path), "--prompts", "1", "--tokens", "420"]
     done = subprocess.run([*command, *place], capture_output=True, text=True, check=False)
 
@@ -222,7 +224,7 @@ def test_a_fault_of_the_measuring_is_not_blamed_on_the_texts(monkeypatch):
     [["--max-kl=nan"], ["--max-kl=-1"], ["--min-top1=95"], ["--prompts=0"], ["--ladder=k9v9"]],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch, capsys, tmp_path, wrong):
-    place = ["--home", str(tmp_path), "--ladder", "k8v8"]
+    place = ["--home", str(tmp_path), "--schemes", "k8v8"]
     monkeypatch.setattr(sys, "argv", ["calibrate", "demo", *place, *wrong])
     monkeypatch.setattr(calibrate.model, "load", None)
     with pytest.raises(SystemExit) as ended:

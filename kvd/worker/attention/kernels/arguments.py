@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-Told = Sequence[tuple[int, int, bool]]
+LevelPackings = Sequence[tuple[int, int, bool]]
 """For each level, bits, group, and whether groups run along the page's tokens."""
 
 
@@ -32,9 +32,9 @@ class Attention:
     """``[n, 4]`` int32: row or -1, first page, end page, whether it is the tail."""
     pools: Sequence[mx.array]
     """The arrays of each level, packed as told."""
-    key_told: Told
-    value_told: Told
-    schemes: tuple[Told, Told]
+    key_packings: LevelPackings
+    value_packings: LevelPackings
+    schemes: tuple[LevelPackings, LevelPackings]
     """The same of keys and of values, of all levels that the layer has."""
     scale: float
     keep: int

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from kvd.worker.attention.kernels import matrix
 from kvd.worker.attention.kernels.language import Language
-from kvd.worker.attention.kernels.paging import begin_pages, look_ahead, turn_page
+from kvd.worker.attention.kernels.paging import find_first_page, find_next_page, advance_page
 from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tail_scores
 from kvd.worker.attention.kernels.shape import LANES, Shape
 from kvd.worker.attention.kernels.text import RUN, Text, literal
@@ -70,7 +70,7 @@ for (int item = first + part; item < last; item += PARTS) {
 const int count = is_tail ? min(PAGE, tail_tokens - item * PAGE) : PAGE;
 if (is_tail) start = tail_start + item * PAGE;
 """)
-    look_ahead(text)
+    find_next_page(text)
     text.add(f"{text.vector} score0, score1;")
     levels = range(len(shape.keys))
     for level in levels:
@@ -88,9 +88,9 @@ if (is_tail) start = tail_start + item * PAGE;
     text.add("if (is_tail) {")
     values.add_tail()
     text.add("}\nSYNC_WARP();")  # nobody needs the weights any more
-    turn_page(text)
+    advance_page(text)
     text.add("}")
-    values.settle()
+    values.unscale()
     text.add(f"""
 total@ = SUM(total@);
 if (lane == 0) tops[warp] = top;
@@ -143,7 +143,7 @@ const int tile = warp % TILES, part = warp / TILES;
 const int first = splits[split * 4 + 1];
 int last = splits[split * 4 + 2];
 """)
-    begin_pages(text)
+    find_first_page(text)
     text.add(f"""
 const int tail = rows[row * 8], tail_tokens = rows[row * 8 + 1], tail_start = rows[row * 8 + 2];
 if (is_tail) last = (tail_tokens + PAGE - 1) / PAGE;

@@ -10,7 +10,13 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.kernels import append, decode, matrix, rotate
-from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation, Told
+from kvd.worker.attention.kernels.arguments import (
+    Append,
+    Attention,
+    Rotate,
+    Rotation,
+    LevelPackings,
+)
 from kvd.worker.attention.kernels.kernel_files import cuda_kernel
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
@@ -52,33 +58,33 @@ class Fused:
             kv_heads,
             q_heads // kv_heads,
             given.queries.shape[2],
-            _sides(given.key_told),
-            _sides(given.value_told),
+            _sides(given.key_packings),
+            _sides(given.value_packings),
             given.scale,
             given.keep,
             given.sinks is not None,
             tuple(zip(*map(_sides, given.schemes), strict=True)),
         )
-        (parts,) = self._fire(split_launch(shape, self.language, given))
-        (out,) = self._fire(combine_launch(shape, self.language, given, parts))
+        (parts,) = self._run(split_launch(shape, self.language, given))
+        (out,) = self._run(combine_launch(shape, self.language, given, parts))
         return out
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         """Return the tails' keys and values with the tokens in their places; lazy."""
-        new_keys, new_values = self._fire(append_launch(self.language, given))
+        new_keys, new_values = self._run(append_launch(self.language, given))
         return new_keys, new_values
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
         """Return queries ``[batch, q_heads, 1, k_dim]``, and tails as `append` does; lazy."""
-        new_queries, new_keys, new_values = self._fire(rotate_launch(self.language, given))
+        new_queries, new_keys, new_values = self._run(rotate_launch(self.language, given))
         return new_queries, new_keys, new_values
 
-    def _fire(self, launch: Launch) -> list[mx.array]:
+    def _run(self, launch: Launch) -> list[mx.array]:
         self.launches += 1
-        return fire(launch, self.language)
+        return run(launch, self.language)
 
 
-def _sides(told: Told) -> tuple[Side, ...]:
+def _sides(told: LevelPackings) -> tuple[Side, ...]:
     return tuple(Side(*one) for one in told)
 
 
@@ -205,7 +211,7 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
 _NORMS = ("query_weight", "key_weight")
 
 
-def fire(launch: Launch, language: Language) -> list[mx.array]:
+def run(launch: Launch, language: Language) -> list[mx.array]:
     """Give a launch to MLX; lazy."""
     kernel = _kernel(
         language.name,

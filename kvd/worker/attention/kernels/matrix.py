@@ -17,7 +17,12 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvd.worker.attention.kernels.language import Language
-from kvd.worker.attention.kernels.paging import ask_for_keys, ask_for_values, look_ahead, turn_page
+from kvd.worker.attention.kernels.paging import (
+    prefetch_keys,
+    prefetch_values,
+    find_next_page,
+    advance_page,
+)
 from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
 from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
@@ -160,8 +165,8 @@ float spread[SETS] = {{}};
 const int ago = {shape.queries - 1} - (asking + t) % {shape.queries};
 for (int item = first + part; item < last; item += PARTS) {{
 """)
-    look_ahead(text)
-    ask_for_values(text, shape, "level", "page")
+    find_next_page(text)
+    prefetch_values(text, shape, "level", "page")
     text.add("""
 float scores[4][4] = {}, excess[4] = {}, bias = 0;
 const uint thousand[4] = {0x64006400u, 0x64006400u, 0x64006400u, 0x64006400u};
@@ -171,14 +176,14 @@ float second = 1;  // of what every other token's score is a multiple
         text.add(f"if (level == {level}) {{")
         _scores(text, shape, level, side)
         text.add("}")
-    ask_for_keys(text, shape, "next_level", "next_page")
+    prefetch_keys(text, shape, "next_level", "next_page")
     _softmax(text)
     for level, side in enumerate(shape.values):
         text.add(f"if (level == {level}) {{")
         _values(text, sets, level, side)
         text.add("}")
     text.add("SYNC_WARP();")
-    turn_page(text)
+    advance_page(text)
     text.add("}")
     _finish(text)
 

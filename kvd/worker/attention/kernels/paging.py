@@ -10,14 +10,14 @@ _LINE = 128
 """Bytes that memory gives at once."""
 
 
-def begin_pages(text: Text) -> None:
+def find_first_page(text: Text) -> None:
     """Find the warp's first page: all that follows waits for that."""
     text.add("int level = -1, start = 0;\nsize_t page = 0;\nif (!is_tail && first + part < last) {")
     _find(text, "first + part", "level", "page", "start")
     text.add("}")
 
 
-def look_ahead(text: Text) -> None:
+def find_next_page(text: Text) -> None:
     """Find the warp's next page."""
     text.add("int next_level = -1, next_start = 0;\nsize_t next_page = 0;")
     text.add("if (!is_tail && item + PARTS < last) {")
@@ -25,7 +25,7 @@ def look_ahead(text: Text) -> None:
     text.add("}")
 
 
-def turn_page(text: Text) -> None:
+def advance_page(text: Text) -> None:
     """Go on to the next page."""
     text.add("level = next_level;\npage = next_page;\nstart = next_start;")
 
@@ -38,29 +38,29 @@ def _find(text: Text, item: str, level: str, page: str, start: str) -> None:
 """)
 
 
-def ask_for_keys(text: Text, shape: Shape, level: str, page: str) -> None:
+def prefetch_keys(text: Text, shape: Shape, level: str, page: str) -> None:
     """Ask for a page's keys: one wait for memory, and not one for each batch of runs."""
-    _ask(text, shape, "key", level, page)
+    _prefetch(text, shape, "key", level, page)
 
 
-def ask_for_values(text: Text, shape: Shape, level: str, page: str) -> None:
+def prefetch_values(text: Text, shape: Shape, level: str, page: str) -> None:
     """Ask for a page's values."""
-    _ask(text, shape, "value", level, page)
+    _prefetch(text, shape, "value", level, page)
 
 
-def _ask(text: Text, shape: Shape, what: str, level: str, page: str) -> None:
+def _prefetch(text: Text, shape: Shape, what: str, level: str, page: str) -> None:
     sides, dim = (shape.keys, shape.k_dim) if what == "key" else (shape.values, shape.v_dim)
     for number, side in enumerate(sides):
         elements = dim * PAGE_TOKENS
         scales = elements // side.group * shape.dtype.size
         text.add(f"if ({level} == {number}) {{")
-        _ask_array(text, f"{what}_scales{number}", page, scales)
-        _ask_array(text, f"{what}_biases{number}", page, scales)
-        _ask_array(text, f"{what}s{number}", page, elements * side.bits // 8)
+        _prefetch_array(text, f"{what}_scales{number}", page, scales)
+        _prefetch_array(text, f"{what}_biases{number}", page, scales)
+        _prefetch_array(text, f"{what}s{number}", page, elements * side.bits // 8)
         text.add("}")
 
 
-def _ask_array(text: Text, array: str, page: str, size: int) -> None:
+def _prefetch_array(text: Text, array: str, page: str, size: int) -> None:
     """Ask for a page's part of an array: each line is for one lane."""
     place = f"reinterpret_cast<const char*>({array}) + {page} * {size}"
     lines = -(-size // _LINE)

@@ -78,7 +78,7 @@ channel[step]@ = 0;
 
     def _dense(self, line: str, count: str) -> None:
         run = dense_run(self._shape.dtype)
-        self._enter(0)
+        self._switch_form(0)
         self._text.add(_PLAIN_WEIGHTS)
         self._text.add(f"GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)({line});")
         self._over_tokens(run, count, "t")
@@ -86,7 +86,7 @@ channel[step]@ = 0;
     def _by_token(self, level: int) -> None:
         side, text = self._shape.values[level], self._text
         run, groups = side.run(self._shape.dtype), side.groups(self._shape.v_dim)
-        self._enter(self._forms.index(run.shifts) + 1)
+        self._switch_form(self._forms.index(run.shifts) + 1)
         text.add(f"""
 GLOBAL T* scales = value_scales{level} + (page * PAGE + token) * {groups};
 GLOBAL T* biases = value_biases{level} + (page * PAGE + token) * {groups};
@@ -168,18 +168,18 @@ found@ = 0;
         run.add_to(text, lambda number, number_text: f"found@ += {number_text} * weight{number}@;")
         text.add("channel[step]@ += found@ * scale + all@ * bias;\n}")
 
-    def _enter(self, form: int) -> None:
+    def _switch_form(self, form: int) -> None:
         """See that sums are raised as numbers of a packing arrive."""
         if not self._forms:
             return
         self._text.add(f"if (form != {form}) {{")
-        self.settle()
+        self.unscale()
         if form:
             for number, shift in enumerate(self._forms[form - 1]):
                 self._text.scale(f"sum{number}", shift - self._unfold)
         self._text.add(f"form = {form};\n}}")
 
-    def settle(self) -> None:
+    def unscale(self) -> None:
         """Bring sums back to what they stand for."""
         for form, shifts in enumerate(self._forms, 1):
             self._text.add(f"if (form == {form}) {{")
