@@ -1,1 +1,1 @@
-"""Attention over pages: decode, prefill, and the dense truth that both are tested against."""
+"""Attention over pages: decode and prefill, in plain operations and in kernels."""

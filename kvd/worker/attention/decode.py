@@ -1,10 +1,11 @@
-"""Decode attention in plain MLX operations: right everywhere, and what kernels are tested against.
+"""Decode attention in plain MLX operations: the reference for the kernels, correct on every device.
 
-A flat list of pages, each multiplied with the queries of its row; then a softmax by segment
-(flash decoding, arXiv 2311.01282, with a page as the split) with maximum and sum per row over all
-levels and the dense tail, accumulated in float32. The work is proportional to the tokens that are
-there. Every operation is per page or per row, so on the CPU a row's output is the same to the
-bit whoever shares its batch.
+Each page is multiplied with the queries of its row. A softmax per row then covers the row's pages
+on all precision levels and its dense tail (flash decoding, arXiv 2311.01282, with a page as the
+split). Maximum and sum are accumulated in float32.
+
+The work is proportional to the number of tokens. Every operation is per page or per row, so on the
+CPU a row's output does not depend on the other rows of its batch, to the bit.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from kvd.worker.cache.batch import DecodeHandle
 def decode_attention(
     queries: mx.array, handle: DecodeHandle, scale: float, sinks: mx.array | None = None
 ) -> mx.array:
-    """Attend one query a row to all that the row has.
+    """Attend one query per row to the row's pages and tail.
 
-    ``queries``: ``[batch, q_heads, 1, k_dim]``, of which the step's rows come first and the rest
-    is padding; ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
+    ``queries``: ``[batch, q_heads, 1, k_dim]``; the step's rows come first, the rest is padding.
+    ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
     ``[batch, q_heads, 1, v_dim]`` in the queries' dtype, zero for the padding.
     """
     step, layer, product = handle.step, handle.layer, handle.store.page_product
@@ -28,7 +29,7 @@ def decode_attention(
         return step.backend.attend(queries, layer, scale, sinks)
     batch, q_heads, _, k_dim = queries.shape
     rows, heads = len(step.rows), layer.geometry.kv_heads
-    # Half-precision scores would be wrong by several per cent where attention is sharp.
+    # Half-precision scores are wrong by several per cent where attention is sharp.
     q = queries[:rows].astype(mx.float32).reshape(rows, heads, -1, k_dim) * scale
 
     tail_keys, tail_values = layer.tails(step)

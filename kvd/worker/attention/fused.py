@@ -1,6 +1,7 @@
-"""Decode attention by kernels of our own: from a store's step to `kernels.launch.Fused`.
+"""The backend that runs decode attention as kernels: from a store's step to `launch.Fused`.
 
-Prefill stays with plain operations, and so do steps with more levels than a kernel takes arrays.
+Prefill uses plain operations. So do decode steps whose levels have more arrays than a kernel
+accepts.
 """
 
 from __future__ import annotations
@@ -24,51 +25,51 @@ if TYPE_CHECKING:
     from kvd.worker.cache.steps import DecodeStep
 
 OWN_BUFFERS = 7
-"""Arrays that a kernel takes or makes beside those of the pools: `kernels.shape.Shape.buffers`."""
+"""Arrays that a kernel reads or writes besides the pools (see `kernels.shape.Shape.buffers`)."""
 MIN_SPLITS = 16
-"""Compiled steps have room for so many: fewer have as little to do."""
+"""Compiled steps reserve at least this many splits. Shorter lists would take as long."""
 
 
 class Kernels(Protocol):
-    """`kvd.worker.attention.kernels.launch.Fused`."""
+    """The interface of `kvd.worker.attention.kernels.launch.Fused`."""
 
     launches: int
-    """Kernels that were put into graphs so far, or replayed with one."""
+    """Kernels that were added to graphs, or replayed with a compiled step."""
 
     def decode_attention(self, given: Attention) -> mx.array:
-        """Attend the newest token of each row; ``[batch, q_heads, 1, v_dim]``, lazy."""
+        """Attend the newest token of each row; return ``[batch, q_heads, 1, v_dim]``, lazy."""
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
-        """Return tails with a token of each row in its place; lazy."""
+        """Return tails that contain the new token of each row; lazy."""
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
-        """Return queries ``[batch, q_heads, 1, k_dim]`` normed and turned, and tails; lazy."""
+        """Return queries ``[batch, q_heads, 1, k_dim]`` after norm and RoPE, and tails; lazy."""
 
 
 @dataclass(frozen=True, eq=False)
 class RotarySettings:
-    """What a layer does to queries and keys before attention."""
+    """A layer's norms and RoPE of queries and keys."""
 
     rotation: Rotation
     q_heads: int
     frequencies: mx.array
-    """``[dims / 2]`` float32, radians a position."""
+    """``[dims / 2]`` float32, radians per position."""
     weights: tuple[mx.array, mx.array] | None
-    """Of the norms of queries and keys; None without."""
+    """Norm weights of queries and keys; None if the layer has no such norms."""
 
 
 @dataclass(frozen=True)
 class FusedBackend:
-    """The backend that attends with kernels, in decode steps."""
+    """Runs decode attention as kernels."""
 
     kernels: Kernels
     most_buffers: int
-    """Arrays that the device lets a kernel take and make."""
+    """Arrays that a kernel may read and write on this device."""
 
     def decode(
         self, layers: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
     ) -> FusedStep | None:
-        """Describe a step, unless its levels have too many arrays."""
+        """Describe a step; None if its levels have too many arrays."""
         if len(pages.levels) > 1:
             arrays = max(
                 sum(layer.pools[level].array_count for level in pages.levels) for layer in layers
@@ -78,10 +79,10 @@ class FusedBackend:
         return FusedStep.of(self.kernels, kind, rows, pages)
 
     def prefill(self, _kind: Kind, _row: Row, _count: int) -> None:
-        """Leave it to plain operations."""
+        """Return None: plain operations do it."""
 
     def launched(self, more: int = 0) -> int:
-        """Count kernels that a compiled step launched; return how many there were so far."""
+        """Add ``more`` kernels that a compiled step launched; return the count so far."""
         self.kernels.launches += more
         return self.kernels.launches
 
@@ -95,13 +96,13 @@ class FusedStep:
     pages: PageList
     splits: Splits
     rows: mx.array
-    """``[rows, 8]`` int32: those of `rows_of`, then the row's first split and the one behind its
-    last."""
+    """``[rows, 8]`` int32: the six numbers of `rows_of`, then the row's first split and its end
+    split."""
     moves_tails: ClassVar[bool] = True
 
     @staticmethod
     def of(kernels: Kernels, kind: Kind, rows: Sequence[Row], pages: PageList) -> FusedStep:
-        """Describe rows whose lengths count the new token."""
+        """Describe rows whose lengths include the new token."""
         splits = pages.splits
         told = [
             (*row, first, end)
@@ -112,7 +113,7 @@ class FusedStep:
         return FusedStep(kernels, kind, pages, splits, mx.array(told, mx.int32))
 
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token for each row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
+        """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
         layer.tail_keys, layer.tail_values = self.kernels.append(
             Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
         )
@@ -120,9 +121,9 @@ class FusedStep:
     def rotate(
         self, layer: LayerStore, step: DecodeStep, qkv: mx.array, how: RotarySettings
     ) -> mx.array:
-        """Do so with keys that are still to be normed and turned, and return the queries; lazy.
+        """Append keys that still need RMS norm and RoPE; return the rotated queries; lazy.
 
-        ``qkv``: queries, keys and values as they leave their product, side by side.
+        ``qkv``: queries, keys and values side by side, as the layer's first product returns them.
         """
         rotated, layer.tail_keys, layer.tail_values = self.kernels.rotate(
             Rotate(
@@ -143,7 +144,7 @@ class FusedStep:
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Attend one query a row: as `kvd.worker.attention.decode.decode_attention`."""
+        """Attend one query per row, like `kvd.worker.attention.decode.decode_attention`."""
         return self.kernels.decode_attention(
             Attention(
                 queries,
@@ -161,7 +162,7 @@ class FusedStep:
         )
 
     def padded(self) -> FusedStep:
-        """Return the same step with lists of few lengths; splits are work, and so padded less."""
+        """Return the step with lists padded to few lengths; less for splits, which cost work."""
         return replace(
             self,
             pages=self.pages.padded(padded_length(self.pages.count)),
@@ -169,12 +170,12 @@ class FusedStep:
         )
 
     def shapes(self, step: DecodeStep) -> tuple[Any, ...]:
-        """Return what gives `arrays` their shapes, and how many there are."""
+        """Return the sizes that determine the shapes of `arrays`, and how many there are."""
         lists = self.pages.array.shape[0], self.splits.array.shape[0]
         return "fused", step.givers is None, *lists
 
     def arrays(self, step: DecodeStep) -> list[mx.array]:
-        """Return what a compiled step takes beside tails and pools."""
+        """Return the arrays that a compiled step reads, besides tails and pools."""
         givers = [] if step.givers is None else [step.givers]
         return [
             step.offsets,
@@ -186,7 +187,7 @@ class FusedStep:
         ]
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
-        """Return the step over other arrays."""
+        """Return the step with other arrays."""
         offsets, places, rows, pages, splits = (next(given) for _ in range(5))
         return replace(
             step,

@@ -1,12 +1,12 @@
 """Prefill attention of several rows that share a forward pass.
 
-Each row attends by itself, as if it were alone: to its pages, its tail and its own chunk. Rows with
-nothing before them can do so in one call of the dense kernel, since a right-padded rectangle hides
-its padding behind the causal edge.
+Each row attends as if it were alone: to its pages, its tail and its own chunk. Rows without earlier
+tokens can share one call of the dense kernel: the rectangle is padded on the right, and the causal
+mask hides the padding.
 
-On the CPU that call is made only where there is no padding: over longer rows sums are rounded in
-another order, and a row's result would depend on who shares the pass. Where the device plans for
-each shape, rows attend with their padding: passes have few widths (`kvd.worker.serving.runner`), and so
+On the CPU that call requires rows of equal length. Sums over longer rows are rounded in another
+order, and a row's result would depend on the rows that share its pass. If the device plans for each
+shape, rows attend with their padding: passes have few widths (`kvd.worker.serving.runner`), so
 their attention has few shapes.
 """
 
@@ -26,8 +26,8 @@ def group_attention(
     """Attend the rows' queries, ``[rows, q_heads, width, k_dim]``, causally.
 
     ``sinks``: ``[q_heads]`` logits of gpt-oss's attention sinks. Returns
-    ``[rows, q_heads, width, v_dim]``, lazy as far as the scratch goes; what it has for the padding
-    is finite and means nothing.
+    ``[rows, q_heads, width, v_dim]``, lazy as far as the scratch allows. Outputs of the padding are
+    finite and otherwise undefined.
     """
     if _in_one_call(queries, handle, sinks):
         output: mx.array = mx.fast.scaled_dot_product_attention(
@@ -53,7 +53,7 @@ def _on_cpu() -> bool:
 
 
 def _in_one_call(queries: mx.array, handle: GroupHandle, sinks: mx.array | None) -> bool:
-    """Return whether one call does it; what that takes is then counted."""
+    """Return whether one call of the dense kernel suffices; if so, reserve its scratch."""
     store, group = handle.store, handle.step
     if len(group.steps) == 1 or group.steps[0].backend is not None:  # a row at a time is as fast
         return False

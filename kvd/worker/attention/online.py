@@ -1,7 +1,7 @@
-"""Softmax over keys that come in tiles: maximum, sum and output so far, in float32.
+"""Softmax over keys that come in tiles: running maximum, sum and output, in float32.
 
-The online softmax of arXiv 1805.02867, in the form that FlashAttention made known (arXiv
-2205.14135), in plain MLX operations with explicit scores of one tile.
+The online softmax of arXiv 1805.02867, in the form of FlashAttention (arXiv 2205.14135), in plain
+MLX operations with the explicit scores of one tile.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import mlx.core as mx
 
 
 class OnlineSoftmax:
-    """Attention of some query heads that share their keys, over any number of tiles.
+    """Attention of query heads that share their keys, over any number of tiles.
 
-    ``queries``: ``[heads, count, k_dim]``, scaled here; ``sinks``: ``[heads]`` logits that take
+    ``queries``: ``[heads, count, k_dim]``, scaled here. ``sinks``: ``[heads]`` logits that take
     part in the softmax once and have no value.
     """
 
@@ -24,7 +24,7 @@ class OnlineSoftmax:
         self._queries = (queries.astype(mx.float32) * scale).flatten(0, 1)
         count = self._queries.shape[0]
         if sinks is None:
-            # Finite, so that a tile of which a query sees nothing gives weights of 0 and not NaN.
+            # Finite: if a query sees no key of a tile, its weights are 0 instead of NaN.
             self._top = mx.full((count, 1), mx.finfo(mx.float32).min)
             self._total = mx.zeros((count, 1))
         else:
@@ -49,7 +49,7 @@ class OnlineSoftmax:
         self._output = self._output * fade + scores @ values.astype(mx.float32)
 
     def state(self) -> list[mx.array]:
-        """Return what to evaluate so that the tiles so far are let go."""
+        """Return the arrays to evaluate so that the memory of earlier tiles is freed."""
         return [self._top, self._total, self._output]
 
     def result(self) -> mx.array:

@@ -1,7 +1,8 @@
-"""Prefill attention: dequantize one layer of one row, then the dense kernel; in parts if need be.
+"""Prefill attention: dequantizes one layer of one row for the dense kernel, in parts if needed.
 
-The chunk attends to its own tokens exactly, and to what came before as the cache holds it. What
-is alive at once stays within the store's ``prefill_scratch``, however long the row is (`tiles`).
+The chunk attends to its own tokens exactly, and to earlier tokens as the cache stores them. The
+memory in use at once stays within the store's ``prefill_scratch``, however long the row is
+(`tiles`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 Tile = tuple[mx.array, mx.array, mx.array | None]
-"""Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and what of them each query sees."""
+"""Keys ``[k_dim, n]`` and values ``[n, v_dim]`` of one head, and a mask of what each query sees."""
 
 
 def prefill_attention(
@@ -33,18 +34,20 @@ def prefill_attention(
 ) -> mx.array:
     """Attend a chunk's queries, ``[1, q_heads, count, k_dim]``, causally.
 
-    Without a backend there may be more queries than the step has tokens: what stands behind them is
-    padding, and so is what it gets, finite as the queries are. ``sinks``: ``[q_heads]`` logits of
-    gpt-oss's attention sinks; ``beside``: what other rows of the pass have left lazy, to be
-    evaluated where the scratch is full. Returns ``[1, q_heads, count, v_dim]``: lazy where all of
-    it fits the scratch at once, else evaluated part by part.
+    Without a backend there may be more queries than the step has tokens: the rest is padding, whose
+    output is finite if its queries are. ``sinks``: ``[q_heads]`` logits of gpt-oss's attention
+    sinks. ``pending``: lazy results of other rows of the pass, to evaluate when the scratch is
+    full.
+
+    Returns ``[1, q_heads, count, v_dim]``: lazy if everything fits the scratch at once, otherwise
+    evaluated part by part.
     """
-    if handle.step.backend is not None:  # takes no scratch that depends on lengths
+    if handle.step.backend is not None:  # needs no scratch that depends on lengths
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
     scratch = handle.store.prefill_scratch
     task = _Task.of(queries, handle, scale, sinks, pending)
     cut = plan(task.work, scratch)
-    # Without a matrix of scores more layers fit before they have to be evaluated.
+    # Without a matrix of scores, more layers fit the scratch before an evaluation.
     if (
         not task.fits_one_call(cut) or mx.default_device().type == mx.DeviceType.gpu
     ) and task.is_fused_available():
@@ -69,17 +72,17 @@ class _Pages:
     starts: tuple[int, ...]
 
     def read(self, heads: slice) -> tuple[mx.array, mx.array]:
-        """Return them dense, of some heads only: ``[pages, heads, 64, dim]`` of both; lazy."""
+        """Return dense keys and values of some heads, ``[pages, heads, 64, dim]`` each; lazy."""
         return self.pool.read(self.slots, heads)
 
     @property
     def unpacking(self) -> int:
-        """Bytes that `read` takes for one element, beside what it takes and returns."""
+        """Bytes per element that `read` needs, besides its input and output."""
         packings = (self.pool.key_packing, self.pool.value_packing)
         return max(unpacking_bytes(one.bits, self.pool.dtype.size) for one in packings)
 
     def some(self, which: list[int]) -> _Pages:
-        """Return the pages at these places in the list."""
+        """Return the pages at these indices of the list."""
         if len(which) == len(self.starts):
             return self
         starts = tuple(self.starts[index] for index in which)
@@ -88,7 +91,7 @@ class _Pages:
 
 @dataclass(frozen=True)
 class _Task:
-    """A chunk's queries, and all that they attend to in one layer."""
+    """A chunk's queries, and everything they attend to in one layer."""
 
     queries: mx.array
     scale: float
@@ -107,7 +110,7 @@ class _Task:
         sinks: mx.array | None,
         pending: Sequence[mx.array] = (),
     ) -> _Task:
-        """Leave out the pages that no query sees."""
+        """Collect the pages that at least one query sees."""
         step, layer = handle.step, handle.layer
         pages = [
             _Pages(layer.pools[table.level], table.slots, table.starts) for table in step.tables
@@ -132,11 +135,11 @@ class _Task:
 
     @property
     def padding(self) -> int:
-        """Queries, and as many keys, behind the chunk."""
+        """Queries, and as many keys, after the chunk."""
         return self.work.queries - self.handle.step.count
 
     def is_fused_available(self) -> bool:
-        """Ask MLX whether its dense kernel does without a matrix of scores here."""
+        """Ask MLX whether its dense kernel works without a matrix of scores here."""
         work, dtype = self.work, self.queries.dtype
         keys, values = (
             mx.zeros((1, work.kv_heads, work.keys, dim), dtype) for dim in (work.k_dim, work.v_dim)
@@ -156,11 +159,11 @@ class _Task:
         return True
 
     def fits_one_call(self, cut: Plan) -> bool:
-        """Return whether one call of the dense kernel does it."""
+        """Return whether one call of the dense kernel suffices."""
         return cut.keys is None and cut.heads == self.work.kv_heads
 
     def make_room(self, cut: Plan, *lazy: mx.array) -> None:
-        """Evaluate what is lazy if another part beside it would pass the scratch."""
+        """Evaluate lazy arrays if another part besides them would exceed the scratch."""
         if self.handle.store.note_scratch(cut.nbytes):
             mx.eval(*lazy, *self.pending)
             self.handle.store.note_scratch(cut.nbytes)
@@ -171,7 +174,7 @@ class _Task:
 
 
 def _visible_pages(pages: list[_Pages], kind: Kind, first: int) -> list[_Pages]:
-    """Leave out the pages that no query from position ``first`` on sees."""
+    """Return the pages that a query at position ``first`` or later sees."""
     if not kind.bounded:
         return pages
     low = kind.low(first)
@@ -216,14 +219,14 @@ def _dense(task: _Task, heads: slice) -> mx.array:
 
 
 def _padding(task: _Task, dense: mx.array) -> list[mx.array]:
-    """Return keys or values behind all others, which no query of the chunk sees."""
+    """Return keys or values after all others, which no query of the chunk sees."""
     if not task.padding:
         return []
     return [mx.zeros((dense.shape[0], task.padding, dense.shape[2]), dense.dtype)]
 
 
 def _mask(task: _Task) -> mx.array | str:
-    """Return what each query sees, ``[queries, keys]``, or the name of it."""
+    """Return a mask ``[queries, keys]``, or ``causal``."""
     step, kind = task.handle.step, task.handle.store.kind
     if not kind.bounded:
         return "causal"
@@ -235,7 +238,7 @@ def _mask(task: _Task) -> mx.array | str:
 
 
 def _in_parts(task: _Task, cut: Plan) -> mx.array:
-    """Attend some KV heads at a time, or some queries of one; lazy from the last evaluation on."""
+    """Attend some KV heads at a time, or some queries of one; lazy after the last evaluation."""
     work = task.work
     output = mx.zeros((1, task.queries.shape[1], work.queries, work.v_dim), task.queries.dtype)
     lazy = [task.queries, task.handle.chunk.keys, task.handle.chunk.values]
@@ -284,7 +287,7 @@ def _tiles(task: _Task, head: int, some: slice, size: int) -> Iterator[Tile]:
 
 
 def _visible(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:
-    """Return what queries see of keys, both given as positions, ``[queries, keys]``; None: all."""
+    """Return which keys each query sees, ``[queries, keys]``, from positions; None: all."""
     low = kind.low(queries[-1])
     if all(one[-1] <= queries[0] and (one[0] >= low or one[-1] < kind.keep) for one in keys):
         return None

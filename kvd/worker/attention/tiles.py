@@ -1,10 +1,10 @@
-"""How prefill attention is cut so that it fits its scratch: integers only, no tensors.
+"""Cuts prefill attention so that it fits the scratch. Integers only, no tensors.
 
-1. All of it in one call of the dense kernel, where that fits.
-2. Where the dense kernel does without a matrix of scores: some KV heads a call, with all keys.
-   Heads know nothing of each other.
-3. Else tiles: one KV head, some keys; and some queries, where few keys beside all of them are
-   still too much.
+1. One call of the dense kernel for everything, if that fits.
+2. If the dense kernel works without a matrix of scores: some KV heads per call, with all keys.
+   Heads are independent of each other.
+3. Otherwise tiles: one KV head and some keys. If a tile of few keys is still too large with all
+   queries, it also takes only some of the queries.
 """
 
 from __future__ import annotations
@@ -16,51 +16,50 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 MOST_SCORES = 1 << 32
 """Query-key pairs of one call of a fused kernel.
 
-Metal kills a command that runs for seconds, as 65K keys and 2048 queries of many heads do, and MLX
-leaves it to its callers to cut them (mlx#3302).
-"""
+Metal kills commands that run for seconds, such as 65K keys and 2048 queries of many heads. MLX
+leaves it to callers to split them (mlx#3302)."""
 TILE_SCORES = 1 << 22
-"""Query-key pairs of a tile: more are slower on the CPU, whose caches they pass."""
+"""Query-key pairs of a tile. Larger tiles exceed the CPU's caches and are slower."""
 FEW_KEYS = 4 * PAGE_TOKENS
-"""Rather than to fewer keys in a tile, it is cut to fewer queries."""
+"""A tile keeps at least this many keys; below that, it is cut to fewer queries instead."""
 
 DENSE_COPIES = 4
-"""Of keys and values for the dense kernel: packed, unpacked, head by head, in one piece."""
+"""Copies of keys and values for the dense kernel: packed, unpacked, by head, concatenated."""
 TILE_COPIES = 3
-"""Of keys and values in a tile: packed, unpacked, in one piece."""
+"""Copies of keys and values in a tile: packed, unpacked, concatenated."""
 MASK_BYTES = 4
-"""For each query and key: a mask, and what it is made of."""
+"""Bytes per query and key: a mask, and its intermediate arrays."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A chunk's attention in one layer."""
+    """The attention of a chunk in one layer."""
 
     kv_heads: int
     repeats: int
-    """Query heads to a KV head."""
+    """Query heads per KV head."""
     queries: int
     keys: int
-    """Tokens attended to, the chunk's own included."""
+    """Tokens attended to, including the chunk's own."""
     k_dim: int
     v_dim: int
     itemsize: int
     """Bytes of one dense element."""
     unpacking: int = 0
-    """Bytes that unpacking takes for one element, beside what goes in and comes out."""
+    """Bytes per element that unpacking needs, besides its input and output."""
     masked: bool = False
-    """Whether more than the future is hidden, so that the mask is an array everywhere."""
+    """Whether more than the future is hidden, so that every mask is an array."""
     sinks: bool = False
     fused: bool = False
-    """Whether the dense kernel does without a matrix of scores."""
+    """Whether the dense kernel works without a matrix of scores."""
 
     def _key_bytes(self, copies: int) -> int:
         return (self.k_dim + self.v_dim) * (copies * self.itemsize + self.unpacking)
 
     def dense_bytes(self, heads: int) -> int:
-        """Bound what the dense kernel takes for so many KV heads, beside its output."""
+        """Bound the dense kernel's memory for this many KV heads, without its output."""
         queries = heads * self.repeats * self.queries
-        # With sinks: the scores, the same with the sinks beside them, and their softmax.
+        # With sinks: the scores, the scores with sinks appended, and their softmax.
         scores = 0 if self.fused else queries * self.itemsize * (3 if self.sinks else 1)
         masked = self.masked or not self.fused
         mask = self.queries * (MASK_BYTES + self.itemsize) if masked else 0
@@ -68,11 +67,11 @@ class Work:
         return key * self.keys + queries * self.k_dim * self.itemsize
 
     def tile_bytes(self, queries: int, keys: int) -> int:
-        """Bound what a tile of one KV head takes, beside the output; float32 whatever comes in."""
+        """Return an upper bound of a tile's memory for one KV head, without the output."""
         return self._beside_keys(queries) + self._one_key(queries) * keys
 
     def tile_keys(self, queries: int, scratch: int) -> int:
-        """Return the most keys of a tile with so many queries, whole pages of them; 0 if none."""
+        """Return the most keys of a tile with this many queries, in whole pages; 0 if none fits."""
         page = PAGE_TOKENS * self._one_key(queries)
         pages = min(
             (scratch - self._beside_keys(queries)) // page,
@@ -82,32 +81,32 @@ class Work:
         return PAGE_TOKENS * max(0, pages)
 
     def _beside_keys(self, queries: int) -> int:
-        # The queries, scaled; the output before and after, and what is added; maximum and sum.
+        # Scaled queries; the output before and after, and the addend; maximum and sum.
         return 4 * queries * self.repeats * (2 * self.k_dim + 4 * self.v_dim + 8)
 
     def _one_key(self, queries: int) -> int:
         converted = 0 if self.itemsize == 4 else 4 * (self.k_dim + self.v_dim)
-        scores = 3 * 4 * queries * self.repeats  # as they come, masked, as weights
+        scores = 3 * 4 * queries * self.repeats  # raw, masked, as weights
         return self._key_bytes(TILE_COPIES) + converted + scores + MASK_BYTES * queries
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much at once."""
+    """How much one call covers."""
 
     heads: int
     """KV heads."""
     queries: int
     keys: int | None
-    """Of a tile, a multiple of 64; None: all of them, in the dense kernel."""
+    """Keys of a tile, a multiple of 64; None: all keys, in the dense kernel."""
     nbytes: int
-    """Bound of what is alive at once, beside the output."""
+    """Upper bound of the memory in use at once, without the output."""
 
 
 def plan(work: Work, scratch: int) -> Plan:
-    """Cut ``work`` so that what is alive at once takes at most ``scratch`` bytes.
+    """Cut ``work`` so that at most ``scratch`` bytes are in use at once.
 
-    If even one query's tile of 64 keys takes more, that is the plan.
+    If even one query with a tile of 64 keys needs more, that tile is the plan.
     """
     if heads := _heads(work, scratch):
         return Plan(heads, work.queries, None, work.dense_bytes(heads))
@@ -120,8 +119,8 @@ def plan(work: Work, scratch: int) -> Plan:
 
 
 def _heads(work: Work, scratch: int) -> int:
-    """Return how many KV heads go into one call of the dense kernel, in even shares; 0: none."""
-    if not work.fused:  # in parts, tiles are at least as fast
+    """Return the KV heads per call of the dense kernel, in even shares; 0: none fit."""
+    if not work.fused:  # tiles are at least as fast as some heads at a time
         return work.kv_heads if work.dense_bytes(work.kv_heads) <= scratch else 0
     scores = work.repeats * work.queries * work.keys
     fitting = [

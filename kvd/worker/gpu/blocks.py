@@ -1,20 +1,20 @@
-"""Decode steps of whole decoder layers, in seven kernels instead of some twenty operations.
+"""Decode steps of whole decoder layers, in seven kernels instead of about twenty operations.
 
-On a GPU a step of a small model is as long as the host takes to launch it, and each operation costs
-it 2 to 8 µs. Where a layer is the common one (norm; joined queries, keys and values; norms of heads
-and rotary positions; attention; residual; norm; gated MLP; residual), and its rows attend by
-kernels (`kvd.worker.attention.fused`), it is ::
+On a GPU, a step of a small model takes as long as the host needs to launch it, and each operation
+costs the host 2 to 8 µs. A common layer has these parts: norm; joined queries, keys and values;
+norms of heads and RoPE; attention; residual; norm; gated MLP; residual. If its rows attend with
+kernels (`kvd.worker.attention.fused`), it becomes ::
 
     product      of normed inputs: queries, keys, values                      `products`
-    rotate       heads normed, positions, tails take keys and values          `kernels.rotate`
+    rotate       norms of heads, RoPE, keys and values into tails             `kernels.rotate`
     attention    two kernels                                                  `kernels.decode`
-    product      plus what came in                                            `products`
+    product      plus the layer's input                                       `products`
     product      of normed inputs, gated                                      `products`
-    product      plus what came in                                            `products`
+    product      plus the MLP's input                                         `products`
 
-A layer is taken for such a one by what it consists of; that it also computes as one is shown by the
-probe, which compares the model's logits with those over mlx-lm's caches, where layers run as they
-were written. They do so in prefill too.
+A layer is recognized by its submodules. The probe shows that it also computes in this order: it
+compares the model's logits with those over mlx-lm's caches, where layers run their own code. They
+also run their own code in prefill.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MLP = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """What a decode step needs of a layer."""
+    """The weights and settings of one layer's decode step."""
 
     before: products.Norm
     qkv: mx.array
@@ -56,9 +56,9 @@ class Block:
     down: mx.array
 
     def decode(self, x: mx.array, cache: BatchQuantizedKVCache) -> mx.array | None:
-        """Return what the layer makes of one token of each row, ``[batch, 1, dim]``; lazy.
+        """Return the layer's output for one token of each row, ``[batch, 1, dim]``; lazy.
 
-        None where it is no such step, and the layer's own code has to do it.
+        None if this is no such step; then the layer's own code runs.
         """
         step = cache.step
         if not isinstance(step, DecodeStep) or not isinstance(step.backend, FusedStep):
@@ -75,14 +75,14 @@ class Block:
             attended, self.out, self.out.shape[:1], bias=self.out_bias, residual=x
         )
         gated = products.multiply_gated(h, self.gate_up, self.after)
-        (made_of_it,) = products.multiply(gated, self.down, self.down.shape[:1], residual=h)
-        return made_of_it
+        (output,) = products.multiply(gated, self.down, self.down.shape[:1], residual=h)
+        return output
 
 
 def fuse(model: Any) -> int:
-    """Let decode steps of a model's layers run as blocks; return of how many.
+    """Run decode steps of a model's layers as blocks; return the number of layers.
 
-    The layers have been joined (`kvd.worker.gpu.joined_linear`) with products of our own.
+    The layers must have been joined (`kvd.worker.gpu.joined_linear`) with kvd's own products.
     """
     count = 0
     for layer in list(model.modules()):
@@ -95,7 +95,7 @@ def fuse(model: Any) -> int:
 
 
 def unfuse(model: Any) -> None:
-    """Let them run as they were written."""
+    """Give the layers their own code back."""
     for layer in list(model.modules()):
         if "block" in vars(layer) and isinstance(layer.block, Block):
             layer.__class__ = type(layer).__mro__[1]
@@ -103,7 +103,7 @@ def unfuse(model: Any) -> None:
 
 
 def _fused(kind: type) -> type:
-    """Return the layer's class, with decode steps as blocks."""
+    """Return a subclass of the layer's class that runs decode steps as blocks."""
 
     def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None, **rest: Any) -> mx.array:
         if mask is None and not rest and type(cache) is BatchQuantizedKVCache:
@@ -117,7 +117,7 @@ def _fused(kind: type) -> type:
 
 
 def _block_of(layer: Any) -> Block | None:
-    """Return a layer's block if it consists of what blocks are made of."""
+    """Return a layer's block if its submodules are those of a common layer."""
     if not _has(layer, _LAYER) or "block" in vars(layer):
         return None
     attention, mlp = layer["self_attn"], layer["mlp"]
@@ -141,7 +141,9 @@ def _block_of(layer: Any) -> Block | None:
 
 
 def _has(module: Any, names: frozenset[str], optional: frozenset[str] = frozenset()) -> bool:
-    """Return whether a module consists of these others and of nothing else."""
+    """Return whether a module has exactly these submodules, all or none of the optional ones, and
+    no arrays.
+    """
     if not isinstance(module, nn.Module):
         return False
     there = frozenset(module.children())
@@ -156,7 +158,9 @@ def _norm(module: Any) -> products.Norm | None:
 
 
 def _joined(parent: Any, *names: str) -> Any:
-    """Return the joined weights of these layers, which are all of theirs, and fit; else None."""
+    """Return the joined weights of these layers if no other layer shares them and they fit; else
+    None.
+    """
     parts = [parent[name] for name in names]
     if not all(type(part) is JoinedLinear for part in parts):
         return None
@@ -168,7 +172,7 @@ def _joined(parent: Any, *names: str) -> Any:
 
 
 def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
-    """Return what a layer does to queries and keys, if that is all."""
+    """Return what a layer does to queries and keys if it is norms and RoPE only."""
     heads, kv_heads = getattr(attention, "n_heads", 0), getattr(attention, "n_kv_heads", 0)
     found = _frequencies(attention["rope"])
     if found is None or not heads or not kv_heads or sizes[0] % heads:
@@ -189,7 +193,7 @@ def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:
 
 
 def _frequencies(rope: Any) -> tuple[int, bool, mx.array] | None:
-    """Return what rope turns, how it pairs, and radians a position ``[dims / 2]`` float32."""
+    """Return RoPE's channels, pairing, and radians per position ``[dims / 2]`` float32."""
     if type(rope) is nn.RoPE:
         half = rope.dims // 2
         each = rope.scale * np.power(float(rope.base), -np.arange(half) / half)

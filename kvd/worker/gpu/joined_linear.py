@@ -1,10 +1,12 @@
-"""Linear layers that read the same input multiply as one.
+"""Linear layers that read the same input multiply with joined weights.
 
-A decode step of few rows is launched product by product, and on a GPU launching one takes longer
-than computing it (9.6 µs with MLX on CUDA; 1.7 to 2.6 for a norm). Queries, keys and values are
-products of one input, and so are the two halves of a gated MLP: their weights are joined, the first
-of them to be called multiplies for all, and the others take their part of the result. A weight is
-kept as ``[1, inputs, outputs]``, which spares MLX three operations on shapes for each product.
+A decode step of few rows launches its products one by one, and on a GPU launching a product takes
+longer than computing it (9.6 µs with MLX on CUDA; 1.7 to 2.6 µs for a norm). Queries, keys and
+values are products of one input, and so are the two halves of a gated MLP. Their weights are
+joined. The first of the layers to be called multiplies for all, and the others take their parts of
+the result.
+
+A weight is stored as ``[1, inputs, outputs]``, which saves MLX three shape operations per product.
 """
 
 from __future__ import annotations
@@ -22,30 +24,30 @@ JOINED_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Joined:
-    """The weights of some layers, and what the last product has left for those not yet called."""
+    """The weights of some layers, and parts of the last product for layers not yet called."""
 
     def __init__(self, layers: Sequence[nn.Linear], product: Product | None) -> None:
         self._product = product
         self.sizes = [layer.weight.shape[0] for layer in layers]
         whole = mx.concatenate([layer.weight for layer in layers])
         self.whole = whole
-        """``[outputs of all, inputs]``, as they are stored."""
+        """``[outputs of all, inputs]``, as stored."""
         self.weight = whole[None].swapaxes(1, 2)
         """``[1, inputs, outputs of all]``, a view."""
         biases = [layer.bias for layer in layers if "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}
         self._apart = False
-        """Whether each multiplies alone after all."""
+        """Whether each layer multiplies alone, because the model does not call all of them alike.
+        """
         self._input: mx.array | None = None
         self._left: dict[int, mx.array] = {}
 
     def arrays(self) -> list[mx.array]:
-        """Return all weights."""
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def _wide(self, batch: int) -> mx.array:
-        """Return the weight for so many sequences: a view that is made once."""
+        """Return the weight broadcast to this many sequences: a view that is created once."""
         if batch not in self._views:
             self._views[batch] = mx.broadcast_to(self.weight, (batch, *self.weight.shape[1:]))
             mx.eval(self._views[batch])
@@ -56,12 +58,12 @@ class _Joined:
         if self._apart:
             return self._one(x, member)
         if x is not self._input or member not in self._left:
-            if self._left:  # a model that does not ask all of them for the same product
+            if self._left:  # the model did not call all of them with the same input
                 self._apart, self._input, self._left = True, None, {}
                 return self._one(x, member)
             self._input, self._left = x, dict(enumerate(self._all(x)))
         found = self._left.pop(member)
-        if not self._left:  # nothing of a pass outlives it
+        if not self._left:  # keep nothing of a pass after it
             self._input = None
         return found
 
@@ -93,7 +95,7 @@ class _Joined:
 
 
 class JoinedLinear(nn.Module):  # type: ignore[misc]
-    """`nn.Linear` over a part of joined weights."""
+    """`nn.Linear` over its part of joined weights."""
 
     def __init__(self, joined: _Joined, member: int) -> None:
         super().__init__()
@@ -102,13 +104,13 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
 
     @property
     def joined(self) -> _Joined:
-        """The weights, of its siblings too."""
+        """The weights that it shares with other layers."""
         joined: _Joined = self._joined
         return joined
 
     @property
     def weight(self) -> mx.array:
-        """``[outputs, inputs]``: a view, for models that look at it."""
+        """``[outputs, inputs]``: a view, for models that read it."""
         end = sum(self.joined.sizes[: self._member + 1])
         return self.joined.weight[0, :, end - self.joined.sizes[self._member] : end].T
 
@@ -118,10 +120,10 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
 
 
 class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
-    """`nn.Embedding` whose few rows of logits are a product of ours as well."""
+    """`nn.Embedding` that computes few rows of logits with kvd's own product."""
 
     def __init__(self, embedding: nn.Embedding, product: Product) -> None:
-        nn.Module.__init__(self)  # MLX's own makes random weights first
+        nn.Module.__init__(self)  # MLX's own initializer creates random weights
         self.weight = embedding.weight
         self._product = product
 
@@ -137,9 +139,10 @@ class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
 def join(model: Any, product: Product | None = None) -> None:
     """Join the layers of a model that read the same input; lazy.
 
-    ``product``: what multiplies few rows in MLX's place (`kvd.worker.gpu.products`).
+    ``product``: replaces MLX's product for few rows (`kvd.worker.gpu.products`).
 
-    Only layers that are exactly MLX's own. All that are left multiply alone, with weights as above.
+    Only layers whose class is exactly MLX's own. All others of them multiply alone, with weights
+    stored as above.
     """
     for module in list(model.modules()):
         if isinstance(module, JoinedLinear):
@@ -156,13 +159,13 @@ def join(model: Any, product: Product | None = None) -> None:
 
 
 def dtype_of(model: Any) -> mx.Dtype | None:
-    """Return the dtype of a model's plain linear layers, of the first one; None: it has none."""
+    """Return the dtype of a model's first plain linear layer; None if it has none."""
     layers = (module for module in model.modules() if _is_plain(module))
     return next((layer.weight.dtype for layer in layers), None)
 
 
 def joined_arrays(model: Any) -> list[mx.array]:
-    """Return the joined weights: they are no parameters in MLX's sense."""
+    """Return the joined weights, which are not parameters in MLX's sense."""
     found = {
         id(module.joined): module.joined
         for _, module in model.named_modules()

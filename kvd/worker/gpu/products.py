@@ -1,20 +1,20 @@
-"""Products of few rows on CUDA, as one kernel: ``x @ weight.T`` for the rows of a decode step.
+"""Products of few rows on CUDA, in one kernel: ``x @ weight.T`` for the rows of a decode step.
 
-What a layer does before and after may be in it: the norm of its inputs, a bias, the residual, the
-gate of an MLP.
+The kernel can include the layer's work before and after: the norm of its inputs, a bias, the
+residual, the gate of an MLP.
 
-MLX asks cuBLASLt for each product, which takes the host 9.6 µs; a kernel of one's own is launched
-in a third of that, gives each of several joined layers its own output, and sums in one order for
-any number of rows: a row gets the same numbers alone and in company.
+MLX calls cuBLASLt for each product, which costs the host 9.6 µs. A custom kernel is launched in a
+third of that. It gives each of several joined layers its own output. It sums in one order for any
+number of rows, so a row's numbers do not depend on its batch.
 
-A block of warps makes 16 outputs. The tensor cores' ``m16n8k16`` takes weights as its left side and
-8 rows as its right one, so weights are read once, straight into registers. Both sides may be
+A block of warps computes 16 outputs. The tensor cores' ``m16n8k16`` takes weights as its left side
+and 8 rows as its right side, so weights are read once, straight into registers. Both sides may be
 permuted alike along the inputs, so each lane reads 16 bytes at a time. ::
 
     inputs   0..7     8..15    16..23   24..31      of a block of 32
     lane t   0        1        2        3           reads them, of outputs g and g + 8, and of row g
 
-Sums are float32. Used only where `find` has found it right.
+Sums are float32. The kernel is used only if `find` has verified it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kvd.worker.attention.kernels.kernel_files import cuda_kernel
 
 MOST_ROWS = 32
 OUTPUTS = 16
-"""Of one block; every layer's number of outputs is a multiple of it."""
+"""Outputs per block of threads; every layer's number of outputs must be a multiple of it."""
 INPUTS = 32
-"""Of one turn of a warp; the number of inputs is a multiple of it."""
+"""Inputs that a warp reads at once; the number of inputs must be a multiple of it."""
 WARPS = 8
 _ROWS = 8
 _PTX = {mx.bfloat16: "bf16", mx.float16: "f16"}
@@ -50,8 +50,8 @@ _TOLERANCE = {mx.bfloat16: 2.0**-7, mx.float16: 2.0**-10}
 """Half an ulp of the output, and as much again for the order of sums."""
 
 Product = Callable[[mx.array, mx.array, Sequence[int]], list[mx.array]]
-"""``[batch, 1, inputs]`` times weights ``[outputs, inputs]`` as one array ``[batch, 1, size]`` for
-each of the sizes that the outputs are made of."""
+"""Multiplies ``[batch, 1, inputs]`` with weights ``[outputs, inputs]``; returns an array
+``[batch, 1, size]`` for each of the given sizes, which add up to the outputs."""
 
 _HEADER = """
 typedef %(pair)s Pair;
@@ -97,7 +97,7 @@ _NORM = """
   for (int tile = 0; tile < TILES; ++tile) factors[tile] = norms[tile * 8 + g];
   const uint4* weights = reinterpret_cast<const uint4*>(norm) + t;
 """
-"""Before the product: what each row is divided by."""
+"""Before the product: the factor that normalizes each row."""
 
 _SCALE = """
       const uint4 by = weights[block * 4];
@@ -161,9 +161,10 @@ class Norm:
 
 
 def find(dtype: mx.Dtype | None) -> Product | None:
-    """Return the kernel for weights of a dtype, if this device has it and it is right.
+    """Return the kernel for weights of this dtype if the device supports it and its results are
+    right.
 
-    The environment's ``KVD_NATIVE=off`` goes without.
+    ``KVD_NATIVE=off`` in the environment disables it.
     """
     if mx.default_device().type == mx.DeviceType.cpu or not mx.cuda.is_available():
         return None
@@ -177,7 +178,7 @@ def find(dtype: mx.Dtype | None) -> Product | None:
 
 
 def fits(x: mx.array, sizes: Sequence[int]) -> bool:
-    """Return whether `multiply` takes these inputs: a decode step's, of few rows."""
+    """Return whether `multiply` accepts these inputs: those of a decode step with few rows."""
     return (
         x.ndim == 3
         and x.shape[1] == 1
@@ -198,8 +199,8 @@ def multiply(
 ) -> list[mx.array]:
     """Multiply ``[batch, ..., inputs]`` with weights ``[outputs, inputs]``; see `Product`.
 
-    ``norm`` is done before; ``bias``, ``[outputs]``, and ``residual``, ``[batch, 1, outputs]`` of
-    one layer, are added.
+    ``norm`` is applied before; ``bias``, ``[outputs]``, and ``residual``, ``[batch, 1, outputs]``
+    of one layer, are added.
     """
     extra = {"norm": None if norm is None else norm.weight, "bias": bias, "residual": residual}
     given = {name: array for name, array in extra.items() if array is not None}
@@ -211,7 +212,8 @@ def multiply(
 def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
     """Return ``silu(gate) * up`` of normed inputs, ``[batch, 1, size]``.
 
-    ``weight``: ``[2 * size, inputs]``, the gate's and then the other's; the size a multiple of 8.
+    ``weight``: ``[2 * size, inputs]``, the gate's rows and then the other's; the size is a multiple
+    of 8.
     """
     size = weight.shape[0] // 2
     how = _How(weight.dtype, (size,), ("norm",), norm.eps, gated=True)
@@ -221,7 +223,7 @@ def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
 
 @dataclass(frozen=True)
 class _How:
-    """All that a kernel's text depends on."""
+    """Everything that a kernel's text depends on."""
 
     dtype: mx.Dtype
     sizes: tuple[int, ...]
@@ -231,12 +233,14 @@ class _How:
 
     @property
     def name(self) -> str:
-        """MLX finds a compiled kernel by its name: all that its source depends on is in there."""
+        """MLX finds a compiled kernel by its name, so the name covers all that the source depends
+        on.
+        """
         eps = "" if self.eps is None else float(self.eps).hex().replace(".", "_")
         eps = eps.replace("-", "m").replace("+", "p")
-        told = ["gated"] if self.gated else []
-        told += [*self.extra, eps, *map(str, self.sizes)]
-        return "_".join(["kvd_product", _PTX[self.dtype], *filter(None, told)])
+        parts = ["gated"] if self.gated else []
+        parts += [*self.extra, eps, *map(str, self.sizes)]
+        return "_".join(["kvd_product", _PTX[self.dtype], *filter(None, parts)])
 
     @property
     def source(self) -> str:
@@ -287,7 +291,7 @@ def _run(
 
 @lru_cache
 def _kernel(how: _How, _template: tuple[tuple[str, int], ...]) -> Any:
-    ptx = _PTX[how.dtype]  # `kernel_files` wants to be asked for each template
+    ptx = _PTX[how.dtype]  # `cuda_kernel` must be called once per template
     return cuda_kernel(
         name=how.name,
         input_names=["x", "w", *how.extra],
@@ -298,7 +302,7 @@ def _kernel(how: _How, _template: tuple[tuple[str, int], ...]) -> Any:
 
 
 def _is_right(dtype: mx.Dtype, rows: int, inputs: int) -> bool:
-    """Compare with the product in float32, on sizes of three layers."""
+    """Compare with the product in float32, for three layers of different sizes."""
     keys = mx.random.split(mx.random.key(rows * inputs))
     sizes = (48, 16, 32)
     x = mx.random.normal((rows, 1, inputs), key=keys[0]).astype(dtype)

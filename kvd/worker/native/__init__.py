@@ -1,10 +1,10 @@
 """kvd's own operations for MLX's CPU backend, in C++.
 
-MLX computes norms, rotary positions and attention on the CPU as chains of small operations, and
-converts half floats to compute; for a decode step of a few rows that is most of the time. Here each
-of them is one operation of MLX's graph, weights stay half floats, and a row's numbers never depend
-on who shares its batch.
+MLX computes norms, RoPE and attention on the CPU as chains of small operations, and converts half
+floats to compute. In a decode step of a few rows that takes most of the time. Here each of them is
+one operation of MLX's graph, and weights stay half floats. A row's numbers never depend on the
+other rows of its batch.
 
-`build` compiles and caches the library, `operations` calls it, `layers` gives them to a model,
-`step` is what decode attention reads.
+`build` compiles and caches the library, `operations` replaces MLX's functions with it, `layers`
+packs a model's weights for it, and `step` prepares the arrays that its attention reads.
 """

@@ -1,4 +1,4 @@
-"""Whether this process computes with the library, and why not."""
+"""Decides whether this process uses the native library."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from kvd.worker.native import build, operations
 
 @dataclass(frozen=True)
 class Activation:
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
 
     library: ModuleType | None
     reason: str | None = None
 
     @property
     def status(self) -> str | None:
-        """What is told of it: ``on``, or the reason; None on accelerators."""
+        """``on``, or the reason; None on accelerators."""
         return "on" if self.library is not None else self.reason
 
 
 def activate(progress: ReportProgress) -> Activation:
-    """Build and install the library, if MLX computes on the CPU; call before models are imported.
+    """Build and install the library if MLX computes on the CPU; call before models are imported.
 
-    The environment's ``KVD_NATIVE=off`` goes without.
+    ``KVD_NATIVE=off`` in the environment disables it.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return Activation(None)
@@ -47,7 +47,8 @@ def activate(progress: ReportProgress) -> Activation:
 
 
 def thread_count() -> int:
-    """Return how many threads share a product: as many as there are processors for us."""
+    """Return the number of threads that share a product: the processors available to this process.
+    """
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -55,7 +56,7 @@ def thread_count() -> int:
 
 
 def _quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return how many processors a container may keep busy (cgroup v2): ``max 100000``."""
+    """Return the processors that a container may keep busy (cgroup v2): ``max 100000``."""
     try:
         quota, period = file.read_text("utf-8").split()
         return -(-int(quota) // int(period))

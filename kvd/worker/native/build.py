@@ -1,7 +1,7 @@
-"""Building the library: once a machine, in seconds, with the compiler that MLX's own JIT uses too.
+"""Builds the library once per machine, in seconds, with the compiler that MLX's own JIT uses too.
 
-Distributions of MLX bring headers and a library, but their binary interface goes with the version,
-and the code is best compiled for the very processor. So nothing is shipped compiled.
+Distributions of MLX include headers and a library, but the binary interface changes with the
+version, and the code runs fastest if compiled for the exact processor. So kvd ships no binary.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ _FLAGS = (
     "-std=c++20",
     "-O3",
     "-march=native",
-    # A row's numbers must not depend on where a compiler sees a product and a sum to fuse.
+    # A row's numbers must not depend on which products and sums a compiler fuses.
     "-ffp-contract=off",
-    "-fno-strict-aliasing",  # nanobind's part asks for it
+    "-fno-strict-aliasing",  # nanobind requires it
     "-fPIC",
     "-fvisibility=hidden",
     "-DNDEBUG",
     "-DNB_COMPACT_ASSERTIONS",
-    "-DNB_DOMAIN=mlx",  # MLX's own types, as its Python module knows them
+    "-DNB_DOMAIN=mlx",  # shares types with MLX's Python module
 )
 
 
 class NotBuiltError(Exception):
-    """The library cannot be had here; the text says why and what to do."""
+    """The library is not available here; the text says why and what to do."""
 
 
 @cache
 def load() -> ModuleType:
-    """Return the library, built if it was not yet; raises `NotBuiltError`."""
+    """Return the library, built first if needed; raises `NotBuiltError`."""
     try:
         path = library()
         return _loaded(path)
     except OSError as error:
         raise NotBuiltError(
-            f"the native library cannot be kept ({error}); make XDG_CACHE_HOME a folder that this"
-            " user can write to"
+            f"the native library cannot be stored ({error}); set XDG_CACHE_HOME to a folder"
+            " that this user can write to"
         ) from error
     except (ImportError, PackageNotFoundError, TypeError, RuntimeError) as error:
         raise NotBuiltError(f"the native library does not work with this MLX: {error}") from error
@@ -79,10 +79,10 @@ def is_built() -> bool:
 
 
 def library() -> Path:
-    """Return the library's path, built if it was not yet; raises `NotBuiltError` and ``OSError``.
+    """Return the library's path, built first if needed; raises `NotBuiltError` and ``OSError``.
 
-    One that is not as it was written (a full disk, a lost rename) is built anew: to load it could
-    end the process.
+    A damaged file (a full disk, a lost rename) is built again, because loading it could end the
+    process.
     """
     path = _path()
     if not _is_sound(path):
@@ -95,7 +95,7 @@ def library() -> Path:
             built.chmod(0o700)  # whatever the umask
             digest = built.with_suffix(".sha256")
             digest.write_text(_digest(built))
-            # Whole or not at all, also where two build at once.
+            # Atomic, also if two processes build at once.
             digest.replace(path.with_suffix(".sha256"))
             built.replace(path)
     _check_ours(path)
@@ -114,14 +114,14 @@ def _digest(path: Path) -> str:
 
 
 def _check_ours(path: Path) -> None:
-    """Refuse code that others could have written."""
+    """Raise `NotBuiltError` for code that other users could have written."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise NotBuiltError(f"{path} belongs to somebody else, or others can write to it")
+        raise NotBuiltError(f"{path} belongs to another user, or others can write to it")
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler, if there is one."""
+    """Return the path of the C++ compiler; None if there is none."""
     return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
@@ -130,14 +130,14 @@ def _path() -> Path:
 
 
 def _key() -> str:
-    """Return a name for all that the binary depends on."""
+    """Return a hash of everything that the binary depends on."""
     parts = [sys.version, version("mlx"), version("nanobind"), " ".join(_FLAGS), _processor()]
     parts += [file.read_text("utf-8") for file in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """Return what the compiler may use: home folders are shared between machines."""
+    """Return the processor's features: home folders are shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
@@ -151,7 +151,7 @@ def _compiled(folder: Path) -> Path:
     if (command := compiler()) is None:
         raise NotBuiltError("no C++ compiler is installed (Debian: g++)")
     binding = Path(nanobind.include_dir()).parent
-    # A namespace package: it has no file.
+    # `mlx` is a namespace package, which has no file.
     mlx = Path(str(mx.__file__)).parent
     includes = [
         binding / "include",
@@ -176,7 +176,7 @@ def _compiled(folder: Path) -> Path:
 
 
 def _try(module: ModuleType) -> None:
-    """Raise if arrays do not pass from MLX to the library and back."""
+    """Raise ``RuntimeError`` if arrays do not pass from MLX to the library and back."""
     found = module.rms_norm(mx.ones((2, 8)), None, 0.0)
     if not bool(mx.array_equal(found, mx.ones((2, 8))).item()):
         raise RuntimeError("a row of ones has no norm of 1")

@@ -1,10 +1,12 @@
-"""Linear layers and embeddings over weights as the library multiplies them.
+"""Linear layers and embeddings over weights in the library's own order.
 
 A weight ``[outputs, inputs]`` is stored in panels of 16 outputs, ``[panels, inputs, 16]``, in the
-dtype that the checkpoint has: half floats take half the memory and half its bandwidth, and are
-widened exactly while they are multiplied. Many a float32 checkpoint was made of half floats; where
-all of a weight's elements are, it is stored as what it was. Outputs are summed over the inputs one
-after the other, so a row's numbers are the same to the bit in any batch.
+checkpoint's dtype. Half floats need half the memory and half its bandwidth, and are widened exactly
+during the product. Many float32 checkpoints were converted from half floats: if all elements of a
+weight are exact half floats, it is stored as half floats.
+
+Outputs are summed over the inputs one after another, so a row's numbers are the same to the bit in
+any batch.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 class _Packed(nn.Module):  # type: ignore[misc]
-    """A weight in panels. Its name begins with an underscore: MLX converts parameters' dtypes."""
+    """A weight in panels.
+
+    The attribute's name begins with an underscore because MLX converts the dtypes of parameters.
+    """
 
     def __init__(self, library: ModuleType, weight: mx.array) -> None:
         super().__init__()
         self._library = library
         weight = _narrowed(weight)
+        """``[outputs, inputs]`` float32, created on each access; for models that read it."""
         self.outputs, inputs = weight.shape
         panels = -(-self.outputs // PANEL)
         padded = mx.pad(weight, [(0, panels * PANEL - self.outputs), (0, 0)])
@@ -50,7 +56,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
 
 
 def _narrowed(weight: mx.array) -> mx.array:
-    """Return a float32 weight as half floats if that loses nothing; evaluates."""
+    """Return a float32 weight as half floats if that is exact; evaluates."""
     if weight.dtype == mx.float32:
         for half in _DTYPES[1:]:
             narrow = weight.astype(half)
@@ -86,18 +92,18 @@ class PackedEmbedding(_Packed):
         return found
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply as the output layer of a model with tied embeddings."""
+        """Multiply like the output layer of a model with tied embeddings."""
         return self._product(x, None)
 
 
 def pack_weights(model: Any, library: ModuleType) -> None:
-    """Give a model's dense linear layers and embeddings packed weights.
+    """Replace a model's dense linear layers and embeddings with packed ones.
 
-    Lazy but for float32 weights, which are looked at. Only layers that are exactly MLX's own; what
-    a model made of them stays as it is.
+    Lazy except for float32 weights, whose values are checked. Only layers whose class is exactly
+    MLX's own are replaced; a model's subclasses stay.
     """
     replaced: dict[int, _Packed] = {}
-    originals: list[Any] = []  # kept, so that no other module gets one's id
+    originals: list[Any] = []  # kept alive, so that no other module gets the id of one
     for module in list(model.modules()):
         for name, child in list(module.items()):
             if isinstance(child, nn.Module):
@@ -113,19 +119,19 @@ def pack_weights(model: Any, library: ModuleType) -> None:
 def _taken(
     child: Any, library: ModuleType, replaced: dict[int, _Packed], originals: list[Any]
 ) -> Any:
-    if id(child) in replaced:  # a layer in two places stays one
+    if id(child) in replaced:  # a shared layer stays shared
         return replaced[id(child)]
     if type(child) not in (nn.Linear, nn.Embedding) or child.weight.dtype not in _DTYPES:
         return child
     kind: Any = PackedLinear if type(child) is nn.Linear else PackedEmbedding
     replaced[id(child)] = kind(library, child)
     originals.append(child)
-    child.pop("weight")  # or all of them would lie beside the packed ones
+    child.pop("weight")  # otherwise all of them would stay in memory besides the packed ones
     return replaced[id(child)]
 
 
 def packed_arrays(model: Any) -> list[mx.array]:
-    """Return the packed weights: they are no parameters in MLX's sense."""
+    """Return the packed weights, which are not parameters in MLX's sense."""
     found = {
         id(module): module.packed
         for _, module in model.named_modules()

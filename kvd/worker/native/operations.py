@@ -1,8 +1,8 @@
-"""The library's operations in the place of MLX's functions, where they say the same.
+"""Replaces functions of MLX with operations of the library.
 
 `mx.fast.rms_norm`, `mx.fast.rope` and mlx-lm's `swiglu` are chains of operations on the CPU.
-`install` puts one operation in the place of each, for float32 on the CPU; all else goes to MLX as
-before. Norms differ from MLX's by rounding alone.
+`install` replaces each with one operation for float32 on the CPU; all other calls go to MLX. Norms
+differ from MLX's only by rounding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _swiglu = activations.swiglu
 
 
 class _Functions:
-    """What stands in the place of MLX's functions."""
+    """Replacements of MLX's functions, with the same arguments."""
 
     def __init__(self, library: ModuleType) -> None:
         self._library = library
@@ -29,7 +29,6 @@ class _Functions:
     def rms_norm(
         self, x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
     ) -> mx.array:
-        """Do what `mx.fast.rms_norm` does."""
         mine = x.dtype == mx.float32 and (weight is None or _fits(weight, x.shape[-1:]))
         if not mine or stream is not None or not x.size:
             return _rms_norm(x, weight, eps, stream=stream)
@@ -48,12 +47,11 @@ class _Functions:
         freqs: mx.array | None = None,
         stream: Any = None,
     ) -> mx.array:
-        """Do what `mx.fast.rope` does."""
         turns = None
         if a.dtype == mx.float32 and a.ndim == 4 and a.size and stream is None:
             turns = _turns(dims, base, freqs, a.shape[-1])
         where = None if turns is None else _where(offset, a.shape[0])
-        if turns is None or where is None:  # MLX knows what to do, or what to say
+        if turns is None or where is None:  # MLX handles it or raises
             return _rope(
                 a,
                 dims,
@@ -68,7 +66,6 @@ class _Functions:
         return found
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
-        """Do what mlx-lm's `swiglu` does."""
         mine = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
         if not mine or not x.size or not x.ndim:
             other: mx.array = _swiglu(gate, x)
@@ -82,7 +79,9 @@ def _fits(weight: mx.array, shape: tuple[int, ...]) -> bool:
 
 
 def _turns(dims: int, base: float | None, freqs: mx.array | None, size: int) -> mx.array | None:
-    """Return what pairs turn by, ``[dims / 2]``; None for what MLX would refuse."""
+    """Return radians per position of each pair, ``[dims / 2]``; None for arguments that MLX would
+    reject.
+    """
     if not 0 < dims <= size or dims % 2 or (base is None) == (freqs is None):
         return None
     if freqs is None:
@@ -93,7 +92,7 @@ def _turns(dims: int, base: float | None, freqs: mx.array | None, size: int) -> 
 
 
 def _where(offset: Any, batch: int) -> mx.array | None:
-    """Return positions as one int32 or one a sequence; None for anything else."""
+    """Return positions as one int32 or one per sequence; None for anything else."""
     if not isinstance(offset, mx.array):
         return mx.array([int(offset)], mx.int32)
     if not mx.issubdtype(offset.dtype, mx.integer) or offset.shape not in {(), (1,), (batch,)}:
@@ -103,7 +102,7 @@ def _where(offset: Any, batch: int) -> mx.array | None:
 
 @cache
 def _frequencies(dims: int, base: float) -> mx.array:
-    """Return what MLX turns pairs by, to the bit: an angle is this times the position."""
+    """Return MLX's radians per position, to the bit."""
     half = dims // 2
     found = mx.exp(mx.arange(0, -half, -1, mx.float32) * (math.log(base) / half))
     mx.eval(found)
@@ -111,7 +110,7 @@ def _frequencies(dims: int, base: float) -> mx.array:
 
 
 def install(library: ModuleType) -> None:
-    """Replace MLX's functions; before model modules are imported, once a process."""
+    """Replace MLX's functions; call before model modules are imported, once per process."""
     functions = _Functions(library)
     mx.fast.rms_norm = functions.rms_norm
     mx.fast.rope = functions.rope

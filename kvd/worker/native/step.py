@@ -1,6 +1,6 @@
-"""What the library's attention reads of a step: one array of rows, one of pages.
+"""The backend that attends with the library: its arrays of rows and of pages.
 
-All on the host but for two small arrays.
+Everything is on the host except two small arrays.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Library:
-    """The backend that attends with kvd's own operations for the CPU, in all steps."""
+    """Runs attention with kvd's own CPU operations, in all steps."""
 
     module: ModuleType
 
     def decode(
         self, _: Sequence[LayerStore], kind: Kind, rows: Sequence[Row], pages: PageList
     ) -> NativeStep:
-        """Describe a decode step."""
         return NativeStep.of(self.module, kind, rows, pages)
 
     def prefill(self, kind: Kind, row: Row, count: int) -> NativePrefill:
-        """Describe a chunk of a prompt."""
         return NativePrefill.of(self.module, kind, row, count)
 
     def launched(self, _: int = 0) -> int:
@@ -52,16 +50,16 @@ class NativeStep:
     kind: Kind
     pages: PageList
     rows: mx.array
-    """``[rows, 6]`` int32, of `rows_of`."""
+    """``[rows, 6]`` int32, from `rows_of`."""
     moves_tails: ClassVar[bool] = False
 
     @staticmethod
     def of(library: ModuleType, kind: Kind, rows: Sequence[Row], pages: PageList) -> NativeStep:
-        """Describe rows whose lengths count the new token."""
+        """Describe rows whose lengths include the new token."""
         return NativeStep(library, kind, pages, mx.array(rows_of(kind, rows, pages), mx.int32))
 
     def append(self, layer: LayerStore, _: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token for each row into its tail, ``[rows or more, heads, 1, dim]``."""
+        """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``."""
         layer.tail_keys, layer.tail_values = self.library.append(
             layer.tail_keys, layer.tail_values, keys, values, self.rows
         )
@@ -69,7 +67,7 @@ class NativeStep:
     def attend(
         self, queries: mx.array, layer: LayerStore, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Attend one query a row: as `kvd.worker.attention.decode.decode_attention`."""
+        """Attend one query per row, like `kvd.worker.attention.decode.decode_attention`."""
         found: mx.array = self.library.decode_attention(
             queries,
             self.pages.array,
@@ -84,19 +82,19 @@ class NativeStep:
         return found
 
     def padded(self) -> NativeStep:
-        """Return the same step with a list of pages of one of few lengths."""
+        """Return the step with a list of pages of one of few lengths."""
         return replace(self, pages=self.pages.padded(padded_length(self.pages.count)))
 
     def shapes(self, _: DecodeStep) -> tuple[Any, ...]:
-        """Return what gives `arrays` their shapes."""
+        """Return the sizes that determine the shapes of `arrays`."""
         return "native", self.pages.array.shape[0]
 
     def arrays(self, step: DecodeStep) -> list[mx.array]:
-        """Return what a compiled step takes beside tails and pools."""
+        """Return the arrays that a compiled step reads, besides tails and pools."""
         return [step.offsets, self.rows, self.pages.array]
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
-        """Return the step over other arrays."""
+        """Return the step with other arrays."""
         offsets, rows, pages = (next(given) for _ in range(3))
         mine = replace(self, rows=rows, pages=self.pages.with_array(pages))
         return replace(step, backend=mine, shared={"offsets": offsets})
@@ -110,7 +108,8 @@ class NativePrefill:
     kind: Kind
     pages: PageList
     lows: mx.array
-    """``[count]`` int32: the first position that each query sees beside the kept ones."""
+    """``[count]`` int32: the first position that each query sees, besides the first tokens that a
+    window keeps."""
     offset: int
     """Position of the first query."""
     tail_start: int
@@ -118,7 +117,7 @@ class NativePrefill:
 
     @staticmethod
     def of(library: ModuleType, kind: Kind, row: Row, count: int) -> NativePrefill:
-        """Describe a row whose length does not count the chunk yet."""
+        """Describe a row whose length does not include the chunk yet."""
         positions = range(row.length, row.length + count)
         lows = mx.array([kind.low(position) for position in positions], mx.int32)
         return NativePrefill(library, kind, PageList.of([row]), lows, row.length, row.tail_start)
@@ -131,7 +130,7 @@ class NativePrefill:
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Attend a chunk: as `kvd.worker.attention.prefill.prefill_attention`."""
+        """Attend a chunk, like `kvd.worker.attention.prefill.prefill_attention`."""
         found: mx.array = self.library.prefill_attention(
             queries,
             self.pages.array,

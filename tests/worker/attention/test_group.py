@@ -102,7 +102,7 @@ def test_fresh_rows_at_once_and_row_by_row(
     bench = bench_of(scheme=Scheme(4, 4))
     case = Group(bench, [bench.new() for _ in counts], counts)
 
-    at_once = group._at_once(case.queries, case.handle, None)
+    at_once = group._in_one_call(case.queries, case.handle, None)
     several = len(counts) > 1 and bench.store.backend is None
     assert at_once == ((case.handle.step.even or not on_cpu) and several)
     case.check()

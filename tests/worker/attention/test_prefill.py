@@ -212,9 +212,9 @@ def test_some_heads_at_a_time_are_the_same_to_the_bit(
 
 
 def test_mlx_is_asked_whether_its_kernel_is_fused() -> None:
-    asked = prefill._Ask.of(*_arguments(chunk_of(LayerGeometry(2, 64, 64), 100, 30)))
+    asked = prefill._Task.of(*_arguments(chunk_of(LayerGeometry(2, 64, 64), 100, 30)))
 
-    assert asked.fuses() == (mx.default_device().type != mx.DeviceType.cpu)
+    assert asked.is_fused_available() == (mx.default_device().type != mx.DeviceType.cpu)
 
 
 def _arguments(case: Chunk) -> tuple[mx.array, PrefillHandle, float, None]:
@@ -225,7 +225,7 @@ def test_pages_that_no_query_sees_are_not_read() -> None:
     """A row that may be trimmed, or lagged behind with its flush, still holds some."""
     case = chunk_of(LayerGeometry(1, 64, 64), 1000, 10)
     case.store.kind = Kind(window=200, keep=70)
-    asked = prefill._Ask.of(*_arguments(case))
+    asked = prefill._Task.of(*_arguments(case))
 
     assert [pages.starts for pages in asked.pages] == [(0, 64, *range(832, 896, 64))]
     case.check(64 * MIB)
@@ -264,7 +264,7 @@ def test_one_call_stays_within_its_bound(dtype: mx.Dtype, kind: Kind, bits: int)
     geometry = LayerGeometry(2, 64, 64, itemsize=dtype.size)
     case = chunk_of(geometry, 2000, 64, scheme=Scheme(bits, bits), dtype=dtype, kind=kind)
     for sinks in (None, mx.zeros((4,), dtype)):
-        asked = prefill._Ask.of(case.queries, case.handle, case.scale, sinks)
+        asked = prefill._Task.of(case.queries, case.handle, case.scale, sinks)
         bound = asked.work.dense_bytes(2)
         assert asked.whole(plan(asked.work, bound))
         assert not asked.whole(plan(asked.work, bound - 1))
@@ -275,7 +275,7 @@ def test_one_call_stays_within_its_bound(dtype: mx.Dtype, kind: Kind, bits: int)
 
 def test_layers_before_are_evaluated_where_the_next_would_not_fit_beside_them() -> None:
     case = chunk_of(LayerGeometry(2, 64, 64), 3000, 64)
-    one = prefill._Ask.of(*_arguments(case)).work.dense_bytes(2)
+    one = prefill._Task.of(*_arguments(case)).work.dense_bytes(2)
     scratch = one * 3 // 2
 
     def layers() -> mx.array:

@@ -100,7 +100,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason_and_no_crash(
 
 
 @pytest.mark.parametrize(
-    ("text", "threads"), [("max 100000", 1 << 16), ("200000 100000", 2), ("150000 100000", 2)]
+    ("text", "thread_count"), [("max 100000", 1 << 16), ("200000 100000", 2), ("150000 100000", 2)]
 )
 def test_a_containers_quota_bounds_the_threads(
     tmp_path: Path, text: str, thread_count: int

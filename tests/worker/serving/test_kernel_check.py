@@ -1,4 +1,4 @@
-"""Kernels are used where they are right, at every level, and faster; else the reason is told."""
+"""Kernels serve a model where they are right at every level, and faster; else the reason is logged."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_timing_stays_within_the_scratch() -> None:
     assert 64 <= keys < kernel_timing.KEYS
 
 
-@pytest.mark.parametrize(("told", "plain"), [("reference", True), ("auto", False), (None, False)])
+@pytest.mark.parametrize(("setting", "plain"), [("reference", True), ("auto", False), (None, False)])
 def test_the_environment_forces_plain_operations(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, *, plain: bool
 ) -> None:
@@ -232,10 +232,10 @@ def test_the_environment_forces_plain_operations(
 
 
 @pytest.mark.parametrize(
-    ("told", "path", "reason"),
+    ("setting", "path", "reason"),
     [("reference", "reference", "switched off"), ("auto", "fused", None)],
 )
-def test_loading_tries_kernels_unless_it_is_told_not_to(
+def test_loading_tries_kernels_unless_the_environment_forbids_them(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     setting: str,
@@ -244,7 +244,7 @@ def test_loading_tries_kernels_unless_it_is_told_not_to(
 ) -> None:
     caplog.set_level(logging.INFO, "kvd.worker")
     monkeypatch.setenv(kernel_choice.VARIABLE, setting)
-    monkeypatch.setattr(kernel_choice, "kernels", StandIn().backend)
+    monkeypatch.setattr(kernel_choice, "find_kernels", StandIn().backend)
     stages: list[str] = []
     loaded = SimpleNamespace(model=model_of("qwen3"), vocab_size=VOCAB, own_products=False)
     found = loading.serve(
@@ -269,7 +269,7 @@ def test_an_engine_serves_with_kernels_and_counts_them(
     monkeypatch: pytest.MonkeyPatch, demo: Driver
 ) -> None:
     kernels = StandIn()
-    monkeypatch.setattr(kernel_choice, "kernels", kernels.backend)
+    monkeypatch.setattr(kernel_choice, "find_kernels", kernels.backend)
     # Compiled ones are in `test_fused`; a compiler for the CPU takes its time over them.
     monkeypatch.setattr(runner, "can_compile", lambda _: False)
     fused = Driver("demo")

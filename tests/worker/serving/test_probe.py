@@ -223,7 +223,7 @@ def wrong_below(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ladder", "floor"),
+    ("schemes", "floor"),
     [("k8v8 k4v4", None), ("k8v8 k8v4", None), ("k8v8 k8v4 k4v4", None), ("k8v8 k2v2", "k4v4")],
 )
 def test_a_wrong_product_of_a_lower_level_is_found(

@@ -221,12 +221,12 @@ def test_a_fault_of_the_measuring_is_not_blamed_on_the_texts(monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [["--max-kl=nan"], ["--max-kl=-1"], ["--min-top1=95"], ["--prompts=0"], ["--ladder=k9v9"]],
+    [["--max-kl=nan"], ["--max-kl=-1"], ["--min-top1=95"], ["--prompts=0"], ["--schemes=k9v9"]],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(monkeypatch, capsys, tmp_path, wrong):
     place = ["--home", str(tmp_path), "--schemes", "k8v8"]
     monkeypatch.setattr(sys, "argv", ["calibrate", "demo", *place, *wrong])
-    monkeypatch.setattr(calibrate.model, "load", None)
+    monkeypatch.setattr(calibrate.model_files, "load", None)
     with pytest.raises(SystemExit) as ended:
         calibrate.main()
     assert ended.value.code == 1

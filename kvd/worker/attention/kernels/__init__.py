@@ -1,5 +1,5 @@
 """Fused decode attention: split-K flash decoding straight from the page table.
 
-`decode` is the algorithm, written once; `language` what Metal and CUDA call the few things that
-they call differently; `launch` makes of a step's arrays two launches, and gives them to MLX.
+`decode` holds the algorithm, written once. `language` maps the few primitives that Metal and CUDA
+name differently. `launch` turns a step's arrays into two launches and passes them to MLX.
 """

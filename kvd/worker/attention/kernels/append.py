@@ -1,7 +1,7 @@
 """The kernel that writes a step's tokens into tails: one launch for keys and values of a layer.
 
-What a kernel makes is a new array, so it copies the tails, which are small; MLX's own operations
-would as well, in two launches. `rotate` does it with more.
+A kernel's output is a new array, so this one copies the tails, which are small. MLX's own
+operations would copy them too, in two launches. `rotate` does this and more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PIECE = 16
 def append_source(
     language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, *, givers: bool
 ) -> str:
-    """Return the body; ``givers``: rows are not the tails, in their order."""
+    """Return the kernel's body; ``givers``: an array maps tails to rows."""
     text = Text(1)
     text.add(language.prologue)
     add_sizes(text, heads, k_dim, v_dim, itemsize)
@@ -32,7 +32,7 @@ def append_source(
 
 
 def add_sizes(text: Text, heads: int, k_dim: int, v_dim: int, itemsize: int) -> None:
-    """Add what the copying counts with."""
+    """Add the constants that the copying uses."""
     text.add(f"""
 constexpr int HEADS = {heads}, TAIL = {TAIL_TOKENS};
 constexpr int K_PIECES = {k_dim * itemsize // PIECE}, V_PIECES = {v_dim * itemsize // PIECE};
@@ -42,15 +42,16 @@ const int keys_end = tails * HEADS * TAIL * K_PIECES;
 
 
 def giver_of(tail: str, *, givers: bool) -> str:
-    """Return from which row a tail takes its token."""
+    """Return the row from which a tail takes its token."""
     return f"givers[{tail}]" if givers else tail
 
 
 def add_copies(text: Text, language: Language, rows: dict[str, str], *, givers: bool) -> None:
-    """Add the copying of piece ``at``.
+    """Add the code that copies piece ``at``.
 
-    ``rows``: where the row of a ``giver`` begins that has the new keys, and the new values; what is
-    not named somebody else writes. A tail whose row turns a page is copied from behind that.
+    ``rows``: where a ``giver``'s new keys and new values begin. A side that is not in it is written
+    elsewhere. When a row commits its oldest 64 tail tokens to a page, the copy starts after those
+    tokens.
     """
     for what, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
         condition = "at < keys_end" if what == "keys" else f"at < tails * HEADS * TAIL * {pieces}"

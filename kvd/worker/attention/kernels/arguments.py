@@ -1,4 +1,4 @@
-"""What the kernels of one layer and step are given."""
+"""Arguments of the kernels of one layer and step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 LevelPackings = Sequence[tuple[int, int, bool]]
-"""For each level, bits, group, and whether groups run along the page's tokens."""
+"""Bits, group size, and whether groups run along the page's tokens, for each level."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Newest tokens of rows attend to all that they see."""
+    """Arguments of decode attention: the newest tokens of rows attend to all that they see."""
 
     queries: mx.array
-    """``[batch, q_heads, L, k_dim]``, of the newest tokens, all of them in the tails; rows first,
+    """``[batch, q_heads, L, k_dim]`` of the newest tokens, which are all in the tails; rows first,
     then padding."""
     pages: mx.array
     """``[n, 3]`` int32: level, slot, position of the first token."""
@@ -25,17 +25,17 @@ class Attention:
     tail_values: mx.array
     """``[tails, kv_heads, 128, v_dim]``."""
     rows: mx.array
-    """``[rows, 8]`` int32: slot of the tail, tokens in it, position of its first token, first page,
-    end page, the first position that the newest token sees beside the `keep` first ones (those
-    before it see one more each), first split, end split."""
+    """``[rows, 8]`` int32: tail slot, tokens in the tail, position of its first token, first page,
+    end page, first visible position of the newest token besides the first `keep` ones (each earlier
+    query sees one more), first split, end split."""
     splits: mx.array
     """``[n, 4]`` int32: row or -1, first page, end page, whether it is the tail."""
     pools: Sequence[mx.array]
-    """The arrays of each level, packed as told."""
+    """The arrays of each level, packed as ``key_packings`` and ``value_packings`` describe."""
     key_packings: LevelPackings
     value_packings: LevelPackings
     schemes: tuple[LevelPackings, LevelPackings]
-    """The same of keys and of values, of all levels that the layer has."""
+    """Packings of keys and of values on all levels that the layer has."""
     scale: float
     keep: int
     sinks: mx.array | None
@@ -44,7 +44,7 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)
 class Append:
-    """Tails take a token of each row."""
+    """Arguments of appending one token of each row to its tail."""
 
     tail_keys: mx.array
     """``[tails, kv_heads, 128, k_dim]``."""
@@ -55,20 +55,21 @@ class Append:
     values: mx.array
     """``[rows or more, kv_heads, 1, v_dim]``."""
     places: mx.array
-    """``[tails]`` int32: where each takes a token, or -1; 128 more where what is behind the tail's
-    first 64 tokens moves up before."""
+    """``[tails]`` int32: the place of each tail's new token, or -1. 128 is added if the tokens
+    after the tail's first 64 move to the front before."""
     givers: mx.array | None
-    """``[tails]``: from which row; None if the rows are the tails in their order."""
+    """``[tails]``: the row that each tail's token comes from; None if rows are the tails in their
+    order."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a layer turns queries and keys by their positions."""
+    """RoPE and norms of a layer's queries and keys."""
 
     dims: int
-    """Channels that are turned, from the first on."""
+    """Channels that are rotated, from the first."""
     traditional: bool
-    """Whether neighbours are pairs, and not halves."""
+    """Whether pairs are neighbours, instead of one channel from each half."""
     normed: bool = False
     """Whether each head has an RMS norm before."""
     eps: float = 0.0
@@ -76,24 +77,24 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class Rotate:
-    """Queries and keys are normed and turned; tails take keys and values of a token of each row."""
+    """Arguments of norm and RoPE of queries and keys, and of appending a token of each row."""
 
     rotation: Rotation
     qkv: mx.array
     """``[batch, ..., q_heads * k_dim + kv_heads * (k_dim + v_dim)]``: queries, keys and values as
-    they leave their product."""
+    the layer's first product returns them."""
     q_heads: int
     offsets: mx.array
     """``[batch]`` int32: positions."""
     frequencies: mx.array
-    """``[dims / 2]`` float32, radians a position."""
+    """``[dims / 2]`` float32, radians per position."""
     weights: tuple[mx.array, mx.array] | None
-    """Of the norms of queries and keys, ``[k_dim]``; None without."""
+    """Norm weights of queries and keys, ``[k_dim]`` each; None without norms."""
     tail_keys: mx.array
     """``[tails, kv_heads, 128, k_dim]``."""
     tail_values: mx.array
     """``[tails, kv_heads, 128, v_dim]``."""
     places: mx.array
-    """``[tails]`` int32: where each takes a token, or -1."""
+    """See `Append.places`."""
     givers: mx.array | None
-    """``[tails]``: from which row; None if the rows are the tails in their order."""
+    """See `Append.givers`."""

@@ -3,17 +3,20 @@
 Flash decoding (Dao et al. 2023) with the online softmax of arXiv 1805.02867, on pages whose keys
 are quantized per channel (KIVI, arXiv 2402.02750).
 
-A block of threads takes a *split*: some pages of one row, or its tail, for one KV head. Its warps
-take turns at the pages, each with a *tile* of up to four query vectors (query heads that share the
-KV head, times queries), so a page is loaded once for all of them. On a page of 64 tokens:
+A block of threads processes a *split*: some pages of one row, or its tail, for one KV head. Its
+warps share the pages. Each warp has a *tile* of up to four query vectors (query heads that share
+the KV head, times queries), so each page is loaded once for all of them. A page of 64 tokens takes
+three steps:
 
-1. the scales of the channels are folded into the queries, so that integers are summed (`scores`);
-2. scores become weights, with the maximum and the sum so far (`scores`);
-3. the weights take the tokens' scales, and values are summed up in registers (`values`).
+1. The queries are multiplied with the channels' scales, so that integers are summed (`scores`).
+2. Scores become weights, with the running maximum and sum (`scores`).
+3. The weights are multiplied with the tokens' scales, and values are summed in registers
+   (`values`).
 
-Warps add up what they have, a split writes sums, maximum and total side by side (each array that a
-kernel makes takes the host 3 µs), and a second kernel joins a row's splits. Work is proportional to
-the tokens that are there, and a row's sums are made in one order whoever shares its batch.
+The warps of a block add up their results. A split writes sums, maximum and total into one array
+(each array that a kernel creates costs the host 3 µs), and a second kernel combines a row's splits.
+The work is proportional to the number of tokens. A row's sums always have the same order, whatever
+rows share its batch.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from dataclasses import replace
 
 from kvd.worker.attention.kernels import matrix
 from kvd.worker.attention.kernels.language import Language
-from kvd.worker.attention.kernels.paging import find_first_page, find_next_page, advance_page
+from kvd.worker.attention.kernels.paging import advance_page, find_first_page, find_next_page
 from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tail_scores
 from kvd.worker.attention.kernels.shape import LANES, Shape
 from kvd.worker.attention.kernels.text import RUN, Text, literal
@@ -32,14 +35,14 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _LOG2_E = 1.4426950408889634
 _LEAST = "-1e30f"
-"""Below all scores, and finite: the difference of two is a number."""
+"""Below all scores, and finite, so that the difference of two is a number."""
 _FOLD = 75
-"""Weights for numbers that arrive as denormal floats are raised by so many binary places: the sums
-are of a normal size then."""
+"""Numbers that arrive as denormal floats have their weights multiplied by 2 to this power, so that
+sums have a normal size."""
 
 
 def split_source(shape: Shape, language: Language) -> str:
-    """Return the body of the kernel that attends to splits."""
+    """Return the body of the kernel that processes splits."""
     text = Text(shape.tile)
     _begin(text, shape, language)
     if matrix.fits(shape, language):
@@ -55,7 +58,7 @@ def split_source(shape: Shape, language: Language) -> str:
 
 
 def _attend(text: Text, shape: Shape, language: Language) -> None:
-    """Attend to what the split has, a page or 64 tokens of a tail after the other."""
+    """Add the loop over a split's pages, or over blocks of 64 tail tokens."""
     fold = _FOLD if language.unit else 0
     unfold = language.unit - fold
     values = Values(text, shape, fold, unfold)
@@ -87,7 +90,7 @@ if (is_tail) start = tail_start + item * PAGE;
         text.add("}")
     text.add("if (is_tail) {")
     values.add_tail()
-    text.add("}\nSYNC_WARP();")  # nobody needs the weights any more
+    text.add("}\nSYNC_WARP();")  # the weights are no longer needed
     advance_page(text)
     text.add("}")
     values.unscale()
@@ -107,7 +110,7 @@ if (lane == 0) totals[warp] = total;
 
 
 def _begin(text: Text, shape: Shape, language: Language) -> None:
-    """Declare what all need, and put the queries into shared memory."""
+    """Declare what all parts use, and load the queries into shared memory."""
     tiles, warps = shape.plan(language)
     constants = {
         "PAGE": PAGE_TOKENS,
@@ -167,7 +170,7 @@ SYNC_BLOCK();
 
 
 def _end(text: Text, language: Language) -> None:
-    """Join the block's warps, and write."""
+    """Combine the block's warps and write the result."""
     text.add(f"""
 SYNC_BLOCK();
 for (int at = me; at < TILES * V_DIM; at += THREADS) {{
@@ -195,28 +198,9 @@ if (one + # < VECTORS) to[(one + #) * ENTRY + 1] = sum@;
 
 
 def combine_source(shape: Shape, language: Language) -> str:
-    """Return the body of the kernel that joins the splits of each row; a block for each vector."""
+    """Return the body of the kernel that combines each row's splits, with a block per vector."""
     text = Text(1)
-    text.add(language.prologue)
-    text.add(f"""
-constexpr int V_DIM = {shape.v_dim}, VECTORS = {shape.kv_heads * shape.vectors};
-constexpr int ENTRY = {entry(shape)};
-constexpr int THREADS = {combine_threads(shape)};
-const int row = block.x / VECTORS, place = block.x % VECTORS;
-{language.output} T* to = out + size_t(block.x) * V_DIM;
-if (row >= rows_shape[0]) {{
-  if (me < V_DIM) to[me] = T(0.0f);
-  return;
-}}
-const int first = rows[row * 8 + 6], count = rows[row * 8 + 7] - first;
-SHARED float shares[THREADS];
-SHARED float total_of[1];
-float top = {_LEAST};
-for (int split = lane; split < count; split += 32) {{
-  top = max(top, parts[(size_t(first + split) * VECTORS + place) * ENTRY + V_DIM]);
-}}
-top = LARGEST(top);
-""")
+    _begin_combine(text, shape, language)
     if shape.sinks:
         text.add(f"""
 const float sink = float(sinks[place / {shape.queries}]) * {literal(_LOG2_E)};
@@ -258,11 +242,35 @@ if (me < V_DIM) to[me] = T(total == 0 ? 0.0f : sum / total);
     return str(text)
 
 
+def _begin_combine(text: Text, shape: Shape, language: Language) -> None:
+    """Find the row's splits, and the maximum of their scores."""
+    text.add(language.prologue)
+    text.add(f"""
+constexpr int V_DIM = {shape.v_dim}, VECTORS = {shape.kv_heads * shape.vectors};
+constexpr int ENTRY = {entry(shape)};
+constexpr int THREADS = {combine_threads(shape)};
+const int row = block.x / VECTORS, place = block.x % VECTORS;
+{language.output} T* to = out + size_t(block.x) * V_DIM;
+if (row >= rows_shape[0]) {{
+  if (me < V_DIM) to[me] = T(0.0f);
+  return;
+}}
+const int first = rows[row * 8 + 6], count = rows[row * 8 + 7] - first;
+SHARED float shares[THREADS];
+SHARED float total_of[1];
+float top = {_LEAST};
+for (int split = lane; split < count; split += 32) {{
+  top = max(top, parts[(size_t(first + split) * VECTORS + place) * ENTRY + V_DIM]);
+}}
+top = LARGEST(top);
+""")
+
+
 def entry(shape: Shape) -> int:
-    """Return what a split leaves of a query vector: sums of values, maximum, total."""
+    """Return the floats that a split writes per query vector: sums of values, maximum, total."""
     return shape.v_dim + 2
 
 
 def combine_threads(shape: Shape) -> int:
-    """Return the threads of a block that joins splits: one for each channel."""
+    """Return the threads of a block that combines splits: one for each channel."""
     return LANES * -(-shape.v_dim // LANES)

@@ -1,7 +1,7 @@
-"""What Metal and CUDA call the few things that they call differently.
+"""The primitives that Metal and CUDA name differently.
 
 The kernels' text (`kvd.worker.attention.kernels.decode`) is the same for both. It uses these names,
-and MLX's for threads and buffers through the prologue.
+and gets MLX's names for threads and buffers through the prologue.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ class Language:
 
     name: str
     prologue: str
-    """Begins every kernel: declares ``lane``, ``warp``, ``me`` (in the block) and ``block``."""
+    """Begins every kernel: declares ``lane``, ``warp``, ``me`` (thread in the block) and ``block``.
+    """
     header: str
     dense: dict[mx.Dtype, str]
-    """For each dtype of activations: how two elements in one 32-bit word become floats."""
+    """For each dtype of activations, how two elements in one 32-bit word become floats."""
     unit: int
     """Packed numbers arrive as floats times ``2 ** -unit``."""
     most_shared: int
     """Bytes of memory that the threads of a block may share."""
     most_buffers: int
-    """Arrays of one kernel."""
+    """Arrays that one kernel may take."""
     output: str
-    """How a pointer to what a kernel writes begins."""
+    """Address space of the pointers that a kernel writes to."""
     matrix: bool
     """Whether there are tensor cores (`kvd.worker.attention.kernels.matrix`)."""
 
@@ -122,7 +123,7 @@ __device__ inline float SUM(float x) {
 #define HIGH(word) __half2float(__ushort_as_half((unsigned short)((word) >> 16)))
 """,
     },
-    # The bits of a small integer are a denormal float: no conversion at all.
+    # The bits of a small integer are a denormal float, so no conversion is needed.
     unit=149,
     most_shared=48 * 1024,
     most_buffers=128,

@@ -1,4 +1,4 @@
-"""From a decode step's arrays to launches, and to MLX."""
+"""Turns a decode step's arrays into kernel launches, and passes these to MLX."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvd.worker.attention.kernels import append, decode, matrix, rotate
 from kvd.worker.attention.kernels.arguments import (
     Append,
     Attention,
+    LevelPackings,
     Rotate,
     Rotation,
-    LevelPackings,
 )
 from kvd.worker.attention.kernels.kernel_files import cuda_kernel
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
@@ -24,7 +24,7 @@ from kvd.worker.attention.kernels.shape import LANES, Shape, Side
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and what it is given; nothing is compiled or run by making it."""
+    """A kernel with its arguments. Creating one compiles and runs nothing."""
 
     name: str
     input_names: tuple[str, ...]
@@ -41,12 +41,12 @@ class Launch:
 
 
 class Fused:
-    """The kernels of decode steps, three a layer: one for tails, two that attend."""
+    """The kernels of decode steps, three per layer: one for tails, two for attention."""
 
     def __init__(self, language: Language) -> None:
         self.language = language
         self.launches = 0
-        """Kernels that were put into graphs so far."""
+        """Kernels that were added to graphs so far."""
 
     def decode_attention(self, given: Attention) -> mx.array:
         """Return ``[batch, q_heads, L, v_dim]``, zero for the padding; lazy."""
@@ -70,7 +70,7 @@ class Fused:
         return out
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
-        """Return the tails' keys and values with the tokens in their places; lazy."""
+        """Return the tails' keys and values with the new tokens in their places; lazy."""
         new_keys, new_values = self._run(append_launch(self.language, given))
         return new_keys, new_values
 
@@ -89,10 +89,10 @@ def _sides(told: LevelPackings) -> tuple[Side, ...]:
 
 
 def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
-    """Return the launch that attends to each split for itself.
+    """Return the launch that processes each split independently.
 
-    Its output, ``[splits, kv_heads, vectors, v_dim + 2]`` float32: sums of values, the maximum (of
-    base-2 logits) and the sum of weights; undefined for padding.
+    Its output, ``[splits, kv_heads, vectors, v_dim + 2]`` float32, holds sums of values, the
+    maximum (of base-2 logits) and the sum of weights; undefined for padding.
     """
     text, tiles, warps = _split_text(shape, language)
     count = given.splits.shape[0]
@@ -121,7 +121,7 @@ def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
 
 
 def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx.array) -> Launch:
-    """Return the launch that joins the splits of each row, ``[batch, q_heads, L, v_dim]``."""
+    """Return the launch that combines each row's splits, ``[batch, q_heads, L, v_dim]``."""
     text, threads = _combine_text(shape, language)
     batch, q_heads = given.queries.shape[:2]
     extra = [] if given.sinks is None else [given.sinks]
@@ -141,7 +141,7 @@ def combine_launch(shape: Shape, language: Language, given: Attention, parts: mx
 
 
 def append_launch(language: Language, given: Append) -> Launch:
-    """Return the launch that copies tails, and puts a token of each row in its place."""
+    """Return the launch that copies tails and writes a token of each row into its place."""
     _, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
     text = _append_text(language, heads, k_dim, v_dim, dtype.size, given.givers is not None)
@@ -170,7 +170,7 @@ def append_launch(language: Language, given: Append) -> Launch:
 
 
 def rotate_launch(language: Language, given: Rotate) -> Launch:
-    """Return the launch that norms and turns queries and keys, and writes tails."""
+    """Return the launch that applies norm and RoPE to queries and keys, and writes tails."""
     tails, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
     batch = given.qkv.shape[0]
@@ -212,7 +212,7 @@ _NORMS = ("query_weight", "key_weight")
 
 
 def run(launch: Launch, language: Language) -> list[mx.array]:
-    """Give a launch to MLX; lazy."""
+    """Pass a launch to MLX; lazy."""
     kernel = _kernel(
         language.name,
         launch.name,
@@ -234,7 +234,7 @@ def run(launch: Launch, language: Language) -> list[mx.array]:
 
 
 def find_language() -> Language | None:
-    """Return the language of the default device; None: it has no kernels."""
+    """Return the language of the default device; None if it has no kernels."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return None
     if mx.metal.is_available():
@@ -278,7 +278,7 @@ def _combine_text(shape: Shape, language: Language) -> tuple[str, int]:
 
 
 def _header(shape: Shape, language: Language, threads: int = 0) -> str:
-    """Return what comes before a kernel; ``threads``: of a block that attends to pages."""
+    """Return the text before a kernel; ``threads``: of a block that attends to pages."""
     header = language.header + language.dense[shape.dtype]
     if threads and matrix.fits(shape, language):
         header += matrix.header(threads)
@@ -287,7 +287,7 @@ def _header(shape: Shape, language: Language, threads: int = 0) -> str:
 
 @lru_cache(256)
 def _name(part: str, text: str) -> str:
-    # MLX finds a compiled kernel by its name: all that its source depends on is in there.
+    # MLX finds a compiled kernel by its name, so the name covers all that the source depends on.
     return f"kvd_{part}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
@@ -299,7 +299,7 @@ def _kernel(
     output_names: tuple[str, ...],
     source: str,
     header: str,
-    _template: tuple[tuple[str, mx.Dtype], ...],  # `kernel_files` wants to be asked for each
+    _template: tuple[tuple[str, mx.Dtype], ...],  # `cuda_kernel` must be called once per template
 ) -> Any:
     if language == "cuda":
         return cuda_kernel(name, input_names, output_names, source, header)

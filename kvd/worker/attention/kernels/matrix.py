@@ -1,10 +1,10 @@
-"""The part of the split's kernel that attends to pages with CUDA's tensor cores.
+"""The part of the split kernel that attends to pages with CUDA's tensor cores.
 
-``mma.m16n8k16`` multiplies 16 x 16 half floats with 16 x 8 and sums up in float32. Packed numbers
-are its left side: small integers are half floats exactly. Its right side has two columns for each
-of a tile's four query vectors, what a float is as a half and what that leaves over, so that nothing
-is lost to rounding. Both sides may be permuted alike along what is summed over, so a lane reads
-whole runs: lane ``4 g + t`` those of tokens ``8 g`` on (keys) or channels ``8 g`` on (values). ::
+``mma.m16n8k16`` multiplies 16 x 16 half floats with 16 x 8 and sums in float32. Packed numbers are
+its left side: small integers are exact as half floats. Its right side has two columns for each of a
+tile's four query vectors: a float rounded to half, and the remainder, so that nothing is lost to
+rounding. Both sides may be permuted alike along the summed dimension, so a lane reads whole runs.
+Lane ``4 g + t`` reads those from token ``8 g`` on (keys) or from channel ``8 g`` on (values). ::
 
     scores   16 tokens x 16 channels   times   16 channels x 8 columns
     outputs  16 channels x 16 tokens   times   16 tokens   x 8 columns
@@ -18,24 +18,25 @@ import mlx.core as mx
 
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.paging import (
+    advance_page,
+    find_next_page,
     prefetch_keys,
     prefetch_values,
-    find_next_page,
-    advance_page,
 )
 from kvd.worker.attention.kernels.shape import FLOATS, Shape, Side
 from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _KEYS_UP = 6
-"""Binary places by which queries, at most 1 by then, are raised: halves lose little below, and
-scales up to 1000 do not exceed them."""
+"""Queries are scaled to at most 1, and by 2 to this power: half floats lose little at the low end,
+and scales up to 1000 do not overflow."""
 _WEIGHTS_UP = 7
-"""The same for weights, at most 1 too."""
+"""The power of two that weights, also at most 1, are scaled by."""
 _IN_FLIGHT = 16
-"""Registers for runs that a lane has under way."""
+"""Registers per lane for runs that are being loaded."""
 _STRIDE = FLOATS // 4
-"""Floats between the weights of two vectors: more than 64, so that fewer lanes meet in a bank."""
+"""Floats between the weights of two vectors: more than 64, so that fewer lanes share a memory bank.
+"""
 
 _HEADER = """
 #ifndef PREFETCH
@@ -98,13 +99,13 @@ __device__ inline void beside(uint (&pairs)[8], uint2 x, uint2 y) {
 
 
 _RESIDENT = 512
-"""Threads for which a multiprocessor has registers at once: they wait for memory in turn."""
+"""Threads whose registers a multiprocessor holds at once. They hide each other's memory latency."""
 
 
 def header(threads: int) -> str:
-    """Return what comes before the kernel, whose blocks have so many threads."""
+    """Return the text before a kernel whose blocks have this many threads."""
     blocks = max(1, _RESIDENT // threads)
-    # The attribute stands before the kernel, whose first line is MLX's.
+    # The attribute must precede the kernel, and its first line is MLX's.
     return f"""{_HEADER}
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
@@ -112,14 +113,14 @@ def header(threads: int) -> str:
 
 
 def fits(shape: Shape, language: Language) -> bool:
-    """Return whether pages of all levels can be attended to this way."""
+    """Return whether pages of all levels can use the tensor cores."""
     return (
         language.matrix
         and bool(shape.keys)
         and shape.dtype != mx.float32
         and shape.k_dim % 16 == 0
         and shape.v_dim % 64 == 0
-        and shape.v_dim <= 128  # outputs take a quarter of that in registers
+        and shape.v_dim <= 128  # outputs need a quarter of that in registers
         and all(_fits(keys) and keys.along_tokens for keys, _ in shape.every_level)
         and all(_fits(values) and not values.along_tokens for _, values in shape.every_level)
     )
@@ -130,7 +131,7 @@ def _fits(side: Side) -> bool:
 
 
 def add_pages(text: Text, shape: Shape) -> None:
-    """Attend to the split's pages; leave maxima, totals and outputs as the other way does."""
+    """Attend to the split's pages; leave maxima, totals and outputs as `decode` leaves them."""
     sets = shape.v_dim // 64
     text.add(f"""
 constexpr int SETS = {sets};
@@ -250,7 +251,10 @@ MULTIPLY(scores[m], left, right0, right1);
 
 
 def _softmax(text: Text) -> None:
-    """Make of scores weights. Pages come before all queries: only a window hides some of one."""
+    """Turn scores into weights.
+
+    Pages precede all queries, so only a window hides some of their tokens.
+    """
     text.add(
         """
 bias += SWAP(bias, 1);
@@ -302,15 +306,10 @@ SYNC_WARP();
 
 
 def _values(text: Text, sets: int, level: int, side: Side) -> None:
+    """Add the products of weights and values of a page."""
     kind, size = ("uint", 1) if side.bits == 4 else ("uint2", 2)
     batch = max(1, _IN_FLIGHT // (4 * size * sets))
     wide = f"uint{2 * sets}"
-    parts = ["x", "y", "z", "w"][: 2 * sets]
-    # Tokens of a scale's words: with two sets a word has both of one token, else of two tokens.
-    if sets == 2:
-        picks = [[f"LOW({{}}.{p})" for p in parts], [f"HIGH({{}}.{p})" for p in parts]]
-    else:
-        picks = [[f"{half}({{}}.{p})" for p in parts for half in ("LOW", "HIGH")]]
     read = """
 #pragma unroll
 for (int at = 0; at < BATCH; ++at) {
@@ -357,11 +356,24 @@ for (int at = 0; at < BATCH; ++at) {{
 const float4 w = *reinterpret_cast<const float4*>(
     weights_of + own * {_STRIDE} + (begin + at) * 16 + t * 4);
 """)
-    for number, pick in enumerate(picks):
-        scale, bias = (
-            [one.format(f"{name}_now[at]") for one in pick] for name in ("scales", "biases")
-        )
-        text.add(f"""
+    for number in range(sets):
+        _multiply_set(text, sets, number, kind)
+    text.add("}\n}")
+
+
+def _multiply_set(text: Text, sets: int, number: int, kind: str) -> None:
+    """Add the products for 64 channels; a *set* is that many."""
+    parts = ["x", "y", "z", "w"][: 2 * sets]
+    # With two sets, a word of scales has both sets of one token, otherwise two tokens.
+    if sets == 2:
+        half = ("LOW", "HIGH")[number]
+        words = [f"{half}({{}}.{part})" for part in parts]
+    else:
+        words = [f"{half}({{}}.{part})" for part in parts for half in ("LOW", "HIGH")]
+    scale, bias = (
+        [word.format(f"{name}_now[at]") for word in words] for name in ("scales", "biases")
+    )
+    text.add(f"""
 {{
 constexpr int set = {number};
 spread[set] += w.x * {bias[0]} + w.y * {bias[1]} + w.z * {bias[2]} + w.w * {bias[3]};
@@ -379,11 +391,10 @@ MULTIPLY(sums[set][m], left, right0, right1);
 }}
 }}
 """)
-    text.add("}\n}")
 
 
 def _finish(text: Text) -> None:
-    """Leave the warp's share in shared memory."""
+    """Write the warp's share to shared memory."""
     text.add(f"""
 float* highest = reinterpret_cast<float*>(tops);
 total += SWAP(total, 4);

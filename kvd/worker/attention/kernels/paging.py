@@ -1,4 +1,4 @@
-"""The part of the split's kernel that goes from page to page."""
+"""The part of the split kernel that goes from page to page."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from kvd.worker.attention.kernels.text import Text
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 _LINE = 128
-"""Bytes that memory gives at once."""
+"""Bytes of a memory line."""
 
 
 def find_first_page(text: Text) -> None:
-    """Find the warp's first page: all that follows waits for that."""
+    """Find the warp's first page; everything else depends on it."""
     text.add("int level = -1, start = 0;\nsize_t page = 0;\nif (!is_tail && first + part < last) {")
     _find(text, "first + part", "level", "page", "start")
     text.add("}")
@@ -26,7 +26,7 @@ def find_next_page(text: Text) -> None:
 
 
 def advance_page(text: Text) -> None:
-    """Go on to the next page."""
+    """Make the next page the current one."""
     text.add("level = next_level;\npage = next_page;\nstart = next_start;")
 
 
@@ -39,12 +39,12 @@ def _find(text: Text, item: str, level: str, page: str, start: str) -> None:
 
 
 def prefetch_keys(text: Text, shape: Shape, level: str, page: str) -> None:
-    """Ask for a page's keys: one wait for memory, and not one for each batch of runs."""
+    """Prefetch a page's keys: one wait for memory instead of one per batch of runs."""
     _prefetch(text, shape, "key", level, page)
 
 
 def prefetch_values(text: Text, shape: Shape, level: str, page: str) -> None:
-    """Ask for a page's values."""
+    """Prefetch a page's values."""
     _prefetch(text, shape, "value", level, page)
 
 
@@ -61,7 +61,7 @@ def _prefetch(text: Text, shape: Shape, what: str, level: str, page: str) -> Non
 
 
 def _prefetch_array(text: Text, array: str, page: str, size: int) -> None:
-    """Ask for a page's part of an array: each line is for one lane."""
+    """Prefetch a page's part of an array, one line per lane."""
     place = f"reinterpret_cast<const char*>({array}) + {page} * {size}"
     lines = -(-size // _LINE)
     for first in range(0, lines, LANES):

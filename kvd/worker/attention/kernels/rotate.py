@@ -1,9 +1,9 @@
-"""The kernel between a layer's first product and its attention, in one launch instead of five.
+"""The kernel between a layer's first product and its attention: one launch instead of five.
 
-Queries and keys of a step are normed and turned by their positions; keys and values go into tails.
-All three come in one array, as their product leaves them: a row has its queries, then its keys,
-then its values. A warp has a vector: of a query head, whose result is for attention, or of a KV
-head, whose result goes to its place in the tail. Other blocks copy what the tails had before
+Queries and keys of a step get their norms and RoPE; keys and values go into tails. All three arrive
+in one array, as their product returns them: each row holds its queries, then its keys, then its
+values. A warp processes one vector. A query head's result is an input of attention; a KV head's
+result goes to its place in the tail. Other blocks copy the earlier contents of the tails
 (`append`).
 """
 
@@ -29,7 +29,7 @@ def rotate_source(
     *,
     givers: bool,
 ) -> str:
-    """Return the body; ``givers``: rows are not the tails, in their order."""
+    """Return the kernel's body; ``givers``: an array maps tails to rows."""
     text = Text(1)
     text.add(language.prologue)
     add_sizes(text, kv_heads, k_dim, v_dim, itemsize)
@@ -81,7 +81,7 @@ int at = (int(block.x) - vector_blocks) * {THREADS} + me;
 
 
 def blocks(q_vectors: int, kv_vectors: int, tail_bytes: int, piece: int) -> int:
-    """Return how many blocks there are: those with vectors, then those that copy."""
+    """Return the number of blocks: those that process vectors, then those that copy."""
     return -(-(q_vectors + kv_vectors) // WARPS) + -(-(tail_bytes // piece) // THREADS)
 
 

@@ -1,8 +1,8 @@
-"""The part of the split's kernel that makes scores: 64 tokens, two to a lane.
+"""The part of the split kernel that computes scores: 64 tokens, two per lane.
 
-Lane ``8 c + j`` reads channels ``c, c + 4 ...`` and the tokens ``8 j`` to ``8 j + 7`` of each.
-Lanes with the same ``j`` then share out their sums, so that each is left with ``token`` and the
-next.
+Lane ``8 c + j`` reads channels ``c, c + 4 ...`` of the tokens ``8 j`` to ``8 j + 7``. Lanes with
+the same ``j`` then exchange their sums, so that each keeps the scores of ``token`` and
+``token + 1``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvd.worker.attention.kernels.unpacking import dense_run
 
 
 def add_scores(text: Text, shape: Shape, level: int, fold: int, unfold: int) -> None:
-    """Score a page of a level."""
+    """Add the scores of a page on one level."""
     side = shape.keys[level]
     if side.packed:
         _fold_queries(text, shape, level, fold)
@@ -37,11 +37,11 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(keys{level})
     if side.packed:
         bias = "bias0@" if side.groups(shape.k_dim) == 1 else "(j < 4 ? bias0@ : bias1@)"
         text.add(f"score0@ += {bias};\nscore1@ += {bias};")
-        text.add("SYNC_WARP();")  # nobody needs the folded queries any more
+        text.add("SYNC_WARP();")  # the folded queries are no longer needed
 
 
 def _fold_queries(text: Text, shape: Shape, level: int, fold: int) -> None:
-    """Multiply queries with the page's scales, once for all its tokens; and with its biases."""
+    """Multiply queries with the page's scales, once for all its tokens, and with its biases."""
     groups = shape.keys[level].groups(shape.k_dim)
     text.zero(*(f"bias{group}" for group in range(groups)))
     text.add(f"""
@@ -76,7 +76,7 @@ def _query(shape: Shape, side: Side) -> str:
 
 
 def _share_out(text: Text) -> None:
-    """Exchange half the tokens with the lane 8 further, then half of those with the one 16."""
+    """Exchange half the tokens with the lane 8 further, then half of the rest with lane + 16."""
     for bit, half, name in ((8, 4, "acc"), (16, 2, "score")):
         for number in range(half):
             text.add(f"""
@@ -90,7 +90,7 @@ other@ = lane & {bit} ? acc{number}@ : acc{number + half}@;
 
 
 def add_tail_scores(text: Text, shape: Shape) -> None:
-    """Score 64 tokens of a tail, whose tokens stand one after the other."""
+    """Add the scores of 64 tail tokens, which lie one after another."""
     run = dense_run(shape.dtype)
     text.add("""
 GLOBAL uint4* runs = (GLOBAL uint4*)(tail_keys
@@ -117,7 +117,7 @@ constexpr int from = 0;
 
 
 def add_softmax(text: Text, shape: Shape, sums: list[str]) -> None:
-    """Make of scores weights, in the place of scores, and rescale the sums so far."""
+    """Replace scores by weights, and rescale the sums so far."""
     text.add(f"""
 const int position = start + token;
 {text.integers} ago;  // how far a query is behind the row's newest

@@ -1,4 +1,4 @@
-"""What a pair of kernels is made for, and how its work is shared out among threads."""
+"""What a pair of kernels is compiled for, and how its work is divided among threads."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvd.worker.attention.kernels.unpacking import Run, dense_run, packed_run
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
 LANES = 32
-"""Threads of a warp (CUDA), or simdgroup (Metal)."""
+"""Threads of a warp (CUDA) or simdgroup (Metal)."""
 WARPS = 4
-"""Of a block; more where there are more tiles, fewer where shared memory is short."""
+"""Warps of a block. More tiles need more; scarce shared memory allows fewer."""
 MOST_WARPS = 8
-"""256 threads can start with 255 registers each, CUDA's most. A block of more is silently
-not run there if its threads use many (480 with 186 were too many)."""
+"""256 threads can start with 255 registers each, CUDA's most. A larger block is silently not run if
+its threads use many (480 with 186 were too many)."""
 FLOATS = 4 * 72
-"""That a warp has in shared memory at least: weights of four vectors, see `matrix`."""
+"""Least floats of shared memory per warp: weights of four vectors, see `matrix`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Side:
     bits: int
     group: int
     along_tokens: bool
-    """Whether groups run along the page's tokens, so that a channel has its own scale."""
+    """Whether groups run along the page's tokens, so that each channel has its own scale."""
 
     @property
     def packed(self) -> bool:
@@ -38,7 +38,7 @@ class Side:
         return self.bits < 16
 
     def groups(self, dim: int) -> int:
-        """Return how many groups a channel has, or a token of ``dim`` channels."""
+        """Return the groups of a channel, or of a token with ``dim`` channels."""
         return (PAGE_TOKENS if self.along_tokens else dim) // self.group
 
     def run(self, dtype: mx.Dtype) -> Run:
@@ -48,36 +48,36 @@ class Side:
 
 @dataclass(frozen=True)
 class Shape:
-    """All that the kernels' text depends on."""
+    """Everything that the kernels' text depends on."""
 
     dtype: mx.Dtype
-    """Of queries, tails, scales and biases."""
+    """Dtype of queries, tails, scales and biases."""
     k_dim: int
     v_dim: int
     kv_heads: int
     repeats: int
-    """Query heads to a KV head."""
+    """Query heads per KV head."""
     queries: int
-    """Newest tokens of a row that attend, each to what is before it."""
+    """Newest tokens of a row that attend, each to the tokens before it."""
     keys: tuple[Side, ...]
-    """By level."""
+    """Packing of keys, by level."""
     values: tuple[Side, ...]
     scale: float
     keep: int = 0
     """First tokens that every query sees, whatever its window."""
     sinks: bool = False
     schemes: tuple[tuple[Side, Side], ...] = ()
-    """Keys and values of all levels that the layer has. How work is shared out follows from these
-    and not from the levels that occur, so that a row gets the same numbers in any company."""
+    """Keys and values of all levels that the layer has. They decide how work is divided, instead of
+    the levels that occur, so that a row gets the same numbers whatever rows share its batch."""
 
     @cached_property
     def every_level(self) -> tuple[tuple[Side, Side], ...]:
-        """The ladder, or the levels that occur where nothing is said of others."""
+        """All levels, or the levels that occur if the layer's are not given."""
         return self.schemes or tuple(zip(self.keys, self.values, strict=True))
 
     @property
     def vectors(self) -> int:
-        """Query vectors to a KV head."""
+        """Query vectors per KV head."""
         return self.repeats * self.queries
 
     @cached_property
@@ -92,21 +92,21 @@ class Shape:
 
     @cached_property
     def tile(self) -> int:
-        """Query vectors that a warp attends with at once: 1, 2 or 4."""
+        """Query vectors that a warp processes at once: 1, 2 or 4."""
         if self.vectors == 1:
             return 1
-        # Sums by channel take many registers; and rather three tiles of two than two of four that
-        # are half empty.
+        # Sums per channel take many registers. Three tiles of two are better than two tiles of four
+        # that are partly empty.
         return 2 if self.by_channel or self.vectors in {2, 5, 6} else 4
 
     @property
     def tiles(self) -> int:
-        """How many tiles there are."""
+        """Tiles per KV head."""
         return -(-self.vectors // self.tile)
 
     @cached_property
     def region(self) -> int:
-        """Entries of shared memory that each warp has for itself: vectors of the tile's size."""
+        """Entries of shared memory per warp, each a vector of the tile's size."""
         keys = [one.groups(self.k_dim) * self.k_dim for one, _ in self.every_level if one.packed]
         weights = [
             PAGE_TOKENS * one.groups(self.v_dim)
@@ -117,7 +117,7 @@ class Shape:
         return max([self.v_dim, PAGE_TOKENS, fewest, *keys, *weights])
 
     def shared_bytes(self, tiles: int, warps: int) -> int:
-        """Return the shared memory of a block."""
+        """Return the bytes of shared memory of a block."""
         return 4 * self.tile * (tiles * self.k_dim + warps * (self.region + 2))
 
     def plan(self, language: Language) -> tuple[int, int]:
@@ -137,12 +137,12 @@ class Shape:
 
     @property
     def buffers(self) -> int:
-        """How many arrays the larger kernel takes and makes."""
+        """Arrays that the larger kernel reads and writes."""
         return 7 + sum(3 if side.packed else 1 for side in (*self.keys, *self.values))
 
 
 def fits(shape: Shape, language: Language) -> bool:
-    """Return whether there are kernels for this."""
+    """Return whether there are kernels for this shape."""
     if shape.k_dim % RUN or shape.v_dim % RUN or not 0 < shape.v_dim <= RUN * LANES:
         return False
     try:

@@ -1,21 +1,21 @@
-"""How a kernel's text is put together."""
+"""Assembles the text of a kernel."""
 
 from __future__ import annotations
 
 RUN = 8
-"""Numbers that a lane reads at once."""
+"""Packed numbers that a lane reads at once."""
 
 
 class Text:
     """Lines of a kernel.
 
-    In what is added ``@`` stands for a component of a tile's vectors: a line with it stands there
-    once for each, ``#`` being its number.
+    ``@`` stands for a component of a tile's vectors: a line that contains it is repeated for each
+    component. ``#`` is the component's number.
     """
 
     def __init__(self, tile: int) -> None:
         self.vector = "float" if tile == 1 else f"float{tile}"
-        """The type of a tile's vectors."""
+        """Type of a tile's vectors."""
         self.integers = "int" if tile == 1 else f"int{tile}"
         self._parts = [("" if tile == 1 else f".{name}", str(n)) for n, name in enumerate("xyzw")]
         del self._parts[tile:]
@@ -30,7 +30,7 @@ class Text:
                 self._lines.append(line)
 
     def each(self, text: str) -> None:
-        """Add lines for each of a run, whose number is ``$``."""
+        """Add lines for each number of a run; ``$`` is its index."""
         for number in range(RUN):
             self.add(text.replace("$", str(number)))
 
@@ -54,5 +54,5 @@ def power(exponent: int) -> str:
 
 
 def literal(value: float) -> str:
-    """Return a number to the bit."""
+    """Return a number that is exact to the bit."""
     return f"{float(value).hex()}f"

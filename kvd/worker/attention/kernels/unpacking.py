@@ -1,8 +1,8 @@
-"""How packed numbers become floats in a kernel: the text for eight in a row.
+"""The text that turns eight packed numbers into floats.
 
-MLX packs numbers of 2, 3, 4, 5, 6 or 8 bits one after the other, little end first, so eight of them
-are as many bytes as a number has bits (a *run*). A number is taken where it stands in its word, by
-one mask: it then arrives times a power of two, which is multiplied away where that costs least.
+MLX packs numbers of 2, 3, 4, 5, 6 or 8 bits one after another, little-endian. So eight of them, a
+*run*, have as many bytes as a number has bits. One mask takes a number where it lies in its word.
+The number is then multiplied by a power of two, which is divided out where that costs least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 from kvd.worker.attention.kernels.text import RUN, Text
 
 _EXACT = 23
-"""Bits from the low end of a word that convert to a float exactly, also as a denormal one."""
+"""Low bits of a word that convert to a float exactly, also to a denormal one."""
 _LOADS = {
     2: ("ushort", 1),
     3: ("uchar", 3),
@@ -24,34 +24,36 @@ _LOADS = {
     6: ("ushort", 3),
     8: ("uint2", 1),
 }
-"""How a run is read: a type, and how many of it. Runs are not aligned to more than that."""
+"""How a run is read: a type, and how many of it. Runs are aligned to this type only."""
 _BYTES = {"uchar": 1, "ushort": 2}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Eight numbers."""
+    """How eight numbers are read."""
 
     kind: str
-    """The type as which memory is read."""
+    """Type as which memory is read."""
     count: int
-    """How many of that type a run is."""
+    """Elements of that type per run."""
     setup: tuple[str, ...]
-    """Statements that make words of what was read, ``now[from]`` and on."""
+    """Statements that combine the loaded elements (``now[from]`` and following) into words."""
     numbers: tuple[str, ...]
-    """An expression for each, a float."""
+    """A float expression for each number."""
     shifts: tuple[int, ...]
-    """Each arrives times 2 to this, beside the language's unit; 0 for dense elements."""
+    """Each number is multiplied by 2 to this power, besides the language's unit; 0 for dense
+    elements."""
     packed: bool
 
     @property
     def batch(self) -> int:
-        """How many runs a lane has under way at once: 64 bytes, or few that are badly aligned."""
+        """Runs that a lane loads at once: 64 bytes, or fewer if badly aligned."""
         size = {"uint": 4, "uint2": 8, "uint4": 16}.get(self.kind, 8)
         return max(2, 64 // (size * self.count))
 
     def add_to(self, text: Text, use: Callable[[int, str], str]) -> None:
-        """Read the numbers, and add what ``use`` makes of each: its number, and its name."""
+        """Add code that reads the numbers; ``use`` returns the code for a number's index and name.
+        """
         for line in self.setup:
             text.add(line)
         for number, expression in enumerate(self.numbers):
@@ -61,10 +63,10 @@ class Run:
     def add_stream(
         self, text: Text, steps: int, stride: str, first: str, use: Callable[[int, str], str]
     ) -> None:
-        """Add a loop over runs that reads the next ones while it computes with those before.
+        """Add a loop over runs that loads the next ones while it computes with the current ones.
 
-        ``runs`` is the lane's first one, the others are ``stride`` further each; ``first`` comes
-        before `use` in each ``step``.
+        ``runs`` is the lane's first run; the others follow at distances of ``stride``. ``first``
+        precedes the code of ``use`` in each ``step``.
         """
         batch = max(size for size in range(1, self.batch + 1) if steps % size == 0)
         text.add(f"""
@@ -101,7 +103,7 @@ const int step = begin + at, from = at * {self.count};
 
 
 def packed_run(bits: int) -> Run:
-    """Return how a run of numbers of so many bits is read."""
+    """Return how a run of numbers with this many bits is read."""
     kind, count = _LOADS[bits]
     if kind == "uint2":
         setup = ["const uint word0 = now[from].x, word1 = now[from].y;"]
@@ -127,7 +129,7 @@ def packed_run(bits: int) -> Run:
 
 
 def _place(bit: int, bits: int) -> tuple[str, int]:
-    """Return a word that has the number, and how far up it stands there."""
+    """Return a word that contains the number, and the number's lowest bit in it."""
     word, shift = divmod(bit, 32)
     if shift + bits <= 32:
         return f"word{word}", shift

@@ -1,7 +1,8 @@
-"""The part of the split's kernel that sums up values by the weights of their tokens.
+"""The part of the split kernel that sums values by the weights of their tokens.
 
-Values per token: lane ``RUNS * pass + run`` reads eight channels of every token that is its turn,
-and keeps their sums in registers. Values per channel: as keys, with a sum a channel and lane.
+Values per token: lane ``RUNS * pass + run`` reads eight channels of every token assigned to its
+``pass``, and keeps their sums in registers. Values per channel are read like keys, with a sum per
+channel and lane.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SYNC_WARP();
 
 
 class Values:
-    """Writes it, and knows by how much sums are raised while they are made."""
+    """Writes this part, and tracks the power of two that sums are scaled by meanwhile."""
 
     def __init__(self, text: Text, shape: Shape, fold: int, unfold: int) -> None:
         self._text = text
@@ -31,11 +32,12 @@ class Values:
         """Tokens that a warp reads at once."""
         shifts = (side.run(shape.dtype).shifts for _, side in shape.by_token)
         self._forms = list(dict.fromkeys(shifts))
-        """What sums of eight channels may be raised by: one for each sort of packing."""
+        """Powers of two that sums of eight channels may be scaled by: one entry per kind of
+        packing."""
 
     @property
     def spreads(self) -> list[tuple[str, int, int]]:
-        """What some channels get alike, the biases' share: name, first channel, end."""
+        """Sums of the biases, shared by some channels: name, first channel, end."""
         return [
             (f"spread{level}_{group}", group * side.group, (group + 1) * side.group)
             for level, side in self._shape.by_token
@@ -48,7 +50,7 @@ class Values:
         return [f"sum{number}" for number in range(RUN)] + [name for name, *_ in self.spreads]
 
     def declare(self) -> None:
-        """Begin with nothing."""
+        """Declare all sums as zero."""
         self._text.zero(*self.sums)
         if self._forms:
             self._text.add("int form = 0;  // by what sums are raised")
@@ -62,7 +64,7 @@ channel[step]@ = 0;
 """)
 
     def add_page(self, level: int) -> None:
-        """Sum up a page of a level."""
+        """Sum the values of a page on one level."""
         side = self._shape.values[level]
         if not side.packed:
             self._dense(f"values{level} + page * (PAGE * V_DIM)", "PAGE")
@@ -72,7 +74,7 @@ channel[step]@ = 0;
             self._by_token(level)
 
     def add_tail(self) -> None:
-        """Sum up tokens of a tail."""
+        """Sum the values of tail tokens."""
         line = "tail_values + ((size_t(tail) * HEADS + head) * TAIL + item * PAGE) * V_DIM"
         self._dense(line, "count")
 
@@ -111,7 +113,7 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (PAGE * R
         self._over_tokens(run, "PAGE", where)
 
     def _over_tokens(self, run: Run, count: str, where: str) -> None:
-        """Sum up the values of ``count`` tokens, whose weights are at ``where``."""
+        """Sum the values of ``count`` tokens, whose weights are at ``where``."""
         text, weight = self._text, f"work[base + {where}]"
         first = f"const int t = step * AT_ONCE + pass;\n{text.vector} weight;\n"
 
@@ -139,7 +141,7 @@ weight = {weight};
 
     @property
     def _idle(self) -> bool:
-        """Whether some lanes have no channels to sum up."""
+        """Whether some lanes have no channels to sum."""
         return LANES % (self._shape.v_dim // RUN) != 0
 
     def _by_channel(self, level: int) -> None:
@@ -169,7 +171,7 @@ found@ = 0;
         text.add("channel[step]@ += found@ * scale + all@ * bias;\n}")
 
     def _switch_form(self, form: int) -> None:
-        """See that sums are raised as numbers of a packing arrive."""
+        """Scale the sums as the numbers of a packing are scaled."""
         if not self._forms:
             return
         self._text.add(f"if (form != {form}) {{")
@@ -180,7 +182,7 @@ found@ = 0;
         self._text.add(f"form = {form};\n}}")
 
     def unscale(self) -> None:
-        """Bring sums back to what they stand for."""
+        """Undo the scaling of the sums."""
         for form, shifts in enumerate(self._forms, 1):
             self._text.add(f"if (form == {form}) {{")
             for number, shift in enumerate(shifts):
@@ -188,7 +190,7 @@ found@ = 0;
             self._text.add("}")
 
     def gather(self) -> None:
-        """Put the lanes' sums, times ``share``, into the warp's ``work``."""
+        """Write the lanes' sums, times ``share``, into the warp's ``work``."""
         text = self._text
         for name, *_ in self.spreads:
             text.add(f"{name}@ = SUM({name}@);")
