@@ -141,8 +141,9 @@ def _block_of(layer: Any) -> Block | None:
 
 
 def _has(module: Any, names: frozenset[str], optional: frozenset[str] = frozenset()) -> bool:
-    """Return whether a module has exactly these submodules, all or none of the optional ones, and
-    no arrays.
+    """Return whether a module has exactly these submodules and no arrays.
+
+    Of the optional submodules it has all or none.
     """
     if not isinstance(module, nn.Module):
         return False
@@ -158,9 +159,7 @@ def _norm(module: Any) -> products.Norm | None:
 
 
 def _joined(parent: Any, *names: str) -> Any:
-    """Return the joined weights of these layers if no other layer shares them and they fit; else
-    None.
-    """
+    """Return the joined weights of exactly these layers; None if not joined or unfit."""
     parts = [parent[name] for name in names]
     if not all(type(part) is JoinedLinear for part in parts):
         return None

@@ -161,8 +161,7 @@ class Norm:
 
 
 def find(dtype: mx.Dtype | None) -> Product | None:
-    """Return the kernel for weights of this dtype if the device supports it and its results are
-    right.
+    """Return the kernel for weights of this dtype, if the device has it and its results are right.
 
     ``KVD_NATIVE=off`` in the environment disables it.
     """
@@ -233,8 +232,9 @@ class _How:
 
     @property
     def name(self) -> str:
-        """MLX finds a compiled kernel by its name, so the name covers all that the source depends
-        on.
+        """The kernel's name.
+
+        MLX finds a compiled kernel by its name, so the name covers all that the source depends on.
         """
         eps = "" if self.eps is None else float(self.eps).hex().replace(".", "_")
         eps = eps.replace("-", "m").replace("+", "p")

@@ -47,8 +47,7 @@ def activate(progress: ReportProgress) -> Activation:
 
 
 def thread_count() -> int:
-    """Return the number of threads that share a product: the processors available to this process.
-    """
+    """Return the threads that share a product: the processors this process may use."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

@@ -24,7 +24,8 @@ _DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 class _Packed(nn.Module):  # type: ignore[misc]
     """A weight in panels.
 
-    The attribute's name begins with an underscore because MLX converts the dtypes of parameters.
+    The attribute's name begins with an underscore, so that MLX does not convert its dtype like a
+    parameter's.
     """
 
     def __init__(self, library: ModuleType, weight: mx.array) -> None:

@@ -79,9 +79,7 @@ def _fits(weight: mx.array, shape: tuple[int, ...]) -> bool:
 
 
 def _turns(dims: int, base: float | None, freqs: mx.array | None, size: int) -> mx.array | None:
-    """Return radians per position of each pair, ``[dims / 2]``; None for arguments that MLX would
-    reject.
-    """
+    """Return radians per position of each pair, ``[dims / 2]``; None for invalid arguments."""
     if not 0 < dims <= size or dims % 2 or (base is None) == (freqs is None):
         return None
     if freqs is None:

@@ -1,7 +1,7 @@
-"""Runs the trials: ``python -m kvd.worker.selftest [--quick] [--skip NAME]…``.
+"""Runs the checks: ``python -m kvd.worker.selftest [--quick] [--skip NAME]…``.
 
-Before each one a line ``{"begin": NAME}``, after it its outcome, on stdout; whoever reads them
-knows which trial ended the process, and starts another one without it.
+Prints a line ``{"begin": NAME}`` before each check and its outcome after it. If the process
+crashes, the reader knows the check that caused it, and starts another process without it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvd.worker.selftest import attention, memory, model
 from kvd.worker.selftest.outcome import REPORT, Outcome
 
 
-def trials(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
-    """Return them in their order: what they need of one another comes first."""
+def checks(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
+    """Return the checks in order: a check that others depend on comes first."""
     found: dict[str, Callable[[], Outcome]] = {
         "attention, plain": partial(attention.reference, quick=quick),
         "attention, kernels": partial(attention.kernels, quick=quick),
@@ -28,29 +28,29 @@ def trials(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
         "footprint": memory.footprint,
         "pressure and limits": memory.pressure,
     }
-    return found if quick else found | {"the demo model": model.probed}
+    return found if quick else found | {"the demo model": model.load_demo}
 
 
 def main() -> None:
-    """Run those that are not to be left out."""
+    """Run the checks that are not skipped."""
     parser = argparse.ArgumentParser(prog="kvd.worker.selftest")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--skip", action="append", default=[], help="a trial's name")
+    parser.add_argument("--skip", action="append", default=[], help="name of a check")
     arguments = parser.parse_args()
-    for name, trial in trials(quick=arguments.quick).items():
+    for name, check in checks(quick=arguments.quick).items():
         if name in arguments.skip:
             continue
-        _say({"begin": name})
+        _print({"begin": name})
         try:
-            outcome = trial()
-        except Exception as error:  # noqa: BLE001 - the others are to be run all the same
+            outcome = check()
+        except Exception as error:  # noqa: BLE001 - the other checks still run
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}"
-            outcome = Outcome(name, "fail", said, REPORT, {"traceback": traceback.format_exc()})
-        _say({"outcome": outcome})
+            text = f"{type(error).__name__}: {error}"
+            outcome = Outcome(name, "fail", text, REPORT, {"traceback": traceback.format_exc()})
+        _print({"outcome": outcome})
 
 
-def _say(what: dict[str, object]) -> None:
+def _print(what: dict[str, object]) -> None:
     sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
     sys.stdout.flush()
 

@@ -1,6 +1,6 @@
-"""Decode attention over pages of every kind, by plain operations and by kernels.
+"""Decode attention over pages of every kind, in plain operations and in kernels.
 
-Both against dense attention in float64 over what the pages stand for.
+Both are compared with dense attention in float64 over the dequantized pages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
+from msgspec.structs import replace as replace_fields
 from numpy.typing import NDArray
 
 from kvd.worker.attention.decode import decode_attention
@@ -20,16 +21,17 @@ from kvd.worker.cache.batch import DecodeHandle, make_caches
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
-from kvd.worker.selftest.outcome import Outcome, judged
+from kvd.worker.selftest.outcome import Outcome, outcome_of
 from kvd.worker.serving import kernel_choice
 from kvd.worker.serving.kernel_check import has_kernels_for
 
 BOUNDS = {mx.float32: 2e-5, mx.float16: 8e-3, mx.bfloat16: 4e-2}
-"""Of the largest difference, relative to the largest value; outputs are rounded to the dtype."""
+"""Limits of the largest difference, relative to the largest value; outputs are rounded to the
+dtype."""
 _CHUNK = 256
 _CALLS = 20
 _KEYS = 4096
-"""Of each of four rows whose attention is timed."""
+"""Keys of each of the four rows whose attention is timed."""
 
 Array = NDArray[np.float64]
 
@@ -44,22 +46,22 @@ class Case:
     kv_heads: int = 2
     repeats: int = 2
     schemes: tuple[str, ...] = ("k8v8", "k8v4", "k4v4")
-    """Rows have pages on all of them in turn."""
+    """Every row has pages of all of them, in rotation."""
     lengths: tuple[int, ...] = (300, 5, 64, 777)
     kind: Kind = FULL
     sinks: bool = False
 
     @property
     def name(self) -> str:
-        """Say it in a line."""
-        said = [str(self.dtype).rpartition(".")[2], f"{self.dim}x{self.v_dim or self.dim}"]
-        said += [f"{self.kv_heads}x{self.repeats} heads", "+".join(self.schemes)]
-        said += [str(self.kind)] if self.kind != FULL else []
-        return ", ".join([*said, "sinks"] if self.sinks else said)
+        """The case in one line."""
+        parts = [str(self.dtype).rpartition(".")[2], f"{self.dim}x{self.v_dim or self.dim}"]
+        parts += [f"{self.kv_heads}x{self.repeats} heads", "+".join(self.schemes)]
+        parts += [str(self.kind)] if self.kind != FULL else []
+        return ", ".join([*parts, "sinks"] if self.sinks else parts)
 
 
 def cases(*, quick: bool) -> Iterator[Case]:
-    """Yield every kind of shape that models have; `quick`: a few of them."""
+    """Yield every kind of shape that models have; with ``quick``, only some."""
     yield Case()
     yield Case(mx.float16, dim=128, repeats=4)
     yield Case(mx.bfloat16, dim=128, kv_heads=1, repeats=8, kind=Kind(window=200))
@@ -130,10 +132,10 @@ class Step:
                 self.store.convert(0, level, due, [row])
         return row
 
-    def attend(self, *, plainly: bool) -> mx.array:
-        """Return attention by plain operations, or as the store's backend does it."""
+    def attend(self, *, plain: bool) -> mx.array:
+        """Return the attention by plain operations or by the store's backend."""
         handle = self.handle
-        if plainly:
+        if plain:
             handle = replace(handle, step=replace(handle.step, backend=None))
         return decode_attention(self.queries, handle, self.scale, self.sinks)
 
@@ -166,7 +168,7 @@ class Step:
         return np.stack(out)
 
     def _seen(self, row: Row) -> NDArray[np.bool_]:
-        """Return which of the tokens that are there the newest one attends to."""
+        """Return which tokens of the row the newest one attends to."""
         positions = np.array(self.store.positions(row))
         newest, kind = row.length - 1, self.case.kind
         if kind.chunk:
@@ -181,11 +183,11 @@ class Step:
 def reference(*, quick: bool) -> Outcome:
     """Compare plain operations with dense attention."""
     worst = _worst([(Step(case, None), True) for case in cases(quick=quick)])
-    return _told("attention, plain", worst, len(list(cases(quick=quick))))
+    return _compare("attention, plain", worst, len(list(cases(quick=quick))))
 
 
 def kernels(*, quick: bool) -> Outcome:
-    """Compare kernels with dense attention, and their time with plain operations'."""
+    """Compare kernels with dense attention, and their time with that of plain operations."""
     name = "attention, kernels"
     backend = kernel_choice.find_kernels()
     if backend is None:
@@ -201,51 +203,46 @@ def kernels(*, quick: bool) -> Outcome:
     launches = backend.kernels.launches - before
     if not launches:
         return Outcome(name, "fail", "no kernel was launched", "attach the report to an issue")
-    told = _told(name, worst, len(steps))
+    outcome = _compare(name, worst, len(steps))
     big = Step(Case(mx.bfloat16, dim=128, kv_heads=8, repeats=2, schemes=("k4v4",),
                     lengths=(_KEYS,) * 4), backend)  # fmt: skip
-    fused, plain = (_milliseconds(big, plainly=plainly) for plainly in (False, True))
-    numbers = told.numbers | {
+    fused, plain = (_milliseconds(big, plain=plain) for plain in (False, True))
+    numbers = outcome.numbers | {
         "kernel_ms": fused,
         "plain_ms": plain,
         "launches": launches,
         "seconds": round(time.perf_counter() - start, 1),
     }
-    said = f"{told.said}; 4 rows of {_KEYS} keys take {fused:.3f} ms, plainly {plain:.3f} ms"
-    return replace_outcome(told, said, numbers)
-
-
-def replace_outcome(told: Outcome, said: str, numbers: dict[str, float | int | str]) -> Outcome:
-    """Return the same verdict, with more to say."""
-    return Outcome(told.name, told.verdict, said, told.todo, numbers)
+    text = f"4 rows of {_KEYS} keys take {fused:.3f} ms, plain operations {plain:.3f} ms"
+    return replace_fields(outcome, said=f"{outcome.said}; {text}", numbers=numbers)
 
 
 def _worst(steps: Sequence[tuple[Step, bool]]) -> dict[mx.Dtype, tuple[float, str]]:
-    """Return by dtype the largest error, and the case that has it."""
+    """Return the largest error by dtype, and the case that has it."""
     worst: dict[mx.Dtype, tuple[float, str]] = {}
-    for step, plainly in steps:
-        error = step.error(step.attend(plainly=plainly))
+    for step, plain in steps:
+        error = step.error(step.attend(plain=plain))
         if error >= worst.get(step.case.dtype, (-1.0, ""))[0] or np.isnan(error):
             worst[step.case.dtype] = (error, step.case.name)
     return worst
 
 
-def _told(name: str, worst: dict[mx.Dtype, tuple[float, str]], count: int) -> Outcome:
+def _compare(name: str, worst: dict[mx.Dtype, tuple[float, str]], count: int) -> Outcome:
     right = all(error <= BOUNDS[dtype] for dtype, (error, _) in worst.items())
-    said = [f"{count} shapes against float64"]
+    parts = [f"{count} shapes against float64"]
     numbers: dict[str, float | int | str] = {"shapes": count}
     for dtype, (error, case) in worst.items():
         short = str(dtype).rpartition(".")[2]
-        said.append(f"{short} off by {error:.1g}")
+        parts.append(f"{short} off by {error:.1g}")
         numbers |= {f"{short}_error": error, f"{short}_bound": BOUNDS[dtype]}
         if not error <= BOUNDS[dtype]:
-            said.append(f"beyond {BOUNDS[dtype]:.1g} ({case})")
-    return judged(name, "; ".join(said), numbers, right=right)
+            parts.append(f"beyond {BOUNDS[dtype]:.1g} ({case})")
+    return outcome_of(name, "; ".join(parts), numbers, right=right)
 
 
-def _milliseconds(step: Step, *, plainly: bool) -> float:
-    mx.eval(step.attend(plainly=plainly))
+def _milliseconds(step: Step, *, plain: bool) -> float:
+    mx.eval(step.attend(plain=plain))
     start = time.perf_counter()
     for _ in range(_CALLS):
-        mx.eval(step.attend(plainly=plainly))
+        mx.eval(step.attend(plain=plain))
     return (time.perf_counter() - start) / _CALLS * 1e3

@@ -1,4 +1,4 @@
-"""What the process holds: pools that are written in place, limits, and readings of both."""
+"""Memory of the process: in-place writes into pools, limits, and readings of both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvd.worker.cache.batch import make_caches
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.store import KVStore
 from kvd.worker.process import memory
-from kvd.worker.selftest.outcome import Outcome, judged
+from kvd.worker.selftest.outcome import Outcome, outcome_of
 
 _MIB = 1 << 20
 _GEOMETRY = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
@@ -21,7 +21,7 @@ _NOISE = _MIB
 
 
 def flush(*, quick: bool) -> Outcome:
-    """Write full pages into pools of some size, and see that no pool is copied for it."""
+    """Write full pages into pools, and check that no pool is copied."""
     tokens = 2560 if quick else 13312
     store = KVStore([_GEOMETRY] * _LAYERS, Scheme(8, 8), mx.float32)
     caches = make_caches(store)
@@ -47,15 +47,17 @@ def flush(*, quick: bool) -> Outcome:
             store.flush()
             mx.eval(store.arrays())
             took = max(took, time.perf_counter() - start)
-            if mx.get_active_memory() <= before + _NOISE:  # growing is a copy, and reserved for
+            if (
+                mx.get_active_memory() <= before + _NOISE
+            ):  # growing a pool copies it; that memory is reserved
                 worst = max(worst, mx.get_peak_memory() - before)
                 flushes += 1
         store.begin_decode([row])
         give(1)
     pools = store.pages_bytes
-    said = (
-        f"{flushes} flushes into {pools / _MIB:.0f} MiB of pools took {worst / _MIB:.1f} MiB for a "
-        f"moment, {took * 1e3:.1f} ms at most"
+    text = (
+        f"{flushes} flushes into {pools / _MIB:.0f} MiB of pools used {worst / _MIB:.1f} MiB of "
+        f"temporary memory and {took * 1e3:.1f} ms at most"
     )
     numbers: dict[str, float | int | str] = {
         "pool_bytes": pools,
@@ -63,11 +65,11 @@ def flush(*, quick: bool) -> Outcome:
         "flushes": flushes,
         "flush_ms": round(took * 1e3, 2),
     }
-    return judged("flush in place", said, numbers, right=flushes > 0 and worst < pools / 4)
+    return outcome_of("flush in place", text, numbers, right=flushes > 0 and worst < pools / 4)
 
 
 def limits() -> Outcome:
-    """See that MLX keeps no more freed buffers than it is told to."""
+    """Check that MLX keeps no more freed buffers than its limit."""
     limit = 64 * _MIB
     before = mx.set_cache_limit(limit)
     try:
@@ -80,20 +82,20 @@ def limits() -> Outcome:
     finally:
         mx.set_cache_limit(before)
         mx.clear_cache()
-    said = f"of 128 MiB freed it keeps {kept / _MIB:.0f} MiB, and may keep {limit / _MIB:.0f}"
+    text = f"MLX kept {kept / _MIB:.0f} of 128 MiB freed (limit {limit / _MIB:.0f} MiB)"
     numbers: dict[str, float | int | str] = {"kept_bytes": kept, "limit_bytes": limit}
-    return judged("limit of freed buffers", said, numbers, right=kept <= limit)
+    return outcome_of("limit of freed buffers", text, numbers, right=kept <= limit)
 
 
 def footprint() -> Outcome:
-    """See that an array shows in the process's footprint, by both ways to read it, and goes again.
+    """Check that an array's memory shows in both readings of the footprint, and is freed again.
 
-    Not where the device has memory of its own.
+    Skipped if the device has separate memory.
     """
     name = "footprint"
     reader = readings.reader()
     if reader.separate:
-        return Outcome(name, "skip", "the device has memory of its own; its bytes are what counts")
+        return Outcome(name, "skip", "the device has separate memory, whose bytes count instead")
     size = 256 * _MIB
     mx.clear_cache()
     memory.trim_malloc()
@@ -115,16 +117,16 @@ def footprint() -> Outcome:
         "outside_with_array_bytes": outside_with_it,
     }
     grew, outside_grew = with_it - before, outside_with_it - outside
-    said = (
+    text = (
         f"{size / _MIB:.0f} MiB of arrays: the worker reads {grew / _MIB:+.0f} MiB, the daemon "
-        f"{outside_grew / _MIB:+.0f} MiB; {(after - before) / _MIB:+.0f} MiB stay"
+        f"{outside_grew / _MIB:+.0f} MiB; {(after - before) / _MIB:+.0f} MiB after freeing them"
     )
     shows = all(0.9 * size < one < 1.25 * size for one in (grew, outside_grew))
-    return judged(name, said, numbers, right=shows and after - before < 0.2 * size)
+    return outcome_of(name, text, numbers, right=shows and after - before < 0.2 * size)
 
 
 def pressure() -> Outcome:
-    """See that what the system says of its memory makes sense."""
+    """Check that the system's readings of its memory are plausible."""
     host = readings.reader().host()
     numbers: dict[str, float | int | str] = {
         "total_bytes": host.total,
@@ -132,7 +134,7 @@ def pressure() -> Outcome:
         "accelerator_limit_bytes": host.accelerator_limit or 0,
         "pressure": host.pressure,
     }
-    said = (
+    text = (
         f"pressure {host.pressure}; {host.available / 2**30:.1f} of {host.total / 2**30:.1f} GiB "
         "are free"
     )
@@ -140,7 +142,7 @@ def pressure() -> Outcome:
     right = 0 < host.available <= host.total
     if most and host.accelerator_limit:
         numbers["device_recommends_bytes"] = int(most)
-        said += f"; Metal recommends {int(most) / 2**30:.2f} GiB, reckoned were "
-        said += f"{host.accelerator_limit / 2**30:.2f}"
+        text += f"; Metal recommends {int(most) / 2**30:.2f} GiB, kvd computed "
+        text += f"{host.accelerator_limit / 2**30:.2f}"
         right = right and abs(int(most) - host.accelerator_limit) < 0.02 * int(most)
-    return judged("pressure and limits", said, numbers, right=right)
+    return outcome_of("pressure and limits", text, numbers, right=right)

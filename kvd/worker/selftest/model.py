@@ -1,31 +1,31 @@
-"""The embedded model as a worker would load it: the probe's verdicts, and rows in company."""
+"""The embedded model, loaded like in a worker, with all checks of the probe."""
 
 from __future__ import annotations
 
 from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.native import activation
-from kvd.worker.selftest.outcome import Outcome, judged
+from kvd.worker.selftest.outcome import Outcome, outcome_of
 from kvd.worker.serving import loading, model_files, seam
 from kvd.worker.serving.kernel_check import describe_verdict
 
 
-def probed() -> Outcome:
-    """Load `demo`, and have every check of a load made."""
+def load_demo() -> Outcome:
+    """Load `demo` with every check of a load."""
     chosen = activation.activate(_silently)
     seam.install()
     loaded = model_files.load(model_files.inspect(model_files.resolve("demo")).path)
     settings = CacheSettings(schemes=(Scheme(8, 8), Scheme(8, 4), Scheme(4, 4)))
     served = loading.serve(loaded, settings, chosen.library, _silently)
-    parts = f"served by {served.path}, logits off by {served.error:.1g}"
+    text = f"served by {served.path}, logits off by {served.error:.1g}"
     numbers: dict[str, float | int | str] = {"path": served.path, "error": served.error}
     if chosen.status is not None:
-        parts += f"; native operations: {chosen.status}"
+        text += f"; native operations: {chosen.status}"
         numbers["native"] = chosen.status
     name = "the demo model"
     if (fused := served.fused) is None:
-        return judged(name, parts, numbers, right=not served.reasons)
-    parts += f"; {describe_verdict(fused)}"
+        return outcome_of(name, text, numbers, right=not served.reasons)
+    text += f"; {describe_verdict(fused)}"
     numbers |= {
         "fused": str(fused.used),
         "call_ms": fused.call_ms or 0.0,
@@ -34,9 +34,9 @@ def probed() -> Outcome:
     }
     if not fused.used and fused.reason == "slower than plain operations":
         todo = "attach the report to an issue, with what else the machine was doing"
-        return Outcome(name, "warn", parts, todo, numbers)
-    return judged(name, parts, numbers, right=fused.used and not served.reasons)
+        return Outcome(name, "warn", text, todo, numbers)
+    return outcome_of(name, text, numbers, right=fused.used and not served.reasons)
 
 
 def _silently(_stage: str, _fraction: float) -> None:
-    """Report no progress."""
+    pass

@@ -1,4 +1,4 @@
-"""What a trial says; as `kvd.doctor.finding.Finding` reads it."""
+"""The outcome of a check, which `kvd.doctor.finding.Finding` decodes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 REPORT = "attach the report to an issue"
 
 
-def judged(name: str, said: str, numbers: dict[str, float | int | str], *, right: bool) -> Outcome:
-    """Return that it is right, or that it is to be reported."""
-    return Outcome(name, "ok" if right else "fail", said, None if right else REPORT, numbers)
+def outcome_of(
+    name: str, text: str, numbers: dict[str, float | int | str], *, right: bool
+) -> Outcome:
+    """Return ``ok`` if the check is right, otherwise a failure to report."""
+    return Outcome(name, "ok" if right else "fail", text, None if right else REPORT, numbers)

@@ -1,11 +1,12 @@
-"""What each KV scheme costs and loses for a model's geometry: ``python -m kvd.worker.tools.bench_kv``.
+"""Measures cost and error of KV schemes: ``python -m kvd.worker.tools.bench_kv``.
 
-Measures one layer at a time on random keys and values, through the product's own pages, pools,
-attention and step-down, and prints one JSON object; progress goes to stderr. Of a model only the
-configuration is read, and of a Hub id only that is fetched. At no time is more than one dense layer
-alive: keys and values come in chunks that are made again from their seed where they are compared.
+Measures one layer of a model's geometry at a time on random keys and values, through kvd's own
+pages, pools, attention and step-down, and prints one JSON object. Progress goes to stderr. Only a
+model's configuration is read, and only that is downloaded for a Hub id. At most one dense layer
+exists at a time: keys and values come in chunks that are generated again from their seed where they
+are compared.
 
-Does not cover what a model makes of the error (`bench/fidelity`). Random keys have no outliers but
+Does not cover the effect on a model's output (`bench/fidelity`). Random keys have no outliers, only
 channels of different size, and random queries attend to everything.
 """
 
@@ -36,14 +37,14 @@ from kvd.worker.serving.model_files import default_dtype, resolve
 from protocol.errors import InvalidModel, InvalidRequest, KvdError, UnsupportedModel
 
 CHUNK = 1024
-"""Tokens that are made, quantized or compared at once."""
+"""Tokens generated, quantized or compared at once."""
 REPEATS = 7
 _KEYS = {
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "layers": "num_hidden_layers",
 }
-"""What the configuration calls an option; the others have the same name."""
+"""The configuration's names of options; the other options have the same name there."""
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _Report = Callable[[str], None]
 
@@ -64,7 +65,8 @@ class Shape:
                 raise InvalidRequest(f"{field} must be at least 1", field=field)
         if self.heads % self.kv_heads:
             raise InvalidRequest(
-                f"{self.heads} heads are no multiple of {self.kv_heads} KV heads", field="heads"
+                f"heads ({self.heads}) must be a multiple of KV heads ({self.kv_heads})",
+                field="heads",
             )
         if self.dtype not in _DTYPES:
             raise InvalidRequest(
@@ -80,9 +82,9 @@ class Shape:
 
 
 def shape_of(config: dict[str, Any], **given: Any) -> Shape:
-    """Read a model's shape from its ``config.json``; what is given goes first.
+    """Read a model's shape from its ``config.json``; ``given`` values take precedence.
 
-    Raises `UnsupportedModel` where the configuration does not say enough.
+    Raises `UnsupportedModel` if the configuration is not sufficient.
     """
     text = config | _object(config, "text_config")
     if text.get("kv_lora_rank") and "head_dim" not in given:
@@ -111,19 +113,19 @@ def shape_of(config: dict[str, Any], **given: Any) -> Shape:
     }
     missing = [f"--{name.replace('_', '-')}" for name, value in found.items() if value is None]
     if missing:
-        raise UnsupportedModel(f"the configuration does not say all; give {', '.join(missing)}")
+        raise UnsupportedModel(f"the configuration is not sufficient; give {', '.join(missing)}")
     return Shape(**found)
 
 
 def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
     found = config.get(key) or {}
     if not isinstance(found, dict):
-        raise UnsupportedModel(f"{key} in config.json is no object", field=key)
+        raise UnsupportedModel(f"{key} in config.json is not an object", field=key)
     return found
 
 
 def _count(text: dict[str, Any], name: str) -> int | None:
-    """Return a number that the configuration says, for an option or by its own name."""
+    """Return a number from the configuration, for an option or by its own name."""
     key = _KEYS.get(name, name)
     found = text.get(key)
     if found is None:
@@ -151,7 +153,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 class Source:
-    """Random keys and values of one layer, in chunks that can be made again."""
+    """Random keys and values of one layer, in chunks that can be generated again."""
 
     def __init__(self, shape: Shape, tokens: int) -> None:
         self.shape = shape
@@ -195,7 +197,7 @@ class Source:
 
 
 class Case:
-    """One layer's pages at one scheme, and what can be measured of them."""
+    """One layer's pages at one scheme, and what can be measured about them."""
 
     def __init__(self, source: Source, scheme: Scheme, lower: Scheme | None) -> None:
         self.source = source
@@ -206,13 +208,13 @@ class Case:
         self.store = KVStore([shape.geometry], schemes, _DTYPES[shape.dtype])
         self.scale = shape.head_dim**-0.5
         pages = max(0, source.tokens // PAGE_TOKENS - 1)
-        self.store.layers[0].pools[0].grow(pages)  # at once, so that no copy is made of a pool
+        self.store.layers[0].pools[0].grow(pages)  # at once, so that no pool is copied
         self.store.allocators[0].grow(pages)
         (self.cache,) = make_caches(self.store)
         self.row, self.quantize_s = self._fill()
 
     def _fill(self) -> tuple[Row, list[float]]:
-        """Prefill all but the last token, which is decoded; return the seconds a page, each."""
+        """Prefill all but the last token; return the seconds per page of each chunk."""
         pool, row, seconds = self.store.layers[0].pools[0], self.store.new_row(), []
         for _, keys, values in self.source:
             count = keys.shape[2] // PAGE_TOKENS
@@ -265,7 +267,7 @@ class Case:
         return _timed(lambda: decode_attention(queries, handle, self.scale))
 
     def requantize(self) -> float | None:
-        """Step the row down; return the seconds that it took, None without pages or a level."""
+        """Step the row down; return the seconds, or None without pages or a lower level."""
         if self.lower is None or not self.row.pages:
             return None
         self.store.flush()
@@ -300,7 +302,7 @@ def _relative(found: mx.array, true: mx.array) -> float:
 
 
 def _dense(source: Source) -> float:
-    """Return the seconds of mlx's own attention over one dense layer."""
+    """Return the seconds of MLX's own attention over one dense layer."""
     shape = source.shape
     sides = [
         mx.zeros((1, shape.kv_heads, source.tokens, shape.head_dim), _DTYPES[shape.dtype])
@@ -322,7 +324,7 @@ def _dense(source: Source) -> float:
 def measure(
     shape: Shape, schemes: list[Scheme], lengths: list[int], report: _Report
 ) -> dict[str, Any]:
-    """Measure all schemes at all context lengths; times are those of all layers together."""
+    """Measure all schemes at all context lengths; times cover all layers together."""
     results = []
     for length in lengths:
         source = Source(shape, length)
@@ -336,7 +338,7 @@ def measure(
             report(f"{scheme.name}, {length} tokens")
             lower = next((one for one in schemes[index + 1 :] if one.is_below(scheme)), None)
             results.append(_measure_one(source, scheme, lower, true) | {"dense_s": dense_s})
-            gc.collect()  # a store and its allocators know each other
+            gc.collect()  # a store and its allocators refer to each other
             mx.clear_cache()
     return {
         "shape": {name: getattr(shape, name) for name in Shape.__dataclass_fields__},
@@ -370,7 +372,7 @@ def _measure_one(
 
 
 def _in_user_units(one: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return a result for all layers, in the units that people use."""
+    """Return a result for all layers, in user-facing units."""
 
     def ms(value: float | None, tokens: int = 1) -> float | None:
         return None if value is None else value * 1e3 * tokens * shape.layers
@@ -393,7 +395,7 @@ def _in_user_units(one: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="kvd.worker.tools.bench_kv", description="KV schemes measured."
+        prog="kvd.worker.tools.bench_kv", description="Measures KV schemes."
     )
     parser.add_argument("model", nargs="?")
     for name in ("heads", "kv-heads", "head-dim", "layers"):
@@ -409,14 +411,14 @@ def _tokens(text: str) -> int:
     found = re.fullmatch(r"([0-9]{1,9})(k?)", text.strip().lower())
     if found is None:
         raise InvalidRequest(
-            f"lengths: {text[:40]!r} is no context length; write tokens, such as 4096 or 4k (1k is "
-            "1024), with commas between them",
+            f"lengths: {text[:40]!r} is not a context length; give tokens, such as 4096 or 4k "
+            "(1k is 1024), separated by commas",
             field="lengths",
         )
     tokens = int(found[1]) * (1024 if found[2] else 1)
     if tokens < 2 * PAGE_TOKENS:
         raise InvalidRequest(
-            f"lengths: {text.strip()} is too short, below {2 * PAGE_TOKENS} tokens no page is full",
+            f"lengths: {text.strip()} is too short; below {2 * PAGE_TOKENS} tokens no page is full",
             field="lengths",
         )
     return tokens

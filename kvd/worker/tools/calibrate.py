@@ -1,9 +1,9 @@
-"""Finds the lowest level that a model bears: ``python -m kvd.worker.tools.calibrate SOURCE --home DIR``.
+"""Finds the lowest precision level that a model tolerates: ``kvd.worker.tools.calibrate SOURCE``.
 
-Loads the model, measures every level of a ladder (`kvd.worker.tools.fidelity`), stores the verdict in
-the home (`kvd.worker.serving.calibration`) and prints it as one JSON object; progress goes to stderr.
+Loads the model, measures every level (`kvd.worker.tools.fidelity`), stores the result in the home
+(`kvd.worker.serving.calibration`) and prints it as one JSON object. Progress goes to stderr.
 
-Runs in a process of its own and asks no daemon for memory.
+Runs in a separate process and requests no memory from the daemon.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import kvd
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import calibration, model_files, seam
-from kvd.worker.serving.calibration import DENSE, MeasuredLevel, CalibrationResult
+from kvd.worker.serving.calibration import DENSE, CalibrationResult, MeasuredLevel
 from kvd.worker.tools import fidelity
 from kvd.worker.tools.fidelity import Floor, LevelAgreement, TooShortError
 from protocol.errors import ConfigError, InvalidRequest, KvdError
@@ -41,11 +41,11 @@ def calibrate(
     count: int = 4,
     tokens: int = 1024,
 ) -> CalibrationResult:
-    """Load a model and return its verdict on the ladder, its top first.
+    """Load a model, measure its levels, the first scheme at the top, and return the result.
 
     ``count`` prompts of about ``tokens`` tokens each, cut to the model's context. Raises the
-    `KvdError` that the model asks for, `UnsupportedModel` for one that has no quantized keys and
-    values, and `InvalidRequest` for prompts that are too short.
+    `KvdError` of a model that cannot be loaded, `UnsupportedModel` for one that has no quantized
+    keys and values, and `InvalidRequest` for prompts that are too short.
     """
     seam.install()
     report("weights")
@@ -102,7 +102,8 @@ def _finite(value: float) -> float | None:
 def _arguments() -> argparse.Namespace:
     floor = Floor()
     parser = argparse.ArgumentParser(
-        prog="kvd.worker.tools.calibrate", description="Verdicts on levels."
+        prog="kvd.worker.tools.calibrate",
+        description="Measures which precision levels a model tolerates.",
     )
     parser.add_argument("source")
     parser.add_argument("--home", type=Path, required=True)
@@ -150,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the verdict and its file, or ``{"error": …}`` with exit status 1."""
+    """Print the result and its file, or ``{"error": …}`` with exit status 1."""
     status = 0
     try:
         result = _run(_arguments())

@@ -1,7 +1,7 @@
-"""What MLX is and computes on here, as one JSON object: ``python -m kvd.worker.tools.examine``.
+"""Prints MLX's version and device as one JSON object: ``python -m kvd.worker.tools.examine``.
 
-For `kvctl doctor`, which does not import MLX itself. Computes one small product, since a device
-that is there may still not work.
+For `kvctl doctor`, which does not import MLX itself. Computes one small product, because a device
+that is present may still not work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvd.worker.native import build
 
 
 def examine() -> dict[str, Any]:
-    """Return the device and whether it computes."""
+    """Return the device, and whether it computes."""
     device = mx.default_device()
     on_cpu = device.type == mx.DeviceType.cpu
     matrix = mx.arange(64 * 64).reshape(64, 64).astype(mx.float32) / 4096

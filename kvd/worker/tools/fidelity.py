@@ -1,11 +1,10 @@
 """How far quantized pages move a model: KL divergence, top-1 agreement, perplexity.
 
-Covers the comparison itself (`Tally`), a measurement of every level of a ladder over the product's
-own pages (`measure`), the texts for it (`texts`), and which level a floor permits
-(`lowest_level`). Does not cover where a verdict is kept, nor who may ask for one.
+Covers the comparison (`Tally`), measuring every precision level over kvd's own pages (`measure`),
+prompts for it (`texts`), and the lowest level that a quality floor permits (`lowest_level`).
 
-Every prompt is teacher-forced, in the order of real use: most of it is prefilled in chunks, its
-last tokens are decoded one by one. The truth is the same model over mlx-lm's own dense caches.
+Every prompt is teacher-forced, in the order of real use: most of it is prefilled in chunks, and its
+last tokens are decoded one by one. The reference is the same model over mlx-lm's own dense caches.
 Only positions that attend to a quantized page count; the others are exact by construction.
 """
 
@@ -29,17 +28,17 @@ from kvd.worker.serving.runner import Row
 from protocol.errors import UnsupportedModel
 
 CHUNK = 256
-"""Tokens that are prefilled at once."""
+"""Tokens prefilled at once."""
 DECODED = PAGE_TOKENS
-"""Tokens at the end of each prompt that are decoded: a whole page is sealed among them."""
+"""Tokens at the end of each prompt that are decoded, so that a page is committed among them."""
 SCRATCH = 256 * 1024 * 1024
 _SMALL = 1.0
-"""Differences of logarithms up to which the series form of a KL term is the more exact one."""
+"""Differences of logarithms up to which the series form of a KL term is more exact."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well a model over a lossy cache agrees with the same model over a dense one."""
+    """How well a model over a lossy cache agrees with the same model over a dense cache."""
 
     positions: int
     kl: float
@@ -49,17 +48,17 @@ class Agreement:
     dense_nll: float
     """Mean negative log-likelihood of the true next token over the dense cache, in nats."""
     nll: float
-    """The same over the lossy cache."""
+    """Mean negative log-likelihood of the true next token over the lossy cache, in nats."""
 
     @property
     def perplexity_change(self) -> float:
-        """Relative: 0.01 is one per cent more."""
+        """Relative change: 0.01 is one per cent more."""
         return math.expm1(self.nll - self.dense_nll)
 
 
 @dataclass(frozen=True)
 class LevelAgreement:
-    """What one level of a ladder does to the model."""
+    """The agreement of one precision level."""
 
     scheme: Scheme
     agreement: Agreement
@@ -67,7 +66,7 @@ class LevelAgreement:
 
 @dataclass(frozen=True)
 class Floor:
-    """What a level must keep to be allowed."""
+    """What a level must reach to be allowed."""
 
     max_kl: float = 0.02
     min_top1: float = 0.95
@@ -82,14 +81,14 @@ class TooShortError(ValueError):
 
 
 class Tally:
-    """Sums over positions, a chunk at a time."""
+    """Sums over positions, added chunk by chunk."""
 
     def __init__(self) -> None:
         self.positions = 0
         self._sums = [0.0] * 4
 
     def add(self, dense: mx.array, lossy: mx.array, targets: mx.array) -> None:
-        """Count positions: logits ``[..., vocab]`` of both, true next tokens ``[...]``."""
+        """Add positions: logits ``[..., vocab]`` of both, true next tokens ``[...]``."""
         sums = [one.sum() for one in compare(dense, lossy, targets)]
         mx.eval(sums)
         self.positions += targets.size
@@ -99,7 +98,7 @@ class Tally:
         ]
 
     def agreement(self) -> Agreement:
-        """Return the means so far. Raises `TooShortError` if nothing was counted."""
+        """Return the means so far; raises `TooShortError` if no position was added."""
         if not self.positions:
             raise TooShortError("no position attended to a quantized page: give longer prompts")
         kl, top1, dense_nll, nll = (total / self.positions for total in self._sums)
@@ -116,8 +115,8 @@ def compare(
     """
     p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in _float32(dense, lossy))
     d = q - p
-    # p (e^d - 1 - d) adds up to sum(p (log p - log q)), since p and q both add up to 1. No term is
-    # negative and small ones do not cancel, so float32 is enough far below 1e-6.
+    # The sum of p (e^d - 1 - d) equals sum(p (log p - log q)), because p and q both sum to 1. No
+    # term is negative and small terms do not cancel, so float32 is enough far below 1e-6.
     near = mx.exp(p) * (mx.expm1(mx.minimum(d, _SMALL)) - d)
     far = mx.exp(q) - mx.exp(p) * (1 + d)
     kl = mx.where(mx.abs(d) <= _SMALL, near, far).sum(axis=-1)
@@ -131,11 +130,11 @@ def _float32(*arrays: mx.array) -> Iterator[mx.array]:
 
 
 def texts(tokenizer: Tokenizer, *, count: int = 4, tokens: int = 1024) -> list[list[int]]:
-    """Return prompts for a measurement without a text of the user's own, as token ids.
+    """Return prompts as token ids, for a measurement without the user's own text.
 
-    Recall tasks of the package: prose with facts in it, one of which is asked for at the end, and
-    its answer. Looking something up far back is what a lossy cache damages first, prose alone
-    hides it; and they are the same for everybody, whatever the tokenizer.
+    Recall tasks of the package: prose that contains facts, one of which is asked for at the end,
+    and the answer. A lossy cache first damages retrieval from far back, which plain prose hides.
+    The tasks are the same for every user and tokenizer.
     """
     tasks = (make_recall_prompt(seed, tokens, tokenizer) for seed in range(count))
     return [list(tokenizer.encode(f"{task.prompt} {task.answer}")) for task in tasks]
@@ -150,9 +149,9 @@ def measure(
     decoded: int = DECODED,
     prefill_scratch: int = SCRATCH,
 ) -> list[LevelAgreement]:
-    """Run ``prompts`` over the product's pages on every level; return one measurement a level.
+    """Run ``prompts`` over kvd's own pages on every level; return one measurement per level.
 
-    Holds one prompt at a time: a dense cache and one of each level. The seam must be installed.
+    Holds one prompt at a time: a dense cache and one cache per level. The seam must be installed.
     Raises `UnsupportedModel` for a model that has no quantized keys and values, and `TooShortError`
     if the prompts (``2 * 64`` tokens and more) are too short to fill a page.
     """
@@ -164,9 +163,9 @@ def measure(
 
 
 def lowest_level(measured: Sequence[LevelAgreement], floor: Floor) -> int | None:
-    """Return the lowest level down to which every level keeps the floor.
+    """Return the lowest level such that it and all levels above it reach the floor.
 
-    0 is the top of the ladder; None says that not even that does: serve the model dense.
+    0 is the top level. None: not even the top level reaches it, so the model must be served dense.
     """
     allowed = -1
     for level, one in enumerate(measured):
@@ -177,7 +176,7 @@ def lowest_level(measured: Sequence[LevelAgreement], floor: Floor) -> int | None
 
 
 class _Level:
-    """A level under measurement: a store of its own, one row at a time."""
+    """A level under measurement: its own store, and one row at a time."""
 
     def __init__(self, model: Any, scheme: Scheme, prefill_scratch: int, vocab_size: int) -> None:
         self.scheme = scheme
@@ -216,7 +215,7 @@ class _Level:
 
 
 def _check_quantized(served: Served) -> None:
-    """Refuse a model whose levels would all be the dense model compared with itself."""
+    """Reject a model without quantized pages: every level would compare it with itself."""
     cache = served.runner.cache
     if isinstance(cache, MlxLmCache):
         why = next(iter(served.reasons.values()), "")
@@ -232,7 +231,7 @@ def _check_quantized(served: Served) -> None:
 
 
 def _follow(model: Any, prompt: list[int], levels: list[_Level], chunk: int, decoded: int) -> None:
-    """Force one prompt through the dense cache and all levels, side by side."""
+    """Run one prompt through the dense cache and all levels, side by side."""
     inputs, targets = prompt[:-1], mx.array(prompt[1:])
     prefilled = max(0, len(inputs) - decoded)
     truth = make_prompt_cache(model)

@@ -266,8 +266,8 @@ def test_one_call_stays_within_its_bound(dtype: mx.Dtype, kind: Kind, bits: int)
     for sinks in (None, mx.zeros((4,), dtype)):
         asked = prefill._Task.of(case.queries, case.handle, case.scale, sinks)
         bound = asked.work.dense_bytes(2)
-        assert asked.whole(plan(asked.work, bound))
-        assert not asked.whole(plan(asked.work, bound - 1))
+        assert asked.fits_one_call(plan(asked.work, bound))
+        assert not asked.fits_one_call(plan(asked.work, bound - 1))
         assert peak_over(lambda sinks=sinks, bound=bound: case.attend(bound, sinks)) <= (
             bound + SLACK
         )

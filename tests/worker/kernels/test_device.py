@@ -15,8 +15,8 @@ from kvd.worker.attention.kernels.launch import (
     Launch,
     append_launch,
     find_language,
-    run,
     rotate_launch,
+    run,
 )
 from tests.worker.kernels import cases, test_append, test_rotate
 from tests.worker.kernels.decoding import LANGUAGES, Case, Step

@@ -220,7 +220,9 @@ def test_timing_stays_within_the_scratch() -> None:
     assert 64 <= keys < kernel_timing.KEYS
 
 
-@pytest.mark.parametrize(("setting", "plain"), [("reference", True), ("auto", False), (None, False)])
+@pytest.mark.parametrize(
+    ("setting", "plain"), [("reference", True), ("auto", False), (None, False)]
+)
 def test_the_environment_forces_plain_operations(
     monkeypatch: pytest.MonkeyPatch, setting: str | None, *, plain: bool
 ) -> None:

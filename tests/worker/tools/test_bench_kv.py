@@ -172,7 +172,7 @@ def test_lengths_are_tokens_or_thousands_of_them(text, tokens) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("1m", "4096 or 4k"), ("", "no context length"), ("-512", "no context"), ("64", "below 128"),
+    [("1m", "4096 or 4k"), ("", "not a context length"), ("-512", "not a context"), ("64", "below 128"),
      ("1.5k", "no context"), ("0k", "too short"), ("\u0661k", "no context")],
 )  # fmt: skip
 def test_a_wrong_length_is_refused_by_name(text, says) -> None:

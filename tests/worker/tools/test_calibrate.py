@@ -15,7 +15,7 @@ from kvd import demo
 from kvd.host.home import Home
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import calibration, model_files
-from kvd.worker.serving.calibration import CalibrationResult, find, content_key, apply_floor, store
+from kvd.worker.serving.calibration import CalibrationResult, apply_floor, content_key, find, store
 from kvd.worker.tools import calibrate, fidelity
 from kvd.worker.tools.fidelity import Floor
 from protocol.errors import InvalidRequest

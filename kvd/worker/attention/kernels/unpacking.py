@@ -52,8 +52,7 @@ class Run:
         return max(2, 64 // (size * self.count))
 
     def add_to(self, text: Text, use: Callable[[int, str], str]) -> None:
-        """Add code that reads the numbers; ``use`` returns the code for a number's index and name.
-        """
+        """Add code that reads the numbers; ``use`` returns code for a number's index and name."""
         for line in self.setup:
             text.add(line)
         for number, expression in enumerate(self.numbers):
