@@ -119,27 +119,27 @@ def rows_of(kind: Kind, rows: Sequence[Row], pages: PageList) -> list[tuple[int,
     ]
 
 
-Told = list[tuple[int, int, bool]]
-"""For each level, bits, group, and whether groups run along the page's tokens."""
+LevelPackings = list[tuple[int, int, bool]]
+"""Bits, group size, and whether groups run along the page's tokens, for each level."""
 
 
-def pools_of(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], Told, Told]:
+def pools_of(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], LevelPackings, LevelPackings]:
     """Return the arrays of the levels that occur, and how keys and values are packed."""
     pools = [layer.pools[level] for level in pages.levels]
     return (
         [array for pool in pools for array in pool.arrays()],
-        [_told(pool.key_packing) for pool in pools],
-        [_told(pool.value_packing) for pool in pools],
+        [_level_packing(pool.key_packing) for pool in pools],
+        [_level_packing(pool.value_packing) for pool in pools],
     )
 
 
-def schemes_of(layer: LayerStore) -> tuple[Told, Told]:
+def schemes_of(layer: LayerStore) -> tuple[LevelPackings, LevelPackings]:
     """Return how all levels of a layer pack keys and values."""
     return (
-        [_told(pool.key_packing) for pool in layer.pools],
-        [_told(pool.value_packing) for pool in layer.pools],
+        [_level_packing(pool.key_packing) for pool in layer.pools],
+        [_level_packing(pool.value_packing) for pool in layer.pools],
     )
 
 
-def _told(packing: Packing) -> tuple[int, int, bool]:
+def _level_packing(packing: Packing) -> tuple[int, int, bool]:
     return packing.bits, packing.group, not packing.per_token

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-LevelPackings = Sequence[tuple[int, int, bool]]
-"""Bits, group size, and whether groups run along the page's tokens, for each level."""
+from kvd.worker.cache.backend import LevelPackings
 
 
 @dataclass(frozen=True, eq=False)
