@@ -123,7 +123,9 @@ LevelPackings = list[tuple[int, int, bool]]
 """Bits, group size, and whether groups run along the page's tokens, for each level."""
 
 
-def pools_of(layer: LayerStore, pages: PageList) -> tuple[list[mx.array], LevelPackings, LevelPackings]:
+def pools_of(
+    layer: LayerStore, pages: PageList
+) -> tuple[list[mx.array], LevelPackings, LevelPackings]:
     """Return the arrays of the levels that occur, and how keys and values are packed."""
     pools = [layer.pools[level] for level in pages.levels]
     return (

@@ -40,8 +40,8 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Laun
     monkeypatch.setattr(kernel_files, "folder", lambda: tmp_path / "kernels")
     found = []
 
-    def kernel(**told: Any) -> Any:
-        return lambda **_: found.append((told["source"], told["header"]))
+    def kernel(**arguments: Any) -> Any:
+        return lambda **_: found.append((arguments["source"], arguments["header"]))
 
     monkeypatch.setattr(mx.fast, "cuda_kernel", kernel)
     launch._kernel.cache_clear()

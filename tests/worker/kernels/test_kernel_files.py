@@ -22,7 +22,7 @@ HEADER = "#define TWO 2\n"
 
 
 @dataclass
-class LevelPackings:
+class KernelRecorder:
     """In the place of `mx.fast.cuda_kernel`: what MLX was given for each kernel."""
 
     kernels: list[dict[str, Any]] = field(default_factory=list)
@@ -38,11 +38,11 @@ class LevelPackings:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> LevelPackings:
-    kernel_files._tell.cache_clear()
-    told = LevelPackings()
-    monkeypatch.setattr(mx.fast, "cuda_kernel", told)
-    return told
+def recorder(monkeypatch: pytest.MonkeyPatch) -> KernelRecorder:
+    kernel_files._log_once.cache_clear()
+    recorder = KernelRecorder()
+    monkeypatch.setattr(mx.fast, "cuda_kernel", recorder)
+    return recorder
 
 
 @pytest.fixture
@@ -63,23 +63,23 @@ def included(text: str) -> Path:
     return Path(path)
 
 
-def test_files_have_the_text_and_mlx_their_names(told: LevelPackings, folder: Path) -> None:
+def test_files_have_the_text_and_mlx_their_names(recorder: KernelRecorder, folder: Path) -> None:
     make()
 
-    source, header = told.texts
+    source, header = recorder.texts
     assert included(source).read_text() == BODY
     assert included(header).read_text() == HEADER
-    assert {included(text).parent for text in told.texts} == {folder}
+    assert {included(text).parent for text in recorder.texts} == {folder}
     assert header.count("\n") == 1
     # All that MLX would have found in the text, and it looks for parts of words.
     assert source.split("\n")[1:] == ["// x_shape w_strides w_ndim long_w_ndim", ""]
     assert len(source) < 400
-    given = told.kernels[0]
+    given = recorder.kernels[0]
     assert (given["name"], given["input_names"]) == ("k", ["x", "w", "long_w"])
     assert given["output_names"] == ["out"]
 
 
-def test_they_are_the_users_alone(told: LevelPackings, folder: Path) -> None:
+def test_they_are_the_users_alone(recorder: KernelRecorder, folder: Path) -> None:
     before = os.umask(0)
     try:
         make()
@@ -91,16 +91,16 @@ def test_they_are_the_users_alone(told: LevelPackings, folder: Path) -> None:
 
 
 def test_one_text_has_one_file_and_another_one_has_its_own(
-    told: LevelPackings, folder: Path
+    recorder: KernelRecorder, folder: Path
 ) -> None:
     make()
     first = {path: path.stat().st_ino for path in folder.iterdir()}
     make()
-    assert told.kernels[0] == told.kernels[1]
+    assert recorder.kernels[0] == recorder.kernels[1]
     assert {path: path.stat().st_ino for path in folder.iterdir()} == first  # nothing was written
     make(BODY + "\n")
-    assert told.texts[1] == told.kernels[0]["header"]
-    assert len({kernel["source"] for kernel in told.kernels}) == 2
+    assert recorder.texts[1] == recorder.kernels[0]["header"]
+    assert len({kernel["source"] for kernel in recorder.kernels}) == 2
 
 
 def test_another_process_has_the_same_files(tmp_path: Path) -> None:
@@ -129,24 +129,24 @@ def test_another_process_has_the_same_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("end", ["cut", "gone", "all gone"])
 def test_what_is_not_as_it_was_written_is_written_anew(
-    told: LevelPackings, folder: Path, end: str
+    recorder: KernelRecorder, folder: Path, end: str
 ) -> None:
     make()
-    source = included(told.texts[0])
+    source = included(recorder.texts[0])
     if end == "cut":
         source.write_text(BODY[:-5])
     else:
         source.unlink()
     if end == "all gone":
-        included(told.texts[1]).unlink()
+        included(recorder.texts[1]).unlink()
         folder.rmdir()
     make()
     assert source.read_text() == BODY
-    assert included(told.texts[1]).read_text() == HEADER
+    assert included(recorder.texts[1]).read_text() == HEADER
 
 
 def test_files_are_looked_at_for_each_template_that_mlx_compiles(
-    told: LevelPackings, folder: Path
+    recorder: KernelRecorder, folder: Path
 ) -> None:
     weight = mx.zeros((32, 64), mx.bfloat16)
     products._kernel.cache_clear()
@@ -164,7 +164,7 @@ def test_files_are_looked_at_for_each_template_that_mlx_compiles(
     "why", ["no folder", "others can write", "others can write above", "others can write it"]
 )
 def test_where_no_file_can_be_mlx_gets_the_text(
-    why: str, told: LevelPackings, folder: Path, caplog: pytest.LogCaptureFixture
+    why: str, recorder: KernelRecorder, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if why == "no folder":
         folder.parent.mkdir()
@@ -176,30 +176,32 @@ def test_where_no_file_can_be_mlx_gets_the_text(
     if why == "others can write above":
         folder.parent.chmod(0o777)
     if why == "others can write it":
-        included(told.texts[0]).chmod(0o666)
+        included(recorder.texts[0]).chmod(0o666)
 
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             make()
 
-    assert told.texts == (BODY, HEADER)
+    assert recorder.texts == (BODY, HEADER)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert str(folder.parent) in caplog.text
 
 
-def test_nor_where_nobody_has_a_home(told: LevelPackings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_where_nobody_has_a_home(
+    recorder: KernelRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def homeless() -> Path:
         raise RuntimeError("could not determine the home directory")
 
     monkeypatch.setattr(kernel_files, "folder", homeless)
     make()
-    assert told.texts == (BODY, HEADER)
+    assert recorder.texts == (BODY, HEADER)
 
 
 def test_nor_where_its_name_would_end_the_line(
-    told: LevelPackings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: KernelRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_files, "folder", lambda: tmp_path / 'a"b')
     make()
-    assert told.texts == (BODY, HEADER)
+    assert recorder.texts == (BODY, HEADER)
     assert list(tmp_path.iterdir()) == []

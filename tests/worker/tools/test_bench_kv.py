@@ -115,7 +115,7 @@ def test_what_the_configuration_does_not_say_is_asked_for() -> None:
         shape_of({"num_attention_heads": 4})
     with pytest.raises(UnsupportedModel, match="latents"):
         shape_of({"kv_lora_rank": 512, "num_attention_heads": 4, "num_hidden_layers": 2})
-    with pytest.raises(InvalidRequest, match="no multiple"):
+    with pytest.raises(InvalidRequest, match="must be a multiple"):
         Shape(3, 2, 64, 1, "float32")
     with pytest.raises(InvalidRequest, match="dtype"):
         Shape(2, 2, 64, 1, "int8")
@@ -173,7 +173,7 @@ def test_lengths_are_tokens_or_thousands_of_them(text, tokens) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [("1m", "4096 or 4k"), ("", "not a context length"), ("-512", "not a context"), ("64", "below 128"),
-     ("1.5k", "no context"), ("0k", "too short"), ("\u0661k", "no context")],
+     ("1.5k", "not a context"), ("0k", "too short"), ("\u0661k", "not a context")],
 )  # fmt: skip
 def test_a_wrong_length_is_refused_by_name(text, says) -> None:
     with pytest.raises(InvalidRequest, match=f"^lengths: .*{says}") as caught:

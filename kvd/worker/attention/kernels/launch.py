@@ -10,16 +10,11 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.attention.kernels import append, decode, matrix, rotate
-from kvd.worker.attention.kernels.arguments import (
-    Append,
-    Attention,
-    LevelPackings,
-    Rotate,
-    Rotation,
-)
+from kvd.worker.attention.kernels.arguments import Append, Attention, Rotate, Rotation
 from kvd.worker.attention.kernels.kernel_files import cuda_kernel
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.shape import LANES, Shape, Side
+from kvd.worker.cache.backend import LevelPackings
 
 
 @dataclass(frozen=True)
