@@ -30,12 +30,13 @@ from kvd.host.home import locate
 from kvd.host.listen import holder
 from kvd.service import managing
 from kvd.service.describe import describe
+from kvd.service.state import State
 from protocol.errors import AlreadyRunning, ConfigError, KvdError, NotRunning, ServiceError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from kvd.service.managing import Manager, State
+    from kvd.service.managing import Manager
     from protocol.types import DaemonStatus
 
 app = typer.Typer(
@@ -159,7 +160,7 @@ def reload(context: typer.Context, *, home: HomeOption = None, json: JsonOption 
     with wanted.guarded():
         manager = _installed(wanted)  # a wrong file is refused here already
         before = _daemon(wanted)
-        if before is None or manager.state().word != "running":
+        if before is None or manager.state().status != "running":
             raise ServiceError("it does not run; the next start reads config.toml anyway")
         manager.reload()
         deadline = time.monotonic() + _COMES_UP_S
@@ -177,15 +178,15 @@ def status(context: typer.Context, *, home: HomeOption = None, json: JsonOption 
     with wanted.guarded():
         manager = _manager(wanted, lenient=True)
         files = managing.installed(manager)
-        state = manager.state() if files else managing.State("stopped", "not installed")
+        state = manager.state() if files else State("stopped", "not installed")
         # A client would start one that only listens.
-        daemon = None if state.word == "listening" else _daemon(wanted)
+        daemon = None if state.status == "listening" else _daemon(wanted)
         if wanted.json:
             wanted.print_json(_as_json(manager, state, daemon))
         else:
             _show(manager, state, daemon)
-        if state.word not in {"running", "listening"}:
-            raise typer.Exit(Exit.FAILED if state.word == "failed" else Exit.NOT_RUNNING)
+        if state.status not in {"running", "listening"}:
+            raise typer.Exit(Exit.FAILED if state.status == "failed" else Exit.NOT_RUNNING)
 
 
 @app.command(cls=Command)
@@ -283,9 +284,9 @@ def _wait_until_up(manager: Manager, wanted: Terms) -> None:
     deadline = time.monotonic() + _COMES_UP_S
     while _daemon(wanted) is None:
         state = manager.state()
-        if time.monotonic() > deadline or state.word == "failed":
+        if time.monotonic() > deadline or state.status == "failed":
             raise ServiceError(
-                f"it does not come up ({state.word}; {state.about}); "
+                f"it does not come up ({state.status}; {state.details}); "
                 "`kvctl service logs` says why, `kvctl doctor` what to do"
             )
         time.sleep(0.1)
@@ -301,11 +302,11 @@ def _daemon(wanted: Terms) -> DaemonStatus | None:
 
 def _say(wanted: Terms, manager: Manager) -> None:
     state = manager.state()
-    daemon = None if state.word == "listening" else _daemon(wanted)
+    daemon = None if state.status == "listening" else _daemon(wanted)
     if wanted.json:
         wanted.print_json(_as_json(manager, state, daemon))
         return
-    talk("{}{}", state.word, f" (pid {state.pid})" if state.pid else "")
+    talk("{}{}", state.status, f" (pid {state.pid})" if state.pid else "")
     _tell_news(daemon)
 
 
@@ -322,8 +323,8 @@ def _tell_news(daemon: DaemonStatus | None) -> None:
 def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dict[str, object]:
     return {
         "manager": manager.name,
-        "state": state.word,
-        "about": state.about,
+        "state": state.status,
+        "about": state.details,
         "pid": state.pid,
         "files": [str(path) for path in managing.installed(manager)],
         "outdated": [str(path) for path in managing.outdated(manager)],
@@ -339,11 +340,11 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    line = Text.assemble((state.word, _COLOURS.get(state.word, "yellow")))
+    line = Text.assemble((state.status, _COLOURS.get(state.status, "yellow")))
     if state.pid:
         line.append(f"  pid {state.pid}")
-    if state.about:
-        line.append(f"  {state.about}", "dim")
+    if state.details:
+        line.append(f"  {state.details}", "dim")
     table.add_row("state", line)
     table.add_row("home", Text(str(manager.service.home)))
     way = "by the first client" if manager.service.on_demand else "with the session"
@@ -358,12 +359,12 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
             "[yellow]its files are not what this version and configuration would write:[/] "
             "`kvctl service install` brings them up to date"
         )
-    if daemon is not None and state.word != "running":
+    if daemon is not None and state.status != "running":
         talk("[yellow]a daemon (pid {}) that is not the service's answers[/]", daemon.pid)
     if not managing.installed(manager):
         theirs = managing.foreign(manager)
         for one in theirs:
-            talk("[yellow]{}[/]", managing.whose(one))
+            talk("[yellow]{}[/]", managing.describe_foreign(one))
         if not theirs:
             talk("`kvctl service install` installs it")
     _tell_news(daemon)

@@ -214,8 +214,8 @@ def _serve(home: Home, name: str, *, on_demand: bool) -> Finding:
         with Client(home=home.root) as client:
             pid = client.status().pid
         state = manager.state()
-        if state.word != "running" or state.pid != pid:
-            said = f"the daemon is {pid}, and {manager.name} says {state.word}, {state.pid}"
+        if state.status != "running" or state.pid != pid:
+            said = f"the daemon is {pid}, and {manager.name} says {state.status}, {state.pid}"
             return fail(name, said, _REPORT)
         manager.reload()
         manager.restart()

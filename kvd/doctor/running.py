@@ -110,7 +110,7 @@ def service(scene: Scene) -> Finding:
         if not managing.installed(manager):
             if theirs := managing.foreign(manager):
                 todo = "see what it is for: kvd leaves it alone"
-                return warn("service", managing.whose(theirs[0]), todo)
+                return warn("service", managing.describe_foreign(theirs[0]), todo)
             return skip("service", "not installed; `kvctl service install` has it started for you")
         state = manager.state()
         if managing.outdated(manager):
@@ -118,6 +118,8 @@ def service(scene: Scene) -> Finding:
             return warn("service", said, "`kvctl service install` brings them up to date")
     except KvdError as error:
         return warn("service", error.message, "`kvctl service status` has more")
-    if state.word == "failed":
-        return fail("service", f"{manager.name}: {state.about}", "`kvctl service logs` says why")
-    return ok("service", f"{manager.name}: {state.word}{f', {state.about}' if state.about else ''}")
+    if state.status == "failed":
+        return fail("service", f"{manager.name}: {state.details}", "`kvctl service logs` says why")
+    return ok(
+        "service", f"{manager.name}: {state.status}{f', {state.details}' if state.details else ''}"
+    )

@@ -1,4 +1,4 @@
-"""The manager's own programs, run and understood."""
+"""Runs the service manager's command-line programs."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from pathlib import Path
 
 from protocol.errors import ServiceError
 
-_MOST_S = 600.0
-"""A stop waits until what runs is finished."""
+_TIMEOUT_S = 600.0
+"""Long, because stopping the service waits for running requests."""
 
 
 def run(command: list[str]) -> str:
-    """Run a program and return what it prints; raises `ServiceError` with its own words."""
-    done = _ended(command)
+    """Run a program and return its output; raises `ServiceError` with its error message."""
+    done = _completed(command)
     if done.returncode:
-        words = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
-        raise ServiceError(f"`{shlex.join(command)}`: {words}", command=shlex.join(command))
+        reason = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
+        raise ServiceError(f"`{shlex.join(command)}`: {reason}", command=shlex.join(command))
     return done.stdout
 
 
-def said(command: list[str]) -> str | None:
-    """Run a program and return what it prints; None if it fails."""
-    done = _ended(command)
+def output(command: list[str]) -> str | None:
+    """Run a program and return its output; None if it fails."""
+    done = _completed(command)
     return None if done.returncode else done.stdout
 
 
 def tail(paths: list[Path], lines: int, *, follow: bool) -> list[str]:
-    """Return the command that shows the ends of files, and goes on when they are rotated."""
+    """Return the command that shows the ends of files and follows them across rotation."""
     return ["tail", "-q", "-n", str(lines), *(["-F"] if follow else []), *map(str, paths)]
 
 
-def _ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+def _completed(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(  # noqa: S603 - a manager's own program, no shell
+        return subprocess.run(  # noqa: S603 - the manager's program, no shell
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_MOST_S,
+            timeout=_TIMEOUT_S,
             check=False,
             env=os.environ | {"LC_ALL": "C"},
         )
     except FileNotFoundError:
-        raise ServiceError(f"{command[0]} is not on this machine") from None
+        raise ServiceError(f"{command[0]} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
-        raise ServiceError(f"`{shlex.join(command)}` did not end in {_MOST_S:g} s") from None
+        raise ServiceError(f"`{shlex.join(command)}` did not end in {_TIMEOUT_S:g} s") from None

@@ -1,4 +1,4 @@
-"""What is to be run as a service: the daemon of one home. Knows neither launchd nor systemd."""
+"""The service of one home, independent of launchd and systemd."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from kvd.host.home import Home, locate
 from protocol.errors import ConfigError
 
 STOP_SLACK_S = 15
-"""Beyond the drain: for the workers to end, before the manager kills what is left."""
+"""Seconds after the drain for workers to end, before the manager kills the rest."""
 _PASSED_ON = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "XDG_CACHE_HOME")
-"""Where models are found: the service has to look there too. Secrets stay out of its file."""
+"""Variables that locate models, copied to the service's file. Secrets are not copied."""
 
 
 @dataclass(frozen=True)
 class Service:
-    """One home's daemon."""
+    """One home's daemon as a service."""
 
     home: Path
     program: tuple[str, ...]
-    """With an absolute path."""
+    """The command of `kvd` with an absolute path."""
     drain_s: float = Config().drain_timeout_s
     on_demand: bool = False
-    """Started by the first client, and not with the session."""
+    """Started by the first client instead of with the session."""
     http: tuple[tuple[str, int], ...] = ()
-    """Addresses and ports that the manager listens on for us, with `on_demand`."""
+    """Addresses and ports that the manager listens on; only with ``on_demand``."""
     http_socket: bool = False
-    """The same of ``http.sock``."""
+    """Whether the manager listens on ``http.sock`` too."""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """``kvd``; of another home than the usual one it says of which."""
+        """``kvd`` for the default home, else ``kvd-`` and a hash of the home's path."""
         if self.home == locate("~/.kvd").root:
             return "kvd"
         return f"kvd-{hashlib.sha256(os.fsencode(self.home)).hexdigest()[:8]}"
 
     @property
     def command(self) -> list[str]:
-        """All of the command line."""
+        """The whole command line."""
         return [*self.program, *self._arguments]
 
     @property
@@ -54,13 +54,13 @@ class Service:
         return ["serve", "--home", str(self.home)]
 
     def is_run_by(self, words: Sequence[object]) -> bool:
-        """Return whether a command line has this home served, by any installation of kvd."""
+        """Return whether a command line serves this home, from any installation of kvd."""
         count = len(self._arguments)
         return any(list(words[at : at + count]) == self._arguments for at in range(len(words)))
 
     @property
     def stop_s(self) -> int:
-        """The seconds that a stop may take before the manager kills."""
+        """Seconds that a stop may take before the manager kills the daemon."""
         return math.ceil(self.drain_s) + STOP_SLACK_S
 
     @property
@@ -71,9 +71,9 @@ class Service:
 
 
 def describe(home: Home, settings: Config, *, on_demand: bool = False) -> Service:
-    """Return the service of this home, with this configuration and this installation of kvd.
+    """Return the service of this home for this configuration and this installation of kvd.
 
-    Raises `ConfigError` where the manager is to listen on what is no address of this machine.
+    Raises `ConfigError` if the manager would listen on an address that this machine does not have.
     """
     http = settings.http
     port = 11711 if http.port is None else http.port
@@ -90,18 +90,18 @@ def describe(home: Home, settings: Config, *, on_demand: bool = False) -> Servic
 
 
 def _addresses(host: str) -> list[str]:
-    """Return what a name stands for now: systemd listens on addresses alone."""
+    """Resolve a host name, because systemd listens only on addresses."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(
-            f"http.host {host!r} is no address of this machine: {error.strerror or error}",
+            f"http.host {host!r} is not an address of this machine: {error.strerror or error}",
             key="http.host",
         ) from error
     return list(dict.fromkeys(str(address[0]) for _, _, _, _, address in found))
 
 
 def program() -> tuple[str, ...]:
-    """Return how to call the `kvd` that belongs to this interpreter."""
+    """Return the command of the `kvd` that belongs to this interpreter."""
     script = Path(sys.executable).with_name("kvd")
     return (str(script),) if script.exists() else (sys.executable, "-P", "-m", "kvd")

@@ -1,59 +1,43 @@
-"""What a service manager can do for us, which one is here, and what install and uninstall are."""
+"""Installs and uninstalls the service, with this machine's service manager."""
 
 from __future__ import annotations
 
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from protocol.errors import ServiceError
 
 if TYPE_CHECKING:
     from kvd.service.describe import Service
-
-Word = Literal["running", "starting", "stopping", "listening", "stopped", "failed"]
-
-
-@dataclass(frozen=True)
-class State:
-    """What the manager knows of the service."""
-
-    word: Word
-    """``listening``: the first client starts it."""
-    about: str = ""
-    pid: int | None = None
+    from kvd.service.state import State
 
 
 class Manager(Protocol):
     """launchd or systemd, for one service."""
 
     @property
-    def service(self) -> Service:
-        """What is run."""
-        ...
+    def service(self) -> Service: ...
 
     @property
-    def name(self) -> str:
-        """What people call the manager."""
-        ...
+    def name(self) -> str: ...
 
     def files(self) -> dict[Path, bytes]:
-        """Return what belongs where."""
+        """Return the service's files, by path."""
         ...
 
     def stale(self) -> list[Path]:
-        """Return files of ours that do not belong there."""
+        """Return existing files of this service that `files` does not contain."""
         ...
 
     def owns(self, path: Path) -> bool:
-        """Return whether a file is of this home's service, from whichever version of kvd."""
+        """Return whether a file belongs to this home's service, from any version of kvd."""
         ...
 
     def is_on_demand(self) -> bool:
-        """Return whether it was installed to be started by its first client."""
+        """Return whether the installed service starts with its first client."""
         ...
 
     def check(self) -> None:
@@ -61,63 +45,61 @@ class Manager(Protocol):
         ...
 
     def activate(self) -> None:
-        """Take the files that are there now, and start as they say."""
+        """Load the current files, and start the service."""
         ...
 
     def deactivate(self) -> None:
-        """Stop, and take it out of the manager's hands."""
+        """Stop and unload the service, before its files are deleted."""
         ...
 
     def forget(self) -> None:
-        """Have the manager see that the files are gone."""
+        """Make the manager notice that the files are deleted."""
         ...
 
     def start(self) -> None:
-        """Start it, or listen for it."""
+        """Start the daemon, or listen for its first client."""
         ...
 
     def stop(self) -> None:
-        """Finish what runs, end it, and do not listen."""
+        """Drain and stop the daemon, and stop listening until the next session."""
         ...
 
-    def restart(self) -> None:
-        """End it and start it again."""
-        ...
+    def restart(self) -> None: ...
 
     def reload(self) -> None:
-        """Have it read its configuration again."""
+        """Make the daemon reload its configuration."""
         ...
 
-    def state(self) -> State:
-        """Return what the manager knows of it."""
-        ...
+    def state(self) -> State: ...
 
     def hint(self) -> str | None:
-        """Return what would make more of the service."""
+        """Return advice for the user, if any."""
         ...
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
-        """Return the command that shows what was said, also before the daemon could log."""
+        """Return the command that shows the log, including errors before the daemon could log."""
         ...
 
 
 def manager_of(service: Service) -> Manager:
     """Return this machine's manager for a service."""
     if sys.platform == "darwin":
-        from kvd.service.launchd import Launchd  # noqa: PLC0415 - one of the two
+        from kvd.service.launchd import Launchd  # noqa: PLC0415 - only on macOS
 
         return Launchd(service)
     if sys.platform == "linux":
-        from kvd.service.systemd import Systemd, folder  # noqa: PLC0415 - the other
+        from kvd.service.systemd import Systemd, folder  # noqa: PLC0415 - only on Linux
 
         return Systemd(service, folder())
-    raise ServiceError("neither launchd nor systemd is here; have `kvd serve` started by what is")
+    raise ServiceError(
+        "this system has neither launchd nor systemd; start `kvd serve` with its service manager"
+    )
 
 
 def install(manager: Manager, *, force: bool = False) -> list[Path]:
-    """Write the files and start; return those that were written. Again: bring them up to date.
+    """Write the files and start the service; return the files. Repeated: update and restart it.
 
-    `force`: also in the place of files that are somebody else's; never in that of a link.
+    ``force`` also replaces files that are not kvd's, but never links.
     """
     refuse_foreign(manager, force=force)
     manager.check()
@@ -129,62 +111,60 @@ def install(manager: Manager, *, force: bool = False) -> list[Path]:
 
 
 def uninstall(manager: Manager) -> list[Path]:
-    """Stop and delete the files; return those that were there. The home stays as it is."""
+    """Stop the service and delete its files; return the files. The home is not touched."""
     refuse_foreign(manager)
-    there = installed(manager)
-    if there:
+    existing = installed(manager)
+    if existing:
         manager.check()
         manager.deactivate()
-        for path in there:
+        for path in existing:
             path.unlink(missing_ok=True)
         manager.forget()
-    return there
+    return existing
 
 
 def installed(manager: Manager) -> list[Path]:
-    """Return the service's files that are there."""
-    there = [path for path in manager.files() if manager.owns(path)]
-    return [*there, *manager.stale()]
+    """Return the service's existing files."""
+    existing = [path for path in manager.files() if manager.owns(path)]
+    return [*existing, *manager.stale()]
 
 
 def foreign(manager: Manager) -> list[Path]:
-    """Return what is in the place of the service's files and not kvd's to replace or delete."""
-    there = [path for path in manager.files() if os.path.lexists(path)]
-    return [path for path in there if path.is_symlink() or not manager.owns(path)]
+    """Return files at the service's paths that do not belong to kvd."""
+    existing = [path for path in manager.files() if os.path.lexists(path)]
+    return [path for path in existing if path.is_symlink() or not manager.owns(path)]
 
 
 def refuse_foreign(manager: Manager, *, force: bool = False) -> None:
-    """Raise `ServiceError` if there is any; with `force`, only where a link is."""
+    """Raise `ServiceError` if such files exist; with ``force``, only for links."""
     for path in foreign(manager):
         if path.is_symlink() or not force:
-            raise ServiceError(whose(path))
+            raise ServiceError(describe_foreign(path))
 
 
-def whose(path: Path) -> str:
-    """Say why a file is left alone."""
+def describe_foreign(path: Path) -> str:
+    """Return why kvd does not replace a file."""
     if path.is_symlink():
-        return (
-            f"{path} is a link to {path.readlink()}, not kvd's to replace or delete: take it away"
-        )
-    return f"{path} is not of this home's service: move it away, or install with --force"
+        return f"{path} is a link to {path.readlink()}, which kvd does not replace: remove it"
+    return f"{path} does not belong to this home's service: move it away, or install with --force"
 
 
 def outdated(manager: Manager) -> list[Path]:
-    """Return those that are not what this version would write."""
+    """Return the files that differ from those that this version would write."""
     wanted = manager.files()
     differ = [path for path in wanted if manager.owns(path) and path.read_bytes() != wanted[path]]
     return [*differ, *manager.stale()]
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file at once: a manager may read it at any time."""
+    """Replace a file atomically, because the manager may read it at any time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as new:
             try:
                 new.write(content)
                 new.flush()
-                os.chmod(new.name, 0o644)  # noqa: PTH101 - managers refuse what others may write
+                os.chmod(new.name, 0o644)  # noqa: PTH101 - managers refuse files that others can write
                 os.replace(new.name, path)  # noqa: PTH105 - both are names
             except OSError:
                 Path(new.name).unlink(missing_ok=True)

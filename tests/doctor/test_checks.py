@@ -289,7 +289,7 @@ def test_another_program_has_the_port(made: Home):
         port = other.getsockname()[1]
         made.config.write_text(f"[http]\nport = {port}\n")
         found = running.http_port(scene(made))
-        assert "another program has it" in found.said
+        assert "another program uses the port" in found.said
         assert told(found)[0] == "warn"
     assert running.http_port(scene(made)).verdict == "ok"
     made.config.write_text("[http]\ntcp = false\n")

@@ -118,7 +118,9 @@ def test_what_somebody_else_put_there_is_named_and_left_alone(kvctl: Played, hom
     path.write_text("<plist/>")
     for command, status in (("status", 3), ("install", 1), ("uninstall", 1)):
         said = " ".join(kvctl(command, status=status).split())
-        assert "is not of this home's service: move it away, or install with --force" in said
+        assert (
+            "does not belong to this home's service: move it away, or install with --force" in said
+        )
         assert "may know why" not in said
     found = running.service(Scene(home))
     assert (found.verdict, str(path) in found.said) == ("warn", True)
@@ -136,7 +138,7 @@ def test_paths_that_look_like_markup_are_shown_as_they_are(kvctl: Played, tmp_pa
     assert str(home.root) in "".join(kvctl("status", status=3).split())
     folder.mkdir()
     path.write_text("<plist/>")
-    assert f"{path} is not of this home's service" in kvctl("status", status=3)
+    assert f"{path} does not belong to this home's service" in kvctl("status", status=3)
 
 
 NOWHERE = '[http]\nhost = "nowhere.invalid"\n'

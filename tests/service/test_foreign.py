@@ -66,7 +66,7 @@ def test_they_are_neither_replaced_nor_deleted(manager: Manager, theirs: bytes):
     path = place_of(manager)
     path.write_bytes(theirs)
     for act in (managing.install, managing.uninstall):
-        with pytest.raises(ServiceError, match=r"not of this home's service.*--force"):
+        with pytest.raises(ServiceError, match=r"does not belong to this home's service.*--force"):
             act(manager)
         assert path.read_bytes() == theirs
     assert managing.foreign(manager) == [path]

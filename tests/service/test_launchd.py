@@ -177,7 +177,7 @@ LISTENS = 'x = {\n\tstate = not running\n\tsockets = {\n\t\t"kvd" = {\n\t\t}\n\t
 )
 def test_what_print_says(text, word, pid):
     state = parse(text)
-    assert (state.word, state.pid) == (word, pid)
+    assert (state.status, state.pid) == (word, pid)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_its_life(launchctl, home: Home, tmp_path):
     manager.reload()
     assert launchctl() == [f"kickstart {target}", f"kill SIGHUP {target}"]
     manager.stop()
-    assert manager.state().word == "stopped"
+    assert manager.state().status == "stopped"
     manager.start()
     assert launchctl() == [f"bootout {target}", *boot]
     manager.restart()

@@ -47,8 +47,8 @@ async def test_the_watchdog_of_the_environment_is_heeded(manager):
 def test_a_name_may_be_abstract():
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as subject:
         subject.bind(b"\0kvd-test-%d" % os.getpid())
-        Notifier(f"@kvd-test-{os.getpid()}").status("x")
-        assert heard(subject) == {"STATUS": "x"}
+        Notifier(f"@kvd-test-{os.getpid()}").ready("x")
+        assert heard(subject) == {"READY": "1", "STATUS": "x"}
 
 
 async def test_life_is_shown_by_the_event_loop_until_the_end(manager):
