@@ -1,14 +1,14 @@
-"""What the fake engine does for the governor: the same words and numbers as the real one, at once.
+"""Reclaiming in the fake engine: the reports and numbers of the real engine, without delay.
 
-Its pages are smaller on lower levels, as the bits of the ladder's schemes are. Rows that are parked
-lose nothing: their tokens are a function of the request.
+Pages shrink at lower precision levels like the bits of the KV schemes. Preempted rows lose nothing:
+their tokens are a function of the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -20,12 +20,13 @@ from protocol.types import KVSpec, Reclaimable
 from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 if TYPE_CHECKING:
+    from kvd.worker.fake.row import FakeRow
     from kvd.worker.prefix.cache import PrefixCache
     from protocol.worker import PreemptionMode
 
 
 def sizes_of(kv: KVSpec) -> ReservationSizes:
-    """Return how many pages rows take, by level."""
+    """Return the pages that rows take, by precision level."""
     bits = [scheme.k_bits + scheme.v_bits for scheme in (kv.scheme, *kv.steps)]
     return ReservationSizes(
         lambda length, level: -(-full_pages(length) * bits[level] // bits[0]), levels=len(bits)
@@ -46,13 +47,13 @@ class _Cache:
 
 
 class FakeReclaiming:
-    """The fake engine's rows under pressure. ``where``: rows are parked."""
+    """Gives memory of the fake engine back. ``where``: reported for preempted rows."""
 
     def __init__(
         self,
         admission: Admission,
         prefix_cache: PrefixCache,
-        rows: Mapping[str, Any],
+        rows: Mapping[str, FakeRow],
         where: PreemptionMode,
         report: Callable[[Report], None],
     ) -> None:
@@ -69,12 +70,11 @@ class FakeReclaiming:
         return self._memory.cached_pages
 
     def reclaimable(self) -> Reclaimable:
-        """Return what could be given back."""
         return self._memory.reclaimable()
 
     def reclaim(self, command: Reclaim) -> None:
-        """Give memory back by one means."""
-        unit = self._admission.budget.page_bytes
+        """Give memory back by the command's method, and report it."""
+        page_bytes = self._admission.budget.page_bytes
         preempted: list[str] = []
         match command.method:
             case "spare":
@@ -82,15 +82,15 @@ class FakeReclaiming:
             case "prefixes":
                 self._prefix_cache.evict(command.wanted_bytes)
             case "precision":
-                self._lower(command.level, command.wanted_bytes)
+                self._step_down(command.level, command.wanted_bytes)
             case "preempt":
-                preempted = self._park(command.wanted_bytes)
+                preempted = self._preempt(command.wanted_bytes)
         held = Held(cached=self.cached_pages)
-        least = max(0, self._admission.budget.pages - -(-command.wanted_bytes // unit))
-        wish, freed = self._admission.give_back(least, held)
+        target = max(0, self._admission.budget.pages - -(-command.wanted_bytes // page_bytes))
+        request, freed = self._admission.give_back(target, held)
         reclaimable = self.reclaimable()
-        if wish is not None:
-            self._report(replace(wish, reclaimable=reclaimable))
+        if request is not None:
+            self._report(replace(request, reclaimable=reclaimable))
         rest = {
             "spare": reclaimable.spare,
             "prefixes": reclaimable.prefixes,
@@ -102,18 +102,16 @@ class FakeReclaiming:
         for rid in preempted:
             self._admission.requeue_preempted(rid)
 
-    def _lower(self, level: int, wanted_bytes: int) -> None:
-        scheduler = self._admission.scheduler
+    def _step_down(self, level: int, wanted_bytes: int) -> None:
+        scheduler, page_bytes = self._admission.scheduler, self._admission.budget.page_bytes
         level = min(level, scheduler.sizes.lowest_level)
         self._admission.set_start_level(max(level, scheduler.start_level))
         for rid in scheduler.victims():
             if wanted_bytes > 0 and scheduler.find(rid).level < level:
-                wanted_bytes -= (
-                    scheduler.step_down_savings(rid, level) * self._admission.budget.page_bytes
-                )
+                wanted_bytes -= scheduler.step_down_savings(rid, level) * page_bytes
                 self._admission.step_down(rid, level)
 
-    def _park(self, wanted_bytes: int) -> list[str]:
+    def _preempt(self, wanted_bytes: int) -> list[str]:
         admission = self._admission
         preempted = []
         for rid in admission.scheduler.victims():
@@ -128,7 +126,7 @@ class FakeReclaiming:
             preempted.append(rid)
         return preempted
 
-    def restore(self, rid: str) -> None:
-        """Let a row go on that was parked."""
+    def resume(self, rid: str) -> None:
+        """Resume a preempted row."""
         self._rows[rid].resumed_at = self._rows[rid].longest
         self._report(RowResumed(rid=rid))

@@ -7,7 +7,9 @@ import random
 
 import pytest
 
-from kvd.worker.fake.engine import FakeEngine, FakeModel, parse, word
+from kvd.worker.fake.engine import FakeEngine
+from kvd.worker.fake.model import FakeModel, parse
+from kvd.worker.fake.tokens import word
 from protocol.errors import (
     ContextTooLong,
     EmptyPrompt,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.worker.fake.engine import CRASH_STATUS
+from kvd.worker.fake.model import CRASH_STATUS
 from protocol.worker import LoadModel, Progress, RowFinished, RowTokens, Started, Stop
 from tests.worker.process.peer import Process, alive, submit, wait_until
 

@@ -1,0 +1,183 @@
+"""The completions of one request in the fake engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvd.worker.core.replay import ended, unsaid
+from kvd.worker.fake.tokens import VOCABULARY, FakeTokens, word
+from kvd.worker.text.choices import Choices
+from kvd.worker.text.stops import StopFilter
+from protocol.errors import EmptyPrompt, InvalidRequest
+from protocol.types import Sampling
+from protocol.worker import Report, RowPrompt, RowTokens, Submit, Tokenize
+
+if TYPE_CHECKING:
+    from kvd.worker.fake.pages import Pages
+    from kvd.worker.prefix.cache import TrackedPrompt
+    from protocol.messages import FinishReason
+
+_PROMPT_LOGPROBS = 256
+"""Prompt tokens whose logprobs go into one report."""
+
+
+@dataclass
+class FakeChoice:
+    """One completion."""
+
+    number: int
+    stops: StopFilter
+    tokens: int = 0
+    """Tokens generated so far."""
+    sent_bytes: int = 0
+    """Bytes of the coming text that were sent before the row's last worker died."""
+
+    def unsent(self, text: str) -> str:
+        """Return the part of the next text that was not sent before."""
+        new = unsaid(text, self.sent_bytes)
+        self.sent_bytes = max(0, self.sent_bytes - len(text.encode()))
+        return new
+
+
+@dataclass
+class FakeRow:
+    """One request. ``eos_after``: as in `FakeModel`."""
+
+    submit: Submit
+    max_new: int
+    eos_after: int
+    source: FakeTokens
+    tracked: TrackedPrompt
+    pages: Pages
+    """Pages of the prompt."""
+    over: Choices
+    choices: list[FakeChoice] = field(init=False)
+    """The choices that still run."""
+    holds_pages: bool = False
+    """Whether prefill has begun, which references ``pages``."""
+    made: int = 0
+    """Tokens of all choices."""
+    kept_pages: int = 0
+    """Always 0: a preempted row keeps nothing in memory."""
+    resumed_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.choices = [
+            FakeChoice(number, StopFilter(self.submit.stop)) for number in range(self.submit.n)
+        ]
+
+    @property
+    def rid(self) -> str:
+        return self.submit.rid
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest running choice."""
+        return max((choice.tokens for choice in self.choices), default=0)
+
+    def replay(self) -> list[Report]:
+        """Continue choices whose worker died; return reports for those that had ended.
+
+        Needs no steps: tokens are a function of the request.
+        """
+        reports: list[Report] = []
+        for choice, resumed in zip(list(self.choices), self.submit.resume, strict=False):
+            text = ""
+            for token in resumed.tokens:
+                choice.tokens += 1
+                text += self._filtered(choice, " " + word(token))
+            self.made += choice.tokens
+            choice.sent_bytes = resumed.text_bytes - len(text.encode())
+            stopped = choice.stops.stopped or (choice.tokens > 0 and self._at_eos(choice))
+            reason: FinishReason | None = "length" if choice.tokens == self.max_new else None
+            if reason := resumed.reason or ("stop" if stopped else reason):
+                self.choices.remove(choice)
+                rest = "" if choice.stops.stopped else choice.unsent(choice.stops.finish())
+                reports += ended(
+                    self.over, choice.number, resumed, reason, stopped=stopped, rest=rest
+                )
+        return reports
+
+    def prompt_reports(self) -> list[Report]:
+        """Return the requested logprobs of the prompt, in parts."""
+        top = self.submit.prompt_logprobs
+        logprobs = [] if top is None else self.source.prompt_logprobs(top)
+        return [
+            RowPrompt(rid=self.rid, index=at, logprobs=logprobs[at : at + _PROMPT_LOGPROBS])
+            for at in range(self.submit.prompt_reported, len(logprobs), _PROMPT_LOGPROBS)
+        ]
+
+    def decode(self, choice: FakeChoice) -> tuple[list[Report], FinishReason | None]:
+        """Generate one token; return its reports, and the reason if it ends the choice."""
+        ends = frozenset(self.submit.stop_tokens)
+        barred = ends if choice.tokens < self.submit.min_tokens else frozenset[int]()
+        token = self.source.token(choice.number, choice.tokens, barred)
+        choice.tokens += 1
+        self.made += 1
+        if token in ends and choice.tokens > self.submit.min_tokens:
+            return self._reports(choice, [], choice.stops.finish()), "stop"
+        text = self._filtered(choice, " " + word(token))
+        at_eos = self._at_eos(choice)
+        over = at_eos or choice.tokens == self.max_new
+        reports = self._reports(choice, [token], text + (choice.stops.finish() if over else ""))
+        if choice.stops.stopped or at_eos:
+            return reports, "stop"
+        return reports, "length" if over else None
+
+    def _filtered(self, choice: FakeChoice, text: str) -> str:
+        return choice.stops.push(text) if choice.tokens > self.submit.min_tokens else text
+
+    def _at_eos(self, choice: FakeChoice) -> bool:
+        ends = choice.tokens >= max(self.eos_after, self.submit.min_tokens)
+        return bool(self.eos_after) and ends and not self.submit.ignore_eos
+
+    def _reports(self, choice: FakeChoice, tokens: list[int], text: str) -> list[Report]:
+        top = self.submit.logprobs
+        logprobs = None
+        if top is not None:
+            logprobs = [self.source.token_logprob(token, choice.tokens, top) for token in tokens]
+        text = choice.unsent(text)
+        if not (tokens or text):
+            return []
+        return [
+            RowTokens(
+                rid=self.rid,
+                index=choice.tokens - 1,
+                tokens=tokens,
+                text=text,
+                choice=choice.number,
+                logprobs=logprobs,
+            )
+        ]
+
+
+def seed_of(sampling: Sampling) -> int:
+    """Return the seed for `FakeTokens`; 0 is greedy."""
+    return 0 if sampling.temperature == 0.0 else 1 + (sampling.seed or 0)
+
+
+def prompt_of(request: Submit | Tokenize) -> bytes:
+    """Return the prompt's tokens, at least one: its bytes."""
+    match request:
+        case (
+            Submit(prompt=str(prompt), messages=None, tokens=None)
+            | Tokenize(prompt=str(prompt), messages=None)
+        ):
+            found = prompt.encode("utf-8", "replace")
+        case (
+            Submit(prompt=None, messages=list(messages), tokens=None)
+            | Tokenize(prompt=None, messages=list(messages))
+        ):
+            found = "".join(f"{one.role}: {one.content}\n" for one in messages).encode()
+        case Submit(prompt=None, messages=None, tokens=list(tokens)):
+            if any(not 0 <= token < VOCABULARY for token in tokens):
+                raise InvalidRequest(
+                    f"a token is outside the vocabulary of {VOCABULARY}", field="tokens"
+                )
+            found = bytes(tokens)
+        case _:
+            raise InvalidRequest("give exactly one of prompt, messages and tokens", field="prompt")
+    if not found:
+        raise EmptyPrompt("the prompt is empty; give at least one token")
+    return found
