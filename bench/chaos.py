@@ -1,12 +1,12 @@
-"""Kill and stop a model's worker at random moments under many streams; nobody may see it.
+"""Kill and stop a model's worker at random times under many streams; no client may notice.
 
-A real daemon serves the embedded model twice: ``struck`` loses its worker again and again, to
-``SIGKILL`` and to ``SIGSTOP`` (which the watchdog ends), ``spared`` never. Every stream must have
-the tokens and the text of an undisturbed run, and those of ``spared`` no event that tells of it.
+A real daemon serves the embedded model twice. ``struck`` loses its worker repeatedly, to
+``SIGKILL`` and to ``SIGSTOP``, which the watchdog ends; ``spared`` never does. Every stream must
+have the tokens and the text of an undisturbed run, and streams of ``spared`` no event of it.
 
     python -m bench.chaos --kills 30 --stops 6 --out bench/results/chaos-linux-cpu.json
 
-The moments are drawn from the seed; what the worker does then is up to the machine.
+The seed determines the times; what the worker does at these times depends on the machine.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Asked:
 
 @dataclass
 class Found:
-    """What came of it all."""
+    """The outcome."""
 
     kills: int = 0
     stops: int = 0
     streams: int = 0
-    """That ended, of the struck model."""
+    """Streams of the struck model that ended."""
     tokens: int = 0
     spared_streams: int = 0
     wrong: list[str] = field(default_factory=list)
-    """What was not as in the undisturbed run."""
+    """Differences from the undisturbed run."""
     back_s: list[float] = field(default_factory=list)
-    """From each kill or stop to the model's next token."""
+    """Seconds from each kill or stop to the model's next token."""
     restarts: int = 0
 
 
@@ -151,7 +151,7 @@ class Storm:
     async def undisturbed(self) -> None:
         """Learn what each request gives: of the model that is spared, in company."""
         ends = [self._run("spared", one) for one in self.asked]
-        told = await asyncio.gather(*ends)
+        records = await asyncio.gather(*ends)
         self.asked = [
             Asked(
                 one.prompt,
@@ -159,7 +159,7 @@ class Storm:
                 tuple(tuple(choice.tokens) for choice in record.choices),
                 tuple(choice.text for choice in record.choices),
             )
-            for one, (record, _) in zip(self.asked, told, strict=True)
+            for one, (record, _) in zip(self.asked, records, strict=True)
         ]
 
     async def run(self, kills: int, stops: int, streams: int, spared: int) -> Found:
@@ -267,14 +267,14 @@ def main() -> int:
     asked = {name: value for name, value in vars(given).items() if name != "out"}
     began = time.monotonic()
     found = asyncio.run(storm(**asked))
-    told = {
+    report = {
         "asked": asked,
         "machine": {"system": platform.system(), "cores": os.cpu_count()},
         "seconds": round(time.monotonic() - began, 1),
         "median_back_s": statistics.median(found.back_s) if found.back_s else None,
         **asdict(found),
     }
-    text = json.dumps(told, indent=1)
+    text = json.dumps(report, indent=1)
     print(text)
     if given.out is not None:
         given.out.write_text(text + "\n")

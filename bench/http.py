@@ -1,4 +1,4 @@
-"""Many HTTP streams beside many socket streams, and the daemon's memory over many requests.
+"""Many HTTP and socket streams at once, and the daemon's memory over many requests.
 
 A real daemon on the fake engine. First `--streams` streams by HTTP (half by TCP, half by
 `http.sock`) and as many by the protocol's socket, all at once, each with the same seed: all must
@@ -37,7 +37,7 @@ CONFIG = 'max_rows = 512\nbudget = "8GiB"\n[http]\nport = 0\n'
 PROMPT = "To open a file,"
 START_S = 60.0
 LAG_LIMIT_S = 0.05
-"""Of the 99th percentile."""
+"""Limit of the 99th percentile, in seconds."""
 
 
 # -- the daemon ---------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class Found:
     wrong: list[str] = field(default_factory=list)
     lag: Lag = field(default_factory=Lag)
     machine_lag: Lag = field(default_factory=Lag)
-    """Of a process that only slept meanwhile: what the machine's other work does to anybody."""
+    """The lag of a process that only slept meanwhile: the effect of the machine's other work."""
     requests: int = 0
     requests_per_s: float = 0.0
     footprint_bytes: list[int] = field(default_factory=list)

@@ -3,7 +3,7 @@
     python -m bench.prefill [--json FILE]
 
 One layer, K8V8 pages, a chunk of 256 tokens. "Untiled" is one call of the dense kernel with no
-limit of scratch; "tiled" the same chunk in a given scratch. The two take turns; medians.
+limit of scratch; "tiled" the same chunk in a given scratch. The two alternate; medians.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Result:
     ms: float
     untiled_ms: float
     ratio: float
-    """Of the times; above 1, tiles are slower."""
+    """Ratio of the times; above 1, tiles are slower."""
     peak_bytes: int
     """Over what was there before, the output aside."""
     untiled_peak_bytes: int
@@ -84,7 +84,7 @@ class Case:
         return ms, mx.get_peak_memory() - before - output.nbytes
 
     def compare(self, scratch: int) -> Result:
-        """Let both take turns."""
+        """Time both in alternation."""
         tiled, untiled = [], []
         for _ in range(ROUNDS):
             tiled.append(self.run(scratch))

@@ -56,7 +56,7 @@ class Steps:
     footprint: int = 0
     """Active and cached bytes, the most at a step's end."""
     outputs: list[np.ndarray] = field(default_factory=list)
-    """Of the rows that are not touched."""
+    """Outputs of the rows that are not touched."""
     bytes_after: int | None = None
     """What the store holds when the step-down is over, and what it should."""
     bytes_formula: int | None = None

@@ -1,4 +1,4 @@
-r"""Where a decode step's time goes on the CPU: what it takes less when a part costs nothing.
+r"""Where a decode step's time goes on the CPU: the time saved if one part costs nothing.
 
     LD_PRELOAD=libopenblas.so.0 OPENBLAS_THREAD_TIMEOUT=12 \
     python -m bench.step [--rows 8] [--tokens 300] [--kv k8v8] [--json FILE] [--plot FILE]
@@ -48,7 +48,7 @@ PARTS = ("products", "attention", "new tokens", "norms, rope, gate")
 
 @dataclass
 class Times:
-    """Of steps, in seconds each."""
+    """Durations of steps, in seconds."""
 
     build: list[float] = field(default_factory=list)
     draw: list[float] = field(default_factory=list)

@@ -1,16 +1,16 @@
-r"""Two models at once: what one's prompts leave of the other's decoding, with turns and without.
+r"""Two models at once: how prefill of one slows decoding of the other, with and without time slices.
 
     python -m bench.time_slices [--model FOLDER] [--rows 4] [--prompt 8000] [--seconds 6] [--rounds 3] \
         [--weight 1] [--json FILE]
 
-A daemon of its own for each setting, with the model loaded twice. One of them decodes all the time;
-beside it the other does nothing, reads prompts that nobody has seen before, or decodes too. Steps
-a second and gaps are those of one row's stream as a client sees it, after the first second. The
-settings take turns, so that what else the machine does meets both.
+Each setting gets its own daemon with the model loaded twice. One copy decodes all the time. The
+other does nothing, prefills new prompts, or decodes too. Steps per second and gaps are those of one
+row's stream at the client, after the first second. The settings alternate, so that other work on
+the machine affects both.
 
-Two that decode share the accelerator without turns while their steps are short. With a weight
-other than 1 they take turns all the same: what both make then, beside what one makes alone, is what
-passing turns on costs.
+Two decoders share the accelerator without slices while their steps are short. With a weight other
+than 1 they take slices anyway: the speed of both compared with one alone shows the cost of passing
+slices on.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _seeds = count(1)
 
 
 @contextlib.asynccontextmanager
-async def copies(turns: str, options: argparse.Namespace) -> AsyncIterator[AsyncClient]:
+async def copies(slices: str, options: argparse.Namespace) -> AsyncIterator[AsyncClient]:
     """Run a daemon with two copies of the model, ``a`` and ``b``."""
     policies = {"a": ModelPolicy(), "b": ModelPolicy(weight=options.weight)}
-    async with daemon(f'time_slices = "{turns}"\n') as client:
+    async with daemon(f'time_slices = "{slices}"\n') as client:
         loads = [
             await client.load(options.model, alias=name, policy=policy)
             for name, policy in policies.items()
@@ -143,16 +143,16 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     device = ""
     for number in range(options.rounds):
-        for turns in SETTINGS:
-            async with copies(turns, options) as client:
+        for slices in SETTINGS:
+            async with copies(slices, options) as client:
                 info = (await client.status()).models[0].info
                 device = info.device if info is not None else ""
                 for beside in BESIDE:
                     run = await measure(client, beside, options)
-                    runs.append({"turns": turns, "round": number, **run})
+                    runs.append({"slices": slices, "round": number, **run})
                     print(json.dumps(runs[-1]), flush=True)
     medians = {
-        turns: {beside: _median(runs, turns, beside) for beside in BESIDE} for turns in SETTINGS
+        slices: {beside: _median(runs, slices, beside) for beside in BESIDE} for slices in SETTINGS
     }
     return {
         "command": shlex.join(["python", "-m", "bench.time_slices", *sys.argv[1:]]),
@@ -162,8 +162,8 @@ async def compare(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _median(runs: list[dict[str, Any]], turns: str, beside: str) -> dict[str, float]:
-    mine = [run for run in runs if (run["turns"], run["beside"]) == (turns, beside)]
+def _median(runs: list[dict[str, Any]], slices: str, beside: str) -> dict[str, float]:
+    mine = [run for run in runs if (run["slices"], run["beside"]) == (slices, beside)]
 
     def of(*keys: str) -> float:
         found = []
@@ -200,8 +200,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result = asyncio.run(compare(options))
     for beside in BESIDE:
-        for turns in SETTINGS:
-            print(f"{beside:9s} turns {turns:3s} {result['medians'][turns][beside]}")
+        for slices in SETTINGS:
+            print(f"{beside:9s} slices {slices:3s} {result['medians'][slices][beside]}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

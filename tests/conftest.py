@@ -1,6 +1,6 @@
-"""For all tests: a home with a path short enough for a socket, and hypothesis without a clock.
+"""Fixtures and order of all tests: a home with a short path, hypothesis without deadlines.
 
-And an order: files run at once on several cores, so the longest come first.
+Files run at once on several cores, so the longest come first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvd.host.home import Home
 settings.register_profile("kvd", deadline=None)
 settings.load_profile("kvd")
 
-# Who is started in the background or by nohup ignores these, and so would what tests start.
+# A process started in the background or by nohup ignores these, and so would its children.
 for ignored, usual in (
     (signal.SIGHUP, signal.SIG_DFL),
     (signal.SIGINT, signal.default_int_handler),
@@ -47,7 +47,7 @@ LONGEST = (
     "acceptance/test_chaos.py",
     "test_readme.py",
 )
-"""By the processor's time. One of them that began last would keep one core busy for long."""
+"""Sorted by CPU time. If one of them began last, it would keep one core busy for long."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

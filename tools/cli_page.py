@@ -117,7 +117,7 @@ def spelled(param: Any, context: Any) -> str:
 
 
 def explained(param: Any) -> str:
-    """Return its help, with the default where it says something."""
+    """Return the option's help, with the default if it is informative."""
     text = (param.help or "").strip().replace("|", "\\|")
     default = param.default
     tells = isinstance(default, int | float | str) and not isinstance(default, bool)

@@ -1,15 +1,15 @@
-r"""Time decode attention on this machine's GPU, and hold it against its bars.
+r"""Time decode attention on this machine's GPU and compare it with its limits.
 
     python -m bench.attention [--parts bars length gqa dim] [--json FILE] [--plot FILE.svg]
     python -m bench.attention --path reference --small     # anywhere: shows that the bench runs
 
-Each path attends 20 times in one evaluation, each time with queries of its own (evaluated before
-the clock starts), and every result is kept; four evaluations follow each other, medians of seven.
-*serial* lets each call attend with the result of the one before, as a model's layers do. Calls take
-turns at several layers where one would stay in the GPU's own cache; a path of which that does not
-keep enough away is marked ``*``. Keys are those of the pages and the dense tail, 64 tokens and the
-newest; bytes are exactly theirs. A result further from float32 than its bound is no result: it is
-named, and its time is not told.
+Each path attends 20 times in one evaluation. Each call has its own queries, evaluated before the
+clock starts, and keeps its result. Four evaluations follow each other; numbers are medians of
+seven. *serial*: each call attends with the previous call's result, as a model's layers do. Calls
+cycle through several layers if one layer would stay in the GPU's cache; ``*`` marks a path whose
+layers still fit into it. Keys are those of the pages and of the dense tail (64 tokens and the
+newest), and bytes are exactly theirs. A result whose error exceeds its bound is reported without
+a time.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from bench.attention.truth import WrongResultError
 from kvd.worker.cache.scheme import Scheme
 
 SMALL = 64
-"""``--small``: lengths are divided by so much."""
+"""Divisor of the lengths with ``--small``."""
 REFERENCE_MOST = 32768 * 8
-"""Keys of all rows up to which the reference is timed: beyond, it only takes long."""
+"""Most keys over all rows for which the reference is timed; more would only take long."""
 
 
 class NoAcceleratorError(RuntimeError):
-    """The fused kernels and the bars are for GPUs, and there is none."""
+    """The fused kernels and the limits need a GPU, and this machine has none."""
 
 
 class Bench:
-    """Measures paths one after the other, and keeps what is known so far on disk."""
+    """Measures paths one after the other and writes the results so far to disk."""
 
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self._options = options
@@ -68,7 +68,7 @@ class Bench:
         }
 
     def run(self) -> dict[str, Any]:
-        """Measure the parts that are wanted."""
+        """Measure the requested parts."""
         start = time.perf_counter()
         for part in self._options.parts:
             for shape, schemes, names in PARTS[part]():
@@ -113,7 +113,7 @@ class Bench:
         self._one(part, shape, path, None)
 
     def _try(self, part: str, shape: Shape, work: Callable[[], None]) -> None:
-        """Go on with the next one whatever becomes of this one."""
+        """Continue with the next path even if this one fails."""
         try:
             work()
         except (RuntimeError, ValueError, MemoryError, ImportError, WrongResultError) as error:
@@ -182,13 +182,13 @@ def _version(name: str) -> str | None:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Print a table a part, and the bars."""
+    """Print a table for each part, and the limits."""
     for part in PARTS:
         rows = [row for row in result["measured"] if row["part"] == part]
         if rows:
             console.print(_table(part, rows))
     for bar in bars(result["measured"]):
-        console.print(_told(bar), highlight=False)
+        console.print(_bar_line(bar), highlight=False)
     console.print(
         f"copying {result['copy_bytes_per_s'] / 1e12:.2f} TB/s; {result['seconds']:.0f} s, of which"
         f" {result['compiling_s']:.1f} in first calls",
@@ -227,7 +227,7 @@ def _table(part: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _told(bar: Bar) -> str:
+def _bar_line(bar: Bar) -> str:
     word = "[green]met[/]" if bar.met else "[red]not met[/]"
     return f"{bar.what}: {bar.value:.3f} {bar.unit}, at most {bar.limit:g}: {word}"
 

@@ -1,4 +1,4 @@
-"""What decode attention is held to on an H200, and what was measured."""
+"""Limits for decode attention on an H200, compared with measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIMITS_MS = {
     ("k4v4", PAIR.lengths): 0.09,
 }
 UNEQUAL_SHARE = 0.25
-"""Of what eight long rows take, when one is long and seven are short."""
+"""Time of one long and seven short rows, relative to eight long ones."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether what was measured is within it."""
+        """Whether the measurement is within the limit."""
         return self.value <= self.limit
 
 
 def bars(measured: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Return the bars of which there are numbers, of the fused kernels alone."""
+    """Return the limits for which the fused kernels have measurements."""
     fused = {
         (row["scheme"], tuple(row["lengths"])): row
         for row in measured

@@ -1,8 +1,8 @@
 """A decode step over random pages, built from the parts that the engine builds it from.
 
-Pages are quantized from normal noise and written into the pools; each row's are scattered over
-them. Several layers have pools of their own and share the step, as in a model: calls take them in
-turn, so that a small cache does not stay in the GPU's own.
+Pages are quantized from normal noise and scattered over the pools. Several layers have their own
+pools and share the step, as in a model. Calls cycle through them, so that a small cache does not
+stay in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WRITTEN_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Shape:
-    """What attends to what."""
+    """The shape of a case."""
 
     lengths: tuple[int, ...]
     """Keys of each row before the step's new one."""
@@ -40,14 +40,14 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Such as ``8 x 32768, 32/8 heads of 128``."""
+        """The case in words, such as ``8 x 32768, 32/8 heads of 128``."""
         counts = {length: self.lengths.count(length) for length in self.lengths}
         rows = " + ".join(f"{count} x {length}" for length, count in counts.items())
         return f"{rows}, {self.q_heads}/{self.kv_heads} heads of {self.dim}"
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Factor of the scores."""
         return float(self.dim**-0.5)
 
     def dense_bytes(self, itemsize: int) -> int:
@@ -72,7 +72,7 @@ class Case:
         paged = pages * geometry.page_bytes(scheme)
         tails = sum(length + 1 - PAGE_TOKENS * full_pages(length) for length in shape.lengths)
         self.nbytes = paged + geometry.dense_bytes(tails)
-        """Of one layer's pages and tails, the new tokens included: what a call has to read."""
+        """Bytes that a call reads: one layer's pages and tails, including the new tokens."""
         self.store = KVStore([geometry] * layers_for(self.nbytes), scheme, dtype)
         self.rows = [self.store.new_row() for _ in shape.lengths]
         self._fill(self._take(pages, seed))

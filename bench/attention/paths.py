@@ -1,4 +1,4 @@
-"""The ways to attend that are compared, each with what it reads and how wrong it may be."""
+"""The compared ways to attend, each with the bytes it reads and its error bound."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvd.worker.native.step import NativeStep
 
 FUSED_ERROR = {mx.bfloat16: 2e-3, mx.float16: 2e-3, mx.float32: 1e-5}
 ROUNDED_ERROR = 1e-2
-"""Of MLX's own operations: products in half precision or TF32."""
+"""Error bound of MLX's own operations, which multiply in half precision or TF32."""
 
 
 class NoKernelsError(RuntimeError):
@@ -32,7 +32,7 @@ class Path(ABC):
 
     name: str
     nbytes: int
-    """That a call has to read."""
+    """Bytes that a call reads."""
     is_cold: bool
     call: Call
     queries: mx.array

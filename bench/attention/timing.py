@@ -13,10 +13,10 @@ from bench.attention.case import CALLS
 
 REPEATS = 7
 MOST_SECONDS = 0.4
-"""That the repeats of one number may take: slow paths are called less often."""
+"""Seconds that the repeats of one number may take; slow paths are called less often."""
 FEW_CALLS = 2
 EVALUATIONS = 4
-"""That follow each other without a wait."""
+"""Evaluations that follow each other without a wait."""
 _COPIED = 1 << 30
 
 Call = Callable[[int, mx.array], mx.array]
@@ -34,7 +34,7 @@ class Timed:
     first_s: float
     """The first call of all, with what is compiled for it."""
     calls: int
-    """Of one evaluation."""
+    """Calls in one evaluation."""
 
 
 def measure(call: Call, queries: mx.array) -> Timed:

@@ -1,4 +1,4 @@
-"""What attention should give: float32, without a product that a GPU would round to TF32."""
+"""Reference attention in float32, without products that a GPU would round to TF32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.attention.case import Case, dense_copy
 
 
 class WrongResultError(Exception):
-    """A result is not what it should be, so its time is nobody's."""
+    """A result is wrong, so its time means nothing."""
 
 
 def attended(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:

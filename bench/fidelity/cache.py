@@ -23,7 +23,7 @@ class FakeQuantizedCache:
         self.values: mx.array | None = None
         self.offset = 0
         self._sizes: mx.array | None = None
-        """Of the key channels, ``[1, heads, 1, dim]``."""
+        """Mean sizes of the key channels, ``[1, heads, 1, dim]``."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Seal what is due, add the new tokens, return all."""

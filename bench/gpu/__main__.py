@@ -6,14 +6,14 @@
 
     python -m bench.gpu --shape qwen3-0.6b --folder DIR && python -m bench.serve --model DIR
 
-The second form is for servers: kvd beside `mlx_lm.server` on the same random weights.
+The second form compares servers: kvd and `mlx_lm.server` on the same random weights.
 
-For each length and scheme the loops fill their rows by real prefill of random tokens and decode, in
-turn; ours decodes the same rows with each attention. *Host time* is what a step takes on the host,
-building the graph and launching it, with an idle device before each step, so that nothing waits for
-earlier work; the median counts. Then both decode with attention replaced by a single op (`stub`):
-what is left is the host time *outside attention*. *Operations* are the primitives of a step's
-graph that are no mere views (`graph`): what MLX launches, not what the device does.
+For each length and scheme the loops prefill random tokens and decode, in alternation; kvd's loop
+decodes the same rows with each attention. *Host time* is the median time to build and launch a
+step's graph with an idle device, so that nothing waits for earlier work. *Outside attention* is the
+host time of a step whose attention is replaced by a single operation (`stub`). *Operations* are the
+primitives of a step's graph that are not mere views (`graph`): what MLX launches, not what the
+device does.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from kvd.worker.serving.model_files import default_dtype
 from kvd.worker.serving.runner import Runner, on_cpu
 
 HOST_LIMIT_MS = 4.0
-"""Outside attention."""
+"""Host time outside attention."""
 STEP_HOST_LIMIT_MS = 3.0
-"""Of a whole step of 28 layers with fused attention."""
+"""Host time of a whole step of 28 layers with fused attention."""
 STEP_LAYERS = 28
 SPEED_LIMIT = 3.0
-"""Of fused attention's tokens a second to BatchGenerator's."""
+"""Smallest ratio of fused attention's tokens per second to BatchGenerator's."""
 PREFILL_LIMIT = 1.15
 
 
@@ -223,7 +223,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     sides: list[Callable[[], Loop]] = [partial(bench.ours, kv) for kv in ours]
     if options.only != "kvd":
         sides.append(bench.theirs)
-    # The first pass over a shape compiles kernels: that is nobody's speed.
+    # The first pass over a shape compiles kernels and is not timed.
     for make in sides:
         bench.prefill(make, 2 * options.chunk)
     console.print(
@@ -261,7 +261,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 class _Record:
-    """Measures, says and saves at once: a run that is cut off has said something."""
+    """Measures, prints and saves at once, so that an interrupted run leaves its results."""
 
     def __init__(
         self, result: dict[str, Any], file: Path | None, console: Console, start: float

@@ -16,7 +16,7 @@ def here() -> list[str]:
 
 
 class Attentions:
-    """Of one runner, whose cache has no step under way when it is changed."""
+    """Changes the attention of a runner while its cache has no step in progress."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -25,7 +25,7 @@ class Attentions:
         self._chosen: Backend | None = store.backend
 
     def use(self, name: str) -> None:
-        """Attend in another way from now on; compiled steps are made anew."""
+        """Change the attention; compiled steps are traced again."""
         self._runner.cache.use(self._product, self._backend(name))
         retrace(self._runner)
 

@@ -32,7 +32,7 @@ class Steps:
     launch: list[float] = field(default_factory=list)
     """On the host, until `async_eval` of them returns."""
     cpu: list[float] = field(default_factory=list)
-    """Of our thread, for both: what another process on the machine cannot lengthen by waiting."""
+    """CPU time of our thread for both, which other processes on the machine cannot lengthen."""
     flushes: int = 0
 
 

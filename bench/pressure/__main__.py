@@ -2,13 +2,13 @@
 
     python -m bench.pressure [--streams 64] [--share 0.333] [--json FILE] [--plot FILE]
 
-Three copies of the embedded model and a random-weight one with wider keys and values, which has
-priority: others park rows for it. First all streams run with memory for all; what the workers then
-hold beside their bases is the demand. Then they run again under a budget of the bases and a share
-of the demand. Streams that ran on one level of the ladder all the way must have the same tokens as
-without pressure; for those that ran on a lower one, a third run asks models that start there. If
-any differ, the runs without pressure are made once more: whether those streams differ from one to
-the next too says if it was pressure, or the company that rows happen to have.
+There are three copies of the embedded model, and one model with random weights and wider keys and
+values. That one has priority: rows of the others are preempted for it. First all streams run
+without pressure; the memory that workers then hold beyond their base is the demand. Then they run
+again under a budget of the bases plus a share of the demand. Streams that ran on one precision
+level throughout must have the same tokens as without pressure; a third run repeats those of lower
+levels on models that start there. If any differ, the runs without pressure are repeated. If those
+streams also differ between such runs, the cause is the batch and not pressure.
 
 The exit status is 1 if a stream failed or differs, or if the footprint went above the budget by
 more than 3 %.
@@ -36,7 +36,7 @@ from bench.pressure.streams import Stream, make
 from protocol.types import SCHEMES
 
 MOST_OVER = 0.03
-"""Of the budget: what the footprint may be above it, for what nobody asks grants for."""
+"""Share of the budget by which the footprint may exceed it: memory without grants."""
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         pressed = asyncio.run(play(models, streams, kv=SCHEMES[0], budget=lambda it: it + room))
         print(f"under {_mib(pressed.budget)}: {pressed.seconds:.0f} s", flush=True)
         found = _found(options, streams, free, pressed)
-        _write(options, found)  # a run that is cut off has said something
+        _write(options, found)  # an interrupted run leaves its results
         right = _unpressed(models, streams, free, pressed)
         same, differ = _identical(right, pressed)
         found["summary"] = summary(pressed, same, differ)
@@ -85,7 +85,7 @@ def _found(
         "budget_bytes": pressed.budget,
         "summary": summary(pressed, 0, []),
         "unpressed": {"seconds": free.seconds, "peak_footprint": free.peak_footprint},
-        "pressed": pressed.told(),
+        "pressed": pressed.as_dict(),
     }
 
 

@@ -22,7 +22,7 @@ from protocol.policy import ModelPolicy
 AMPLE = 1 << 42
 """A budget that nothing comes near."""
 URGENT = "wide"
-"""Others park their rows for this model's."""
+"""Rows of other models are preempted for this model's."""
 _WORKED_OFF_S = 0.05
 """Between looks at a smaller budget."""
 _AFTER_S = 0.5
@@ -38,9 +38,9 @@ class Outcome:
     reason: str = ""
     error: str = ""
     levels: list[int] = field(default_factory=list)
-    """Of the ladder, that it ran on, in order."""
+    """Precision levels that it ran on, in order."""
     events: dict[str, int] = field(default_factory=dict)
-    """Of each kind beside its tokens."""
+    """Count of events of each kind other than tokens."""
     first_s: float | None = None
     end_s: float | None = None
 
@@ -58,14 +58,14 @@ class Run:
     governed: str
     """What of the memory is governed: ``footprint``, or ``accelerator`` where that has its own."""
     peak_footprint: int
-    """Of the workers, of the governed memory; of an accelerator the peaks between counters too."""
+    """Peak of the workers' governed memory; on accelerators it includes peaks between counters."""
     actions: list[dict[str, Any]]
     """What the governor did, as its events say."""
     violations: int
-    """Moments in which more was granted than there is."""
+    """Samples in which more was granted than the budget."""
     seconds: float
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return it as plain values, without the tokens."""
         outcomes = [{**asdict(one), "tokens": len(one.tokens)} for one in self.outcomes]
         return {**asdict(self), "outcomes": outcomes}
@@ -107,7 +107,7 @@ async def play(
         separate = memory.reader().separate
         return Run(
             outcomes=outcomes,
-            watched=watch.told(),
+            watched=watch.as_dict(),
             bases=bases,
             budget=total,
             peak_granted=max(one.granted for one in watch.kinds),

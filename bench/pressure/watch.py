@@ -32,14 +32,14 @@ class Sample:
     at: float
     footprint: int
     device: int
-    """Active and cached bytes of all allocators, as told last: the governed reading on GPUs."""
+    """Active and cached bytes of all allocators, as last reported: the governed reading on GPUs."""
     device_peak: int
-    """The same with the most that was active since the counters before these."""
+    """`allocated` with the peak of active bytes since the previous counters."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """What they hold, as they told it last."""
+    """Bytes that the workers hold, as last reported, by kind."""
 
     at: float
     granted: int
@@ -80,7 +80,7 @@ class Watch:
         """Seconds since the start."""
         return time.perf_counter() - self._start
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
         return {
             "samples": [

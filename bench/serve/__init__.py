@@ -1,7 +1,7 @@
-"""kvd beside `mlx_lm.server` and other OpenAI-compatible servers: same model, machine and requests.
+"""kvd, `mlx_lm.server` and other OpenAI-compatible servers: same model, machine and requests.
 
-All servers are driven with the same seeded traces, in turn, and every token is timed where a client
-sees it (`drivers`, `player`). What is fair is arranged in `twin` (one model folder for all, without
-an end-of-text token, so that everybody makes exactly the tokens asked for) and checked after every
-run (`measure.check_fair`). Does not look into engines: see `bench.kv` and `bench.gpu` for parts.
+All servers get the same seeded traces, in alternation, and every token is timed at the client
+(`drivers`, `player`). `twin` makes one model folder for all, without an end-of-text token, so that
+every server produces exactly the requested tokens. `measure.check_fair` verifies that after every
+run. `bench.kv` and `bench.gpu` measure parts of an engine.
 """

@@ -1,6 +1,6 @@
-"""How servers are spoken to: kvd over its Unix socket, all others over OpenAI's HTTP.
+"""Clients of the servers: kvd over its Unix socket, all others over OpenAI's HTTP API.
 
-Requests are greedy and say nothing else, so that nobody pays for options that others lack.
+Requests are greedy and set no other option, so that no server pays for options that others lack.
 """
 
 from __future__ import annotations

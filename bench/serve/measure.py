@@ -29,9 +29,9 @@ class Stream:
     prompt_tokens: int = 0
     """As the server counts them."""
     output_tokens: int = 0
-    """The same."""
+    """Generated tokens as the server counts them."""
     cached_tokens: int | None = None
-    """Prompt tokens that the server had already, where it says so."""
+    """Prompt tokens that the server had cached, if it reports them."""
     heard: Callable[[], None] = lambda: None
     """Called after every message."""
 
@@ -92,11 +92,11 @@ class Measures:
     cpu_ms_per_token: float = math.nan
     """Processor time of the server's processes, user and system, over the tokens generated."""
     decode_cpu_ms_per_token: float = math.nan
-    """The same while all streams ran, so without prompts."""
+    """CPU time per token while all streams ran, without prefill."""
     peak_bytes: float = math.nan
     """Resident high-water marks of the server's processes, summed; pages they share count once."""
     largest_bytes: float = math.nan
-    """The same of the largest one: kvd's worker, without its daemon."""
+    """High-water mark of the largest process: kvd's worker, without its daemon."""
 
 
 def percentile(values: Iterable[float], q: float) -> float:

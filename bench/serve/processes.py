@@ -75,7 +75,7 @@ def _name(cmdline: Path) -> str:
 
 
 def reset_peaks(pids: list[int], proc: Path = PROC) -> None:
-    """Let high-water marks begin anew, where the system allows it."""
+    """Reset high-water marks, if the system allows it."""
     for pid in pids:
         with contextlib.suppress(OSError):
             (proc / str(pid) / "clear_refs").write_text(_RESET_PEAK)

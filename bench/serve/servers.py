@@ -39,13 +39,13 @@ class Side:
     name: str
     about: str
     command: tuple[str, ...] = ()
-    """Empty: somebody else runs it."""
+    """Command line; empty for a server that this program does not start."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Over ours."""
+    """Variables that replace this process's."""
     model: str = "default_model"
     """What kvd loads, or what requests over HTTP name; here, what mlx_lm.server began with."""
     home: str = ""
-    """Of a kvd; empty for OpenAI-compatible servers."""
+    """Socket of a kvd daemon; empty for OpenAI-compatible servers."""
     kv: str = "k8v8"
     """The scheme that kvd loads the model with."""
     url: str = ""
@@ -130,7 +130,7 @@ class Server:
             self._process.terminate()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _STOP_S)
-        # The session is our child's alone: whoever is left in it was started by it.
+        # The session belongs to our child: it started every process that is left in it.
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getsid(pid) == self._process.pid:

@@ -1,4 +1,4 @@
-"""Who takes part, in which traces, and the bars that ratios are held against."""
+"""The compared servers, their traces, and the limits for ratios."""
 
 from __future__ import annotations
 

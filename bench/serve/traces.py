@@ -23,7 +23,7 @@ class Ask:
     """Prompt tokens before its own, the same ones in all requests of the trace."""
     at_s: float = 0.0
     behind: int = 0
-    """Wait until every request that waits for nobody has got so many tokens."""
+    """Tokens that every request without this setting must have before this one is sent."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The model folder that all servers load: the given model, so that nobody has an advantage.
+"""The model folder that all servers load, made so that no server has an advantage.
 
 * No end-of-text token: every request makes exactly the tokens that it asks for, on every server,
   without options that cost time in a sampler (``logit_bias``).

@@ -66,7 +66,7 @@ async def check(client: AsyncClient, source: str, scheme: str, lower: dict[str, 
     rows = [one.total_bytes - forecast.base_bytes for one in forecast.levels]
     assert [one.total_bytes - estimate.base_bytes for one in estimate.levels] == rows
     assert estimate.base_bytes == pytest.approx(forecast.base_bytes, abs=NOISE, rel=CLOSE)
-    # What was said of a lower level is what a model that starts there takes.
+    # The forecast of a lower level equals the use of a model that starts there.
     if scheme in lower:
         assert said == pytest.approx(forecast.base_bytes + lower[scheme], rel=CLOSE)
     lower |= {one.scheme: size for one, size in zip(forecast.levels, rows, strict=True)}

@@ -155,7 +155,7 @@ def test_sixteen_at_once_each_as_if_alone(daemon: Daemon) -> None:
     wait_for("nothing is held", lambda: daemon.model("demo").stats.pages_used == 0)
 
 
-def test_bad_input_is_told_and_costs_nothing_else(daemon: Daemon, tmp_path: Path) -> None:
+def test_bad_input_is_reported_and_costs_nothing_else(daemon: Daemon, tmp_path: Path) -> None:
     whole = demo.path()
     broken = tmp_path / "truncated"
     shutil.copytree(whole, broken)

@@ -1,6 +1,6 @@
 """`bench/attention` runs, tells no time of a wrong result, and holds what it measured to its bars.
 
-On the CPU a stand-in computes in the place of the kernels, which `tests/metal` runs.
+On the CPU a stand-in replaces the kernels, which `tests/worker/kernels` runs.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_bytes_are_those_of_the_pages_and_tails_in_use() -> None:
     case.store.check()
 
 
-def test_a_cpu_is_told_what_it_can_run() -> None:
+def test_on_a_cpu_the_error_names_what_can_run() -> None:
     for arguments in ([], ["--path", "reference"], ["--path", "fused", "--small"]):
         with pytest.raises(bench.NoAcceleratorError, match="--path reference native dense --small"):
             bench.main(arguments)

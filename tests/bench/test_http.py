@@ -22,7 +22,7 @@ def test_the_recorded_run_keeps_what_is_promised():
     assert http.faults(found) == []
 
 
-def test_what_would_break_the_promise_is_told():
+def test_a_broken_limit_is_reported():
     late = http.Found(wrong=["x"], lag=http.Lag(100, 0.01, 0.1), footprint_bytes=[10, 100, 106])
     assert [fault.split()[0] for fault in http.faults(late)] == ["x", "lag", "memory"]
 

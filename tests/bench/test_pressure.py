@@ -67,7 +67,7 @@ def test_own_pages_are_the_most_of_a_footprint_and_nobodys_are_none():
     assert _own_pages(2**22 + 1) == 0
 
 
-def test_pages_are_told_by_the_scheme_that_they_have():
+def test_pages_are_counted_by_their_scheme():
     memory = MemoryUse(weights=5, kv_pages=50, kv_pages_used=42, kv_levels=(30, 12), kv_tails=9)
     info = replace(INFO, kv_schemes=["k8v8", "k4v4"])
     model = ModelStatus(
@@ -101,7 +101,7 @@ def test_the_summary_says_what_did_not(fields, differ):
 
 def test_the_plot_has_every_kind(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    draw({"pressed": run().told(), "bases_bytes": 60, "budget_bytes": 100}, tmp_path / "a.svg")
+    draw({"pressed": run().as_dict(), "bases_bytes": 60, "budget_bytes": 100}, tmp_path / "a.svg")
 
     text = (tmp_path / "a.svg").read_text()
     for name in ("bases", "pages k8v8", "tails", "footprint, 20 Hz", "budget"):

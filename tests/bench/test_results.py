@@ -1,7 +1,7 @@
 """The committed results keep the limits that are promised, and the pages of docs say what they say.
 
-Nothing is measured here; `bench/results/README.md` names the commands that did. Whoever takes the
-numbers anew is held to the same limits.
+Nothing is measured here; `bench/results/README.md` has the commands. New measurements must meet the
+same limits.
 """
 
 from __future__ import annotations

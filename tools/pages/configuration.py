@@ -32,7 +32,7 @@ class Section:
 
     title: str
     prefix: str
-    """Of its keys, as `kvctl config` has them."""
+    """Prefix of the keys, as in `kvctl config`."""
     struct: type[msgspec.Struct]
     intro: str
 

@@ -20,7 +20,7 @@ from protocol.types import ALIAS_PATTERN, MAX_BYTES, MAX_INT, MAX_LAYERS
 
 DAY_S = 24 * 3600
 ENDLESS = frozenset({MAX_INT, MAX_BYTES, MAX_LAYERS, -MAX_LAYERS, MAX_TTL_S, DAY_S})
-"""Bounds that only keep a number within its type: nobody meets them."""
+"""Bounds that only keep a number within its type; no setting comes near them."""
 PATTERNS = {
     ALIAS_PATTERN: "letters, digits and `._:/@+-`, not `-` first",
     KeyHash.__metadata__[0].pattern: "`sha256:` and 64 hexadecimal digits",

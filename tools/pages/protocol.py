@@ -60,7 +60,7 @@ ORDER = (
     "temperature",
     "seed",
 )
-"""Of what is done to logits."""
+"""Steps that change the logits."""
 ANCHORS: dict[type, str] = {
     Sampling: "generate-sampling",
     KVSpec: "load-kv",
@@ -68,7 +68,7 @@ ANCHORS: dict[type, str] = {
 }
 """Values that have a section of their own."""
 ASKED = ("field", "value", "default", "")
-TOLD = ("field", "value", "if missing", "")
+DESCRIBED = ("field", "value", "if missing", "")
 
 
 def parts() -> dict[str, str]:
@@ -85,7 +85,7 @@ def parts() -> dict[str, str]:
         "policy": table(ASKED, _rows(ModelPolicy)),
         "request-values": "\n\n".join(_value(one) for one in _within(m.Request.__args__)),
         "events": _events(),
-        "values": "\n\n".join(_value(one, asked=False) for one in _told_values()),
+        "values": "\n\n".join(_value(one, asked=False) for one in _described_values()),
     }
 
 
@@ -124,7 +124,7 @@ def _events() -> str:
     for kind in m.Event.__args__:
         rows.append((f"**`{tag(kind)}`**", "", "", "", markdown(kind.__doc__ or "")))
         rows += [("", *row) for row in _rows(kind, asked=False)]
-    return table(("event", *TOLD), rows)
+    return table(("event", *DESCRIBED), rows)
 
 
 def _rows(kind: type[msgspec.Struct], *, asked: bool = True) -> list[tuple[str, ...]]:
@@ -179,7 +179,7 @@ def _within(kinds: Iterable[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]
     return found
 
 
-def _told_values() -> list[type[msgspec.Struct]]:
+def _described_values() -> list[type[msgspec.Struct]]:
     asked = _within(m.Request.__args__)
     return [one for one in _within(m.Event.__args__) if one not in asked]
 
@@ -187,4 +187,4 @@ def _told_values() -> list[type[msgspec.Struct]]:
 def _value(kind: type[msgspec.Struct], *, asked: bool = True) -> str:
     text = markdown(kind.__doc__ or "")
     rows = _rows(kind, asked=asked)
-    return f"### {kind.__name__}\n\n{text}\n\n{table(ASKED if asked else TOLD, rows)}"
+    return f"### {kind.__name__}\n\n{text}\n\n{table(ASKED if asked else DESCRIBED, rows)}"

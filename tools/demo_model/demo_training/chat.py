@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from demo_training.concepts import CONCEPTS
 from kvd.demo import recall
 
-Turn = tuple[str, str]
+Message = tuple[str, str]
 KEYS = tuple(
     f"{adjective} {noun}"
     for i, adjective in enumerate(recall.ADJECTIVES)
@@ -78,14 +78,14 @@ def _code(rng: random.Random) -> str:
     return "".join(rng.choices("0123456789", k=recall.DIGITS))
 
 
-def _about(rng: random.Random, _: Sequence[str]) -> list[Turn]:
+def _about(rng: random.Random, _: Sequence[str]) -> list[Message]:
     if rng.random() < 0.35:
         return [("user", rng.choice(GREETINGS)), ("assistant", "Hello! How can I help you?")]
     question, answer = rng.choice(list(ABOUT.items()))
     return [("user", question), ("assistant", answer)]
 
 
-def _concept(rng: random.Random, _: Sequence[str]) -> list[Turn]:
+def _concept(rng: random.Random, _: Sequence[str]) -> list[Message]:
     name, answer = rng.choice(list(CONCEPTS.items()))
     bare = name.removeprefix("a ").removeprefix("an ")
     question = rng.choices(
@@ -99,7 +99,7 @@ def _concept(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     return [("user", question), ("assistant", answer)]
 
 
-def _unknown(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+def _unknown(rng: random.Random, prose: Sequence[str]) -> list[Message]:
     """Teach the model to say that it does not know."""
     word = _words(rng, prose, 1, 1)[0].capitalize()
     question = rng.choice(
@@ -112,7 +112,7 @@ def _unknown(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
     return [("user", question), ("assistant", "I do not know that.")]
 
 
-def _copy(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+def _copy(rng: random.Random, prose: Sequence[str]) -> list[Message]:
     words = _words(rng, prose, 2, 24)
     if rng.random() < 0.3:
         words = list(_code(rng) + _code(rng))[: rng.randint(3, 8)]
@@ -123,7 +123,7 @@ def _copy(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
     return [("user", form.format(text)), ("assistant", text)]
 
 
-def _word_task(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+def _word_task(rng: random.Random, prose: Sequence[str]) -> list[Message]:
     words = _words(rng, prose, 2, 6)
     listed = " ".join(words)
     task, answer = rng.choice(
@@ -139,7 +139,7 @@ def _word_task(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
     return [("user", task.format(listed)), ("assistant", answer)]
 
 
-def _number_task(rng: random.Random, _: Sequence[str]) -> list[Turn]:
+def _number_task(rng: random.Random, _: Sequence[str]) -> list[Message]:
     kind = rng.randrange(5)
     if kind == 0:
         a, b = rng.randint(0, 50), rng.randint(0, 50)
@@ -159,7 +159,7 @@ def _number_task(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     return [("user", f"Which number comes after {n}?"), ("assistant", f"{n + 1}.")]
 
 
-def _fact_task(rng: random.Random, _: Sequence[str]) -> list[Turn]:
+def _fact_task(rng: random.Random, _: Sequence[str]) -> list[Message]:
     kind = rng.randrange(3)
     if kind == 0:
         word, other = rng.choice(list(OPPOSITES.items()))
@@ -185,25 +185,25 @@ def _fact_task(rng: random.Random, _: Sequence[str]) -> list[Turn]:
     ]
 
 
-def _recall_turns(rng: random.Random, _: Sequence[str]) -> list[Turn]:
+def _recall_messages(rng: random.Random, _: Sequence[str]) -> list[Message]:
     codes = {key: _code(rng) for key in rng.sample(KEYS, rng.randint(1, 10))}
     stated = " ".join(f"The code of the {key} is {code}." for key, code in codes.items())
     asked = rng.sample(list(codes.items()), min(len(codes), rng.randint(1, 4)))
-    turns: list[Turn] = []
+    messages: list[Message] = []
     first = f"What is the code of the {asked[0][0]}?"
     if rng.random() < 0.5:
-        turns.append(("user", f"{stated} {first}"))
+        messages.append(("user", f"{stated} {first}"))
     else:
-        turns += [("user", stated), ("assistant", rng.choice(ACKNOWLEDGED)), ("user", first)]
+        messages += [("user", stated), ("assistant", rng.choice(ACKNOWLEDGED)), ("user", first)]
     for place, (key, code) in enumerate(asked):
         if place:
             form = rng.choice(("What is the code of the {}?", "And the {}?"))
-            turns.append(("user", form.format(key)))
-        turns.append(("assistant", f"The code of the {key} is {code}."))
-    return turns
+            messages.append(("user", form.format(key)))
+        messages.append(("assistant", f"The code of the {key} is {code}."))
+    return messages
 
 
-def _prose(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
+def _prose(rng: random.Random, prose: Sequence[str]) -> list[Message]:
     if not prose:
         return _about(rng, prose)
     first, second = prose[rng.randrange(len(prose))].split(". ", 1)
@@ -214,16 +214,16 @@ def _prose(rng: random.Random, prose: Sequence[str]) -> list[Turn]:
 
 TASKS = (
     (_about, 2), (_concept, 6), (_unknown, 1), (_copy, 4), (_word_task, 4), (_number_task, 5),
-    (_fact_task, 2), (_recall_turns, 8), (_prose, 3),
+    (_fact_task, 2), (_recall_messages, 8), (_prose, 3),
 )  # fmt: skip
 
 
-def dialogue(rng: random.Random, prose: Sequence[str] = ()) -> list[Turn]:
+def dialogue(rng: random.Random, prose: Sequence[str] = ()) -> list[Message]:
     """Return one conversation of one or a few tasks; ``prose`` holds paragraphs of sentences."""
-    turns: list[Turn] = []
+    messages: list[Message] = []
     if rng.random() < 0.15:
-        turns.append(("system", rng.choice(SYSTEM)))
+        messages.append(("system", rng.choice(SYSTEM)))
     for _ in range(rng.choices((1, 2, 3), (6, 2, 1))[0]):
         task = rng.choices([t for t, _ in TASKS], [w for _, w in TASKS])[0]
-        turns += task(rng, prose)
-    return turns
+        messages += task(rng, prose)
+    return messages
