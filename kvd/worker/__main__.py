@@ -16,7 +16,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from kvd.worker.process.loop import Loop, Orphaned
+from kvd.worker.process.link import Orphaned
+from kvd.worker.process.loop import Loop
 from kvd.worker.process.orphan import die_with_parent
 
 if TYPE_CHECKING:

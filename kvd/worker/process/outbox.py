@@ -1,14 +1,17 @@
-"""Reports on their way to the daemon: merged while they wait, never lost, never reordered.
+"""Unsent reports to the daemon: merged, never lost, never reordered.
 
-The worker does not wait for the daemon. What it could not send yet is merged: the tokens of a
-completion into one report, newer counters, phases, load progress and places in the queue in the
-place of older ones; of parking and going on only the last of each is told. So what waits is bounded
-by the requests themselves: for each at most an acceptance, a place in the queue, the logprobs of
-its prompt, the tokens of its completions and their ends, and that it was parked and went on. The
-order of one completion's reports is kept, and that of the request's own; that between completions,
-or between their tokens and parking, means nothing.
+The worker does not wait for the daemon. Reports that could not be sent yet are merged:
 
-Pure: knows no socket and no clock. `put` reports, `take` bytes to write.
+* tokens of one completion become one report;
+* counters, phases, load progress and queue positions replace older ones;
+* of several preemptions and resumptions of a request, only the last ones stay.
+
+The size of the outbox is therefore bounded by the requests themselves. Per request it holds at most
+an acceptance, a queue position, the prompt's logprobs, the tokens and the end of each completion,
+one preemption and one resumption. Reports of one completion, and those of a request itself, stay in
+order. The order between completions, or between tokens and preemptions, has no meaning.
+
+Pure: uses no socket and no clock. `put` reports, `take` bytes to write.
 """
 
 from __future__ import annotations
@@ -32,28 +35,27 @@ from protocol.worker import (
 
 
 class Outbox:
-    """A queue whose entries may still change until they are taken."""
+    """A queue whose entries may change until they are taken."""
 
     def __init__(self) -> None:
         self._numbers = count()
         self._waiting: dict[int, Report] = {}
-        """By number, oldest first; a merge keeps the place."""
+        """Unsent reports by number, oldest first. A merged report keeps its number."""
         self._last: dict[_Key, int] = {}
-        """The waiting tokens of each completion, and what may be replaced."""
+        """Number of the newest unsent report of each key, for reports that can be merged."""
 
     def __len__(self) -> int:
-        """Return how many reports wait."""
         return len(self._waiting)
 
     def put(self, report: Report) -> None:
-        """Queue a report, or merge it into one that waits."""
+        """Queue a report, or merge it into an unsent one."""
         match report:
             case Stats() | Progress() | PhaseChanged() | RowQueued():
                 self._replace(report)
             case RowPreempted() | RowResumed():
-                self._turn(report)
+                self._replace_preemption(report)
             case RowTokens():
-                self._join(report)
+                self._merge_tokens(report)
             case _:
                 self._append(report)
 
@@ -64,48 +66,49 @@ class Outbox:
 
     def _replace(self, report: Stats | Progress | PhaseChanged | RowQueued) -> None:
         key = _key_of(report)
-        assert key is not None, "only what has a key is replaced"
+        assert key is not None, "only reports with a key are replaced"
         number = self._last.get(key)
         if number is None:
             self._last[key] = self._append(report)
         else:
             self._waiting[number] = report
 
-    def _turn(self, report: RowPreempted | RowResumed) -> None:
-        """Queue that a request was parked or goes on; what waits of it stays in turns."""
+    def _replace_preemption(self, report: RowPreempted | RowResumed) -> None:
+        """Queue a preemption or resumption so that the two of a request still alternate."""
         key = (report.rid, type(report))
         other = (report.rid, RowResumed if isinstance(report, RowPreempted) else RowPreempted)
-        number, after = self._last.get(key), self._last.get(other)
+        number, later = self._last.get(key), self._last.get(other)
         if number is None:
             self._last[key] = self._append(report)
             return
         self._waiting[number] = report
-        if after is not None and after > number:  # it was undone since: that is over
-            del self._waiting[after]
+        if later is not None and later > number:  # this report undoes the later one
+            del self._waiting[later]
             del self._last[other]
 
-    def _join(self, report: RowTokens) -> None:
+    def _merge_tokens(self, report: RowTokens) -> None:
         key = (report.rid, report.choice)
         number = self._last.get(key)
         earlier = None if number is None else self._waiting[number]
         if number is None or not isinstance(earlier, RowTokens):
-            told = None if report.logprobs is None else list(report.logprobs)
-            ours = msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=told)
-            self._last[key] = self._append(ours)
+            logprobs = None if report.logprobs is None else list(report.logprobs)
+            copy = msgspec.structs.replace(report, tokens=list(report.tokens), logprobs=logprobs)
+            self._last[key] = self._append(copy)
             return
-        if report.index != earlier.index + len(earlier.tokens):
+        end = earlier.index + len(earlier.tokens)
+        if report.index != end:
             raise LocalProtocolError(
                 f"row {report.rid}: tokens from {report.index} follow those from {earlier.index}"
-                f" to {earlier.index + len(earlier.tokens)}"
+                f" to {end}"
             )
-        earlier.tokens.extend(report.tokens)  # a list of ours, so that a long wait costs no copies
+        earlier.tokens.extend(report.tokens)  # the outbox's own list: extending it copies nothing
         if earlier.logprobs is not None:
             earlier.logprobs.extend(report.logprobs or ())
         joined = msgspec.structs.replace(earlier, text=earlier.text + report.text)
         self._waiting[number] = joined
 
     def take(self, at_least: int) -> bytes:
-        """Remove the oldest reports, as frames of that many bytes or all that there are."""
+        """Remove the oldest reports; return at least this many bytes of frames, if there are."""
         frames = []
         size = 0
         while self._waiting and size < at_least:
@@ -128,11 +131,11 @@ class Outbox:
         }
         assert newest == self._last
         keyed = [key for report in self._waiting.values() if (key := _key_of(report)) is not None]
-        assert len(keyed) == len(set(keyed)), "two wait that should be one"
+        assert len(keyed) == len(set(keyed)), "two reports should have been merged"
 
 
 _Key = type | tuple[str, int] | tuple[str, type]
-"""A kind that is replaced, a completion, or such a kind of one request."""
+"""A kind of report, a choice of a request, or a kind of report of one request."""
 
 
 def _key_of(report: Report) -> _Key | None:

@@ -1,11 +1,12 @@
-"""How long the worker was in each phase, in a few buckets: what a step costs for it is a bisection.
+"""Histograms of how long the worker spends in each phase. Recording one costs a bisection.
 
-Phases that follow each other without a break are one: a decode step enters ``decode`` twice.
+Consecutive entries of the same phase count as one: a decode step enters ``decode`` twice.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from protocol.worker import Phase
 
 
-class _Times:
+class _Durations:
     __slots__ = ("counts", "total_s")
 
     def __init__(self) -> None:
@@ -23,34 +24,33 @@ class _Times:
 
 
 class Phases:
-    """Tell it when a phase begins (`enter`) and when nothing of the kind goes on (`leave`)."""
+    """Call `enter` when a phase begins, and `leave` when the worker leaves it."""
 
     def __init__(self) -> None:
-        self._times: dict[Phase, _Times] = {}
+        self._durations: defaultdict[Phase, _Durations] = defaultdict(_Durations)
         self._phase: Phase | None = None
         self._since = 0.0
 
     def enter(self, phase: Phase, now: float) -> None:
-        """Note that a phase begins; the one before it is over. Being idle is none."""
+        """End the previous phase and begin this one. Idle time is not recorded."""
         if phase != self._phase:
             self.leave(now)
             if phase != "idle":
                 self._phase, self._since = phase, now
 
     def leave(self, now: float) -> None:
-        """Note that the phase is over."""
+        """End the current phase, if there is one."""
         if (phase := self._phase) is None:
             return
         self._phase = None
-        if (times := self._times.get(phase)) is None:
-            times = self._times[phase] = _Times()
+        durations = self._durations[phase]
         took_s = now - self._since
-        times.counts[bisect_left(SPAN_BOUNDS_S, took_s)] += 1
-        times.total_s += took_s
+        durations.counts[bisect_left(SPAN_BOUNDS_S, took_s)] += 1
+        durations.total_s += took_s
 
-    def spreads(self) -> dict[Phase, DurationHistogram]:
-        """Return what is known of each phase that there was."""
+    def histograms(self) -> dict[Phase, DurationHistogram]:
+        """Return the histogram of each phase that occurred."""
         return {
-            phase: DurationHistogram(tuple(times.counts), times.total_s)
-            for phase, times in self._times.items()
+            phase: DurationHistogram(tuple(durations.counts), durations.total_s)
+            for phase, durations in self._durations.items()
         }

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 
-from kvd.worker.process.loop import Loop, Orphaned
+from kvd.worker.process.link import Orphaned
+from kvd.worker.process.loop import Loop
 from protocol.framing import FrameDecoder, decode_report, encode_frame
 from protocol.types import Sampling
 from protocol.worker import (

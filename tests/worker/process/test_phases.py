@@ -23,11 +23,11 @@ def test_each_phase_lasts_until_the_next_one_or_the_end_of_the_step():
     phases.enter("decode", 100.0)
     phases.leave(100.2)
 
-    spreads = phases.spreads()
-    assert spreads.keys() == {"decode", "prefill"}
-    assert counted(spreads["decode"]) == {0.005: 1, 0.25: 1}
-    assert counted(spreads["prefill"]) == {0.1: 1}
-    assert abs(spreads["decode"].total_s - 0.204) < 1e-9
+    histograms = phases.histograms()
+    assert histograms.keys() == {"decode", "prefill"}
+    assert counted(histograms["decode"]) == {0.005: 1, 0.25: 1}
+    assert counted(histograms["prefill"]) == {0.1: 1}
+    assert abs(histograms["decode"].total_s - 0.204) < 1e-9
 
 
 def test_a_phase_that_goes_on_is_one_and_being_idle_is_none():
@@ -38,23 +38,23 @@ def test_a_phase_that_goes_on_is_one_and_being_idle_is_none():
     phases.enter("decode", 60.0)
     phases.leave(60.001)
 
-    assert phases.spreads().keys() == {"decode"}
-    assert sum(phases.spreads()["decode"].counts) == 2
-    assert abs(phases.spreads()["decode"].total_s - 0.005) < 1e-9
+    assert phases.histograms().keys() == {"decode"}
+    assert sum(phases.histograms()["decode"].counts) == 2
+    assert abs(phases.histograms()["decode"].total_s - 0.005) < 1e-9
 
 
 def test_what_takes_longer_than_the_last_bound_is_counted_too():
     phases = Phases()
     phases.enter("pools", 0.0)
     phases.leave(SPAN_BOUNDS_S[-1] + 1)
-    assert counted(phases.spreads()["pools"]) == {float("inf"): 1}
+    assert counted(phases.histograms()["pools"]) == {float("inf"): 1}
 
 
 def test_spreads_add_up():
     phases = Phases()
     phases.enter("flush", 0.0)
     phases.leave(0.02)
-    one = phases.spreads()["flush"]
+    one = phases.histograms()["flush"]
     assert (one + one).counts == tuple(2 * count for count in one.counts)
     assert (one + one).total_s == 2 * one.total_s
     assert one + DurationHistogram() == one
