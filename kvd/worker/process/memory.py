@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MIN_INTERVAL_S = 0.25
 MAX_SHARE = 0.02
-"""Share of the time that readings may take. The kernel walks all page tables for a reading (measured:
+"""Share of the time that readings may take. For each one the kernel walks all page tables (measured:
 25 ms per GiB of small pages), and the loop produces no tokens meanwhile."""
 
 _ROLLUP = Path("/proc/self/smaps_rollup")

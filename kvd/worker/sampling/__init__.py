@@ -1,4 +1,4 @@
-"""Drawing tokens: keys, edits of the logits, filters and draws, logprobs.
+"""Sampling: random keys, logit edits, filters, draws and logprobs.
 
-`kvd.worker.sampling.sampler` is what the engine uses of it.
+The engine uses `kvd.worker.sampling.sampler`.
 """

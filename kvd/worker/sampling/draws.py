@@ -1,18 +1,20 @@
-"""Filters and draws of a whole batch in one lazy call, however its rows differ.
+"""Filters and draws for a whole batch in one lazy call, with any mix of settings.
 
-The rules are mlx-lm's (`mlx_lm.sample_utils`): filters look at the probabilities before
-temperature, in the order top-p, min-p, top-k; temperature applies to what they left. A row of
-temperature 0 takes the most likely token.
+The rules are mlx-lm's (`mlx_lm.sample_utils`). Filters apply to the probabilities before
+temperature, in the order top-p, min-p, top-k. Temperature applies to the remaining tokens. A row
+with temperature 0 takes the most likely token.
 
-Rows are drawn in one of four ways, by their own settings alone, and every op works on rows alone;
-so a row draws the same token, bit for bit, whatever else is in the batch:
+Each row is drawn by one of four methods, chosen by its own settings:
 
 * greedy: the maximum;
-* plain: from all tokens, or from those that min-p leaves;
-* narrow, top-k up to `NARROW`: from the k largest, found without a sort;
-* ranked, top-p alone or a larger top-k: the vocabulary's values are sorted for the threshold.
+* plain: from all tokens, or those that min-p keeps;
+* narrow, for top-k up to `NARROW`: from the k largest logits, found without a sort;
+* ranked, for top-p alone or a larger top-k: all logits are sorted to find the threshold.
 
-Does not cover: bias and penalties (`edits`), and when a completion is over.
+Every operation works on each row separately. A row therefore draws the same token, bit for bit, in
+any batch.
+
+Does not cover: bias and penalties (`edits`), and the end of completions (`kvd.worker.text`).
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ if TYPE_CHECKING:
     from protocol.types import Sampling
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below it are greedy: dividing by them overflows float32. The value is vLLM's."""
+"""Lower temperatures are greedy: dividing by them overflows float32. The value is vLLM's."""
 NARROW = 64
-"""Top-k up to it needs no sort; people take 20 to 50."""
+"""Largest top-k that needs no sort; usual values are 20 to 50."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of one batch that are drawn in the same way, and their settings as columns."""
+    """Rows of a batch that are drawn by the same method, with their settings as columns."""
 
     rows: tuple[int, ...]
     index: Any
-    """The same as an array; None if these are all rows of the batch."""
+    """``rows`` as an array; None if these are all rows of the batch."""
     inverse_temperature: Any
     top_p: Any
-    """Above 1 where the filter is off: a sum of float32 may round to less than 1."""
+    """Above 1 if the filter is off, because a sum of float32 may round to less than 1."""
     has_top_p: bool
     log_min_p: Any
     top_k: Any
@@ -55,26 +57,26 @@ class Group:
 
     @staticmethod
     def of(rows: Sequence[int], sampling: Sequence[Sampling]) -> Group | None:
-        """Return the group of these rows of a batch, None if there are none."""
+        """Return the group of these rows of a batch, or None for no rows."""
         if not rows:
             return None
-        mine = [sampling[row] for row in rows]
+        own = [sampling[row] for row in rows]
         return Group(
             tuple(rows),
             None if len(rows) == len(sampling) else mx.array(list(rows)),
-            column([1.0 / one.temperature for one in mine]),
-            column([one.top_p if one.top_p < 1.0 else 2.0 for one in mine]),
-            any(one.top_p < 1.0 for one in mine),
-            column([math.log(one.min_p) if one.min_p > 0.0 else -math.inf for one in mine]),
-            mx.array([[one.top_k or 2**31 - 1] for one in mine], dtype=mx.int32),
-            any(one.top_k for one in mine),
+            column([1.0 / one.temperature for one in own]),
+            column([one.top_p if one.top_p < 1.0 else 2.0 for one in own]),
+            any(one.top_p < 1.0 for one in own),
+            column([math.log(one.min_p) if one.min_p > 0.0 else -math.inf for one in own]),
+            mx.array([[one.top_k or 2**31 - 1] for one in own], dtype=mx.int32),
+            any(one.top_k for one in own),
         )
 
     def select(self, logits: Any) -> Any:
-        """Return these rows' logits, shifted so that the largest is 0, in float32."""
-        mine = logits if self.index is None else logits[self.index]
-        mine = mine.astype(mx.float32)
-        return mine - mx.max(mine, axis=-1, keepdims=True)
+        """Return these rows' logits in float32, shifted so that the largest is 0."""
+        own = logits if self.index is None else logits[self.index]
+        own = own.astype(mx.float32)
+        return own - mx.max(own, axis=-1, keepdims=True)
 
 
 def column(values: list[float]) -> Any:
@@ -84,7 +86,7 @@ def column(values: list[float]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """The sampling of a batch's rows as arrays: build it when the batch changes, not each step."""
+    """Sampling settings of a batch as arrays. Built when the batch changes, not in each step."""
 
     rows: int
     seeds: tuple[tuple[int, int], ...]
@@ -93,23 +95,23 @@ class BatchSampling:
     narrow: Group | None
     ranked: Group | None
     sampled: Any
-    """Which rows are drawn at all, ``[rows]``; None if all are."""
+    """Rows that are not greedy, ``[rows]`` bool; None if none is greedy."""
     slots: Any
-    """Where each row's draw is in plain + narrow + ranked, ``[rows]``; None if in its place."""
+    """Index of each row's draw in plain + narrow + ranked, ``[rows]``; None if in batch order."""
 
     @staticmethod
     def of(sampling: Sequence[Sampling], choices: Sequence[int] | None = None) -> BatchSampling:
-        """Sort the rows of a batch by how they are drawn."""
+        """Group the rows of a batch by method."""
         if not all(_greedy(one) or one.seed is not None for one in sampling):
             raise LocalProtocolError("a row that is sampled needs a seed")
         drawn = [row for row, one in enumerate(sampling) if not _greedy(one)]
-        ways = [_way(sampling[row]) for row in drawn]
+        methods = [_method(sampling[row]) for row in drawn]
         plain, narrow, ranked = (
-            [row for row, way in zip(drawn, ways, strict=True) if way == wanted]
-            for wanted in ("plain", "narrow", "ranked")
+            [row for row, method in zip(drawn, methods, strict=True) if method == name]
+            for name in ("plain", "narrow", "ranked")
         )
         order = [*plain, *narrow, *ranked]
-        everyone = list(range(len(sampling)))
+        rows = list(range(len(sampling)))
         slots = {row: slot for slot, row in enumerate(order)}
         return BatchSampling(
             len(sampling),
@@ -120,23 +122,23 @@ class BatchSampling:
             Group.of(plain, sampling),
             Group.of(narrow, sampling),
             Group.of(ranked, sampling),
-            None if len(drawn) == len(sampling) else mx.array([row in slots for row in everyone]),
-            None if order == everyone else mx.array([slots.get(row, 0) for row in everyone]),
+            None if len(drawn) == len(sampling) else mx.array([row in slots for row in rows]),
+            None if order == rows else mx.array([slots.get(row, 0) for row in rows]),
         )
 
     def keys(self, group: Group, positions: Sequence[int]) -> Any:
         """Return the random keys of a group's rows, ``[rows, 2]`` uint32."""
-        found = [
+        keys = [
             key_of(self.seeds[row][0], positions[row], self.seeds[row][1]) for row in group.rows
         ]
-        return mx.array(found, dtype=mx.uint32)
+        return mx.array(keys, dtype=mx.uint32)
 
 
 def _greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW
 
 
-def _way(sampling: Sampling) -> str:
+def _method(sampling: Sampling) -> str:
     if 0 < sampling.top_k <= NARROW:
         return "narrow"
     return "ranked" if sampling.top_k or sampling.top_p < 1.0 else "plain"
@@ -145,16 +147,16 @@ def _way(sampling: Sampling) -> str:
 def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     """Return the next token of each row, ``[rows]`` int32, lazily.
 
-    ``logits`` is ``[rows, vocabulary]``; ``positions`` are those of the tokens to be drawn,
-    counted in whatever way a resumed row counts them again.
+    ``logits``: ``[rows, vocabulary]``. ``positions``: position of the token to draw in each row. A
+    resumed row must count positions as before.
     """
     draws = []
     if (group := batch.plain) is not None:
         draws.append(_categorical(keep_likely(group, logits), batch.keys(group, positions)))
     if (group := batch.narrow) is not None:
-        places, kept = keep_largest(group, logits)
+        indices, kept = keep_largest(group, logits)
         rank = _categorical(kept, batch.keys(group, positions))
-        draws.append(mx.take_along_axis(places, rank[:, None], axis=-1)[:, 0])
+        draws.append(mx.take_along_axis(indices, rank[:, None], axis=-1)[:, 0])
     if (group := batch.ranked) is not None:
         draws.append(_categorical(keep_above(group, logits), batch.keys(group, positions)))
     if not draws:
@@ -169,53 +171,54 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
 
 
 def keep_likely(group: Group, logits: Any) -> Any:
-    """Return the tempered logits with min-p's losers at minus infinity."""
+    """Return logits divided by temperature; minus infinity for tokens that min-p drops."""
     shifted = group.select(logits)
     return mx.where(shifted < group.log_min_p, -math.inf, shifted * group.inverse_temperature)
 
 
 def keep_largest(group: Group, logits: Any) -> tuple[Any, Any]:
-    """Return the likeliest tokens, ``[rows, NARROW]``, and their tempered logits as far as kept.
+    """Return the most likely tokens, ``[rows, NARROW]``, and their logits divided by temperature.
 
-    In falling order each filter keeps a beginning of the row, and all of them the shortest one.
+    Dropped tokens have minus infinity. In descending order, each filter keeps a prefix of the row;
+    all filters together keep the shortest one.
     """
     shifted = group.select(logits)
-    values, places = largest(shifted, NARROW)
+    values, indices = largest(shifted, NARROW)
     ranks = mx.arange(values.shape[-1], dtype=mx.int32)
     kept = (values >= group.log_min_p) & (ranks < group.top_k)
     if group.has_top_p:
         total = mx.sum(mx.exp(shifted), axis=-1, keepdims=True)
         kept = kept & (values >= _nucleus(group, values, mx.exp(values), total))
-    return places, mx.where(kept, values * group.inverse_temperature, -math.inf)
+    return indices, mx.where(kept, values * group.inverse_temperature, -math.inf)
 
 
 def keep_above(group: Group, logits: Any) -> Any:
-    """Return the tempered logits, at minus infinity what a filter drops."""
+    """Return logits divided by temperature; minus infinity for tokens that a filter drops."""
     shifted = group.select(logits)
-    falling = -mx.sort(-shifted, axis=-1)
-    weights = mx.exp(falling)
+    descending = -mx.sort(-shifted, axis=-1)
+    weights = mx.exp(descending)
     total = mx.sum(weights, axis=-1, keepdims=True)
-    floor = mx.maximum(_nucleus(group, falling, weights, total), group.log_min_p)
+    floor = mx.maximum(_nucleus(group, descending, weights, total), group.log_min_p)
     kept = shifted >= floor
     if group.has_top_k:
-        kept = kept & _first(shifted, falling, group.top_k)
+        kept = kept & _first(shifted, descending, group.top_k)
     return mx.where(kept, shifted * group.inverse_temperature, -math.inf)
 
 
-def _nucleus(group: Group, falling: Any, weights: Any, total: Any) -> Any:
-    """Return the last value that top-p keeps, ``[rows, 1]``; ties with it stay."""
+def _nucleus(group: Group, descending: Any, weights: Any, total: Any) -> Any:
+    """Return the smallest logit that top-p keeps, ``[rows, 1]``; ties with it are kept."""
     above = mx.cumsum(weights, axis=-1, inclusive=False)
-    # A token is dropped when those above it have the mass already.
+    # A token is dropped if the tokens above it already reach the mass.
     count = mx.sum(above < group.top_p * total, axis=-1, keepdims=True)
-    return mx.take_along_axis(falling, mx.maximum(count, 1) - 1, axis=-1)
+    return mx.take_along_axis(descending, mx.maximum(count, 1) - 1, axis=-1)
 
 
-def _first(shifted: Any, falling: Any, top_k: Any) -> Any:
-    """Return which tokens are the k largest; of equal ones the first."""
-    last = mx.take_along_axis(falling, mx.minimum(top_k, falling.shape[-1]) - 1, axis=-1)
-    above, level = shifted > last, shifted == last
+def _first(shifted: Any, descending: Any, top_k: Any) -> Any:
+    """Return which tokens are the k largest; of equal logits the first ones count."""
+    last = mx.take_along_axis(descending, mx.minimum(top_k, descending.shape[-1]) - 1, axis=-1)
+    above, equal = shifted > last, shifted == last
     room = top_k - mx.sum(above, axis=-1, keepdims=True)
-    return above | (level & (mx.cumsum(level.astype(mx.int32), axis=-1) <= room))
+    return above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))
 
 
 def _categorical(logits: Any, keys: Any) -> Any:

@@ -1,16 +1,17 @@
-"""What a request does to its logits before they are filtered: bias, penalties, barred tokens.
+"""Changes to logits before the filters: bias, penalties and excluded tokens.
 
-In this order, which is vLLM's and mlx-lm's:
+They apply in the order of vLLM and mlx-lm:
 
-1. ``logit_bias`` is added;
-2. the repetition penalty (Keskar et al. 2019, CTRL) divides positive logits of tokens that prompt
-   or completion have, and multiplies negative ones;
-3. presence and frequency penalties are taken from tokens that the completion has;
-4. tokens that would end the completion are excluded while it has fewer than ``min_tokens``.
+1. ``logit_bias`` is added.
+2. The repetition penalty (Keskar et al. 2019, CTRL) applies to tokens of the prompt and the
+   completion: it divides positive logits and multiplies negative ones.
+3. Presence and frequency penalties are subtracted for tokens of the completion.
+4. Tokens that end the completion are excluded until it has ``min_tokens`` tokens.
 
-Penalties need to know what was drawn, and step n+1 is launched before the tokens of n are on the
-host: so the counts live on the device, ``[penalized rows, vocabulary]``, and `Edits.note` adds
-the drawn tokens lazily. Each op works on rows alone; rows that ask for nothing are not touched.
+Penalties depend on earlier tokens, but step n+1 is launched before the tokens of step n are on the
+host. Token counts therefore stay on the device, ``[penalized rows, vocabulary]``, and
+`Edits.count` adds new tokens lazily. Every operation works on each row separately, and rows without
+such settings are not touched.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class EditedRow:
-    """One row as far as edits go."""
+    """The settings and progress of one row."""
 
     sampling: Sampling
     barred: tuple[int, ...]
+    """Tokens excluded until ``min_tokens``."""
     min_tokens: int
     drawn: int
-    """Tokens so far, those in flight too."""
+    """Tokens so far, including those in flight."""
 
     @property
     def penalized(self) -> bool:
-        """Whether the row needs counts."""
-        one = self.sampling
-        return one.repetition_penalty != 1.0 or bool(one.presence_penalty or one.frequency_penalty)
+        """Whether the row needs token counts."""
+        settings = self.sampling
+        return settings.repetition_penalty != 1.0 or bool(
+            settings.presence_penalty or settings.frequency_penalty
+        )
 
     @property
     def bars(self) -> bool:
@@ -53,17 +57,17 @@ class EditedRow:
 
 @dataclass(slots=True)
 class Counts:
-    """What the penalized rows have seen, one slot each."""
+    """Tokens of the penalized rows, one slot for each row."""
 
     vocabulary: int
     slots: list[Hashable] = field(default_factory=list)
     drawn: Any = None
-    """How often the completion has each token, ``[slots, vocabulary]`` float32."""
+    """Count of each token in the completion, ``[slots, vocabulary]`` float32."""
     prompted: Any = None
-    """Whether the prompt has it, for repetition penalties, ``[slots, vocabulary]`` bool."""
+    """Tokens that the prompt contains, for the repetition penalty; ``[slots, vocabulary]`` bool."""
 
     def add(self, key: Hashable, prompt: Sequence[int], produced: Sequence[int]) -> None:
-        """Open a slot."""
+        """Add a slot for a row."""
         drawn = mx.zeros((1, self.vocabulary), dtype=mx.float32)
         if produced:
             drawn = drawn.at[0, mx.array(list(produced))].add(1.0)
@@ -77,8 +81,8 @@ class Counts:
         self.drawn, self.prompted = drawn, prompted
 
     def remove(self, key: Hashable) -> None:
-        """Close a slot."""
-        kept = [slot for slot, one in enumerate(self.slots) if one != key]
+        """Remove a row's slot, if it has one."""
+        kept = [slot for slot, owner in enumerate(self.slots) if owner != key]
         if len(kept) == len(self.slots):
             return
         self.slots = [self.slots[slot] for slot in kept]
@@ -94,9 +98,9 @@ class _Penalties:
     """The penalized rows of a batch."""
 
     index: Any
-    """Where they are in the batch; None if all of it."""
+    """Their indices in the batch; None if these are all rows."""
     slots: Any
-    """Where their counts are; None if these are all slots, in order."""
+    """Slots of their counts; None if these are all slots in order."""
     repetition: Any
     presence: Any
     frequency: Any
@@ -105,14 +109,14 @@ class _Penalties:
     def of(
         rows: Sequence[EditedRow], keys: Sequence[Hashable], counts: Counts
     ) -> _Penalties | None:
-        mine = [at for at, row in enumerate(rows) if row.penalized]
-        if not mine:
+        index = [at for at, row in enumerate(rows) if row.penalized]
+        if not index:
             return None
-        where = {key: slot for slot, key in enumerate(counts.slots)}
-        slots = [where[keys[at]] for at in mine]
-        sampling = [rows[at].sampling for at in mine]
+        slot_of = {key: slot for slot, key in enumerate(counts.slots)}
+        slots = [slot_of[keys[at]] for at in index]
+        sampling = [rows[at].sampling for at in index]
         return _Penalties(
-            None if len(mine) == len(rows) else mx.array(mine),
+            None if len(index) == len(rows) else mx.array(index),
             None if slots == list(range(len(counts.slots))) else mx.array(slots),
             column([one.repetition_penalty for one in sampling]),
             column([one.presence_penalty for one in sampling]),
@@ -123,50 +127,50 @@ class _Penalties:
         drawn, prompted = counts.drawn, counts.prompted
         if self.slots is not None:
             drawn, prompted = drawn[self.slots], prompted[self.slots]
-        mine = logits if self.index is None else logits[self.index]
+        own = logits if self.index is None else logits[self.index]
         present = drawn > 0
-        less = mx.where(mine > 0, mine / self.repetition, mine * self.repetition)
-        mine = mx.where(prompted | present, less, mine)
-        mine = mine - mx.where(present, self.presence + self.frequency * drawn, 0.0)
+        reduced = mx.where(own > 0, own / self.repetition, own * self.repetition)
+        own = mx.where(prompted | present, reduced, own)
+        own = own - mx.where(present, self.presence + self.frequency * drawn, 0.0)
         if self.index is None:
-            return mine
-        logits[self.index] = mine
+            return own
+        logits[self.index] = own
         return logits
 
-    def note(self, tokens: Any, counts: Counts) -> None:
-        mine = tokens if self.index is None else tokens[self.index]
+    def count(self, tokens: Any, counts: Counts) -> None:
+        own = tokens if self.index is None else tokens[self.index]
         slots = mx.arange(len(counts.slots)) if self.slots is None else self.slots
-        counts.drawn = counts.drawn.at[slots, mine].add(1.0)
+        counts.drawn = counts.drawn.at[slots, own].add(1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Single logits of a batch: row, token and what becomes of it."""
+class _Entries:
+    """Single logits of a batch, with a value for each."""
 
     rows: Any
     tokens: Any
     values: Any = None
 
     @staticmethod
-    def of(found: list[tuple[int, int, float]]) -> _Places | None:
-        if not found:
+    def of(entries: list[tuple[int, int, float]]) -> _Entries | None:
+        if not entries:
             return None
-        rows, tokens, values = zip(*found, strict=True)
-        return _Places(mx.array(rows), mx.array(tokens), mx.array(values, dtype=mx.float32))
+        rows, tokens, values = zip(*entries, strict=True)
+        return _Entries(mx.array(rows), mx.array(tokens), mx.array(values, dtype=mx.float32))
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """The edits of one batch as arrays: build them when it changes, or when `stale`."""
+    """The edits of one batch as arrays. Built when the batch changes, and when `stale`."""
 
-    bias: _Places | None
+    bias: _Entries | None
     penalties: _Penalties | None
-    bars: _Places | None
+    bars: _Entries | None
     barring: tuple[EditedRow, ...]
 
     @staticmethod
     def of(rows: Sequence[EditedRow], keys: Sequence[Hashable], counts: Counts) -> Edits:
-        """Return the edits of these rows, which have the counts of these keys."""
+        """Return the edits of these rows; ``keys`` are their keys in ``counts``."""
         bias = [
             (at, token, value)
             for at, row in enumerate(rows)
@@ -174,19 +178,19 @@ class Edits:
         ]
         bars = [(at, token, 0.0) for at, row in enumerate(rows) if row.bars for token in row.barred]
         return Edits(
-            _Places.of(bias),
+            _Entries.of(bias),
             _Penalties.of(rows, keys, counts),
-            _Places.of(bars),
+            _Entries.of(bars),
             tuple(row for row in rows if row.bars),
         )
 
     @property
     def stale(self) -> bool:
-        """Whether a row may end now that could not before."""
+        """Whether a row has reached ``min_tokens`` since the edits were built."""
         return not all(row.bars for row in self.barring)
 
     def apply(self, logits: Any, counts: Counts) -> Any:
-        """Return the edited logits, in float32 if there is an edit at all."""
+        """Return the edited logits, in float32 if there are edits."""
         if self.bias is None and self.penalties is None and self.bars is None:
             return logits
         logits = logits.astype(mx.float32)
@@ -198,7 +202,7 @@ class Edits:
             logits[self.bars.rows, self.bars.tokens] = -mx.inf
         return logits
 
-    def note(self, tokens: Any, counts: Counts) -> None:
-        """Count the tokens that were drawn, ``[rows]``, lazily."""
+    def count(self, tokens: Any, counts: Counts) -> None:
+        """Count the drawn tokens, ``[rows]``, lazily."""
         if self.penalties is not None:
-            self.penalties.note(tokens, counts)
+            self.penalties.count(tokens, counts)

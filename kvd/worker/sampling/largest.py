@@ -1,4 +1,4 @@
-"""The largest values of each row without sorting the row: exact, and the same in any batch."""
+"""The largest values of each row without a full sort: exact, and the same in any batch."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 import mlx.core as mx
 
 BLOCK = 128
-"""Divides the vocabularies of most models, so that nothing is padded."""
+"""Divides most vocabulary sizes, so that no padding is needed."""
 
 
 def largest(rows: Any, count: int) -> tuple[Any, Any]:
-    """Return the ``count`` largest values of each row, falling, and their places.
+    """Return the ``count`` largest values of each row in descending order, and their indices.
 
-    ``rows`` is ``[rows, width]``; the result has ``min(count, width)`` columns. Of equal values
-    the first places come first, as far as they are in. Places of minus infinity may be beyond
-    the width.
+    ``rows``: ``[rows, width]``. Both results have ``min(count, width)`` columns. Equal values are
+    in order of index; of those equal to the smallest value returned, any may be left out. Indices
+    of minus infinity may exceed the width.
     """
     width = rows.shape[-1]
     if width <= count:
-        places = mx.broadcast_to(mx.arange(width, dtype=mx.int32), rows.shape)
+        indices = mx.broadcast_to(mx.arange(width, dtype=mx.int32), rows.shape)
     elif width <= count * BLOCK:
-        places = _partition(rows, count)
+        indices = _partition(rows, count)
     else:
-        places = _by_blocks(rows, count)
+        indices = _by_blocks(rows, count)
         rows = mx.pad(rows, [(0, 0), (0, -width % BLOCK)], constant_values=-mx.inf)
-    places = mx.sort(places, axis=-1)
-    values = mx.take_along_axis(rows, places, axis=-1)
+    indices = mx.sort(indices, axis=-1)
+    values = mx.take_along_axis(rows, indices, axis=-1)
     order = mx.argsort(-values, axis=-1)
-    return mx.take_along_axis(values, order, axis=-1), mx.take_along_axis(places, order, axis=-1)
+    return mx.take_along_axis(values, order, axis=-1), mx.take_along_axis(indices, order, axis=-1)
 
 
 def _partition(rows: Any, count: int) -> Any:
@@ -36,7 +36,7 @@ def _partition(rows: Any, count: int) -> Any:
 
 
 def _by_blocks(rows: Any, count: int) -> Any:
-    """Look only at the ``count`` blocks with the largest maxima: all that is wanted is there."""
+    """Partition only the ``count`` blocks with the largest maxima: they contain the result."""
     height, width = rows.shape
     padded = mx.pad(rows, [(0, 0), (0, -width % BLOCK)], constant_values=-mx.inf)
     blocks = padded.reshape(height, -1, BLOCK)

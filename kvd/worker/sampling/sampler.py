@@ -1,11 +1,10 @@
-"""The sampler of one engine: rows join and leave it, and each step is one lazy call for all.
+"""The sampler of one engine: rows are added and removed; each step is one lazy call for all rows.
 
-Each draw has its own key, a hash of the row's seed, its choice and the token's position, and each
-op works on rows alone, so that a row draws the same token, bit for bit, whatever else is in the
-batch, and again after a resume. Rows that ask for nothing special cost nothing: a greedy batch is
-one argmax.
+The random key of a draw is a hash of the row's seed, its choice and the token's position, and every
+operation works on each row separately. A row therefore draws the same token, bit for bit, in any
+batch and after a resume. Unused features cost nothing: a greedy batch is a single argmax.
 
-Does not cover: when a completion is over (`text`), and what is done about rows not to be trusted.
+Does not cover: the end of completions (`kvd.worker.text`), and the handling of invalid rows.
 """
 
 from __future__ import annotations
@@ -40,22 +39,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How one row is drawn and what is told about it."""
+    """How one row is sampled, and which logprobs it returns."""
 
     sampling: Sampling
-    """With a seed, unless it is greedy."""
+    """Has a seed unless it is greedy."""
     choice: int = 0
-    """Which of a request's completions."""
     ends: tuple[int, ...] = ()
     """Tokens that end the completion."""
     min_tokens: int = 0
-    """None of them is drawn before so many."""
+    """Tokens before which the completion cannot end."""
     logprobs: int | None = None
-    """The most likely tokens to tell, with the drawn one; None: nothing."""
+    """Number of most likely tokens to return with the sampled one. None: no logprobs."""
 
     @staticmethod
     def of(request: Submit, ends: Collection[int], choice: int = 0) -> RowSettings:
-        """Return the settings of one completion; ``ends`` are those of its `TextStream`."""
+        """Return the settings of one completion; ``ends`` is that of its `TextStream`."""
         return RowSettings(
             request.sampling, choice, tuple(sorted(ends)), request.min_tokens, request.logprobs
         )
@@ -63,37 +61,38 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One row's token on the host."""
+    """One row's token, on the host."""
 
     token: int
     trusted: bool
+    """Whether its logits were valid (`finite_and_varied`)."""
     scored: Scored | None = None
-    """Its logprobs, if the row wants them."""
+    """Its logprobs, if the row requests them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """One step's tokens, lazy: evaluate `arrays`, then `read`."""
+    """The tokens of one step, lazy: evaluate `arrays`, then call `read`."""
 
     tokens: Any
     """``[rows]`` int32."""
     trusted: Any
     """``[rows]`` bool; see `finite_and_varied`."""
     logprobs: Scores | None
-    """Of the rows that want them, in order."""
+    """Logprobs of the rows in ``tops``, in order."""
     tops: dict[int, int]
-    """Those rows, and how many of the most likely tokens each wants."""
+    """Rows that request logprobs, with their number of most likely tokens."""
 
     def arrays(self) -> list[Any]:
-        """Return what is to be evaluated."""
+        """Return the arrays to evaluate."""
         return [self.tokens, self.trusted, *(self.logprobs.arrays() if self.logprobs else ())]
 
     def read(self) -> list[SampledToken]:
-        """Return all rows on the host; waits for the device."""
+        """Return all rows; waits for the device."""
         scored: dict[int, Scored] = {}
         if self.logprobs is not None:
-            told = self.logprobs.read(list(self.tops.values()))
-            scored = dict(zip(self.tops, told, strict=True))
+            logprobs = self.logprobs.read(list(self.tops.values()))
+            scored = dict(zip(self.tops, logprobs, strict=True))
         pairs = zip(self.tokens.tolist(), self.trusted.tolist(), strict=True)
         return [SampledToken(*pair, scored.get(row)) for row, pair in enumerate(pairs)]
 
@@ -106,18 +105,18 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is built when the rows of a step change."""
+    """Derived settings, built when the rows of a step change."""
 
     keys: tuple[Hashable, ...]
     rows: tuple[_Row, ...]
     sampling: BatchSampling
     tops: dict[int, int]
-    wanted: Any
-    """Rows that want logprobs, as an array; None if all do."""
+    with_logprobs: Any
+    """Rows that request logprobs, as an array; None if all do."""
 
 
 class Sampler:
-    """The rows of an engine: `add`, then `draw` with any of them, then `remove`."""
+    """Samples the rows of an engine: `add` rows, `draw` any of them, `remove` them."""
 
     def __init__(self, vocabulary: int) -> None:
         self._rows: dict[Hashable, _Row] = {}
@@ -132,10 +131,10 @@ class Sampler:
         prompt: Sequence[int],
         produced: Sequence[int] = (),
     ) -> None:
-        """Let a row in; ``produced`` are the tokens that it has already, after a resume.
+        """Add a row. ``produced``: its tokens so far, if it is resumed.
 
-        It goes on as if it had never been away. After a step that failed, remove all its rows and
-        add them again with what they have: the step's tokens are counted already.
+        A resumed row continues as if it had never been removed. After a failed step, remove its
+        rows and add them again with their tokens: the failed step's tokens were already counted.
         """
         if key in self._rows:
             raise LocalProtocolError(f"row {key} is sampled already")
@@ -148,34 +147,35 @@ class Sampler:
             self._batch = None
 
     def remove(self, key: Hashable) -> None:
-        """Forget a row; draws that are in flight are not disturbed."""
+        """Remove a row. Draws in flight are not affected."""
         self._counts.remove(key)
         row = self._rows.pop(key)
         if row.edited.penalized or (self._batch is not None and key in self._batch.keys):
-            self._batch = None  # it may come back under the same key
+            self._batch = None  # it may be added again with the same key
 
     def draw(
         self, logits: Any, keys: Sequence[Hashable], positions: Sequence[int]
     ) -> SamplerOutput:
         """Draw the next token of these rows, lazily.
 
-        ``logits`` is ``[rows, vocabulary]``, as the model gave them; ``positions`` are those of
-        the tokens to be drawn, counted in whatever way a resumed row counts them again.
+        ``logits``: ``[rows, vocabulary]``, unchanged. ``positions``: position of the token to draw
+        in each row. A resumed row must count positions as before.
         """
-        batch, edits = self._prepared(tuple(keys))
+        batch, edits = self._prepare(tuple(keys))
         edited = edits.apply(logits, self._counts)
         tokens = sample(edited, batch.sampling, positions)
-        edits.note(tokens, self._counts)
+        edits.count(tokens, self._counts)
         for row in batch.rows:
             row.edited.drawn += 1
         scores = None
         if batch.tops:
-            mine = logits if batch.wanted is None else logits[batch.wanted]
-            drawn = tokens if batch.wanted is None else tokens[batch.wanted]
-            scores = score(mine, drawn, top=any(batch.tops.values()))
+            index = batch.with_logprobs
+            scored_logits = logits if index is None else logits[index]
+            scored_tokens = tokens if index is None else tokens[index]
+            scores = score(scored_logits, scored_tokens, top=any(batch.tops.values()))
         return SamplerOutput(tokens, finite_and_varied(logits), scores, batch.tops)
 
-    def _prepared(self, keys: tuple[Hashable, ...]) -> tuple[_Batch, Edits]:
+    def _prepare(self, keys: tuple[Hashable, ...]) -> tuple[_Batch, Edits]:
         batch, edits = self._batch, self._edits
         if batch is None or batch.keys != keys:
             batch, edits = self._batch_of(keys), None
@@ -198,10 +198,10 @@ class Sampler:
 
 
 def finite_and_varied(logits: Any) -> Any:
-    """Return which rows can be trusted, ``[rows]`` bool, lazily.
+    """Return which rows have valid logits, ``[rows]`` bool, lazily.
 
-    A buffer that failed reads as zeros or NaN, and the most likely token of both is token 0.
-    Minus infinity is a model's way to exclude a token; it is allowed beside finite values.
+    A failed buffer reads as zeros or NaN, whose most likely token would be token 0. Models may
+    exclude tokens with minus infinity, so it is allowed among finite values.
     """
     largest = mx.max(logits, axis=-1)  # NaN if any is
     return mx.isfinite(largest) & (mx.min(logits, axis=-1) < largest)

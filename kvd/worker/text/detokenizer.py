@@ -1,19 +1,18 @@
-"""Tokens to text, one at a time, never ending inside a character.
+"""Streaming detokenization: one token at a time, text never ends inside a character.
 
-Two ways, both right for what they are used for:
+There are two implementations:
 
-* `BytesTable`: byte-level BPE (Qwen, Llama 3, GPT, Mistral's newer ones, the embedded model):
-  a token *is* a string of bytes, so a table and an incremental UTF-8 decoder do. It is used only
-  if it agrees with the tokenizer's own decoding on the whole vocabulary.
-* `ContextDecoder`: everything else (SentencePiece, WordPiece, tokenizers in Python): decode the
-  last tokens with and without the new one, and take the difference.
+* `BytesTable`, for byte-level BPE (Qwen, Llama 3, GPT, newer Mistral models, the embedded model). A
+  token is a string of bytes, so a table and an incremental UTF-8 decoder suffice. The table is used
+  only if it agrees with the tokenizer's own decoding on the whole vocabulary.
+* `ContextDecoder`, for all other tokenizers (SentencePiece, WordPiece, tokenizers in Python). It
+  decodes the last tokens with and without the new one and takes the difference.
 
-mlx-lm's streaming detokenizers are not used: the one for BPE drops a space at the beginning of
-the completion and takes the NUL byte for a letter, and all of them show special tokens.
+mlx-lm's streaming detokenizers are not used. The one for BPE drops a space at the start of the
+completion and treats the NUL byte as a letter, and all of them show special tokens.
 
-A completion's text is what the tokenizer's `decode` gives, without special tokens and without
-its clean-up of spaces, except for a character that the last token leaves incomplete: it is not
-shown at all.
+The text of a completion is that of the tokenizer's `decode`, without special tokens and without
+its clean-up of spaces. If the last token leaves a character incomplete, that character is omitted.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ REPLACEMENT = "\ufffd"
 _CONTEXT = 6
 """Tokens of context before the completion; vLLM takes 5. A character has at most 4 bytes."""
 
-_PATIENCE = 8
-"""Tokens that may wait for the end of a character; more of them are no character."""
+_MAX_INCOMPLETE = 8
+"""Tokens held back for an incomplete character. After more, their text is sent as it is."""
 
 
 class Detokenizer(Protocol):
-    """The text of one completion: `push` tokens, then `finish`."""
+    """Text of one completion: call `push` for each token, then `finish`."""
 
     def push(self, token: int) -> str:
         """Take a token and return the text that it completes."""
         ...
 
     def finish(self) -> str:
-        """Return what is left, less an incomplete character."""
+        """Return the remaining text without an incomplete character."""
         ...
 
 
 class BytesTable:
-    """What every token of a byte-level vocabulary stands for."""
+    """The bytes of each token of a byte-level vocabulary."""
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
@@ -54,18 +53,18 @@ class BytesTable:
     @staticmethod
     def of(tokenizer: Any) -> BytesTable | None:
         """Return the table of a Hugging Face tokenizer, or None if it is not byte-level."""
-        # Some classes rewrite what they decoded, across tokens, which no table can do.
+        # Some classes rewrite decoded text across tokens. A table cannot do that.
         if not type(tokenizer).decode.__module__.startswith("transformers.tokenization_"):
             return None
-        count = 1 + max(tokenizer.get_vocab().values())  # more than its length if ids have gaps
+        count = 1 + max(tokenizer.get_vocab().values())  # ids may have gaps
         names = tokenizer.convert_ids_to_tokens(list(range(count)))
         special = special_ids(tokenizer)
         table = [
             b"" if name is None or token in special else _bytes_of(name)
             for token, name in enumerate(names)
         ]
-        made = BytesTable(table)
-        return made if made._agrees(tokenizer) else None
+        result = BytesTable(table)
+        return result if result._agrees(tokenizer) else None
 
     def _agrees(self, tokenizer: Any) -> bool:
         for start in range(0, len(self._table), 256):
@@ -76,11 +75,11 @@ class BytesTable:
         return True
 
     def bytes_of(self, token: int) -> bytes:
-        """Return a token's bytes; models have more logits than their tokenizers have tokens."""
+        """Return a token's bytes; none for logits beyond the tokenizer's vocabulary."""
         return self._table[token] if token < len(self._table) else b""
 
     def stream(self, after: Sequence[int] = ()) -> Detokenizer:
-        """Begin a completion that goes on after these tokens."""
+        """Return the detokenizer of a completion that follows these tokens."""
         return _BytesDecoder(self, after)
 
 
@@ -88,7 +87,7 @@ class _BytesDecoder:
     def __init__(self, table: BytesTable, after: Sequence[int]) -> None:
         self._bytes_of = table.bytes_of
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        # A prompt of tokens may end inside a character, which the completion then completes.
+        # A prompt may end inside a character that the completion completes.
         for token in after[-_CONTEXT:]:
             self.push(token)
 
@@ -100,46 +99,43 @@ class _BytesDecoder:
 
 
 class ContextDecoder:
-    """Decodes with the tokens before, since a token's text may depend on them."""
+    """Decodes each token after the previous ones, because its text may depend on them."""
 
     def __init__(self, tokenizer: Any, special: frozenset[int], after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._special = special
         self._tokens = list(after[-_CONTEXT:])
-        """Context, then those whose text is not out yet."""
-        self._out = len(self._tokens)
-        """How many of them are context."""
+        """Context tokens, then tokens whose text was not returned yet."""
+        self._context_len = len(self._tokens)
         self._context = decode(tokenizer, self._tokens).rstrip(REPLACEMENT)
 
     def push(self, token: int) -> str:
-        """Take a token and return the text that it completes."""
         if token in self._special:
             return ""
         self._tokens.append(token)
         text = decode(self._tokenizer, self._tokens)
-        waiting = len(self._tokens) - self._out
-        if len(text) <= len(self._context) and waiting <= _PATIENCE:
+        waiting = len(self._tokens) - self._context_len
+        if len(text) <= len(self._context) and waiting <= _MAX_INCOMPLETE:
             return ""
-        if text.endswith(REPLACEMENT) and waiting <= _PATIENCE:
+        if text.endswith(REPLACEMENT) and waiting <= _MAX_INCOMPLETE:
             return ""
         return self._advance(text)
 
     def finish(self) -> str:
-        """Return what is left, less an incomplete character."""
         return self._advance(decode(self._tokenizer, self._tokens).rstrip(REPLACEMENT))
 
     def _advance(self, text: str) -> str:
         new = text[len(self._context) :]
-        # What shows nothing is no context for a space, but it must not pile up either.
-        if new or len(self._tokens) - self._out > _PATIENCE:
-            del self._tokens[: self._out]
-            self._out = len(self._tokens)
+        # Tokens without text are no context for a space, but they must not accumulate.
+        if new or len(self._tokens) - self._context_len > _MAX_INCOMPLETE:
+            del self._tokens[: self._context_len]
+            self._context_len = len(self._tokens)
             self._context = decode(self._tokenizer, self._tokens)
         return new
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that `decode` leaves out."""
+    """Return the tokens that `decode` omits."""
     added = tokenizer.added_tokens_decoder.items()
     return frozenset(tokenizer.all_special_ids) | {
         token for token, content in added if content.special
@@ -147,7 +143,6 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
-    """Return the tokenizer's own text of these tokens."""
     text: str = tokenizer.decode(
         tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
@@ -155,7 +150,7 @@ def decode(tokenizer: Any, tokens: list[int]) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the letters that byte-level BPE writes bytes with (GPT-2's ``bytes_to_unicode``)."""
+    """Return the characters that byte-level BPE uses for bytes (GPT-2's ``bytes_to_unicode``)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -167,7 +162,7 @@ _ALPHABET = _byte_alphabet()
 
 
 def _bytes_of(name: str) -> bytes:
-    """Return a token's bytes from its name; added tokens may have letters of their own."""
+    """Return a token's bytes from its name; added tokens may have other characters."""
     if all(char in _ALPHABET for char in name):
         return bytes(_ALPHABET[char] for char in name)
     return name.encode("utf-8", "replace")

@@ -1,7 +1,7 @@
 """The text of single tokens, as logprobs show them.
 
-A completion's text is another matter (`kvd.worker.text.detokenizer`): there special tokens are left
-out, and characters may be spread over tokens.
+The text of a completion differs (`kvd.worker.text.detokenizer`): it omits special tokens, and a
+character may be spread over several tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from kvd.worker.text.detokenizer import BytesTable
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece writes a byte that is no character."""
+"""SentencePiece's notation for a byte that is no character."""
 _SPACE = "\u2581"
-"""And a space."""
+"""SentencePiece's notation for a space."""
 
 
 class Names:
-    """The tokens of one tokenizer, each looked up once."""
+    """Texts of one tokenizer's tokens, cached."""
 
     def __init__(self, tokenizer: Any, table: BytesTable | None, special: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -32,18 +32,17 @@ class Names:
         self._known: dict[int, tuple[str, list[int] | None]] = {}
 
     def of(self, token: int) -> tuple[str, list[int] | None]:
-        """Return a token's text, and its bytes where the text does not show them."""
+        """Return a token's text, and its bytes if the text does not represent them."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
 
     def alternative(self, token: int, logprob: float) -> Alternative:
-        """Return a token that could stand at a place."""
         text, raw = self.of(token)
         return Alternative(token, text, logprob, raw)
 
     def _find(self, token: int) -> tuple[str, list[int] | None]:
-        # Models have more logits than their tokenizers have tokens, and ids may have gaps.
+        # Models may have more logits than the tokenizer has tokens, and ids may have gaps.
         name = self._tokenizer.convert_ids_to_tokens(token) if token < self._size else None
         if name is None:
             return "", None

@@ -1,8 +1,8 @@
-"""Ending a text before the first of its stop strings, while it streams.
+"""Stop strings in streamed text: the text ends before the first one.
 
-Text that may still become a stop string is held back. Which stop string ends the text does not
-depend on how the text is cut into pieces: it is the one that is complete first, and of those
-complete at the same character the longest.
+Text that may still become a stop string is held back. The first stop string that is complete ends
+the text; of several complete at the same character, the longest. How the text is split into pieces
+makes no difference.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAX_STOP_CHARS = 4096
-"""Of one stop string; longer ones are mistakes, and their tables would stall the other rows."""
+"""Longest stop string. Longer ones are mistakes, and their tables would delay the other rows."""
 
 
 class _Matcher:
-    """Knuth, Morris and Pratt: how much of one stop string the text ends with."""
+    """Length of the longest prefix of one stop string that the text ends with (KMP algorithm)."""
 
     __slots__ = ("_borders", "_stop", "matched")
 
@@ -29,7 +29,7 @@ class _Matcher:
         self.matched = 0
 
     def push(self, char: str) -> bool:
-        """Take a character; return whether the stop string is complete."""
+        """Append a character; return whether the stop string is complete."""
         at = self.matched
         while at and self._stop[at] != char:
             at = self._borders[at - 1]
@@ -40,7 +40,7 @@ class _Matcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """Return, for each beginning of ``stop``, the length of its longest proper border."""
+    """Return the length of the longest proper border of each prefix of ``stop``."""
     borders = [0] * len(stop)
     at = 0
     for end in range(1, len(stop)):
@@ -53,16 +53,16 @@ def _borders(stop: str) -> list[int]:
 
 
 class StopFilter:
-    """The text of one completion on its way out: `push` pieces, then `finish`."""
+    """Filters the text of one completion: call `push` for each piece, then `finish`."""
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
         self.stopped = False
-        """Whether a stop string was hit; nothing comes out any more then."""
+        """Whether a stop string was found. Then no more text is returned."""
         self._matchers = [_Matcher(stop) for stop in _checked(tuple(stops))]
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take the next piece and return what may be sent now."""
+        """Append a piece and return the text that may be sent now."""
         if not self._matchers or not text:
             return "" if self.stopped else text
         if self.stopped:
@@ -80,7 +80,7 @@ class StopFilter:
         return pending[:cut]
 
     def finish(self) -> str:
-        """Return what was held back: the text ends here, so it is no stop string after all."""
+        """Return the text that was held back; without more text it is no stop string."""
         held, self._held = self._held, ""
         return held
 

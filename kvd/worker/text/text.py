@@ -1,9 +1,8 @@
-"""Between a request's words and the model's tokens: prompts in, streamed text out.
+"""Tokenization of prompts and detokenization of completions.
 
-A *raw* prompt is tokenized as it is, with the tokens that the tokenizer puts before any text (a
-BOS, where it has one); *messages* go through the model's chat template; *tokens* are taken as
-they are. The completion's text goes on after a raw prompt, so that both together read as one;
-after messages it is a text of its own.
+A raw *prompt* is tokenized with the tokens that the tokenizer puts before any text, such as BOS.
+*Messages* are rendered with the model's chat template. *Tokens* are used unchanged. The text of a
+completion continues a raw prompt, so that both can be joined; after messages it is independent.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ if TYPE_CHECKING:
     Scores = Sequence[tuple[int, float]]
 
 _PROBE_CHARS = 8
-"""Characters a token: a text with more of them than this for each token of the context is
-looked at in part first, so that a hopeless prompt does not stall the rows that run."""
+"""Characters per token of the context. Longer texts are tokenized in part first, so that a prompt
+that is far too long does not delay the running rows."""
 
 
 class TextStream:
     """The text of one completion.
 
-    `push` each token that was drawn; once `stopped`, the completion is over. If it ends for
-    another reason, `finish` returns the rest. The first ``min_tokens`` tokens end nothing, and
-    their text is no part of a stop string (as in vLLM).
+    Call `push` for each sampled token. Once `stopped`, the completion is over. If it ends for
+    another reason, `finish` returns the rest. The first ``min_tokens`` tokens cannot end it, and
+    their text is not part of a stop string (as in vLLM).
     """
 
     def __init__(
@@ -50,20 +49,19 @@ class TextStream:
         min_tokens: int = 0,
     ) -> None:
         self.ends = ends
-        """Tokens that end the completion."""
+        """Tokens that end the completion; their text is not sent."""
         self.ended = False
-        """Whether one of them did; it is not sent."""
+        """Whether one of them was pushed."""
         self._detokenizer = detokenizer
         self._filter = StopFilter(stops)
         self._free = min_tokens
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string or a token that ends the completion came."""
         return self.ended or self._filter.stopped
 
     def push(self, token: int) -> str:
-        """Take a token and return the text that may be sent now."""
+        """Append a token and return the text that may be sent now."""
         if self._free:
             self._free -= 1
             return self._detokenizer.push(token)
@@ -73,16 +71,16 @@ class TextStream:
         return self._filter.push(self._detokenizer.push(token))
 
     def finish(self) -> str:
-        """Return what was held back; what came after a stop string is never sent."""
+        """Return the text that was held back; text after a stop string is never returned."""
         text = self._filter.push(self._detokenizer.finish())
         return text + self._filter.finish()
 
 
 class Text:
-    """A model's tokenizer and chat template, as the engine needs them."""
+    """The tokenizer and chat template of a model."""
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, context_length: int) -> None:
-        """Take an `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
+        """``tokenizer``: an `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
         self._wrapper = tokenizer
         self._tokenizer = tokenizer._tokenizer  # noqa: SLF001 - the wrapper hides decode's options
         self._vocab_size = vocab_size
@@ -92,18 +90,17 @@ class Text:
         self._prefix = _prefix_of(self._tokenizer)
         self._names = Names(self._tokenizer, self._table, self._special)
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
-        """Tokens with which the model ends a completion."""
+        """End-of-sequence tokens."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can be encoded."""
         return bool(self._wrapper.has_chat_template)
 
     def encode(self, request: Submit) -> list[int]:
-        """Return the prompt's tokens, at least one and less than the context has."""
+        """Return the prompt's tokens: at least one, and fewer than the context length."""
         check_token_ids(request, self._vocab_size)
         match request:
-            case _ if _forms(request) != 1:
+            case _ if _count_forms(request) != 1:
                 raise InvalidRequest(
                     "give exactly one of prompt, messages and tokens", field="prompt"
                 )
@@ -120,35 +117,35 @@ class Text:
         return tokens
 
     def tokenize(self, request: Tokenize) -> Tokenized:
-        """Return a text's tokens, of which there may be none, and more than the context has."""
+        """Return a text's tokens. There may be none, or more than the context length."""
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
         if request.prompt is not None:
             tokens = self._encode_prompt(request.prompt)
         else:
             tokens = self._encode_messages(request.messages or [])
-        told = tokens[: request.limit]
-        texts = [self._names.of(token)[0] for token in told] if request.texts else []
-        return Tokenized(seq=request.seq, count=len(tokens), tokens=told, texts=texts)
+        first = tokens[: request.limit]
+        texts = [self._names.of(token)[0] for token in first] if request.texts else []
+        return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
 
     def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
-        """Begin the completion of a request with these prompt tokens."""
+        """Return the text stream of one completion for a request with these prompt tokens."""
         after = () if request.messages is not None else prompt
         detokenizer = (
             self._table.stream(after)
             if self._table is not None
             else ContextDecoder(self._tokenizer, self._special, after)
         )
-        own = frozenset[int]() if request.ignore_eos else self.eos_ids
+        eos_ids = frozenset[int]() if request.ignore_eos else self.eos_ids
         return TextStream(
             detokenizer,
             stops=request.stop,
-            ends=own | frozenset(request.stop_tokens),
+            ends=eos_ids | frozenset(request.stop_tokens),
             min_tokens=request.min_tokens,
         )
 
     def token_logprob(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
-        """Return a token's logprob for the client, with the most likely tokens."""
+        """Return a token's logprob with the most likely tokens, as the client gets it."""
         others = [self._names.alternative(*pair) for pair in top]
         text, raw = self._names.of(token)
         return TokenLogprob(token, text, logprob, raw, others)
@@ -167,12 +164,12 @@ class Text:
                 "this model has no chat template; send prompt instead of messages",
                 field="messages",
             )
-        turns = [msgspec.to_builtins(message) for message in messages]
+        builtins = [msgspec.to_builtins(message) for message in messages]
         try:
             text = self._wrapper.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False
+                builtins, add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # templates raise what they like, about roles above all
+        except Exception as error:  # templates raise any error, mostly about roles
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", field="messages"
             ) from error
@@ -189,7 +186,7 @@ class Text:
     def _tokenize(self, text: str, field: str) -> list[int]:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
-        except (UnicodeError, TypeError) as error:  # a lone surrogate is no text
+        except (UnicodeError, TypeError) as error:  # for example a lone surrogate
             raise InvalidRequest(f"the {field} is not valid text: {error}", field=field) from error
 
     def _check_tokens(self, tokens: list[int]) -> list[int]:
@@ -201,22 +198,22 @@ class Text:
                 )
         return list(tokens)
 
-    def _too_long(self, what: str, tokens: int) -> ContextTooLong:
+    def _too_long(self, reason: str, tokens: int) -> ContextTooLong:
         return ContextTooLong(
-            f"the prompt {what}; the model's context is {self.context_length}, "
-            "and the completion needs at least one of them",
+            f"the prompt {reason}; the model's context has {self.context_length} tokens, "
+            "and the completion needs at least one",
             prompt_tokens=tokens,
             context_length=self.context_length,
         )
 
 
-def _forms(request: Submit) -> int:
+def _count_forms(request: Submit) -> int:
     forms = (request.prompt, request.messages, request.tokens)
     return sum(form is not None for form in forms)
 
 
 def _prefix_of(tokenizer: Any) -> list[int]:
-    """Return what the tokenizer puts before a text; what it puts behind is no prompt's business."""
+    """Return the tokens that the tokenizer puts before a text; those after it are not used."""
     full = list(tokenizer.encode("a"))
     plain = list(tokenizer.encode("a", add_special_tokens=False))
     for at in range(len(full) - len(plain) + 1):
