@@ -109,7 +109,9 @@ def test_a_lone_surrogate_is_no_text():
 def test_the_context_must_hold_the_prompt_and_a_token():
     text = text_of("qwen", context=10)
     assert len(text.encode(submit(tokens=[5] * 9))) == 9
-    with pytest.raises(ContextTooLong, match="has 10 tokens; the model's context has 10 tokens") as caught:
+    with pytest.raises(
+        ContextTooLong, match="has 10 tokens; the model's context has 10 tokens"
+    ) as caught:
         text.encode(submit(tokens=[5] * 10))
     assert caught.value.detail == {"prompt_tokens": 10, "context_length": 10}
 
