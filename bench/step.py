@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name, choose in sides.items():
         own = choose()
         if own is not None:
-            own.use_threads(activation.threads())
+            own.use_threads(activation.thread_count())
             operations.install(own)
         from mlx_lm.models import qwen3
 

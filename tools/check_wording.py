@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import io
 import keyword
 import re
@@ -87,7 +88,8 @@ def python_blocks(source: str) -> Iterator[Block]:
                 and isinstance(statement.value, ast.Constant)
                 and isinstance(statement.value.value, str)
             ):
-                yield from paragraphs(statement.value.value.splitlines(), statement.lineno)
+                lines = inspect.cleandoc(statement.value.value).splitlines()
+                yield from paragraphs(lines, statement.lineno)
     comment: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -118,13 +120,10 @@ def paragraphs(lines: list[str], first: int) -> Iterator[Block]:
     """Yield runs of lines without an empty line between them; indented code is left out."""
     block: list[str] = []
     start = first
-    is_code = False
     for number, line in enumerate([*lines, ""], first):
-        text = line.strip()
-        if text and not (is_code and line.startswith(" " * 4)):
+        if line.strip() and not line.startswith(" " * 4):
             start = start if block else number
-            is_code = text.endswith("::")
-            block.append(text)
+            block.append(line.strip())
         elif block:
             yield Block(start, block)
             block = []

@@ -42,12 +42,10 @@ class Trace:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
         return sum(ask.prompt_tokens for ask in self.asks)
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
         return sum(ask.output for ask in self.asks)
 
 

@@ -82,7 +82,7 @@ def test_the_summary_says_what_held():
 
     assert said["held"]
     assert said["streams_by_levels"] == {"0": 1, "0->2": 1}
-    assert said["streams_parked"] == 1
+    assert said["streams_paused"] == 1
     assert said["peak_footprint_over_budget"] == 0.01
 
 
