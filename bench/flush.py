@@ -46,8 +46,8 @@ class Pool:
     def __init__(self, pool_bytes: int) -> None:
         self.store = KVStore([GEOMETRY], Scheme(8, 8), mx.float32)
         (self.cache,) = make_caches(self.store)
-        pages = max(8, pool_bytes // self.store.page_bytes())
-        self.store.allocators[0].grow(pages)
+        pages = max(8, pool_bytes // self.store.pages.page_bytes())
+        self.store.pages.allocators[0].grow(pages)
         self.store.layers[0].pools[0].grow(pages)
         self.rows = [self._row() for _ in range(ROWS)]
         self.queries = mx.random.normal((ROWS, 16, 1, 128))
@@ -87,13 +87,13 @@ class Pool:
         self.steps.append((drained - start) / max(1, steps) * 1e3)
         self.flushes.append((done - drained) * 1e3)
         for row in self.rows:  # keep the rows, and so the steps, as short as they were
-            self.store.give_up_early(row)
+            self.store.pages.release_written_ahead(row)
             row.length = PAGE_TOKENS
 
     def result(self) -> Result:
         """Return the medians."""
         return Result(
-            pool_bytes=self.store.pages_bytes,
+            pool_bytes=self.store.pages.nbytes,
             flush_ms=statistics.median(self.flushes),
             step_ms=statistics.median(self.steps),
             peak_over_steady_bytes=mx.get_peak_memory() - self.steady,

@@ -61,7 +61,7 @@ class Ours:
         self.store = KVStore([LayerGeometry(KV_HEADS, DIM, DIM)], scheme, mx.float32)
         (self.cache,) = make_caches(self.store)
         self.rows = [self.row(length) for length in lengths]
-        self.store.compact()
+        self.store.pages.compact()
 
     def row(self, tokens: int) -> Row:
         """Prefill one more row."""

@@ -71,8 +71,8 @@ class Case:
 
     def run(self, scratch: int) -> tuple[float, int]:
         """Return milliseconds and peak bytes."""
-        self._store.prefill_scratch = scratch
-        self._store.note_scratch(scratch)
+        self._store.scratch.limit = scratch
+        self._store.scratch.add(scratch)
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()

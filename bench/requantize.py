@@ -74,7 +74,7 @@ class Batch:
         self.untouched = [self._row(UNTOUCHED_TOKENS) for _ in range(UNTOUCHED)]
         self.lowered = [self._row(tokens) for _ in range(rows)]
         self.rows = self.untouched + self.lowered
-        self.store.compact()
+        self.store.pages.compact()
         self.keys = mx.random.key(2)
         mx.eval(self.keys)
         mx.clear_cache()
@@ -143,8 +143,8 @@ class Batch:
         lowered, kept = (
             sum(len(row.held) for row in ones) for ones in (self.lowered, self.untouched)
         )
-        pages = lowered * store.page_bytes(TARGET) + kept * store.page_bytes()
-        return pages + store.tails_bytes
+        pages = lowered * store.pages.page_bytes(TARGET) + kept * store.pages.page_bytes()
+        return pages + store.tails.nbytes
 
 
 def measure(rows: int, tokens: int, scratch: int) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from bench.retrace import retrace
 from kvd import demo
 from kvd.config.kv import parse_kv
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import schemes_of
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.native import activation, build, operations
 from kvd.worker.native.layers import PackedLinear
 from kvd.worker.sampling.sampler import RowSettings, Sampler

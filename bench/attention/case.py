@@ -93,7 +93,7 @@ class Case:
         return self.handles[call % len(self.handles)]
 
     def _take(self, pages: int, seed: int) -> list[PageId]:
-        allocator = self.store.allocators[0]
+        allocator = self.store.pages.allocators[0]
         for layer in self.store.layers:
             layer.pools[0].grow(pages)
         allocator.grow(pages)
@@ -110,7 +110,7 @@ class Case:
             _write_noise(layer, len(pages), self.dtype)
             for row in self.rows:
                 layer.fill_tail(row.slot, *_noise(layer, row.tail_length, self.dtype))
-        self.store.changed()
+        self.store.tables.invalidate()
 
     def _append(self, cache: object) -> DecodeHandle:
         layer = self.store.layers[0]

@@ -43,8 +43,8 @@ from bench.gpu.loops import WARM_UP, Loop, Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
 from bench.retrace import retrace
 from kvd.config.kv import parse_kv
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import schemes_of
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import joined_linear, products
 from kvd.worker.serving import fused_layers, probe, seam
 from kvd.worker.serving.kernel_check import describe_verdict

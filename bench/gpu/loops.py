@@ -152,7 +152,7 @@ class Ours:
     def kv_bytes(self) -> int:
         """Pages in use, and tails."""
         cache = self._runner.cache
-        return int(cache.used_bytes + cache.tails_bytes)
+        return int(cache.usage.used_bytes + cache.usage.tails_bytes)
 
     def close(self) -> None:
         """Free the rows and their pools."""

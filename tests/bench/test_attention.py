@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_pages_and_tails_in_use() -> None:
     scheme = Scheme(4, 4)
     case = Case(SMALL, scheme, mx.float32)
     (layer, *_) = case.store.layers
-    pages = case.store.used_bytes // len(case.store.layers)
+    pages = case.store.pages.used_bytes // len(case.store.layers)
     tails = sum(row.tail_length for row in case.rows) * layer.geometry.dense_bytes(1)
 
     assert [row.length for row in case.rows] == [131, 65, 641]

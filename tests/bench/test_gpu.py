@@ -14,8 +14,8 @@ from bench.gpu import attentions, shapes
 from bench.gpu.graph import computing, primitives
 from bench.gpu.loops import Ours, Steps, Theirs
 from bench.gpu.stub import no_attention
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import model_files, probe, seam
 from tests.worker.attention.stand_in import StandIn
 

@@ -25,6 +25,6 @@ def demo(_demo: Driver) -> Iterator[Driver]:
     assert not _demo.engine._requests
     assert not _demo.engine._runner.cache.sequences
     _demo.engine._prefix_cache.tree.clear()
-    assert _demo.engine._runner.cache.pages_used == 0
+    assert _demo.engine._runner.cache.usage.pages_used == 0
     assert _demo.engine._scheduler.reserved_pages == 0
     _demo.outcomes.clear()

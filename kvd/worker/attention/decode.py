@@ -32,9 +32,9 @@ def decode_attention(
     # Half-precision scores are wrong by several per cent where attention is sharp.
     q = queries[:rows].astype(mx.float32).reshape(rows, heads, -1, k_dim) * scale
 
-    tail_keys, tail_values = layer.tails(step)
+    tail_keys, tail_values = step.tails(layer)
     scores = q @ tail_keys.astype(mx.float32).swapaxes(-1, -2)
-    scores = mx.where(step.tails_seen()[:, None, None], scores, -mx.inf)
+    scores = mx.where(step.visible_tails()[:, None, None], scores, -mx.inf)
     top = scores.max(axis=-1)
 
     paged = []
@@ -42,7 +42,7 @@ def decode_attention(
         pool = layer.pools[table.level]
         by_row, _ = table.indices(heads)
         page_scores = product(q, pool.keys, pool.key_packing, by_row, transpose=False)
-        if (seen := step.pages_seen(table)) is not None:
+        if (seen := step.visible_pages(table)) is not None:
             page_scores = mx.where(seen[:, None, None], page_scores, -mx.inf)
         paged.append((table, pool, page_scores))
         top = top.at[table.rows].maximum(page_scores.max(axis=-1))

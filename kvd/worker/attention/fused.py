@@ -115,7 +115,7 @@ class FusedStep:
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
         layer.tail_keys, layer.tail_values = self.kernels.append(
-            Append(layer.tail_keys, layer.tail_values, keys, values, step.places, step.givers)
+            Append(layer.tail_keys, layer.tail_values, keys, values, step.token_places, step.token_rows)
         )
 
     def rotate(
@@ -135,8 +135,8 @@ class FusedStep:
                 how.weights,
                 layer.tail_keys,
                 layer.tail_values,
-                step.places,
-                step.givers,
+                step.token_places,
+                step.token_rows,
             )
         )
         return rotated
@@ -172,14 +172,14 @@ class FusedStep:
     def shapes(self, step: DecodeStep) -> tuple[Any, ...]:
         """Return the sizes that determine the shapes of `arrays`, and how many there are."""
         lists = self.pages.array.shape[0], self.splits.array.shape[0]
-        return "fused", step.givers is None, *lists
+        return "fused", step.token_rows is None, *lists
 
     def arrays(self, step: DecodeStep) -> list[mx.array]:
         """Return the arrays that a compiled step reads, besides tails and pools."""
-        givers = [] if step.givers is None else [step.givers]
+        givers = [] if step.token_rows is None else [step.token_rows]
         return [
             step.offsets,
-            step.places,
+            step.token_places,
             self.rows,
             self.pages.array,
             self.splits.array,
@@ -191,8 +191,8 @@ class FusedStep:
         offsets, places, rows, pages, splits = (next(given) for _ in range(5))
         return replace(
             step,
-            places=places,
-            givers=None if step.givers is None else next(given),
+            token_places=places,
+            token_rows=None if step.token_rows is None else next(given),
             backend=replace(
                 self,
                 rows=rows,

@@ -74,9 +74,9 @@ def _in_one_call(queries: mx.array, handle: GroupHandle, sinks: mx.array | None)
         sinks=sinks is not None,
     )
     needed = work.dense_bytes(work.kv_heads)
-    if needed > store.prefill_scratch:
+    if needed > store.scratch.limit:
         return False
-    if store.note_scratch(needed):
+    if store.scratch.add(needed):
         mx.eval(queries, handle.keys, handle.values)
-        store.note_scratch(needed)
+        store.scratch.add(needed)
     return True

@@ -44,7 +44,7 @@ def prefill_attention(
     """
     if handle.step.backend is not None:  # needs no scratch that depends on lengths
         return handle.step.backend.attend(queries, handle.layer, handle.chunk, scale, sinks)
-    scratch = handle.store.prefill_scratch
+    scratch = handle.store.scratch.limit
     task = _Task.of(queries, handle, scale, sinks, pending)
     cut = plan(task.work, scratch)
     # Without a matrix of scores, more layers fit the scratch before an evaluation.
@@ -164,9 +164,9 @@ class _Task:
 
     def make_room(self, cut: Plan, *lazy: mx.array) -> None:
         """Evaluate lazy arrays if another part besides them would exceed the scratch."""
-        if self.handle.store.note_scratch(cut.nbytes):
+        if self.handle.store.scratch.add(cut.nbytes):
             mx.eval(*lazy, *self.pending)
-            self.handle.store.note_scratch(cut.nbytes)
+            self.handle.store.scratch.add(cut.nbytes)
 
     def query_heads(self, heads: slice) -> slice:
         """Return the query heads of some KV heads."""

@@ -1,20 +1,22 @@
 """What a model sees as its cache of one attention layer, for the rows of the current step.
 
-The interface is that of mlx-lm's caches, as far as a forward pass uses it, in two forms:
+Both classes have the interface of mlx-lm's caches, as far as a forward pass uses it:
 
-* `BatchQuantizedKVCache`: what `update_and_fetch` returns can only be attended to
-  (`kvd.worker.serving.seam`); a model that does anything else with it is found out by the probe;
-* `RectangleKVCache`: plain arrays, dequantized for this step, left-padded as mlx-lm's own batches.
+* `BatchQuantizedKVCache`: `update_and_fetch` returns handles that only attention can use
+  (`kvd.worker.serving.seam`). The probe detects models that use them in any other way.
+* `RectangleKVCache`: plain arrays, dequantized for this step and left-padded like mlx-lm's batches.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
 from kvd.worker.cache.prefill_group import PrefillGroup
 from kvd.worker.cache.rectangle import (
@@ -50,24 +52,39 @@ class PrefillHandle:
 
 @dataclass(frozen=True, eq=False)
 class GroupHandle:
-    """Stands for the keys and values of several rows' prefill in one layer."""
+    """Stands for the keys and values of a grouped prefill in one layer."""
 
     store: KVStore
     step: PrefillGroup
     parts: tuple[PrefillHandle, ...]
-    """One a row."""
+    """One per row."""
     keys: mx.array
-    """``[rows, heads, width, dim]``: the chunks' own, with the padding."""
+    """``[rows, heads, width, dim]``: the keys of the chunks, with padding."""
     values: mx.array
 
 
 KVHandle = DecodeHandle | PrefillHandle | GroupHandle
 
 
+class OpaqueKV(ABC):
+    """Keys and values of one forward pass that only attention can read.
+
+    mlx-lm's models pass them from their cache to attention, where `kvd.worker.serving.seam` calls
+    `attend`.
+    """
+
+    kind: Kind
+
+    @abstractmethod
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        """Attend ``[batch, query heads, tokens, key size]`` causally; same shape, value size."""
+
+
 class BatchQuantizedKVCache:
     """One layer's cache for the rows of the store's current step.
 
-    ``batched``: positions are arrays, one a row; else ints, for models that take one row a pass.
+    ``batched``: positions are arrays with one entry per row. Otherwise they are ints, for models
+    that take one row per pass.
     """
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
@@ -78,19 +95,17 @@ class BatchQuantizedKVCache:
 
     @property
     def step(self) -> DecodeStep | PrefillStep | PrefillGroup:
-        """The forward pass that is under way."""
         if self._store.step is None:
             raise RuntimeError("begin a step before the forward pass")
         return self._store.step
 
     @property
     def layer(self) -> LayerStore:
-        """The layer's part of the store."""
         return self._layer
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the first new token: ``[batch]`` int32 where rows share a pass, else int."""
+        """Position of the first new token: ``[batch]`` int32 if rows share the pass, else int."""
         step = self.step
         if isinstance(step, PrefillGroup):
             return step.offsets if len(step.steps) > 1 else step.steps[0].offset
@@ -100,7 +115,7 @@ class BatchQuantizedKVCache:
 
     @property
     def start_position(self) -> int:
-        """Position from which a chunked model looks at tokens; for one row a pass."""
+        """First position that a model with chunked attention sees; for one row per pass."""
         step = self.step
         if isinstance(step, PrefillGroup):
             step = step.steps[0]
@@ -108,22 +123,22 @@ class BatchQuantizedKVCache:
         return max(0, self._store.kind.low(position))
 
     def maybe_trim_front(self) -> None:
-        """Do nothing: pages fall out by themselves."""
+        """Do nothing: the store frees pages that leave a window."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Take the new tokens' keys and values, ``[batch, heads, tokens, dim]``.
+        """Append the new tokens' keys and values, ``[batch, heads, tokens, dim]``.
 
-        Returns the same handle twice, in the places of keys and values.
+        Returns the same handle twice, in place of keys and values.
         """
         step = self.step
         handle: KVHandle
         if isinstance(step, DecodeStep):
-            self._layer.append(step, keys, values)
+            step.append(self._layer, keys, values)
             handle = DecodeHandle(self._store, self._layer, step)
         elif isinstance(step, PrefillGroup):
             handle = GroupHandle(self._store, step, self._parts(step, keys, values), keys, values)
         else:
-            chunk = self._layer.extend(step, keys, values)
+            chunk = step.append(self._layer, keys, values)
             handle = PrefillHandle(self._store, self._layer, step, chunk)
         self._fetched = handle, handle
         return self._fetched
@@ -131,28 +146,28 @@ class BatchQuantizedKVCache:
     def _parts(
         self, group: PrefillGroup, keys: mx.array, values: mx.array
     ) -> tuple[PrefillHandle, ...]:
-        """Give each row the tokens that are its own."""
+        """Append each row's chunk, without the padding."""
         parts = []
         for row, step in enumerate(group.steps):
             own = (slice(row, row + 1), slice(None), slice(step.count))
-            chunk = self._layer.extend(step, keys[own], values[own])
+            chunk = step.append(self._layer, keys[own], values[own])
             parts.append(PrefillHandle(self._store, self._layer, step, chunk))
         return tuple(parts)
 
     def forget(self) -> None:
-        """Drop what the pass that is over has fetched: it holds pools that are to be written."""
+        """Drop what the finished pass fetched: it references pools that a flush must write."""
         self._fetched = None
 
     def keys_and_values(self) -> Any:
-        """Return what the step's `update_and_fetch` returned, for layers that share it."""
+        """Return the result of the step's `update_and_fetch`, for layers that share it."""
         return self._fetched
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
-        """Return no mask: attention sees by itself what each row may see.
+        """Return no mask: attention computes what each row may see.
 
-        Raises ``TypeError`` where the model wants to work on a mask of its own.
+        Raises ``TypeError`` if the model asks for a mask array or for another window.
         """
         window = self._store.kind.window
         if window_size is not None and window_size != window:
@@ -163,7 +178,7 @@ class BatchQuantizedKVCache:
 
 
 class RectangleKVCache(BatchQuantizedKVCache):
-    """The same, for models that work on keys and values as arrays: dequantize on read."""
+    """A cache for models that use keys and values as arrays: dequantize on read."""
 
     def __init__(self, store: KVStore, layer: int, *, batched: bool = True) -> None:
         super().__init__(store, layer, batched=batched)
@@ -172,23 +187,22 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def step(self) -> DecodeStep | PrefillStep:
-        """The forward pass that is under way: rectangles take one row's prefill at a time."""
+        """The current forward pass. Rectangles prefill one row at a time."""
         step = super().step
-        assert not isinstance(step, PrefillGroup), "`ModelCache.can_group` says no"
+        assert not isinstance(step, PrefillGroup), "rectangles take no grouped prefill"
         return step
 
     def forget(self) -> None:
-        """Drop the arrays of the pass that is over."""
         super().forget()
         self._taken = False
         self._chunk = None
 
     @property
     def keys(self) -> mx.array | None:
-        """What the model works on in this pass, gathered anew if anybody needs it: lazy.
+        """Keys of this pass, gathered again on each access; lazy.
 
-        Kept, the arrays of all layers would be there until the pass is over. What a model puts
-        here, for its own caches' sake, is dropped.
+        If they were kept, the arrays of all layers would stay alive until the end of the pass.
+        Models assign to this attribute for mlx-lm's caches; the assigned value is dropped.
         """
         return self._gathered()[0] if self._taken else None
 
@@ -197,7 +211,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def values(self) -> mx.array | None:
-        """The same of values."""
+        """Values of this pass, like `keys`."""
         return self._gathered()[1] if self._taken else None
 
     @values.setter
@@ -205,11 +219,11 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
     @property
     def start_position(self) -> int:
-        """Position of the first token of the arrays."""
+        """Position of the first token in the arrays."""
         return int(self._rectangle().positions.min())
 
     def _rectangle(self) -> Rectangle:
-        """Return where the pass's tokens are; the same for all layers of the store."""
+        """Return the layout of the pass's tokens, which all layers of the store share."""
         step, kind = self.step, self._store.kind
         if "rectangle" not in step.shared:
             step.shared["rectangle"] = (
@@ -221,27 +235,27 @@ class RectangleKVCache(BatchQuantizedKVCache):
         return found
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Take the new tokens' keys and values; return all, ``[batch, heads, most, dim]``."""
+        """Append the new tokens; return all keys and values, ``[batch, heads, most, dim]``."""
         step, geometry = self.step, self._layer.geometry
-        if values.shape[-1] != geometry.v_dim:  # nobody reads them
+        if values.shape[-1] != geometry.v_dim:  # the model reads none
             values = mx.zeros((*keys.shape[:-1], geometry.v_dim), keys.dtype)
         self._make_room(keys, values)
         self._taken = True
         if isinstance(step, DecodeStep):
-            self._layer.append(step, keys, values)
+            step.append(self._layer, keys, values)
         else:
-            self._chunk = self._layer.extend(step, keys, values)
+            self._chunk = step.append(self._layer, keys, values)
         return self._gathered()
 
     def keys_and_values(self) -> Any:
-        """Return what the step's `update_and_fetch` returned; kept from now on in this pass."""
+        """Return the result of the step's `update_and_fetch`, kept for the rest of the pass."""
         if self._fetched is None:
             self._make_room()
             self._fetched = self._gathered()
         return self._fetched
 
     def _make_room(self, *lazy: mx.array) -> None:
-        """Evaluate what comes before, if this layer's copies beside its pass the scratch."""
+        """Evaluate earlier layers if their copies and this layer's exceed the scratch."""
         step = self.step
         paged = PAGE_TOKENS * sum(len(table.starts) for table in step.tables)
         loose = (
@@ -250,15 +264,15 @@ class RectangleKVCache(BatchQuantizedKVCache):
             else step.tail_length + step.count
         )
         cells = self._rectangle().positions.size
-        if self._store.claim_scratch(gathering_bytes([self._layer], paged, loose, cells)):
+        if self._store.scratch.reserve(gathering_bytes([self._layer], paged, loose, cells)):
             mx.eval(*lazy)
 
     def _gathered(self) -> tuple[mx.array, mx.array]:
         step, rectangle = self.step, self._rectangle()
         if isinstance(step, DecodeStep):
-            newest = self._layer.tails(step)
+            newest = step.tails(self._layer)
         else:
-            assert self._chunk is not None, "a prefill step's chunk was not taken"
+            assert self._chunk is not None, "a prefill step's chunk was not appended"
             newest = self._chunk.keys[None], self._chunk.values[None]
         paged = [self._layer.pools[table.level].read(table.slots) for table in step.tables]
         keys, values = (
@@ -269,7 +283,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> mx.array | str | None:
-        """Return the mask that mlx-lm's own caches would: None, ``causal``, or a bool array.
+        """Return the mask that mlx-lm's caches return: None, ``causal``, or a bool array.
 
         ``[batch, 1, 1, most]`` in a batched decode, else ``[n, most]``.
         """
@@ -289,7 +303,7 @@ class RectangleKVCache(BatchQuantizedKVCache):
         kind, positions = self._store.kind, self._rectangle().positions
         seen: np.ndarray = (positions >= 0) & (positions <= queries)
         if window_size is not None:
-            # As mlx-lm's caches: what the model says counts, over what the cache still has.
+            # As in mlx-lm's caches, the model's window applies to what the cache still has.
             return seen & ((positions > queries - window_size) | (positions < kind.keep))
         if kind.bounded:
             lows = np.vectorize(kind.low)(queries)
@@ -298,5 +312,5 @@ class RectangleKVCache(BatchQuantizedKVCache):
 
 
 def make_caches(store: KVStore) -> list[BatchQuantizedKVCache]:
-    """Return the caches of a model whose layers are all of the store's kind, one a layer."""
+    """Return one cache per layer, for a model whose layers are all of the store's kind."""
     return [BatchQuantizedKVCache(store, layer) for layer in range(len(store.layers))]

@@ -1,46 +1,126 @@
-"""The flush over layers: pages are written some layers at a time.
+"""The flush: pages that are due are written into the pools while the device is idle.
 
-Each evaluation waits for the device once, and for a small model on an accelerator that is most of a
-flush. What is written together is held twice for a moment, so only so much of it is.
+It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
+has the tokens for it. Several layers are written together: each evaluation waits for the device
+once, and for a small model on an accelerator that wait is most of a flush. Pages that are written
+together exist twice for a moment, so their bytes are limited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from kvd.worker.cache.layer import LayerStore, Placement, Writing
+from kvd.worker.cache.dense_start import DenseStart
+from kvd.worker.cache.layer import FlushWrites, LayerStore, Placement
+from kvd.worker.cache.page_store import PageStore
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.rows import Row
 
 TOGETHER_BYTES = 16 * 1024 * 1024
-"""Of an accelerator. On the CPU nobody waits for a device, and each layer is written alone."""
+"""Bytes written together on an accelerator. On CPUs each layer is written alone: no wait."""
 
 
-def flush(layers: Sequence[LayerStore], placements: list[Placement]) -> None:
-    """Write pages, and what chunks leave to tails; evaluates. The device must be idle."""
+@dataclass
+class _NewPages:
+    """Pages of one level that a flush writes."""
+
+    level: int
+    filled: list[Row]
+    """The row of each page that a chunk has filled."""
+    ahead: list[Row]
+    """Rows whose next page is written from their tails."""
+    pages: list[PageId] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[int]:
+        """Indices of the filled pages whose rows still exist."""
+        return [index for index, row in enumerate(self.filled) if row.alive]
+
+    @property
+    def count(self) -> int:
+        return len(self.kept) + len(self.ahead)
+
+    def placement(self) -> Placement:
+        slots = [page.slot for page in self.pages]
+        return Placement(self.level, slots, self.kept, [row.slot for row in self.ahead])
+
+    def assign(self) -> None:
+        """Give the written pages to their rows."""
+        kept = self.kept
+        for index, page in zip(kept, self.pages, strict=False):
+            self.filled[index].pages.append(page)
+        for row, page in zip(self.ahead, self.pages[len(kept) :], strict=True):
+            row.written_ahead = [page]
+
+
+class Flusher:
+    """Writes the pages of one store's rows."""
+
+    def __init__(self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart) -> None:
+        self._layers = layers
+        self._pages = pages
+        self._dense_start = dense_start
+
+    def write(self, rows: list[Row], filled: list[Row], prefilled: Collection[Row] = ()) -> None:
+        """Write the pages that are due. The device must be idle.
+
+        ``rows`` are all running rows. ``filled`` has the row of each page that a chunk has filled,
+        in the order of the layers' pending pages. Rows in ``prefilled`` get new tails; no page of
+        theirs is written ahead.
+        """
+        outgrown = [row for row in rows if self._dense_start.outgrown(row)]
+        for row in outgrown:
+            self._pages.release_written_ahead(row)  # written again, on the row's new level
+        due = [row for row in rows if row.can_write_ahead and row not in prefilled]
+        new = [self._new_pages(level, filled, due) for level in self._pages.levels]
+        self._pages.make_ready({pages.level: pages.count for pages in new})
+        placements = []
+        for pages in new:
+            if pages.count:
+                pages.pages = self._pages.take(pages.level, pages.count)
+                placements.append(pages.placement())
+        flush_layers(self._layers, placements)
+        for pages in new:
+            pages.assign()
+        self._dense_start.leave(outgrown)
+
+    def _new_pages(self, level: int, filled: list[Row], due: list[Row]) -> _NewPages:
+        start = self._dense_start
+        return _NewPages(
+            level,
+            [row for row in filled if row.level == level],
+            [row for row in due if max(row.level, start.level(row.length)) == level],
+        )
+
+
+def flush_layers(layers: Sequence[LayerStore], placements: list[Placement]) -> None:
+    """Write pages, and the tails that chunks leave; evaluates. The device must be idle."""
     limit = TOGETHER_BYTES if mx.default_device().type == mx.DeviceType.gpu else 0
     _write(layers, (layer.gather_pages(placements) for layer in layers), limit)
     if any(layer.new_tails for layer in layers):
         _write(layers, (layer.gather_tails() for layer in layers), limit)
 
 
-def _write(layers: Sequence[LayerStore], writings: Iterable[Writing], limit: int) -> None:
-    some: list[tuple[LayerStore, Writing]] = []
+def _write(layers: Sequence[LayerStore], writes: Iterable[FlushWrites], limit: int) -> None:
+    together: list[tuple[LayerStore, FlushWrites]] = []
     nbytes = 0
-    for pair in zip(layers, writings, strict=True):
-        some.append(pair)
+    for pair in zip(layers, writes, strict=True):
+        together.append(pair)
         nbytes += sum(array.nbytes for array in pair[1].arrays())
-        del pair  # what is written is let go before more is gathered
+        del pair  # frees what was written before more is gathered
         if nbytes >= limit:
-            _write_together(some)
+            _write_together(together)
             nbytes = 0
-    _write_together(some)
+    _write_together(together)
 
 
-def _write_together(some: list[tuple[LayerStore, Writing]]) -> None:
-    # Evaluated first, so that nothing but the write holds a pool: it is in place then.
-    mx.eval([writing.arrays() for _, writing in some])
-    for layer, writing in some:
-        layer.put(writing)
-    mx.eval([layer.written(writing) for layer, writing in some])
-    some.clear()
+def _write_together(together: list[tuple[LayerStore, FlushWrites]]) -> None:
+    # Evaluated first, so that nothing except the write references a pool: it is in place then.
+    mx.eval([writes.arrays() for _, writes in together])
+    for layer, writes in together:
+        layer.put(writes)
+    mx.eval([layer.written(writes) for layer, writes in together])
+    together.clear()

@@ -1,4 +1,4 @@
-"""One layer's part of the cache: pools by level, dense tails, and what awaits the flush."""
+"""One layer's part of the cache: pools by level, dense tails, and what waits for the flush."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
-from kvd.worker.cache.steps import DecodeStep, PrefillStep
 
 Sides = tuple[Packed, Packed]
-"""Keys and values."""
+"""Packed keys and packed values."""
 
 
 @dataclass(frozen=True)
-class Pending:
-    """Packed pages of one level, of a prompt's chunk, that await the flush."""
+class PendingPages:
+    """Packed pages of one level, from a chunk of a prompt, that the next flush writes."""
 
     level: int
     keys: Packed
@@ -29,19 +28,19 @@ class Pending:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a flush puts pages of one level: pending ones, then those that it takes from tails."""
+    """Where a flush writes pages of one level: first pending pages, then pages from tails."""
 
     level: int
     slots: list[int]
     kept: list[int]
-    """Which of the pending ones are still wanted."""
+    """Indices of the pending pages whose rows still exist."""
     tails: list[int]
-    """Slots of tails whose first 64 tokens are a page."""
+    """Slots of tails whose first 64 tokens become a page."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A prefilled chunk's dense keys and values, behind those of the tail before it."""
+    """Dense keys and values of a prefilled chunk, preceded by those of the row's tail."""
 
     keys: mx.array
     """``[heads, tail + count, dim]``."""
@@ -49,18 +48,18 @@ class Chunk:
 
 
 @dataclass
-class Writing:
-    """What a flush is about to write into one layer."""
+class FlushWrites:
+    """What a flush writes into one layer."""
 
     pages: list[tuple[int, list[int], Packed, Packed]] = field(default_factory=list)
     """Level, slots, keys and values."""
     tails: list[tuple[int, Chunk]] = field(default_factory=list)
-    """Slot, and its whole tail."""
+    """Slot and new content of a tail."""
 
     def arrays(self) -> list[mx.array]:
-        """Return all that is lazy."""
+        """Return all arrays, for `mx.eval`."""
         packed = [array for _, _, *sides in self.pages for side in sides for array in side]
-        return [*packed, *(array for _, one in self.tails for array in (one.keys, one.values))]
+        return [*packed, *(array for _, tail in self.tails for array in (tail.keys, tail.values))]
 
 
 class LayerStore:
@@ -70,12 +69,13 @@ class LayerStore:
         self.geometry = geometry
         self.dtype = dtype
         self.pools = [PagePool(geometry, scheme, dtype) for scheme in schemes]
+        """One per precision level."""
         self.tail_keys = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.k_dim), dtype)
         self.tail_values = mx.zeros((0, geometry.kv_heads, TAIL_TOKENS, geometry.v_dim), dtype)
-        self.pending: list[Pending] = []
-        """In the order of the store's own list of their rows."""
+        self.pending: list[PendingPages] = []
+        """In the order in which the flush lists the pages' rows."""
         self.new_tails: list[tuple[int, Chunk]] = []
-        """What prefill left over for a tail's slot."""
+        """Slot and new tail of each prefilled row."""
 
     @property
     def nbytes(self) -> int:
@@ -84,136 +84,131 @@ class LayerStore:
 
     @property
     def tail_bytes(self) -> int:
-        """Bytes of all tails."""
         return self.tail_keys.shape[0] * self.geometry.dense_bytes(TAIL_TOKENS)
 
     def arrays(self) -> list[mx.array]:
-        """All arrays that stay: what `nbytes` counts."""
+        """Return the permanent arrays, which `nbytes` counts."""
         pools = [array for pool in self.pools for array in pool.arrays()]
         return [self.tail_keys, self.tail_values, *pools]
 
     def lazy_arrays(self) -> list[mx.array]:
-        """Return what steps leave to be evaluated: tails, and what chunks leave for the flush."""
-        pending = [array for one in self.pending for array in (*one.keys, *one.values)]
+        """Return the arrays that steps leave unevaluated: tails, pending pages and new tails."""
+        pending = [array for pages in self.pending for array in (*pages.keys, *pages.values)]
         new = [array for _, chunk in self.new_tails for array in (chunk.keys, chunk.values)]
         return [self.tail_keys, self.tail_values, *pending, *new]
 
-    # A decode step: lazy. The tails are small enough to be copied where MLX has to.
+    # Decode steps. Tails are small enough that MLX may copy them.
 
-    def append(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Write one token for each row, ``[rows or more, heads, 1, dim]``."""
-        if step.backend is not None:
-            step.backend.append(self, step, keys, values)
-        else:
-            self.append_plainly(step, keys, values)
+    def put_tokens(self, places: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Write one token per tail, ``[tails, heads, 1, dim]``, where ``places`` is True; lazy."""
+        # One fused operation. A scatter would copy the tails, build indices, and then scatter.
+        self.tail_keys = mx.where(places, keys, self.tail_keys)
+        self.tail_values = mx.where(places, values, self.tail_values)
 
-    def append_plainly(self, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
-        """Do so with plain operations."""
-        which = slice(len(step.rows)) if step.givers is None else step.givers
-        # One fused operation; a scatter is a copy, the indices, and the scatter.
-        self.tail_keys = mx.where(step.taken(), keys[which], self.tail_keys)
-        self.tail_values = mx.where(step.taken(), values[which], self.tail_values)
+    def remove_committed(self, slots: mx.array) -> None:
+        """Move the tokens after the first 64 of these tails to the front; lazy."""
+        first = (slots, slice(None), slice(PAGE_TOKENS))
+        _put(self.tail_keys, first, self.tail_keys[slots, :, PAGE_TOKENS:])
+        _put(self.tail_values, first, self.tail_values[slots, :, PAGE_TOKENS:])
 
-    def move_up(self, slots: mx.array) -> None:
-        """Let what is behind the first 64 tokens of these tails take their place; lazy."""
-        where = (slots, slice(None), slice(PAGE_TOKENS))
-        _put(self.tail_keys, where, self.tail_keys[slots, :, PAGE_TOKENS:])
-        _put(self.tail_values, where, self.tail_values[slots, :, PAGE_TOKENS:])
+    # Prefill steps.
 
-    def tails(self, step: DecodeStep) -> tuple[mx.array, mx.array]:
-        """Return the rows' tails, ``[rows, heads, TAIL_TOKENS, dim]``."""
-        if step.whole:
-            return self.tail_keys, self.tail_values
-        return self.tail_keys[step.slots], self.tail_values[step.slots]
-
-    # A prefill step.
-
-    def extend(self, step: PrefillStep, keys: mx.array, values: mx.array) -> Chunk:
+    def put_chunk(
+        self,
+        slot: int,
+        tail_length: int,
+        level: int,
+        new_pages: int,
+        keys: mx.array,
+        values: mx.array,
+    ) -> Chunk:
         """Take a chunk's keys and values, ``[1, heads, count, dim]``; lazy.
 
-        Full pages and the new tail await the flush. Returns what the chunk's queries attend to
-        beside the row's pages.
+        ``tail_length`` is the number of tokens in the row's tail at ``slot``. ``new_pages`` pages
+        of ``level`` and the new tail wait for the flush. Returns the chunk with the tail before it.
         """
         chunk = Chunk(keys[0], values[0])
-        slot, before = step.row.slot, step.tail_length
-        if before:
+        if tail_length:
             chunk = Chunk(
-                mx.concatenate([self.tail_keys[slot, :, :before], keys[0]], axis=1),
-                mx.concatenate([self.tail_values[slot, :, :before], values[0]], axis=1),
+                mx.concatenate([self.tail_keys[slot, :, :tail_length], keys[0]], axis=1),
+                mx.concatenate([self.tail_values[slot, :, :tail_length], values[0]], axis=1),
             )
-        full = step.new_pages * PAGE_TOKENS
+        full = new_pages * PAGE_TOKENS
         if full:
-            level = step.row.level
             packed = self.pools[level].pack(_paged(chunk.keys, full), _paged(chunk.values, full))
-            self.pending.append(Pending(level, *packed))
+            self.pending.append(PendingPages(level, *packed))
         self.new_tails.append((slot, Chunk(chunk.keys[:, full:], chunk.values[:, full:])))
         return chunk
 
-    # The flush: the device is idle.
+    # The flush. The device is idle.
 
-    def gather_pages(self, placements: list[Placement]) -> Writing:
-        """Take the pages that a flush writes; lazy, for `put`."""
+    def gather_pages(self, placements: list[Placement]) -> FlushWrites:
+        """Remove and return the pages that a flush writes; lazy, for `put`."""
         pending, self.pending = self.pending, []
-        writing = Writing()
+        writes = FlushWrites()
         for place in placements:
             parts = []
             if place.kept:
-                mine = [(one.keys, one.values) for one in pending if one.level == place.level]
-                parts.append(_kept(_joined(mine), place.kept))
+                same_level = [
+                    (pages.keys, pages.values) for pages in pending if pages.level == place.level
+                ]
+                parts.append(_kept(_joined(same_level), place.kept))
             if place.tails:
                 parts.append(self._pack_tails(place))
-            writing.pages.append((place.level, place.slots, *_joined(parts)))
-        return writing
+            writes.pages.append((place.level, place.slots, *_joined(parts)))
+        return writes
 
     def _pack_tails(self, place: Placement) -> Sides:
-        which = mx.array(place.tails)
-        heads = (side[which, :, :PAGE_TOKENS] for side in (self.tail_keys, self.tail_values))
+        slots = mx.array(place.tails)
+        heads = (side[slots, :, :PAGE_TOKENS] for side in (self.tail_keys, self.tail_values))
         return self.pools[place.level].pack(*heads)
 
-    def gather_tails(self) -> Writing:
-        """Take what tails are to hold behind a chunk; lazy, for `put`."""
+    def gather_tails(self) -> FlushWrites:
+        """Remove and return the new tails that chunks left; lazy, for `put`."""
         new_tails, self.new_tails = self.new_tails, []
-        return Writing(tails=[(slot, chunk) for slot, chunk in new_tails if chunk.keys.shape[1]])
+        return FlushWrites(tails=[(slot, tail) for slot, tail in new_tails if tail.keys.shape[1]])
 
-    def put(self, writing: Writing) -> None:
-        """Write what was gathered and evaluated; lazy, in place once `written` is evaluated."""
-        for level, slots, keys, values in writing.pages:
+    def put(self, writes: FlushWrites) -> None:
+        """Write what was gathered and evaluated. Lazy; in place once `written` is evaluated."""
+        for level, slots, keys, values in writes.pages:
             self.pools[level].write(mx.array(slots), keys, values)
-        for slot, chunk in writing.tails:
-            tokens = chunk.keys.shape[1]
-            self.tail_keys[slot, :, :tokens] = chunk.keys
-            self.tail_values[slot, :, :tokens] = chunk.values
+        for slot, tail in writes.tails:
+            tokens = tail.keys.shape[1]
+            self.tail_keys[slot, :, :tokens] = tail.keys
+            self.tail_values[slot, :, :tokens] = tail.values
 
-    def written(self, writing: Writing) -> list[mx.array]:
-        """Return what `put` has written."""
-        arrays = [array for level, *_ in writing.pages for array in self.pools[level].arrays()]
-        return [*arrays, self.tail_keys, self.tail_values] if writing.tails else arrays
+    def written(self, writes: FlushWrites) -> list[mx.array]:
+        """Return the arrays that `put` changes."""
+        arrays = [array for level, *_ in writes.pages for array in self.pools[level].arrays()]
+        return [*arrays, self.tail_keys, self.tail_values] if writes.tails else arrays
 
     def write(self, level: int, slots: list[int], keys: Packed, values: Packed) -> None:
         """Store packed pages in a level's pool; evaluates. The device must be idle."""
-        # Evaluated first, so that nothing but the write holds the pool.
+        # Evaluated first, so that nothing except the write references the pool.
         mx.eval(keys, values)
         pool = self.pools[level]
         pool.write(mx.array(slots), keys, values)
         mx.eval(pool.arrays())
 
     def move(self, source: int, target: int, old: list[int], new: list[int]) -> None:
-        """Bring pages to another level, or to other slots of the same one; evaluates."""
+        """Convert pages to another level, or move them to other slots of their own; evaluates."""
         self.write(target, new, *self.pools[source].converted(mx.array(old), self.pools[target]))
 
+    # Single tails.
+
     def refill_tail(self, slot: int, page: PageId, tokens: int) -> None:
-        """Put a page's first tokens, dequantized, where the tail begins; evaluates."""
+        """Put a page's first tokens, dequantized, at the front of a tail; evaluates."""
         keys, values = self.pools[page.level].read(mx.array([page.slot]))
         self.fill_tail(slot, keys[0, :, :tokens], values[0, :, :tokens])
 
     def copy_tail(self, slot: int, tokens: int) -> tuple[mx.array, mx.array]:
-        """Return copies of a tail's first tokens, ``[heads, tokens, dim]`` of both; lazy."""
+        """Return copies of a tail's first keys and values, ``[heads, tokens, dim]``; lazy."""
         # A slice would keep the tails of all rows alive.
         first = mx.arange(tokens)
         return mx.take(self.tail_keys[slot], first, 1), mx.take(self.tail_values[slot], first, 1)
 
     def fill_tail(self, slot: int, keys: mx.array, values: mx.array) -> None:
-        """Put tokens, ``[heads, tokens, dim]``, where a tail begins; evaluates."""
+        """Put tokens, ``[heads, tokens, dim]``, at the front of a tail; evaluates."""
         tokens = keys.shape[1]
         mx.eval(keys, values)
         self.tail_keys[slot, :, :tokens] = keys
@@ -225,7 +220,7 @@ class LayerStore:
         self.fill_tail(new, self.tail_keys[old], self.tail_values[old])
 
     def cut_tails(self, count: int) -> None:
-        """Keep the first so many tails; evaluates."""
+        """Keep the first ``count`` tails; evaluates."""
         # A slice would keep the whole buffer alive.
         self.tail_keys = mx.contiguous(self.tail_keys[:count])
         mx.eval(self.tail_keys)
@@ -238,18 +233,18 @@ class LayerStore:
         self.tail_values = _grown(self.tail_values)
 
     def clear_tail(self, slot: int) -> None:
-        """Make a tail's values zero; lazy."""
+        """Set a tail's values to zero; lazy."""
         self.tail_values[slot] = mx.zeros(self.tail_values.shape[1:], self.dtype)
 
     def drop_tails(self) -> None:
-        """Forget all tails, and what awaits the flush."""
+        """Free all tails, and whatever waits for the flush."""
         self.pending, self.new_tails = [], []
         self.tail_keys = mx.zeros((0, *self.tail_keys.shape[1:]), self.dtype)
         self.tail_values = mx.zeros((0, *self.tail_values.shape[1:]), self.dtype)
 
 
 def _put(tails: mx.array, where: tuple[mx.array | slice, ...], new: mx.array) -> None:
-    if new.size:  # a scatter into nothing ends the process (mlx 0.32.4, CPU)
+    if new.size:  # a scatter of nothing ends the process (mlx 0.32.4, CPU)
         tails[where] = new
 
 
@@ -259,15 +254,14 @@ def _paged(dense: mx.array, tokens: int) -> mx.array:
     return dense[:, :tokens].reshape(heads, pages, PAGE_TOKENS, dim).swapaxes(0, 1)
 
 
-def _kept(sides: Sides, which: list[int]) -> Sides:
+def _kept(sides: Sides, indices: list[int]) -> Sides:
     keys, values = sides
-    if len(which) == keys[0].shape[0]:
+    if len(indices) == keys[0].shape[0]:
         return sides
-    return take(keys, mx.array(which)), take(values, mx.array(which))
+    return take(keys, mx.array(indices)), take(values, mx.array(indices))
 
 
 def _joined(parts: Sequence[Sides]) -> Sides:
-    """Return pages, then others."""
     if len(parts) == 1:
         return parts[0]
     keys, values = (

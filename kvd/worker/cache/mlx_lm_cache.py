@@ -1,7 +1,7 @@
-"""mlx-lm's own caches, one set a sequence: for models that no store of ours can serve.
+"""mlx-lm's own caches, one set per sequence, for models that kvd's stores cannot serve.
 
-The interface of `kvd.worker.cache.model_cache.ModelCache`. Nothing is quantized, and every sequence
-takes a forward pass of its own; what it costs is measured, not computed.
+Same interface as `kvd.worker.cache.model_cache.ModelCache`. Nothing is quantized, and each sequence
+takes a forward pass of its own. Its costs are measured, not computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class MlxLmRow:
 
 @dataclass(eq=False)
 class MlxLmSnapshot:
-    """One request's caches as they were when it was frozen."""
+    """A copy of one request's caches."""
 
     caches: list[Any]
     length: int
@@ -44,136 +44,160 @@ def _arrays(caches: list[Any]) -> Iterator[mx.array]:
 
 
 def _state(cache: Any) -> Any:
-    # A cache that nothing was written to may not know its state.
+    # Some caches raise here before anything was written to them.
     try:
         return cache.state
     except (AttributeError, TypeError):
         return []
 
 
-class MlxLmCache:
-    """All that a model keeps for its sequences, as mlx-lm keeps it.
+class MlxLmCosts:
+    """Upper bounds for sequences (`kvd.worker.cache.sequence_costs.SequenceCosts`)."""
 
-    ``make_caches`` returns a new sequence's; ``fixed_bytes`` and ``token_bytes`` say what it costs.
+    def __init__(self, fixed_bytes: int, token_bytes: int) -> None:
+        self.row_bytes = fixed_bytes
+        self.token_bytes = token_bytes
+        self.unit_bytes = max(1, PAGE_TOKENS * token_bytes, fixed_bytes)
+
+    def pages_bytes(self, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
+        """Return the most bytes that a sequence uses on its way to ``length`` tokens.
+
+        mlx-lm's caches grow by copying, 256 tokens at a time, so they exist twice for a moment.
+        """
+        return 2 * self.token_bytes * (length + max(256, chunk))
+
+    def continued_bytes(self, _start: int, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
+        """Return the most bytes of another sequence with the same beginning: a whole copy."""
+        return self.pages_bytes(length, chunk)
+
+
+@dataclass(frozen=True)
+class MlxLmUsage:
+    """Counters for statistics (`kvd.worker.cache.usage.CacheUsage`): there are no pages."""
+
+    tails_bytes: int
+    flushes: int = 0
+    pages_used: int = 0
+    pages_idle: int = 0
+    pages_total: int = 0
+    pages_bytes: int = 0
+    used_bytes: int = 0
+    level_bytes: tuple[int, ...] = ()
+
+
+class MlxLmSnapshots:
+    """Whole copies of sequences (`kvd.worker.cache.sequence_snapshots.SequenceSnapshots`)."""
+
+    def __init__(self) -> None:
+        self.all: list[MlxLmSnapshot] = []
+
+    def take(self, row: MlxLmRow) -> MlxLmSnapshot:
+        """Return a copy of a sequence. The device must be idle."""
+        snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length, 0)
+        snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
+        self.all.append(snapshot)
+        return snapshot
+
+    def drop(self, snapshot: MlxLmSnapshot) -> None:
+        snapshot.alive = False
+        self.all.remove(snapshot)
+
+    def unlowered(self, snapshot: MlxLmSnapshot) -> bool:  # noqa: ARG002 - interface
+        """Return True: nothing is ever stepped down."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the snapshots. Until a copy is written to, it shares its arrays."""
+        return sum(snapshot.nbytes for snapshot in self.all)
+
+    def held_bytes(self, snapshots: Collection[MlxLmSnapshot]) -> int:
+        """Return the bytes of these snapshots."""
+        return sum(snapshot.nbytes for snapshot in snapshots)
+
+    freed_bytes = held_bytes
+
+    def charge_of(self, snapshot: MlxLmSnapshot) -> int:
+        """Return the bytes of one snapshot."""
+        return snapshot.nbytes
+
+
+class MlxLmCache:
+    """Everything that a model keeps for its sequences, as mlx-lm keeps it.
+
+    ``make_caches`` returns the caches of a new sequence, which takes ``fixed_bytes`` and
+    ``token_bytes`` per token.
     """
 
     batched = False
     scheme = Scheme(16, 16)
-    flushes = 0
-    pages_used = 0
-    pages_total = 0
-    pages_bytes = 0
-    used_bytes = 0
-    level_bytes: tuple[int, ...] = ()
+    levels = 1
     charged_bytes = 0
+    lacks_room = False
 
     def __init__(
         self, make_caches: Callable[[], list[Any]], *, fixed_bytes: int, token_bytes: int
     ) -> None:
         self.new_caches = make_caches
+        self.costs = MlxLmCosts(fixed_bytes, token_bytes)
         self.row_bytes = fixed_bytes
-        self.token_bytes = token_bytes
         self.sequences: list[MlxLmRow] = []
-        self.snapshots: list[MlxLmSnapshot] = []
+        self.snapshots = MlxLmSnapshots()
         self.limit_bytes: int | None = None
         self._prefilling: tuple[MlxLmRow, int] | None = None
 
     def views(self, sequences: Sequence[MlxLmRow]) -> list[Any]:
-        """Return the caches of the one sequence that the pass is for."""
+        """Return the caches of the single sequence of the pass."""
         (sequence,) = sequences
         return sequence.caches
 
-    levels = 1
-    """There is no ladder."""
-
-    def pages_bytes_for(self, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
-        """Return the most bytes that a sequence takes on its way to ``length`` tokens.
-
-        mlx-lm's caches grow by copying, 256 tokens at a time: for a moment, twice the size.
-        """
-        return 2 * self.token_bytes * (length + max(256, chunk))
-
-    def own_bytes_for(self, _start: int, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
-        """Return the most bytes of one more sequence that goes on from another: a whole copy."""
-        return self.pages_bytes_for(length, chunk)
+    @property
+    def usage(self) -> MlxLmUsage:
+        return MlxLmUsage(sum(array.nbytes for array in self.arrays()))
 
     @property
     def tail_slots(self) -> int:
-        """Sequences that are there."""
         return len(self.sequences)
 
     @property
-    def tails_bytes(self) -> int:
-        """Bytes of all caches that run."""
-        return sum(array.nbytes for array in self.arrays())
-
-    @property
     def snapshot_bytes(self) -> int:
-        """Bytes of the frozen caches; until somebody writes to them, copies share them."""
-        return sum(one.nbytes for one in self.snapshots)
+        return self.snapshots.nbytes
 
     snapshot_charge = snapshot_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
-        return self.tails_bytes + self.snapshot_bytes
+        """Bytes of all caches and snapshots."""
+        return self.usage.tails_bytes + self.snapshots.nbytes
 
-    def new_row(self, level: int = 0) -> MlxLmRow:  # noqa: ARG002 - as the other cache
+    # Sequences.
+
+    def new_row(self, level: int = 0) -> MlxLmRow:  # noqa: ARG002 - interface
         """Return an empty sequence."""
         row = MlxLmRow(self.new_caches())
         self.sequences.append(row)
         return row
 
-    def free(self, row: MlxLmRow, *, clean: bool = True) -> None:  # noqa: ARG002 - as the other cache
-        """Drop a sequence."""
+    def restore(self, snapshot: MlxLmSnapshot) -> MlxLmRow:
+        """Return a new sequence with a snapshot's content. The snapshot stays."""
+        if not snapshot.alive:
+            raise ValueError("the snapshot was dropped")
+        row = MlxLmRow(copy.deepcopy(snapshot.caches), snapshot.length)
+        self.sequences.append(row)
+        return row
+
+    def free(self, row: MlxLmRow, *, clean: bool = True) -> None:  # noqa: ARG002 - interface
         row.alive = False
         self.sequences.remove(row)
 
     def discard(self) -> None:
-        """Drop all sequences but the frozen ones, after a step that failed."""
+        """Free all running sequences after a failed step. Snapshots stay."""
         for row in self.sequences:
             row.alive = False
         self.sequences = []
         self._prefilling = None
 
-    # Sequences that stand still: whole copies, of which no two share anything for long.
-
-    can_freeze = True
-
-    def snapshot(self, row: MlxLmRow) -> MlxLmSnapshot:
-        """Return what a sequence is now; the device must be idle."""
-        snapshot = MlxLmSnapshot(copy.deepcopy(row.caches), row.length, 0)
-        snapshot.nbytes = sum(array.nbytes for array in _arrays(snapshot.caches))
-        self.snapshots.append(snapshot)
-        return snapshot
-
-    def restore(self, snapshot: MlxLmSnapshot) -> MlxLmRow:
-        """Return a new sequence with the content of a frozen one, which stays as it is."""
-        if not snapshot.alive:
-            raise ValueError("the frozen sequence was dropped")
-        row = MlxLmRow(copy.deepcopy(snapshot.caches), snapshot.length)
-        self.sequences.append(row)
-        return row
-
-    def drop(self, snapshot: MlxLmSnapshot) -> None:
-        """Drop a frozen sequence."""
-        snapshot.alive = False
-        self.snapshots.remove(snapshot)
-
-    def unlowered(self, snapshot: MlxLmSnapshot) -> bool:  # noqa: ARG002 - as the other cache
-        """Return True: nothing is ever stepped down."""
-        return True
-
-    def held_bytes(self, snapshot: Collection[MlxLmSnapshot]) -> int:
-        """Return the bytes of all that these hold."""
-        return sum(one.nbytes for one in snapshot)
-
-    freed_bytes = held_bytes
-
-    def charge_of(self, snapshot: MlxLmSnapshot) -> int:
-        """Return the bytes that one holds."""
-        return snapshot.nbytes
+    # Steps.
 
     def begin_decode(self, sequences: list[MlxLmRow], batch: int | None = None) -> None:  # noqa: ARG002
         """Start a forward pass of one token of one sequence."""
@@ -185,7 +209,7 @@ class MlxLmCache:
         self._prefilling = sequence, count
 
     def end_pass(self) -> None:
-        """Do nothing: the caches have taken what they need."""
+        """Do nothing: the caches have their tokens."""
 
     def finish_prefill(self) -> None:
         """Evaluate the chunk."""
@@ -196,7 +220,7 @@ class MlxLmCache:
         sequence.length += count
 
     def undo_prefill(self) -> bool:
-        """Return False: what the caches have taken they do not give back."""
+        """Return False: mlx-lm's caches cannot give tokens back."""
         return False
 
     def needs_flush(self, _sequences: list[MlxLmRow]) -> bool:
@@ -204,32 +228,25 @@ class MlxLmCache:
         return False
 
     def arrays(self) -> list[mx.array]:
-        """Everything that steps leave lazy."""
+        """Return all arrays that steps leave lazy."""
         return [array for row in self.sequences for array in _arrays(row.caches)]
 
     def flush(self) -> None:
         """Do nothing."""
 
-    pages_idle = 0
-    lacks_room = False
-    """There are no pools."""
+    # Giving memory back: sequences that end free everything that they held.
 
-    @property
-    def unit_bytes(self) -> int:
-        """What memory is counted in where it is reserved: 64 tokens."""
-        return max(1, 64 * self.token_bytes, self.row_bytes)
-
-    def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - as the other cache
+    def compact(self, pages: int = 0) -> int:  # noqa: ARG002 - interface
         """Return 0: nothing is held that is not in use."""
         return 0
 
     def cut_tails(self) -> None:
-        """Do nothing: what a sequence held went with it."""
+        """Do nothing."""
 
     def shrink(self, pages: int = 0) -> None:
-        """Do nothing: nobody is left."""
+        """Do nothing."""
 
     def check(self) -> None:
-        """Assert that all sequences are alive."""
+        """Assert that all sequences and snapshots are alive."""
         assert all(row.alive for row in self.sequences)
-        assert all(one.alive for one in self.snapshots)
+        assert all(snapshot.alive for snapshot in self.snapshots.all)

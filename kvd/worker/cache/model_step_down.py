@@ -1,19 +1,20 @@
-"""Stepping sequences of a model down the ladder, in all its stores, a time slice at a time."""
+"""Step-downs and pool cuts over all stores of a model, one time slice at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from kvd.worker.cache.model_cache import ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.step_down import StepDown
 
 
-class _Sliced:
-    """Step-downs of several pools, one after the other."""
+class _InSlices:
+    """Several `StepDown`, one after the other."""
 
     def __init__(self, steps: Iterable[StepDown]) -> None:
         self.pages = 0
-        """Converted so far."""
+        """Pages converted so far."""
         self._steps = list(steps)
 
     @property
@@ -22,7 +23,7 @@ class _Sliced:
         return all(step.over for step in self._steps)
 
     def advance(self, seconds: float, clock: Callable[[], float]) -> None:
-        """Work for about ``seconds``; the device must be idle (`StepDown.advance`)."""
+        """Work for about ``seconds`` (`StepDown.advance`). The device must be idle."""
         end = clock() + seconds
         for step in self._steps:
             if step.over:
@@ -32,32 +33,32 @@ class _Sliced:
                 return
 
 
-class ModelStepDown(_Sliced):
-    """Brings sequences to a lower level of the ladder (0 is its top), kind after kind."""
+class ModelStepDown(_InSlices):
+    """Steps sequences down to a precision level, one attention kind after the other."""
 
     def __init__(self, cache: ModelCache, sequences: Iterable[SequenceRow], level: int) -> None:
         self.level = level
-        found = list(sequences)
-        lift = len(cache.settings.store_schemes) - len(cache.settings.schemes)
+        stepped = list(sequences)
+        dense_levels = len(cache.settings.store_schemes) - len(cache.settings.schemes)
         super().__init__(
             StepDown(
                 store,
-                [one.rows[index] for one in found],
-                level + lift,
-                scratch=cache.settings.lowering_scratch,
+                [sequence.rows[index] for sequence in stepped],
+                level + dense_levels,
+                scratch=cache.settings.step_down_scratch,
             )
             for index, store in enumerate(cache.stores)
         )
 
 
-class PoolTrimming(_Sliced):
-    """Cuts all pools to what is used, level after level."""
+class PoolTrimming(_InSlices):
+    """Cuts all pools to the pages in use, level by level."""
 
     def __init__(self, cache: ModelCache) -> None:
         for store in cache.stores:
-            store.goals.clear()  # what they were growing to
+            store.pages.goals.clear()
         super().__init__(
-            StepDown(store, [], level, scratch=cache.settings.lowering_scratch)
+            StepDown(store, [], level, scratch=cache.settings.step_down_scratch)
             for store in cache.stores
-            for level in store.levels
+            for level in store.pages.levels
         )

@@ -3,12 +3,12 @@
 ::
 
     row 0   t t t t t t .      t: a token of the row's chunk, at the row's own position
-    row 1   t t t t . . .      .: padding: nobody attends to it, and nothing of it is kept
+    row 1   t t t t . . .      .: padding, which attention ignores and the cache does not keep
     row 2   t t t t t t t
             |<- width ->|
 
-The model's products see one large batch of tokens. What a row attends to, the pages that it fills
-and its tail are its own `PrefillStep`'s, as if it were alone.
+The model's matrix products see one large batch of tokens. Each row attends, fills pages and writes
+its tail according to its own `PrefillStep`, as if it were prefilled alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvd.worker.cache.steps import PrefillStep, prefill_step
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """New tokens of several rows, or of one that is padded."""
+    """New tokens of several rows, or of one row that is padded."""
 
     steps: tuple[PrefillStep, ...]
     width: int
-    """Tokens of each row that the model sees: as many as the longest chunk has, or more."""
+    """Tokens per row that the model sees: at least the length of the longest chunk."""
 
     @cached_property
     def offsets(self) -> mx.array:
@@ -42,7 +42,7 @@ class PrefillGroup:
 
 
 def prefill_group(rows: list[Row], counts: list[int], width: int) -> PrefillGroup:
-    """Plan ``counts`` new tokens of rows that have nothing early; no row comes twice."""
+    """Plan ``counts`` new tokens of distinct rows that have no page written ahead."""
     if not all(0 < count <= width for count in counts):
         raise ValueError(f"chunks of {counts} tokens do not fit a rectangle {width} wide")
     steps = (prefill_step(row, count) for row, count in zip(rows, counts, strict=True))

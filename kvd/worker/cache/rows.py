@@ -9,7 +9,7 @@ from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 
 TAIL_TOKENS = 2 * PAGE_TOKENS
-"""Room in a tail: up to 127 exact tokens, and the one that turns 64 of them into a page."""
+"""Capacity of a tail: up to 127 exact tokens, and the token that commits 64 of them to a page."""
 
 
 @dataclass(eq=False)
@@ -21,38 +21,37 @@ class Row:
         tokens   0 ......... 64 * (len(pages) + skipped) ......... length
                  | quantized, in pages | exact, in the tail, 0 to 127 |
 
-    How much is quantized follows from the length alone (`full_pages`), never from when pools are
-    written or who shares the batch. A page is written at some flush before its time comes: until
-    then it is ``early``, nobody reads it, and its tokens are those of the tail. In a window, pages
-    between the ``anchored`` first ones and the rest have fallen out: ``skipped`` of them.
+    The number of quantized tokens follows from the length alone (`full_pages`). It never depends on
+    when a flush runs or on the rest of the batch. A flush writes the next page ahead of the commit;
+    until the commit, attention reads those tokens from the tail. With a window, the pages between
+    the first ``anchored`` ones and the newest ones are freed; ``skipped`` counts them.
     """
 
     is_snapshot: ClassVar[bool] = False
-    """Whether it takes no more tokens (`kvd.worker.cache.snapshot`)."""
+    """True for `kvd.worker.cache.snapshot.RowSnapshot`, which takes no more tokens."""
     slot: int
-    """Place in the tail pools."""
+    """Index into the tail arrays."""
     level: int = 0
-    """Of the pages that it fills from now on; older ones may be on another."""
+    """Precision level of the pages that the row fills next. Older pages may be on another level."""
     length: int = 0
     pages: list[PageId] = field(default_factory=list)
-    early: list[PageId] = field(default_factory=list)
-    """The next page, if it is written already."""
+    written_ahead: list[PageId] = field(default_factory=list)
+    """The next page, if a flush has already written it; else empty."""
     anchored: int = 0
-    """Pages at the beginning that stay when others fall out of a window."""
+    """Pages at the beginning that stay when others leave a window."""
     skipped: int = 0
-    """Pages that fell out, behind the anchored ones."""
+    """Pages that left a window, after the anchored ones."""
     trimmed: bool = False
-    """Whether tokens were taken back: then more may be quantized than the length asks for."""
+    """Whether tokens were taken back. More may then be quantized than `full_pages` says."""
     alive: bool = True
 
-    def become(self, other: Row) -> None:
-        """Take over all that another row is, but for its slot and what is written early."""
+    def copy_from(self, other: Row) -> None:
+        """Take over another row's content, except its slot and the page written ahead."""
         self.level, self.length, self.pages = other.level, other.length, list(other.pages)
         self.anchored, self.skipped, self.trimmed = other.anchored, other.skipped, other.trimmed
 
     @property
     def tail_length(self) -> int:
-        """Tokens in the tail."""
         return self.length - self.tail_start
 
     @property
@@ -62,42 +61,43 @@ class Row:
 
     @property
     def paged(self) -> int:
-        """Pages that were ever read, those that fell out included."""
+        """Pages committed so far, including those that left a window."""
         return len(self.pages) + self.skipped
 
     @property
     def held(self) -> list[PageId]:
-        """All pages that the row holds."""
-        return self.pages + self.early
+        """All pages that the row references."""
+        return self.pages + self.written_ahead
 
     @property
-    def at_the_end(self) -> bool:
-        """Whether the next token turns the tail's first 64 into a page."""
+    def commits_next(self) -> bool:
+        """Whether the next token commits the tail's oldest 64 tokens to a page."""
         return self.tail_length + 1 >= TAIL_TOKENS
 
     @property
-    def wants_early(self) -> bool:
-        """Whether its next page can be written: not at once when 64 tokens are there.
+    def can_write_ahead(self) -> bool:
+        """Whether a flush should write the next page.
 
-        Between the chunks of a prompt a tail has just so many, and needs none.
+        False for a tail of exactly 64 tokens: between two chunks of a prompt every tail has 64, and
+        the next chunk writes that page itself.
         """
-        return not self.early and self.tail_length > PAGE_TOKENS
+        return not self.written_ahead and self.tail_length > PAGE_TOKENS
 
-    def turn_page(self) -> None:
-        """Read the page that was written early from now on."""
-        self.pages.append(self.early.pop())
+    def commit_page(self) -> None:
+        """Read the page that was written ahead from now on, instead of the tail's tokens."""
+        self.pages.append(self.written_ahead.pop())
 
     def start(self, index: int) -> int:
         """Return the position of the first token of the row's page ``index``."""
         return PAGE_TOKENS * (index if index < self.anchored else index + self.skipped)
 
-    def outdated(self, low: int) -> int:
-        """Return how many pages, behind the anchored ones, lie before position ``low``."""
-        gone = low // PAGE_TOKENS - self.skipped - self.anchored
-        return max(0, min(gone, len(self.pages) - self.anchored))
+    def pages_before(self, position: int) -> int:
+        """Return how many pages after the anchored ones end at or before ``position``."""
+        count = position // PAGE_TOKENS - self.skipped - self.anchored
+        return max(0, min(count, len(self.pages) - self.anchored))
 
     def check(self) -> None:
-        """Assert that as much is quantized as the length asks for, no more and no less."""
+        """Assert that exactly the tokens are quantized that the length calls for."""
         assert self.alive
         if self.trimmed:
             assert self.paged >= full_pages(self.length), self
@@ -105,4 +105,4 @@ class Row:
             assert self.paged == full_pages(self.length), self
         assert not self.skipped or len(self.pages) >= self.anchored, self
         assert 0 <= self.tail_length < TAIL_TOKENS, self
-        assert PAGE_TOKENS * len(self.early) <= min(self.tail_length, PAGE_TOKENS), self
+        assert PAGE_TOKENS * len(self.written_ahead) <= min(self.tail_length, PAGE_TOKENS), self

@@ -24,11 +24,13 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from kvd.worker.cache.model_cache import ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS
+from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
-from kvd.worker.cache.store import SLICE_PAGES, KVStore
+from kvd.worker.cache.store import KVStore
 
 
 class DamagedRecord(Exception):
@@ -78,7 +80,7 @@ class _Piece:
 
 def _pieces(cache: ModelCache, levels: Sequence[Sequence[int]]) -> Iterator[_Piece]:
     for index, (store, mine) in enumerate(zip(cache.stores, levels, strict=True)):
-        for level in store.levels:
+        for level in store.pages.levels:
             places = [place for place, one in enumerate(mine) if one == level]
             for start in range(0, len(places), SLICE_PAGES):
                 some = tuple(places[start : start + SLICE_PAGES])
@@ -116,7 +118,7 @@ class SnapshotWriter:
         self._book = _Book(self._sequences, len(cache.stores))
         self._levels = [[page.level for page in pages] for pages in self._book.numbers]
         self.nbytes = sum(one.nbytes for one in self._sequences) + sum(
-            store.page_bytes(level)
+            store.pages.page_bytes(level)
             for store, levels in zip(cache.stores, self._levels, strict=True)
             for level in levels
         )
@@ -238,14 +240,14 @@ class SnapshotReader:
             state = [
                 [None if shape is None else next(arrays) for shape in part] for part in one.states
             ]
-            snapshot = self._cache.keep(SequenceSnapshot(rows, state, one.length))
+            snapshot = self._cache.snapshots.add(SequenceSnapshot(rows, state, one.length))
             try:
                 self.sequences.append(self._cache.restore(snapshot))
             finally:
-                self._cache.drop(snapshot)
+                self._cache.snapshots.drop(snapshot)
         for store, pages in zip(self._cache.stores, taken, strict=True):
             for page in pages:
-                store.allocators[page.level].release(page)  # the hold of the taking
+                store.pages.allocators[page.level].release(page)  # the hold of the taking
 
     def _write(self, piece: _Piece, book: _Book) -> None:
         layer = self._cache.stores[piece.store].layers[piece.layer]
@@ -261,7 +263,7 @@ class SnapshotReader:
 
 
 def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:
-    taken = {level: iter(store.take_pages(level, levels.count(level))) for level in set(levels)}
+    taken = {level: iter(store.pages.take(level, levels.count(level))) for level in set(levels)}
     return [next(taken[level]) for level in levels]
 
 

@@ -1,13 +1,13 @@
-"""Stepping running rows down the ladder: fewer bits for pages that are there already.
+"""Stepping running rows down: existing pages are requantized to fewer bits.
 
-Between two decode steps one `StepDown` works for a time slice, on rows whose pages may lie on
-several levels. Its work comes in pieces: a few pages are converted, a few are moved together, or
-keys or values of one layer's pool are copied into a smaller or larger one. Where the scratch has
-no room for the new pages at once it goes in rounds, and each makes room for a larger next one::
+A `StepDown` works for one time slice between two decode steps. Its rows may have pages on several
+levels. The work is done in pieces: some pages are converted, some are moved together, or the keys or
+values of one layer's pool are copied into a smaller or larger one. If the scratch has no room for
+all new pages at once, the work goes in rounds, and each makes room for a larger next one::
 
     grow the lower pools -> convert pages, highest slots first -> pack the upper pools -> cut them
 
-8-bit pages requantized to 4 bits have the error of direct 4-bit ones (measured: 0.0907 against
+8-bit pages requantized to 4 bits have the error of direct 4-bit pages (measured: 0.0907 against
 0.0906, relative, on normal data).
 """
 
@@ -17,48 +17,50 @@ from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
+from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS
-from kvd.worker.cache.store import SLICE_PAGES, KVStore
+from kvd.worker.cache.store import KVStore
 
 SCRATCH = 64 * 1024 * 1024
 
 
 class StepDown:
-    """Brings some rows to a lower level: what they have, and what they fill from now on.
+    """Moves rows to a lower precision level: their pages, and the pages that they fill next.
 
-    Pages that rows share are converted once, for all who hold them, frozen rows among them; these
-    may also be stepped down themselves. Whatever goes wrong, every page is on one level or the
-    other, never between. In the end the pools of all these levels
-    are cut to what is used, also what flushes meanwhile made the lower ones grow ahead of need.
+    Shared pages are converted once, for all rows and snapshots that reference them. The rows may be
+    snapshots themselves. If a piece fails, every page is still on one level or the other. At the
+    end, the pools of all these levels are cut to the pages in use, including what flushes made the
+    lower pools grow ahead of need in the meantime.
 
-    ``scratch`` is how many bytes pools and copies may take beyond what the pools have now. A round
-    is never smaller than one piece, and so goes beyond a scratch that is less than a copy of one
-    side of a layer's pool.
+    ``scratch`` is the number of bytes that pools and copies may take beyond the current pools. A
+    round is at least one piece, so it exceeds a scratch that is smaller than one side of a layer's
+    pool.
     """
 
     def __init__(
         self, store: KVStore, rows: Iterable[Row], level: int, *, scratch: int = SCRATCH
     ) -> None:
-        if level not in store.levels:
-            raise ValueError(f"there is no level {level} on a ladder of {len(store.schemes)}")
+        pages = store.pages
+        if level not in pages.levels:
+            raise ValueError(f"there is no level {level}: the store has {len(store.schemes)}")
         self._store = store
         self._level = level
         self._rows = list(rows)
-        self._ceiling = store.pages_bytes + scratch
-        self._target = store.allocators[level]
+        self._ceiling = pages.nbytes + scratch
+        self._target = pages.allocators[level]
         self._goal = 0
         """Capacity that the lower pools are growing to."""
         self._loose: set[int] = set()
         """Levels whose pools are to be packed and cut: those that pages came from."""
         self._pace: float | None = None
-        """Seconds a page, in the last piece that converted or moved some."""
+        """Seconds per page, in the last piece that converted or moved pages."""
         self._tight = False
-        """Whether the lower pools are being cut, or have been."""
+        """Whether the lower pools are being cut, or were."""
         for row in self._rows:
             if row.level < level:
-                store.give_up_early(row)  # its tail has the tokens for one of the new level
+                pages.release_written_ahead(row)  # written again, on the new level
                 row.level = level
 
     @property
@@ -67,7 +69,7 @@ class StepDown:
         return self._tight and not self._due() and not self._loose
 
     def _due(self) -> list[PageId]:
-        """Return the pages to convert, the one to take first last."""
+        """Return the pages to convert, last first."""
         pages = {
             page
             for row in self._rows
@@ -75,25 +77,25 @@ class StepDown:
             for page in row.pages
             if page.level < self._level
         }
-        # The ends of the upper pools fall free first, so that little must be moved to cut them.
+        # Highest slots are converted first, so that few pages must move before the pools are cut.
         return sorted(pages, key=lambda page: (-page.level, page.slot))
 
     def advance(self, seconds: float, clock: Callable[[], float]) -> int:
-        """Work for about ``seconds``, at least one piece; return how many pages it converted.
+        """Work for about ``seconds``, at least one piece. Returns how many pages it converted.
 
-        The device must be idle. Raises what MLX raises when memory is short; nothing is lost then.
+        The device must be idle. Raises MLX's errors when memory is short; nothing is lost then.
         """
         end = clock() + seconds
         due = self._due()
         left = len(due)
-        while due or self._loose or self._to_tighten():
+        while due or self._loose or self._starts_cutting_target():
             self._piece(due, clock, end)
             if clock() >= end:
                 break
         return left - len(due)
 
-    def _to_tighten(self) -> bool:
-        """Return whether all is converted and the lower pools' turn to be cut has come."""
+    def _starts_cutting_target(self) -> bool:
+        """Add the target level to those that are cut, once, after everything is converted."""
         if self._tight:
             return False
         self._tight = True
@@ -101,7 +103,7 @@ class StepDown:
         self._loose.add(self._level)
         return True
 
-    # The pieces. Each evaluates all that it does.
+    # The pieces. Each evaluates everything that it does.
 
     def _piece(self, due: list[PageId], clock: Callable[[], float], end: float) -> None:
         if due and self._target.free:
@@ -119,7 +121,7 @@ class StepDown:
             self._plan(len(due))
 
     def _fitting(self, clock: Callable[[], float], end: float) -> int:
-        """Return how many pages the rest of the time is good for, by the pace so far."""
+        """Return how many pages fit into the rest of the time, at the pace so far."""
         if self._pace is None:
             return 1
         if self._pace <= 0:
@@ -130,7 +132,7 @@ class StepDown:
         self, source: int, target: int, pages: list[PageId], clock: Callable[[], float]
     ) -> None:
         start = clock()
-        self._store.convert(source, target, pages)
+        self._store.pages.convert(source, target, pages)
         self._pace = (clock() - start) / len(pages)
 
     def _plan(self, due: int) -> None:
@@ -138,10 +140,10 @@ class StepDown:
         store = self._store
         pools = [pool for layer in store.layers for pool in layer.pools]
         dense = max(pool.geometry.dense_bytes(PAGE_TOKENS) for pool in pools)
-        # What a piece holds for a moment: a copy of one side, or pages packed, dense and packed.
+        # A piece's temporary bytes: a copy of one side, or pages packed, dense and packed again.
         piece = max(3 * SLICE_PAGES * dense, *(max(pool.side_bytes) for pool in pools))
-        room = self._ceiling - store.pages_bytes - piece
-        pages = max(SLICE_PAGES, room // store.page_bytes(self._level))
+        room = self._ceiling - store.pages.nbytes - piece
+        pages = max(SLICE_PAGES, room // store.pages.page_bytes(self._level))
         self._goal = self._target.capacity + min(due, pages)
 
     def _grow(self) -> None:
@@ -152,11 +154,11 @@ class StepDown:
                     pool.resize(side, self._goal)
                     return
         self._target.grow(self._goal)
-        mx.clear_cache()  # the smaller copies are of no use to anybody
+        mx.clear_cache()  # the smaller copies are too small to be reused
 
     def _give_back(self, level: int, clock: Callable[[], float], end: float) -> None:
         """Pack a level's pools, then cut them."""
-        allocator = self._store.allocators[level]
+        allocator = self._store.pages.allocators[level]
         if moves := list(allocator.packing()):
             pages = [PageId(level, slot) for slot in moves[-self._fitting(clock, end) :]]
             self._move(level, level, pages, clock)
@@ -169,4 +171,4 @@ class StepDown:
                     pool.resize(side, allocator.capacity)
                     return
         self._loose.remove(level)
-        mx.clear_cache()  # and so the system has it back
+        mx.clear_cache()  # return the memory to the system

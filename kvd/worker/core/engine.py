@@ -27,7 +27,7 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.store import SLAB_PAGES
+from kvd.worker.cache.page_store import SLAB_PAGES
 from kvd.worker.core import replay
 from kvd.worker.core.hands import Hands
 from kvd.worker.core.memory_account import MemoryAccount
@@ -192,20 +192,21 @@ class MLXEngine:
         self, command: LoadModel, weights: int, base: int, ask_grant: AskGrant
     ) -> Costs | None:
         cache = self._runner.cache
-        unit = cache.unit_bytes
+        costs = cache.costs
+        unit = costs.unit_bytes
         kv, row_bytes = command.kv, cache.row_bytes
         self._prefix_cache = PrefixCache(None)
         if isinstance(cache, ModelCache) and kv.prefix_cache:
-            tree = PrefixTree(cache, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
-            self._prefix_cache = PrefixCache(tree, cache.checkpoint_bytes, cache.checkpoint_charge)
-            row_bytes += cache.checkpoint_bytes  # for the first checkpoint that a row leaves
+            tree = PrefixTree(cache.snapshots, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+            self._prefix_cache = PrefixCache(tree, costs.checkpoint_bytes, costs.checkpoint_charge)
+            row_bytes += costs.checkpoint_bytes  # for the first checkpoint that a row leaves
         row_pages = -(-row_bytes // unit)
         first = SLAB_PAGES + FIRST_ROWS * row_pages
         grant = loading.require_grant(ask_grant, base + first * unit, "first pages")
         chunk = command.prefill_chunk
         sizes = ReservationSizes(
-            lambda end, level: -(-cache.pages_bytes_for(end, chunk, level) // unit),
-            lambda start, end, level: -(-cache.own_bytes_for(start, end, chunk, level) // unit),
+            lambda end, level: -(-costs.pages_bytes(end, chunk, level) // unit),
+            lambda start, end, level: -(-costs.continued_bytes(start, end, chunk, level) // unit),
             cache.levels,
         )
         self._scheduler = Scheduler(
@@ -522,10 +523,10 @@ class MLXEngine:
         others = request.completions[1:]
         if others:
             self._drain()
-            snapshot = cache.snapshot(row)
+            snapshot = cache.snapshots.take(row)
             for completion in others:
                 self._join(request, completion, cache.restore(snapshot))
-            cache.drop(snapshot)
+            cache.snapshots.drop(snapshot)
         self._join(request, request.completions[0], row)
 
     def _join(self, request: Request, completion: Completion, row: Row) -> None:
@@ -624,7 +625,7 @@ class MLXEngine:
         if decodes:
             self._leave(completion)
         if completion.snapshot is not None:
-            cache.drop(completion.snapshot)
+            cache.snapshots.drop(completion.snapshot)
         completion.released = True
         request.completions.remove(completion)
         if request.completions:
@@ -634,7 +635,7 @@ class MLXEngine:
         if request.row is not None:
             cache.free(request.row, clean=False)  # nobody has seen logits of it
         if request.snapshot is not None:
-            cache.drop(request.snapshot)
+            cache.snapshots.drop(request.snapshot)
         self._prefix_cache.remove(request.tracked)
         self._preemption.forget(request)
         self._admission.finish(request.rid)
@@ -726,15 +727,16 @@ class MLXEngine:
     def stats(self) -> WorkerStats:
         """Return the counters."""
         cache = self._runner.cache
+        usage = cache.usage
         return WorkerStats(
             step=self._steps,
             rows_running=self._scheduler.decoding,
             rows_prefilling=self._scheduler.prefilling,
             rows_waiting=self._scheduler.waiting,
             max_rows_in_step=self._most_rows,
-            pages_used=cache.pages_used - cache.pages_idle,
-            pages_total=cache.pages_total,
-            flushes=cache.flushes,
+            pages_used=usage.pages_used - usage.pages_idle,
+            pages_total=usage.pages_total,
+            flushes=usage.flushes,
             kernel_launches=self._runner.launches,
             prompt_tokens=self._prompt_tokens,
             computed_tokens=self._prompts.computed,
@@ -743,10 +745,10 @@ class MLXEngine:
             reclaimable=self._memory.reclaimable(),
             memory=MemoryUse(
                 weights=self._weights_bytes,
-                kv_pages=cache.pages_bytes,
-                kv_pages_used=cache.used_bytes,
-                kv_levels=cache.level_bytes,
-                kv_tails=cache.tails_bytes + cache.snapshot_bytes,
+                kv_pages=usage.pages_bytes,
+                kv_pages_used=usage.used_bytes,
+                kv_levels=usage.level_bytes,
+                kv_tails=usage.tails_bytes + cache.snapshot_bytes,
                 scratch=self._scratch_bytes,
                 active=mx.get_active_memory(),
                 peak=_peak_memory(),

@@ -86,13 +86,13 @@ class Preemption:
         hands.drain()
         for completion in request.completions:
             if completion.row is not None:
-                completion.snapshot = cache.snapshot(completion.row)
+                completion.snapshot = cache.snapshots.take(completion.row)
                 hands.leave(completion)
         if request.row is not None:
-            request.snapshot = cache.snapshot(request.row)
+            request.snapshot = cache.snapshots.take(request.row)
             cache.free(request.row, clean=False)
             request.row = None
-        held = sum(cache.charge_of(one) for one in request.snapshots)
+        held = sum(cache.snapshots.charge_of(one) for one in request.snapshots)
         request.kept_pages = -(-held // hands.admission.budget.page_bytes)
         hands.prefix_cache.release_place(request.tracked)
         hands.admission.preempt(request.rid, request.kept_pages)
@@ -177,7 +177,7 @@ class Preemption:
             return "recompute"  # it is over
         for holder in request.holders:
             if holder.snapshot is not None:
-                hands.cache.drop(holder.snapshot)
+                hands.cache.snapshots.drop(holder.snapshot)
                 holder.snapshot = None
         request.kept_pages = 0
         request.saved = saved
@@ -276,7 +276,7 @@ class Preemption:
         rows = [cache.restore(one.snapshot) for one in holders]
         request.kept_pages = 0
         for holder, row in zip(holders, rows, strict=True):
-            cache.drop(holder.snapshot)
+            cache.snapshots.drop(holder.snapshot)
             holder.snapshot = None
             if isinstance(holder, Request):
                 holder.row = row

@@ -216,7 +216,7 @@ class Reclaiming:
 
 
 def _is_above(cache: ModelCache, row: Any, level: int) -> bool:
-    lowest = cache.store_level(level)
+    lowest = cache.settings.store_level(level)
     return any(
         one.level < lowest or any(page.level < lowest for page in one.pages) for one in row.rows
     )

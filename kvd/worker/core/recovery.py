@@ -107,7 +107,7 @@ class Recovery:
             holders: list[Request | Completion] = [*requests]
             holders += [one for request in requests for one in request.completions]
             for holder in [one for one in holders if one.snapshot is not None]:
-                cache.drop(holder.snapshot)
+                cache.snapshots.drop(holder.snapshot)
                 holder.snapshot = None
                 if isinstance(holder, Completion):
                     holder.launched = len(holder.tokens)
@@ -161,9 +161,9 @@ class Recovery:
             self._runner.prefill(row, one.request.prompt[start:end])
         others = one.completions[1:]
         if others:
-            snapshot = cache.snapshot(row)
+            snapshot = cache.snapshots.take(row)
             one.rows += [cache.restore(snapshot) for _ in others]
-            cache.drop(snapshot)
+            cache.snapshots.drop(snapshot)
 
     def _decode(self, fed: list[tuple[Row, list[int]]]) -> None:
         cache = self._runner.cache
@@ -189,5 +189,5 @@ class Recovery:
         cache = self._runner.cache
         holders: list[Request | Completion] = [*one.completions] or [one.request]
         for holder, row in zip(holders, one.rows, strict=True):
-            holder.snapshot = cache.snapshot(row)
+            holder.snapshot = cache.snapshots.take(row)
             cache.free(row)

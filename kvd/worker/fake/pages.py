@@ -37,7 +37,7 @@ class FakePages:
         """Add a reference to each page."""
         self._references.update(pages.names)
 
-    def snapshot(self, sequence: tuple[Pages, int]) -> Pages:
+    def take(self, sequence: tuple[Pages, int]) -> Pages:
         """Return the pages of a row's first tokens, with a reference added."""
         pages, tokens = sequence
         snapshot = Pages(pages.names[: tokens // PAGE_TOKENS])

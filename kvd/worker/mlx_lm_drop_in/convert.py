@@ -38,7 +38,10 @@ def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
             return 0
         store = shared.rows
         pages = {page for row in mine for page in row.held}
-        return sum(store.page_bytes(page.level) for page in pages) + len(mine) * store.row_bytes
+        return (
+            sum(store.pages.page_bytes(page.level) for page in pages)
+            + len(mine) * store.tails.row_bytes
+        )
 
 
 # Rows as values.
@@ -125,7 +128,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
                 sides = (side[tail, :, : row.tail_length] for side in image.tails)
                 store.layers[0].fill_tail(row.slot, *sides)
                 tail += 1
-        store.changed()
+        store.tables.invalidate()
     except BaseException:
         for new in rows:
             if new.row is not None:
@@ -149,7 +152,7 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
         packed_keys, packed_values = new.pack(*old.unpack(keys, values))
         keys = keys if old.key_packing == new.key_packing else packed_keys
         values = values if old.value_packing == new.value_packing else packed_values
-    pages = store.take_pages(target, keys[0].shape[0])
+    pages = store.pages.take(target, keys[0].shape[0])
     try:
         store.layers[0].write(target, [page.slot for page in pages], keys, values)
     except BaseException:

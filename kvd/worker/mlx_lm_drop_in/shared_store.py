@@ -33,13 +33,13 @@ import mlx.core as mx
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
-from kvd.worker.cache.backend import OpaqueKV
-from kvd.worker.cache.batch import DecodeHandle, PrefillHandle
+from kvd.worker.cache.batch import DecodeHandle, OpaqueKV, PrefillHandle
+from kvd.worker.cache.page_store import SLAB_PAGES
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.steps import PrefillStep
-from kvd.worker.cache.store import SLAB_PAGES, KVStore
+from kvd.worker.cache.store import KVStore
 from kvd.worker.mlx_lm_drop_in.padding import Span
 
 
@@ -78,22 +78,23 @@ class LayerRows(KVStore):
     def take_hold(self, pages: list[PageId]) -> None:
         """Add a holder to each of these pages."""
         for page in pages:
-            self.allocators[page.level].retain(page)
+            self.pages.allocators[page.level].retain(page)
 
     def let_go(self, pages: list[PageId]) -> None:
         """Give up a hold on each of these pages."""
         for page in pages:
-            self.allocators[page.level].release(page)
+            self.pages.allocators[page.level].release(page)
 
     @property
     def wasteful(self) -> bool:
         """Whether most of the pools is free."""
-        return self.pages_bytes > 2 * (self.used_bytes + SLAB_PAGES * self.page_bytes())
+        needed = self.pages.used_bytes + SLAB_PAGES * self.pages.page_bytes()
+        return self.pages.nbytes > 2 * needed
 
     def give_back(self) -> None:
         """Cut the pools where most of them is free; right after a flush, and between passes."""
         if self.wasteful:
-            self.compact(self.allocators[0].used + SLAB_PAGES)
+            self.pages.compact(self.pages.allocators[0].used + SLAB_PAGES)
 
 
 class Reading(OpaqueKV):
@@ -101,6 +102,7 @@ class Reading(OpaqueKV):
 
     def __init__(self, shared: SharedStore) -> None:
         self.shared = shared
+        self.kind = shared.kind
         self.store = shared.rows
         self._passes = shared.passes
 
@@ -299,10 +301,10 @@ class SharedStore:
                 self.flush()
             step = store.begin_decode(own)
             store.step = None
-            store.layers[0].append(step, keys, values)
+            step.append(store.layers[0], keys, values)
             return DecodeReading(self, DecodeHandle(store, store.layers[0], step))
         # A row leaves the dense start here as it does before a single token: by its own length.
-        if store.wasteful or any(map(store.outgrown, own)):
+        if store.wasteful or any(map(store.dense_start.outgrown, own)):
             self.flush()
         self._drain()
         parts = [
@@ -321,7 +323,7 @@ class SharedStore:
             return None
         step = store.begin_prefill(row, span.count)
         here = slice(span.start, span.start + span.count)
-        chunk = store.layers[0].extend(step, keys[:, :, here], values[:, :, here])
+        chunk = step.append(store.layers[0], keys[:, :, here], values[:, :, here])
         return PrefillHandle(store, store.layers[0], step, chunk)
 
     def fill(

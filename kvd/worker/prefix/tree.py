@@ -27,9 +27,9 @@ Snapshot = Any
 
 
 class Snapshotter(Protocol):
-    """The operations of a cache that the tree uses (`ModelCache`, `MlxLmCache`)."""
+    """The operations on snapshots that the tree uses (`SequenceSnapshots`)."""
 
-    def snapshot(self, sequence: Any) -> Snapshot: ...
+    def take(self, sequence: Any) -> Snapshot: ...
 
     def drop(self, snapshot: Snapshot) -> None: ...
 
@@ -90,14 +90,14 @@ class PrefixTree:
     each prompt leaves besides its last one, rounded up to whole chunks; 0: only the last one.
     """
 
-    def __init__(self, cache: Snapshotter, chunk: int, every: int, cap_bytes: int) -> None:
+    def __init__(self, snapshots: Snapshotter, chunk: int, every: int, cap_bytes: int) -> None:
         if chunk < 1 or every < 0 or cap_bytes < 0:
             raise ValueError(f"chunk {chunk}, every {every} and cap {cap_bytes} must be positive")
         self.chunk = chunk
         self.every = -(-every // chunk) * chunk
         self.cap_bytes = cap_bytes
         self.counts = PrefixCounts()
-        self._cache = cache
+        self._source = snapshots
         self._root = _Node(None, "", 0)
         self._stored: dict[_Node, None] = {}
         """Nodes with a checkpoint."""
@@ -113,12 +113,12 @@ class PrefixTree:
 
         A page counts once, whether or not rows hold it too. So rows never make this value grow.
         """
-        return self._cache.held_bytes(self._snapshots)
+        return self._source.held_bytes(self._snapshots)
 
     @property
     def freeable_bytes(self) -> int:
         """Bytes that dropping all checkpoints would free: those that no running row holds."""
-        return self._cache.freed_bytes(self._snapshots)
+        return self._source.freed_bytes(self._snapshots)
 
     @property
     def _snapshots(self) -> list[Snapshot]:
@@ -178,12 +178,12 @@ class PrefixTree:
         for node in list(self._path(tokens, salt, proper=False))[-1:]:
             if node.depth == len(tokens) and node.snapshot is not None and self._is_valid(node):
                 return False
-        snapshot = self._cache.snapshot(sequence)
+        snapshot = self._source.take(sequence)
         if (
-            not self._cache.unlowered(snapshot)
-            or self._cache.held_bytes([snapshot]) > self.cap_bytes
+            not self._source.unlowered(snapshot)
+            or self._source.held_bytes([snapshot]) > self.cap_bytes
         ):
-            self._cache.drop(snapshot)
+            self._source.drop(snapshot)
             return False
         node = self._grow_path(tokens, salt)
         node.snapshot = snapshot
@@ -231,7 +231,7 @@ class PrefixTree:
         """Return the least valuable node, the bytes that evicting it frees, and its value."""
         found = []
         for node in nodes:
-            freed = self._cache.freed_bytes([node.snapshot])
+            freed = self._source.freed_bytes([node.snapshot])
             found.append((node, freed, self._value(node, freed)))
         return min(found, key=lambda candidate: candidate[2])
 
@@ -275,14 +275,14 @@ class PrefixTree:
 
     def _is_valid(self, node: _Node) -> bool:
         """Return whether a checkpoint may be a hit; drop it if its pages were stepped down."""
-        valid = self._cache.unlowered(node.snapshot)
+        valid = self._source.unlowered(node.snapshot)
         if not valid:
             self.counts.lowered += 1
             self._drop(node)
         return valid
 
     def _drop(self, node: _Node) -> None:
-        self._cache.drop(node.snapshot)
+        self._source.drop(node.snapshot)
         node.snapshot = None
         del self._stored[node]
         # Remove nodes that lead to no checkpoint.

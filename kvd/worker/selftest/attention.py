@@ -129,7 +129,7 @@ class Step:
             self.store.finish_prefill()
         for level in range(1, len(self.store.schemes)):
             if due := row.pages[level :: len(self.store.schemes)]:
-                self.store.convert(0, level, due, [row])
+                self.store.pages.convert(0, level, due, [row])
         return row
 
     def attend(self, *, plain: bool) -> mx.array:

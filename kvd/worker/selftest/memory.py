@@ -54,7 +54,7 @@ def flush(*, quick: bool) -> Outcome:
                 flushes += 1
         store.begin_decode([row])
         give(1)
-    pools = store.pages_bytes
+    pools = store.pages.nbytes
     text = (
         f"{flushes} flushes into {pools / _MIB:.0f} MiB of pools used {worst / _MIB:.1f} MiB of "
         f"temporary memory and {took * 1e3:.1f} ms at most"

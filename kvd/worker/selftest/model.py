@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.native import activation
 from kvd.worker.selftest.outcome import Outcome, outcome_of
 from kvd.worker.serving import loading, model_files, seam

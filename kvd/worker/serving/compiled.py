@@ -24,7 +24,8 @@ from kvd.worker.cache.layout import Access
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import PageIndex
 from kvd.worker.cache.padded_sizes import padded_work
-from kvd.worker.cache.steps import DecodeStep, LevelTable
+from kvd.worker.cache.page_tables import LevelTable
+from kvd.worker.cache.steps import DecodeStep
 from kvd.worker.cache.store import KVStore
 from protocol.memory_bounds import MAX_TRACES
 
@@ -124,9 +125,9 @@ class _Part:
         if step.backend is not None:
             return *sizes, *step.backend.shapes(step)
         pages = tuple(len(table.owners) for table in self.tables)
-        seen = [step.pages_seen(table) for table in self.tables]
+        seen = [step.visible_pages(table) for table in self.tables]
         sight = tuple(None if one is None else one.shape for one in seen)
-        return *sizes, step.whole, pages, sight
+        return *sizes, step.all_tails, pages, sight
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -149,15 +150,15 @@ class _Part:
         step = self.step
         if step.backend is not None:
             return step.backend.arrays(step)
-        found = [step.slots, step.places, step.offsets, step.tails_seen()]
-        if step.givers is not None:
-            found.append(step.givers)
+        found = [step.slots, step.token_places, step.offsets, step.visible_tails()]
+        if step.token_rows is not None:
+            found.append(step.token_rows)
         for table in self.tables:
             found += [table.slots, table.rows]
             for heads in self._heads:
                 for index in table.indices(heads):
                     found += [index.left, index.right]
-            if (seen := step.pages_seen(table)) is not None:
+            if (seen := step.visible_pages(table)) is not None:
                 found.append(seen)
         return found
 
@@ -174,7 +175,7 @@ class _Part:
         if step.backend is not None:
             return step.backend.with_arrays(step, given)
         slots, places, offsets, tails = (next(given) for _ in range(4))
-        givers = None if step.givers is None else next(given)
+        givers = None if step.token_rows is None else next(given)
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
         tables = []
         for table in self.tables:
@@ -187,9 +188,9 @@ class _Part:
                 for heads in self._heads
             }
             tables.append(table.with_arrays(here, rows, indices))
-            there = None if step.pages_seen(table) is None else next(given)
+            there = None if step.visible_pages(table) is None else next(given)
             shared[step.pages_key(table)] = there
-        step = replace(step, slots=slots, places=places, givers=givers, shared=shared)
+        step = replace(step, slots=slots, token_places=places, token_rows=givers, shared=shared)
         return _with_tables(step, tables)
 
     def take_tails(self, given: Iterator[mx.array]) -> None:
@@ -240,7 +241,7 @@ class _Trace:
 
 
 def _with_tables(step: DecodeStep, tables: list[LevelTable]) -> DecodeStep:
-    return replace(step, find_tables=lambda: tables)
+    return replace(step, build_tables=lambda: tables)
 
 
 def _put_tails(layer: LayerStore, given: Iterator[mx.array]) -> None:

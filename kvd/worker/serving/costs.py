@@ -27,20 +27,20 @@ def costs_of(
                 keep=store.kind.keep,
                 chunk=store.kind.chunk,
                 layers=len(store.layers),
-                page_bytes=tuple(store.page_bytes(level) for level in store.levels),
-                charges=tuple(store.charge(level) for level in store.levels),
+                page_bytes=tuple(store.pages.page_bytes(level) for level in store.pages.levels),
+                charges=tuple(store.pages.charge(level) for level in store.pages.levels),
             )
             for store in cache.stores
         ]
     return Costs(
         weights_bytes=weights,
         base_bytes=base,
-        unit_bytes=cache.unit_bytes,
+        unit_bytes=cache.costs.unit_bytes,
         row_bytes=row,
         first_units=first,
         step=step,
         levels=cache.levels,
         dense_until=cache.settings.quantized_start if isinstance(cache, ModelCache) else 0,
         kinds=kinds,
-        own_token_bytes=0 if isinstance(cache, ModelCache) else cache.token_bytes,
+        own_token_bytes=0 if isinstance(cache, ModelCache) else cache.costs.token_bytes,
     )

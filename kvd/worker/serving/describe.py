@@ -61,7 +61,7 @@ def _attention(
         scheme=" ".join("dense" if name == "k16v16" else name for name in sorted(schemes)),
         batched=cache.batched,
         reason=reason,
-        bytes_per_token=0 if bounded else store.page_bytes(level) // PAGE_TOKENS,
+        bytes_per_token=0 if bounded else store.pages.page_bytes(level) // PAGE_TOKENS,
         bound_bytes=_most_held(store, chunk) if bounded else 0,
     )
 
@@ -72,12 +72,12 @@ def _most_held(store: KVStore, chunk: int) -> int:
     Not `KVStore.most_bytes`, which counts the copies as well that growing pools takes.
     """
     first = 1 if store.quantized_start else 0
-    pages = store.kind.max_pages(_VERY_LONG, chunk) * store.page_bytes(first)
+    pages = store.kind.max_pages(_VERY_LONG, chunk) * store.pages.page_bytes(first)
     if first:
         dense = store.kind.max_pages(store.quantized_start + chunk, chunk)
         # For a moment both: dense pages, and what they become.
-        pages = max(pages, dense * (store.page_bytes(0) + store.page_bytes(1)))
-    return pages + store.row_bytes
+        pages = max(pages, dense * (store.pages.page_bytes(0) + store.pages.page_bytes(1)))
+    return pages + store.tails.row_bytes
 
 
 def _own(cache: MlxLmCache, reason: str) -> KVPart:
@@ -88,8 +88,8 @@ def _own(cache: MlxLmCache, reason: str) -> KVPart:
         scheme="dense",
         batched=False,
         reason=reason,
-        bytes_per_token=cache.token_bytes,
-        bound_bytes=0 if cache.token_bytes else cache.row_bytes,
+        bytes_per_token=cache.costs.token_bytes,
+        bound_bytes=0 if cache.costs.token_bytes else cache.row_bytes,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace as restruct
 
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.cache.model_cache import CacheSettings
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks
 from kvd.worker.serving import probe
 

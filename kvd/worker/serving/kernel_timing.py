@@ -80,15 +80,15 @@ def _handle(
     """Return a decode step over one layer, and how many keys its rows have."""
     store = KVStore([geometry], scheme, like.dtype, kind=like.kind)
     store.page_product, store.backend = like.page_product, backend
-    store.spare = lambda: 0  # no more pages than these
+    store.pages.spare = lambda: 0  # no more pages than these
     # Pools are copied when they grow, so that half of this half is theirs.
-    fitting = like.prefill_scratch // 4 // (ROWS * store.page_bytes())
+    fitting = like.scratch.limit // 4 // (ROWS * store.pages.page_bytes())
     length = PAGE_TOKENS * max(1, min(KEYS // PAGE_TOKENS, fitting))
     count = length // PAGE_TOKENS
     if like.kind.bounded:
         count = min(count, like.kind.max_pages(length))
     rows: list[Row] = [store.new_row() for _ in range(ROWS)]
-    pages = store.take_pages(0, ROWS * count)
+    pages = store.pages.take(0, ROWS * count)
     for index, row in enumerate(rows):
         # Slots as they come to lie: those of all rows among each other.
         row.pages = pages[index::ROWS]

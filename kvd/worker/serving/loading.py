@@ -14,8 +14,9 @@ from types import ModuleType
 import mlx.core as mx
 
 from kvd.worker.attention.fused import FusedBackend
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import floors_of, schemes_of
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native.step import Library
 from kvd.worker.process import memory

@@ -48,9 +48,10 @@ from kvd.worker.cache.layout import (
     UnusedPart,
 )
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache, no_floors
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product, page_product_by_copy
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme
+from kvd.worker.cache.settings import CacheSettings, no_floors
 from kvd.worker.native.step import Library
 from kvd.worker.serving import kernel_check, selfcheck
 from kvd.worker.serving.runner import Runner

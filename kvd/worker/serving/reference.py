@@ -12,8 +12,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layout import AttentionPart, StatePart
-from kvd.worker.cache.model_cache import ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.recurrent_states import State
+from kvd.worker.cache.sequence import SequenceRow
 
 
 class DenseKVCache:

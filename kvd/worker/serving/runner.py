@@ -206,7 +206,7 @@ class Runner:
         together = [place for place, row in enumerate(rows) if self._shares(row)]
         passes = [([place], 1) for place in range(len(rows)) if place not in together]
         if together:
-            groups = self.cache.passes([rows[place] for place in together])
+            groups = self.cache.rectangles.passes([rows[place] for place in together])
             passes += [([together[one] for one in group], self._floor) for group in groups]
         return passes
 

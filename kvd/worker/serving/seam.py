@@ -16,8 +16,7 @@ from mlx_lm.models import base
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
-from kvd.worker.cache.backend import OpaqueKV
-from kvd.worker.cache.batch import DecodeHandle, GroupHandle, KVHandle, PrefillHandle
+from kvd.worker.cache.batch import DecodeHandle, GroupHandle, KVHandle, OpaqueKV, PrefillHandle
 
 _original = base.scaled_dot_product_attention
 
@@ -51,8 +50,10 @@ def scaled_dot_product_attention(
 
 
 def _refuse_mask(mask: Any, handle: KVHandle | OpaqueKV) -> None:
-    # A chunked model's mask says what the cache's own kind says; the self-check has seen to that.
-    if mask is not None and handle.store.kind.chunk is None:
+    kind = handle.kind if isinstance(handle, OpaqueKV) else handle.store.kind
+    # A model with chunked attention passes a mask of its own. The self-check has verified that it
+    # hides what the cache's kind hides.
+    if mask is not None and kind.chunk is None:
         raise TypeError(f"the model brings its own attention mask ({type(mask).__name__})")
 
 

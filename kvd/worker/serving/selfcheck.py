@@ -171,7 +171,7 @@ def _mix(cache: Any, rows: list[Row]) -> None:
             pages = list(row.pages)
             for place, level in enumerate(levels[1:], 1):
                 if due := pages[place :: len(levels)]:
-                    store.convert(row.level, level, due, [row])
+                    store.pages.convert(row.level, level, due, [row])
 
 
 def _run(

@@ -209,7 +209,7 @@ class Case:
         self.scale = shape.head_dim**-0.5
         pages = max(0, source.tokens // PAGE_TOKENS - 1)
         self.store.layers[0].pools[0].grow(pages)  # at once, so that no pool is copied
-        self.store.allocators[0].grow(pages)
+        self.store.pages.allocators[0].grow(pages)
         (self.cache,) = make_caches(self.store)
         self.row, self.quantize_s = self._fill()
 

@@ -20,8 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvd.demo.recall import Tokenizer, make_recall_prompt
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme, full_pages
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import probe
 from kvd.worker.serving.probe import Served
 from kvd.worker.serving.runner import Row

@@ -6,7 +6,7 @@ finds.
 
 from __future__ import annotations
 
-from kvd.worker.cache.model_cache import CacheSettings
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import describe, probe
 from kvd.worker.serving.probe import Served
 from tests.pages import ROOT

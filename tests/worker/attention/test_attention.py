@@ -190,10 +190,10 @@ def test_prefill_evaluates_when_dense_copies_pass_their_scratch() -> None:
     bench = Bench(layers=3)
     row = bench.new(64 * 20)
     one = bench.geometry.dense_bytes(64 * 20 + 64)
-    bench.store.prefill_scratch = 2 * one
+    bench.store.scratch.limit = 2 * one
     bench.store.begin_prefill(row.row, 64)
 
-    assert [bench.store.note_scratch(one) for _ in range(4)] == [False, True, False, True]
+    assert [bench.store.scratch.add(one) for _ in range(4)] == [False, True, False, True]
 
 
 def test_keys_that_overflow_show_nothing_of_the_others() -> None:

@@ -39,10 +39,10 @@ def bench_of(kernels: StandIn, **how: object) -> Bench:
 
 def lower(bench: Bench, row: DenseRow) -> None:
     """Bring a row's pages to the levels of the ladder in turn."""
-    for level in bench.store.levels[1:]:
+    for level in bench.store.pages.levels[1:]:
         due = row.row.pages[level :: len(bench.store.schemes)]
         if due:
-            bench.store.convert(0, level, due, [row.row])
+            bench.store.pages.convert(0, level, due, [row.row])
 
 
 def assert_as_plainly(
@@ -106,7 +106,7 @@ def test_more_levels_than_a_kernel_takes_arrays_are_left_to_plain_operations() -
     row = bench.new(64 * 7)
     pages = row.row.pages
     for level, fused in ((1, True), (2, True), (3, True), (4, False)):
-        bench.store.convert(0, level, [PageId(*pages[level])], [row.row])
+        bench.store.pages.convert(0, level, [PageId(*pages[level])], [row.row])
         assert_as_plainly(bench, [row], fused=fused)
 
 
@@ -139,7 +139,7 @@ def test_what_is_reserved_covers_what_kernels_leave_to_be_joined(rows: int, leng
     bench.store.backend = FusedBackend(kernels, METAL.most_buffers)
     mine = [bench.store.new_row() for _ in range(rows)]
     for row in mine:
-        row.pages = bench.store.take_pages(0, length // 64)
+        row.pages = bench.store.pages.take(0, length // 64)
         row.length = length
     step = bench.store.begin_decode(mine)
     assert step.backend is not None

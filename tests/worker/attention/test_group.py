@@ -161,7 +161,7 @@ def test_rows_of_a_group_stay_within_the_scratch_together() -> None:
     rows = [bench.new(2000) for _ in range(6)]
     case = Group(bench, rows, (8,) * 6)
     one = bench.geometry.dense_bytes(2000) * 5  # copies on the way, and scores
-    bench.store.prefill_scratch = scratch = 2 * one
+    bench.store.scratch.limit = scratch = 2 * one
     outputs = 2 * case.queries.nbytes
 
     assert peak_over(case.attend) <= scratch + outputs + SLACK

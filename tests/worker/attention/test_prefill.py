@@ -37,8 +37,8 @@ class Chunk:
     scale: float
 
     def attend(self, scratch: int, sinks: mx.array | None = None) -> mx.array:
-        self.store.prefill_scratch = scratch
-        self.store.note_scratch(scratch)  # whatever was counted before is over
+        self.store.scratch.limit = scratch
+        self.store.scratch.add(scratch)  # whatever was counted before is over
         return prefill_attention(self.queries, self.handle, self.scale, sinks)
 
     def truth(self, sinks: mx.array | None = None) -> mx.array:
@@ -85,7 +85,7 @@ def chunk_of(
     levels = len(store.schemes)
     for level in range(1, levels):
         pages = [page for index, page in enumerate(row.pages) if index % levels == level]
-        store.convert(0, level, pages)
+        store.pages.convert(0, level, pages)
     held, (keys, values) = store.positions(row), store.read(row, 0)
     handle = extend(count)
     before = handle.step.tail_length
@@ -279,8 +279,8 @@ def test_layers_before_are_evaluated_where_the_next_would_not_fit_beside_them() 
     scratch = one * 3 // 2
 
     def layers() -> mx.array:
-        case.store.prefill_scratch = scratch
-        case.store.note_scratch(scratch)
+        case.store.scratch.limit = scratch
+        case.store.scratch.add(scratch)
         output = case.queries
         for _ in range(6):  # each layer's queries depend on the layer before
             output = prefill_attention(output, case.handle, case.scale)

@@ -103,7 +103,7 @@ def test_a_row_stays_small_for_thousands_of_steps(kind: Kind) -> None:
         most = max(most, len(row.row.pages))
 
     assert most <= kind.max_pages(row.row.length)
-    assert bench.store.allocators[0].capacity <= kind.max_pages(row.row.length) + 64
+    assert bench.store.pages.allocators[0].capacity <= kind.max_pages(row.row.length) + 64
     bench.drain()
     bench.check()
 

@@ -14,11 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvd.worker.cache.attention_kind import Kind
-from kvd.worker.cache.model_cache import ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.recurrent_states import State
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, full_pages
+from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 from tests.worker.cache.helpers import through_page
@@ -226,7 +227,7 @@ class DenseStore:
 
     def check(self) -> None:
         self.store.check()
-        assert set(self.rows) == {*self.store.rows, *self.store.snapshots}
+        assert set(self.rows) == {*self.store.rows, *self.store.snapshots.all}
         real = self._check_rows()
         self._check_pages(real)
         self._check_tails()
@@ -250,20 +251,20 @@ class DenseStore:
         assert len(set(places.values())) == len(places), "two pages in one place"
         for page, count in holders.items():
             place = places[page]
-            assert self.store.allocators[place.level].references(place) == count
+            assert self.store.pages.allocators[place.level].references(place) == count
         seen = {
             page for row, mine in self.rows.items() if not row.is_snapshot for page in mine.pages
         }
-        for allocator in self.store.allocators:
+        for allocator in self.store.pages.allocators:
             mine = [page for page in places if page.level == allocator.level]
-            early = [page for row in self.rows for page in row.early]
+            early = [page for row in self.rows for page in row.written_ahead]
             here = sum(page.level == allocator.level for page in early)
             assert allocator.used == len(mine) + here
             assert allocator.idle == sum(page not in seen for page in mine)
         return places
 
     def _check_pages(self, places: dict[Page, PageId]) -> None:
-        for level in self.store.levels:
+        for level in self.store.pages.levels:
             pages = [page for page in places if page.level == level]
             if not pages:
                 continue
@@ -285,7 +286,7 @@ class DenseStore:
 
     def _check_bytes(self) -> None:
         store = self.store
-        rows = store.tail_slots
+        rows = store.tails.count
         assert rows >= len(store.rows)
         total = 0
         for layer, geometry, packings in zip(
@@ -393,7 +394,7 @@ class DenseModel:
     def check(self) -> None:
         self.cache.check()
         assert set(self.cache.sequences) == set(self.sequences)
-        assert set(self.cache.snapshots) == set(self.snapshots)
+        assert set(self.cache.snapshots.all) == set(self.snapshots)
         for store in self.stores:
             store.check()
         self._check_states()

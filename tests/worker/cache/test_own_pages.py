@@ -18,9 +18,9 @@ CHOICES, STEPS = 3, 150
 def held(cache: ModelCache) -> int:
     """Return what pages in use are charged with."""
     return sum(
-        allocator.used * store.charge(allocator.level)
+        allocator.used * store.pages.charge(allocator.level)
         for store in cache.stores
-        for allocator in store.allocators
+        for allocator in store.pages.allocators
     )
 
 
@@ -30,9 +30,9 @@ def branches(runner: Runner, start: int) -> list[Row]:
     row = cache.new_row()
     prefill(runner, row, ids(start))
     cache.flush()
-    snapshot = cache.snapshot(row)
+    snapshot = cache.snapshots.take(row)
     rows = [row, *(cache.restore(snapshot) for _ in range(CHOICES - 1))]
-    cache.drop(snapshot)
+    cache.snapshots.drop(snapshot)
     return rows
 
 
@@ -52,7 +52,7 @@ def test_what_answers_share_is_reserved_once(model: str, settings: str, start: i
     cache = ModelCache(probe.find_layout(made), SETTINGS[settings])
     runner = Runner(made, cache)
     end = start + STEPS
-    whole, own = cache.pages_bytes_for(end, CHUNK), cache.own_bytes_for(start, end, CHUNK)
+    whole, own = cache.costs.pages_bytes(end, CHUNK), cache.costs.continued_bytes(start, end, CHUNK)
     assert 0 <= own <= whole
     rows = branches(runner, start)
     most = held(cache)

@@ -24,9 +24,11 @@ from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import RectangleKVCache
 from kvd.worker.cache.layer import LayerStore, Writing
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.sequence import SequenceRow
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.step_down import StepDown
 from kvd.worker.scheduling.prefill_order import Turns
 from kvd.worker.scheduling.request import Place
@@ -150,23 +152,23 @@ def of_steps(loop: Loop, sequences: list[SequenceRow]) -> int:
 
 def share_of_growth(cache: ModelCache) -> int:
     """What `charge` reserves for the copy of a layer's pool, beyond the pools themselves."""
-    return cache.charged_bytes - cache.pages_bytes
+    return cache.charged_bytes - cache.usage.pages_bytes
 
 
 def test_growth_takes_a_copy_of_one_layers_pool() -> None:
     loop = Loop()
     rows = [loop.fill(220), loop.fill(100)]
     alone = of_steps(loop, rows)
-    assert loop.cache.pages_bytes > 50 * MIB
+    assert loop.cache.usage.pages_bytes > 50 * MIB
     store = loop.growing
-    held = loop.cache.pages_bytes
-    capacity = store.allocators[0].capacity
+    held = loop.cache.usage.pages_bytes
+    capacity = store.pages.allocators[0].capacity
     loop.drain()
-    store.take_pages(0, store.allocators[0].free)  # all that is free; nobody needs them
+    store.pages.take(0, store.pages.allocators[0].free)  # all that is free; nobody needs them
     with watched(loop) as watch:
-        while store.allocators[0].capacity == capacity:
+        while store.pages.allocators[0].capacity == capacity:
             loop.step(rows)
-    grown = loop.cache.pages_bytes - held
+    grown = loop.cache.usage.pages_bytes - held
 
     assert grown > 0
     assert watch.peak <= grown + share_of_growth(loop.cache) + alone + NOISE
@@ -178,10 +180,10 @@ def test_flushes_copy_nothing() -> None:
     rows = [loop.fill(220), loop.fill(20), loop.fill(70)]
     loop.step(rows)
     alone = of_steps(loop, rows)
-    before, held = loop.cache.flushes, loop.cache.nbytes
+    before, held = loop.cache.usage.flushes, loop.cache.nbytes
     with watched(loop) as watch:
         steps = 0
-        while loop.cache.flushes - before < 2:
+        while loop.cache.usage.flushes - before < 2:
             loop.step(rows)
             steps += 1
 
@@ -228,7 +230,7 @@ def test_stepping_down_stays_within_the_scratch() -> None:
         for index, store in enumerate(loop.cache.stores)
     ]
     loop.cache.limit_bytes = 0  # no page ahead of need, as where a grant is used up
-    held, used = loop.cache.pages_bytes, loop.cache.pages_used
+    held, used = loop.cache.usage.pages_bytes, loop.cache.usage.pages_used
     peaks = []
     with watched(loop) as watch:
         for down in downs:
@@ -243,10 +245,10 @@ def test_stepping_down_stays_within_the_scratch() -> None:
                 loop.cache.flush()
 
     # Rows went on: what they sealed meanwhile is theirs.
-    sealed = (loop.cache.pages_used - used) * loop.growing.charge()
+    sealed = (loop.cache.usage.pages_used - used) * loop.growing.pages.charge()
     assert sealed < 4 * MIB
     assert max(peaks) <= SCRATCH + sealed + alone + NOISE
-    assert loop.cache.pages_bytes < 0.65 * held
+    assert loop.cache.usage.pages_bytes < 0.65 * held
     assert watch.end < -0.35 * held + alone
 
 
@@ -263,12 +265,12 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
     chunk = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
     queries = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
     mx.eval(chunk, queries)
-    used = loop.cache.pages_used
+    used = loop.cache.usage.pages_used
     lowering = ModelStepDown(loop.cache, rows, 1)
     peaks = []
     with watched(loop) as watch:
         while not lowering.over:
-            mine = (loop.cache.pages_used - used) * loop.growing.page_bytes()
+            mine = (loop.cache.usage.pages_used - used) * loop.growing.pages.page_bytes()
             mx.reset_peak_memory()
             lowering.advance(0.0, lambda: 1.0)
             peaks.append(mx.get_peak_memory() - watch.start - mine)
@@ -287,7 +289,7 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
 
     assert long.length > 100 * 64
     # Of four layers, the chunk behind its tail, and its pages that await the flush.
-    tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.layer_page_bytes()[0])
+    tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.pages.layer_page_bytes()[0])
     assert max(peaks) <= SCRATCH + tails + NOISE
 
 
@@ -323,7 +325,9 @@ def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
     loop = Loop(quantized_start=1024)
     lengths, chunk = [4096, 1536, 3072], 512
     cache = loop.cache
-    cache.limit_bytes = sum(cache.pages_bytes_for(one, chunk) + cache.row_bytes for one in lengths)
+    cache.limit_bytes = sum(
+        cache.costs.pages_bytes(one, chunk) + cache.row_bytes for one in lengths
+    )
     # A chunk before it is paged, and 16 pages on their way from one level to another.
     moving = 8 * GEOMETRY.dense_bytes(chunk) + 3 * GEOMETRY.dense_bytes(16 * 64)
     with watched(loop) as watch:
@@ -355,7 +359,7 @@ def test_recurrent_states_stay_within_what_rows_are_charged_with(padding: int) -
                 rows.append(loop.fill(2))
             loop.step(rows, len(rows) + padding)
     states = 4 * cache.states.charged_row_bytes
-    paged = cache.pages_bytes + 4 * GEOMETRY.dense_bytes(192) * cache.tail_slots
+    paged = cache.usage.pages_bytes + 4 * GEOMETRY.dense_bytes(192) * cache.tail_slots
     # Padded arrays of two layers, in and out.
     inside = 4 * (4 + padding) * STATE.nbytes
 
@@ -409,9 +413,9 @@ def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
     chunk, lengths = 512, [4096] + [512] * 7
     runner = latent_runner(4 * MIB)
     cache = runner.cache
-    reserved = sum(cache.pages_bytes_for(one + 64, chunk) + cache.row_bytes for one in lengths)
+    reserved = sum(cache.costs.pages_bytes(one + 64, chunk) + cache.row_bytes for one in lengths)
     cache.limit_bytes = reserved
-    beyond = cache.pages_bytes_for(4096, chunk) - cache.stores[0].most_bytes(4096, chunk)
+    beyond = cache.costs.pages_bytes(4096, chunk) - cache.stores[0].most_bytes(4096, chunk)
     assert beyond > 4 * MIB
     gc.collect()
     mx.clear_cache()
@@ -422,11 +426,11 @@ def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
     # Tokens of a chunk of three layers, before they are paged and behind it.
     moving = 3 * 3 * LATENT.dense_bytes(chunk)
 
-    assert len(cache.passes(cache.sequences)) > 1
+    assert len(cache.rectangles.passes(cache.sequences)) > 1
     assert peak <= reserved + 4 * MIB + moving + NOISE
     wide = latent_runner(1 << 30)
     together = run_latent(wide, lengths, chunk)
-    assert len(wide.cache.passes(wide.cache.sequences)) == 1
+    assert len(wide.cache.rectangles.passes(wide.cache.sequences)) == 1
     for one, other in zip(split, together, strict=True):
         assert mx.isfinite(one).all().item()
         assert mx.allclose(one, other, rtol=1e-4, atol=1e-4).item()
@@ -441,7 +445,7 @@ def test_steps_over_rectangles_do_not_add_up() -> None:
     mx.reset_peak_memory()
     start = mx.get_active_memory()
     rows = cache.sequences
-    assert len(cache.passes(rows)) == 1
+    assert len(cache.rectangles.passes(rows)) == 1
     found = []
     for _ in range(8):  # launched, and none of them waited for
         found.append(runner.decode(rows, mx.arange(3)))
@@ -468,8 +472,8 @@ def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(LayerStore, "put", undrained)
     mx.reset_peak_memory()
     start = mx.get_active_memory()
-    before = loop.cache.flushes
-    while loop.cache.flushes == before:
+    before = loop.cache.usage.flushes
+    while loop.cache.usage.flushes == before:
         loop.step(rows)
     loop.step(rows)
     mx.eval(loop.flight)

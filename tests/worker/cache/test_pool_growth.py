@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mlx
 
 def full(bench: Bench) -> list[PageId]:
     """Take all free pages, so that the next flush lacks room."""
-    return bench.store.take_pages(0, bench.store.allocators[0].free)
+    return bench.store.pages.take(0, bench.store.pages.allocators[0].free)
 
 
 def test_one_piece_a_step_and_no_flush_has_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,17 +34,17 @@ def test_one_piece_a_step_and_no_flush_has_to_grow(monkeypatch: pytest.MonkeyPat
         resize(pool, side, capacity)
 
     monkeypatch.setattr(PagePool, "resize", counted)
-    before, flushes = bench.store.allocators[0].capacity, bench.store.flushes
+    before, flushes = bench.store.pages.allocators[0].capacity, bench.store.flushes
     while bench.store.flushes == flushes:
         copies.append(0)
         bench.decode(rows)
         mx.eval(bench.store.arrays())
         make_room(bench.store, 0.0, itertools.count().__next__)
     for page in taken:
-        bench.store.allocators[0].release(page)
+        bench.store.pages.allocators[0].release(page)
 
     bench.store.check()
-    assert bench.store.allocators[0].capacity > before
+    assert bench.store.pages.allocators[0].capacity > before
     assert sum(copies) == 2 * len(bench.store.layers)
     assert max(copies) == 1
 
@@ -54,15 +54,15 @@ def test_what_is_to_come_is_charged_at_once_and_bounded_by_what_is_spare() -> No
     bench.new(300)
     full(bench)
     store = bench.store
-    before = store.charged_bytes
-    room = before + 10 * store.charge()
-    store.spare = lambda: room - store.charged_bytes
+    before = store.pages.charged_bytes
+    room = before + 10 * store.pages.charge()
+    store.pages.spare = lambda: room - store.pages.charged_bytes
     make_room(store, 0.0, itertools.count().__next__)
 
-    assert store.charged_bytes == room
+    assert store.pages.charged_bytes == room
     make_room(store, 1e9, itertools.count().__next__)
-    assert store.allocators[0].free == 10
-    assert store.charged_bytes == room
+    assert store.pages.allocators[0].free == 10
+    assert store.pages.charged_bytes == room
     full(bench)
     assert not lacks_room(store)
 
@@ -73,10 +73,10 @@ def test_compacting_amidst_growth_leaves_nothing_behind() -> None:
     held = full(bench)
     make_room(bench.store, 0.0, itertools.count().__next__)
     for page in held:
-        bench.store.allocators[0].release(page)
-    bench.store.compact()
+        bench.store.pages.allocators[0].release(page)
+    bench.store.pages.compact()
 
-    assert bench.store.pages_bytes == len(row.row.pages) * bench.store.page_bytes()
+    assert bench.store.pages.nbytes == len(row.row.pages) * bench.store.pages.page_bytes()
     bench.store.check()
 
 
@@ -84,9 +84,9 @@ def test_lower_levels_are_charged_to_what_the_top_keeps() -> None:
     bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
     row = bench.new(1000)
     store = bench.store
-    store.convert(0, 1, list(row.row.pages))
-    reserved = store.allocators[1].used + 20
-    store.compact(reserved)
+    store.pages.convert(0, 1, list(row.row.pages))
+    reserved = store.pages.allocators[1].used + 20
+    store.pages.compact(reserved)
 
-    assert store.charged_bytes <= reserved * store.charge()
-    assert store.allocators[0].capacity >= 20
+    assert store.pages.charged_bytes <= reserved * store.pages.charge()
+    assert store.pages.allocators[0].capacity >= 20

@@ -10,9 +10,10 @@ import pytest
 
 from kvd.worker.cache.layout import Access
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.reference import TOKENS
@@ -96,7 +97,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     if decoded:
         decode(runner, [row], ids(decoded, 2))
     cache.flush()
-    snapshot = cache.snapshot(row)
+    snapshot = cache.snapshots.take(row)
     cache.check()
     chunk, more = ids(100, 3), ids(34, 4)  # a page is sealed on the way
     prefill(runner, row, chunk)
@@ -117,9 +118,13 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
         cache.free(twin)
     cache.check()
     assert cache.snapshot_bytes == snapshot.nbytes > 0
-    assert cache.freed_bytes([snapshot]) == cache.held_bytes([snapshot])
-    assert cache.snapshot_charge == cache.charge_of(snapshot) >= cache.held_bytes([snapshot])
-    cache.drop(snapshot)
+    assert cache.snapshots.freed_bytes([snapshot]) == cache.snapshots.held_bytes([snapshot])
+    assert (
+        cache.snapshot_charge
+        == cache.snapshots.charge_of(snapshot)
+        >= cache.snapshots.held_bytes([snapshot])
+    )
+    cache.snapshots.drop(snapshot)
     cache.shrink()
     assert cache.nbytes == cache.snapshot_charge == 0
     with pytest.raises(ValueError, match="dropped"):
@@ -167,12 +172,12 @@ def test_who_leaves_the_dense_start_takes_nobody_along() -> None:
     cache = shared.cache
     first = cache.new_row()
     prefill(shared, first, ids(128))
-    snapshot = cache.snapshot(first)
+    snapshot = cache.snapshots.take(first)
     late = cache.restore(snapshot)
     prefill(shared, first, ids(128, 3))  # long enough to be quantized
     assert {page.level for page in first.rows[0].pages} == {1}
     assert {page.level for page in [*late.rows[0].pages, *snapshot.rows[0].pages]} == {0}
-    assert cache.unlowered(snapshot)
+    assert cache.snapshots.unlowered(snapshot)
     (got,) = decode(shared, [late], ids(20, 2))
 
     np.testing.assert_array_equal(got, want)
@@ -185,19 +190,19 @@ def test_a_step_down_takes_frozen_rows_along() -> None:
     runner = Runner(model, cache)
     row = cache.new_row()
     prefill(runner, row, ids(256))
-    snapshot, before = cache.snapshot(row), cache.used_bytes
+    snapshot, before = cache.snapshots.take(row), cache.usage.used_bytes
     lowering = ModelStepDown(cache, [row], 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
     cache.check()
 
-    assert cache.used_bytes < before
-    assert not cache.unlowered(snapshot)
+    assert cache.usage.used_bytes < before
+    assert not cache.snapshots.unlowered(snapshot)
     assert [one.pages for one in snapshot.rows] == [one.pages for one in row.rows]
     cache.free(row)
-    assert cache.used_bytes > 0
-    cache.drop(snapshot)
-    assert cache.used_bytes == 0
+    assert cache.usage.used_bytes > 0
+    cache.snapshots.drop(snapshot)
+    assert cache.usage.used_bytes == 0
 
 
 def test_a_parked_sequence_can_be_stepped_down() -> None:
@@ -206,7 +211,7 @@ def test_a_parked_sequence_can_be_stepped_down() -> None:
     runner = Runner(model, cache)
     row = cache.new_row()
     prefill(runner, row, ids(256))
-    snapshot = cache.snapshot(row)
+    snapshot = cache.snapshots.take(row)
     cache.free(row)
     lowering = ModelStepDown(cache, [snapshot], 1)
     while not lowering.over:
@@ -221,24 +226,24 @@ def test_a_parked_sequence_can_be_stepped_down() -> None:
 def test_only_what_lives_in_a_tail_is_copied() -> None:
     bench = Bench(layers=2)
     row = bench.new(200).row
-    snapshot = bench.store.snapshot(row)
+    snapshot = bench.store.snapshots.take(row)
     per_token = sum(layer.geometry.dense_bytes(1) for layer in bench.store.layers)
 
     assert snapshot.nbytes == (200 - 128) * per_token
     assert [keys.shape for keys, _ in snapshot.tails] == [(2, 72, 64)] * 2
-    assert bench.store.idle_charge == 0
+    assert bench.store.pages.idle_charge == 0
     bench.free(bench.rows[0])
-    assert bench.store.idle_charge == 2 * bench.store.charge()
-    bench.store.drop(snapshot)
-    assert bench.store.idle_charge == bench.store.used_bytes == 0
+    assert bench.store.pages.idle_charge == 2 * bench.store.pages.charge()
+    bench.store.snapshots.drop(snapshot)
+    assert bench.store.pages.idle_charge == bench.store.pages.used_bytes == 0
 
 
 def test_what_was_written_early_is_not_frozen() -> None:
     bench = Bench(layers=1)
     row = bench.new(100)
     bench.drain()
-    assert row.row.early
-    snapshot = bench.store.snapshot(row.row)
+    assert row.row.written_ahead
+    snapshot = bench.store.snapshots.take(row.row)
 
     assert snapshot.held == []
     assert snapshot.tail_length == 100
@@ -247,11 +252,11 @@ def test_what_was_written_early_is_not_frozen() -> None:
 
 def test_a_frozen_row_is_dropped_once() -> None:
     bench = Bench(layers=1)
-    snapshot = bench.store.snapshot(bench.new(70).row)
-    bench.store.drop(snapshot)
+    snapshot = bench.store.snapshots.take(bench.new(70).row)
+    bench.store.snapshots.drop(snapshot)
 
     with pytest.raises(ValueError, match="already"):
-        bench.store.drop(snapshot)
+        bench.store.snapshots.drop(snapshot)
     with pytest.raises(ValueError, match="was dropped"):
         bench.store.restore(snapshot)
 
@@ -270,10 +275,10 @@ def test_where_memory_is_short_nothing_is_kept_in_part(monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(last, "copy_tail", fail)
         with pytest.raises(MemoryError):
-            cache.snapshot(row)
+            cache.snapshots.take(row)
     cache.check()
-    assert not any(store.snapshots for store in cache.stores)
-    snapshot = cache.snapshot(row)
+    assert not any(store.snapshots.all for store in cache.stores)
+    snapshot = cache.snapshots.take(row)
     with monkeypatch.context() as patch:
         patch.setattr(last, "fill_tail", fail)
         with pytest.raises(MemoryError):

@@ -35,7 +35,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     """Write two rows that share a beginning, let pages move, read them, and compare."""
     cache = runner.cache
     cache.flush()
-    snapshot = [cache.snapshot(row) for row in rows]
+    snapshot = [cache.snapshots.take(row) for row in rows]
     shared = {page for store in snapshot[0].rows for page in store.pages}
     more = ids(66, 8)
     wanted = [decode(runner, [row], more)[0] for row in rows]
@@ -49,7 +49,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     content = sum(map(len, records[1:]))
     assert content == saver.nbytes
     for one in snapshot:
-        cache.drop(one)
+        cache.snapshots.drop(one)
     cache.shrink()
     assert cache.nbytes == 0
 
@@ -73,9 +73,9 @@ def test_every_kind_of_cache_comes_back(name: str) -> None:
     row = runner.cache.new_row()
     prefill(runner, row, ids(150))
     runner.cache.flush()
-    snapshot = runner.cache.snapshot(row)
+    snapshot = runner.cache.snapshots.take(row)
     other = runner.cache.restore(snapshot)
-    runner.cache.drop(snapshot)
+    runner.cache.snapshots.drop(snapshot)
     decode(runner, [row], ids(37, 2))
     decode(runner, [other], ids(5, 3))
     both_go_on(runner, [row, other])
@@ -101,13 +101,13 @@ def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
     row = cache.new_row()
     prefill(runner, row, ids(150))
     decode(runner, [row], ids(length - 150, 2))
-    snapshot = cache.snapshot(row)
+    snapshot = cache.snapshots.take(row)
     twin = cache.restore(snapshot)
     want = decode(runner, [twin], ids(10, 8))[0]
     records = list(SnapshotWriter(cache, [snapshot]).records())
     for one in (row, twin):
         cache.free(one)
-    cache.drop(snapshot)
+    cache.snapshots.drop(snapshot)
     loader = SnapshotReader(cache, iter(records))
     stranger = cache.new_row()
     prefill(runner, stranger, ids(100, 5))
@@ -143,17 +143,17 @@ def test_what_is_not_whole_is_damaged_and_leaves_nothing() -> None:
     cache = runner.cache
     row = cache.new_row()
     prefill(runner, row, ids(200))
-    snapshot = cache.snapshot(row)
+    snapshot = cache.snapshots.take(row)
     records = list(SnapshotWriter(cache, [snapshot]).records())
     cache.free(row)
-    cache.drop(snapshot)
+    cache.snapshots.drop(snapshot)
     for one in damaged(records):
         loader = SnapshotReader(cache, iter(one))
         with pytest.raises(DamagedRecord):
             take(loader)
         loader.forget()
         cache.check()
-        assert cache.pages_used == 0
+        assert cache.usage.pages_used == 0
     other = alone("gpt_oss").cache
     with pytest.raises(DamagedRecord, match="another model"):
         take(SnapshotReader(other, iter(records)))

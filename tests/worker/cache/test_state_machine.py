@@ -37,9 +37,11 @@ from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import DecodeHandle, GroupHandle, PrefillHandle
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache, SequenceRow
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.sequence import SequenceRow
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.snapshot import SequenceSnapshot
 from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
@@ -396,36 +398,36 @@ class Machine(RuleBasedStateMachine):
             can &= one
         return can
 
-    @precondition(lambda self: self.sequences and len(self.cache.snapshots) < MOST_FROZEN)
+    @precondition(lambda self: self.sequences and len(self.cache.snapshots.all) < MOST_FROZEN)
     @rule(choice=st.integers(0, 99))
     def snapshot(self, choice: int) -> None:
         """Keep what a sequence is now; nothing that it does later changes that."""
         sequence = self._one(choice)
         self._drain()
-        self.twin.snapshot(sequence, self.cache.snapshot(sequence))
+        self.twin.snapshot(sequence, self.cache.snapshots.take(sequence))
         self._checked("freeze")
 
-    @precondition(lambda self: self.cache.snapshots and len(self.sequences) < MOST_ROWS)
+    @precondition(lambda self: self.cache.snapshots.all and len(self.sequences) < MOST_ROWS)
     @rule(choice=st.integers(0, 99))
     def restore(self, choice: int) -> None:
         """Run on from what was kept; the frozen one holds the same pages, and stays."""
-        snapshot = self.cache.snapshots[choice % len(self.cache.snapshots)]
+        snapshot = self.cache.snapshots.all[choice % len(self.cache.snapshots.all)]
         self._drain()
         self.twin.restore(snapshot, self.cache.restore(snapshot))
         self._checked("thaw")
 
-    @precondition(lambda self: self.news > 1 and len(self.cache.snapshots) > 1)
+    @precondition(lambda self: self.news > 1 and len(self.cache.snapshots.all) > 1)
     @rule(choice=st.integers(0, 99))
     def drop(self, choice: int) -> None:
         """With a step in flight, perhaps: nobody reads a frozen sequence."""
-        snapshot = self.cache.snapshots[choice % len(self.cache.snapshots)]
-        freed = self.cache.freed_bytes([snapshot])
-        before = self.cache.used_bytes + self.cache.snapshot_bytes
+        snapshot = self.cache.snapshots.all[choice % len(self.cache.snapshots.all)]
+        freed = self.cache.snapshots.freed_bytes([snapshot])
+        before = self.cache.usage.used_bytes + self.cache.snapshot_bytes
         charge = self.cache.snapshot_charge
-        assert charge <= sum(map(self.cache.charge_of, self.cache.snapshots))
-        self.cache.drop(snapshot)
-        assert before - self.cache.used_bytes - self.cache.snapshot_bytes == freed
-        assert charge - self.cache.charge_of(snapshot) <= self.cache.snapshot_charge
+        assert charge <= sum(map(self.cache.snapshots.charge_of, self.cache.snapshots.all))
+        self.cache.snapshots.drop(snapshot)
+        assert before - self.cache.usage.used_bytes - self.cache.snapshot_bytes == freed
+        assert charge - self.cache.snapshots.charge_of(snapshot) <= self.cache.snapshot_charge
         assert self.cache.snapshot_charge <= charge - snapshot.nbytes
         self.twin.drop(snapshot)
         self._checked("drop")
@@ -456,11 +458,11 @@ class Machine(RuleBasedStateMachine):
     def compact(self, pages: int) -> None:
         self._flush()
         before = self.cache.nbytes
-        most = [[one.capacity for one in store.allocators] for store in self.cache.stores]
+        most = [[one.capacity for one in store.pages.allocators] for store in self.cache.stores]
         freed = self.cache.compact(pages)
         assert freed == before - self.cache.nbytes
         for store, capacities in zip(self.cache.stores, most, strict=True):
-            for allocator, capacity in zip(store.allocators, capacities, strict=True):
+            for allocator, capacity in zip(store.pages.allocators, capacities, strict=True):
                 kept = _room(store, allocator.level, pages)
                 assert allocator.capacity == min(capacity, max(allocator.used, kept))
                 for layer in store.layers:
@@ -480,13 +482,13 @@ class Machine(RuleBasedStateMachine):
         self.twin.left = 0
         wanted = self.cache.snapshot_bytes
         for store in self.cache.stores:
-            for allocator in store.allocators:
+            for allocator in store.pages.allocators:
                 kept = _room(store, allocator.level, pages)
                 pages_there = max(allocator.used, min(kept, allocator.capacity))
-                assert pages_there == max(allocator.used, kept) or self.cache.snapshots
-                wanted += pages_there * store.page_bytes(allocator.level)
+                assert pages_there == max(allocator.used, kept) or self.cache.snapshots.all
+                wanted += pages_there * store.pages.page_bytes(allocator.level)
         assert self.cache.nbytes == wanted
-        assert self.cache.nbytes >= self.cache.held_bytes(self.cache.snapshots)
+        assert self.cache.nbytes >= self.cache.snapshots.held_bytes(self.cache.snapshots.all)
         self._checked("shrink")
 
     @precondition(lambda self: self.news > 1)
@@ -496,19 +498,21 @@ class Machine(RuleBasedStateMachine):
         if units is None:
             self.cache.limit_bytes = None
         else:
-            self.cache.limit_bytes = self.cache.charged_bytes + units * self.cache.unit_bytes
+            self.cache.limit_bytes = self.cache.charged_bytes + units * self.cache.costs.unit_bytes
         self._checked("limit")
 
-    @precondition(lambda self: self.sequences and self.cache.pages_used and len(self.downs) < 4)
+    @precondition(
+        lambda self: self.sequences and self.cache.usage.pages_used and len(self.downs) < 4
+    )
     @rule(choice=st.integers(0, 99), level=st.integers(1, 2), fails_at=FAILURES)
     def lower(self, choice: int, level: int, fails_at: int | None) -> None:
         """Begin to step some sequences down; `slice` goes on with it."""
         self._drain()
         chosen: list[SequenceRow | SequenceSnapshot] = [*self._some(choice)]
         if choice % 3 == 0:  # one that is parked
-            chosen += self.cache.snapshots[:1]
+            chosen += self.cache.snapshots.all[:1]
         for index, dense in enumerate(self.twin.stores):
-            if level in dense.store.levels:
+            if level in dense.store.pages.levels:
                 rows = [one.rows[index] for one in chosen]
                 self.downs.append(Down(StepDown(dense.store, rows, level), dense, level))
                 for row in rows:
@@ -581,8 +585,8 @@ def _room(store: KVStore, level: int, pages: int) -> int:
     """What compacting leaves of ``pages`` at a level: the top's, less what lower ones take."""
     if level or store.kind.bounded:
         return 0
-    lower = sum(one.used * store.charge(one.level) for one in store.allocators[1:])
-    return max(0, pages - -(-lower // store.charge()))
+    lower = sum(one.used * store.pages.charge(one.level) for one in store.pages.allocators[1:])
+    return max(0, pages - -(-lower // store.pages.charge()))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.step_down import StepDown
-from kvd.worker.cache.store import SLICE_PAGES, KVStore
+from kvd.worker.cache.store import KVStore
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow
 
@@ -96,7 +97,9 @@ def test_delicate_layer_keeps_its_floor() -> None:
     bench.check()
     schemes = [layer.pools[2].scheme for layer in bench.store.layers]
     assert schemes == [SCHEMES[0], SCHEMES[2]]
-    assert bench.store.page_bytes(2) == sum(bench.geometry.page_bytes(scheme) for scheme in schemes)
+    assert bench.store.pages.page_bytes(2) == sum(
+        bench.geometry.page_bytes(scheme) for scheme in schemes
+    )
 
 
 def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
@@ -127,11 +130,11 @@ def test_what_was_written_early_is_written_anew_on_the_new_level() -> None:
     bench = Bench(scheme=SCHEMES, layers=1)
     row = bench.new(100)
     bench.drain()
-    assert [page.level for page in row.row.early] == [0]
+    assert [page.level for page in row.row.written_ahead] == [0]
     down = StepDown(bench.store, [row.row], 2)
     assert down.advance(1.0, no_clock) == 0
     assert down.over
-    assert bench.store.used_bytes == 0
+    assert bench.store.pages.used_bytes == 0
     while not row.row.pages:
         bench.decode([row])
 
@@ -143,13 +146,13 @@ def test_shared_pages_are_converted_once_for_all() -> None:
     bench = Bench(scheme=SCHEMES, layers=1)
     one = bench.new(400)
     twin = bench.store.fork(one.row)
-    taken = bench.store.allocators[0].used
+    taken = bench.store.pages.allocators[0].used
     down = StepDown(bench.store, [one.row], 2)
 
     assert down.advance(1.0, no_clock) == taken
     assert twin.pages == one.row.pages
-    assert bench.store.allocators[2].used == taken
-    assert bench.store.allocators[0].used == 0
+    assert bench.store.pages.allocators[2].used == taken
+    assert bench.store.pages.allocators[0].used == 0
     bench.store.check()
 
 
@@ -208,7 +211,7 @@ def heavy() -> tuple[Bench, list[DenseRow]]:
     bench = Bench(LayerGeometry(kv_heads=4, k_dim=128, v_dim=128), SCHEMES, layers=3)
     rows = [bench.new(64 * 60, chunk=1024) for _ in range(3)]
     bench.drain()
-    bench.store.compact()
+    bench.store.pages.compact()
     mx.clear_cache()
     return bench, rows
 
@@ -232,7 +235,7 @@ def test_memory_comes_back_and_peak_stays_within_the_scratch(
     kept = 59 * 3 - pages
 
     store = bench.store
-    assert store.pages_bytes == pages * store.page_bytes(2) + kept * store.page_bytes()
+    assert store.pages.nbytes == pages * store.pages.page_bytes(2) + kept * store.pages.page_bytes()
     # What the store says it gave back is what the allocator has back; it hands out buffers that
     # are up to 32 KiB larger than asked for.
     assert abs((before - mx.get_active_memory()) - (held - store.nbytes)) < MIB // 4
@@ -247,7 +250,7 @@ def test_scratch_without_room_for_a_round_goes_on_in_small_ones() -> None:
     capacities = [0]
     while not down.over:
         piece(down)
-        capacities.append(bench.store.allocators[2].capacity)
+        capacities.append(bench.store.pages.allocators[2].capacity)
 
     steps = [after - before for before, after in itertools.pairwise(capacities) if after > before]
     assert steps[0] == SLICE_PAGES
@@ -312,9 +315,9 @@ def test_rows_that_leave_half_way_take_their_memory_along(pieces: int) -> None:
     while not down.over:
         piece(down)
         bench.store.check()
-    bench.store.compact()
+    bench.store.pages.compact()
 
-    assert bench.store.pages_bytes == 0
+    assert bench.store.pages.nbytes == 0
 
 
 def test_flushes_half_way_find_their_room() -> None:
@@ -322,7 +325,7 @@ def test_flushes_half_way_find_their_room() -> None:
     rows = [bench.new(64 * 40) for _ in range(3)]
     for row in rows:
         row.shown(0, bench.store)
-    bench.store.compact()
+    bench.store.pages.compact()
     down = StepDown(bench.store, [row.row for row in rows[:2]], 2, scratch=0)
     while not down.over:
         for _ in range(20):
@@ -346,10 +349,10 @@ def test_compacting_moves_pages_together() -> None:
     rows = [bench.new(64 * 12) for _ in range(4)]
     for row in (rows[0], rows[2]):
         bench.free(row)
-    freed = bench.store.compact()
+    freed = bench.store.pages.compact()
 
     assert freed > 0
-    assert [one.capacity for one in bench.store.allocators] == [22, 0, 0]
+    assert [one.capacity for one in bench.store.pages.allocators] == [22, 0, 0]
     bench.check()
     bench.rows[0].shown(0, bench.store)
     bench.decode([rows[1], rows[3]])
@@ -406,7 +409,7 @@ class Ladder(RuleBasedStateMachine):
     @rule(pages=st.integers(0, 9))
     def compact(self, pages: int) -> None:
         self.bench.drain()
-        self.bench.store.compact(pages)
+        self.bench.store.pages.compact(pages)
 
     @rule()
     def flush(self) -> None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.layout import AttentionPart, Entry, Layout
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.settings import CacheSettings
 from tests.worker.cache.helpers import Bench, DenseRow
 
 pytestmark = pytest.mark.mlx
@@ -53,7 +54,10 @@ def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
     held = sum(array.nbytes for layer in bench.store.layers for array in layer.arrays())
 
     assert bench.store.nbytes == held
-    assert bench.store.pages_bytes == bench.store.allocators[0].capacity * bench.store.page_bytes()
+    assert (
+        bench.store.pages.nbytes
+        == bench.store.pages.allocators[0].capacity * bench.store.pages.page_bytes()
+    )
 
 
 def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
@@ -103,7 +107,7 @@ def test_a_page_is_written_with_those_of_others_and_read_from_a_length_of_the_ro
     second, first = bench.new(100), bench.new(125)
     for _ in range(3):
         bench.decode([first, second])
-    assert second.row.early
+    assert second.row.written_ahead
     assert (first.row.length, second.row.length) == (128, 103)
     flushes = bench.store.flushes
     assert first.row.pages
@@ -133,12 +137,12 @@ def test_freed_row_whose_page_is_early_leaves_nothing() -> None:
     leaving, staying = bench.new(100), bench.new(120)
     for _ in range(20):
         bench.decode([leaving, staying])
-    assert leaving.row.early
+    assert leaving.row.written_ahead
     bench.free(leaving)
     bench.drain()
 
     bench.check()
-    assert bench.store.allocators[0].used == len(staying.row.held)
+    assert bench.store.pages.allocators[0].used == len(staying.row.held)
 
 
 def test_shrink_gives_everything_back() -> None:
@@ -155,11 +159,11 @@ def test_shrink_gives_everything_back() -> None:
 
 def test_page_limit_caps_growth() -> None:
     bench = Bench(layers=1)
-    limit = 10 * bench.store.charge()
-    bench.store.spare = lambda: limit - bench.store.charged_bytes
+    limit = 10 * bench.store.pages.charge()
+    bench.store.pages.spare = lambda: limit - bench.store.pages.charged_bytes
     bench.new(64 * 11)
 
-    assert bench.store.allocators[0].capacity == 10
+    assert bench.store.pages.allocators[0].capacity == 10
 
 
 def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
@@ -169,7 +173,7 @@ def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
     store, chunk = bench.store, 128
     lengths = [3000, 600, 2500, 500]
     limit = sum(store.most_bytes(length, chunk) for length in lengths)
-    store.spare = lambda: limit - store.charged_bytes
+    store.pages.spare = lambda: limit - store.pages.charged_bytes
     rows = [bench.new() for _ in lengths]
     rng = np.random.default_rng(2)
     while left := [
@@ -179,7 +183,7 @@ def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
     ]:
         row, _ = left[rng.integers(len(left))]
         bench.prefill(row, chunk)
-        assert store.charged_bytes <= limit
+        assert store.pages.charged_bytes <= limit
         store.check()
 
     assert [{page.level for page in row.row.pages} for row in rows] == [{1}, {1}, {1}, {0}]
@@ -191,7 +195,9 @@ def test_kinds_do_not_hold_ahead_what_others_reserved() -> None:
     layout = Layout(tuple(Entry((AttentionPart(kind, part),)) for kind in kinds), mx.float32)
     cache = ModelCache(layout, CacheSettings(schemes=(Scheme(8, 8),)))
     lengths, chunk = [2000, 700], 128
-    cache.limit_bytes = sum(cache.pages_bytes_for(one, chunk) + cache.row_bytes for one in lengths)
+    cache.limit_bytes = sum(
+        cache.costs.pages_bytes(one, chunk) + cache.row_bytes for one in lengths
+    )
     tokens = mx.random.normal((1, 1, chunk, 64))
     for length in lengths:
         sequence = cache.new_row()
@@ -212,7 +218,7 @@ def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> N
     store = bench.store
     before = [np.array(side) for side in store.read(row.row, 0)]
     copies = [store.fork(row.row) for _ in range(3)]
-    snapshot = store.snapshot(copies.pop())
+    snapshot = store.snapshots.take(copies.pop())
     for copy in copies:  # two leave, at flushes of their own
         store.begin_prefill(copy, 200)
         tokens = mx.random.normal((1, 2, 200, 64))
@@ -271,13 +277,13 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
     geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
     bench = Bench(geometry, layers=2)
-    limit = 400 * bench.store.charge()
-    bench.store.spare = lambda: limit - bench.store.charged_bytes
+    limit = 400 * bench.store.pages.charge()
+    bench.store.pages.spare = lambda: limit - bench.store.pages.charged_bytes
     big = bench.new(64 * 300, chunk=2048)
     small = bench.new(100)
     for row in (big, small):  # nobody looks at what they hold, and a step would copy it all
         row.keys, row.values = ([side[:, :0] for side in held] for held in (row.keys, row.values))
-    one_layer = bench.store.pages_bytes // 2
+    one_layer = bench.store.pages.nbytes // 2
     assert one_layer > 20_000_000
     bench.drain()
     mx.clear_cache()

@@ -24,7 +24,7 @@ def test_tails_and_states_are_cut_to_who_is_there(name: str) -> None:
         prefill(runner, row, ids(100 + seed, seed))
     decode(runner, rows, ids(3, 5))
     cache.flush()
-    snapshot = [cache.snapshot(rows[place]) for place in (1, 3)]
+    snapshot = [cache.snapshots.take(rows[place]) for place in (1, 3)]
     wanted = [decode(runner, [rows[place]], ids(80, 6))[0] for place in (1, 3)]
     for row in rows:
         cache.free(row)
@@ -34,13 +34,13 @@ def test_tails_and_states_are_cut_to_who_is_there(name: str) -> None:
     for row in twins[:2]:
         cache.free(row, clean=False)
     for one in snapshot:
-        cache.drop(one)
+        cache.snapshots.drop(one)
     assert cache.tail_slots == 4
     cache.cut_tails()
     cache.check()
     assert cache.tail_slots == 2
-    one = sum(store.row_bytes for store in cache.stores) + cache.states.row_bytes
-    assert cache.tails_bytes == 2 * one
+    one = sum(store.tails.row_bytes for store in cache.stores) + cache.states.row_bytes
+    assert cache.usage.tails_bytes == 2 * one
     for row, want in zip(twins[2:], wanted, strict=True):
         np.testing.assert_array_equal(decode(runner, [row], ids(80, 6))[0], want)
     cache.cut_tails()

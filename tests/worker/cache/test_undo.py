@@ -15,7 +15,7 @@ def with_early_page(bench: Bench) -> DenseRow:
     row = bench.new(100)
     bench.decode([row])
     bench.drain()
-    assert row.row.early
+    assert row.row.written_ahead
     return row
 
 
@@ -53,7 +53,7 @@ def test_what_a_failed_flush_has_taken_is_thrown_away_and_frozen_rows_stay(
     bench = Bench()
     store = bench.store
     kept = bench.new(300)
-    snapshot = store.snapshot(kept.row)
+    snapshot = store.snapshots.take(kept.row)
     before = [np.array(side) for side in store.read(kept.row, 1)]
     bench.decode([bench.new(100)])
     mx.eval(store.arrays())
@@ -66,7 +66,7 @@ def test_what_a_failed_flush_has_taken_is_thrown_away_and_frozen_rows_stay(
 
     store.check()
     assert store.rows == []
-    assert store.allocators[0].used == store.allocators[0].idle == len(snapshot.pages)
+    assert store.pages.allocators[0].used == store.pages.allocators[0].idle == len(snapshot.pages)
     restored = store.restore(snapshot)
     for side, wanted in zip(store.read(restored, 1), before, strict=True):
         np.testing.assert_array_equal(np.array(side), wanted)

@@ -16,10 +16,11 @@ from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.language import METAL
 from kvd.worker.attention.kernels.launch import Fused, Launch
 from kvd.worker.cache.backend import Backend
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
@@ -57,10 +58,10 @@ class Side:
     def rest(self, index: int) -> None:
         """Park a row, and let it go on."""
         cache = self.runner.cache
-        snapshot = cache.snapshot(self.rows[index])
+        snapshot = cache.snapshots.take(self.rows[index])
         cache.free(self.rows[index])
         self.rows[index] = cache.restore(snapshot)
-        cache.drop(snapshot)
+        cache.snapshots.drop(snapshot)
 
     def step(self, token: int) -> np.ndarray:
         cache = self.runner.cache

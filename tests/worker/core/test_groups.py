@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.native import build as build_native
 from kvd.worker.native.layers import pack_weights
 from kvd.worker.native.step import Library
@@ -149,7 +150,7 @@ def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
     monkeypatch.setattr("kvd.worker.cache.prefill_group.PrefillGroup.offsets", property(wrong))
     assert not runner.group()
     assert not runner.groups
-    assert runner.cache.pages_used == 0
+    assert runner.cache.usage.pages_used == 0
     assert not runner.cache.sequences
 
 

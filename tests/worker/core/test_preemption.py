@@ -56,7 +56,7 @@ def driver(loaded: Driver) -> Iterator[Driver]:
     assert folder.held_bytes == 0
     assert not loaded.engine._runner.cache.sequences
     loaded.engine._prefix_cache.tree.clear()
-    assert loaded.engine._runner.cache.pages_used == 0
+    assert loaded.engine._runner.cache.usage.pages_used == 0
     assert loaded.engine._scheduler.reserved_pages == 0
     for record in (loaded.outcomes, loaded.parkings, loaded.positions, loaded.reclaimed):
         record.clear()

@@ -64,7 +64,7 @@ def test_several_answers_share_the_prompt(demo: Driver) -> None:
     pages = 0
     while not demo.outcomes["n"].over:
         demo.step()
-        pages = max(pages, demo.engine._runner.cache.stores[0].allocators[0].used)
+        pages = max(pages, demo.engine._runner.cache.stores[0].pages.allocators[0].used)
     found = demo.outcomes["n"]
 
     assert found.tokens == one.tokens

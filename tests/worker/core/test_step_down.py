@@ -34,7 +34,7 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
         driver.submit(rid, prompt_of(900, seed), max_tokens=60)
     driver.run(until=lambda: all(len(driver.outcomes[rid].tokens) > 5 for rid in driver.outcomes))
     store = driver.engine._runner.cache.stores[0]
-    before = store.pages_bytes
+    before = store.pages.nbytes
     if lower:
         reclaim(driver, "precision", 1, level=2)
         driver.run(until=lambda: not driver.engine._reclaiming.active)
@@ -42,15 +42,15 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
         assert {page.level for page in held.pages} == {2}
         other = driver.engine._requests["kept"].completions[0].row.rows[0]
         assert {page.level for page in other.pages} == {0}
-        assert store.pages_bytes < before
-        assert store.used_bytes == len(other.pages) * store.page_bytes(0) + len(
+        assert store.pages.nbytes < before
+        assert store.pages.used_bytes == len(other.pages) * store.pages.page_bytes(0) + len(
             held.pages
-        ) * store.page_bytes(2)
+        ) * store.pages.page_bytes(2)
         told = driver.engine.stats().memory
         assert told.kv_levels == (
-            len(other.pages) * store.page_bytes(0),
+            len(other.pages) * store.pages.page_bytes(0),
             0,
-            len(held.pages) * store.page_bytes(2),
+            len(held.pages) * store.pages.page_bytes(2),
         )
         assert sum(told.kv_levels) == told.kv_pages_used
     driver.run()
@@ -79,7 +79,7 @@ def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -
     assert laddered.outcomes["short"].reason == "length"
     laddered.engine._prefix_cache.evict(1 << 40)
     assert not laddered.engine._runner.cache.sequences
-    assert laddered.engine._runner.cache.pages_used == 0
+    assert laddered.engine._runner.cache.usage.pages_used == 0
 
 
 def test_a_request_that_waits_for_memory_does_not_undo_the_work(
@@ -117,7 +117,7 @@ def pressed() -> Iterator[Driver]:
     driver.run()
     assert all(len(one.tokens) == 300 for one in driver.outcomes.values())
     driver.engine._prefix_cache.tree.clear()
-    assert driver.engine._runner.cache.pages_used == 0
+    assert driver.engine._runner.cache.usage.pages_used == 0
     assert driver.engine._scheduler.reserved_pages == 0
 
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.gpu import blocks, joined_linear, products
 from kvd.worker.serving import fused_layers, kernel_timing
 from kvd.worker.serving.kernel_check import describe_verdict

@@ -252,7 +252,7 @@ class Twin:
                 # Those that left the dense start at different times were converted apart.
                 name = held[index] if row.start else row.tags[index]
                 pages[name] = page_bytes(row.schemes[row.levels[index]])
-            for page in one.early:
+            for page in one.written_ahead:
                 pages[page] = page_bytes(row.schemes[page.level])
         return sum(pages.values()) + len(tails) * TAIL_BYTES
 

@@ -349,12 +349,14 @@ class Caches(RuleBasedStateMachine):
             return
         held = Counter(page for row in rows for page in row.held)
         store = place.rows
-        for allocator in store.allocators:
+        for allocator in store.pages.allocators:
             mine = {page: count for page, count in held.items() if page.level == allocator.level}
             assert {page: allocator.references(page) for page in mine} == mine
             assert allocator.used == len(mine) <= allocator.capacity
-        pools = sum(one.capacity * page_bytes(self.schemes[one.level]) for one in store.allocators)
-        assert place.nbytes == pools + store.tail_slots * TAIL_BYTES
+        pools = sum(
+            one.capacity * page_bytes(self.schemes[one.level]) for one in store.pages.allocators
+        )
+        assert place.nbytes == pools + store.tails.count * TAIL_BYTES
         arrays = [array for pool in store.layers[0].pools for array in pool.arrays()]
         tails = [store.layers[0].tail_keys, store.layers[0].tail_values]
         assert place.nbytes == sum(array.nbytes for array in (*arrays, *tails))

@@ -13,7 +13,8 @@ import pytest
 
 from kvd import demo
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.model_step_down import ModelStepDown
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.prefix.tree import PrefixTree
@@ -138,7 +139,7 @@ def test_hits_change_nothing(name: str) -> None:
     wanted = [plain.serve(prompt) for prompt in asked]
     biggest = 0
     for cap in (ROOM, None):
-        tree = PrefixTree(runner.cache, CHUNK, EVERY, cap or TIGHT * biggest)
+        tree = PrefixTree(runner.cache.snapshots, CHUNK, EVERY, cap or TIGHT * biggest)
         desk = Desk(runner, tree)
         for number, (prompt, (logits, tokens)) in enumerate(zip(asked, wanted, strict=True)):
             got, drawn = desk.serve(prompt, stays=number % 3 == 0)
@@ -151,11 +152,11 @@ def test_hits_change_nothing(name: str) -> None:
         assert (tree.counts.evicted > 0) == (cap is None)
         before = runner.cache.snapshot_charge
         # Rows that stay hold some of the pages, where there are any.
-        assert (tree.freeable_bytes < tree.held_bytes) == (runner.cache.pages_used > 0)
+        assert (tree.freeable_bytes < tree.held_bytes) == (runner.cache.usage.pages_used > 0)
         desk.leave()
         assert tree.freeable_bytes == tree.held_bytes
         assert runner.cache.snapshot_charge >= before
-        used = runner.cache.used_bytes + runner.cache.snapshot_bytes
+        used = runner.cache.usage.used_bytes + runner.cache.snapshot_bytes
         assert tree.clear() == used
         runner.cache.shrink()
         assert runner.cache.nbytes == runner.cache.snapshot_charge == 0
@@ -163,7 +164,7 @@ def test_hits_change_nothing(name: str) -> None:
 
 def test_what_was_stepped_down_is_no_hit_and_comes_back() -> None:
     runner = tiny_runner("gpt_oss")
-    tree = PrefixTree(runner.cache, CHUNK, EVERY, ROOM)
+    tree = PrefixTree(runner.cache.snapshots, CHUNK, EVERY, ROOM)
     desk = Desk(runner, tree)
     prompt = prompts(0)[0]
     logits, _ = desk.serve(prompt, stays=True)

@@ -32,7 +32,7 @@ class FakeCache:
 
     holds: Counter[int] = field(default_factory=Counter)
 
-    def snapshot(self, sequence: tuple[int, ...]) -> Kept:
+    def take(self, sequence: tuple[int, ...]) -> Kept:
         self.holds.update(sequence)
         return Kept(sequence)
 

@@ -10,8 +10,9 @@ import mlx.core as mx
 
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving.costs import costs_of
 from protocol.costs import Costs
 
@@ -31,7 +32,7 @@ def cache_of(*kinds: Kind, access: Access = Access.PAGES, **settings) -> ModelCa
 
 
 def told(cache: ModelCache) -> Costs | None:
-    row = cache.row_bytes + cache.checkpoint_bytes
+    row = cache.row_bytes + cache.costs.checkpoint_bytes
     return costs_of(cache, weights=10, base=1000, row=row, first=70, step=256)
 
 
@@ -51,7 +52,7 @@ def test_costs_are_the_workers_own(cache):
     assert costs is not None
     for level in range(3):
         for length in LENGTHS:
-            assert costs.pages_bytes(length, level) == cache.pages_bytes_for(length, 256, level)
+            assert costs.pages_bytes(length, level) == cache.costs.pages_bytes(length, 256, level)
 
 
 def test_a_grant_covers_what_idles_or_what_rows_need():

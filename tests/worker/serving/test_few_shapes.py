@@ -10,8 +10,9 @@ import pytest
 from kvd.worker.attention import group
 from kvd.worker.cache import padded_sizes
 from kvd.worker.cache.attention_kind import FULL, Kind
-from kvd.worker.cache.model_cache import CacheSettings, ModelCache
+from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import runner as runners
 from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Row, Runner
@@ -63,7 +64,7 @@ def test_in_parts_too(share: int) -> None:
     """Heads by heads, and in tiles."""
     bench = bench_of()
     case = Group(bench, [bench.new(2000), bench.new(1500)], (100, 30))
-    bench.store.prefill_scratch = bench.geometry.dense_bytes(2100) * share // 4
+    bench.store.scratch.limit = bench.geometry.dense_bytes(2100) * share // 4
     case.check()
     case.finish()
 

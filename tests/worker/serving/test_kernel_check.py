@@ -12,7 +12,7 @@ import pytest
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.arguments import Attention
-from kvd.worker.cache.model_cache import CacheSettings
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving import kernel_check, kernel_choice, kernel_timing, loading, probe, runner
 from kvd.worker.serving.kernel_timing import Times
@@ -216,7 +216,7 @@ def test_timing_stays_within_the_scratch() -> None:
     )
 
     assert kernel_timing._is_for(variants[0], store.layers[0].geometry)
-    assert 2 * handle.store.pages_bytes <= store.prefill_scratch // 2
+    assert 2 * handle.store.pages.nbytes <= store.scratch.limit // 2
     assert 64 <= keys < kernel_timing.KEYS
 
 

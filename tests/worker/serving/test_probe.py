@@ -12,8 +12,8 @@ from mlx_lm.models.cache import KVCache
 from kvd.worker.cache import packed
 from kvd.worker.cache.attention_kind import FULL
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
-from kvd.worker.cache.model_cache import CacheSettings
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.store import KVStore
 from kvd.worker.serving import describe, probe, seam, selfcheck
 from kvd.worker.serving.probe import Served
@@ -147,7 +147,7 @@ def test_a_cache_that_nobody_knows_is_served_as_it_is(monkeypatch: pytest.Monkey
     assert isinstance(found.runner.cache, MlxLmCache)
     assert found.path == "dense, mlx-lm's own caches"
     assert "Stranger" in next(iter(found.reasons.values()))
-    assert found.runner.cache.token_bytes == 2 * 2 * 2 * 64 * 4
+    assert found.runner.cache.costs.token_bytes == 2 * 2 * 2 * 64 * 4
 
 
 def test_wrong_product_is_replaced_by_the_one_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:

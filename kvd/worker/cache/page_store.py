@@ -1,0 +1,289 @@
+"""The pages of all layers of one kind: allocation, byte counts, growth, and moves between levels.
+
+A page has the same slot in every layer: slot 17 of level 1 is that place in each layer's pool of
+level 1. Pools change size, and pages move, only while the device is idle, one layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.page_tables import PageTables
+from kvd.worker.cache.pages import PageAllocator, PageId
+from kvd.worker.cache.rows import Row
+
+SLAB_PAGES = 64
+"""Pools grow by at least this many pages, so that growing (a copy) stays rare."""
+
+
+SLICE_PAGES = 16
+"""Pages that are converted at once. The scratch holds dense copies of them, for one layer."""
+
+
+class PageStore:
+    """Allocators and pools of every precision level.
+
+    ``holders`` returns all rows and snapshots that may reference pages.
+    """
+
+    def __init__(
+        self,
+        layers: list[LayerStore],
+        levels: int,
+        holders: Callable[[], list[Row]],
+        tables: PageTables,
+    ) -> None:
+        self.levels = range(levels)
+        self.allocators = [PageAllocator(level) for level in self.levels]
+        self.spare: Callable[[], int] | None = None
+        """Bytes, as `charge` counts, that pools may grow ahead of need; None: no limit.
+
+        Pages that rows need are always allocated: admission ensures that they fit.
+        """
+        self.reclaim: Callable[[], None] = self.cut_to_used
+        """Called when pools must grow and `spare` has no room for it."""
+        self.goals: dict[int, int] = {}
+        """By level, the capacity that its pools are growing to (`kvd.worker.cache.pool_growth`)."""
+        self._layers = layers
+        self._holders = holders
+        self._tables = tables
+
+    # Byte counts.
+
+    def page_bytes(self, level: int = 0) -> int:
+        """Return the bytes of one page in all layers."""
+        return sum(self.layer_page_bytes(level))
+
+    def layer_page_bytes(self, level: int = 0) -> tuple[int, ...]:
+        """Return the bytes of one page in each layer."""
+        return self._layer_page_bytes[level]
+
+    @cached_property
+    def _layer_page_bytes(self) -> list[tuple[int, ...]]:
+        # Memory accounting reads this in every step.
+        return [
+            tuple(layer.geometry.page_bytes(layer.pools[level].scheme) for layer in self._layers)
+            for level in self.levels
+        ]
+
+    def charge(self, level: int = 0) -> int:
+        """Return the bytes that accounting reserves for a page.
+
+        The page itself, and its share of the copy that growing one layer's pool takes.
+        """
+        return self.page_bytes(level) + max(self.layer_page_bytes(level))
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of the pools, as `charge` counts them."""
+        return sum(
+            self._charged_capacity(allocator) * self.charge(allocator.level)
+            for allocator in self.allocators
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools, also while one of them is being resized."""
+        return sum(pool.nbytes for layer in self._layers for pool in layer.pools)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the pages that rows and snapshots reference."""
+        return sum(
+            allocator.used * self.page_bytes(allocator.level) for allocator in self.allocators
+        )
+
+    @property
+    def idle_charge(self) -> int:
+        """Bytes of the pages that only snapshots reference, as `charge` counts them."""
+        return sum(allocator.idle * self.charge(allocator.level) for allocator in self.allocators)
+
+    # References.
+
+    def retain(self, row: Row) -> None:
+        """Add a row's reference to each of its pages."""
+        for page in row.pages:
+            self.allocators[page.level].retain(page, snapshot=row.is_snapshot)
+
+    def release(self, row: Row, pages: Iterable[PageId]) -> None:
+        """Remove a row's reference to each of these pages."""
+        for page in pages:
+            self.allocators[page.level].release(page, snapshot=row.is_snapshot)
+
+    def release_written_ahead(self, row: Row) -> None:
+        """Release the page that was written ahead of its commit: the tail has its tokens."""
+        self.release(row, row.written_ahead)
+        row.written_ahead = []
+
+    # Allocation and growth.
+
+    def take(self, level: int, count: int) -> list[PageId]:
+        """Take pages of a level, each with one reference. Grows its pools if they are too small."""
+        allocator = self.allocators[level]
+        if not allocator.can_take(count):
+            self._grow(allocator, allocator.used + count)
+        return allocator.take(count)
+
+    def make_ready(self, wanted: Mapping[int, int]) -> None:
+        """Ensure that ``wanted`` pages of each level can be taken. Existing pages may move.
+
+        If `spare` has no room, all pools first give back what they grew ahead of need: admission
+        counts only the pages that rows need, on whatever level and of whatever kind.
+        """
+        missing = sum(
+            max(
+                0,
+                allocator.used + wanted.get(allocator.level, 0) - self._charged_capacity(allocator),
+            )
+            * self.charge(allocator.level)
+            for allocator in self.allocators
+        )
+        tight = self.spare is not None and missing > max(0, self.spare())
+        if tight:
+            self.reclaim()
+        for level, count in wanted.items():
+            allocator = self.allocators[level]
+            if not allocator.can_take(count):
+                self._grow(allocator, allocator.used + count, tight=tight)
+
+    def _charged_capacity(self, allocator: PageAllocator) -> int:
+        """Return the current capacity, or the capacity that the pools are growing to."""
+        return max(allocator.capacity, self.goals.get(allocator.level, 0))
+
+    def _grow(self, allocator: PageAllocator, needed: int, *, tight: bool = False) -> None:
+        goal = self.goals.pop(allocator.level, 0) or self.capacity_ahead(allocator)
+        capacity = max(needed, goal)
+        if tight:  # leave room for the next pool that must grow
+            capacity = (needed + capacity) // 2
+        for layer in self._layers:
+            layer.pools[allocator.level].grow(capacity)
+        allocator.grow(capacity)  # last: if memory is short, no slot is without storage
+
+    def capacity_ahead(self, allocator: PageAllocator) -> int:
+        """Return the capacity that a pool grows to ahead of need, within `spare`."""
+        wanted = allocator.capacity + max(SLAB_PAGES, allocator.capacity // 4)
+        if self.spare is not None:
+            room = self.spare() // self.charge(allocator.level)
+            wanted = min(wanted, allocator.capacity + max(0, room))
+        return wanted
+
+    # Moves.
+
+    def convert(
+        self, source: int, target: int, pages: list[PageId], rows: Iterable[Row] | None = None
+    ) -> None:
+        """Convert pages of one level to another, for these rows or for all that reference them.
+
+        The device must be idle. If it fails, every page is still on one level or the other.
+        """
+        new = self.take(target, len(pages))
+        try:
+            for layer in self._layers:
+                layer.move(
+                    source, target, [page.slot for page in pages], [page.slot for page in new]
+                )
+        except BaseException:
+            for page in new:
+                self.allocators[target].release(page)
+            raise
+        self._replace(dict(zip(pages, new, strict=True)), self._holders() if rows is None else rows)
+
+    def _replace(self, new: dict[PageId, PageId], rows: Iterable[Row]) -> None:
+        """Make rows reference freshly taken pages instead of the old ones."""
+        for row in rows:
+            for pages in (row.pages, row.written_ahead):
+                for index, page in enumerate(pages):
+                    if page in new:
+                        pages[index] = new[page]
+                        self.allocators[new[page].level].retain(new[page], snapshot=row.is_snapshot)
+                        self.allocators[page.level].release(page, snapshot=row.is_snapshot)
+        for page in new.values():
+            self.allocators[page.level].release(page)  # the reference from `take`
+        self._tables.invalidate()
+
+    # Giving memory back.
+
+    def compact(self, pages: int = 0) -> int:
+        """Pack the pages of every level and cut its pools. Returns the bytes freed.
+
+        The top level keeps room for ``pages`` pages, less the bytes that lower levels use. The
+        device must be idle.
+        """
+        before = self.nbytes
+        self.goals.clear()
+        lower = sum(
+            allocator.used * self.charge(allocator.level) for allocator in self.allocators[1:]
+        )
+        pages -= -(-lower // self.charge())
+        for allocator in self.allocators:
+            kept = pages if allocator.level == 0 else 0
+            self._cut(allocator, max(allocator.used, kept))
+        return before - self.nbytes
+
+    def cut_to_used(self) -> None:
+        """Cut pools to the pages in use, except on levels that rows are being stepped down to."""
+        targets = {
+            row.level
+            for row in self._holders()
+            if any(page.level < row.level for page in row.pages)
+        }
+        for allocator in self.allocators:
+            unused = self._charged_capacity(allocator) > allocator.used
+            if unused and allocator.level not in targets:
+                self.goals.pop(allocator.level, None)
+                self._cut(allocator, allocator.used)
+
+    def grow_top(self, capacity: int) -> None:
+        """Grow the pools of the top level to ``capacity`` pages, if they are smaller."""
+        top = self.allocators[0]
+        if top.capacity < capacity:
+            for layer in self._layers:
+                layer.pools[0].grow(capacity)
+            top.grow(capacity)
+
+    def _cut(self, allocator: PageAllocator, capacity: int) -> None:
+        """Pack a level's pages and cut its pools, one layer's copies at a time."""
+        if moves := allocator.packing():
+            self._move_within(allocator, moves)
+        capacity = min(allocator.capacity, capacity)
+        allocator.cut(capacity)
+        for layer in self._layers:
+            layer.pools[allocator.level].cut(capacity)
+
+    def _move_within(self, allocator: PageAllocator, moves: dict[int, int]) -> None:
+        level = allocator.level
+        for layer in self._layers:
+            layer.move(level, level, list(moves), list(moves.values()))
+        allocator.moved(moves)
+        for row in self._holders():
+            row.pages, row.written_ahead = (
+                [
+                    PageId(level, moves[page.slot])
+                    if page.level == level and page.slot in moves
+                    else page
+                    for page in pages
+                ]
+                for pages in (row.pages, row.written_ahead)
+            )
+        self._tables.invalidate()
+
+    def check(self) -> None:
+        """Assert that references and capacities agree with the rows and the pools."""
+        holders = self._holders()
+        held: dict[PageId, int] = {}
+        for row in holders:
+            for page in row.held:
+                held[page] = held.get(page, 0) + 1
+        snapshot = {page for row in holders if row.is_snapshot for page in row.held}
+        running = {page for row in holders if not row.is_snapshot for page in row.held}
+        for allocator in self.allocators:
+            allocator.check()
+            level = allocator.level
+            mine = {page: count for page, count in held.items() if page.level == level}
+            assert mine == {page: allocator.references(page) for page in mine}
+            assert len(mine) == allocator.used, "a page in use is referenced by no row"
+            assert allocator.idle == sum(page in mine for page in snapshot - running)
+            pools = [layer.pools[level] for layer in self._layers]
+            assert all(pool.capacity >= allocator.capacity for pool in pools), "a slot without room"

@@ -1,0 +1,139 @@
+"""The page tables of a batch, by precision level, and their reuse from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from kvd.worker.cache.packed import PageIndex
+from kvd.worker.cache.page_list import PageList, page_locations
+from kvd.worker.cache.rows import Row
+
+
+@dataclass(frozen=True)
+class LevelTable:
+    """The pages of one precision level that a batch attends to."""
+
+    level: int
+    slots: mx.array
+    """``[pages]`` uint32: slots in the level's pools."""
+    rows: mx.array
+    """``[pages]`` uint32: index of each page's row in the batch, ascending."""
+    owners: tuple[int, ...]
+    """`rows` on the host."""
+    starts: tuple[int, ...]
+    """Position of each page's first token."""
+    padding: int = 0
+    """Copies of the last page at the end, so that steps have few shapes. Attention masks them."""
+    _indices: dict[int, tuple[PageIndex, PageIndex]] = field(default_factory=dict)
+    _padded: dict[int, LevelTable] = field(default_factory=dict)
+
+    def padded(self, pages: int) -> LevelTable:
+        """Return the table padded to ``pages`` entries.
+
+        The padding repeats the last page, of the same row, so its content cannot reach other rows.
+        """
+        missing = pages - len(self.owners)
+        if not missing:
+            return self
+        if pages not in self._padded:
+            owners, starts = (side + side[-1:] * missing for side in (self.owners, self.starts))
+            slots = mx.concatenate([self.slots, mx.broadcast_to(self.slots[-1:], (missing,))])
+            self._padded[pages] = LevelTable(
+                self.level, slots, mx.array(owners, mx.uint32), owners, starts, missing
+            )
+        return self._padded[pages]
+
+    @cached_property
+    def real_pages(self) -> mx.array | None:
+        """``[pages, 1]`` bool: False for padding; None if there is none."""
+        if not self.padding:
+            return None
+        count = len(self.owners)
+        return mx.arange(count)[:, None] < count - self.padding
+
+    def with_arrays(
+        self, slots: mx.array, rows: mx.array, indices: dict[int, tuple[PageIndex, PageIndex]]
+    ) -> LevelTable:
+        """Return the table over other arrays, such as those of a function that is being traced."""
+        return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
+
+    def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
+        """Return the indices for an operand with one entry per row and for one with one per page."""
+        if heads not in self._indices:
+            each = mx.arange(heads, dtype=mx.uint32)
+            pages = mx.arange(self.slots.size, dtype=mx.uint32)
+            right, by_row, by_page = (
+                index[:, None] * heads + each for index in (self.slots, self.rows, pages)
+            )
+            self._indices[heads] = (PageIndex(by_row, right), PageIndex(by_page, right))
+        return self._indices[heads]
+
+
+def level_tables(locations: Sequence[np.ndarray]) -> list[LevelTable]:
+    """Build the tables of a batch from the `page_locations` of its rows."""
+    if not locations:
+        return []
+    pages = np.concatenate(locations)
+    owners = np.repeat(np.arange(len(locations)), [len(part) for part in locations])
+    tables = []
+    for level in np.flatnonzero(np.bincount(pages[:, 0])).tolist():
+        here = pages[:, 0] == level
+        slots, rows = (mx.array(side[here].astype(np.uint32)) for side in (pages[:, 1], owners))
+        starts = tuple(pages[here, 2].tolist())
+        tables.append(LevelTable(level, slots, rows, tuple(owners[here].tolist()), starts))
+    return tables
+
+
+class PageTables:
+    """Builds the tables of batches, and keeps the newest ones until pages change."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._tables: tuple[tuple[int, list[Row]], list[LevelTable]] | None = None
+        self._page_list: tuple[tuple[int, list[Row]], PageList] | None = None
+        self._locations: dict[Row, np.ndarray] = {}
+        """`page_locations` of rows whose pages have not changed since."""
+
+    def by_level(self, rows: list[Row]) -> list[LevelTable]:
+        key = (self._version, rows)
+        if self._tables is None or self._tables[0] != key:
+            self._tables = (key, level_tables(self._locations_of(rows)))
+        return self._tables[1]
+
+    def page_list(self, rows: list[Row]) -> PageList:
+        """Return the pages of all levels as one list, for backends."""
+        key = (self._version, list(rows))
+        if self._page_list is None or self._page_list[0] != key:
+            self._page_list = (key, PageList.joined(self._locations_of(rows)))
+        return self._page_list[1]
+
+    def _locations_of(self, rows: Iterable[Row]) -> list[np.ndarray]:
+        found = []
+        for row in rows:
+            if row not in self._locations:
+                self._locations[row] = page_locations(row)
+            found.append(self._locations[row])
+        return found
+
+    def invalidate(self, rows: Iterable[Row] | None = None) -> None:
+        """Rebuild tables after the pages of these rows, or of all rows, have changed."""
+        self._version += 1
+        if rows is None:
+            self._locations.clear()
+            return
+        for row in rows:
+            self._locations.pop(row, None)
+
+    def clear(self) -> None:
+        """Release the arrays of the newest tables."""
+        self._tables = None
+        self._page_list = None
+
+    def check(self) -> None:
+        for row, locations in self._locations.items():
+            assert np.array_equal(locations, page_locations(row)), "a table has stale pages"

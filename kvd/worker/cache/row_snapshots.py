@@ -1,0 +1,58 @@
+"""The snapshots of one store's rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from kvd.worker.cache.dense_start import DenseStart
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.page_store import PageStore
+from kvd.worker.cache.rows import Row
+from kvd.worker.cache.snapshot import RowSnapshot
+
+
+class RowSnapshots:
+    """Takes and drops snapshots. `KVStore.restore` makes rows of them."""
+
+    def __init__(self, layers: list[LayerStore], pages: PageStore, dense_start: DenseStart) -> None:
+        self.all: list[RowSnapshot] = []
+        self._layers = layers
+        self._pages = pages
+        self._dense_start = dense_start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the snapshots' tails."""
+        return sum(snapshot.nbytes for snapshot in self.all)
+
+    def take(self, row: Row) -> RowSnapshot:
+        """Return a row's pages by reference and a copy of its tail, evaluated.
+
+        The device must be idle. Full pages are never written again, so sharing them needs no copy.
+        A row that has outgrown the dense start leaves it first, as before a step.
+        """
+        self._dense_start.leave([row] if self._dense_start.outgrown(row) else [])
+        tails = [layer.copy_tail(row.slot, row.tail_length) for layer in self._layers]
+        mx.eval(tails)
+        snapshot = RowSnapshot(tails=tails)
+        snapshot.copy_from(row)
+        self.add(snapshot)
+        return snapshot
+
+    def add(self, snapshot: RowSnapshot) -> None:
+        """Add a snapshot from elsewhere; it references its pages from now on."""
+        self._pages.retain(snapshot)
+        self.all.append(snapshot)
+
+    def drop(self, snapshot: RowSnapshot) -> None:
+        """Free a snapshot's pages and tail. No step reads a snapshot, so this is always safe."""
+        if not snapshot.alive:
+            raise ValueError("the snapshot is already dropped")
+        snapshot.alive = False
+        self._pages.release(snapshot, snapshot.pages)
+        self.all.remove(snapshot)
+
+    def check(self) -> None:
+        for row in self.all:
+            tails = [layer.geometry.dense_bytes(row.tail_length) for layer in self._layers]
+            assert row.nbytes == sum(tails), "a snapshot's tail has another size than its row's"

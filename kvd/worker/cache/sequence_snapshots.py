@@ -1,0 +1,111 @@
+"""The snapshots of a model's sequences, and the bytes that they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+
+from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.recurrent_states import StateStore
+from kvd.worker.cache.sequence import SequenceRow
+from kvd.worker.cache.snapshot import SequenceSnapshot
+from kvd.worker.cache.store import KVStore
+
+
+class SequenceSnapshots:
+    """Takes and drops snapshots. `ModelCache.restore` makes sequences of them."""
+
+    def __init__(self, stores: Sequence[KVStore], states: StateStore) -> None:
+        self.all: list[SequenceSnapshot] = []
+        self._stores = stores
+        self._states = states
+
+    def take(self, sequence: SequenceRow) -> SequenceSnapshot:
+        """Return a sequence's pages and states by reference, and copies of its tails.
+
+        The device must be idle.
+        """
+        rows = []
+        with ExitStack() as undo:  # if memory is short in one store, none keeps a part
+            for store, row in zip(self._stores, sequence.rows, strict=True):
+                rows.append(store.snapshots.take(row))
+                undo.callback(store.snapshots.drop, rows[-1])
+            snapshot = SequenceSnapshot(rows, self._states.snapshot(sequence), sequence.length)
+            undo.pop_all()
+        self.all.append(snapshot)
+        return snapshot
+
+    def add(self, snapshot: SequenceSnapshot) -> SequenceSnapshot:
+        """Add a snapshot that was read from bytes; it references its pages from now on."""
+        for store, row in zip(self._stores, snapshot.rows, strict=True):
+            store.snapshots.add(row)
+        self.all.append(snapshot)
+        return snapshot
+
+    def drop(self, snapshot: SequenceSnapshot) -> None:
+        """Free a snapshot. No step reads one, so this is always safe."""
+        snapshot.alive = False
+        for store, row in zip(self._stores, snapshot.rows, strict=True):
+            store.snapshots.drop(row)
+        self.all.remove(snapshot)
+
+    def unlowered(self, snapshot: SequenceSnapshot) -> bool:
+        """Return whether all pages are as prefill left them: none was stepped down."""
+        return all(
+            store.dense_start.unlowered(row)
+            for store, row in zip(self._stores, snapshot.rows, strict=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the snapshots' tails and states."""
+        return sum(snapshot.nbytes for snapshot in self.all)
+
+    @property
+    def charge(self) -> int:
+        """Bytes that only snapshots hold: tails, states, and pages as `PageStore.charge`."""
+        return self.nbytes + sum(store.pages.idle_charge for store in self._stores)
+
+    def charge_of(self, snapshot: SequenceSnapshot) -> int:
+        """Return all bytes that a snapshot references, its pages as `PageStore.charge`."""
+        pages = sum(
+            store.pages.charge(page.level)
+            for store, row in zip(self._stores, snapshot.rows, strict=True)
+            for page in row.pages
+        )
+        return pages + snapshot.nbytes
+
+    def held_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
+        """Return the bytes that these reference; pages that they share count once."""
+        pages = sum(
+            _bytes_of(store, {page for one in snapshots for page in one.rows[index].pages})
+            for index, store in enumerate(self._stores)
+        )
+        return pages + sum(snapshot.nbytes for snapshot in snapshots)
+
+    def freed_bytes(self, snapshots: Collection[SequenceSnapshot]) -> int:
+        """Return the bytes that dropping all of these would free."""
+        freed = sum(snapshot.nbytes for snapshot in snapshots)
+        for index, store in enumerate(self._stores):
+            counts = Counter(page for one in snapshots for page in one.rows[index].pages)
+            allocators = store.pages.allocators
+            unshared = [
+                page
+                for page, count in counts.items()
+                if allocators[page.level].references(page) == count
+            ]
+            freed += _bytes_of(store, unshared)
+        return freed
+
+    def check(self) -> None:
+        for snapshot in self.all:
+            assert snapshot.alive
+            assert all(row.alive and row.length == snapshot.length for row in snapshot.rows)
+        for index, store in enumerate(self._stores):
+            assert store.snapshots.all == [snapshot.rows[index] for snapshot in self.all]
+
+
+def _bytes_of(store: KVStore, pages: Collection[PageId]) -> int:
+    levels = Counter(page.level for page in pages)
+    return sum(count * store.pages.page_bytes(level) for level, count in levels.items())

@@ -1,0 +1,55 @@
+"""How a model's keys and values are kept: schemes, floors, windows and scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvd.worker.cache.attention_kind import FULL, Kind
+from kvd.worker.cache.scheme import Scheme
+
+
+def no_floors(layers: int) -> list[Scheme | None]:
+    """Return floors that allow every layer all schemes."""
+    return [None] * layers
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Settings of a `kvd.worker.cache.model_cache.ModelCache`."""
+
+    schemes: tuple[Scheme, ...] = (Scheme(),)
+    """One per precision level. Rows start with the first."""
+    floors: Callable[[int], Sequence[Scheme | None]] = no_floors
+    """Returns, for a number of layers, the scheme of each layer below which it does not go."""
+    quantized_start: int = 0
+    """Rows shorter than this many tokens are not quantized."""
+    max_size: int | None = None
+    """Full attention sees only the newest ``max_size`` tokens, including the first ``keep``."""
+    keep: int = 0
+    scratch: int = 256 * 1024 * 1024
+    """Bytes that a step may hold in addition to the cache. Three quarters are for dense copies. One
+    quarter is for stepping down, whose pools may exceed their size while prompts are prefilled."""
+
+    @property
+    def store_schemes(self) -> tuple[Scheme, ...]:
+        """Schemes of the stores' levels: with `quantized_start`, one more level comes first."""
+        return ((Scheme(16, 16),) if self.quantized_start else ()) + self.schemes
+
+    @property
+    def prefill_scratch(self) -> int:
+        """Bytes of dense copies."""
+        return self.scratch - self.step_down_scratch
+
+    @property
+    def step_down_scratch(self) -> int:
+        """Bytes that a step-down may add to the pools."""
+        return self.scratch // 4
+
+    def kind(self, kind: Kind) -> Kind:
+        """Return the attention kind with which a kind of the model is served."""
+        return Kind(self.max_size, self.keep) if kind == FULL and self.max_size else kind
+
+    def store_level(self, level: int) -> int:
+        """Return the stores' level for a precision level; for 0, the level where rows start."""
+        return level + len(self.store_schemes) - len(self.schemes) if level else 0

@@ -1,0 +1,83 @@
+"""The slots of the tail arrays: which row has which, in all layers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvd.worker.cache.layer import LayerStore
+from kvd.worker.cache.rows import TAIL_TOKENS, Row
+
+
+class TailSlots:
+    """Tail slots of all layers. Lower slots are given out first."""
+
+    def __init__(self, layers: list[LayerStore]) -> None:
+        self.count = 0
+        """Slots that exist, free or not."""
+        self._layers = layers
+        self._free: list[int] = []
+        self._dirty: set[int] = set()
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's tail in all layers."""
+        return sum(layer.geometry.dense_bytes(TAIL_TOKENS) for layer in self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.row_bytes
+
+    def take(self) -> int:
+        """Return a free slot, added to the arrays if there is none."""
+        if not self._free:
+            for layer in self._layers:
+                layer.add_tail()
+            self._free.append(self.count)
+            self.count += 1
+        slot = self._free.pop(0)
+        if slot in self._dirty:
+            self._dirty.remove(slot)
+            for layer in self._layers:
+                layer.clear_tail(slot)
+        return slot
+
+    def free(self, slot: int, *, clean: bool) -> None:
+        """Free a slot. Unless ``clean``, it is cleared before another row gets it."""
+        if not clean:
+            self._dirty.add(slot)
+        self._free.append(slot)
+        self._free.sort()
+
+    def cut(self, rows: Sequence[Row]) -> bool:
+        """Free the tails that none of ``rows``, all running rows, uses. Rows may change slots.
+
+        The device must be idle. Returns whether there were such tails.
+        """
+        if not self._free:
+            return False
+        free = iter(self._free)
+        count = len(rows)
+        for row in sorted(rows, key=lambda row: -row.slot):
+            if row.slot >= count:
+                target = next(free)
+                for layer in self._layers:
+                    layer.move_tail(row.slot, target)
+                row.slot = target
+        for layer in self._layers:
+            layer.cut_tails(count)
+        self._free = []
+        self._dirty = set()
+        self.count = count
+        return True
+
+    def clear(self) -> None:
+        """Free all tails, when no row is left."""
+        self.count = 0
+        self._free = []
+        self._dirty = set()
+        for layer in self._layers:
+            layer.drop_tails()
+
+    def check(self, rows: Sequence[Row]) -> None:
+        slots = [row.slot for row in rows] + self._free
+        assert sorted(slots) == list(range(self.count)), "a tail is lost or shared"
