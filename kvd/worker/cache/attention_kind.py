@@ -1,7 +1,7 @@
 """Which earlier tokens a layer's queries see: full attention, sliding windows, chunks.
 
-Nothing rotates and nothing wraps around: a token keeps its position for good, pages that no later
-query sees are freed, and what is left of the oldest one is masked.
+There is no ring buffer. Tokens keep their positions, pages that no later query sees are freed, and
+the unseen tokens of the oldest page are masked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Position = TypeVar("Position", int, mx.array)
 
 @dataclass(frozen=True)
 class Kind:
-    """What one sort of layer attends to, its own token included.
+    """What the layers of one kind attend to, including the query's own token.
 
-    ``window``: the newest so many tokens, of which the first ``keep`` of the whole sequence take
-    ``keep`` places (a sliding window, or `max_kv_size` with attention sinks, arXiv 2309.17453);
-    ``chunk``: the tokens of the query's own chunk, on an absolute grid (Llama 4).
+    ``window``: a number of tokens. The first ``keep`` tokens of the sequence take ``keep`` of them,
+    and the newest tokens the rest (a sliding window, or `max_kv_size` with attention sinks, arXiv
+    2309.17453). ``chunk``: the tokens of the query's own chunk, on an absolute grid (Llama 4).
     """
 
     window: int | None = None
@@ -41,18 +41,18 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """Such as ``window 1024``."""
+        """Name such as ``window 1024``."""
         if self.window is not None:
             return f"window {self.window}" + (f" keep {self.keep}" if self.keep else "")
         return "full" if self.chunk is None else f"chunk {self.chunk}"
 
     @property
     def anchored_pages(self) -> int:
-        """Pages at the beginning that never fall out."""
+        """Pages at the beginning that never leave the window."""
         return -(-self.keep // PAGE_TOKENS)
 
     def low(self, position: Position) -> Position:
-        """Return the first position, beside the kept ones, that a query there sees."""
+        """Return the first position that a query at ``position`` sees, apart from the kept ones."""
         if self.window is not None:
             return position - (self.window - self.keep - 1)
         if self.chunk is not None:
@@ -60,7 +60,7 @@ class Kind:
         return position - position
 
     def visible(self, queries: mx.array, keys: mx.array) -> mx.array:
-        """Return who sees whom: positions ``[n]`` and ``[m]``, or any that broadcast; bool."""
+        """Return which keys each query sees, as bool. Positions ``[n]`` and ``[m]`` broadcast."""
         seen = keys <= queries
         if self.bounded:
             seen = seen & ((keys >= self.low(queries)) | (keys < self.keep))
@@ -69,7 +69,7 @@ class Kind:
     def max_pages(self, length: int, chunk: int = 0) -> int:
         """Return the most pages that a row ever holds on its way to ``length`` tokens.
 
-        Pages fall out once in 64 tokens, or behind ``chunk`` prefilled ones.
+        Pages are freed every 64 tokens, or after each chunk of ``chunk`` prefilled tokens.
         """
         return pages.max_pages(
             length, window=self.window, keep=self.keep, chunk=self.chunk, step=chunk
@@ -77,4 +77,4 @@ class Kind:
 
 
 FULL = Kind()
-"""Every earlier token."""
+"""Attention to every earlier token."""

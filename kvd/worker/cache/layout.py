@@ -1,7 +1,7 @@
-"""What a model keeps for a sequence: which caches, of which kind and shape, and how it is served.
+"""What a model keeps for a sequence: its caches, their kinds and shapes, and how it reads them.
 
-Found out by the probe (`kvd.worker.serving.probe`) and turned into stores by `kvd.worker.cache.model_cache`.
-Data only.
+The probe (`kvd.worker.serving.probe`) finds it out, and `kvd.worker.cache.model_cache` makes stores
+of it. Data only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Access(Enum):
     """How a model reads the keys and values of one kind."""
 
     PAGES = "pages"
-    """Through our attention, straight from the pages."""
+    """Through kvd's attention, directly from the pages."""
     RECTANGLES = "dequantize-on-read"
-    """As plain arrays, dequantized for each step: the model works on them itself."""
+    """As plain arrays that are dequantized for each step, because the model computes with them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class StatePart:
-    """A recurrent layer's state: arrays that do not grow, ``[1, ...]`` each for one sequence."""
+    """A recurrent layer's state: arrays of fixed size, ``[1, ...]`` each for one sequence."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
@@ -51,7 +51,7 @@ class StatePart:
 
 @dataclass(frozen=True)
 class UnusedPart:
-    """A cache that the model makes and never writes to."""
+    """A cache that the model creates and never writes to."""
 
 
 Part = AttentionPart | StatePart | UnusedPart
@@ -68,11 +68,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """All that a model keeps for a sequence."""
+    """Everything that a model keeps for a sequence."""
 
     entries: tuple[Entry, ...]
     dtype: mx.Dtype
-    """Of the keys and values."""
+    """The dtype of keys and values."""
 
     def attention(self) -> Iterator[tuple[int, AttentionPart]]:
         """Yield the attention parts, each with the index of its entry."""
@@ -90,5 +90,5 @@ class Layout:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of attention, in order of appearance."""
+        """The attention kinds, in order of appearance."""
         return tuple(dict.fromkeys(part.kind for _, part in self.attention()))

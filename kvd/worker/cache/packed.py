@@ -1,6 +1,6 @@
-"""Packed keys or values of some pages: quantizing, dequantizing, and products with them.
+"""Packed keys or values of pages: quantization, dequantization, and matrix products.
 
-Two orientations, named by what lies along a group:
+There are two orientations, named by the axis along which values share a scale:
 
 * *per channel*: ``[pages, heads, dim, 64]``, groups along the 64 tokens;
 * *per token*: ``[pages, heads, 64, dim]``, groups along the channels.
@@ -15,7 +15,7 @@ import mlx.core as mx
 from kvd.worker.cache.scheme import Packing
 
 Packed = tuple[mx.array, ...]
-"""Words, scales and biases of pages; at 16 bits the dense elements, and nothing else.
+"""Words, scales and biases of pages; at 16 bits only the dense elements.
 
 Words are ``[pages, heads, a, b * bits / 32]`` uint32 (dense: ``[pages, heads, a, b]``), scales and
 biases ``[pages, heads, a, b / group]``.
@@ -24,12 +24,12 @@ biases ``[pages, heads, a, b / group]``.
 
 @dataclass(frozen=True)
 class PageIndex:
-    """Which rows of an operand go with which pages, head by head, ``[pages, heads]`` uint32."""
+    """Pairs rows of an operand with pages, for each head: ``[pages, heads]`` uint32."""
 
     left: mx.array
-    """Into the operand's ``n * heads``."""
+    """Indices into the operand's ``n * heads``."""
     right: mx.array
-    """Into the pool's ``pages * heads``."""
+    """Indices into the pool's ``pages * heads``."""
 
 
 def empty(
@@ -55,7 +55,7 @@ def pack(dense: mx.array, packing: Packing) -> Packed:
 
 
 def unpack(packed: Packed, packing: Packing) -> mx.array:
-    """Return the dense ``[pages, heads, a, b]`` that ``packed`` stands for."""
+    """Dequantize to ``[pages, heads, a, b]``."""
     if packing.bits == 16:
         return packed[0]
     words, scales, biases = packed
@@ -72,12 +72,11 @@ def page_product(
 ) -> mx.array:
     """Multiply rows of ``x`` with pages: ``x @ page``, or ``x @ page.T`` if ``transpose``.
 
-    ``x``: ``[n, heads, r, k]``, of which ``index`` says which goes with which page. Returns
-    ``[pages, heads, r, m]``. The pages are read where they are: no copy, packed or dense.
+    ``x`` is ``[n, heads, r, k]``; ``index`` pairs its rows with pages. Returns
+    ``[pages, heads, r, m]``. The pages are read in place, packed or dense.
     """
-    if (
-        packing.bits == 16 and packed[0].dtype != x.dtype
-    ):  # mixed, the whole pool would be converted
+    if packing.bits == 16 and packed[0].dtype != x.dtype:
+        # With mixed dtypes MLX would convert the whole pool.
         return page_product_by_copy(x, packed, packing, index, transpose=transpose)
     flat = x.flatten(0, 1)
     pages = tuple(array.flatten(0, 1) for array in packed)
@@ -101,9 +100,9 @@ def page_product(
 def page_product_by_copy(
     x: mx.array, packed: Packed, packing: Packing, index: PageIndex, *, transpose: bool
 ) -> mx.array:
-    """Do the same with copies of the packed pages, for devices without gathered products.
+    """Compute `page_product` from copies of the packed pages, for devices without gathered products.
 
-    Both operands get the same batch axes, because MLX on CUDA is wrong where it broadcasts one.
+    Both operands get the same batch axes: MLX on CUDA returns wrong results if it broadcasts one.
     """
     left, right = (
         x.flatten(0, 1)[index.left],
@@ -125,10 +124,10 @@ def page_product_by_copy(
 
 
 def unpacking_bytes(bits: int, itemsize: int) -> int:
-    """Return the bytes an element that `mx.dequantize` takes beside what it reads and returns.
+    """Return the bytes per element that `mx.dequantize` takes besides its input and output.
 
-    On the CPU it is a graph of operations in 32 bits, and where elements cross the ends of words
-    one entry for each of their bits (measured, mlx 0.32.4).
+    On the CPU it is a graph of 32-bit operations. If elements cross word boundaries, it has one
+    entry per bit (measured, mlx 0.32.4).
     """
     if bits == 16 or mx.default_device().type != mx.DeviceType.cpu:
         return 0

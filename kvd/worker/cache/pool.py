@@ -1,8 +1,8 @@
-"""The pages of one layer at one level: arrays that are written in place, at flushes only.
+"""The pages of one layer at one precision level: arrays that are written in place.
 
-MLX updates an array in place only while nobody else holds its buffer, and an operation in flight
-that reads it does hold it; then "in place" silently copies the whole pool. So whoever calls
-`write` or `grow` has drained the device before.
+MLX updates an array in place only if nothing else references its buffer. An operation in flight
+that reads the buffer references it, and then the update silently copies the whole pool. Callers of
+`write` and `grow` must therefore wait until the device is idle: pools are written in flushes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ class PagePool:
 
     @property
     def capacities(self) -> tuple[int, int]:
-        """Pages that keys and values have room for; amidst a resizing one has more."""
+        """Pages that keys and values have room for. They differ while the pool is being resized."""
         return self.keys[0].shape[0], self.values[0].shape[0]
 
     @property
     def capacity(self) -> int:
-        """Whole pages that there is room for."""
         return min(self.capacities)
 
     @property
@@ -75,30 +74,29 @@ class PagePool:
 
     @property
     def array_count(self) -> int:
-        """How many `arrays` there are."""
         return len(self.keys) + len(self.values)
 
     def put(self, given: Iterator[mx.array]) -> None:
-        """Take other arrays in the place of `arrays`, in their order."""
+        """Replace `arrays` by the next arrays of an iterator, in the same order."""
         self.keys = tuple(next(given) for _ in self.keys)
         self.values = tuple(next(given) for _ in self.values)
 
     def pack(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
-        """Quantize whole pages, dense ``[pages, heads, 64, dim]`` in; lazy."""
+        """Quantize whole pages, dense ``[pages, heads, 64, dim]``; lazy."""
         k = pk.pack(keys.swapaxes(-1, -2), self.key_packing)
         v = values if self.value_packing.per_token else values.swapaxes(-1, -2)
         return k, pk.pack(v, self.value_packing)
 
     def unpack(self, keys: Packed, values: Packed) -> tuple[mx.array, mx.array]:
-        """Undo `pack`: dense ``[pages, heads, 64, dim]`` of both; lazy."""
+        """Dequantize what `pack` returned: dense ``[pages, heads, 64, dim]`` of both; lazy."""
         k = pk.unpack(keys, self.key_packing).swapaxes(-1, -2)
         v = pk.unpack(values, self.value_packing)
         return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
     def read(self, slots: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
-        """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both; lazy.
+        """Return dense keys and values of the pages at ``slots``, ``[pages, heads, 64, dim]``; lazy.
 
-        Nothing of other ``heads`` is copied or unpacked.
+        Other heads are neither copied nor dequantized.
         """
         keys, values = (
             pk.take(tuple(array[:, heads] for array in side), slots)
@@ -111,9 +109,9 @@ class PagePool:
         return pk.take(self.keys, slots), pk.take(self.values, slots)
 
     def converted(self, slots: mx.array, target: PagePool) -> tuple[Packed, Packed]:
-        """Return copies of the pages at ``slots`` as ``target`` stores them; lazy.
+        """Return copies of the pages at ``slots`` in the packing of ``target``; lazy.
 
-        A side whose packing stays is copied as it is: to quantize it again would lose a little.
+        A side whose packing stays the same is copied: quantizing it again would lose precision.
         """
         keys, values = self.copy(slots)
         dense_keys, dense_values = self.unpack(keys, values)
@@ -124,16 +122,16 @@ class PagePool:
         )
 
     def write(self, slots: mx.array, keys: Packed, values: Packed) -> None:
-        """Store packed pages at ``slots``, in place once evaluated."""
+        """Store packed pages at ``slots``; lazy, in place once evaluated."""
         for mine, new in ((self.keys, keys), (self.values, values)):
             for target, source in zip(mine, new, strict=True):
-                if target.size:  # a scatter into nothing ends the process (mlx 0.32.4, CPU)
+                if target.size:  # a scatter into an empty array ends the process (mlx 0.32.4, CPU)
                     target[slots] = source
 
     def grow(self, capacity: int) -> None:
         """Add zeroed pages up to ``capacity``; evaluates, keys before values.
 
-        A copy of the larger of the two sides is all the scratch that this takes.
+        The scratch is one copy of the larger of the two sides.
         """
         for side in (0, 1):
             if self.capacities[side] < capacity:
@@ -148,8 +146,7 @@ class PagePool:
     def resize(self, side: int, capacity: int) -> None:
         """Give keys (side 0) or values (1) room for ``capacity`` pages; evaluates.
 
-        A copy of that side is the scratch. Until the other one follows there is room for the
-        smaller number of pages.
+        The scratch is one copy of that side. `capacity` is the smaller of the two sides.
         """
         old = (self.keys, self.values)[side]
         more = capacity - self.capacities[side]

@@ -1,6 +1,6 @@
-"""How pages are stored and what they cost: the arithmetic that daemon and workers share.
+"""How pages are stored and what they cost, for the worker's modules.
 
-The worker's modules take it from here; `protocol.pages` says how it is counted.
+`protocol.pages` defines it, because the daemon's forecasts use the same arithmetic.
 """
 
 from __future__ import annotations

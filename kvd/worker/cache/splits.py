@@ -1,8 +1,8 @@
-"""How the pages of a batch are shared out among the groups of threads that attend to them.
+"""How the pages of a batch are divided among the thread groups that attend to them.
 
-A *split* is a run of one row's pages, or its tail. Each is attended to by itself, and what comes of
-a row's splits is combined in their order. How many pages a split has follows from the row's own
-number of pages, so a row's numbers never depend on who shares its batch.
+A *split* is a run of one row's pages, or its tail. Thread groups attend to splits separately, and
+the partial results of a row are combined in order. The size of a row's splits follows from the
+row's own number of pages, so its results never depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ import mlx.core as mx
 import numpy as np
 
 LEAST, MOST = 4, 64
-"""Pages of a split: fewer do not pay for combining them, more leave a long row to few groups."""
+"""Limits for the pages of a split.
+
+With fewer, combining costs more than it saves. With more, a long row keeps too few groups busy.
+"""
 WANTED = 64
-"""Splits of a row where these bounds allow it; its tail comes on top."""
+"""Splits of a row, within these limits, in addition to its tail."""
 PADDING = -1
-"""In the place of a row: nobody's split."""
+"""Row index of splits that pad the list."""
 
 
 def split_pages(pages: int) -> int:
-    """Return how many pages a split of a row with so many has: a power of two."""
+    """Return the pages per split, a power of two, of a row with ``pages`` pages."""
     least = -(-pages // WANTED)
     return max(LEAST, min(MOST, 1 << max(0, least - 1).bit_length()))
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The splits of a batch, row after row, each row's in order of position, its tail's last."""
+    """The splits of a batch, row by row: each row's pages in order of position, then its tail."""
 
     array: mx.array
-    """``[splits or more, 4]`` int32: row (`PADDING`: nobody's), first page, end page, and 1 for
-    the row's tail, which has no pages."""
+    """``[splits or more, 4]`` int32: row or `PADDING`, first page, end page, and 1 for the row's
+    tail, which has no pages."""
     ends: tuple[int, ...]
-    """Where each row's splits end."""
+    """Index after each row's last split."""
     _padded: dict[int, Splits] = field(default_factory=dict)
 
     @staticmethod
     def of(page_ends: Sequence[int]) -> Splits:
-        """Split rows whose pages end there in a common list."""
+        """Split rows whose pages end at ``page_ends`` in a common list."""
         parts = []
         ends = []
         first = count = 0
@@ -58,19 +61,19 @@ class Splits:
 
     @property
     def count(self) -> int:
-        """Splits that are somebody's."""
+        """Splits without the padding."""
         return self.ends[-1]
 
     def padded(self, splits: int) -> Splits:
-        """Return the same with room for so many, the rest nobody's."""
-        more = splits - self.array.shape[0]
-        if more <= 0:
+        """Return the list padded to ``splits`` entries."""
+        missing = splits - self.array.shape[0]
+        if missing <= 0:
             return self
         if splits not in self._padded:
-            array = mx.pad(self.array, [(0, more), (0, 0)], constant_values=mx.array(PADDING))
+            array = mx.pad(self.array, [(0, missing), (0, 0)], constant_values=mx.array(PADDING))
             self._padded[splits] = self.with_array(array)
         return self._padded[splits]
 
     def with_array(self, array: mx.array) -> Splits:
-        """Return the same over another array: that of a function that is being traced."""
+        """Return the list over another array, such as one of a function that is being traced."""
         return Splits(array, self.ends)

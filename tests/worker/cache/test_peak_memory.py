@@ -22,7 +22,7 @@ from kvd.worker.attention.group import group_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import RectangleKVCache
-from kvd.worker.cache.layer import LayerStore, Writing
+from kvd.worker.cache.layer import FlushWrites, LayerStore
 from kvd.worker.cache.layout import Access, AttentionPart, Entry, Layout, StatePart
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.model_step_down import ModelStepDown
@@ -464,7 +464,7 @@ def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -
     held: list[mx.array] = []
     put = LayerStore.put
 
-    def undrained(layer: LayerStore, writing: Writing) -> None:
+    def undrained(layer: LayerStore, writing: FlushWrites) -> None:
         # Somebody reads the pool while it is written.
         held[:] = [array[:, :1] for array in layer.pools[0].arrays()]
         put(layer, writing)

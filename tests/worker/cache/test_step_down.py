@@ -13,11 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.page_store import SLICE_PAGES
+from kvd.worker.cache.page_store import SLICE_PAGES, PageStore
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.step_down import StepDown
-from kvd.worker.cache.store import KVStore
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow
 
@@ -107,16 +106,16 @@ def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
     row = bench.new(64 * 50)
     now = 0.0
 
-    def page_takes_a_second(store: KVStore, *arguments: object) -> None:
+    def page_takes_a_second(store: PageStore, *arguments: object) -> None:
         nonlocal now
         now += len(arguments[-1])
         convert(store, *arguments)
 
-    convert = KVStore.convert
+    convert = PageStore.convert
     down = StepDown(bench.store, [row.row], 1)
     counts = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVStore, "convert", page_takes_a_second)
+        patch.setattr(PageStore, "convert", page_takes_a_second)
         while not down.over:
             counts.append(down.advance(10.0, lambda: now))
             bench.store.check()

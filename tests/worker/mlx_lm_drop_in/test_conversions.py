@@ -278,9 +278,9 @@ def test_what_does_not_merge_says_so(rng) -> None:
 def held(store: SharedStore) -> tuple[Any, ...]:
     rows = store.rows
     return (
-        rows.used_bytes,
+        rows.pages.used_bytes,
         [row.slot for row in rows.rows],
-        [dict(one._references) for one in rows.allocators],
+        [dict(one._references) for one in rows.pages.allocators],
     )
 
 

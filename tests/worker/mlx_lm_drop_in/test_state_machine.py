@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvd.worker.cache import store
+from kvd.worker.cache import page_store
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
@@ -277,8 +277,8 @@ class Caches(RuleBasedStateMachine):
             place.flush()
             rows = place.rows
             before = rows.nbytes
-            assert rows.compact(pages) == before - rows.nbytes >= 0
-            for one in rows.allocators:
+            assert rows.pages.compact(pages) == before - rows.nbytes >= 0
+            for one in rows.pages.allocators:
                 assert one.used <= one.capacity <= max(one.used, 0 if one.level else pages)
         self._checked("compact")
 
@@ -416,7 +416,7 @@ MACHINES = (Caches, Windows, Quantized, QuantizedLate, QuantizedLateWindows)
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pools that grow by no more than they must, and are cut soon."""
-    for module in (shared_store, store):
+    for module in (shared_store, page_store):
         monkeypatch.setattr(module, "SLAB_PAGES", 0)
 
 

@@ -14,7 +14,6 @@ from kvd.worker.cache.attention_kind import FULL
 from kvd.worker.cache.mlx_lm_cache import MlxLmCache
 from kvd.worker.cache.scheme import Scheme
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.cache.store import KVStore
 from kvd.worker.serving import describe, probe, seam, selfcheck
 from kvd.worker.serving.probe import Served
 from protocol.errors import UnsupportedModel
@@ -189,15 +188,16 @@ def test_status_says_the_most_that_a_bounded_row_holds(
     (part,) = describe.parts(found, chunk)
     cache = found.runner.cache
     most = 0
-    take = KVStore.take_pages
+    (store,) = cache.stores
+    take = store.pages.take
 
-    def watched(self: KVStore, level: int, count: int) -> Any:
+    def watched(level: int, count: int) -> Any:
         nonlocal most
-        pages = take(self, level, count)
-        most = max(most, self.used_bytes + self.row_bytes)
+        pages = take(level, count)
+        most = max(most, store.pages.used_bytes + store.tails.row_bytes)
         return pages
 
-    monkeypatch.setattr(KVStore, "take_pages", watched)
+    monkeypatch.setattr(store.pages, "take", watched)
     row = cache.new_row()
     for _ in range(0, 768, chunk):
         found.runner.prefill(row, [3] * chunk)
