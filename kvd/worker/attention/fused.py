@@ -115,7 +115,9 @@ class FusedStep:
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""
         layer.tail_keys, layer.tail_values = self.kernels.append(
-            Append(layer.tail_keys, layer.tail_values, keys, values, step.token_places, step.token_rows)
+            Append(
+                layer.tail_keys, layer.tail_values, keys, values, step.token_places, step.token_rows
+            )
         )
 
     def rotate(

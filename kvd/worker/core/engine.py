@@ -197,7 +197,9 @@ class MLXEngine:
         kv, row_bytes = command.kv, cache.row_bytes
         self._prefix_cache = PrefixCache(None)
         if isinstance(cache, ModelCache) and kv.prefix_cache:
-            tree = PrefixTree(cache.snapshots, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+            tree = PrefixTree(
+                cache.snapshots, command.prefill_chunk, kv.prefix_every, kv.prefix_cache
+            )
             self._prefix_cache = PrefixCache(tree, costs.checkpoint_bytes, costs.checkpoint_charge)
             row_bytes += costs.checkpoint_bytes  # for the first checkpoint that a row leaves
         row_pages = -(-row_bytes // unit)

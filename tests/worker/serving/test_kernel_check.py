@@ -12,8 +12,8 @@ import pytest
 
 from kvd.worker.attention.fused import FusedBackend
 from kvd.worker.attention.kernels.arguments import Attention
-from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.serving import kernel_check, kernel_choice, kernel_timing, loading, probe, runner
 from kvd.worker.serving.kernel_timing import Times
 from kvd.worker.serving.probe import Served
