@@ -30,7 +30,7 @@ from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.step_down import StepDown
-from kvd.worker.scheduling.prefill_order import Turns
+from kvd.worker.scheduling.prefill_order import PrefillOrder
 from kvd.worker.scheduling.request import Place
 from kvd.worker.scheduling.request import Row as Waiting
 from kvd.worker.serving.runner import Runner
@@ -302,7 +302,7 @@ def test_a_group_takes_what_a_single_chunk_may_take() -> None:
         Waiting(str(number), 1024 + width + 1, 1, Place(number, number), 0, None, 1, prefilled=1024)
         for number in range(len(rows))
     ]
-    group = Turns(chunk=chunk, budget=chunk, group=True).choose(waiting)
+    group = PrefillOrder(chunk=chunk, budget=chunk, group=True).choose(waiting)
     chosen = [rows[int(one.rid)] for one in group]
     own = mx.random.normal((len(chosen), GEOMETRY.kv_heads, width, GEOMETRY.k_dim))
     mx.eval(own)
