@@ -1,7 +1,7 @@
-"""`explain`: which numbers a forecast is made of, and from whom they are.
+"""Answers `explain`: collects the numbers of a forecast.
 
-A loaded model's worker has told what its rows cost. For another one the files are asked, through a
-port; so it is for one whose worker has no formula, as far as its config says.
+The worker of a loaded model reports what its rows cost. Otherwise the costs are estimated from the
+model's files. That also applies to a worker that has no formula for its model.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explainer:
-    """Answers `Explain`; changes nothing."""
+    """Answers `Explain` messages."""
 
-    board: StatusTable
-    catalogue: KnownModels
+    status: StatusTable
+    known_models: KnownModels
     governor: Governor
     estimate_model: EstimateModel
 
     async def __call__(self, asked: Explain) -> Forecast:
-        """Return the forecast; raises the KvdError of a model that cannot be found or read."""
-        status = self.board.models.get(asked.model)
-        known = self.catalogue.models.get(asked.model)
+        """Return the forecast; raise a `KvdError` if the model cannot be found or read."""
+        status = self.status.models.get(asked.model)
+        known = self.known_models.models.get(asked.model)
         source = known.source if known is not None else status.source if status else asked.model
         kv = known.kv if known is not None else status.kv if status else asked.kv or KVSpec()
         info = status.info if status is not None else None
@@ -54,13 +54,13 @@ class Explainer:
             self.governor,
             asyncio.get_running_loop().time(),
             source=source,
-            state=_state(status, resting=known is not None),
+            state=_state(status, unloaded=known is not None),
             measured=info is not None and info.costs is not None,
             policy=known.policy if known is not None else None,
         )
 
 
-def _state(status: ModelStatus | None, *, resting: bool) -> str:
+def _state(status: ModelStatus | None, *, unloaded: bool) -> str:
     if status is not None:
         return status.state
-    return "comes on demand" if resting else "not loaded"
+    return "comes on demand" if unloaded else "not loaded"

@@ -1,7 +1,7 @@
-"""The governor's shell: what workers and users say to the machine, and what it says to whom.
+"""The actor of the governor: carries messages between workers, users and the state machine.
 
-The machine's invariants are checked after every event, here as in tests: a violation is an error
-in the log and in the events, and it is counted; it never goes by unseen.
+The machine's invariants are checked after every event, in production as in tests. A violation is
+counted and recorded as an error in the log and in the events.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Ref
 
 ROUTINE = frozenset({"reclaimed", "start_level", "first"})
-"""Of interest to who looks for it, and too much for the log."""
+"""Events that are too frequent for the log at its default level."""
 
 
 @dataclass
-class GovernorContext:
-    """What outlives a restart of the governor, and whom it speaks to."""
+class GovernorActorState:
+    """What survives a restart of the actor, and what it needs."""
 
     machine: Governor
     events: EventLog
     evict: Callable[[str, bool], None] = lambda _model, _requeue: None
-    """Have the supervisor unload a model; it comes back when a request names it."""
+    """Tell the registry to unload a model. The next request loads it again."""
     hold: Callable[[str, bool], None] = lambda _model, _held: None
-    """Have the router keep new requests for a model, or send them again."""
+    """Tell the router to hold new requests for a model, or to release them."""
     workers: dict[str, tuple[Ref[WorkerMail], int]] = field(default_factory=dict)
-    """Who asked last for each model, and in which life of its process."""
-    told: dict[str, int] = field(default_factory=dict)
-    """The most that each of them can have, as it was told last."""
+    """By model, the worker that requested last, and the number of its process."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """By model, the most bytes it can have, as its worker was told last."""
     violations: int = 0
 
     def __post_init__(self) -> None:
@@ -53,107 +53,105 @@ class GovernorContext:
 
     @property
     def granted_bytes(self) -> int:
-        """The sum of all grants."""
         return self.machine.ledger.granted_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """The budget as it is now."""
         return self.machine.ledger.budget_bytes
 
 
 class GovernorActor(Actor["GovernorMail"]):
-    """Grants memory before it is taken, and makes room where there is none."""
+    """Answers memory requests, and carries out the governor's commands."""
 
-    def __init__(self, context: GovernorContext) -> None:
-        context.machine.check()
-        self._context = context
+    def __init__(self, state: GovernorActorState) -> None:
+        state.machine.check()
+        self._state = state
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Go on with what the governor before was about."""
-        self._alarm.set(self._context.machine.deadline)
+        """Set the alarm for what was pending before a restart."""
+        self._alarm.set(self._state.machine.deadline)
 
     def on_stop(self) -> None:
-        """Set no alarm that outlives this governor."""
+        """Cancel the alarm."""
         self._alarm.cancel()
 
     def receive(self, message: GovernorMail) -> tuple[int, int] | None:
         """Handle a message."""
         match message:
             case mail.GrantAsked():
-                self._asked(message)
+                self._request(message)
             case mail.MemoryFree(model=model):
-                self._context.workers.pop(model, None)
-                self._context.told.pop(model, None)
-                self._do(WorkerExited(model))
+                self._state.workers.pop(model, None)
+                self._state.limits.pop(model, None)
+                self._apply(WorkerExited(model))
             case mail.Governed(event=event):
-                self._do(event)
+                self._apply(event)
             case mail.Measured(used=used, pressure=pressure):
-                self._do(governor_events.MemoryMeasured(used, pressure))
+                self._apply(governor_events.MemoryMeasured(used, pressure))
             case mail.BudgetWanted(total_bytes=total):
                 if total is not None:
-                    self._do(governor_events.BudgetChanged(total))
-                return self._context.budget_bytes, self._context.granted_bytes
+                    self._apply(governor_events.BudgetChanged(total))
+                return self._state.budget_bytes, self._state.granted_bytes
             case mail.AlarmFired():
-                self._do(governor_events.AlarmFired())
-                self._reassure()
+                self._apply(governor_events.AlarmFired())
+                self._report_waiting_loads()
             case _:
                 assert_never(message)
         return None
 
     def check(self) -> None:
         """Check the invariants."""
-        self._context.machine.check()
-        assert not self._context.violations, "the budget was exceeded before"
+        self._state.machine.check()
+        assert not self._state.violations, "invariants were violated before"
 
-    def _asked(self, asked: mail.GrantAsked) -> None:
-        self._context.workers[asked.model] = (asked.worker, asked.life)
+    def _request(self, asked: mail.GrantAsked) -> None:
+        self._state.workers[asked.model] = (asked.worker, asked.life)
         if asked.reclaimable is not None:
-            self._do(governor_events.ReclaimableReported(asked.model, asked.reclaimable))
-        self._do(MemoryRequest(asked.model, asked.seq, asked.total_bytes, asked.resuming))
+            self._apply(governor_events.ReclaimableReported(asked.model, asked.reclaimable))
+        self._apply(MemoryRequest(asked.model, asked.seq, asked.total_bytes, asked.resuming))
 
-    def _do(self, event: governor_events.Event) -> None:
-        machine = self._context.machine
+    def _apply(self, event: governor_events.Event) -> None:
+        machine = self._state.machine
         now = asyncio.get_running_loop().time()
-        for command in self._context.history.handle(event, now):
+        for command in self._state.history.handle(event, now):
             self._perform(command)
-        self._verify()
-        self._tell_most()
+        self._check_invariants()
+        self._send_limits()
         self._alarm.set(machine.deadline)
 
-    def _tell_most(self) -> None:
-        """Let workers know when there is more or less to be had: they refuse what never fits."""
-        context = self._context
-        for model, (worker, life) in context.workers.items():
-            most = context.machine.most_of(model)
-            if context.told.get(model, most) != most:
-                context.told[model] = most
-                held = context.machine.ledger.grants.get(model, 0)
-                grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=most)
+    def _send_limits(self) -> None:
+        """Tell workers how much they can have at most, so that they refuse what never fits."""
+        state = self._state
+        for model, (worker, life) in state.workers.items():
+            limit = state.machine.limit_of(model)
+            if state.limits.get(model, limit) != limit:
+                state.limits[model] = limit
+                held = state.machine.ledger.grants.get(model, 0)
+                grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=limit)
                 worker.tell(mail.Granted(grant, life))
 
     def _perform(self, command: governor_events.Command) -> None:
-        context = self._context
+        state = self._state
         match command:
             case GrantDecision():
-                self._answer(command)
+                self._send_decision(command)
             case governor_events.Reclaim(model=model):
-                order = wire.Reclaim(
+                reclaim = wire.Reclaim(
                     seq=command.seq,
                     method=command.method,
                     wanted_bytes=command.wanted_bytes,
                     level=command.level,
                 )
-                self._command(model, order)
+                self._send(model, reclaim)
             case governor_events.StartLevel(model=model, level=level):
-                self._command(model, wire.StartLevel(level=level))
+                self._send(model, wire.StartLevel(level=level))
             case governor_events.Evict(model=model, requeue=requeue):
-                context.evict(model, requeue)
+                state.evict(model, requeue)
             case governor_events.HoldRequests(model=model, held=held):
-                context.hold(model, held)
+                state.hold(model, held)
             case governor_events.RecordEvent(kind=kind):
-                context.events.record(
+                state.events.record(
                     kind,
                     command.model,
                     command.reason,
@@ -164,45 +162,46 @@ class GovernorActor(Actor["GovernorMail"]):
             case _:
                 assert_never(command)
 
-    def _answer(self, answer: GrantDecision) -> None:
-        if (known := self._context.workers.get(answer.model)) is None:
+    def _send_decision(self, decision: GrantDecision) -> None:
+        state, model = self._state, decision.model
+        if (known := state.workers.get(model)) is None:
             return
         worker, life = known
-        most = self._context.told[answer.model] = self._context.machine.most_of(answer.model)
+        limit = state.limits[model] = state.machine.limit_of(model)
         grant = wire.Grant(
-            seq=answer.seq,
-            total_bytes=answer.total_bytes,
-            granted=answer.granted,
-            available_bytes=answer.available_bytes,
-            budget_bytes=most,
-            reason=answer.reason,
+            seq=decision.seq,
+            total_bytes=decision.total_bytes,
+            granted=decision.granted,
+            available_bytes=decision.available_bytes,
+            budget_bytes=limit,
+            reason=decision.reason,
         )
         worker.tell(mail.Granted(grant, life))
 
-    def _command(self, model: str, command: wire.Reclaim | wire.StartLevel) -> None:
-        if (known := self._context.workers.get(model)) is not None:
+    def _send(self, model: str, command: wire.Reclaim | wire.StartLevel) -> None:
+        if (known := self._state.workers.get(model)) is not None:
             worker, life = known
             worker.tell(mail.Commanded(command, life))
 
-    def _reassure(self) -> None:
-        """Say for loads that wait for their memory that their silence is ours."""
-        machine = self._context.machine
+    def _report_waiting_loads(self) -> None:
+        """Tell workers that wait for a grant to load, so that their silence is not a hang."""
+        machine = self._state.machine
         for request in machine.ledger.queue:
-            known = self._context.workers.get(request.model)
+            known = self._state.workers.get(request.model)
             if known is not None and machine.accounts[request.model].state == "loading":
                 worker, life = known
                 worker.tell(mail.StillWaits(life))
 
-    def _verify(self) -> None:
-        """Check what must always hold; say so and go on where it does not."""
+    def _check_invariants(self) -> None:
+        """Record a violation and continue."""
         try:
-            self._context.machine.check()
+            self._state.machine.check()
         except AssertionError as error:
-            context = self._context
-            context.violations += 1
+            state = self._state
+            state.violations += 1
             numbers = {
-                "granted_bytes": context.granted_bytes,
-                "budget_bytes": context.budget_bytes,
-                "violations": context.violations,
+                "granted_bytes": state.granted_bytes,
+                "budget_bytes": state.budget_bytes,
+                "violations": state.violations,
             }
-            context.events.record("violation", None, str(error), level="error", numbers=numbers)
+            state.events.record("violation", None, str(error), level="error", numbers=numbers)

@@ -1,9 +1,10 @@
-"""What the workers really take: read every second or so, and told to the governor when it moves.
+"""The actor that measures how much memory workers really use, and reports it to the governor.
 
-Grants say what a worker may hold; this is the second line. A worker reads its own footprint and
-its allocator's bytes and tells them with its counters. Only of one that has not told anything for a
-while, because it loads or hangs, the process is read from here: for that the kernel walks all page
-tables of the process, so it is done beside the event loop, and seldom where it takes long.
+Grants say what a worker may hold; measurements catch what exceeds them. A worker measures its own
+footprint and its allocator's bytes and sends them with its counters. Only if a worker has reported
+nothing for a while, because it loads or hangs, its process is read from here. For that the kernel
+walks all page tables of the process, so it happens outside the event loop, and rarely if it takes
+long.
 """
 
 from __future__ import annotations
@@ -25,112 +26,113 @@ if TYPE_CHECKING:
 
 INTERVAL_S = 1.0
 CALM_S = 5.0
-"""The same while nobody asks for anything and nothing loads."""
+"""The interval while all models are ready and have no requests."""
 FRESH_S = 6.0
-"""How long a worker's own word holds: an idle one tells its counters every five seconds."""
-MOST_SHARE = 0.02
-"""Of the time that our own readings may take: 25 ms for each GiB of small pages was measured."""
-GRAIN_BYTES = 1024 * 1024
-"""Smaller changes are not worth a message."""
+"""How long a worker's own measurement counts: an idle worker sends counters every 5 s."""
+MAX_SHARE = 0.02
+"""Part of the time that reading processes may take: 25 ms per GiB of small pages were measured."""
+MIN_CHANGE_BYTES = 1024 * 1024
+"""Smaller changes are not reported."""
 
 
 def used_bytes(memory: MemoryUse, footprint: int, *, separate: bool) -> int:
-    """Return what a process takes of the budgeted memory; 0 if nothing is known yet.
+    """Return the bytes of the budget that a process uses; 0 if nothing is known yet.
 
-    `separate`: the accelerator has memory of its own, and the budget is of that. Else what the
-    allocator holds is in the footprint, as far as it was touched.
+    ``separate``: the accelerator has its own memory, which the budget is for. Otherwise the
+    footprint includes the part of the allocator's memory that was touched.
     """
     device = memory.active + memory.cache
     return device if separate else max(footprint, device)
 
 
 @dataclass
-class Scale:
-    """What outlives a restart of the actor, and what it needs."""
+class ReadingsState:
+    """What survives a restart of the actor, and what it needs."""
 
     memory: MemoryReader
-    board: StatusTable
+    status: StatusTable
     governor: Ref[GovernorMail]
-    heard: dict[str, tuple[WorkerStats, float]] = field(default_factory=dict)
-    """The last counters of each model, and when they were new."""
+    seen: dict[str, tuple[WorkerStats, float]] = field(default_factory=dict)
+    """The last counters of each model, and when they were first seen."""
     footprints: dict[int, int] = field(default_factory=dict)
-    """Our own readings, by process."""
+    """Footprints read from here, by process id."""
     due: float = 0.0
-    """When the next one of them may be taken."""
-    told: mail.Measured | None = None
+    """Earliest time of the next read."""
+    reported: mail.Measured | None = None
+    """What was last sent to the governor."""
 
 
-class Readings(Actor["ReadingsMail"]):
-    """Looks at the workers' memory from time to time."""
+class ReadingsActor(Actor["ReadingsMail"]):
+    """Checks the workers' memory every `INTERVAL_S` or `CALM_S`."""
 
-    def __init__(self, scale: Scale) -> None:
-        self._scale = scale
+    def __init__(self, state: ReadingsState) -> None:
+        self._state = state
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Begin with the first look."""
+        """Set the first alarm."""
         self._alarm.set(asyncio.get_running_loop().time() + INTERVAL_S)
 
     def on_stop(self) -> None:
-        """Look no more."""
+        """Cancel the alarm."""
         self._alarm.cancel()
 
     def receive(self, message: ReadingsMail) -> None:
         """Handle a message."""
         match message:
             case mail.AlarmFired():
-                self._look()
+                self._check_workers()
             case mail.HaveRead(footprints=footprints, took_s=took_s):
                 now = asyncio.get_running_loop().time()
-                self._scale.footprints = footprints
-                self._scale.due = now + max(INTERVAL_S, took_s / MOST_SHARE)
-                self._tell()
+                self._state.footprints = footprints
+                self._state.due = now + max(INTERVAL_S, took_s / MAX_SHARE)
+                self._report()
             case _:
                 assert_never(message)
 
-    def _look(self) -> None:
-        scale, now = self._scale, asyncio.get_running_loop().time()
-        models = [one for one in scale.board.models.values() if one.worker_pid is not None]
-        scale.heard = {one.name: scale.heard[one.name] for one in models if one.name in scale.heard}
+    def _check_workers(self) -> None:
+        """Read the processes of silent workers if that is due; otherwise report at once."""
+        state, now = self._state, asyncio.get_running_loop().time()
+        models = [it for it in state.status.models.values() if it.worker_pid is not None]
+        state.seen = {it.name: state.seen[it.name] for it in models if it.name in state.seen}
         for model in models:
-            known = scale.heard.get(model.name)
+            known = state.seen.get(model.name)
             if known is None or known[0] is not model.stats:
-                scale.heard[model.name] = (model.stats, now)
-        silent = [one.worker_pid for one in models if one.worker_pid and self._is_silent(one, now)]
-        if silent and not scale.memory.separate and now >= scale.due:
+                state.seen[model.name] = (model.stats, now)
+        silent = [it.worker_pid for it in models if it.worker_pid and self._is_silent(it, now)]
+        if silent and not state.memory.separate and now >= state.due:
             self._read(silent, now)
         else:
-            self._tell()
+            self._report()
 
     def _is_silent(self, model: ModelStatus, now: float) -> bool:
-        _, heard_at = self._scale.heard.get(model.name, (None, now))
-        return not model.stats.memory.footprint or now - heard_at > FRESH_S
+        _, seen_at = self._state.seen.get(model.name, (None, now))
+        return not model.stats.memory.footprint or now - seen_at > FRESH_S
 
     def _read(self, pids: list[int], now: float) -> None:
         ref, clock = self.ref, asyncio.get_running_loop().time
         self.pipe(
-            self._scale.memory.footprints(pids),
+            self._state.memory.footprints(pids),
             lambda found: ref.tell(mail.HaveRead(found, clock() - now), beyond_limit=True),
             lambda _: ref.tell(mail.HaveRead({}, clock() - now), beyond_limit=True),
         )
 
-    def _tell(self) -> None:
-        scale, now = self._scale, asyncio.get_running_loop().time()
+    def _report(self) -> None:
+        state, now = self._state, asyncio.get_running_loop().time()
         used, calm = {}, True
-        for model in scale.board.models.values():
+        for model in state.status.models.values():
             if model.worker_pid is None:
                 continue
-            calm = calm and model.state == "ready" and not scale.board.requests.get(model.name)
-            footprint = model.stats.memory.footprint
+            calm = calm and model.state == "ready" and not state.status.requests.get(model.name)
+            memory = model.stats.memory
+            footprint = memory.footprint
             if self._is_silent(model, now):
-                footprint = scale.footprints.get(model.worker_pid, footprint)
-            used[model.name] = used_bytes(
-                model.stats.memory, footprint, separate=scale.memory.separate
-            )
-        measured = mail.Measured(used, scale.memory.host().pressure)
-        if _differs(measured, scale.told):
-            scale.told = measured
-            scale.governor.tell(measured)
+                footprint = state.footprints.get(model.worker_pid, footprint)
+            used[model.name] = used_bytes(memory, footprint, separate=state.memory.separate)
+        measured = mail.Measured(used, state.memory.host().pressure)
+        if _differs(measured, state.reported):
+            state.reported = measured
+            state.governor.tell(measured)
         self._alarm.set(now + (CALM_S if calm else INTERVAL_S))
 
 
@@ -139,5 +141,5 @@ def _differs(new: mail.Measured, old: mail.Measured | None) -> bool:
         old is None
         or new.pressure != old.pressure
         or new.used.keys() != old.used.keys()
-        or any(abs(new.used[name] - old.used[name]) >= GRAIN_BYTES for name in new.used)
+        or any(abs(new.used[name] - old.used[name]) >= MIN_CHANGE_BYTES for name in new.used)
     )

@@ -19,7 +19,7 @@ from actors.caller import Call, Caller
 from actors.client import Client, Services, Socket
 from actors.event_log import EventLog
 from actors.explain import Explainer
-from actors.governor import GovernorActor, GovernorContext
+from actors.governor import GovernorActor, GovernorActorState
 from actors.known_models import KnownModel, KnownModels
 from actors.machines.admission import Admission
 from actors.machines.governor import Governor
@@ -28,13 +28,13 @@ from actors.machines.lifecycle import Lifecycle
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.model_registry import ModelRegistry, RegistryState
 from actors.ports import Notice, ignore_observation, no_metrics
-from actors.readings import Readings, Scale
+from actors.readings import ReadingsActor, ReadingsState
 from actors.router import Router, RouterState
 from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, SupervisionTree
 from actors.saved_requests import SavedRequests
 from actors.status import StatusTable
-from actors.time_slices import TimeSlicesActor, TimeSlicesContext
+from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.errors import InvalidRequest, UnknownModel
@@ -200,7 +200,7 @@ class System:
         self._notify = notify
         self._board = StatusTable()
         self._events = EventLog(notify, observe)
-        self._governor = GovernorContext(Governor(Ledger(budget_bytes)), self._events)
+        self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
         self._catalogue = KnownModels(dict(known or {}))
         self._reckon = estimate_model
         self._board.policies = self._catalogue.policies
@@ -210,7 +210,7 @@ class System:
         self._office = RouterState(
             desk, draw_seed, self._board, notify, self._archive, observe=observe
         )
-        self._time_slices = TimeSlicesContext()
+        self._time_slices = TimeSlicesState()
         self._tree = SupervisionTree(self._on_fault, notify)
         self._numbers = count(1)
         self._ending: asyncio.Task[None] | None = None
@@ -236,8 +236,8 @@ class System:
         self._supervisor: Ref[RegistryMail] = tree.start(
             Child("supervisor", lambda: ModelRegistry(self._house))
         )
-        self._scale = Scale(self._memory, self._board, governor)
-        tree.start(Child("readings", lambda: Readings(self._scale)))
+        self._readings = ReadingsState(self._memory, self._board, governor)
+        tree.start(Child("readings", lambda: ReadingsActor(self._readings)))
         supervisor = self._supervisor
         self._office.events = self._events
         self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class TimeSlicesContext:
+class TimeSlicesState:
     """What survives a restart of the actor."""
 
     machine: time_slices.TimeSlices = field(default_factory=time_slices.TimeSlices)
@@ -38,14 +38,14 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
 
     turn = 64  # the accelerator may be idle until a message is handled
 
-    def __init__(self, context: TimeSlicesContext) -> None:
-        context.machine.check()
-        self._context = context
+    def __init__(self, state: TimeSlicesState) -> None:
+        state.machine.check()
+        self._state = state
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
         """Set the alarm for a slice that was given before a restart."""
-        self._alarm.set(self._context.machine.deadline)
+        self._alarm.set(self._state.machine.deadline)
 
     def on_stop(self) -> None:
         """Cancel the alarm."""
@@ -55,14 +55,14 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
         """Handle a message."""
         match message:
             case mail.TimeSliceAsked(model=model):
-                self._context.workers[model] = (message.worker, message.life)
+                self._state.workers[model] = (message.worker, message.life)
                 self._apply(time_slices.TimeSliceRequested(model, message.weight, message.step_s))
             case mail.TimeSliceEnded(model=model, over=over):
                 self._apply(_ended(model, over))
             case mail.TimeSlicesWeighed(model=model, weight=weight):
                 self._apply(time_slices.WeightChanged(model, weight))
             case mail.TimeSlicesLost(model=model):
-                self._context.workers.pop(model, None)
+                self._state.workers.pop(model, None)
                 self._apply(time_slices.WorkerExited(model))
             case mail.AlarmFired():
                 self._apply(time_slices.AlarmFired())
@@ -71,14 +71,14 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
 
     def check(self) -> None:
         """Check the invariants."""
-        self._context.machine.check()
+        self._state.machine.check()
 
     def _apply(self, event: time_slices.Event) -> None:
-        context, now = self._context, asyncio.get_running_loop().time()
-        for give in context.history.handle(event, now):
-            worker, life = context.workers[give.model]
+        state, now = self._state, asyncio.get_running_loop().time()
+        for give in state.history.handle(event, now):
+            worker, life = state.workers[give.model]
             worker.tell(mail.TimeSliceGiven(TimeSlice(seq=give.seq, slice_s=give.slice_s), life))
-        self._alarm.set(context.machine.deadline)
+        self._alarm.set(state.machine.deadline)
 
 
 def _ended(model: str, over: TimeSliceOver) -> time_slices.TimeSliceEnded:

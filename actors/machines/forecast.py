@@ -1,7 +1,7 @@
 """Forecast of what a number of rows of a model would need, and how the governor would get it. Pure.
 
 Computes what the rows cost at each precision level (`protocol.costs`, as the worker does), how many
-bytes are lacking, and which actions would free them (`actors.machines.reclaim_order`, as the
+bytes are missing, and which actions would free them (`actors.machines.reclaim_order`, as the
 governor does). Works on a copy. Does not predict what other models request in the meantime.
 """
 
@@ -21,7 +21,7 @@ from actors.machines.reclaim_order import (
     ReclaimAction,
     Shortfall,
     actions,
-    reclaimed_by,
+    worker_method,
 )
 from protocol.forecast import Forecast, LevelCost, ReclaimStep, Verdict
 from protocol.policy import ModelPolicy
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Question:
-    """Rows of a model that somebody asks about."""
+    """A number of rows of a model."""
 
     model: str
     costs: Costs
     schemes: list[str]
-    """Of its ladder, from the top down."""
+    """The model's KV schemes, by precision level."""
     rows: int
     context: int
-    """Tokens of each."""
+    """Tokens of each row."""
 
 
 def forecast(
@@ -54,31 +54,35 @@ def forecast(
     measured: bool,
     policy: ModelPolicy | None = None,
 ) -> Forecast:
-    """Answer it under the ladder's budget, with what its tenants hold and offer now."""
+    """Return the forecast under the governor's budget and its current accounts.
+
+    ``policy``: the policy of a model without an account. ``source``, ``state`` and ``measured`` go
+    into the result unchanged.
+    """
     model, costs = question.model, question.costs
     ledger, account = governor.ledger, governor.accounts.get(model)
     held = ledger.grants.get(model, 0)
     level = min(account.level, costs.levels - 1) if account is not None else 0
     units = _held_units(account, held, costs)
-    levels = [_level(question, at, units, ledger.budget_bytes) for at in range(costs.levels)]
-    lacking = max(0, levels[level].total_bytes - held - ledger.available_bytes)
+    levels = [_level_cost(question, at, units, ledger.budget_bytes) for at in range(costs.levels)]
+    missing = max(0, levels[level].total_bytes - held - ledger.available_bytes)
     lowest = costs.total_bytes(question.rows, question.context, costs.levels - 1)
-    room: list[ReclaimStep] = []
-    short = lacking
+    steps: list[ReclaimStep] = []
+    remaining = missing
     if lowest <= ledger.budget_bytes:
         savings = [
             above.total_bytes - below.total_bytes for above, below in pairwise(levels[level:])
         ]
         view = _view(governor, model, policy or ModelPolicy(), now, [*[0] * level, *savings])
         shortfall = Shortfall(
-            lacking,
+            missing,
             "explain",
             requester=model,
             priority=view.accounts[model].policy.priority,
             total_bytes=levels[level].total_bytes,
             since=now,
         )
-        room, short = make_room(shortfall, view)
+        steps, remaining = _reclaim_steps(shortfall, view)
     return Forecast(
         model=model,
         source=source,
@@ -94,65 +98,67 @@ def forecast(
         budget_bytes=ledger.budget_bytes,
         available_bytes=ledger.available_bytes,
         held_bytes=held,
-        missing_bytes=lacking,
-        steps=room,
-        shortfall_bytes=short,
-        verdict=_verdict(lacking, short, lowest, ledger.budget_bytes),
+        missing_bytes=missing,
+        steps=steps,
+        shortfall_bytes=remaining,
+        verdict=_verdict(missing, remaining, lowest, ledger.budget_bytes),
     )
 
 
-def make_room(shortfall: Shortfall, view: MemoryView) -> tuple[list[ReclaimStep], int]:
-    """Return the steps that the ladder would take, and what they leave lacking.
+def _reclaim_steps(shortfall: Shortfall, view: MemoryView) -> tuple[list[ReclaimStep], int]:
+    """Return the steps that the governor would take, and the bytes that are still missing.
 
-    ``scene``: a copy; its tenants are changed.
+    Changes the accounts of ``view``, which must be copies.
     """
-    lacking = shortfall.nbytes
-    taken: list[ReclaimStep] = []
+    missing = shortfall.nbytes
+    steps: list[ReclaimStep] = []
     for method in RECLAIM_ORDER:
-        while lacking > 0 and (found := actions(method, shortfall, view)):
-            step = found[0]
-            nbytes = step.nbytes if reclaimed_by(method) is None else min(step.nbytes, lacking)
-            taken.append(
-                ReclaimStep(method=method, model=step.model, nbytes=nbytes, level=step.level)
-            )
-            lacking -= nbytes
-            view = _after(step, view)
-    return taken, max(0, lacking)
+        while missing > 0 and (found := actions(method, shortfall, view)):
+            action = found[0]
+            whole_model = worker_method(method) is None
+            nbytes = action.nbytes if whole_model else min(action.nbytes, missing)
+            step = ReclaimStep(method=method, model=action.model, nbytes=nbytes, level=action.level)
+            steps.append(step)
+            missing -= nbytes
+            view = _after(action, view)
+    return steps, max(0, missing)
 
 
-def _after(step: ReclaimAction, view: MemoryView) -> MemoryView:
-    """Return how it looks when that is done: what was given is not there any more."""
-    method = reclaimed_by(step.method)
+def _after(action: ReclaimAction, view: MemoryView) -> MemoryView:
+    """Return the view after an action."""
+    method = worker_method(action.method)
     accounts, grants = dict(view.accounts), dict(view.grants)
     if method is None:
-        del accounts[step.model]
-        grants.pop(step.model, None)
+        del accounts[action.model]
+        grants.pop(action.model, None)
     else:
-        accounts[step.model].gave(method, step.level, step.nbytes, exhausted=True)
-        grants[step.model] = view.granted(step.model) - step.nbytes
+        accounts[action.model].deduct(method, action.level, action.nbytes, exhausted=True)
+        grants[action.model] = view.granted(action.model) - action.nbytes
     return replace(view, accounts=accounts, grants=grants)
 
 
 def _view(
     governor: Governor, model: str, policy: ModelPolicy, now: float, savings: list[int]
 ) -> MemoryView:
-    """Return a copy of what the rungs look at, in which the model wants something.
+    """Return a copy of the governor's view, in which the model waits for memory.
 
-    ``savings``: by level, what its new rows would give back if they were stepped down: they pay
-    like those that run.
+    ``savings``: by level, what its new rows would free by a step down. They step down like rows
+    that run.
     """
-    seen = governor.view(now)
-    accounts = deepcopy(dict(seen.accounts))
+    current = governor.view(now)
+    accounts = deepcopy(dict(current.accounts))
     account = accounts.setdefault(model, ModelAccount(model, policy))
     account.state, account.idle_since = "ready", None
-    has = zip_longest(account.reclaimable.levels, savings, fillvalue=0)
-    account.reclaimable = replace(account.reclaimable, levels=tuple(map(sum, has)))
-    requests = {**seen.requests, model: now}
-    return MemoryView(accounts, dict(seen.grants), requests, seen.budget, now, seen.least)
+    levels = zip_longest(account.reclaimable.levels, savings, fillvalue=0)
+    account.reclaimable = replace(account.reclaimable, levels=tuple(map(sum, levels)))
+    waiting_since = {**current.waiting_since, model: now}
+    return replace(
+        current, accounts=accounts, grants=dict(current.grants), waiting_since=waiting_since
+    )
 
 
 def _held_units(account: ModelAccount | None, held: int, costs: Costs) -> int:
-    """Return what the model holds beside its base and what it would give up unasked."""
+    """Return the units that the model holds beyond its base and its spare memory."""
     if account is None or account.state != "ready":
         return 0
     reclaimable = account.reclaimable
@@ -161,7 +167,7 @@ def _held_units(account: ModelAccount | None, held: int, costs: Costs) -> int:
     return max(0, held - reclaimable.spare - costs.base_bytes) // costs.unit_bytes
 
 
-def _level(question: Question, level: int, units: int, budget: int) -> LevelCost:
+def _level_cost(question: Question, level: int, units: int, budget: int) -> LevelCost:
     costs, rows, context = question.costs, question.rows, question.context
     return LevelCost(
         scheme=question.schemes[level] if level < len(question.schemes) else "dense",
@@ -172,9 +178,9 @@ def _level(question: Question, level: int, units: int, budget: int) -> LevelCost
     )
 
 
-def _verdict(lacking: int, short: int, lowest: int, budget: int) -> Verdict:
+def _verdict(missing: int, remaining: int, lowest: int, budget: int) -> Verdict:
     if lowest > budget:
         return "never"
-    if not lacking:
+    if not missing:
         return "fits"
-    return "waits" if short else "makes_room"
+    return "waits" if remaining else "makes_room"

@@ -1,9 +1,10 @@
-"""When memory is short: watermarks with hysteresis, the system's own word, and a forecast. Pure.
+"""Whether memory is tight: watermarks with hysteresis, system pressure, and a forecast. Pure.
 
-Memory is *tight* from the high mark on and until it has been below the low one for a while. What is
-compared with the marks is what rows take of the room that weights leave them, now and, by the
-growth of the last seconds, a few seconds ahead; and what was measured, of the whole budget.
-While it is tight new rows start lower on the ladder, a level at a time; then at the top again.
+Memory is *tight* from the high watermark on, until it has been below the low one for a while. Two
+values are compared with the watermarks. The first is the memory of rows, now and extrapolated by a
+few seconds, relative to what weights leave of the budget. The second is the measured use, relative
+to the budget. While memory is tight, new rows start at lower precision, one level at a time.
+Afterwards they start at level 0 again.
 
 Does not cover what is done about it (`actors.machines.governor`).
 """
@@ -19,88 +20,88 @@ Pressure = Literal["normal", "warning", "critical"]
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The thresholds. Start high, stop low."""
+    """The watermarks, as parts of the budget, and their times."""
 
     high: float = 0.95
     low: float = 0.85
     cool_s: float = 10.0
-    """Between two steps of the same kind, and before calm is believed."""
+    """Seconds between two steps of the same kind, and before the state is calm again."""
     horizon_s: float = 10.0
-    """How far growth is foreseen: about what it takes to step a model's rows down."""
+    """How far growth is extrapolated: about as long as a model's rows take to step down."""
     smooth_s: float = 30.0
-    """Over which growth is averaged: one large request is no trend."""
+    """Seconds over which growth is averaged: one large request is no trend."""
 
 
-class Readings(msgspec.Struct, frozen=True):
-    """What there is, in bytes."""
+class MemorySample(msgspec.Struct, frozen=True):
+    """Memory in use at one time, in bytes."""
 
     room: int
-    """Of the budget, what weights and the like do not take."""
+    """Part of the budget that weights and other fixed memory leave."""
     rows: int
-    """What rows have of it, spare memory and unused prefixes left out."""
+    """Part of `room` that rows hold, without spare memory and unused prefixes."""
     measured: int
-    """What all workers take, as the system or the accelerator says; 0: not known."""
+    """Use of all workers, as measured by the system or the accelerator; 0: not known."""
     budget: int
     waits: bool = False
-    """Somebody waits, and nothing is left that costs no quality."""
+    """A request waits, and only methods that cost quality could serve it."""
 
 
 class Gauge(msgspec.Struct):
-    """Tight or not, and how far down new rows start."""
+    """Whether memory is tight, and the level at which new rows start."""
 
     marks: Marks = Marks()
     pressure: Pressure = "normal"
     tight: bool = False
     calm_since: float | None = None
-    """While it is tight: since when nothing speaks for it any more."""
+    """While tight: since when no cause remains."""
     level: int = 0
     stepped_at: float | None = None
     rows: int = 0
     at: float | None = None
     trend: float = 0.0
-    """Bytes a second that rows grew by, lately."""
+    """Recent growth of the rows' memory, in bytes per second."""
     reason: str = ""
-    """Why it is tight."""
+    """Why memory is tight."""
 
-    def read(self, readings: Readings, most_levels: int, now: float) -> None:
-        """Take readings; `most_levels`: of the longest ladder of any model."""
-        self._follow(readings.rows, now)
-        cause = self._cause(readings, self.marks.high)
+    def update(self, sample: MemorySample, lowest_level: int, now: float) -> None:
+        """Take a sample. ``lowest_level``: the lowest precision level of any model."""
+        self._update_trend(sample.rows, now)
+        cause = self._cause(sample, self.marks.high)
         if cause:
             self.tight, self.calm_since, self.reason = True, None, cause
-        elif self.tight and not self._cause(readings, self.marks.low):
+        elif self.tight and not self._cause(sample, self.marks.low):
             self.calm_since = now if self.calm_since is None else self.calm_since
             if now - self.calm_since >= self.marks.cool_s:
                 self.tight, self.calm_since, self.level, self.reason = False, None, 0, ""
         else:
             self.calm_since = None
-        may = self.stepped_at is None or now - self.stepped_at >= self.marks.cool_s
-        if cause and may and self.level < most_levels:
+        may_step = self.stepped_at is None or now - self.stepped_at >= self.marks.cool_s
+        if cause and may_step and self.level < lowest_level:
             self.level, self.stepped_at = self.level + 1, now
 
     @property
-    def ahead(self) -> int:
-        """How much more rows will have in a few seconds."""
+    def predicted_growth(self) -> int:
+        """Bytes that rows will have in addition after `Marks.horizon_s`."""
         return int(max(0.0, self.trend) * self.marks.horizon_s)
 
-    def _follow(self, rows: int, now: float) -> None:
+    def _update_trend(self, rows: int, now: float) -> None:
         if self.at is not None and now > self.at:
-            passed = now - self.at
-            part = 1.0 - math.exp(-passed / self.marks.smooth_s)
-            self.trend += part * ((rows - self.rows) / passed - self.trend)
+            elapsed = now - self.at
+            weight = 1.0 - math.exp(-elapsed / self.marks.smooth_s)
+            self.trend += weight * ((rows - self.rows) / elapsed - self.trend)
         elif self.at is not None:
-            return  # several events of one moment: the next one sees the growth
+            return  # a second sample at the same time: the next one includes its growth
         self.rows, self.at = rows, now
 
-    def _cause(self, readings: Readings, mark: float) -> str:
+    def _cause(self, sample: MemorySample, mark: float) -> str:
         if self.pressure != "normal":
             return f"the system's memory pressure is {self.pressure}"
-        if readings.measured >= mark * readings.budget:
+        if sample.measured >= mark * sample.budget:
             return "measured use is near the budget"
-        if readings.waits:
+        if sample.waits:
             return "requests wait for memory"
-        if readings.rows and readings.rows >= mark * readings.room:
-            return "rows have nearly all room"
-        if readings.rows and readings.rows + self.ahead >= mark * readings.room:
-            return "rows grow, and will soon have nearly all room"
+        if sample.rows and sample.rows >= mark * sample.room:
+            return "rows use nearly all memory that weights leave"
+        if sample.rows and sample.rows + self.predicted_growth >= mark * sample.room:
+            return "rows grow, and will soon use nearly all memory that weights leave"
         return ""

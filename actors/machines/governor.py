@@ -1,23 +1,25 @@
-"""The governor: readings, wishes and offers in; what workers shall give back out. Pure.
+"""The governor: decides which model gives memory back, how, and when. Pure.
 
-What it does with every event, in this order:
+On every event, in this order:
 
-1. models idle past their time are unloaded;
-2. a wish that has waited for `Times.due_s` becomes the ledger's first: nobody else grows before it;
-3. a load that cannot be granted is refused, with the arithmetic;
-4. the gauge says whether memory is tight, and where new rows start;
-5. what is to be freed, and for whom, the most urgent first (`room.needs`); the cheapest rung that
-   has something to give does it (`actors.machines.reclaim_order`). What is on its way is waited
-   for: at most one `Reclaim` runs in a worker, and nobody pays for what another is giving already;
-6. where no rung helps the first wish for `Times.turn_s`, models that are in use are *held*: new
-   requests for them wait, those they have run to their end, and then they are idle.
+1. Models that have been idle for longer than allowed are unloaded.
+2. A request that has waited for `Times.due_s` becomes the ledger's first: no other model grows
+   before it is granted.
+3. A load that cannot be granted is refused, with the numbers.
+4. The gauge decides whether memory is tight, and the precision level at which new rows start.
+5. The most urgent shortfall (`governing.shortfalls`) for which something can be done is served by
+   the cheapest method that has something to give (`actors.machines.reclaim_order`). Memory that is
+   on its way back counts: a worker has one `Reclaim` at a time, and no model gives what another is
+   giving already.
+6. If no method helps the first request for `Times.hold_s`, models in use are *held*: new requests
+   for them wait in the daemon until their current ones are finished and the models are idle.
 
-**Nobody starves.** A wish that can be met at all becomes the first one after those that are older;
-then nobody else grows, rows end (their memory was reserved when they began), and who could go on
-for ever by replacing rows by new ones is held. So all others come to run nothing, and what such
-models have is within reach. **Nobody is aborted**: no command here ends a request.
+**No starvation.** Every request that can be granted at all becomes the first one after the older
+ones. From then on no other model grows, running rows finish (their memory was reserved at the
+start), and models that replace finished rows by new ones are held. So all other models become idle
+and their memory can be reclaimed. **No aborts**: no command of the governor ends a request.
 
-Does not cover: the ledger (`actors.machines.ledger`), how a worker frees (`kvd.worker`).
+Does not cover the ledger (`actors.machines.ledger`) or how a worker frees memory (`kvd.worker`).
 """
 
 from __future__ import annotations
@@ -33,45 +35,43 @@ if TYPE_CHECKING:
 
 
 class Governor(GovernorState):
-    """The whole machine."""
+    """The governor's state machine."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take an event and return what is to be done."""
-        commands = intake.take(self, event, now)
-        reclaiming.forget_late(self, now)
-        commands += reclaiming.expire(self, now)  # (1)
-        commands += reclaiming.hurry(self)
-        commands += fairness.name_first(self, now)  # (2)
+        """Apply an event and return the commands that follow."""
+        commands = intake.apply(self, event, now)
+        reclaiming.forget_overdue(self, now)
+        commands += reclaiming.evict_expired(self, now)  # (1)
+        commands += reclaiming.requeue_stranded(self)
+        commands += fairness.choose_first(self, now)  # (2)
         commands += loads.refuse_loads(self, now)  # (3)
-        commands += pressure.look(self, now)  # (4)
-        acted = reclaiming.climb(self, now)  # (5)
-        commands += acted
-        commands += fairness.turn(self, now, idle=not acted)  # (6)
-        self._wind_up(now)
+        commands += pressure.update_start_levels(self, now)  # (4)
+        reclaimed = reclaiming.serve_shortfalls(self, now)  # (5)
+        commands += reclaimed
+        commands += fairness.hold_or_release(self, now, idle=not reclaimed)  # (6)
+        self.deadline = self._next_deadline(now)
         return commands
 
     def check(self) -> None:
         """Check the invariants."""
         self.ledger.check()
         for name, account in self.accounts.items():
-            assert account.name == name, "a tenant under another's name"
-            assert account.open is None or account.state != "loading", "a load gives nothing back"
-            assert not account.held or self.held_for not in {None, name}, "held for nobody"
-        assert set(self.ledger.grants) <= set(self.accounts), "a grant to nobody"
-        assert set(self.ledger.waiting) <= set(self.accounts), "a wish of nobody"
+            assert account.name == name, "an account under another name"
+            assert account.open is None or account.state != "loading", "a loading model reclaims"
+            assert not account.held or self.held_for not in {None, name}, "held for no other model"
+        assert set(self.ledger.grants) <= set(self.accounts), "a grant without an account"
+        assert set(self.ledger.waiting) <= set(self.accounts), "a request without an account"
 
-    def _wind_up(self, now: float) -> None:
-        """Say when to look again."""
-        accounts = self.accounts.values()
-        works = self.gauge.tight or self.ledger.waiting or self.ledger.available_bytes < 0
-        if works or any(it.open for it in accounts):
-            new = any(now - (it.since or 0.0) < self.times.settle_s for it in self.ledger.queue)
-            self.deadline = now + (self.times.settle_s if new else self.times.tick_s)
-            return
-        ends = [
+    def _next_deadline(self, now: float) -> float | None:
+        accounts, times = self.accounts.values(), self.times
+        busy = self.gauge.tight or self.ledger.waiting or self.ledger.available_bytes < 0
+        if busy or any(it.open for it in accounts):
+            settling = any(now - (it.since or 0.0) < times.settle_s for it in self.ledger.queue)
+            return now + (times.settle_s if settling else times.tick_s)
+        expiries = [
             it.idle_since + max(GRACE_S, it.policy.idle_ttl_s)
             for it in accounts
             if it.is_idle and not it.policy.pinned
             if it.policy.idle_ttl_s is not None and it.idle_since is not None
         ]
-        self.deadline = min(ends, default=None)
+        return min(expiries, default=None)

@@ -1,4 +1,4 @@
-"""What the governor's machine hears and says (`actors.machines.governor`)."""
+"""Events and commands of the governor (`actors.machines.governor`)."""
 
 from __future__ import annotations
 
@@ -24,58 +24,63 @@ class LoadRequested(_Tagged, frozen=True):
     model: str
     policy: ModelPolicy = ModelPolicy()
     patient: bool = True
+    """The load waits for memory that models in use hold; otherwise it is refused."""
 
 
 class PolicyChanged(_Tagged, frozen=True):
-    """The user pinned a model, or changed what else is said of it."""
+    """The user pinned a model or changed another part of its policy."""
 
     model: str
     policy: ModelPolicy
 
 
 class ModelReady(_Tagged, frozen=True):
-    """It takes requests."""
+    """The model takes requests."""
 
     model: str
 
 
 class ServingChanged(_Tagged, frozen=True):
-    """Its process has requests from now on, or none any more: sooner than it can say so itself."""
+    """The model's process got its first request, or finished its last one.
+
+    Arrives before the process itself can report it.
+    """
 
     model: str
     busy: bool
 
 
 class UnloadStarted(_Tagged, frozen=True):
-    """It is being unloaded, whoever wants it."""
+    """A user or the configuration unloads the model."""
 
     model: str
 
 
 class ModelRemoved(_Tagged, frozen=True):
-    """Its seat was given up."""
+    """The registry no longer has the model."""
 
     model: str
 
 
 class ReclaimableReported(_Tagged, frozen=True):
-    """What its worker could give back now."""
+    """The worker reported what it could give back now."""
 
     model: str
     reclaimable: Reclaimable
 
 
 class ReclaimFinished(_Tagged, frozen=True):
-    """A `Reclaim` is over."""
+    """The worker finished a `Reclaim`."""
 
     model: str
     seq: int
     freed_bytes: int
     exhausted: bool
+    """The reclaim method has nothing more to give."""
 
 
 class MemoryMeasured(_Tagged, frozen=True):
-    """What workers really take, and what the system says."""
+    """Bytes that workers really use, by model, and the memory pressure of the system."""
 
     used: dict[str, int]
     pressure: Pressure = "normal"
@@ -88,7 +93,7 @@ class BudgetChanged(_Tagged, frozen=True):
 
 
 class AlarmFired(_Tagged, frozen=True):
-    """The time may have come that `Ladder.deadline` said."""
+    """`Governor.deadline` may have passed."""
 
 
 Event = (
@@ -111,46 +116,47 @@ Event = (
 
 
 class Reclaim(_Tagged, frozen=True):
-    """Tell the worker to give back."""
+    """Tell the worker to give memory back."""
 
     model: str
     seq: int
     method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
+    """Precision level, for the method ``precision``."""
 
 
 class StartLevel(_Tagged, frozen=True):
-    """Tell the worker where new rows start."""
+    """Tell the worker the precision level of new rows."""
 
     model: str
     level: int
 
 
 class Evict(_Tagged, frozen=True):
-    """Unload a model; a request would bring it back."""
+    """Unload a model. A request loads it again."""
 
     model: str
     requeue: bool = False
-    """It has requests, and runs none of them: they wait in the daemon, and bring it back."""
+    """The worker has requests but runs none: they return to the daemon and load the model later."""
 
 
 class HoldRequests(_Tagged, frozen=True):
-    """Let new requests for a model wait, or no longer."""
+    """Keep new requests for a model in the daemon, or release them."""
 
     model: str
     held: bool
 
 
 class RecordEvent(_Tagged, frozen=True):
-    """What was done, or came of it, and why: for `kvctl events`, the log and metrics."""
+    """Record a decision or its result for `kvctl events`, the log and metrics."""
 
     kind: str
     model: str
     reason: str
     numbers: dict[str, int] = {}
     requester: str | None = None
-    """The model for which it was done."""
+    """The model that needs the memory."""
 
 
 Command = GrantDecision | Reclaim | StartLevel | Evict | HoldRequests | RecordEvent

@@ -1,13 +1,13 @@
-"""Who may hold how much of the one memory budget: the ledger. Pure.
+"""The ledger of one memory budget: which model may hold how many bytes. Pure.
 
-Grants come before growth: a worker asks before it grows, and the sum of all grants never exceeds
-the budget. A grant ends with the exit of the process (`Released`), or when its worker itself asks
-for less. A wish that was refused is remembered, and granted when others give back enough.
+Grants come before growth: a worker requests memory before it uses it, and the sum of all grants
+never exceeds the budget. A grant ends when the process exits, or when its worker requests less. A
+request that does not fit waits, and is granted when other models give back enough.
 
-Wishes are granted the oldest first, and a small one may overtake a large one: until the ladder
-names it `first`. From then on nobody else grows before it. After a budget was lowered the grants
-may be above it for a while: then they only fall. Does not know who is asked to give something back
-(`actors.machines.governor`).
+Waiting requests are granted oldest first, and a small one may overtake a large one. That ends when
+the governor makes one of them `first`: no other model grows before it. If the budget is lowered
+below the grants, the grants only shrink until they fit. Does not know which model is asked to give
+memory back (`actors.machines.governor`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryRequest(_Tagged, frozen=True):
-    """A worker wants to hold so much in all."""
+    """A worker requests to hold this many bytes in total."""
 
     model: str
     seq: int
     total_bytes: int
     resuming: bool = False
-    """For a row that was parked."""
+    """The memory is for a preempted row."""
     since: float | None = None
-    """It has waited so long already, under another number; absent: it is new."""
+    """When an earlier request began to wait that this one continues; None: it is new."""
 
 
 class WorkerExited(_Tagged, frozen=True):
@@ -41,7 +41,7 @@ Event = MemoryRequest | WorkerExited
 
 
 class GrantDecision(_Tagged, frozen=True):
-    """Tell the worker what it may hold."""
+    """The answer to a memory request: what the worker may hold from now on."""
 
     model: str
     seq: int
@@ -49,39 +49,40 @@ class GrantDecision(_Tagged, frozen=True):
     granted: bool
     available_bytes: int
     reason: str = ""
-    """Why a load is refused: who holds the rest."""
+    """For a refused load, which models hold the rest of the budget."""
 
 
 Command = GrantDecision
 
 
 class Ledger(msgspec.Struct):
-    """The ledger of one budget."""
+    """Grants and waiting requests of one budget."""
 
     budget_bytes: int
     grants: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes by model."""
     waiting: dict[str, MemoryRequest] = msgspec.field(default_factory=dict)
-    """The last wish of each model that waits, with the time since when."""
+    """The request of each model that waits, with the time since when."""
     first: str | None = None
-    """Nobody else grows before this model's wish is granted."""
+    """The model whose request is granted before any other model grows."""
     exempt: list[str] = msgspec.field(default_factory=list)
-    """But these: they are loading, and to stop half-way would help nobody."""
+    """Models that may grow before the first request: a load stopped halfway helps no model."""
     excess_bytes: int = 0
-    """Taken beyond the grants, as measured: nobody else can have it."""
+    """Bytes that workers use beyond their grants, as measured. They are not available."""
     ceiling_bytes: int = 0
-    """What the grants may sum up to while a lowered budget is worked off."""
+    """Limit of the grants while they are above a lowered budget."""
 
     def handle(self, event: Event, now: float) -> list[Command]:
-        """Take an event and return the answers."""
+        """Apply an event and return the decisions that follow."""
         match event:
             case MemoryRequest():
-                answers = self._want(event, now)
+                decisions = self._request(event, now)
             case WorkerExited(model=model):
                 self.grants.pop(model, None)
                 self.withdraw(model)
-                answers = self.retry()
+                decisions = self.grant_waiting()
         self.ceiling_bytes = max(self.budget_bytes, min(self.ceiling_bytes, self.granted_bytes))
-        return answers
+        return decisions
 
     @property
     def granted_bytes(self) -> int:
@@ -90,78 +91,72 @@ class Ledger(msgspec.Struct):
 
     @property
     def available_bytes(self) -> int:
-        """What is left of the budget; negative while more is taken than there is."""
+        """What is left of the budget; negative if grants and excess are above it."""
         return self.budget_bytes - self.granted_bytes - self.excess_bytes
 
     @property
     def queue(self) -> list[MemoryRequest]:
-        """Wishes that wait, the oldest first."""
-        return sorted(
-            self.waiting.values(), key=lambda request: (request.since or 0.0, request.model)
-        )
+        """Waiting requests, oldest first."""
+        return sorted(self.waiting.values(), key=lambda it: (it.since or 0.0, it.model))
 
     def growth(self, request: MemoryRequest) -> int:
-        """Return how much more than now a wish is."""
+        """Return how many bytes a request adds to the model's grant."""
         return request.total_bytes - self.grants.get(request.model, 0)
 
     def set_budget(self, total_bytes: int) -> list[Command]:
         """Change the budget; return what can be granted now."""
         self.budget_bytes = total_bytes
         self.ceiling_bytes = max(total_bytes, self.granted_bytes)
-        return self.retry()
+        return self.grant_waiting()
 
     def withdraw(self, model: str) -> None:
-        """Forget a wish that waits."""
+        """Remove the waiting request of a model."""
         self.waiting.pop(model, None)
         if self.first == model:
             self.first = None
 
     def check(self) -> None:
         """Check the invariants."""
-        most = max(self.budget_bytes, self.ceiling_bytes)
-        assert 0 <= self.granted_bytes <= most, "more granted than there is"
+        limit = max(self.budget_bytes, self.ceiling_bytes)
+        fitting = [it.model for it in self.waiting.values() if self._fits(it)]
+        assert 0 <= self.granted_bytes <= limit, "grants above the budget"
         assert all(total >= 0 for total in self.grants.values()), "a negative grant"
-        assert not any(self._fits(request) for request in self.waiting.values()), (
-            "a wish was forgotten"
-        )
-        assert self.first is None or self.first in self.waiting, "memory is kept for nobody"
+        assert not fitting, "a request waits although it fits"
+        assert self.first is None or self.first in self.waiting, "the first request does not wait"
 
-    def retry(self) -> list[Command]:
-        """Grant what was refused and fits now, the oldest first; a small one may overtake."""
-        answers: list[Command] = []
+    def grant_waiting(self) -> list[Command]:
+        """Grant the waiting requests that fit, oldest first."""
+        decisions: list[Command] = []
         for request in self.queue:
             if self._fits(request):
                 self.withdraw(request.model)
-                self.grants[request.model] = request.total_bytes
-                answers.append(self._answer(request, request.total_bytes, granted=True))
-        # Who is no longer kept back by the first one may have stood before it.
-        return answers + self.retry() if answers else answers
+                decisions.append(self._grant(request))
+        # Granting the first request may let older ones go that it had kept back.
+        return decisions + self.grant_waiting() if decisions else decisions
 
-    def _want(self, request: MemoryRequest, now: float) -> list[Command]:
-        held = self.grants.get(request.model, 0)
-        before = self.waiting.pop(request.model, None)  # a newer wish replaces it
+    def _request(self, request: MemoryRequest, now: float) -> list[Command]:
+        model = request.model
+        before = self.waiting.pop(model, None)  # a newer request replaces it
         if not self._fits(request):
             known = [it.since for it in (before, request) if it and it.since is not None]
             since = min(known, default=now)
-            again = MemoryRequest(
-                request.model, request.seq, request.total_bytes, request.resuming, since
-            )
-            self.waiting[request.model] = again
-            return [self._answer(request, held, granted=False)]
-        if self.first == request.model:
+            self.waiting[model] = msgspec.structs.replace(request, since=since)
+            return [self._decision(request, self.grants.get(model, 0), granted=False)]
+        if self.first == model:
             self.first = None
-        self.grants[request.model] = request.total_bytes
-        answer = self._answer(request, request.total_bytes, granted=True)
-        return [answer, *self.retry()]
+        return [self._grant(request), *self.grant_waiting()]
 
     def _fits(self, request: MemoryRequest) -> bool:
-        grown = self.growth(request)
+        growth = self.growth(request)
         if request.total_bytes < 0:
             return False
         kept_back = self.first not in {None, request.model} and request.model not in self.exempt
-        return grown <= 0 or (not kept_back and grown <= self.available_bytes)
+        return growth <= 0 or (not kept_back and growth <= self.available_bytes)
 
-    def _answer(self, request: MemoryRequest, total: int, *, granted: bool) -> GrantDecision:
-        return GrantDecision(
-            request.model, request.seq, total, granted, max(0, self.available_bytes)
-        )
+    def _grant(self, request: MemoryRequest) -> GrantDecision:
+        self.grants[request.model] = request.total_bytes
+        return self._decision(request, request.total_bytes, granted=True)
+
+    def _decision(self, request: MemoryRequest, total: int, *, granted: bool) -> GrantDecision:
+        available = max(0, self.available_bytes)
+        return GrantDecision(request.model, request.seq, total, granted, available)

@@ -1,8 +1,8 @@
-"""Who lives under the budget, and what each of them is worth there. Pure.
+"""What the governor knows about each model. Pure.
 
-A tenant is a model that the daemon holds a seat for, from before its process is started until the
-seat is given up. Does not cover what it may hold (`actors.machines.ledger`), nor what is done
-about it (`actors.machines.governor`).
+An account exists from before a model's process starts until the registry drops the model. Does not
+cover what the model may hold (`actors.machines.ledger`) or what is decided about it
+(`actors.machines.governor`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from protocol.types import Reclaimable
 from protocol.worker import ReclaimMethod
 
 GRACE_S = 1.0
-"""What a request, or the word of it, may take on its way: before, nobody is idle for sure."""
+"""Seconds that a request, or the report of it, may be on its way. A model counts as idle after."""
 
 
 class OpenReclaim(msgspec.Struct, frozen=True):
@@ -27,71 +27,70 @@ class OpenReclaim(msgspec.Struct, frozen=True):
     wanted_bytes: int
     level: int
     until: float
-    """Not heard of by then, it counts as over."""
+    """When it counts as over without a report."""
 
 
 class ModelAccount(msgspec.Struct):
-    """One model. The times are the machine's clock."""
+    """One model. Times are on the machine's clock."""
 
     name: str
     policy: ModelPolicy = ModelPolicy()
     state: Literal["loading", "ready", "leaving"] = "loading"
     patient: bool = True
-    """Its load waits until others have finished; else it is refused if they do not make room."""
+    """The load waits for memory that models in use hold; otherwise it is refused."""
     reclaimable: Reclaimable = Reclaimable()
-    boarded_at: float = 0.0
+    load_started_at: float = 0.0
     load_since: float | None = None
-    """When its load first asked for memory, also if it had to begin anew since."""
+    """When the load first requested memory, including attempts before the current one."""
     load_s: float = 1.0
-    """How long its last load took: what an eviction costs."""
+    """Seconds that the last load took: the cost of an eviction."""
     idle_since: float | None = None
-    """None while it has requests, or is not ready."""
+    """None while the model has requests or is not ready."""
     serving: bool = False
-    """The daemon has given its process requests that are not over."""
+    """The daemon has given the process requests that are not over."""
     open: OpenReclaim | None = None
     barren: dict[str, float] = msgspec.field(default_factory=dict)
-    """By rung: it gave nothing there, and is not asked again before this time."""
+    """By method: the worker had nothing to give, and is not asked again before this time."""
     level: int = 0
-    """Where its new rows were told to start."""
+    """Precision level at which new rows start."""
     kept_since: float | None = None
-    """Since when it waits, although its wish is a new one: it gave back for others, or has loaded
-    for requests that do not run yet."""
+    """Age that the model's next memory request inherits. The model gave memory to others before its
+    request was granted, or was loaded for requests that do not run yet."""
     measured_bytes: int = 0
     held: bool = False
-    """New requests for it wait in the daemon."""
+    """New requests for the model wait in the daemon."""
     evicting: bool = False
-    """It leaves since we said so, and finishes what it runs."""
+    """The governor evicts the model, which finishes its running requests."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is ready and nobody asks for it."""
+        """Whether the model is ready and has no requests."""
         return self.state == "ready" and self.idle_since is not None
 
     def is_evictable(self, now: float) -> bool:
-        """Whether it could be unloaded now, and nobody would notice but the next request."""
-        return self._idle_for(GRACE_S, now)
+        """Whether an eviction now would delay only the next request."""
+        return self._is_idle_for(GRACE_S, now)
 
     def is_expired(self, now: float) -> bool:
-        """Whether it has been idle for longer than it may be."""
+        """Whether the model has been idle for longer than its policy allows."""
         ttl = self.policy.idle_ttl_s
-        return ttl is not None and self._idle_for(max(GRACE_S, ttl), now)
+        return ttl is not None and self._is_idle_for(max(GRACE_S, ttl), now)
 
-    def _idle_for(self, seconds: float, now: float) -> bool:
+    def _is_idle_for(self, seconds: float, now: float) -> bool:
         since = self.idle_since
-        is_free = self.state == "ready" and not self.policy.pinned
-        return is_free and since is not None and now >= since + seconds
+        unpinned = self.state == "ready" and not self.policy.pinned
+        return unpinned and since is not None and now >= since + seconds
 
     def worth(self, granted_bytes: int, now: float) -> tuple[int, float, str]:
-        """Return what it is worth to keep it while it is idle; the least goes first.
+        """Return a sort key of what it is worth to keep the model; the lowest is evicted first.
 
-        By priority, then by the seconds that a load costs, for each byte and each second that
-        nobody asked for it.
+        The priority counts first. Then the seconds of a load, per byte and idle second.
         """
         idle_s = 1.0 + now - (now if self.idle_since is None else self.idle_since)
         return self.policy.priority, self.load_s / (max(1, granted_bytes) * idle_s), self.name
 
-    def take(self, reclaimable: Reclaimable, now: float) -> None:
-        """Note what it could give back, and whether anybody asks for it."""
+    def update(self, reclaimable: Reclaimable, now: float) -> None:
+        """Note what the worker could give back, and whether it has requests."""
         if reclaimable.rows or (self.idle_since is not None and now >= self.idle_since + GRACE_S):
             self.kept_since = None
         self.reclaimable = reclaimable
@@ -100,8 +99,10 @@ class ModelAccount(msgspec.Struct):
         elif self.idle_since is None:
             self.idle_since = now
 
-    def gave(self, method: ReclaimMethod, level: int, freed_bytes: int, *, exhausted: bool) -> None:
-        """Take what was given out of the offer, until the worker says a new one."""
+    def deduct(
+        self, method: ReclaimMethod, level: int, freed_bytes: int, *, exhausted: bool
+    ) -> None:
+        """Subtract freed bytes from `reclaimable`, until the worker reports it again."""
         reclaimable = self.reclaimable
         if method == "precision":
             levels = tuple(0 if at < level else left for at, left in enumerate(reclaimable.levels))
@@ -110,8 +111,8 @@ class ModelAccount(msgspec.Struct):
             rest = 0 if exhausted else max(0, getattr(reclaimable, method) - freed_bytes)
             self.reclaimable = msgspec.structs.replace(reclaimable, **{method: rest})
 
-    def end(self) -> None:
-        """Forget what its process said: it is gone."""
+    def reset(self) -> None:
+        """Forget what the process reported: it is gone."""
         self.state = "loading"
         self.reclaimable = Reclaimable()
         self.idle_since = self.open = self.kept_since = None

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from actors.readings import CALM_S, FRESH_S, INTERVAL_S, MOST_SHARE, used_bytes
+from actors.readings import CALM_S, FRESH_S, INTERVAL_S, MAX_SHARE, used_bytes
 from protocol.types import MemoryUse, WorkerStats
 from protocol.worker import Stats
 from tests.sim.fakes import Script
@@ -70,7 +70,7 @@ async def test_readings_that_take_long_are_seldom():
         memory.took_s = 0.5
         await asyncio.sleep(100.0)
 
-        assert 2 <= memory.reads <= 2 + 100 * MOST_SHARE / 0.5
+        assert 2 <= memory.reads <= 2 + 100 * MAX_SHARE / 0.5
 
 
 @simulated

@@ -1014,7 +1014,7 @@ async def test_a_core_actor_that_contradicts_itself_ends_the_system_and_its_work
     async with world(faults=True) as w:
         w.system._governor.machine.ledger.grants["ghost"] = 5000
         w.system._around.governor.tell("nonsense")
-        with pytest.raises(SystemFault, match="more granted"):
+        with pytest.raises(SystemFault, match="above the budget"):
             await w.system.finished
 
         assert w.spawn.last("demo").signals == ["kill"]

@@ -302,7 +302,7 @@ class Week:
     def _refused(self, asked: Asked) -> None:
         kind = asked.kind
         least = kind.base + kind.first
-        assert least > self.governor.most_of(kind.name), "refused for a moment's sake"
+        assert least > self.governor.limit_of(kind.name), "refused for a moment's sake"
         asked.ended = "refused"
 
     # Between daemon and worker.
@@ -366,7 +366,7 @@ class Week:
     def _do(self, command: governor_events.Command) -> None:
         match command:
             case GrantDecision():
-                seat, budget = self.seats[command.model], self.governor.most_of(command.model)
+                seat, budget = self.seats[command.model], self.governor.limit_of(command.model)
                 life = seat.life
                 self.later(LINK_S, lambda: self._answer(seat, life, command, budget))
             case governor_events.Reclaim():
@@ -406,7 +406,7 @@ class Week:
             return
         while (head := keeper.hopeless()) is not None:
             least = head.kind.base + head.size(2)
-            assert least > self.governor.most_of(head.kind.name) or self.counts["noted budget"]
+            assert least > self.governor.limit_of(head.kind.name) or self.counts["noted budget"]
             keeper.drop(head)
             head.ended = "refused"
             self.counts["refused"] += 1
@@ -468,7 +468,7 @@ class Week:
     def _check_order(self, note: governor_events.RecordEvent) -> None:
         """No rung is used while a cheaper one has something that nobody asks for yet."""
         method = note.kind.removeprefix("reclaim_")
-        least = self.governor.view(self.now).least
+        least = self.governor.view(self.now).min_bytes
         for account in self.governor.accounts.values():
             if account.state != "ready" or account.open is not None:
                 continue

@@ -155,9 +155,9 @@ class World:
                     berth = actor._berth
                     same(berth.journal, berth.machine, lifecycle_events.Event)
                 case GovernorActor():
-                    same(actor._context.history, actor._context.machine, governor_events.Event)
+                    same(actor._state.history, actor._state.machine, governor_events.Event)
                 case TimeSlicesActor():
-                    same(actor._context.history, actor._context.machine, time_slices.Event)
+                    same(actor._state.history, actor._state.machine, time_slices.Event)
                 case Router():
                     same(actor._office.journal, actor._office.machine, admission_events.Event)
 

@@ -1,1 +1,1 @@
-"""How the governor makes room: the parts of `actors.machines.governor`."""
+"""The parts of the governor (`actors.machines.governor`)."""

@@ -1,7 +1,7 @@
-"""Which loads cannot have their memory, and why: with the arithmetic. Pure.
+"""Refuses loads that cannot get their memory, with the numbers. Pure.
 
-A load that somebody waits for by a request is patient: it is refused only if pinned models leave no
-room for it. One that a user asked for is refused when nobody who is idle could make room for it.
+A load that a request triggered is patient: it is refused only if pinned models leave too little
+memory for it. A load that a user ordered is also refused if idle models cannot make room for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def refuse_loads(m: GovernorState, now: float) -> list[Command]:
-    """Answer loads that wait for nothing."""
+    """Refuse the waiting requests of loads that cannot be granted."""
     commands: list[Command] = []
     for request in m.ledger.queue:
         if m.accounts[request.model].state == "loading":
@@ -28,33 +28,33 @@ def refuse_loads(m: GovernorState, now: float) -> list[Command]:
 
 
 def _refuse(m: GovernorState, request: MemoryRequest, now: float) -> list[Command]:
-    ledger, growth = m.ledger, m.ledger.growth(request)
-    # Who has just become idle can go in a moment.
-    view, shortfall = m.view(now + GRACE_S), shortfalls.need_of(m, request, now)
-    coming = m.coming()
-    reach = max(0, ledger.available_bytes) + coming + within_reach(shortfall, view)
-    fits = request.total_bytes <= m.most_of(request.model)
-    if fits and (m.accounts[request.model].patient or growth <= reach):
+    ledger, model, growth = m.ledger, request.model, m.ledger.growth(request)
+    # Looks GRACE_S ahead, because a model that just became idle can be evicted then.
+    view, shortfall = m.view(now + GRACE_S), shortfalls.of_request(m, request, now)
+    pending = m.pending_bytes()
+    reach = max(0, ledger.available_bytes) + pending + within_reach(shortfall, view)
+    fits = request.total_bytes <= m.limit_of(model)
+    if fits and (m.accounts[model].patient or growth <= reach):
         return []
-    ledger.withdraw(request.model)
-    m.accounts[request.model].load_since = None
-    reason = _who_holds(m, request.model)
-    held, free = ledger.grants.get(request.model, 0), max(0, ledger.available_bytes)
-    answer = GrantDecision(
-        request.model, request.seq, held, granted=False, available_bytes=free, reason=reason
+    ledger.withdraw(model)
+    m.accounts[model].load_since = None
+    reason = _holders(m, model)
+    held, free = ledger.grants.get(model, 0), max(0, ledger.available_bytes)
+    refusal = GrantDecision(
+        model, request.seq, held, granted=False, available_bytes=free, reason=reason
     )
     numbers = {"wanted_bytes": growth, "within_reach_bytes": reach}
-    return [m.note("load_refused", request.model, reason, numbers), answer, *ledger.retry()]
+    return [m.record("load_refused", model, reason, numbers), refusal, *ledger.grant_waiting()]
 
 
-def _who_holds(m: GovernorState, model: str) -> str:
-    """Say who has the budget, and why it stays there."""
-    said = []
+def _holders(m: GovernorState, model: str) -> str:
+    """Return which other models hold memory, and why they keep it."""
+    holders = []
     for name, it in m.accounts.items():
         nbytes = m.ledger.grants.get(name, 0)
         if name == model or not nbytes:
             continue
         busy = "in use" if it.state == "ready" else it.state
         why = "pinned" if it.policy.pinned else "idle" if it.is_idle else busy
-        said.append(f"{name} ({why}) holds {nbytes / 2**20:,.1f} MiB")
-    return "; ".join(said) or "nobody holds anything"
+        holders.append(f"{name} ({why}) holds {nbytes / 2**20:,.1f} MiB")
+    return "; ".join(holders) or "no model holds anything"

@@ -1,11 +1,11 @@
-"""Whether memory is tight, and at which level of their ladders new rows start. Pure."""
+"""Updates the gauge, and the precision level at which new rows start. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actors.machines.gauge import Readings
-from actors.machines.governing.state import GRAIN
+from actors.machines.gauge import MemorySample
+from actors.machines.governing.state import MIN_RECLAIM_PARTS
 from actors.machines.governor_events import Command, StartLevel
 
 if TYPE_CHECKING:
@@ -13,23 +13,22 @@ if TYPE_CHECKING:
     from actors.machines.model_accounts import ModelAccount
 
 
-def look(m: GovernorState, now: float) -> list[Command]:
-    """Read the gauge, and tell workers where new rows start."""
-    gauge, was = m.gauge, m.gauge.tight
-    served = list(m.accounts.values())
-    gauge.read(
-        _readings(m, now), max((len(it.reclaimable.levels) for it in served), default=0), now
-    )
+def update_start_levels(m: GovernorState, now: float) -> list[Command]:
+    """Update the gauge; tell workers if the start level of their rows changed."""
+    gauge, was_tight = m.gauge, m.gauge.tight
+    accounts = list(m.accounts.values())
+    lowest_level = max((len(it.reclaimable.levels) for it in accounts), default=0)
+    gauge.update(_sample(m, now), lowest_level, now)
     commands: list[Command] = []
-    if gauge.tight != was:
-        reason = gauge.reason or "there is room again: new rows start at the top"
-        commands.append(m.note("tight" if gauge.tight else "calm", "", reason))
-    for account in served:
-        commands += _start_level(m, account)
+    if gauge.tight != was_tight:
+        reason = gauge.reason or "memory is free again: new rows start at level 0"
+        commands.append(m.record("tight" if gauge.tight else "calm", "", reason))
+    for account in accounts:
+        commands += _update_start_level(m, account)
     return commands
 
 
-def _start_level(m: GovernorState, account: ModelAccount) -> list[Command]:
+def _update_start_level(m: GovernorState, account: ModelAccount) -> list[Command]:
     if account.state != "ready":
         return []
     lowest = len(account.reclaimable.levels)
@@ -37,31 +36,26 @@ def _start_level(m: GovernorState, account: ModelAccount) -> list[Command]:
     if level == account.level:
         return []
     account.level = level
-    reason = m.gauge.reason or "there is room again"
-    note = m.note("start_level", account.name, reason, {"level": level})
-    return [note, StartLevel(account.name, level)]
+    reason = m.gauge.reason or "memory is free again"
+    event = m.record("start_level", account.name, reason, {"level": level})
+    return [event, StartLevel(account.name, level)]
 
 
-def _readings(m: GovernorState, now: float) -> Readings:
-    ledger, served = m.ledger, m.accounts.values()
-    base = sum(m.base(it) for it in served)
-    rows = sum(
-        max(
-            0,
-            ledger.grants.get(it.name, 0)
-            - m.base(it)
-            - it.reclaimable.spare
-            - it.reclaimable.prefixes,
-        )
-        for it in served
-        if it.state == "ready"
-    )
+def _sample(m: GovernorState, now: float) -> MemorySample:
+    ledger, accounts = m.ledger, m.accounts.values()
+    base = sum(m.base(it) for it in accounts)
+    rows = sum(_row_bytes(m, it) for it in accounts if it.state == "ready")
     waits = any(
         now - (request.since or 0.0) >= m.times.settle_s
         and m.accounts[request.model].state == "ready"
-        and m.is_served(request)
+        and m.is_needed(request)
         for request in ledger.queue
     )
-    waits = waits or ledger.available_bytes < -(ledger.budget_bytes // GRAIN)
+    waits = waits or ledger.available_bytes < -(ledger.budget_bytes // MIN_RECLAIM_PARTS)
     room = max(0, ledger.budget_bytes - base)
-    return Readings(room, rows, m.measured, ledger.budget_bytes, waits)
+    return MemorySample(room, rows, m.measured, ledger.budget_bytes, waits)
+
+
+def _row_bytes(m: GovernorState, account: ModelAccount) -> int:
+    granted, reclaimable = m.ledger.grants.get(account.name, 0), account.reclaimable
+    return max(0, granted - m.base(account) - reclaimable.spare - reclaimable.prefixes)

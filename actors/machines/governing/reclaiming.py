@@ -1,6 +1,6 @@
-"""Who is told to give back: the cheapest rung that has something. Pure.
+"""Orders models to give memory back, by the cheapest method that has something to give. Pure.
 
-At most one `Reclaim` runs in a worker; what is on its way is waited for, so nobody pays for what
+A worker has at most one open `Reclaim`. Memory on its way back counts, so that no model gives what
 another is giving already.
 """
 
@@ -9,23 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actors.machines.governing import shortfalls
-from actors.machines.governing.state import GRAIN
+from actors.machines.governing.state import MIN_RECLAIM_PARTS
 from actors.machines.governor_events import Command, Evict, Reclaim
 from actors.machines.model_accounts import ModelAccount, OpenReclaim
 from actors.machines.reclaim_order import (
     MemoryView,
+    Method,
     ReclaimAction,
     Shortfall,
     actions,
-    reclaimed_by,
+    worker_method,
 )
 
 if TYPE_CHECKING:
     from actors.machines.governing.state import GovernorState
 
 
-def forget_late(m: GovernorState, now: float) -> None:
-    """Wait no longer for workers that do not answer."""
+def forget_overdue(m: GovernorState, now: float) -> None:
+    """Stop waiting for reclaims that a worker has not finished in time."""
     for account in m.accounts.values():
         if account.open is not None and now >= account.open.until:
             account.barren[account.open.method] = now + m.times.reclaim_s
@@ -33,93 +34,94 @@ def forget_late(m: GovernorState, now: float) -> None:
         account.barren = {method: until for method, until in account.barren.items() if until > now}
 
 
-def expire(m: GovernorState, now: float) -> list[Command]:
-    """Unload who has been idle for longer than it may be."""
-    late = [it for it in m.accounts.values() if it.is_expired(now)]
+def evict_expired(m: GovernorState, now: float) -> list[Command]:
+    """Unload models that have been idle for longer than allowed."""
     return [
         command
-        for it in late
-        for command in _evict(m, it, f"nobody asked for it in {it.policy.idle_ttl_s:g} s")
+        for it in [it for it in m.accounts.values() if it.is_expired(now)]
+        for command in _evict(m, it, f"no request for {it.policy.idle_ttl_s:g} s")
     ]
 
 
-def hurry(m: GovernorState) -> list[Command]:
-    """Take requests back that came while a model was going, and have no memory to run in."""
+def requeue_stranded(m: GovernorState) -> list[Command]:
+    """Return requests to the daemon that arrived during an eviction and lack memory to run."""
     return [
         command
         for it in m.accounts.values()
         if it.evicting and it.reclaimable.waiting and not it.reclaimable.rows
-        for command in _evict(m, it, "a request came as it went", requeue=True)
+        for command in _evict(m, it, "a request arrived during the eviction", requeue=True)
     ]
 
 
-def climb(m: GovernorState, now: float) -> list[Command]:
-    """Do something for the most urgent need for which something can be done."""
+def serve_shortfalls(m: GovernorState, now: float) -> list[Command]:
+    """Act for the most urgent shortfall for which something can be done."""
     view = m.view(now)
     for shortfall in shortfalls.find(m, now, view):
-        if commands := _free(m, shortfall, view):
+        if commands := _serve(m, shortfall, view):
             return commands
     return []
 
 
-def _free(m: GovernorState, shortfall: Shortfall, view: MemoryView) -> list[Command]:
-    """Take what is lacking from the cheapest rung that has something."""
-    lacking = shortfall.nbytes - m.coming(shortfall.requester)
-    if lacking <= 0:
+def _serve(m: GovernorState, shortfall: Shortfall, view: MemoryView) -> list[Command]:
+    missing = shortfall.nbytes - m.pending_bytes(shortfall.requester)
+    if missing <= 0:
         return []
-    for method in shortfall.reach:
+    for method in shortfall.methods:
         found = actions(method, shortfall, view)
-        ready = [it for it in found if _can(m, it)]
+        ready = [it for it in found if _can_start(m, it)]
         if ready:
-            return _take_steps(m, ready, lacking, shortfall, view.now)
-        if any(m.accounts[it.model].open for it in found) or _gives(m, method):
-            return []  # a cheaper one is on its way: see first what comes of it
+            return _start(m, ready, missing, shortfall, view.now)
+        if any(m.accounts[it.model].open for it in found) or _is_open(m, method):
+            return []  # wait for the result of the cheaper method
     return []
 
 
-def _can(m: GovernorState, step: ReclaimAction) -> bool:
-    account = m.accounts[step.model]
-    return account.open is None and step.method not in account.barren
+def _can_start(m: GovernorState, action: ReclaimAction) -> bool:
+    account = m.accounts[action.model]
+    return account.open is None and action.method not in account.barren
 
 
-def _gives(m: GovernorState, method: str) -> bool:
+def _is_open(m: GovernorState, method: Method) -> bool:
     opened = [it.open for it in m.accounts.values()]
     return any(it is not None and it.method == method for it in opened)
 
 
-def _take_steps(
-    m: GovernorState, ready: list[ReclaimAction], lacking: int, shortfall: Shortfall, now: float
+def _start(
+    m: GovernorState, ready: list[ReclaimAction], missing: int, shortfall: Shortfall, now: float
 ) -> list[Command]:
+    min_bytes = m.ledger.budget_bytes // MIN_RECLAIM_PARTS
     commands: list[Command] = []
-    for step in ready:
-        if lacking <= 0:
+    for action in ready:
+        if missing <= 0:
             break
-        account, method = m.accounts[step.model], reclaimed_by(step.method)
+        account, method = m.accounts[action.model], worker_method(action.method)
         if method is None:
-            requeue = step.method == "stalled"
-            commands += _evict(m, account, shortfall.reason, shortfall.requester, requeue=requeue)
-            lacking -= step.nbytes
+            requeue = action.method == "stalled"
+            reason, requester = shortfall.reason, shortfall.requester
+            commands += _evict(m, account, reason, requester, requeue=requeue)
+            missing -= action.nbytes
             continue
-        grain = m.ledger.budget_bytes // GRAIN
-        wanted = min(step.nbytes, max(lacking, grain))
-        account.open = OpenReclaim(m.seq + 1, method, wanted, step.level, now + m.times.reclaim_s)
+        wanted = min(action.nbytes, max(missing, min_bytes))
+        until = now + m.times.reclaim_s
+        account.open = OpenReclaim(m.seq + 1, method, wanted, action.level, until)
         commands += _reclaim(m, account, account.open, shortfall)
-        lacking -= wanted
+        missing -= wanted
     return commands
 
 
 def _reclaim(
-    m: GovernorState, account: ModelAccount, it: OpenReclaim, shortfall: Shortfall
+    m: GovernorState, account: ModelAccount, opened: OpenReclaim, shortfall: Shortfall
 ) -> list[Command]:
-    m.seq = it.seq
-    numbers = {"wanted_bytes": it.wanted_bytes, "lacking_bytes": shortfall.nbytes}
-    if it.method == "precision":
-        account.level = max(account.level, it.level)
-        numbers["level"] = it.level
-    note = m.note(
-        f"reclaim_{it.method}", account.name, shortfall.reason, numbers, shortfall.requester
-    )
-    return [note, Reclaim(account.name, it.seq, it.method, it.wanted_bytes, it.level)]
+    m.seq, name, method = opened.seq, account.name, opened.method
+    numbers = {"wanted_bytes": opened.wanted_bytes, "missing_bytes": shortfall.nbytes}
+    if method == "precision":
+        account.level = max(account.level, opened.level)
+        numbers["level"] = opened.level
+    kind = f"reclaim_{method}"
+    return [
+        m.record(kind, name, shortfall.reason, numbers, shortfall.requester),
+        Reclaim(name, opened.seq, method, opened.wanted_bytes, opened.level),
+    ]
 
 
 def _evict(
@@ -132,8 +134,11 @@ def _evict(
 ) -> list[Command]:
     account.state, account.evicting = "leaving", not requeue
     request = m.ledger.waiting.get(account.name)
-    account.load_since = request.since if request is not None else None  # it comes back for this
-    nbytes = m.ledger.grants.get(account.name, 0)
+    # The model reloads to serve this request, which keeps its age.
+    account.load_since = request.since if request is not None else None
+    freed = {"freed_bytes": m.ledger.grants.get(account.name, 0)}
     kind = "requeue" if requeue else "evict"
-    note = m.note(kind, account.name, reason, {"freed_bytes": nbytes}, requester)
-    return [note, Evict(account.name, requeue)]
+    return [
+        m.record(kind, account.name, reason, freed, requester),
+        Evict(account.name, requeue),
+    ]

@@ -1,7 +1,7 @@
-"""How much is to be freed, for whom, and how far up the rungs that may go. Pure.
+"""How much memory is missing, for which model, and which methods may free it. Pure.
 
-The most urgent first: a budget that is overdrawn, then wishes by age, the system's pressure, and
-what the marks say of the seconds to come.
+Ordered by urgency: a budget below the grants, waiting requests by age, the system's memory
+pressure, and the watermarks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from actors.machines.reclaim_order import (
-    ALL_BUT_PARK,
     FREE,
-    LAST,
     RECLAIM_ORDER,
+    WITH_STALLED,
+    WITHOUT_PREEMPTION,
     MemoryView,
-    Name,
+    Methods,
     Shortfall,
     within_reach,
 )
@@ -27,87 +27,87 @@ if TYPE_CHECKING:
     from actors.machines.governing.state import GovernorState
     from actors.machines.ledger import MemoryRequest
 
-LITTLE, MUCH = 0.01, 0.03
-"""Of the budget, taken beyond the grants: up to here it costs nobody anything; from here on rows
-are parked."""
+SMALL_EXCESS, LARGE_EXCESS = 0.01, 0.03
+"""Excess as parts of the budget. Up to the first only free methods are used, above the second rows
+are preempted."""
 
 
 def find(m: GovernorState, now: float, view: MemoryView) -> Iterator[Shortfall]:
-    """Yield what is to be freed, the most urgent first."""
-    yield from _overdrawn(m)
+    """Yield the shortfalls, most urgent first."""
+    yield from _over_budget(m)
     for request in m.ledger.queue:
-        if m.is_served(request) and m.has_turn(request):
-            shortfall = need_of(m, request, now)
-            yield msgspec.structs.replace(shortfall, reach=_reach(m, shortfall, request, view))
-    yield from _pressed(m, now)
-    yield from _foreseen(m)
+        if m.is_needed(request) and m.may_reclaim_for(request):
+            shortfall = of_request(m, request, now)
+            yield msgspec.structs.replace(shortfall, methods=_methods(m, shortfall, request, view))
+    yield from _under_pressure(m, now)
+    yield from _above_watermark(m)
 
 
-def _overdrawn(m: GovernorState) -> Iterator[Shortfall]:
-    """Yield what the grants, and what is taken beyond them, are above the budget."""
+def of_request(m: GovernorState, request: MemoryRequest, now: float) -> Shortfall:
+    """Return what a memory request lacks."""
+    account, since = m.accounts[request.model], request.since or 0.0
+    purpose = "the load of" if account.state == "loading" else "requests of"
+    return Shortfall(
+        m.ledger.growth(request) - m.ledger.available_bytes,
+        f"{purpose} {request.model}",
+        RECLAIM_ORDER,
+        request.model,
+        account.policy.priority + int((now - since) / m.times.hold_s),
+        request.total_bytes,
+        # A model that leaves finishes its requests before any other: stalled models make room.
+        since if account.state != "leaving" else -1.0,
+        request.resuming,
+    )
+
+
+def _over_budget(m: GovernorState) -> Iterator[Shortfall]:
+    """Yield the bytes by which grants and excess are above the budget."""
     ledger = m.ledger
     over = -ledger.available_bytes
     if over <= 0:
         return
     if ledger.granted_bytes > ledger.budget_bytes:
         yield Shortfall(over, "the budget was lowered")
-    else:
-        share = over / max(1, ledger.budget_bytes)
-        reach = RECLAIM_ORDER if share > MUCH else ALL_BUT_PARK if share > LITTLE else FREE
-        yield Shortfall(over, "workers take more than they were granted", reach)
+        return
+    share = over / max(1, ledger.budget_bytes)
+    methods = FREE if share <= SMALL_EXCESS else WITHOUT_PREEMPTION
+    methods = RECLAIM_ORDER if share > LARGE_EXCESS else methods
+    yield Shortfall(over, "workers use more than they were granted", methods)
 
 
-def need_of(m: GovernorState, request: MemoryRequest, now: float) -> Shortfall:
-    """Return what a wish lacks."""
-    account, since = m.accounts[request.model], request.since or 0.0
-    what = "the load of" if account.state == "loading" else "requests of"
-    return Shortfall(
-        m.ledger.growth(request) - m.ledger.available_bytes,
-        f"{what} {request.model}",
-        RECLAIM_ORDER,
-        request.model,
-        account.policy.priority + int((now - since) / m.times.turn_s),
-        request.total_bytes,
-        # Who is to go finishes first: whoever is stalled makes room for it.
-        since if account.state != "leaving" else -1.0,
-        request.resuming,
-    )
-
-
-def _reach(
+def _methods(
     m: GovernorState, shortfall: Shortfall, request: MemoryRequest, view: MemoryView
-) -> tuple[Name, ...]:
-    """Return how far up the ladder a wish may go now."""
-    if view.now - (request.since or 0.0) < m.times.settle_s:
+) -> Methods:
+    waited_s = view.now - (request.since or 0.0)
+    if waited_s < m.times.settle_s:
         return FREE
-    is_last = m.accounts[request.model].state == "leaving"
-    if m.ledger.first == request.model or is_last:
-        return LAST if view.now - (request.since or 0.0) >= m.times.turn_s else RECLAIM_ORDER
-    within = shortfall.nbytes <= m.coming(shortfall.requester) + within_reach(shortfall, view)
-    return RECLAIM_ORDER if within else FREE
+    leaving = m.accounts[request.model].state == "leaving"
+    if m.ledger.first == request.model or leaving:
+        return WITH_STALLED if waited_s >= m.times.hold_s else RECLAIM_ORDER
+    reach = m.pending_bytes(shortfall.requester) + within_reach(shortfall, view)
+    return RECLAIM_ORDER if shortfall.nbytes <= reach else FREE
 
 
-def _pressed(m: GovernorState, now: float) -> Iterator[Shortfall]:
-    """Yield what the system's pressure asks for, once in a while."""
+def _under_pressure(m: GovernorState, now: float) -> Iterator[Shortfall]:
+    """Yield what the system's memory pressure requires, at most once in `Marks.cool_s`."""
     gauge, budget = m.gauge, m.ledger.budget_bytes
-    wait = m.relieved_at is not None and now - m.relieved_at < gauge.marks.cool_s
-    if gauge.pressure == "normal" or wait:
+    cooling = m.relieved_at is not None and now - m.relieved_at < gauge.marks.cool_s
+    if gauge.pressure == "normal" or cooling:
         return
     m.relieved_at = now
     reason = f"the system's memory pressure is {gauge.pressure}"
-    offers = [it.reclaimable for it in m.accounts.values()]
-    free = sum(it.spare + it.prefixes for it in offers)
+    free = sum(it.reclaimable.spare + it.reclaimable.prefixes for it in m.accounts.values())
     used = max(m.measured, m.ledger.granted_bytes - free)
     yield Shortfall(free, reason, FREE)
     above = used - int(gauge.marks.low * budget)
     if gauge.pressure == "critical":
         yield Shortfall(max(above, used // 10), reason)
     elif above > 0:
-        yield Shortfall(above, reason, ALL_BUT_PARK)
+        yield Shortfall(above, reason, WITHOUT_PREEMPTION)
 
 
-def _foreseen(m: GovernorState) -> Iterator[Shortfall]:
-    """Yield what the marks ask for: only what costs nobody anything."""
+def _above_watermark(m: GovernorState) -> Iterator[Shortfall]:
+    """Yield the measured bytes above the low watermark while memory is tight."""
     gauge, budget = m.gauge, m.ledger.budget_bytes
     over = m.measured - int(gauge.marks.low * budget)
     if gauge.tight and over > 0:

@@ -1,7 +1,4 @@
-"""What the governor holds in its head: ledger, tenants, gauge, and what is on its way. Pure state.
-
-And the words in which its parts ask about it. Does not decide anything.
-"""
+"""The governor's state and the questions that its parts ask about it. Pure; decides nothing."""
 
 from __future__ import annotations
 
@@ -15,110 +12,117 @@ from actors.machines.reclaim_order import MemoryView
 
 
 class Times(msgspec.Struct, frozen=True):
-    """How long things are waited for, in seconds."""
+    """Intervals, in seconds."""
 
     settle_s: float = 0.25
-    """Before a wish costs anybody anything: workers ask for much, then for what they must have."""
+    """Age at which a request may cost other models something. Workers first request more than they
+    need, then only what they need."""
     due_s: float = 10.0
-    """Until a wish is the first, and nobody overtakes it any more."""
-    turn_s: float = 30.0
-    """Until others are held for it; and a wish that waits gains one priority in this time."""
+    """Age at which a request becomes the first one, which no other request overtakes."""
+    hold_s: float = 30.0
+    """Age at which models are held for the first request. Also the waiting time that raises a
+    request's priority by one."""
     reclaim_s: float = 60.0
-    """For a worker to say that a `Reclaim` is over."""
+    """Longest time until a worker reports the end of a `Reclaim`."""
     barren_s: float = 5.0
-    """Before a worker is asked again for what it did not have."""
+    """Time until a worker is asked again for a method that gave too little."""
     tick_s: float = 1.0
-    """Between two looks while something is to be done."""
+    """Interval of checks while a shortfall or a `Reclaim` is open."""
 
 
-GRAIN = 128
-"""The budget in so many parts: less than one is not asked for, if more is there."""
-LEAST = 4096
-"""Offers of less than such a part are left alone."""
+MIN_RECLAIM_PARTS = 128
+"""A `Reclaim` asks for at least the budget divided by this, if the worker has that much."""
+MIN_ACTION_PARTS = 4096
+"""Reclaimable memory below the budget divided by this is ignored."""
 
 
 class GovernorState(msgspec.Struct):
-    """The state of `actors.machines.governor.Ladder`."""
+    """The state of `actors.machines.governor.Governor`."""
 
     ledger: Ledger
     gauge: Gauge = msgspec.field(default_factory=Gauge)
     times: Times = Times()
     accounts: dict[str, ModelAccount] = msgspec.field(default_factory=dict)
     seq: int = 0
-    """Of the newest `Reclaim`."""
+    """Number of the newest `Reclaim`."""
     held_for: str | None = None
-    """The first wish as it was when we last looked; whoever is held, is held for it."""
+    """The model of the first request at the last event. Models are held for it."""
     relieved_at: float | None = None
-    """When the system's pressure was last answered."""
+    """When the governor last reacted to the system's memory pressure."""
     deadline: float | None = None
-    """When to ring."""
+    """When the next `AlarmFired` is due."""
 
-    def most_of(self, model: str) -> int:
-        """Return what this model can have at most: all but what pinned others keep."""
-        kept = sum(
+    def limit_of(self, model: str) -> int:
+        """Return the most bytes that a model can have: the budget without other pinned models."""
+        pinned = sum(
             self.base(it)
             for name, it in self.accounts.items()
             if name != model and it.policy.pinned and it.state == "ready"
         )
-        return max(0, self.ledger.budget_bytes - kept)
+        return max(0, self.ledger.budget_bytes - pinned)
 
     def view(self, now: float) -> MemoryView:
-        """Return what rungs look at."""
-        requests = {it.model: it.since or 0.0 for it in self.ledger.queue}
+        """Return what the choice of reclaim actions depends on."""
+        waiting_since = {it.model: it.since or 0.0 for it in self.ledger.queue}
         budget = self.ledger.budget_bytes
         return MemoryView(
-            self.accounts, self.ledger.grants, requests, budget, now, max(1, budget // LEAST)
+            self.accounts,
+            self.ledger.grants,
+            waiting_since,
+            budget,
+            now,
+            max(1, budget // MIN_ACTION_PARTS),
         )
 
     def account(self, model: str) -> ModelAccount:
-        """Return a model's tenant, a new one if need be."""
+        """Return the account of a model; create it if there is none."""
         return self.accounts.setdefault(model, ModelAccount(model))
 
-    def exempt(self, model: str) -> None:
-        """Let a model grow although another's wish is the first."""
+    def add_exemption(self, model: str) -> None:
+        """Let a model grow before the first request of another model is granted."""
         if model not in self.ledger.exempt:
             self.ledger.exempt.append(model)
 
-    def take_exemption(self, model: str) -> None:
-        """Let nobody grow before the first one who comes back: it has nothing to finish."""
+    def remove_exemption(self, model: str) -> None:
         if model in self.ledger.exempt:
             self.ledger.exempt.remove(model)
 
     def may_be_first(self, request: MemoryRequest) -> bool:
-        """Return whether others may be kept back for a wish: it can be met at all."""
-        return self.is_served(request) and request.total_bytes <= self.most_of(request.model)
+        """Return whether other models may be kept back for a request: it can be granted at all."""
+        return self.is_needed(request) and request.total_bytes <= self.limit_of(request.model)
 
-    def is_served(self, request: MemoryRequest) -> bool:
-        """Return whether somebody waits for it; a wish for room to cache in is not worth a row."""
+    def is_needed(self, request: MemoryRequest) -> bool:
+        """Return whether a client waits for the memory. Otherwise it is only for caching."""
         account = self.accounts[request.model]
         return account.state == "loading" or account.reclaimable.waiting > 0 or request.resuming
 
     @property
     def measured(self) -> int:
-        """What all workers really take."""
+        """Bytes that all workers really use."""
         return sum(it.measured_bytes for it in self.accounts.values())
 
     def base(self, account: ModelAccount) -> int:
-        """Return what of its grant a model keeps, whatever its rows give back."""
+        """Return the part of a model's grant that its rows cannot give back."""
         granted = self.ledger.grants.get(account.name, 0)
         return min(granted, account.reclaimable.base) if account.reclaimable.base else granted
 
-    def has_turn(self, request: MemoryRequest) -> bool:
-        """Return whether others may give something for this wish now."""
+    def may_reclaim_for(self, request: MemoryRequest) -> bool:
+        """Return whether other models may give memory back for this request now."""
         return self.ledger.first in {None, request.model} or request.model in self.ledger.exempt
 
-    def coming(self, requester: str | None = None) -> int:
-        """Return what is on its way back; for who is to go itself, from others."""
-        grants = self.ledger.grants
-        opened = sum(it.open.wanted_bytes for it in self.accounts.values() if it.open is not None)
-        leaving = [
-            name
-            for name, it in self.accounts.items()
-            if it.state == "leaving" and name != requester
-        ]
-        return opened + sum(grants.get(name, 0) for name in leaving)
+    def pending_bytes(self, requester: str | None = None) -> int:
+        """Return the bytes on their way back: open reclaims, and models that leave.
 
-    def note(
+        ``requester`` does not count as leaving: its own memory does not help it.
+        """
+        accounts, grants = self.accounts, self.ledger.grants
+        reclaiming = sum(it.open.wanted_bytes for it in accounts.values() if it.open is not None)
+        leaving = [
+            name for name, it in accounts.items() if it.state == "leaving" and name != requester
+        ]
+        return reclaiming + sum(grants.get(name, 0) for name in leaving)
+
+    def record(
         self,
         kind: str,
         model: str,
@@ -126,7 +130,7 @@ class GovernorState(msgspec.Struct):
         numbers: dict[str, int] | None = None,
         requester: str | None = None,
     ) -> RecordEvent:
-        """Return a note of what is done, with what the budget is at."""
+        """Return the command that records an event, with the state of the budget added."""
         ledger = self.ledger
         grants = {"granted_bytes": ledger.granted_bytes, "budget_bytes": ledger.budget_bytes}
         return RecordEvent(kind, model, reason, {**(numbers or {}), **grants}, requester)
