@@ -100,7 +100,7 @@ def page_product(
 def page_product_by_copy(
     x: mx.array, packed: Packed, packing: Packing, index: PageIndex, *, transpose: bool
 ) -> mx.array:
-    """Compute `page_product` from copies of the packed pages, for devices without gathered products.
+    """Compute `page_product` from copies of the pages, for devices without gathered products.
 
     Both operands get the same batch axes: MLX on CUDA returns wrong results if it broadcasts one.
     """

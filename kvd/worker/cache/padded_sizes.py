@@ -20,7 +20,7 @@ def padded_work(count: int) -> int:
 
 
 def padded_length(count: int) -> int:
-    """Return the padded length of a list whose padding is never read: the fewer sizes the better."""
+    """Return the padded length of a list whose padding is never read: few sizes are best."""
     length = 64
     while length < count:
         length *= 4

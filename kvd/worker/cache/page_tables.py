@@ -63,7 +63,7 @@ class LevelTable:
         return LevelTable(self.level, slots, rows, self.owners, self.starts, self.padding, indices)
 
     def indices(self, heads: int) -> tuple[PageIndex, PageIndex]:
-        """Return the indices for an operand with one entry per row and for one with one per page."""
+        """Return the indices for operands with one entry per row, and with one per page."""
         if heads not in self._indices:
             each = mx.arange(heads, dtype=mx.uint32)
             pages = mx.arange(self.slots.size, dtype=mx.uint32)

@@ -96,7 +96,7 @@ class PageAllocator:
         self._count(page.slot, 1, snapshot=snapshot)
 
     def release(self, page: PageId, *, snapshot: bool = False) -> None:
-        """Remove a reference, with the same ``snapshot`` as it was added; the last frees the page."""
+        """Remove a reference of the kind that was added. The last one frees the page."""
         self._count(page.slot, -1, snapshot=snapshot)
         if not self._references[page.slot]:
             del self._references[page.slot]

@@ -94,7 +94,7 @@ class PagePool:
         return k, (v if self.value_packing.per_token else v.swapaxes(-1, -2))
 
     def read(self, slots: mx.array, heads: slice = slice(None)) -> tuple[mx.array, mx.array]:
-        """Return dense keys and values of the pages at ``slots``, ``[pages, heads, 64, dim]``; lazy.
+        """Return the pages at ``slots`` dense, ``[pages, heads, 64, dim]`` of both sides; lazy.
 
         Other heads are neither copied nor dequantized.
         """

@@ -1,7 +1,8 @@
-"""Where the tokens of a rectangle come from: pages and tails, gathered into ``[rows, most]``.
+"""Rectangles: pages and tails gathered into dense arrays ``[rows, most]``.
 
-For models that work on keys and values as plain arrays. Rows are padded on the left, as mlx-lm's
-own batches are, so that the newest tokens stand at the end. Worked out once a step, on the host.
+They are for models that compute with keys and values as plain arrays. Rows are padded on the left,
+like mlx-lm's batches, so that the newest tokens are at the end. The layout is computed once per
+step, on the host.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from kvd.worker.cache.steps import DecodeStep, PrefillStep
 
 @dataclass(frozen=True)
 class Rectangle:
-    """An index into all tokens of a step: pages table by table, then what is not in pages."""
+    """An index into all tokens of a step: pages table by table, then tails or a chunk."""
 
     index: mx.array
-    """``[rows, most]`` uint32; the padding points behind the last token."""
+    """``[rows, most]`` uint32. The padding points after the last token."""
     positions: np.ndarray
     """``[rows, most]``, -1 in the padding."""
 
@@ -40,9 +41,9 @@ class Rectangle:
 def gathering_bytes(layers: Sequence[LayerStore], paged: int, loose: int, cells: int) -> int:
     """Return the most bytes that one of these layers takes while its rectangle is gathered.
 
-    The rectangle of ``cells`` tokens, padding included; and on the way to it the ``paged`` tokens
-    unpacked and, with the ``loose`` ones of tails or a chunk, twice more: laid out, and in one
-    piece (measured: nowhere more, and often a tenth less).
+    That is the rectangle of ``cells`` tokens with padding, and temporary copies: the ``paged``
+    tokens dequantized, then paged and ``loose`` tokens (of tails or a chunk) twice, once transposed
+    and once concatenated. Measured peaks never exceed this, and are often a tenth lower.
     """
     return max(
         layer.geometry.dense_bytes(1) * (3 * (paged + loose) + cells) + paged * _unpacking(layer)
@@ -61,7 +62,7 @@ def _unpacking(layer: LayerStore) -> int:
 
 
 def decode_rectangle(step: DecodeStep, kind: Kind) -> Rectangle:
-    """Lay out what each row of a decode step sees, its new token included."""
+    """Lay out the tokens that each row of a decode step sees, including the new one."""
     rows = [_Tokens() for _ in step.rows]
     base = _add_pages(rows, step.tables)
     for number, (row, tokens) in enumerate(zip(step.rows, rows, strict=True)):
@@ -71,7 +72,7 @@ def decode_rectangle(step: DecodeStep, kind: Kind) -> Rectangle:
 
 
 def prefill_rectangle(step: PrefillStep, kind: Kind) -> Rectangle:
-    """Lay out what the queries of a chunk see between them."""
+    """Lay out the tokens that any query of a chunk sees."""
     tokens = _Tokens()
     base = _add_pages([tokens], step.tables)
     count = step.tail_length + step.count
@@ -92,10 +93,10 @@ class _Tokens:
 
     def seen(self, low: int, keep: int) -> tuple[np.ndarray, np.ndarray]:
         index, positions = np.concatenate(self._index), np.concatenate(self._positions)
-        order = np.argsort(positions)  # pages of several levels stand apart
+        order = np.argsort(positions)  # pages are grouped by level
         index, positions = index[order], positions[order]
-        there = (positions >= low) | (positions < keep)
-        return index[there], positions[there]
+        visible = (positions >= low) | (positions < keep)
+        return index[visible], positions[visible]
 
 
 def _add_pages(rows: list[_Tokens], tables: list[LevelTable]) -> int:

@@ -1,4 +1,4 @@
-"""Scratch for models that read their keys and values as rectangles, and batches that fit into it."""
+"""Scratch for models that read keys and values as rectangles, and the batches that fit it."""
 
 from __future__ import annotations
 

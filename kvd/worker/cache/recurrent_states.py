@@ -1,10 +1,10 @@
 """Recurrent states of running sequences: Mamba, gated delta nets, RWKV, short convolutions.
 
-mlx-lm's `ArraysCache` as it is: one object per layer goes into every forward pass, and holds the
-states of that pass's sequences. States are replaced and never written to, so a copy is a reference.
-Sequences that share passes have their states in one *block*, row by row; only when others share
-them are blocks built anew, and then the device is waited for. What stays is the sequences' own:
-neither padding nor a larger array behind a slice outlives its step.
+Models get mlx-lm's `ArraysCache`, unchanged: one object per layer goes into every forward pass, and
+holds the states of that pass's sequences. States are replaced and never written to, so a copy is a
+reference. Sequences that share passes have their states in one *block*, row by row. When other
+sequences share a pass, blocks are rebuilt, which waits for the device. Only the sequences' own
+states stay alive after a step: no padding, and no larger array that a slice would reference.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mlx_lm.models.cache import ArraysCache
 from kvd.worker.cache.layout import StatePart
 
 State = list[list[mx.array | None]]
-"""Of each part, its arrays; None before the first token."""
+"""For each part, its arrays; None before the first token."""
 
 _GONE = object()
-"""Stands in a block for a sequence that was removed: any name may be somebody's."""
+"""Placeholder in a block for a sequence that was removed."""
 
 
 @dataclass(eq=False)
 class _Block:
-    """The states of sequences that share passes, in order."""
+    """The states of sequences that share passes."""
 
     members: list[Any]
     state: State
@@ -36,8 +36,8 @@ class _Block:
 
 
 COPIES = 3
-"""Of a sequence's states, alive in a pipelined loop: what the step in flight took, what it leaves,
-and what the next one leaves, which is launched before the first is given back (measured)."""
+"""Copies of a sequence's states that a pipelined loop keeps alive (measured): the input and output
+of the step in flight, and the output of the next one, which starts before the first is freed."""
 
 
 class StateStore:
@@ -49,10 +49,10 @@ class StateStore:
     def __init__(self, parts: Sequence[StatePart]) -> None:
         self.parts = list(parts)
         self.caches = [ArraysCache(len(part.shapes)) for part in self.parts]
-        """What the model sees, one a part."""
+        """The caches that the model gets, one per part."""
         self._block_of: dict[Any, _Block] = {}
-        self._now = _Block([], [])
-        """Whose pass is under way."""
+        self._current = _Block([], [])
+        """The block of the current pass."""
 
     @property
     def row_bytes(self) -> int:
@@ -61,12 +61,12 @@ class StateStore:
 
     @property
     def charged_row_bytes(self) -> int:
-        """Bytes that one sequence's states take at the worst moment of a loop."""
+        """Most bytes that one sequence's states take in a pipelined loop."""
         return COPIES * self.row_bytes
 
     @property
     def places(self) -> int:
-        """Sequences that states are held of: those that were removed go with the next pass."""
+        """Sequences whose states exist. Those of removed sequences go with the next pass."""
         return sum(len(block.members) for block in self._blocks)
 
     @property
@@ -76,7 +76,7 @@ class StateStore:
 
     def arrays(self) -> list[mx.array]:
         """All states, for `mx.eval`."""
-        return [array for block in self._blocks for array in _there(block.state)]
+        return [array for block in self._blocks for array in _present(block.state)]
 
     @property
     def _blocks(self) -> list[_Block]:
@@ -87,9 +87,10 @@ class StateStore:
         self.restore(name, [[None] * len(part.shapes) for part in self.parts])
 
     def complete(self, name: Any) -> bool:
-        """Return whether a sequence's state has its full shape, and so can be joined with others.
+        """Return whether a sequence's state has its full shape, so that it can be batched.
 
-        Some models tell no state from one of zeros, and some keep the last few token ids.
+        A missing state must not be replaced by zeros: some models treat the two differently, and
+        some states hold the last few token ids.
         """
         block = self._block_of[name]
         return len(block.members) > 1 or all(
@@ -103,47 +104,47 @@ class StateStore:
         return self._joined([name])
 
     def snapshot(self, name: Any) -> State:
-        """Return a sequence's state for keeps, by reference where it stands alone; evaluated."""
+        """Return a sequence's state, evaluated; by reference if it has a block of its own."""
         state = self.state_of(name)
-        mx.eval(list(_there(state)))
+        mx.eval(list(_present(state)))
         return state
 
     def restore(self, name: Any, state: State) -> None:
-        """Start a sequence with a state that was frozen."""
+        """Start a sequence with the state of a snapshot."""
         self._block_of[name] = _Block([name], [list(part) for part in state])
 
     def remove(self, name: Any) -> None:
-        """Forget a sequence; its block keeps its place until the next pass."""
+        """Remove a sequence. Its place in the block is freed with the next pass."""
         members = self._block_of.pop(name).members
         members[members.index(name)] = _GONE
 
     def begin(self, names: list[Any], batch: int) -> None:
-        """Give the caches the states of these sequences, then of ``batch`` minus as many more."""
+        """Put the states of these sequences into the caches, padded to ``batch`` sequences."""
         self._arrange(names)
-        self._now = self._block_of[names[0]]
+        self._current = self._block_of[names[0]]
         more = batch - len(names)
         for part, cache in enumerate(self.caches):
-            arrays = self._now.state[part]
+            arrays = self._current.state[part]
             cache.cache = [self._padded(a, part, index, more) for index, a in enumerate(arrays)]
 
     def end(self) -> None:
-        """Take the states that the pass left; evaluated, layer by layer, where it was padded."""
-        rows = len(self._now.members)
+        """Take over the states that the pass left. After a padded pass, evaluates them."""
+        rows = len(self._current.members)
         for part, cache in enumerate(self.caches):
             found: list[mx.array | None] = cache.cache
-            self._now.state[part] = [_own(array, rows) for array in found]
+            self._current.state[part] = [_own(array, rows) for array in found]
             padded = any(array is not None and array.shape[0] > rows for array in found)
-            found = cache.cache = [None] * len(found)  # else it would hold what is replaced later
-            if padded:  # lazy, the padding of all layers would be there at once
-                mx.eval([array for array in self._now.state[part] if array is not None])
+            found = cache.cache = [None] * len(found)  # else it would keep replaced states alive
+            if padded:  # layer by layer, since the padding of all layers would exist at once
+                mx.eval([array for array in self._current.state[part] if array is not None])
 
     def drop_gone(self) -> None:
-        """Give back the places of those that were removed; the device must be idle."""
-        self._now = _Block([], [])  # the last pass's; it may hold somebody who is gone
+        """Free the states of sequences that were removed. The device must be idle."""
+        self._current = _Block([], [])  # the last pass may have included a removed sequence
         self._regroup([block for block in self._blocks if _GONE in block.members], [])
 
     def _arrange(self, names: list[Any]) -> None:
-        """Let one block have these members, and none a place for somebody who is gone."""
+        """Ensure that one block has exactly these members, and no block a removed one."""
         whole = self._block_of[names[0]].members == names
         mine = set() if whole else set(names)
         changing = [
@@ -154,7 +155,7 @@ class StateStore:
         self._regroup(changing, [] if whole else names)
 
     def _regroup(self, changing: list[_Block], names: list[Any]) -> None:
-        """Build a block of these members, and others of who is left in the changing ones."""
+        """Build one block of these members, and blocks of the other members of ``changing``."""
         mine = set(names)
         rest = [
             [member for member in block.members if member is not _GONE and member not in mine]
@@ -162,8 +163,8 @@ class StateStore:
         ]
         groups = [group for group in (names, *rest) if group]
         blocks = [_Block(list(group), self._joined(group)) for group in groups]
-        if blocks:  # evaluated: in a step's flight these would be one copy more
-            mx.eval([array for block in blocks for array in _there(block.state)])
+        if blocks:  # evaluated, since in a step in flight these would be one more copy
+            mx.eval([array for block in blocks for array in _present(block.state)])
         for block in blocks:
             self._block_of.update(dict.fromkeys(block.members, block))
 
@@ -199,19 +200,19 @@ class StateStore:
         return mx.concatenate([array, self._blank(part, index, more)])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all sequences."""
         for cache in self.caches:
             cache.cache = [None] * len(cache.cache)
         self._block_of = {}
-        self._now = _Block([], [])
+        self._current = _Block([], [])
 
 
-def _there(state: State) -> Iterable[mx.array]:
+def _present(state: State) -> Iterable[mx.array]:
     return (array for part in state for array in part if array is not None)
 
 
 def _own(array: mx.array | None, rows: int) -> mx.array | None:
-    """Return what a pass left of the first rows, without what it may be a slice of; lazy."""
+    """Return the first rows of what a pass left, without the array it may be a slice of; lazy."""
     if array is None or array.shape[0] == rows:
         return array if array is None else mx.contiguous(array)
     return mx.take(array, mx.arange(rows), 0)

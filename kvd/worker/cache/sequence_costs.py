@@ -28,7 +28,7 @@ class SequenceCosts:
         self._rectangles = rectangles
         self._tail_bytes = sum(store.tails.row_bytes for store in stores)
         self.row_bytes = self._tail_bytes + states.charged_row_bytes
-        """Bytes of every sequence: its tails, and its states, which each step writes anew."""
+        """Bytes of every sequence: its tails, and all copies of its states that steps keep."""
         growing = next((store for store in stores if not store.kind.bounded), None)
         self.unit_bytes = growing.pages.charge() if growing else max(1, self.row_bytes)
         """The unit of reservations: a page of the kind that grows without bound.

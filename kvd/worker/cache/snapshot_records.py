@@ -1,15 +1,15 @@
-"""Frozen sequences as bytes, and back: what is written when a row is parked on disk.
+"""Snapshots as bytes, and back: what is written when a row is swapped out to disk.
 
 ::
 
-    outline   lengths, levels, pages of each row; shapes of states          JSON, one record
-    rest      tails and states of each sequence                             one record each
-    pages     each page once, whoever shares it: `SLICE_PAGES` at a time,   one record each
-              layer after layer, level after level
+    outline   lengths, levels and pages of each row; shapes of states   JSON, one record
+    rest      tails and states of each sequence                         one record each
+    pages     each page once, even if shared: `SLICE_PAGES` pages of    one record each
+              a level and a layer
 
-Records come and go one at a time, in pieces that a step can do beside decoding. Where pages lie is
-looked up anew for each: they may be moved together meanwhile. What comes back is to the bit what
-was frozen, with its pages on their levels.
+Records are written and read one at a time, in pieces small enough to run between decode steps. The
+slots of pages are looked up for each record, because pages may have moved since the last one. The
+restored sequences equal the snapshots bit for bit, with each page on its level.
 
 Does not cover: files and checksums (`kvd.worker.core.swap`).
 """
@@ -34,106 +34,112 @@ from kvd.worker.cache.store import KVStore
 
 
 class DamagedRecord(Exception):
-    """What was read is not what was written."""
+    """The bytes that were read are not what was written."""
 
 
 class RowOutline(msgspec.Struct, frozen=True):
-    """A frozen row, but for the content of its tail and its pages."""
+    """A `RowSnapshot` without the content of its tail and pages."""
 
     level: int
     length: int
     pages: list[int]
-    """Into the store's list of pages."""
+    """Indices into the store's list of pages."""
     anchored: int
     skipped: int
     trimmed: bool
 
 
 class SequenceOutline(msgspec.Struct, frozen=True):
-    """A frozen sequence."""
+    """A `SequenceSnapshot` without its content."""
 
     length: int
     rows: list[RowOutline]
-    """One in each store."""
+    """One per store."""
     states: list[list[list[int] | None]]
-    """Of each part, the shapes of its arrays."""
+    """For each part, the shapes of its arrays."""
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """All that is written, but for the content."""
+    """Everything that is written, without the content."""
 
     sequences: list[SequenceOutline]
     levels: list[list[int]]
-    """Of each store's pages, in the order of the list."""
+    """For each store, the levels of its pages, in the order of its list."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some pages of one layer and level: one record."""
+    """Some pages of one level, in one layer: one record."""
 
     store: int
     layer: int
     level: int
     pages: tuple[int, ...]
-    """Into the store's list."""
+    """Indices into the store's list."""
 
 
 def _pieces(cache: ModelCache, levels: Sequence[Sequence[int]]) -> Iterator[_Piece]:
-    for index, (store, mine) in enumerate(zip(cache.stores, levels, strict=True)):
+    for index, (store, page_levels) in enumerate(zip(cache.stores, levels, strict=True)):
         for level in store.pages.levels:
-            places = [place for place, one in enumerate(mine) if one == level]
-            for start in range(0, len(places), SLICE_PAGES):
-                some = tuple(places[start : start + SLICE_PAGES])
+            numbers = [number for number, found in enumerate(page_levels) if found == level]
+            for start in range(0, len(numbers), SLICE_PAGES):
+                pages = tuple(numbers[start : start + SLICE_PAGES])
                 for layer in range(len(store.layers)):
-                    yield _Piece(index, layer, level, some)
+                    yield _Piece(index, layer, level, pages)
 
 
-class _Book:
-    """Where the pages of some sequences lie now, each by its first holder."""
+class _PageIndex:
+    """Numbers the pages of some sequences, and finds their current slots.
+
+    A page is found through the first row that references it.
+    """
 
     def __init__(self, sequences: Sequence[SequenceSnapshot | SequenceRow], stores: int) -> None:
         self._sequences = sequences
         self.numbers: list[dict[PageId, int]] = [{} for _ in range(stores)]
-        """Of each store, its pages in the order of the list; as they lay at first."""
-        self._holds: list[list[tuple[int, int]]] = [[] for _ in range(stores)]
+        """For each store, the number of each page. Keys are the pages' original places."""
+        self._holders: list[list[tuple[int, int]]] = [[] for _ in range(stores)]
+        """For each store and page number: index of a sequence, and of the page in its row."""
         for index, numbers in enumerate(self.numbers):
-            for number, sequence in enumerate(sequences):
-                for at, page in enumerate(sequence.rows[index].pages):
+            for holder, sequence in enumerate(sequences):
+                for position, page in enumerate(sequence.rows[index].pages):
                     if page not in numbers:
                         numbers[page] = len(numbers)
-                        self._holds[index].append((number, at))
+                        self._holders[index].append((holder, position))
 
     def slots(self, piece: _Piece) -> list[int]:
-        """Return the slots of a piece's pages."""
-        holds = (self._holds[piece.store][page] for page in piece.pages)
-        return [self._sequences[one].rows[piece.store].pages[at].slot for one, at in holds]
+        holders = (self._holders[piece.store][page] for page in piece.pages)
+        return [
+            self._sequences[holder].rows[piece.store].pages[position].slot
+            for holder, position in holders
+        ]
 
 
 class SnapshotWriter:
-    """Turns frozen sequences into records; they must stay frozen until it is over."""
+    """Turns snapshots into records. The snapshots must not be dropped before the last record."""
 
     def __init__(self, cache: ModelCache, sequences: Sequence[SequenceSnapshot]) -> None:
         self._cache = cache
         self._sequences = list(sequences)
-        self._book = _Book(self._sequences, len(cache.stores))
-        self._levels = [[page.level for page in pages] for pages in self._book.numbers]
-        self.nbytes = sum(one.nbytes for one in self._sequences) + sum(
+        self._pages = _PageIndex(self._sequences, len(cache.stores))
+        self._levels = [[page.level for page in pages] for pages in self._pages.numbers]
+        self.nbytes = sum(sequence.nbytes for sequence in self._sequences) + sum(
             store.pages.page_bytes(level)
             for store, levels in zip(cache.stores, self._levels, strict=True)
             for level in levels
         )
-        """Of all records, but for the outline."""
+        """Bytes of all records except the outline."""
 
     def records(self) -> Iterator[bytes]:
-        """Yield one after the other; the device must be idle whenever one is asked for."""
+        """Yield the records. The device must be idle whenever the next one is requested."""
         yield msgspec.json.encode(
-            Outline([self._outline(o) for o in self._sequences], self._levels)
+            Outline([self._outline(one) for one in self._sequences], self._levels)
         )
         for sequence in self._sequences:
             yield _bytes_of(_rest(sequence))
         for piece in _pieces(self._cache, self._levels):
             layer = self._cache.stores[piece.store].layers[piece.layer]
-            sides = layer.pools[piece.level].copy(mx.array(self._book.slots(piece)))
+            sides = layer.pools[piece.level].copy(mx.array(self._pages.slots(piece)))
             yield _bytes_of([array for side in sides for array in side])
 
     def _outline(self, sequence: SequenceSnapshot) -> SequenceOutline:
@@ -146,7 +152,7 @@ class SnapshotWriter:
                 row.skipped,
                 row.trimmed,
             )
-            for row, numbers in zip(sequence.rows, self._book.numbers, strict=True)
+            for row, numbers in zip(sequence.rows, self._pages.numbers, strict=True)
         ]
         states = [
             [None if array is None else list(array.shape) for array in part]
@@ -156,11 +162,11 @@ class SnapshotWriter:
 
 
 class SnapshotReader:
-    """Brings records back: `sequences` are running ones, whole when all records were taken.
+    """Reads records into `sequences`, which are complete after the last record.
 
-    They have their places and pages from the first record on, and so what was reserved for them is
-    enough; no step may take them before the last one. Pools may grow for them at once; raises what
-    MLX raises when memory is short. `forget` them where a record is not there or `DamagedRecord`.
+    They get their places and pages with the first record, so their reservation suffices. No step
+    may use them before the last record. Pools may grow at once; raises MLX's errors when memory is
+    short. Call `forget` if a record is missing or damaged.
     """
 
     def __init__(self, cache: ModelCache, records: Iterator[bytes]) -> None:
@@ -169,45 +175,45 @@ class SnapshotReader:
         self.sequences: list[SequenceRow] = []
 
     def run(self) -> Iterator[None]:
-        """Take a record between two yields; the device must be idle."""
+        """Read one record between two yields. The device must be idle."""
         outline = self._read_outline()
-        rests = [self._read_rest(one) for one in outline.sequences]
+        rests = [self._read_rest(sequence) for sequence in outline.sequences]
         self._make(outline, rests)
-        book = _Book(self.sequences, len(self._cache.stores))
+        pages = _PageIndex(self.sequences, len(self._cache.stores))
         yield
         for piece in _pieces(self._cache, outline.levels):
-            self._write(piece, book)
+            self._write(piece, pages)
             yield
 
     def forget(self) -> None:
-        """Give back what was taken."""
-        for one in self.sequences:
-            if one.alive:
-                self._cache.free(one)
+        """Free the sequences read so far."""
+        for sequence in self.sequences:
+            if sequence.alive:
+                self._cache.free(sequence)
 
     def _read_outline(self) -> Outline:
         try:
             outline = msgspec.json.decode(next(self._records), type=Outline)
         except (msgspec.MsgspecError, StopIteration) as error:
-            raise DamagedRecord("there is no outline") from error
+            raise DamagedRecord("the outline is missing or unreadable") from error
         stores = len(self._cache.stores)
         if len(outline.levels) != stores or any(len(o.rows) != stores for o in outline.sequences):
-            raise DamagedRecord("it is of another model")
+            raise DamagedRecord("the records are from another model")
         return outline
 
     def _next(self, like: list[tuple[tuple[int, ...], mx.Dtype]]) -> list[mx.array]:
-        """Return the next record as arrays of these shapes and types, evaluated."""
+        """Return the next record as arrays of these shapes and dtypes, evaluated."""
         try:
             record = memoryview(next(self._records))
         except StopIteration:
             raise DamagedRecord("a record is missing") from None
         sizes = [math.prod(shape) * dtype.size for shape, dtype in like]
         if sum(sizes) != len(record):
-            raise DamagedRecord(f"a record has {len(record)} bytes, not {sum(sizes)}")
-        arrays, at = [], 0
+            raise DamagedRecord(f"a record has {len(record)} bytes instead of {sum(sizes)}")
+        arrays, start = [], 0
         for (shape, dtype), size in zip(like, sizes, strict=True):
-            arrays.append(_array_of(record[at : at + size], shape, dtype))
-            at += size
+            arrays.append(_array_of(record[start : start + size], shape, dtype))
+            start += size
         mx.eval(arrays)
         return arrays
 
@@ -216,9 +222,9 @@ class SnapshotReader:
         for store, row in zip(self._cache.stores, outline.rows, strict=True):
             loose = row.length - PAGE_TOKENS * (len(row.pages) + row.skipped)
             for layer in store.layers:
-                one = layer.geometry
-                like.append(((one.kv_heads, loose, one.k_dim), store.dtype))
-                like.append(((one.kv_heads, loose, one.v_dim), store.dtype))
+                g = layer.geometry
+                like.append(((g.kv_heads, loose, g.k_dim), store.dtype))
+                like.append(((g.kv_heads, loose, g.v_dim), store.dtype))
         for part, shapes in zip(self._cache.states.parts, outline.states, strict=True):
             for dtype, shape in zip(part.dtypes, shapes, strict=True):
                 if shape is not None:
@@ -226,40 +232,41 @@ class SnapshotReader:
         return self._next(like)
 
     def _make(self, outline: Outline, rests: list[list[mx.array]]) -> None:
-        """Take pages for everything; they have no content yet."""
+        """Make the sequences. Their pages have no content yet."""
         taken = [
             _take(store, levels)
             for store, levels in zip(self._cache.stores, outline.levels, strict=True)
         ]
-        for one, rest in zip(outline.sequences, rests, strict=True):
+        for sequence, rest in zip(outline.sequences, rests, strict=True):
             arrays = iter(rest)
             rows = [
                 _snapshot_row(store, row, pages, arrays)
-                for store, row, pages in zip(self._cache.stores, one.rows, taken, strict=True)
+                for store, row, pages in zip(self._cache.stores, sequence.rows, taken, strict=True)
             ]
             state = [
-                [None if shape is None else next(arrays) for shape in part] for part in one.states
+                [None if shape is None else next(arrays) for shape in part]
+                for part in sequence.states
             ]
-            snapshot = self._cache.snapshots.add(SequenceSnapshot(rows, state, one.length))
+            snapshot = self._cache.snapshots.add(SequenceSnapshot(rows, state, sequence.length))
             try:
                 self.sequences.append(self._cache.restore(snapshot))
             finally:
                 self._cache.snapshots.drop(snapshot)
         for store, pages in zip(self._cache.stores, taken, strict=True):
             for page in pages:
-                store.pages.allocators[page.level].release(page)  # the hold of the taking
+                store.pages.allocators[page.level].release(page)  # the reference from `take`
 
-    def _write(self, piece: _Piece, book: _Book) -> None:
+    def _write(self, piece: _Piece, pages: _PageIndex) -> None:
         layer = self._cache.stores[piece.store].layers[piece.layer]
         pool = layer.pools[piece.level]
         count = len(piece.pages)
         sides = [[(count, *array.shape[1:]) for array in side] for side in (pool.keys, pool.values)]
         types = [[array.dtype for array in side] for side in (pool.keys, pool.values)]
         arrays = self._next(
-            [one for side in range(2) for one in zip(sides[side], types[side], strict=True)]
+            [like for side in range(2) for like in zip(sides[side], types[side], strict=True)]
         )
         keys, values = arrays[: len(pool.keys)], arrays[len(pool.keys) :]
-        layer.write(piece.level, book.slots(piece), tuple(keys), tuple(values))
+        layer.write(piece.level, pages.slots(piece), tuple(keys), tuple(values))
 
 
 def _take(store: KVStore, levels: Sequence[int]) -> list[PageId]:
@@ -283,7 +290,7 @@ def _snapshot_row(
 
 
 def _rest(sequence: SequenceSnapshot) -> list[mx.array]:
-    """Return tails and states, in the order in which they are written."""
+    """Return a snapshot's tails and states, in the order in which they are written."""
     tails = [array for row in sequence.rows for sides in row.tails for array in sides]
     return tails + [array for part in sequence.state for array in part if array is not None]
 
@@ -297,5 +304,5 @@ def _bytes_of(arrays: Sequence[mx.array]) -> bytes:
 def _array_of(raw: memoryview, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     if not raw.nbytes:
         return mx.zeros(shape, dtype)
-    flat: Any = raw  # a buffer, which mlx takes and its stubs do not know
+    flat: Any = raw  # a buffer, which mlx accepts although its stubs do not say so
     return mx.array(flat).view(dtype).reshape(shape)

@@ -1,9 +1,9 @@
 """Stepping running rows down: existing pages are requantized to fewer bits.
 
 A `StepDown` works for one time slice between two decode steps. Its rows may have pages on several
-levels. The work is done in pieces: some pages are converted, some are moved together, or the keys or
-values of one layer's pool are copied into a smaller or larger one. If the scratch has no room for
-all new pages at once, the work goes in rounds, and each makes room for a larger next one::
+levels. The work is done in pieces: some pages are converted, some are moved together, or the keys
+or values of one layer's pool are copied into a smaller or larger one. If the scratch has no room
+for all new pages at once, the work goes in rounds, and each makes room for a larger next one::
 
     grow the lower pools -> convert pages, highest slots first -> pack the upper pools -> cut them
 

@@ -178,7 +178,7 @@ class DecodeStep:
         return f"pages of level {table.level}"
 
     def visible_pages(self, table: LevelTable) -> mx.array | None:
-        """Return which tokens of a table's pages the queries see, ``[pages, 64 or 1]``; None: all."""
+        """Return which tokens of a table's pages are visible, ``[pages, 64 or 1]``; None: all."""
         key = self.pages_key(table)
         if key not in self.shared:
             visible = None if self.window is None else self.window.pages(table)

@@ -66,7 +66,7 @@ class KVStore:
         self.quantized_start = quantized_start
         self.scratch = Scratch() if scratch is None else scratch
         self.page_product = page_product
-        """Multiplies with pages. The self-check replaces it on devices without gathered products."""
+        """Multiplies with pages. The probe replaces it on devices without gathered products."""
         self.backend: Backend | None = None
         """Attends instead of plain operations, if not None."""
         self.layers = [

@@ -1,7 +1,7 @@
-"""Rows that leave their store: for another store, for a file, for mlx-lm's own caches, and back.
+"""Copies of rows: to another store, to files, to mlx-lm's own caches, and back.
 
-The one place where keys and values of drop-in caches are copied. Pages go as they are where both
-sides store them alike; each function says what is lost elsewhere.
+Only this module copies keys and values of drop-in caches. Pages are copied without change if both
+sides store them alike; otherwise each function documents what is lost.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedRow, SharedStore
 
 FORMAT = 1
-"""Of saved states; counted up when an older reader would misread a newer file."""
+"""Format of saved states. It increases when an older reader would misread a newer file."""
 
 CONVERTIBLE = (KVCache, RotatingKVCache, QuantizedKVCache)
-"""Those of mlx-lm's caches that hold tokens in order and without padding."""
+"""mlx-lm's caches that hold tokens in order and without padding."""
 
 
 def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
-    """Return the bytes of these rows' pages, each counted once, and of their tails."""
+    """Return the bytes of these rows' tails and pages; shared pages count once."""
     with shared.at_work():
-        mine = {one.row for one in rows if one.row is not None}
-        if not mine:
+        own = {one.row for one in rows if one.row is not None}
+        if not own:
             return 0
         store = shared.rows
-        pages = {page for row in mine for page in row.held}
+        pages = {page for row in own for page in row.held}
         return (
             sum(store.pages.page_bytes(page.level) for page in pages)
-            + len(mine) * store.tails.row_bytes
+            + len(own) * store.tails.row_bytes
         )
 
 
@@ -49,33 +49,33 @@ def held_bytes(shared: SharedStore, rows: Sequence[SharedRow]) -> int:
 
 @dataclass(frozen=True)
 class RowImage:
-    """One row: its integers, and where its pages and its tail are in the image."""
+    """One row: its integers, and the indices of its pages in the image."""
 
     length: int
     level: int
     skipped: int
     trimmed: bool
     pages: list[tuple[int, int]]
-    """Level, and place among the image's pages of that level."""
+    """Level of each page, and its index among the image's pages of that level."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """Copies of some rows of a store. Pages that rows share are there once."""
+    """Copies of some rows of a store. Pages that rows share are copied once."""
 
     geometry: LayerGeometry
     dtype: mx.Dtype
     schemes: tuple[Scheme, ...]
     rows: list[RowImage | None]
-    """None is an empty sequence."""
+    """None for an empty sequence."""
     pages: dict[int, tuple[Packed, Packed]]
-    """By level: packed keys and values."""
+    """Packed keys and values by level."""
     tails: tuple[mx.array, mx.array]
     """Keys and values, ``[rows that are not None, heads, tokens of the longest tail, dim]``."""
 
 
 def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
-    """Copy rows, of which one at least is not empty; call it `SharedStore.at_work`. Lazy."""
+    """Copy rows, of which at least one is not empty; lazy. Call it inside `SharedStore.at_work`."""
     own = [one.row for one in rows if one.row is not None]
     store = shared.rows
     layer = store.layers[0]
@@ -85,7 +85,7 @@ def image_of(shared: SharedStore, rows: Sequence[SharedRow]) -> Image:
         slots = by_level.setdefault(page.level, [])
         places[page] = len(slots)
         slots.append(page.slot)
-    longest = max(1, *(row.tail_length for row in own))  # a file holds no empty array
+    longest = max(1, *(row.tail_length for row in own))  # files cannot hold empty arrays
     tails = mx.array([row.slot for row in own])
     return Image(
         layer.geometry,
@@ -103,10 +103,10 @@ def _row_image(row: Row, places: dict[PageId, int]) -> RowImage:
 
 
 def put(shared: SharedStore, image: Image) -> list[SharedRow]:
-    """Add an image's rows to a store, all or none; call it `SharedStore.at_work`.
+    """Add an image's rows to a store, all or none. Call it inside `SharedStore.at_work`.
 
-    A scheme that the store does not have becomes its last one: that quantizes once more. Nobody
-    holds the rows yet.
+    Pages of a scheme that the store lacks are quantized again, to its last scheme. The returned
+    rows have no reference yet.
     """
     store = shared.prepared(image.geometry, image.dtype)
     shared.drain()
@@ -123,7 +123,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
                 row.length, row.level, row.skipped = one.length, levels[one.level], one.skipped
                 row.trimmed = one.trimmed
                 pages = [taken[level][place] for level, place in one.pages]
-                store.take_hold(pages)
+                store.retain(pages)
                 row.pages = pages
                 sides = (side[tail, :, : row.tail_length] for side in image.tails)
                 store.layers[0].fill_tail(row.slot, *sides)
@@ -135,7 +135,7 @@ def put(shared: SharedStore, image: Image) -> list[SharedRow]:
                 store.free(new.row, clean=False)
         raise
     finally:
-        store.let_go([page for pages in taken.values() for page in pages])
+        store.release([page for pages in taken.values() for page in pages])
     return rows
 
 
@@ -144,7 +144,7 @@ def _level(schemes: tuple[Scheme, ...], scheme: Scheme) -> int:
 
 
 def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[PageId]:
-    """Write an image's pages of one level; the returned list holds each of them once."""
+    """Write an image's pages of one level. Returns them with one reference each."""
     keys, values = image.pages[level]
     old = PagePool(image.geometry, image.schemes[level], image.dtype)
     new = store.layers[0].pools[target]
@@ -156,7 +156,7 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
     try:
         store.layers[0].write(target, [page.slot for page in pages], keys, values)
     except BaseException:
-        store.let_go(pages)
+        store.release(pages)
         raise
     return pages
 
@@ -165,14 +165,14 @@ def _put_pages(store: LayerRows, target: int, image: Image, level: int) -> list[
 
 
 def home_of(stores: Sequence[SharedStore]) -> SharedStore:
-    """Return the store on which rows of all these can meet: a model's own, else the first.
+    """Return the store where rows of all these stores can be merged: a model's own, else the first.
 
-    Raises ``ValueError`` if they do not attend to the same tokens.
+    Raises ``ValueError`` if the stores attend to different tokens.
     """
     kinds = {one.kind for one in stores}
     if len(kinds) > 1:
         names = ", ".join(sorted(kind.name for kind in kinds))
-        raise ValueError(f"caches of different attention do not merge: {names}")
+        raise ValueError(f"caches with different attention do not merge: {names}")
     return next((one for one in stores if one.home), stores[0])
 
 
@@ -180,9 +180,10 @@ def home_of(stores: Sequence[SharedStore]) -> SharedStore:
 def together(
     *parts: tuple[SharedStore, Sequence[SharedRow]],
 ) -> Iterator[tuple[SharedStore, list[SharedRow]]]:
-    """Bring rows of several stores to one, and hold them meanwhile; whoever wants them holds too.
+    """Bring rows of several stores to one, referenced until the context ends.
 
-    Rows that live elsewhere are copied. If one of them cannot be, none of the copies stays.
+    To keep them, the caller adds references of its own. Rows of other stores are copied; if one
+    copy fails, none of the copies stays.
     """
     shared = home_of([store for store, _ in parts])
     rows: list[SharedRow] = []
@@ -197,7 +198,7 @@ def together(
 def _rows_on(
     target: SharedStore, source: SharedStore, rows: Sequence[SharedRow]
 ) -> list[SharedRow]:
-    """Return these rows on the target store, held: themselves, or copies of them."""
+    """Return these rows, or copies of them, on the target store, with a reference added."""
     image = None
     if target is not source and any(one.row is not None for one in rows):
         with source.at_work():
@@ -212,11 +213,11 @@ def _rows_on(
 
 
 class State(dict[str, Any]):
-    """A cache's state: for `mx.eval` what is lazy, for whoever walks its items all of it.
+    """A cache's state: `mx.eval` sees the lazy arrays, and `items` returns the full content.
 
     mlx-lm evaluates ``cache.state`` after each chunk of a prompt, and saves the same property to a
-    file. A copy of all pages for each chunk would double the memory. `mx.eval` reads a dict in C
-    and meets what awaits evaluation; `mlx.utils.tree_flatten` calls `items`.
+    file. A copy of all pages for each chunk would double the memory. `mx.eval` reads the dict in C
+    and finds only the lazy arrays; `mlx.utils.tree_flatten` calls `items`.
     """
 
     def __init__(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
@@ -227,7 +228,7 @@ class State(dict[str, Any]):
         self._batched = batched
 
     def items(self) -> Any:
-        """Return the saved form: a header in JSON, packed pages by level, tails."""
+        """Return the saved form: a JSON header, packed pages by level, and tails."""
         header: dict[str, Any] = {
             "format": FORMAT,
             "schemes": [scheme.name for scheme in self._shared.schemes],
@@ -252,22 +253,22 @@ class State(dict[str, Any]):
 
 
 def restored(state: Any) -> tuple[SharedStore, list[SharedRow], bool]:
-    """Make a store of its own from a state; return it with its rows, and whether they were a batch.
+    """Make a new store from a state. Returns it, its rows, and whether they were a batch.
 
-    Raises ``ValueError`` if it is not the state of such a cache, or is damaged.
+    Raises ``ValueError`` if the state is damaged, or is of another class of cache.
     """
     parts = dict(state.items()) if isinstance(state, Mapping) else {}
     found = _header(parts).get("format")
     if found != FORMAT:
         raise ValueError(
-            f"this is no state of a quantized cache in format {FORMAT}, but"
+            f"expected the state of a quantized cache in format {FORMAT}, got"
             f" {found or type(state).__name__}"
         )
     try:
         shared, image, batched = _read(parts, _header(parts))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as wrong:
         raise ValueError(
-            "this state of a quantized cache is damaged; make the cache anew from its prompt"
+            "the state of a quantized cache is damaged; make the cache again from its prompt"
             f" ({type(wrong).__name__}: {wrong})"
         ) from wrong
     if isinstance(image, int):
@@ -285,12 +286,12 @@ def _header(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(parts: dict[str, Any], header: dict[str, Any]) -> tuple[SharedStore, Image | int, bool]:
-    """Return a state's store, still empty, and its rows, or how many empty ones it has."""
+    """Return a state's empty store and its rows, or the number of its rows if all are empty."""
     window, keep, chunk = header["kind"]
     schemes = tuple(Scheme.parse(name) for name in header["schemes"])
     start, batched = int(header["quantized_start"]), bool(header["batched"])
     if len(schemes) < (2 if start else 1):
-        raise ValueError("there is no scheme")
+        raise ValueError("a scheme is missing")
     shared = SharedStore(schemes, Kind(window, keep, chunk), quantized_start=start)
     if "tails" not in parts:
         if any(row is not None for row in header["rows"]):
@@ -298,7 +299,7 @@ def _read(parts: dict[str, Any], header: dict[str, Any]) -> tuple[SharedStore, I
         return shared, len(header["rows"]), batched
     dtype = getattr(mx, header["dtype"])
     if not isinstance(dtype, mx.Dtype):
-        raise TypeError(f"{dtype} is no dtype")
+        raise TypeError(f"{dtype} is not a dtype")
     image = Image(
         LayerGeometry(*header["geometry"]),
         dtype,
@@ -322,27 +323,27 @@ def _read_row(row: dict[str, Any] | None) -> RowImage | None:
 
 
 def _check_image(image: Image) -> None:
-    """Raise ``ValueError`` if its arrays are not what its integers say."""
+    """Raise ``ValueError`` if an image's arrays do not match its integers."""
     counts = {}
     for level, sides in image.pages.items():
         pool = PagePool(image.geometry, image.schemes[level], image.dtype)
         pages = counts[level] = sides[0][0].shape[0]
         wanted = [(pages, *like.shape[1:], like.dtype) for like in pool.arrays()]
         if [(*array.shape, array.dtype) for side in sides for array in side] != wanted:
-            raise ValueError(f"pages of {image.schemes[level].name} have other shapes than theirs")
+            raise ValueError(f"pages of {image.schemes[level].name} have wrong shapes")
     own = [row for row in image.rows if row is not None]
     g, tokens = image.geometry, image.tails[0].shape[2]
     for tails, dim in zip(image.tails, (g.k_dim, g.v_dim), strict=True):
         if tails.shape != (len(own), g.kv_heads, tokens, dim) or tails.dtype != image.dtype:
-            raise ValueError("tails have another shape than their rows")
+            raise ValueError("tails have wrong shapes")
     for row in own:
         tail = row.length - PAGE_TOKENS * (len(row.pages) + row.skipped)
         if not (0 <= tail <= tokens <= TAIL_TOKENS and row.skipped >= 0):
-            raise ValueError("a row has other tokens than its length says")
+            raise ValueError("a row's pages and tail do not match its length")
         if row.level not in range(len(image.schemes)):
             raise ValueError(f"a row is on level {row.level}")
         if not all(0 <= place < counts.get(level, 0) for level, place in row.pages):
-            raise ValueError("a row has pages that are not there")
+            raise ValueError("a row has missing pages")
 
 
 # mlx-lm's own caches.
@@ -351,22 +352,22 @@ def _check_image(image: Image) -> None:
 def dense_parts(cache: Any) -> tuple[mx.array, mx.array] | None:
     """Return keys and values of mlx-lm's `KVCache`, `RotatingKVCache` or `QuantizedKVCache`.
 
-    ``[batch, heads, tokens, dim]``, in the order of their positions; None if it is empty. Raises
-    ``TypeError`` for other caches, ``ValueError`` if a rotating cache has overwritten tokens: what
-    positions are left is gone too.
+    The arrays are ``[batch, heads, tokens, dim]``, in the order of positions; None if the cache is
+    empty. Raises ``TypeError`` for other caches, and ``ValueError`` if a rotating cache has
+    overwritten tokens, because the positions of the rest are then unknown.
     """
     if type(cache) not in CONVERTIBLE:
         names = ", ".join(one.__name__ for one in CONVERTIBLE)
         raise TypeError(
-            f"a {type(cache).__name__} does not convert, but {names} do; extract() the sequences"
-            " of a batch, convert each and merge() them"
+            f"cannot convert a {type(cache).__name__}, only {names}; extract() the sequences of a"
+            " batch, convert each and merge() them"
         )
     if cache.empty():
         return None
     if isinstance(cache, RotatingKVCache) and cache.offset > cache.max_size:
         raise ValueError(
-            f"{cache.offset} tokens went into a rotating cache of {cache.max_size}: it can only be"
-            " converted before it overwrites"
+            f"{cache.offset} tokens were written to a rotating cache of {cache.max_size}: it can"
+            " only be converted before it overwrites tokens"
         )
     keys, values = cache.keys_and_values()
     if isinstance(cache, QuantizedKVCache):
@@ -378,7 +379,7 @@ def dense_parts(cache: Any) -> tuple[mx.array, mx.array] | None:
 
 
 def kv_cache_of(shared: SharedStore, row: Row | None) -> Any:
-    """Return mlx-lm's `KVCache` or `RotatingKVCache` with what a row shows, dequantized."""
+    """Return mlx-lm's `KVCache` or `RotatingKVCache` with a row's tokens, dequantized."""
     kind = shared.kind
     bounded = kind.window is not None
     cache = RotatingKVCache(kind.window, kind.keep) if bounded else KVCache()
@@ -391,7 +392,7 @@ def kv_cache_of(shared: SharedStore, row: Row | None) -> Any:
         oldest = row.length - (cache.max_size - kind.keep)
         seen = [i for i, at in enumerate(positions) if at >= oldest or at < kind.keep]
         keys, values = keys[:, mx.array(seen)], values[:, mx.array(seen)]
-        cache._idx = len(seen)  # noqa: SLF001 - it has no other way in but its state
+        cache._idx = len(seen)  # noqa: SLF001 - only its state would set it otherwise
     cache.keys, cache.values = mx.contiguous(keys[None]), mx.contiguous(values[None])
     cache.offset = row.length
     return cache

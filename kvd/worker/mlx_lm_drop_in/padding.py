@@ -1,7 +1,7 @@
 """Padding in a batch of unequal prompts: which of its tokens belong to which sequence.
 
-mlx-lm announces padding before the tokens come (`prepare`) and ends it after (`finalize`). It is
-neither stored nor attended to, so all that is needed is to count it.
+mlx-lm announces padding before it adds the tokens (`prepare`) and ends it after them (`finalize`).
+Padding is neither stored nor attended to, so it is only counted.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Which of a padded batch's new tokens are one sequence's own: ``count`` from ``start`` on."""
+    """A sequence's own tokens among the new tokens of a padded batch."""
 
     start: int
     count: int
 
 
 class Padding:
-    """What padding the coming tokens of each sequence have."""
+    """The padding of the next tokens of each sequence."""
 
     def __init__(self, left: Sequence[int], lengths: Sequence[int | None]) -> None:
         self.left = list(left)
-        """Tokens in front of the sequence's own."""
+        """Padding tokens before each sequence's own tokens."""
         self.lengths = list(lengths)
-        """Of its own that are still to come, the rest being padding; None: all that come."""
+        """Own tokens that each sequence still gets before padding follows; None: no padding."""
 
     @classmethod
     def none(cls, count: int) -> Padding:
-        """No padding, for so many sequences."""
+        """Return no padding for ``count`` sequences."""
         return cls([0] * count, [None] * count)
 
     def spans(self, tokens: int) -> list[Span]:
-        """Return whose the next ``tokens`` tokens are, and count them."""
+        """Return each sequence's own tokens among the next ``tokens``, and advance past them."""
         spans = []
         for index, left in enumerate(self.left):
             start = min(left, tokens)
@@ -45,9 +45,9 @@ class Padding:
         return spans
 
     def picked(self, indices: Sequence[int]) -> Padding:
-        """Return the padding of these sequences."""
+        """Return the padding of the sequences at these indices."""
         return Padding([self.left[i] for i in indices], [self.lengths[i] for i in indices])
 
     def joined(self, other: Padding) -> Padding:
-        """Return the padding of these sequences, then the other's."""
+        """Return the padding of these sequences followed by the other's."""
         return Padding(self.left + other.left, self.lengths + other.lengths)

@@ -1,23 +1,25 @@
-"""One layer's pages, shared by all the drop-in caches of that layer, and who holds which row.
+"""One layer's pages, shared by all drop-in caches of that layer, and the references to its rows.
 
-mlx-lm merges, splits, copies and drops its caches at will. Here that moves references: a
-`SharedRow` is a sequence's row and a count of the caches that hold it. A row is copied when one of
-several holders is about to write it, and then only its tail is (pages are shared for good).
+mlx-lm merges, splits, copies and drops its caches at any time. Here, that moves references: a
+`SharedRow` is a sequence's row and the number of caches that reference it. A row with several
+references is copied when one of their caches is about to write it. Only its tail is copied then,
+since pages are immutable.
 
-Why rows may be dropped at any time, in any order, from any thread:
+Rows may be dropped at any time, in any order, from any thread:
 
-* A finalizer only puts its rows on a queue. The queue is emptied by whoever has the lock, at the
-  beginning of an operation, or by the finalizer itself if nobody has it.
-* What is freed then is integers. The page's bytes stay until a flush writes others in their place,
-  and a flush first waits for everything that was given to the device (`SharedStore.flush`).
-* Even a graph that was built and never evaluated reads what it should: MLX's arrays are values, and
-  what is still read is copied rather than overwritten.
+* A finalizer only puts its rows on a queue. The queue is emptied at the beginning of an operation
+  by the thread that holds the lock, or by the finalizer itself if the lock is free.
+* Freeing changes integers only. A page keeps its bytes until a flush overwrites them, and a flush
+  first waits for everything that was given to the device (`SharedStore.flush`).
+* A graph that was built and never evaluated still reads the right bytes. MLX's arrays are values:
+  a buffer that is still referenced is copied instead of overwritten.
 
-A `Reading` knows places and not bytes, and layers that share keys ask it again after the first one.
-So in a pass nothing moves: pools are cut before its tables are made, and the pages that it looks at
-are not given away while its own chunks are written. After the pass it refuses to be asked.
+A `Reading` has the places of pages, not their bytes, and layers that share keys use it again after
+the first one. So no page moves during a pass: pools are cut before the pass's tables are built, and
+the pages that it reads are not reused while its own chunks are written. After the pass the
+`Reading` raises.
 
-Does not cover: the interface that mlx-lm sees (`dropin`).
+Does not cover: the interface that mlx-lm sees (`caches`).
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ from kvd.worker.mlx_lm_drop_in.padding import Span
 
 @dataclass(eq=False)
 class SharedRow:
-    """A sequence's row, and how many caches hold it. An empty sequence has no row yet."""
+    """A sequence's row, and the number of caches that reference it."""
 
     row: Row | None = None
+    """None for an empty sequence."""
     holders: int = 0
     coming: int = 0
-    """Tokens of a pass that has not been attended to yet."""
+    """Tokens of a pass that attention has not read yet."""
 
     @property
     def length(self) -> int:
@@ -59,46 +62,47 @@ class SharedRow:
 
 
 class LayerRows(KVStore):
-    """A store of one layer that also fills several rows in one pass."""
+    """A store of one layer that also prefills several rows in one pass."""
 
     def finish_chunks(self, steps: Sequence[PrefillStep]) -> None:
-        """Count the chunks of all these rows and write their pages, in one flush.
+        """Add the chunks to their rows' lengths and write all their pages in one flush.
 
-        One, because what fell out of windows is freed behind it, and the next one would write there
-        while layers that share these keys may still ask for them. In this one nobody gets them.
+        It must be one flush. Pages that leave a window are freed after it, and another flush would
+        overwrite them while layers that share these keys may still read them. The pages that this
+        pass reads are retained until the flush is over.
         """
         self.step = None
-        seen = [page for step in steps if step.row.alive for page in step.row.pages]
-        self.take_hold(seen)
+        read = [page for step in steps if step.row.alive for page in step.row.pages]
+        self.retain(read)
         try:
             super().finish_chunks(steps)
         finally:
-            self.let_go(seen)
+            self.release(read)
 
-    def take_hold(self, pages: list[PageId]) -> None:
-        """Add a holder to each of these pages."""
+    def retain(self, pages: list[PageId]) -> None:
+        """Add a reference to each of these pages."""
         for page in pages:
             self.pages.allocators[page.level].retain(page)
 
-    def let_go(self, pages: list[PageId]) -> None:
-        """Give up a hold on each of these pages."""
+    def release(self, pages: list[PageId]) -> None:
+        """Remove a reference to each of these pages."""
         for page in pages:
             self.pages.allocators[page.level].release(page)
 
     @property
-    def wasteful(self) -> bool:
-        """Whether most of the pools is free."""
+    def mostly_free(self) -> bool:
+        """Whether more than half of the pools is free."""
         needed = self.pages.used_bytes + SLAB_PAGES * self.pages.page_bytes()
         return self.pages.nbytes > 2 * needed
 
-    def give_back(self) -> None:
-        """Cut the pools where most of them is free; right after a flush, and between passes."""
-        if self.wasteful:
+    def cut_pools(self) -> None:
+        """Cut the pools if they are mostly free. Call it after a flush, between passes."""
+        if self.mostly_free:
             self.pages.compact(self.pages.allocators[0].used + SLAB_PAGES)
 
 
 class Reading(OpaqueKV):
-    """Stands for a batch's keys and values in one forward pass; it can only be attended to."""
+    """Stands for a batch's keys and values in one forward pass. Only attention can use it."""
 
     def __init__(self, shared: SharedStore) -> None:
         self.shared = shared
@@ -109,11 +113,11 @@ class Reading(OpaqueKV):
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attend the new tokens' queries, ``[batch, q_heads, tokens, k_dim]``, causally.
 
-        Raises ``RuntimeError`` once the pass is over: its pages may be elsewhere by then.
+        Raises ``RuntimeError`` after the pass, since pages may have moved.
         """
         if self._passes != self.shared.passes:
             raise RuntimeError(
-                "these keys and values were there during one forward pass, which is over; call"
+                "these keys and values belong to a forward pass that is over; call"
                 " update_and_fetch in each pass"
             )
         return self._attend(queries, scale, sinks)
@@ -130,17 +134,17 @@ class DecodeReading(Reading):
         self._handle = handle
 
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend one query a row; lazy."""
+        """Attend one query per row; lazy."""
         output = decode_attention(queries, self._handle, scale, sinks)
         self.shared.latest = output
         return output
 
 
 class ChunkReading(Reading):
-    """Chunks of unequal length, one a row; evaluated and written row by row.
+    """Chunks of unequal length, one per row, which are evaluated and written row by row.
 
-    Attention of several rows with several tokens each would need a rectangle as wide as the longest
-    row; one row at a time, the scratch is one row's dense layer.
+    Attending several rows with several tokens each would need a rectangle as wide as the longest
+    row. One row at a time, the scratch is one row's dense layer.
     """
 
     def __init__(
@@ -153,13 +157,13 @@ class ChunkReading(Reading):
         super().__init__(shared)
         self.rows = list(rows)
         self.parts = parts
-        """One a row; None where all of its tokens are padding."""
+        """One per row; None if all of its tokens are padding."""
         self._spans = spans
-        for one, span in zip(rows, spans, strict=True):
-            one.coming = span.count
+        for row, span in zip(rows, spans, strict=True):
+            row.coming = span.count
 
     def _attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attend each row's own tokens; the padding gets zeros. Evaluated when it returns."""
+        """Attend each row's own tokens; evaluated. The padding gets zeros."""
         rows = [
             self._row(queries[index : index + 1], part, span, scale, sinks)
             for index, (part, span) in enumerate(zip(self.parts, self._spans, strict=True))
@@ -191,10 +195,11 @@ class ChunkReading(Reading):
 
 
 class SharedStore:
-    """One layer's rows, made when the first keys show their shape, and the caches' hold on them.
+    """One layer's rows, and the references of caches to them.
 
-    ``ladder``, ``kind`` and ``quantized_start`` are `KVStore`'s. ``home`` marks the store that a
-    model's new caches use: rows that meet rows of another store move there.
+    The rows are created when the first keys show their shape. ``schemes``, ``kind`` and
+    ``quantized_start`` are those of `KVStore`. ``home`` marks the store of a model's own caches:
+    rows that meet rows of another store move there.
     """
 
     def __init__(
@@ -210,13 +215,13 @@ class SharedStore:
         self.quantized_start = quantized_start
         self.home = home
         self.keeps_reading = True
-        """Whether caches keep a pass's `Reading` for layers that ask for it again."""
+        """Whether caches keep a pass's `Reading` for layers that use it again."""
         self.asked_again = False
-        """Whether a layer has."""
+        """Whether a layer has used a pass's `Reading` again."""
         self.passes = 0
-        """Counts what ends a pass: the next one, and whatever else writes or moves pages."""
+        """Counts events that end a pass: the next pass, and everything that writes or moves pages."""
         self.latest: mx.array | None = None
-        """What the newest decode step attended to: evaluated, nothing reads the pools any more."""
+        """Output of the newest decode step. Once it is evaluated, nothing reads the pools."""
         self._rows: LayerRows | None = None
         self._open: ChunkReading | None = None
         self._dropped: deque[list[SharedRow]] = deque()
@@ -224,7 +229,7 @@ class SharedStore:
 
     @property
     def rows(self) -> LayerRows:
-        """The rows; there are none before the first keys."""
+        """The rows. Raises ``ValueError`` before the first keys."""
         if self._rows is None:
             raise ValueError("no keys were stored yet")
         return self._rows
@@ -234,68 +239,68 @@ class SharedStore:
         """Bytes of all pools and tails, used or free; 0 when no row is left."""
         return 0 if self._rows is None else self._rows.nbytes
 
-    # Who holds what.
+    # References.
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         """Hold the lock, with all earlier passes written and all dropped rows freed."""
         with self._lock:
             self._finish_open()
-            self._settle()
+            self._free_dropped()
             try:
                 yield
             finally:
-                self._settle()
+                self._free_dropped()
 
     def hold(self, rows: Sequence[SharedRow]) -> list[SharedRow]:
-        """Add a holder to each of these rows; returns them."""
-        for one in rows:
-            one.holders += 1
+        """Add a reference to each of these rows and return them."""
+        for row in rows:
+            row.holders += 1
         return list(rows)
 
     def drop(self, rows: list[SharedRow]) -> None:
-        """Take a holder away from each of these rows, now or at the next operation.
+        """Remove a reference to each of these rows, now or at the next operation.
 
-        Called by finalizers: at any time, on any thread, in the middle of another operation too.
+        Finalizers call this at any time, on any thread, even in the middle of another operation.
         """
         self._dropped.append(rows)
         if self._lock.acquire(blocking=False):
             try:
-                self._settle()
+                self._free_dropped()
             finally:
                 self._lock.release()
 
-    def _settle(self) -> None:
+    def _free_dropped(self) -> None:
         while self._dropped:
-            with suppress(IndexError):  # emptied by another thread
-                for one in self._dropped.popleft():
-                    one.holders -= 1
-                    if not one.holders:
-                        self._free(one)
+            with suppress(IndexError):  # another thread emptied the queue
+                for row in self._dropped.popleft():
+                    row.holders -= 1
+                    if not row.holders:
+                        self._free(row)
         if self._rows is not None and not self._rows.rows:
             self._rows = self._open = self.latest = None
 
-    def _free(self, one: SharedRow) -> None:
-        if one.row is None or self._rows is None:
+    def _free(self, shared: SharedRow) -> None:
+        if shared.row is None or self._rows is None:
             return
-        # Nobody has looked whether what it computed was finite.
-        self._rows.free(one.row, clean=False)
-        one.row = None
+        # Not clean: its results were never checked for NaN.
+        self._rows.free(shared.row, clean=False)
+        shared.row = None
 
     # New tokens.
 
     def add(
         self, rows: list[SharedRow], spans: Sequence[Span], keys: mx.array, values: mx.array
     ) -> Reading:
-        """Take new tokens of these rows, ``[rows, heads, tokens, dim]``; call it `at_work`.
+        """Add new tokens to these rows, ``[rows, heads, tokens, dim]``. Call it inside `at_work`.
 
-        ``rows`` is changed in place where a row was shared with another holder.
+        ``rows`` is changed in place if a row had another reference.
         """
         _, heads, _, k_dim = keys.shape
         geometry = LayerGeometry(heads, k_dim, values.shape[-1], keys.dtype.size)
         store = self.prepared(geometry, keys.dtype)
         self.passes += 1
-        own = self._own(rows)
+        own = self._unshared(rows)
         if keys.shape[2] == 1 and all(span.count for span in spans):
             if store.needs_flush(own):
                 self.flush()
@@ -303,10 +308,10 @@ class SharedStore:
             store.step = None
             step.append(store.layers[0], keys, values)
             return DecodeReading(self, DecodeHandle(store, store.layers[0], step))
-        # A row leaves the dense start here as it does before a single token: by its own length.
-        if store.wasteful or any(map(store.dense_start.outgrown, own)):
+        # As before a decode step, a row leaves the dense start at a length of its own.
+        if store.mostly_free or any(map(store.dense_start.outgrown, own)):
             self.flush()
-        self._drain()
+        self._wait_for_readers()
         parts = [
             self._chunk(store, row, keys[index : index + 1], values[index : index + 1], span)
             for index, (row, span) in enumerate(zip(own, spans, strict=True))
@@ -329,12 +334,12 @@ class SharedStore:
     def fill(
         self, rows: list[SharedRow], spans: Sequence[Span], keys: mx.array, values: mx.array
     ) -> None:
-        """Take tokens that nobody attends to from here; call it `at_work`."""
+        """Add tokens without attending to them. Call it inside `at_work`."""
         self.add(rows, spans, keys, values)
         self._finish_open()
 
     def finish(self, reading: ChunkReading) -> None:
-        """Write the chunks of a pass that has been attended to."""
+        """Write the chunks of a pass after attention has read them."""
         with self._lock:
             if self._open is reading:
                 self._finish_open()
@@ -342,35 +347,35 @@ class SharedStore:
     def _finish_open(self) -> None:
         reading, self._open = self._open, None
         if reading is not None:
-            for one in reading.rows:
-                one.coming = 0
+            for row in reading.rows:
+                row.coming = 0
             self.rows.finish_chunks([part.step for part in reading.parts if part is not None])
 
     def flush(self) -> None:
-        """Write pages, when the device reads the pools no more; no pass is under way.
+        """Write pages once the device no longer reads the pools. No pass may be under way.
 
-        mlx-lm's loop has given a step to the device and builds the next one meanwhile. The outputs
-        of attention stand for its reading: of the newest step here, and so of all earlier ones.
+        mlx-lm's loop builds the next step while the device runs one. The newest step's attention
+        output depends on its reads of the pools, and so on those of all earlier steps.
         """
         self.drain()
         self.rows.flush()
-        self.rows.give_back()
+        self.rows.cut_pools()
 
     def drain(self) -> None:
-        """Wait until the device neither reads the pools nor writes tails; no pass is under way."""
+        """Wait until the device neither reads the pools nor writes tails, between two passes."""
         self.passes += 1
-        self._drain()
+        self._wait_for_readers()
         mx.eval(self.rows.arrays())
 
-    def _drain(self) -> None:
+    def _wait_for_readers(self) -> None:
         if self.latest is not None:
             mx.eval(self.latest)
             self.latest = None
 
     def prepared(self, geometry: LayerGeometry, dtype: mx.Dtype) -> LayerRows:
-        """Return the rows for keys and values of this shape and dtype, new ones if there are none.
+        """Return the rows for keys and values of this shape and dtype, created if there are none.
 
-        Raises ``ValueError`` if there are others.
+        Raises ``ValueError`` if the rows have another shape or dtype.
         """
         if self._rows is None:
             self._rows = LayerRows(
@@ -388,43 +393,38 @@ class SharedStore:
         return self._rows
 
     def lazy_arrays(self) -> list[mx.array]:
-        """Return what earlier steps left to be evaluated."""
+        """Return the arrays that earlier steps left unevaluated."""
         return [] if self._rows is None else self._rows.arrays()
 
-    def _own(self, rows: list[SharedRow]) -> list[Row]:
-        """Return rows that nobody else holds: new for empty sequences, twins of shared ones."""
-        for index, one in enumerate(rows):
-            if one.holders > 1:
-                twin = self._twin(one)
-                one.holders -= 1
-                rows[index] = SharedRow(twin, 1)
-            elif one.row is None:
-                one.row = self.rows.new_row()
-        return [one.row for one in rows if one.row is not None]
-
-    def _twin(self, one: SharedRow) -> Row:
-        if one.row is None:
-            return self.rows.new_row()
-        return self.rows.fork(one.row)
+    def _unshared(self, rows: list[SharedRow]) -> list[Row]:
+        """Return rows without other references: new for empty sequences, forks of shared ones."""
+        for index, shared in enumerate(rows):
+            if shared.holders > 1:
+                row = self.rows.new_row() if shared.row is None else self.rows.fork(shared.row)
+                shared.holders -= 1
+                rows[index] = SharedRow(row, 1)
+            elif shared.row is None:
+                shared.row = self.rows.new_row()
+        return [shared.row for shared in rows if shared.row is not None]
 
     # Fewer tokens.
 
     def trim(self, rows: list[SharedRow], count: int) -> None:
-        """Take back the newest ``count`` tokens of each row, or all that it has; `at_work`.
+        """Remove the newest ``count`` tokens of each row, or all of them. Call it inside `at_work`.
 
-        Raises ``ValueError`` if tokens that would be seen again have left a window.
+        Raises ``ValueError`` if tokens that would be visible again have left a window.
         """
         if self._rows is None or not count:
             return
-        for one in rows:
-            if one.row is not None and not self._rows.can_trim(one.row, min(count, one.length)):
+        for shared in rows:
+            row = shared.row
+            if row is not None and not self._rows.can_trim(row, min(count, shared.length)):
                 raise ValueError(
-                    f"{count} tokens cannot be taken back: what {self.kind.name} would show then"
-                    " has left the window"
+                    f"{count} tokens cannot be taken back: tokens that {self.kind.name} would see"
+                    " again have left the window"
                 )
         self.passes += 1
-        own = self._own(rows)
-        for row in own:
+        for row in self._unshared(rows):
             self._rows.trim(row, min(count, row.length))
 
     def check(self, holders: Sequence[Sequence[SharedRow]]) -> None:
@@ -432,10 +432,12 @@ class SharedStore:
         with self.at_work():
             counts: dict[SharedRow, int] = {}
             for rows in holders:
-                for one in rows:
-                    counts[one] = counts.get(one, 0) + 1
-            assert all(one.holders == count for one, count in counts.items()), "a hold is lost"
-            held = {one.row for one in counts if one.row is not None}
+                for shared in rows:
+                    counts[shared] = counts.get(shared, 0) + 1
+            assert all(shared.holders == count for shared, count in counts.items()), (
+                "a reference is lost"
+            )
+            held = {shared.row for shared in counts if shared.row is not None}
             assert held == set(() if self._rows is None else self._rows.rows), "a row is lost"
             if self._rows is not None:
                 self._rows.check()

@@ -31,8 +31,7 @@ from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.step_down import StepDown
 from kvd.worker.scheduling.prefill_order import PrefillOrder
-from kvd.worker.scheduling.request import Place
-from kvd.worker.scheduling.request import Row as Waiting
+from kvd.worker.scheduling.request import QueueKey, ScheduledRequest
 from kvd.worker.serving.runner import Runner
 
 pytestmark = pytest.mark.mlx
@@ -299,7 +298,16 @@ def test_a_group_takes_what_a_single_chunk_may_take() -> None:
     chunk, width = 256, 8
     rows = [loop.fill(15) for _ in range(33)]
     waiting = [
-        Waiting(str(number), 1024 + width + 1, 1, Place(number, number), 0, None, 1, prefilled=1024)
+        ScheduledRequest(
+            str(number),
+            prompt_len=1024 + width + 1,
+            max_new=1,
+            queue_key=QueueKey(number, number),
+            priority=0,
+            deadline=None,
+            choices=1,
+            prefilled=1024,
+        )
         for number in range(len(rows))
     ]
     group = PrefillOrder(chunk=chunk, budget=chunk, group=True).choose(waiting)

@@ -143,7 +143,7 @@ class Driver:
                     self._note(report)
         cache, budget = self.engine._runner.cache, self.engine._admission.budget
         # Beside the pools that go down the ladder stand those that they go to: the base has that.
-        scratch = cache.settings.lowering_scratch if self.engine._reclaiming.active else 0
+        scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
         assert cache.nbytes <= self.total - budget.base_bytes + scratch
         cache.check()
         self.engine._scheduler.check()
