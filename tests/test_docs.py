@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from functools import partial
 from pathlib import Path
@@ -74,8 +73,7 @@ def test_the_options_of_calibrate_are_described_with_their_defaults():
     section = page("tuning.md").partition("## Calibration")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `--([a-z0-9-]+)` \| ([0-9.]+) \|", section, re.MULTILINE)
     described = {name.replace("-", "_"): float(default) for name, default in rows}
-    parameters = inspect.signature(calibrate).parameters
-    options = {name: one.default for name, one in parameters.items() if type(one.default) in NUMBER}
+    options = {one.name: one.default for one in calibrate.params if type(one.default) in NUMBER}
     assert described == options
     floor = Floor()
     assert (described["max_kl"], described["min_top1"]) == (floor.max_kl, floor.min_top1)

@@ -10,9 +10,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
-from typer.main import get_command
 
 from kvd.__main__ import app as kvd_app
 from kvd.cli.app import app as kvctl_app
@@ -30,8 +29,7 @@ PAGES = sorted(
     ]
 )
 SHELL = {"sh", "bash"}
-APPS: dict[str, Any] = {"kvctl": get_command(kvctl_app), "kvd": get_command(kvd_app)}
-UsageError = typer.BadParameter.__bases__[0]
+APPS: dict[str, Any] = {"kvctl": kvctl_app, "kvd": kvd_app}
 SEPARATORS = {"|", "||", "&&", ";", "&", ">", ">>", "<", "2>"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -60,7 +58,7 @@ def invocations(command: str) -> list[list[str]]:
 def check(words: list[str]) -> None:
     """See that a command of ours is there, and takes these options."""
     command = APPS[words[0]]
-    context = typer.Context(command, info_name=words[0])
+    context = click.Context(command, info_name=words[0])
     left = words[1:]
     while True:
         parser = command.make_parser(context)
@@ -69,7 +67,7 @@ def check(words: list[str]) -> None:
             return
         inner = command.get_command(context, left[0])
         assert inner is not None, f"{words[0]} has no command {left[0]!r}"
-        context = typer.Context(inner, info_name=left[0], parent=context)
+        context = click.Context(inner, info_name=left[0], parent=context)
         command, left = inner, left[1:]
 
 
@@ -82,7 +80,7 @@ def test_what_does_not_exist_is_found():
         ["kvctl", "config", "sett"],
         ["kvd", "serve", "--daemonize"],
     ):
-        with pytest.raises((AssertionError, UsageError)):
+        with pytest.raises((AssertionError, click.UsageError)):
             check(words)
 
 

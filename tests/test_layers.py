@@ -24,9 +24,9 @@ def test_import_linter_keeps_its_contracts():
         ("kvd.daemon.daemon, kvd.__main__", "mlx mlx_lm transformers numpy torch kvd.worker"),
         (
             "kvd.daemon.serve, kvd.daemon.daemon",
-            "typer pydantic prometheus_client kvd.cli kvd.client",
+            "click rich_click prometheus_client kvd.cli kvd.client",
         ),
-        ("kvd.client", "actors structlog typer rich mlx kvd.worker kvd.daemon.daemon"),
+        ("kvd.client", "actors structlog click rich mlx kvd.worker kvd.daemon.daemon"),
         ("protocol.messages, protocol.session, protocol.worker", "kvd actors asyncio"),
         ("actors.system", "kvd structlog mlx"),
     ],

@@ -1,15 +1,16 @@
-"""The commands of `kvctl`, a line each; what they do is in modules of their own."""
+"""The commands of `kvctl` and where each is defined."""
 
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
+import rich_click as click
 
-from kvd.cli.common import HomeOption, JsonOption, SocketOption, Terms
-from kvd.cli.lazy import Lazy, lazy_group
-from kvd.cli.options import VersionOption
+import kvd
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.lazy import LazyCommand, LazyGroup
+from kvd.cli.shell_setup import completion_options
 from kvd.host.exits import Exit
 
 if TYPE_CHECKING:
@@ -19,64 +20,73 @@ _WATCH, _MODELS, _TEXT = "Watch", "Models and memory", "Text"
 _DAEMON, _MEASURE = "The daemon", "Measure, without the daemon"
 
 COMMANDS = (
-    Lazy("status", "kvd.cli.status:status", _WATCH),
-    Lazy("top", "kvd.cli.top:top", _WATCH),
-    Lazy("events", "kvd.cli.events:events", _WATCH),
-    Lazy("logs", "kvd.cli.logs:logs", _WATCH),
-    Lazy("metrics", "kvd.cli.metrics:metrics", _WATCH),
-    Lazy("models", "kvd.cli.models:models", _MODELS),
-    Lazy("load", "kvd.cli.load:load", _MODELS),
-    Lazy("unload", "kvd.cli.load:unload", _MODELS),
-    Lazy("pin", "kvd.cli.events:pin", _MODELS),
-    Lazy("unpin", "kvd.cli.events:unpin", _MODELS),
-    Lazy("explain", "kvd.cli.explain:explain", _MODELS),
-    Lazy("generate", "kvd.cli.generate:generate", _TEXT),
-    Lazy("chat", "kvd.cli.chat:chat", _TEXT),
-    Lazy("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
-    Lazy("attach", "kvd.cli.generate:attach", _TEXT),
-    Lazy("config", "kvd.cli.config:app", _DAEMON),
-    Lazy("key", "kvd.cli.api_keys:app", _DAEMON),
-    Lazy("drain", "kvd.cli.shutdown:drain", _DAEMON),
-    Lazy("shutdown", "kvd.cli.shutdown:shutdown", _DAEMON),
-    Lazy("service", "kvd.cli.service:app", _DAEMON),
-    Lazy("doctor", "kvd.cli.doctor:doctor", _DAEMON),
-    Lazy("bench-kv", "kvd.cli.bench_kv:bench_kv", _MEASURE),
-    Lazy("calibrate", "kvd.cli.calibrate:calibrate", _MEASURE),
+    LazyCommand("status", "kvd.cli.status:status", _WATCH),
+    LazyCommand("top", "kvd.cli.top:top", _WATCH),
+    LazyCommand("events", "kvd.cli.events:events", _WATCH),
+    LazyCommand("logs", "kvd.cli.logs:logs", _WATCH),
+    LazyCommand("metrics", "kvd.cli.metrics:metrics", _WATCH),
+    LazyCommand("models", "kvd.cli.models:models", _MODELS),
+    LazyCommand("load", "kvd.cli.load:load", _MODELS),
+    LazyCommand("unload", "kvd.cli.load:unload", _MODELS),
+    LazyCommand("pin", "kvd.cli.pin:pin", _MODELS),
+    LazyCommand("unpin", "kvd.cli.pin:unpin", _MODELS),
+    LazyCommand("explain", "kvd.cli.explain:explain", _MODELS),
+    LazyCommand("generate", "kvd.cli.generate:generate", _TEXT),
+    LazyCommand("chat", "kvd.cli.chat:chat", _TEXT),
+    LazyCommand("tokenize", "kvd.cli.tokenize:tokenize", _TEXT),
+    LazyCommand("attach", "kvd.cli.generate:attach", _TEXT),
+    LazyCommand("config", "kvd.cli.config:config", _DAEMON),
+    LazyCommand("key", "kvd.cli.api_keys:key", _DAEMON),
+    LazyCommand("drain", "kvd.cli.shutdown:drain", _DAEMON),
+    LazyCommand("shutdown", "kvd.cli.shutdown:shutdown", _DAEMON),
+    LazyCommand("service", "kvd.cli.service:service", _DAEMON),
+    LazyCommand("doctor", "kvd.cli.doctor:doctor", _DAEMON),
+    LazyCommand("bench-kv", "kvd.cli.bench_kv:bench_kv", _MEASURE),
+    LazyCommand("calibrate", "kvd.cli.calibrate:calibrate", _MEASURE),
 )
 """In the order of the help page."""
-
-app = typer.Typer(
-    name="kvctl",
-    help="Talk to the kvd daemon.",
-    epilog="Exit codes: 0 done, 1 failed, 2 usage, 3 no daemon, 5 config, 6 refused, 7 retry, "
-    "130 Ctrl-C. Data is on stdout, talk on stderr; NO_COLOR=1 leaves colours out.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+_EPILOG = (
+    "Exit codes: 0 success, 1 failed, 2 usage, 3 no daemon, 5 config, 6 refused, 7 retry, "
+    "130 Ctrl-C. Data goes to stdout, messages to stderr. NO_COLOR=1 turns colors off."
 )
 
 
-@app.callback(cls=lazy_group(COMMANDS))
-def _program(
-    context: typer.Context,
-    *,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-    version: VersionOption = False,  # noqa: ARG001 - the callback has done it
-) -> None:
-    context.obj = Terms(home, socket, json)
+class _Program(LazyGroup):
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; Ctrl-C gets the exit code of an interrupt, where click's would be 1."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise SystemExit(Exit.INTERRUPTED) from None
+
+
+@click.group(
+    "kvctl",
+    cls=_Program,
+    lazy_commands=COMMANDS,
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    context_settings={"show_default": True},
+)
+@common_options()
+@click.version_option(kvd.__version__, message="%(version)s", help="Print the version.")
+@completion_options
+@click.pass_context
+def app(context: click.Context, *, common: CommonOptions) -> None:
+    """Control the kvd daemon."""
+    context.obj = common
 
 
 def main() -> None:
     """Run the command line."""
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Unwind: the terminal is given back as it was, and what was started ends too."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the second one ends us at once
+def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    """Exit by an exception, so that the terminal is restored and child processes end."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM ends the process at once
     raise SystemExit(Exit.TERMINATED)

@@ -1,20 +1,22 @@
-"""`kvctl bench-kv`: what KV schemes cost and lose on this machine, for a model's geometry.
+"""`kvctl bench-kv`: memory, error and speed of KV schemes on this machine, for a model's geometry.
 
-Needs no daemon: the measuring runs in a process of its own (`kvd.worker.tools.bench_kv`) with the
-environment that workers get. This file starts it and shows what it says.
+Needs no daemon: `kvd.worker.tools.bench_kv` measures in a separate process with a worker's
+environment. This module starts it and shows the result.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import rich_click as click
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from kvd.cli.common import JsonOption, Terms, stdout_console, talk, terms
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.completion import model_sources
+from kvd.cli.console import print_message, stdout_console
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from protocol.errors import ConfigError, InvalidRequest
@@ -37,92 +39,100 @@ _COLUMNS = {
     "DENSE ms": "dense_attend_ms",
 }
 _DROPPED = ("DENSE ms", "B/TOKEN", "REQUANT ms/1K", "QUANT ms/1K", "V ERROR", "K ERROR")
-"""What is left out of a narrow table, in this order; `--json` has it all."""
+"""Columns that a narrow table omits, in this order; `--json` has all of them."""
 
 
+@click.command("bench-kv")
+@click.argument(
+    "model",
+    required=False,
+    metavar="[NAME|PATH|HUB_ID]",
+    help="The model whose geometry is measured (default: demo).",
+    shell_complete=model_sources,
+)
+@click.option("--heads", metavar="N", type=int, help="Query heads.")
+@click.option("--kv-heads", metavar="N", type=int, help="Key and value heads.")
+@click.option("--head-dim", metavar="N", type=int, help="Channels of a head.")
+@click.option("--layers", metavar="N", type=int, help="Layers.")
+@click.option("--dtype", metavar="TYPE", help="float32, bfloat16 or float16.")
+@click.option(
+    "--schemes",
+    metavar="LIST",
+    default=SCHEMES,
+    help="Schemes; each is measured with the step down to the next one.",
+)
+@click.option("--lengths", metavar="LIST", default=LENGTHS, help="Context lengths, as 1024,4k.")
+@click.option(
+    "--plot",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Draw a .png or .svg; needs 'kvd[plot]'.",
+)
+@common_options("json")
 def bench_kv(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME|PATH|HUB_ID", help="Whose geometry (default: demo)."),
-    ] = None,
+    common: CommonOptions,
+    model: str | None,
     *,
-    heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,
-    kv_heads: Annotated[
-        int | None, typer.Option("--kv-heads", metavar="N", help="Heads of keys and values.")
-    ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option("--head-dim", metavar="N", help="Channels of a head.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(metavar="N", help="Layers.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")
-    ] = None,
-    schemes: Annotated[
-        str, typer.Option(metavar="LIST", help="Schemes, each measured on its way to the next.")
-    ] = SCHEMES,
-    lengths: Annotated[
-        str, typer.Option(metavar="LIST", help="Context lengths: 1024,4k.")
-    ] = LENGTHS,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a .png or .svg; needs 'kvd[plot]'.")
-    ] = None,
-    json: JsonOption = False,
+    schemes: str,
+    lengths: str,
+    plot: Path | None,
+    **shape: int | str | None,
 ) -> None:
     """Measure memory, error and times by KV scheme; needs no daemon and no weights."""
-    wanted = terms(context, None, None, json=json)
-    with wanted.guarded():
+    with common.guarded():
         if plot is not None:
             _check_plot(plot)
-        shape = {
-            "heads": heads, "kv-heads": kv_heads, "head-dim": head_dim, "layers": layers,
-            "dtype": dtype,
-        }  # fmt: skip
-        given = [f"--{name}={value}" for name, value in shape.items() if value is not None]
-        whose = absolute(model) if model else None if given else "demo"
-        arguments = [*([whose] if whose else []), *given]
+        given = [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in shape.items()
+            if value is not None
+        ]
+        source = absolute(model) if model else None if given else "demo"
+        arguments = [*([source] if source else []), *given]
         arguments += ["--schemes", schemes, "--lengths", lengths]
-        result = run_tool("kvd.worker.tools.bench_kv", arguments, quiet=wanted.json)
-        show(result, wanted)
+        result = run_tool("kvd.worker.tools.bench_kv", arguments, quiet=common.json)
+        show(result, common)
         if plot is not None:
             draw(result, plot)
-            talk("drawn: {}", plot)
+            print_message("plot written to {}", plot)
 
 
-def show(result: dict[str, Any], wanted: Terms) -> None:
+def show(result: dict[str, Any], common: CommonOptions) -> None:
     """Print the result, as JSON or as a table."""
-    if wanted.json:
-        wanted.print_json(result)
+    if common.json:
+        common.print_json(result)
         return
     shape = result["shape"]
-    talk(
+    print_message(
         f"{shape['layers']} layers, {shape['heads']} heads, {shape['kv_heads']} KV heads of "
-        f"{shape['head_dim']}, {shape['dtype']}; times are of all layers, one row"
+        f"{shape['head_dim']}, {shape['dtype']}; times are for all layers and one row"
     )
     console = stdout_console()
     console.print(table(result, console))
 
 
 def table(result: dict[str, Any], console: Console) -> RenderableType:
-    """Return the results by scheme and length, with the columns that fit."""
-    rows = [{name: _cell(key, one[key]) for name, key in _COLUMNS.items()}
-            for one in result["results"]]  # fmt: skip
+    """Return a table by scheme and length, with the columns that fit."""
+    rows = [
+        {name: _cell(key, measured[key]) for name, key in _COLUMNS.items()}
+        for measured in result["results"]
+    ]
     sizes = {name: max(len(name), *(len(row[name]) for row in rows)) + _GAP for name in _COLUMNS}
     shown = list(_COLUMNS)
     for name in _DROPPED:
-        if sum(sizes[one] for one in shown) <= console.width:
+        if sum(sizes[column] for column in shown) <= console.width:
             break
         shown.remove(name)
-    found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    output = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     for name in shown:
-        found.add_column(name, justify="left" if name == "SCHEME" else "right", no_wrap=True)
+        output.add_column(name, justify="left" if name == "SCHEME" else "right", no_wrap=True)
     tokens = None
     for row in rows:
         if tokens not in {None, row["TOKENS"]}:
-            found.add_row()
+            output.add_row()
         tokens = row["TOKENS"]
-        found.add_row(*(row[name] for name in shown))
-    return found
+        output.add_row(*(row[name] for name in shown))
+    return output
 
 
 def _cell(key: str, value: Any) -> str:
@@ -145,30 +155,33 @@ def _check_plot(file: Path) -> None:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Draw bytes, error and attend time."""
+    """Draw memory, error and attention time."""
     import matplotlib as mpl  # noqa: PLC0415 - optional
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415 - after the choice of the backend
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - after the backend is chosen
 
     rows = result["results"]
-    schemes = list(dict.fromkeys(one["scheme"] for one in rows))
-    longest = max(one["tokens"] for one in rows)
-    at_end = {one["scheme"]: one for one in rows if one["tokens"] == longest}
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    longest = max(row["tokens"] for row in rows)
+    at_end = {row["scheme"]: row for row in rows if row["tokens"] == longest}
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     left.bar(schemes, [at_end[name]["share_of_fp16"] for name in schemes], color="#4477aa")
     left.set(title="Memory", ylabel="bytes per token, share of fp16")
     errors = {"keys": "k_error", "values": "v_error", "attention output": "output_error"}
     for index, (label, key) in enumerate(errors.items()):
-        places = [place + (index - 1) * 0.27 for place in range(len(schemes))]
-        middle.bar(places, [at_end[name][key] * 100 for name in schemes], 0.27, label=label)
+        positions = [number + (index - 1) * 0.27 for number in range(len(schemes))]
+        middle.bar(positions, [at_end[name][key] * 100 for name in schemes], 0.27, label=label)
     middle.set_xticks(range(len(schemes)), schemes)
     middle.set(title=f"Error at {longest} tokens", ylabel="relative, %")
     middle.legend()
     for name in schemes:
-        mine = [one for one in rows if one["scheme"] == name]
+        points = [row for row in rows if row["scheme"] == name]
         right.plot(
-            [one["tokens"] for one in mine], [one["attend_ms"] for one in mine], "o-", label=name
+            [row["tokens"] for row in points],
+            [row["attend_ms"] for row in points],
+            "o-",
+            label=name,
         )
     right.set(title="Attention, one row", xlabel="context, tokens", ylabel="ms per step")
     right.legend()

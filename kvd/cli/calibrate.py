@@ -1,26 +1,20 @@
-"""`kvctl calibrate`: which level of the ladder a model bears, measured here and stored in the home.
+"""`kvctl calibrate`: measures a model's quality floor and stores it in the home.
 
-Needs no daemon: the measuring runs in a process of its own (`kvd.worker.tools.calibrate`). This file
-starts it and shows what it says.
+Needs no daemon: `kvd.worker.tools.calibrate` measures in a separate process. This module starts it
+and shows the result.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import rich_click as click
 from rich.table import Table
 
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    Terms,
-    stdout_console,
-    talk,
-    terms,
-)
-from kvd.cli.options import LEVELS, takes_kv
+from kvd.cli.common import CommonOptions, common_options, standard_panels
+from kvd.cli.completion import model_sources
+from kvd.cli.console import print_message, stdout_console
+from kvd.cli.options import LEVELS, kv_options
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from kvd.host.home import locate
@@ -29,80 +23,94 @@ from protocol.types import KVSpec
 _GAP = 2
 
 
-@functools.partial(takes_kv, only=LEVELS)
+@click.command(panels=standard_panels())
+@click.argument(
+    "model", metavar="NAME|PATH|HUB_ID", help="What to measure.", shell_complete=model_sources
+)
+@kv_options(*LEVELS)
+@click.option(
+    "--max-kl", metavar="NATS", type=float, default=0.02, help="Highest mean KL divergence."
+)
+@click.option(
+    "--min-top1",
+    metavar="SHARE",
+    type=float,
+    default=0.95,
+    help="Lowest share of steps with the same top token.",
+)
+@click.option("--prompts", metavar="N", type=int, default=4, help="Texts to measure on.")
+@click.option("--tokens", metavar="N", type=int, default=1024, help="Length of each text.")
+@common_options("home", "json")
 def calibrate(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to measure.")],
+    common: CommonOptions,
+    model: str,
     *,
     kv: KVSpec | None,
-    max_kl: Annotated[
-        float, typer.Option("--max-kl", metavar="NATS", help="KL divergence at most, mean.")
-    ] = 0.02,
-    min_top1: Annotated[
-        float, typer.Option("--min-top1", metavar="SHARE", help="Same top token at least so often.")
-    ] = 0.95,
-    prompts: Annotated[int, typer.Option(metavar="N", help="Texts to measure on.")] = 4,
-    tokens: Annotated[int, typer.Option(metavar="N", help="Length of each text.")] = 1024,
-    home: HomeOption = None,
-    json: JsonOption = False,
+    max_kl: float,
+    min_top1: float,
+    prompts: int,
+    tokens: int,
 ) -> None:
-    """Find and store the lowest KV level that keeps a floor; loads of the model then obey it.
+    """Find and store a model's quality floor, which later loads of the model respect.
 
-    Needs no daemon, and its memory is not of a running daemon's budget.
+    Needs no daemon. Loads the model once more, outside a running daemon's budget.
     """
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        place = locate(wanted.home)
-        place.create()
-        if not wanted.json:
-            talk("[dim]this loads the model once more, outside of a running daemon's budget[/]")
+    with common.guarded():
+        home = locate(common.home)
+        home.create()
+        if not common.json:
+            print_message(
+                "[dim]this loads the model once more, outside a running daemon's budget[/]"
+            )
         spec = kv or KVSpec()
-        schemes = [spec.name, *(step.name for step in spec.steps)]
-        arguments = {
-            "home": place.root, "schemes": ",".join(schemes), "max-kl": max_kl,
-            "min-top1": min_top1, "prompts": prompts, "tokens": tokens,
-        }  # fmt: skip
-        given = [f"--{name}={value}" for name, value in arguments.items()]
-        result = run_tool(
-            "kvd.worker.tools.calibrate", [*given, absolute(model)], quiet=wanted.json
-        )
-        show(result, wanted)
+        schemes = ",".join([spec.name, *(step.name for step in spec.steps)])
+        arguments = [
+            f"--home={home.root}",
+            f"--schemes={schemes}",
+            f"--max-kl={max_kl}",
+            f"--min-top1={min_top1}",
+            f"--prompts={prompts}",
+            f"--tokens={tokens}",
+            absolute(model),
+        ]
+        result = run_tool("kvd.worker.tools.calibrate", arguments, quiet=common.json)
+        show(result, common)
 
 
-def show(result: dict[str, Any], wanted: Terms) -> None:
-    """Print the verdict, as JSON or as a table and a sentence."""
-    if wanted.json:
-        wanted.print_json(result)
+def show(result: dict[str, Any], common: CommonOptions) -> None:
+    """Print the result, as JSON or as a table and a sentence."""
+    if common.json:
+        common.print_json(result)
         return
     stdout_console().print(table(result))
-    talk(verdict(result))
-    talk("[dim]stored: {}; models that are loaded already keep theirs[/]", result["file"])
+    print_message(verdict(result))
+    print_message("[dim]stored in {}; models already loaded keep their levels[/]", result["file"])
 
 
 def table(result: dict[str, Any]) -> Table:
-    """Return a line for each level."""
-    found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
-    for name in ("LEVEL", "KL", "TOP-1", "PERPLEXITY", "FLOOR"):
-        found.add_column(name, justify="left" if name in {"LEVEL", "FLOOR"} else "right")
-    for one in result["levels"]:
-        found.add_row(
-            one["scheme"],
-            _number(one["kl"], ".2g"),
-            _number(one["top1"], ".2%"),
-            _number(one["perplexity_change"], "+.2%"),
-            "kept" if one["allowed"] else "missed",
+    """Return a table with one line per level."""
+    levels = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
+    for name in ("LEVEL", "KL", "TOP-1", "PERPLEXITY", "QUALITY"):
+        levels.add_column(name, justify="left" if name in {"LEVEL", "QUALITY"} else "right")
+    for level in result["levels"]:
+        levels.add_row(
+            level["scheme"],
+            _number(level["kl"], ".2g"),
+            _number(level["top1"], ".2%"),
+            _number(level["perplexity_change"], "+.2%"),
+            "allowed" if level["allowed"] else "too low",
         )
-    return found
+    return levels
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return what it means, in a sentence."""
-    floor = f"KL up to {result['max_kl']:g}, top-1 from {result['min_top1']:.4g}"
+    """Return the conclusion as a sentence."""
+    limits = f"KL up to {result['max_kl']:g}, top-1 from {result['min_top1']:.4g}"
     lowest = result["lowest"]
-    if lowest not in {one["scheme"] for one in result["levels"]}:
+    if lowest not in {level["scheme"] for level in result["levels"]}:
         top = result["levels"][0]["scheme"]
-        return f"not even {top} keeps the floor ({floor}): the model gets {lowest}, not quantized"
-    return f"pages of this model go down to [bold]{lowest}[/], not below ({floor})"
+        return f"even {top} misses the limits ({limits}): the model gets {lowest}, not quantized"
+    return f"the model's rows step down to [bold]{lowest}[/] at the lowest ({limits})"
 
 
 def _number(value: float | None, form: str) -> str:

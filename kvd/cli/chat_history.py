@@ -1,4 +1,4 @@
-"""What a person has typed in `kvctl chat`, kept in the home from one time to the next."""
+"""Line editing for `kvctl chat`; the typed lines are stored in the home."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from kvd.host.home import locate
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvd.cli.common import Terms
+    from kvd.cli.common import CommonOptions
 
-_MOST_LINES = 1000
+_MAX_LINES = 1000
 
 
 @contextlib.contextmanager
-def kept(terms: Terms, commands: Sequence[str], *, keep: bool = True) -> Iterator[None]:
-    """Let `input` edit lines, remember them and complete /commands, while the block runs.
+def line_editing(
+    common: CommonOptions, commands: Sequence[str], *, store: bool = True
+) -> Iterator[None]:
+    """Inside the block, `input` edits lines, recalls earlier ones and completes /commands.
 
-    A daemon that is named by its socket has no home; then nothing is kept.
+    With ``--socket`` the home is unknown, so nothing is stored.
     """
     try:
         import readline  # noqa: PLC0415 - only on a terminal, and not in every Python
     except ImportError:
         yield
         return
-    file = None if terms.socket is not None or not keep else locate(terms.home).chat_history
-    readline.set_history_length(_MOST_LINES)
+    file = locate(common.home).chat_history if store and common.socket is None else None
+    readline.set_history_length(_MAX_LINES)
     if file is not None:
-        with contextlib.suppress(OSError):  # none so far
+        with contextlib.suppress(OSError):  # the first chat has no file
             readline.read_history_file(file)
 
     def complete(text: str, state: int) -> str | None:
         line = readline.get_line_buffer()
-        found = [f"/{name} " for name in commands if line.startswith("/") and " " not in line]
-        fitting = [one for one in found if one.startswith(text)]
-        return fitting[state] if state < len(fitting) else None
+        names = [f"/{name} " for name in commands if line.startswith("/") and " " not in line]
+        matches = [name for name in names if name.startswith(text)]
+        return matches[state] if state < len(matches) else None
 
     readline.set_completer(complete)
     readline.set_completer_delims(" \t\n")

@@ -1,12 +1,10 @@
-"""What a shell completes: models by name. Never complains, and never keeps the shell waiting."""
+"""Shell completion of models and settings: no error messages, and half a second at most."""
 
 from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from kvd.client import Client
 from protocol.errors import KvdError
@@ -14,39 +12,34 @@ from protocol.errors import KvdError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from protocol.types import DaemonStatus
+    import rich_click as click
 
-_PATIENCE_S = 0.5
-"""A daemon that is busy or stopped must not hang a shell."""
+_TIMEOUT_S = 0.5
+"""Seconds to wait for a daemon that is busy or stopped."""
 
 
-def a_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of models that are known, loaded or not, and begin so."""
-    status = _status(context)
-    if status is None:
+def model_names(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Return the names of known models, loaded or not, with this beginning."""
+    home, socket = _value(context, "home"), _value(context, "socket")
+    try:
+        with Client(home=home, socket=socket, timeout_s=_TIMEOUT_S) as client:
+            status = client.status()
+    except (KvdError, OSError):
         return []
     names = [model.name for model in status.models] + status.unloaded
     return [name for name in names if name.startswith(incomplete)]
 
 
-def a_loaded_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of models that are loaded, and begin so."""
-    status = _status(context)
-    if status is None:
-        return []
-    return [model.name for model in status.models if model.name.startswith(incomplete)]
+def model_sources(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Return what `kvctl load` accepts with this beginning: names, Hub ids and folders."""
+    from kvd.cli.local_models import EMBEDDED, in_hub_cache  # noqa: PLC0415 - only here
 
-
-def a_source(incomplete: str) -> list[str]:
-    """Return what can be loaded and begins so: embedded models, the Hub's cache and folders."""
-    from kvd.cli.local_models import embedded, in_hub_cache  # noqa: PLC0415 - only here
-
-    names = [*embedded(), *(found.source for found in in_hub_cache())]
+    names = [*EMBEDDED, *(model.source for model in in_hub_cache())]
     return [name for name in names if name.startswith(incomplete)] + list(_folders(incomplete))
 
 
-def a_setting(incomplete: str) -> list[str]:
-    """Return the keys of the configuration that begin so."""
+def setting_keys(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Return the configuration keys with this beginning."""
     from kvd.config.config import Config  # noqa: PLC0415 - only here
     from kvd.config.settings import flat  # noqa: PLC0415
 
@@ -54,26 +47,17 @@ def a_setting(incomplete: str) -> list[str]:
 
 
 def _folders(incomplete: str) -> Iterator[str]:
-    head, _, tail = incomplete.rpartition("/")
-    if not head and not incomplete.startswith("/"):
+    parent, _, name = incomplete.rpartition("/")
+    if not parent and not incomplete.startswith("/"):
         return
     with contextlib.suppress(OSError, RuntimeError):
-        for one in sorted(Path(head or "/").expanduser().iterdir()):
-            if one.name.startswith(tail) and one.is_dir():
-                yield f"{head}/{one.name}"
+        for path in sorted(Path(parent or "/").expanduser().iterdir()):
+            if path.name.startswith(name) and path.is_dir():
+                yield f"{parent}/{path.name}"
 
 
-def _status(context: typer.Context) -> DaemonStatus | None:
-    home, socket = _said(context, "home"), _said(context, "socket")
-    try:
-        with Client(home=home, socket=socket, timeout_s=_PATIENCE_S) as client:
-            return client.status()
-    except (KvdError, OSError):
-        return None
-
-
-def _said(context: Any, option: str) -> str | None:
-    """Return what was said of an option after the command, or before it."""
+def _value(context: click.Context | None, option: str) -> str | None:
+    """Return an option's value, as given after the command's name or before it."""
     while context is not None:
         if found := context.params.get(option):
             return str(found)

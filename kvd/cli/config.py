@@ -1,218 +1,179 @@
-"""`kvctl config`: every setting with where it comes from; changes, live and in `config.toml`."""
+"""`kvctl config`: every setting with its origin; changes in the daemon and in `config.toml`."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
+import rich_click as click
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    SocketOption,
-    Terms,
-    stdout_console,
-    talk,
-    terms,
-)
-from kvd.cli.completion import a_setting
-from kvd.cli.usage import Command, Group
+from kvd.cli.common import CommonOptions, Decorator, common_options
+from kvd.cli.completion import setting_keys
+from kvd.cli.console import print_message, stdout_console
+from kvd.cli.options import parse_size
+from kvd.client import Client
 from kvd.host.home import locate
-from kvd.host.units import format_bytes, parse_bytes
+from kvd.host.units import format_bytes
 from protocol.errors import ConfigError, NotRunning
 from protocol.settings import Changed, Setting
 
 if TYPE_CHECKING:
     from protocol.messages import Configured
 
-app = typer.Typer(
-    name="config", help="Show the settings, or change them.", invoke_without_command=True
-)
 _GAP = 2
 _ORIGINS = {"default": "dim", "file": "", "live": "yellow", "command_line": "cyan"}
-_HOLDS = {
+_TAKES_EFFECT = {
     "now": "",
-    "unload": "; holds when the model has been unloaded",
+    "unload": "; takes effect when the model is loaded again",
     "start": "; needs a restart of the daemon",
-    "command_line": "; has no effect: the command line of `kvd serve` says otherwise",
+    "command_line": "; has no effect: the command line of `kvd serve` overrides it",
 }
-KeyArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="KEY", help="Such as budget or watchdog.decode_s.", autocompletion=a_setting
-    ),
-]
-SaveOption = Annotated[
-    bool,
-    typer.Option(
-        "--save", "-s", metavar="", help="Write it to config.toml too, which keeps its comments."
-    ),
-]
+_key_argument: Decorator = click.argument(
+    "key",
+    help="Such as budget or watchdog.decode_s.",
+    shell_complete=setting_keys,
+)
+_save_option: Decorator = click.option(
+    "--save", "-s", is_flag=True, help="Write it to config.toml too; comments there stay."
+)
 
 
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-@app.callback(cls=Group)
-def config(
-    context: typer.Context,
-    *,
-    budget: Annotated[
-        int | None,
-        typer.Option(parser=_bytes, metavar="SIZE", help="A new budget, until the daemon ends."),
-    ] = None,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show the settings and where they come from, or change them."""
-    wanted = terms(context, home, socket, json=json)
-    context.obj = wanted
+@click.group(invoke_without_command=True)
+@click.option(
+    "--budget", metavar="SIZE", callback=parse_size, help="A new budget, until the daemon ends."
+)
+@common_options()
+@click.pass_context
+def config(context: click.Context, common: CommonOptions, *, budget: int | None) -> None:
+    """Show the settings, or change them."""
+    context.obj = common
     if context.invoked_subcommand is not None:
         return
     if budget is None:
-        _show(wanted, None)
+        _show(common, None)
         return
-    with wanted.connected() as client:
-        now = client.configure(budget_bytes=budget)
-        if wanted.json:
-            wanted.print_json(_sums(now))
+    with common.connected() as client:
+        configured = client.configure(budget_bytes=budget)
+        if common.json:
+            common.print_json(_sums(configured))
         else:
-            stdout_console().print(_budget(now))
+            stdout_console().print(_budget(configured))
 
 
-@app.command("get", cls=Command)
-def get(
-    context: typer.Context,
-    key: Annotated[
-        str | None,
-        typer.Argument(metavar="KEY", help="Print only its value.", autocompletion=a_setting),
-    ] = None,
-    *,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show every setting, its value and where that comes from; or print the value of one KEY."""
-    _show(terms(context, home, socket, json=json), key)
+@config.command()
+@click.argument(
+    "key",
+    required=False,
+    help="Print only its value.",
+    shell_complete=setting_keys,
+)
+@common_options()
+def get(common: CommonOptions, key: str | None) -> None:
+    """Show every setting, its value and its origin, or print the value of one KEY."""
+    _show(common, key)
 
 
-@app.command("set", cls=Command)
-def change(
-    context: typer.Context,
-    key: KeyArgument,
-    value: Annotated[str, typer.Argument(metavar="VALUE", help="As in config.toml.")],
-    *,
-    save: SaveOption = False,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Change a setting: live where that can be, until the daemon ends; with --save for good."""
-    _change(terms(context, home, socket, json=json), key, _value(value), save=save)
+@config.command("set")
+@_key_argument
+@click.argument("value", help="As in config.toml.")
+@_save_option
+@common_options()
+def set_value(common: CommonOptions, key: str, value: str, *, save: bool) -> None:
+    """Change a setting in the running daemon until it ends; --save keeps the change."""
+    _change(common, key, _parse_value(value), save=save)
 
 
-@app.command("unset", cls=Command)
-def unset(
-    context: typer.Context,
-    key: KeyArgument,
-    *,
-    save: SaveOption = False,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Go back to what config.toml says; with --save take it out there: the default holds then."""
-    _change(terms(context, home, socket, json=json), key, None, save=save)
+@config.command()
+@_key_argument
+@_save_option
+@common_options()
+def unset(common: CommonOptions, key: str, *, save: bool) -> None:
+    """Return to the value in config.toml; --save removes that too, and the default applies."""
+    _change(common, key, None, save=save)
 
 
 # -- showing --------------------------------------------------------------------------------------
 
 
-def _show(wanted: Terms, key: str | None) -> None:
-    with wanted.guarded():
-        now, found = _settings(wanted)
+def _show(common: CommonOptions, key: str | None) -> None:
+    with common.guarded():
+        configured, settings = _settings(common)
         if key is not None:
-            found = [_one(found, key)]
-        if wanted.json:
-            rows = [msgspec.to_builtins(one) for one in found]
-            whole = {**(_sums(now) if now else {}), "settings": rows}
-            wanted.print_json(rows[0] if key is not None else whole)
-        elif key is not None:
-            stdout_console().print(Text(shown(found[0].value)), soft_wrap=True)
+            _show_one(common, _find(settings, key))
+        elif common.json:
+            rows = [msgspec.to_builtins(setting) for setting in settings]
+            common.print_json({**(_sums(configured) if configured else {}), "settings": rows})
         else:
             console = stdout_console()
-            if now is not None:
-                console.print(_budget(now))
+            if configured is not None:
+                console.print(_budget(configured))
                 console.print()
             else:
-                talk("[dim]no daemon runs; this is what the next one starts with[/]")
-            console.print(page(found))
+                print_message("[dim]no daemon runs; the next one starts with these settings[/]")
+            console.print(page(settings))
 
 
-def _settings(wanted: Terms) -> tuple[Configured | None, list[Setting]]:
-    """Return what the daemon says; without one, what the file does."""
-    from kvd.client import Client  # noqa: PLC0415 - `connected` would complain
+def _show_one(common: CommonOptions, setting: Setting) -> None:
+    if common.json:
+        common.print_json(setting)
+    else:
+        stdout_console().print(Text(format_value(setting.value)), soft_wrap=True)
 
+
+def _settings(common: CommonOptions) -> tuple[Configured | None, list[Setting]]:
+    """Return the daemon's settings; without a daemon, those of the file."""
     try:
-        with Client(home=wanted.home, socket=wanted.socket) as client:
-            now = client.configure(table=True)
-            return now, now.settings
+        with Client(home=common.home, socket=common.socket) as client:
+            configured = client.configure(table=True)
+            return configured, configured.settings
     except NotRunning:
-        if wanted.socket is not None:
+        if common.socket is not None:
             raise
     from kvd.config import config as files  # noqa: PLC0415 - without a daemon only
     from kvd.config.settings import table  # noqa: PLC0415
 
-    path = locate(wanted.home).config
+    path = locate(common.home).config
     return None, table(files.load(path), path)
 
 
-def _one(found: list[Setting], key: str) -> Setting:
-    for one in found:
-        if one.key == key:
-            return one
-    near = [one.key for one in found if key.rpartition(".")[2] in one.key]
-    hint = (
-        f"; did you mean {' or '.join(near[:3])}?" if near else "; `kvctl config get` has them all"
-    )
-    raise ConfigError(f"there is no setting {key!r}{hint}", key=key)
+def _find(settings: list[Setting], key: str) -> Setting:
+    for setting in settings:
+        if setting.key == key:
+            return setting
+    similar = [setting.key for setting in settings if key.rpartition(".")[2] in setting.key]
+    hint = f"did you mean {' or '.join(similar[:3])}?" if similar else "`kvctl config get` has all"
+    raise ConfigError(f"there is no setting {key!r}; {hint}", key=key)
 
 
-def page(found: list[Setting]) -> Table:
+def page(settings: list[Setting]) -> Table:
     """Return all settings as a table."""
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     table.add_column("KEY", style="bold", no_wrap=True)
     table.add_column("VALUE", overflow="fold")
     table.add_column("FROM", no_wrap=True)
     table.add_column("CHANGES", overflow="fold", style="dim")
-    for one in found:
-        value = Text(shown(one.value), "" if one.origin != "default" else "dim")
-        origin = Text(one.origin.replace("_", " "), _ORIGINS[one.origin])
-        table.add_row(Text(one.key), value, origin, _changes(one))
+    for setting in settings:
+        value = Text(format_value(setting.value), "" if setting.origin != "default" else "dim")
+        origin = Text(setting.origin.replace("_", " "), _ORIGINS[setting.origin])
+        table.add_row(Text(setting.key), value, origin, _changes(setting))
     return table
 
 
-def _changes(one: Setting) -> Text:
-    """Return when a change of it holds."""
-    if one.pending:
-        return Text(f"waits for a restart: {shown(one.next)}", "yellow")
-    if one.live:
+def _changes(setting: Setting) -> Text:
+    """Return when a change of the setting takes effect."""
+    if setting.pending:
+        return Text(f"at the next restart: {format_value(setting.next)}", "yellow")
+    if setting.live:
         return Text("live")
-    return Text("while it is not loaded" if one.key.startswith("models[") else "at a restart")
+    return Text("while not loaded" if setting.key.startswith("models[") else "at a restart")
 
 
-def shown(value: Any) -> str:
-    """Return a value as `config.toml` has it; nothing said is a dash."""
+def format_value(value: Any) -> str:
+    """Return a value as `config.toml` has it; a dash without a value."""
     if value is None:
         return "-"
     if isinstance(value, str):
@@ -222,52 +183,52 @@ def shown(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _budget(now: Configured) -> str:
-    total, granted = format_bytes(now.budget_bytes), format_bytes(now.granted_bytes)
+def _budget(configured: Configured) -> str:
+    total, granted = format_bytes(configured.budget_bytes), format_bytes(configured.granted_bytes)
     return f"budget {total}, {granted} granted"
 
 
-def _sums(now: Configured) -> dict[str, int]:
-    return {"budget_bytes": now.budget_bytes, "granted_bytes": now.granted_bytes}
+def _sums(configured: Configured) -> dict[str, int]:
+    return {
+        "budget_bytes": configured.budget_bytes,
+        "granted_bytes": configured.granted_bytes,
+    }
 
 
 # -- changing -------------------------------------------------------------------------------------
 
 
-def _value(text: str) -> Any:
-    """Return what a text stands for: as in TOML, where quotes may be left out."""
+def _parse_value(text: str) -> Any:
+    """Return the TOML value of a text; quotes of strings may be left out."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
-def _change(wanted: Terms, key: str, value: Any, *, save: bool) -> None:
-    with wanted.guarded():
-        path = locate(wanted.home).config if save else None
-        if save and wanted.socket is not None:
-            raise typer.BadParameter("--save needs --home: a socket has no config.toml")
-        edited = None
+def _change(common: CommonOptions, key: str, value: Any, *, save: bool) -> None:
+    with common.guarded():
+        if save and common.socket is not None:
+            raise click.BadParameter("--save needs --home: a socket has no config.toml")
+        path = locate(common.home).config if save else None
         if path is not None:
             from kvd.cli.config_file import edited_text  # noqa: PLC0415 - only here
 
-            edited = edited_text(path, key, value)  # refused before anything is changed
-        if path is not None and edited is not None:
-            _write(path, edited)
-        changes = _live(wanted, key, value, saved=save)
-        if wanted.json:
+            _write(path, edited_text(path, key, value))  # raises before anything is written
+        changes = _change_live(common, key, value, saved=save)
+        if common.json:
             saved = {"saved": str(path)} if path is not None else {}
-            wanted.print_json({"changes": changes or [], **saved})
+            common.print_json({"changes": changes or [], **saved})
         else:
-            _say(key, changes, path)
+            _print_changes(key, changes, path)
 
 
-def _live(wanted: Terms, key: str, value: Any, *, saved: bool) -> list[Changed] | None:
-    """Change it in the daemon; None: there is none."""
-    from kvd.client import Client  # noqa: PLC0415 - `connected` would complain
-
+def _change_live(
+    common: CommonOptions, key: str, value: Any, *, saved: bool
+) -> list[Changed] | None:
+    """Change the setting in the daemon; return None without a daemon."""
     try:
-        with Client(home=wanted.home, socket=wanted.socket) as client:
+        with Client(home=common.home, socket=common.socket) as client:
             return client.configure(settings={key: value}).changes
     except NotRunning:
         if not saved:
@@ -275,25 +236,28 @@ def _live(wanted: Terms, key: str, value: Any, *, saved: bool) -> list[Changed] 
         return None
 
 
-def _say(key: str, changes: list[Changed] | None, path: Path | None) -> None:
-    for one in changes or ():
-        restart = (
-            "" if path is not None or one.takes_effect != "start" else ", and --save to be kept"
+def _print_changes(key: str, changes: list[Changed] | None, path: Path | None) -> None:
+    for change in changes or ():
+        unsaved = path is None and change.takes_effect == "start"
+        restart = ", and --save to keep it" if unsaved else ""
+        style = "" if change.takes_effect == "now" else "[yellow]"
+        print_message(
+            f"[bold]{{}}[/]  {{}} → {{}}{style}{_TAKES_EFFECT[change.takes_effect]}{restart}",
+            change.key,
+            format_value(change.before),
+            format_value(change.after),
         )
-        style = "" if one.takes_effect == "now" else "[yellow]"
-        told = f"[bold]{{}}[/]  {{}} → {{}}{style}{_HOLDS[one.takes_effect]}{restart}"
-        talk(told, one.key, shown(one.before), shown(one.after))
     if changes == [] and path is None:
-        talk("{} is that already", key)
+        print_message("{} has this value already", key)
     if path is not None:
-        talk("saved in {}", path)
+        print_message("saved in {}", path)
 
 
 def _write(path: Path, text: str) -> None:
-    """Put the text in the file's place, all of it or nothing."""
+    """Replace the file's content atomically."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = path.resolve()  # a link stays one
-    aside = target.with_suffix(".new")
-    aside.write_text(text, encoding="utf-8")
-    aside.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o600)
-    aside.replace(target)
+    target = path.resolve()  # a symbolic link stays a link
+    new = target.with_suffix(".new")
+    new.write_text(text, encoding="utf-8")
+    new.chmod(target.stat().st_mode & 0o777 if target.exists() else 0o600)
+    new.replace(target)

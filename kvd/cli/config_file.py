@@ -1,4 +1,4 @@
-"""One setting of `config.toml` changed in its text, so that comments and order stay."""
+"""Changes one setting in the text of `config.toml`, keeping comments and order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def edited_text(path: Path, key: str, value: Any) -> str:
-    """Return the file's text with another value, or without it if that is None.
+    """Return the file's text with a new value, or without the setting if the value is None.
 
-    Raises `ConfigError` if the file is wrong, or would be.
+    Raises `ConfigError` if the file is invalid, before or after the change.
     """
     try:
         before = path.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def edited_text(path: Path, key: str, value: Any) -> str:
         document = tomlkit.parse(before)
     except TOMLKitError as error:
         raise ConfigError(f"{path} is not TOML: {error}", key="") from error
-    table, field = _place(document, key, make=value is not None)
+    table, field = _find_table(document, key, create=value is not None)
     if table is not None and value is not None:
         table[field] = value
     elif table is not None:
@@ -45,33 +45,34 @@ def edited_text(path: Path, key: str, value: Any) -> str:
     return after
 
 
-def _place(
-    document: MutableMapping[str, Any], key: str, *, make: bool
+def _find_table(
+    document: MutableMapping[str, Any], key: str, *, create: bool
 ) -> tuple[MutableMapping[str, Any] | None, str]:
-    """Return the table that a key is in, and its name there; None where there is none."""
+    """Return the table of a key, None if it is missing, and the key's name in it."""
     if key.startswith("models["):
         name, _, field = key.removeprefix("models[").rpartition("].")
-        return _model(document, name, make=make), field
+        return _find_model(document, name, create=create), field
     table, _, field = key.rpartition(".")
     if not table:
         return document, field
-    if table not in document and make:
+    if table not in document and create:
         document[table] = tomlkit.table()
     return document.get(table), field
 
 
-def _model(
-    document: MutableMapping[str, Any], name: str, *, make: bool
+def _find_model(
+    document: MutableMapping[str, Any], name: str, *, create: bool
 ) -> MutableMapping[str, Any] | None:
     models = document.get("models", [])
-    for at, entry in enumerate(models):
+    for index, entry in enumerate(models):
         if isinstance(entry, str):
-            if short_name(entry) == name and make:
-                models[at] = tomlkit.inline_table()
-                models[at]["source"] = str(entry)
-                found: MutableMapping[str, Any] = models[at]
-                return found
+            if short_name(entry) == name and create:
+                table: MutableMapping[str, Any] = tomlkit.inline_table()
+                table["source"] = str(entry)
+                models[index] = table
+                created: MutableMapping[str, Any] = models[index]
+                return created
         elif (entry.get("alias") or short_name(entry["source"])) == name:
-            table: MutableMapping[str, Any] = entry
-            return table
+            found: MutableMapping[str, Any] = entry
+            return found
     return None

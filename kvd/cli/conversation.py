@@ -1,4 +1,4 @@
-"""One conversation: turns, history and /commands. Replies go to stdout, all else to stderr."""
+"""One conversation: messages and /commands. Replies go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from kvd.cli import chat_history
-from kvd.cli.common import Terms, model_in, stdout_console, talk
+from kvd.cli.common import CommonOptions, find_model
+from kvd.cli.console import print_message, stdout_console
 from kvd.cli.stream import Stream
-from kvd.cli.word_wrap import Wrap
+from kvd.cli.word_wrap import WordWrap
 from kvd.client import Client, Completion
 from kvd.client.options import check_number
 from protocol.errors import ContextTooLong, InvalidRequest, KvdError, NotRunning, UnknownModel
@@ -25,7 +26,7 @@ from protocol.types import ChatMessage
 
 @dataclass(frozen=True)
 class Settings:
-    """What `/set` changes."""
+    """Sampling settings, which `/set` changes."""
 
     max_tokens: int | None = None
     temperature: float = 0.7
@@ -42,149 +43,154 @@ _INTEGERS = {"max_tokens", "top_k", "seed"}
 
 
 class Chat:
-    """One conversation. Lives until /exit or the end of input, whatever a reply does."""
+    """One conversation, until /exit or the end of input; errors of a reply do not end it."""
 
     def __init__(
         self,
         client: Client,
         model: str,
         settings: Settings,
-        terms: Terms,
+        common: CommonOptions,
         *,
         system: str | None = None,
     ) -> None:
         self._client = client
         self._model = model
         self._settings = settings
-        self._terms = terms
+        self._common = common
         self._system = system
-        self._turns: list[ChatMessage] = []
-        self._last: Clock | None = None
+        self._messages: list[ChatMessage] = []
+        self._last: ReplyTiming | None = None
         self._commands: dict[str, tuple[Callable[[str], object], str]] = {
-            "help": (self._help, "show this"),
-            "new": (self._new, "forget the conversation"),
+            "help": (self._help, "show this list"),
+            "new": (self._new, "start a new conversation"),
             "retry": (self._retry, "ask the last question again"),
-            "system": (self._set_system, "TEXT  set the system message, and start anew"),
+            "system": (
+                self._set_system,
+                "TEXT  set the system message and start a new conversation",
+            ),
             "set": (
                 self._set,
-                "NAME VALUE  change a sampling value, or to default; alone: show",
+                "NAME VALUE  change a sampling setting (default resets it); alone: show all",
             ),
             "history": (self._history, "show the conversation so far"),
-            "model": (self._set_model, "NAME  go on with another model; alone: show"),
+            "model": (
+                self._set_model,
+                "NAME  continue with another model; alone: show the current one",
+            ),
             "stats": (self._stats, "tokens and speed of the last reply"),
             "save": (self._save, "FILE  write the conversation as JSON"),
             "exit": (self._exit, "leave (also Ctrl-D)"),
         }
 
-    def run(self, *, keep: bool = True) -> None:
-        """Converse until the user leaves; `keep` what they type for the next time."""
+    def run(self, *, store_history: bool = True) -> None:
+        """Read and answer until the user leaves."""
         for name, value in asdict(self._settings).items():
             check_number(name, value)
-        self._require_model()
+        self._check_model(self._model)  # before the first question is typed
         interactive = sys.stdin.isatty()
         with (
-            chat_history.kept(self._terms, list(self._commands), keep=keep)
+            chat_history.line_editing(self._common, list(self._commands), store=store_history)
             if interactive
             else nullcontext()
         ):
             if interactive:
-                talk("[bold]{}[/]  /help lists commands, Ctrl-C ends a reply", self._model)
+                print_message("[bold]{}[/]  /help lists commands, Ctrl-C ends a reply", self._model)
             while True:
                 try:
                     text = _read(interactive=interactive)
                 except EOFError:
                     break
                 except KeyboardInterrupt:
-                    talk("\n[dim]Ctrl-D or /exit leaves[/]")
+                    print_message("\n[dim]Ctrl-D or /exit leaves[/]")
                     continue
                 try:
-                    self._line(text)
+                    self._handle(text)
                 except _Leave:
                     break
             if interactive:
-                talk("")
-
-    def _require_model(self) -> None:
-        """Say now, and not after the first question, that there is no such model."""
-        self._check_model(self._model)
+                print_message("")
 
     def _check_model(self, name: str) -> None:
         status = self._client.status()
-        if name not in status.unloaded:  # those come with the first question
-            model_in(status, name)
+        if name not in status.unloaded:  # the first question loads those
+            find_model(status, name)
 
-    def _line(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
             if name in {"quit", "bye"}:
                 name = "exit"
             if name not in self._commands:
-                talk("[yellow]no command /{}[/]; /help lists them", name)
+                print_message("[yellow]no command /{}[/]; /help lists them", name)
                 return
             self._commands[name][0](rest.strip())
         elif line:
             self._ask(line)
 
     def _ask(self, text: str) -> None:
-        self._turns.append(ChatMessage("user", text))
-        messages = [ChatMessage("system", self._system)] if self._system else []
+        self._messages.append(ChatMessage("user", text))
         try:
             completion = self._client.generate(
-                self._model, messages=[*messages, *self._turns], **asdict(self._settings)
+                self._model, messages=self._all_messages(), **asdict(self._settings)
             )
-            self._last = Clock(completion)
+            self._last = ReplyTiming(completion)
             self._stream(completion)
         except NotRunning:
             raise
         except KvdError as error:
-            self._turns.pop()
-            self._terms.complain(error)
+            self._messages.pop()
+            self._common.report(error)
             if isinstance(error, ContextTooLong):
-                talk("[dim]hint:[/] /new starts a new conversation")
+                print_message("[dim]hint:[/] /new starts a new conversation")
             elif error.retryable:
-                talk("[dim]hint:[/] ask again: {}", text)
+                print_message("[dim]hint:[/] ask again: {}", text)
             return
         if completion.text_so_far:
-            self._turns.append(ChatMessage("assistant", completion.text_so_far))
+            self._messages.append(ChatMessage("assistant", completion.text_so_far))
         else:
-            self._turns.pop()  # two questions in a row are no conversation
+            self._messages.pop()  # chat templates expect user and assistant to alternate
+
+    def _all_messages(self) -> list[ChatMessage]:
+        system = [ChatMessage("system", self._system)] if self._system else []
+        return [*system, *self._messages]
 
     def _stream(self, completion: Completion) -> None:
-        wide = stdout_console().width if sys.stdout.isatty() else None
-        stream = Stream(completion, Wrap(wide) if wide else None)
+        width = stdout_console().width if sys.stdout.isatty() else None
+        stream = Stream(completion, WordWrap(width) if width else None)
         for event in stream:
             if self._last is not None:
-                self._last.see(event)
-            if self._terms.json:
-                self._terms.print_json(event)
+                self._last.record(event)
+            if self._common.json:
+                self._common.print_json(event)
             else:
                 stream.show(event)
-        if self._terms.json:
+        if self._common.json:
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
         if completion.reason == "stop" and not completion.text_so_far:
-            talk("[dim]an empty reply[/]")
+            print_message("[dim]an empty reply[/]")
         if completion.reason == "cancelled":
-            talk("[dim]cancelled[/]")
+            print_message("[dim]cancelled[/]")
         elif completion.reason == "length":
-            talk("[dim]cut: the reply was as long as it may be (/set max_tokens)[/]")
+            print_message("[dim]the reply reached its token limit (/set max_tokens raises it)[/]")
 
     def _help(self, _: str) -> None:
         for name, (_do, text) in self._commands.items():
-            talk("  [bold]/{}[/]  {}", name, text)
+            print_message("  [bold]/{}[/]  {}", name, text)
 
     def _new(self, _: str) -> None:
-        self._turns.clear()
-        talk("[dim]new conversation[/]")
+        self._messages.clear()
+        print_message("[dim]new conversation[/]")
 
     def _retry(self, _: str) -> None:
-        while self._turns and self._turns[-1].role == "assistant":
-            self._turns.pop()
-        if self._turns:
-            self._ask(self._turns.pop().content)
+        while self._messages and self._messages[-1].role == "assistant":
+            self._messages.pop()
+        if self._messages:
+            self._ask(self._messages.pop().content)
         else:
-            talk("[yellow]nothing to ask again[/]")
+            print_message("[yellow]no question to ask again[/]")
 
     def _set_system(self, text: str) -> None:
         self._system = text or None
@@ -200,45 +206,46 @@ class Chat:
                     check_number(name, number)
                 self._settings = replace(self._settings, **{name: number})
             except ValueError:
-                talk("[yellow]{} is no value for {}[/]", repr(value), name)
+                print_message("[yellow]{} is not a value for {}[/]", repr(value), name)
                 return
             except InvalidRequest as error:
-                talk("[yellow]{}[/]", error.message)
+                print_message("[yellow]{}[/]", error.message)
                 return
         elif name:
-            talk("[yellow]no setting {}[/]", name)
+            print_message("[yellow]no setting {}[/]", name)
         for name, number in asdict(self._settings).items():
-            talk(f"  {name:18} {'default' if number is None else number}")
+            print_message(f"  {name:18} {'default' if number is None else number}")
 
     def _history(self, _: str) -> None:
-        for turn in self._turns:
-            talk("[bold]{}[/]  {}", turn.role, turn.content)
+        for message in self._messages:
+            print_message("[bold]{}[/]  {}", message.role, message.content)
 
     def _set_model(self, name: str) -> None:
         if name:
             try:
                 self._check_model(name)
             except UnknownModel as error:
-                talk("[yellow]{}[/]", error.message)
+                print_message("[yellow]{}[/]", error.message)
                 return
             self._model = name
-        talk("[bold]{}[/]", self._model)
+        print_message("[bold]{}[/]", self._model)
 
     def _stats(self, _: str) -> None:
-        talk(self._last.said() if self._last is not None else "[yellow]no reply so far[/]")
+        print_message(
+            self._last.summary() if self._last is not None else "[yellow]no reply so far[/]"
+        )
 
     def _save(self, name: str) -> None:
         if not name:
-            talk("[yellow]give a file: /save FILE[/]")
+            print_message("[yellow]name a file: /save FILE[/]")
             return
-        first = [ChatMessage("system", self._system)] if self._system else []
-        whole = {"model": self._model, "messages": [*first, *self._turns]}
+        saved = {"model": self._model, "messages": self._all_messages()}
         try:
-            Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode(whole)))
+            Path(name).expanduser().write_bytes(msgspec.json.format(msgspec.json.encode(saved)))
         except OSError as error:
-            talk("[yellow]cannot write {}: {}[/]", name, error.strerror)
+            print_message("[yellow]cannot write {}: {}[/]", name, error.strerror)
         else:
-            talk("[dim]saved in {}[/]", name)
+            print_message("[dim]saved in {}[/]", name)
 
     def _exit(self, _: str) -> None:
         raise _Leave
@@ -248,26 +255,26 @@ _BLOCK = '"""'
 
 
 def _read(*, interactive: bool) -> str:
-    """Read a question: a line, or what stands between two lines' triple quotes."""
-    text = _line("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
+    """Read a question: one line, or several between triple quotes."""
+    text = _read_line("› " if interactive else "")  # noqa: RUF001 - a prompt, not an angle
     if not text.lstrip().startswith(_BLOCK):
         return text.strip()
     text = text.lstrip().removeprefix(_BLOCK)
     while not text.rstrip().endswith(_BLOCK):
-        text += "\n" + _line("… " if interactive else "")
+        text += "\n" + _read_line("… " if interactive else "")
     return text.rstrip().removesuffix(_BLOCK).strip("\n")
 
 
-def _line(prompt: str) -> str:
+def _read_line(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    sys.stderr.write(prompt)  # replies go into a file: the prompt does not
+    sys.stderr.write(prompt)  # stdout is a file or a pipe and gets only replies
     sys.stderr.flush()
     return input()
 
 
-class Clock:
-    """When the parts of a reply came."""
+class ReplyTiming:
+    """When the parts of a reply arrived."""
 
     def __init__(self, completion: Completion) -> None:
         self._completion = completion
@@ -275,17 +282,15 @@ class Clock:
         self._first: float | None = None
         self._last = self._began
 
-    def see(self, event: Event) -> None:
-        """Note that something came."""
+    def record(self, event: Event) -> None:
         if isinstance(event, Tokens):
             self._last = time.monotonic()
             self._first = self._first or self._last
 
-    def said(self) -> str:
-        """Return it in words."""
+    def summary(self) -> str:
         usage = self._completion.usage
         if usage is None:
-            return "[yellow]the last reply did not end[/]"
+            return "[yellow]the last reply was interrupted[/]"
         parts = [f"prompt {usage.prompt_tokens} tokens"]
         if usage.cached_tokens:
             parts[0] += f" ({usage.cached_tokens} from the cache)"
@@ -294,7 +299,7 @@ class Clock:
             parts.append(f"first token after {self._first - self._began:.2f} s")
             if self._last > self._first:
                 speed = (len(self._completion.tokens) - 1) / (self._last - self._first)
-                reply += f", {speed:.1f} a second"
+                reply += f", {speed:.1f} tokens/s"
         return "; ".join([*parts, reply])
 
 

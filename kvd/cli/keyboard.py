@@ -1,7 +1,7 @@
-"""Single keys from a terminal, while something else is shown on it; and what a terminal signals.
+"""Single keys from a terminal.
 
-One `select` waits for keys, for a change of the window's size, for a stop by Ctrl-Z, and for word
-from another thread (`Keyboard.wake`).
+One `select` waits for keys, for a changed window size, for Ctrl-Z, and for another thread's
+`Keyboard.wake`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIGNALS = (signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 
 
 class Keyboard:
-    """A terminal whose keys come one by one; a context manager that gives it back as it was."""
+    """Reads a terminal key by key; as a context manager it restores the terminal."""
 
     def __init__(self) -> None:
         self._stdin = sys.stdin.fileno()
@@ -63,21 +63,21 @@ class Keyboard:
         os.close(self._writer)
 
     def begin(self) -> None:
-        """Have keys come at once and unseen."""
+        """Read keys at once and without echo."""
         self._before = termios.tcgetattr(self._stdin)
         tty.setcbreak(self._stdin)
 
     def end(self) -> None:
-        """Let the terminal be as it was."""
+        """Restore the terminal."""
         termios.tcsetattr(self._stdin, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]
 
     def wake(self) -> None:
-        """Let `wait` return; from any thread."""
+        """Make `wait` return; any thread may call it."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._writer, b"\0")
 
     def wait(self, timeout_s: float) -> list[str]:
-        """Sleep until something comes; return the keys, and ``stop`` for a Ctrl-Z."""
+        """Wait for any event; return the keys, and ``stop`` for Ctrl-Z."""
         ready, _, _ = select.select([self._stdin, self._reader], [], [], timeout_s)
         keys: list[str] = []
         if self._reader in ready:
@@ -86,24 +86,21 @@ class Keyboard:
                     keys.append("stop")
         if self._stdin in ready:
             data = os.read(self._stdin, 4096)
-            keys += (
-                keys_of(data.decode(errors="replace")) if data else ["q"]
-            )  # the terminal is gone
+            # Without data the terminal is closed.
+            keys += parse_keys(data.decode(errors="replace")) if data else ["q"]
         return keys
 
 
-def keys_of(text: str) -> list[str]:
-    """Return the keys that these characters stand for, sequences by their names."""
+def parse_keys(text: str) -> list[str]:
+    """Return the keys in a terminal's input; escape sequences become names."""
     keys = []
     while text:
-        found = next(
-            (one for one in sorted(_SEQUENCES, key=len, reverse=True) if text.startswith(one)),
-            text[0],
-        )
+        longest_first = sorted(_SEQUENCES, key=len, reverse=True)
+        found = next((key for key in longest_first if text.startswith(key)), text[0])
         text = text[len(found) :]
         keys.append(_SEQUENCES.get(found, found))
     return keys
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Let the wakeup pipe say it."""
+    """Do nothing: the wakeup pipe delivers the signal's number."""

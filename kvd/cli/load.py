@@ -1,80 +1,83 @@
-"""`kvctl load` and `unload`."""
+"""`kvctl load` and `kvctl unload`."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated
 
-import typer
+import msgspec
+import rich_click as click
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvd.cli import events, status_page
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    ModelArgument,
-    SocketOption,
-    Terms,
-    said,
-    stderr_console,
-    stdout_console,
-    talk,
-    terms,
-)
-from kvd.cli.completion import a_source
-from kvd.cli.options import takes_kv
+from kvd.cli import status_page
+from kvd.cli.common import CommonOptions, common_options, model_argument, standard_panels
+from kvd.cli.completion import model_sources
+from kvd.cli.console import format_message, print_message, stderr_console, stdout_console
+from kvd.cli.options import kv_options
 from kvd.client import Client, Load
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
 from protocol.messages import Loading
+from protocol.policy import ModelPolicy
 from protocol.types import KVSpec, ModelStatus
+from protocol.validation import explain
 
 
-@takes_kv
+@click.command(panels=standard_panels())
+@click.argument(
+    "model", metavar="NAME|PATH|HUB_ID", help="What to load.", shell_complete=model_sources
+)
+@click.option("--alias", metavar="NAME", help="The name that requests use.")
+@click.option("--pin", is_flag=True, help="Never unload it to make room.")
+@click.option(
+    "--priority", metavar="N", type=int, help="Models of lower priority give memory back first."
+)
+@click.option(
+    "--idle-ttl", metavar="SECONDS", type=float, help="Unload it after this time without requests."
+)
+@click.option(
+    "--max-context", metavar="TOKENS", type=int, help="Most tokens of prompt and completion."
+)
+@kv_options()
+@common_options()
 def load(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(metavar="NAME|PATH|HUB_ID", help="What to load.", autocompletion=a_source),
-    ],
+    common: CommonOptions,
+    model: str,
     *,
-    alias: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The name that requests use.")
-    ] = None,
-    pin: Annotated[
-        bool, typer.Option("--pin", metavar="", help="Never unload it to make room.")
-    ] = False,
-    priority: Annotated[
-        int | None, typer.Option(metavar="N", help="Models of lower priority make room first.")
-    ] = None,
-    idle_ttl: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Unload it when idle for so long.")
-    ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="The most of prompt and completion.")
-    ] = None,
+    alias: str | None,
+    pin: bool,
+    priority: int | None,
+    idle_ttl: float | None,
+    max_context: int | None,
     kv: KVSpec | None,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
 ) -> None:
     """Load a model: an embedded NAME (demo), the PATH of a folder, or a HUB_ID."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
-        policy = events.policy(pin=pin, priority=priority, ttl=idle_ttl, context=max_context)
+    with common.connected() as client:
+        policy = _policy(
+            pinned=pin, priority=priority, idle_ttl_s=idle_ttl, max_context=max_context
+        )
         loading = client.load(absolute(model), alias=alias, kv=kv, policy=policy)
-        loaded = _follow(loading, wanted, alias or model.rstrip("/").rpartition("/")[2])
-        if wanted.json:
-            wanted.print_json(loaded)
+        loaded = _follow(loading, common, alias or model.rstrip("/").rpartition("/")[2])
+        if common.json:
+            common.print_json(loaded)
         else:
             console = stdout_console()
             console.print(status_page.model(loaded, console.width))
 
 
-def _follow(loading: Load, wanted: Terms, name: str) -> ModelStatus:
-    """Show the progress to a person; wait for the end."""
+def _policy(**given: float | None) -> ModelPolicy | None:
+    """Return the policy that the options set; None if they set none."""
+    fields = {**given, "priority": given["priority"] or 0}
+    try:
+        policy = msgspec.convert(fields, ModelPolicy)
+    except msgspec.ValidationError as error:
+        raise click.BadParameter(explain(str(error), ModelPolicy)[1]) from None
+    return None if policy == ModelPolicy() and given["priority"] is None else policy
+
+
+def _follow(loading: Load, common: CommonOptions, name: str) -> ModelStatus:
+    """Wait for the model; on a terminal show the progress."""
     console = stderr_console()
-    if wanted.json or not console.is_terminal:
+    if common.json or not console.is_terminal:
         return loading.result
     columns = (
         TextColumn("{task.description}"),
@@ -89,45 +92,39 @@ def _follow(loading: Load, wanted: Terms, name: str) -> ModelStatus:
                 if isinstance(event, Loading):
                     progress.update(task, description=event.stage, completed=event.fraction)
     except KeyboardInterrupt:
-        talk("[dim]the daemon goes on loading it; `kvctl unload {}` ends that[/]", name)
+        print_message("[dim]the daemon continues loading; `kvctl unload {}` stops it[/]", name)
         raise
     return loading.result
 
 
-def unload(
-    context: typer.Context,
-    model: ModelArgument,
-    *,
-    force: Annotated[
-        bool,
-        typer.Option("--force", metavar="", help="End its requests instead of finishing them."),
-    ] = False,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Finish a model's requests, then give its memory back."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
+@click.command()
+@model_argument
+@click.option("--force", is_flag=True, help="Cancel its requests instead of finishing them.")
+@common_options()
+def unload(common: CommonOptions, model: str, *, force: bool) -> None:
+    """Finish a model's requests, then free its memory."""
+    with common.connected() as client:
         with _waiting(client, model, force=force):
-            done = client.unload(model, force=force)
-        if wanted.json:
-            wanted.print_json({"model": done.model, "freed_bytes": done.freed_bytes})
+            unloaded = client.unload(model, force=force)
+        if common.json:
+            common.print_json({"model": unloaded.model, "freed_bytes": unloaded.freed_bytes})
         else:
-            talk("{} unloaded, {} freed", done.model, format_bytes(done.freed_bytes))
+            freed = format_bytes(unloaded.freed_bytes)
+            print_message("{} unloaded, {} freed", unloaded.model, freed)
 
 
 def _waiting(
     client: Client, model: str, *, force: bool
 ) -> contextlib.AbstractContextManager[object]:
-    """Tell a person what an unload waits for."""
+    """Show on a terminal how many requests an unload waits for."""
     console = stderr_console()
     if force or not console.is_terminal:
         return contextlib.nullcontext()
-    there = next((one.requests for one in client.status().models if one.name == model), 0)
-    if not there:
+    running = next((one.requests for one in client.status().models if one.name == model), 0)
+    if not running:
         return contextlib.nullcontext()
-    requests = f"{there} request" + ("" if there == 1 else "s")
+    requests = f"{running} request" + ("" if running == 1 else "s")
     return console.status(
-        said("{} of {} to finish; --force ends them", requests, model), spinner="dots"
+        format_message("waiting for {} of {}; --force cancels them", requests, model),
+        spinner="dots",
     )

@@ -1,6 +1,6 @@
-"""Which models lie on this machine: embedded ones, folders, and the Hugging Face hub's cache.
+"""Models on this machine: embedded ones, folders, and the Hugging Face cache.
 
-Looks at names and sizes of files only; what a model would take of the budget the daemon reckons.
+Reads only names and sizes of files; what a model would need of the budget, the daemon estimates.
 """
 
 from __future__ import annotations
@@ -17,57 +17,53 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Kind = Literal["embedded", "folder", "hub"]
-_EMBEDDED = ("demo",)
+EMBEDDED = ("demo",)
+"""Names of the models that come with kvd."""
 _CONFIG = "config.json"
 _WEIGHTS = "*.safetensors"
-_DEEPEST = 3
-"""Folders below the one that is searched: ``models/owner/name`` is two."""
+_MAX_DEPTH = 3
+"""Levels of folders below the searched one; ``models/owner/name`` is two."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A model on the disk."""
+class LocalModel:
+    """A model on disk."""
 
     source: str
     """What `kvctl load` takes: a name, an absolute path or a Hub id."""
     kind: Kind
     path: Path
     weights_bytes: int
-    """Of its safetensors files; 0: there are none, so it cannot be loaded."""
+    """Size of its safetensors files; 0 if it has none and cannot be loaded."""
     complete: bool
-    """Whether nothing of it is missing, as far as its files tell."""
+    """Whether it has weights, and all of its files are downloaded."""
 
 
-def embedded() -> list[str]:
-    """Return the names of models that come with kvd."""
-    return list(_EMBEDDED)
-
-
-def of_kvd() -> list[Found]:
+def embedded() -> list[LocalModel]:
     """Return the models that come with kvd."""
     root = Path(kvd.__file__).parent
-    return [_found(name, "embedded", root / name) for name in _EMBEDDED]
+    return [_model(name, "embedded", root / name) for name in EMBEDDED]
 
 
-def in_folder(folder: Path) -> list[Found]:
-    """Return the models in a folder and in those below it, by path."""
-    return [_found(str(path), "folder", path) for path in _model_folders(folder, _DEEPEST)]
+def in_folder(folder: Path) -> list[LocalModel]:
+    """Return the models in a folder and its subfolders, ordered by path."""
+    return [_model(str(path), "folder", path) for path in _model_folders(folder, _MAX_DEPTH)]
 
 
-def in_hub_cache() -> list[Found]:
-    """Return the models in the Hub's cache, each as its newest snapshot, by name."""
+def in_hub_cache() -> list[LocalModel]:
+    """Return the models in the Hub's cache by name, each with its ``main`` or newest snapshot."""
     found = []
     with contextlib.suppress(OSError):
         for folder in sorted(hub_cache().iterdir()):
             kind, _, name = folder.name.partition("--")
             snapshot = _snapshot(folder) if kind == "models" else None
             if snapshot is not None and (snapshot / _CONFIG).is_file():
-                found.append(_found(name.replace("--", "/"), "hub", snapshot))
+                found.append(_model(name.replace("--", "/"), "hub", snapshot))
     return found
 
 
 def hub_cache() -> Path:
-    """Return where the Hub's client keeps what it downloads, by its own variables."""
+    """Return the folder of downloads, by the environment variables of the Hub's client."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     home = os.environ.get("HF_HOME") or (
@@ -77,34 +73,34 @@ def hub_cache() -> Path:
 
 
 def _snapshot(folder: Path) -> Path | None:
-    """Return the snapshot that a model's id stands for: that of ``main``, else the newest."""
+    """Return the snapshot of ``main``, or the newest one without that."""
     snapshots = folder / "snapshots"
     with contextlib.suppress(OSError):
         named = snapshots / (folder / "refs" / "main").read_text(encoding="utf-8").strip()
         if named.is_dir():
             return named
     with contextlib.suppress(OSError):
-        return max(snapshots.iterdir(), key=lambda one: one.stat().st_mtime, default=None)
+        return max(snapshots.iterdir(), key=lambda path: path.stat().st_mtime, default=None)
     return None
 
 
-def _model_folders(folder: Path, deep: int) -> Iterator[Path]:
+def _model_folders(folder: Path, depth: int) -> Iterator[Path]:
     if (folder / _CONFIG).is_file():
         yield folder
         return
-    if deep == 0:
+    if depth == 0:
         return
     with contextlib.suppress(OSError):
-        for one in sorted(folder.iterdir()):
-            if one.is_dir() and not one.name.startswith("."):
-                yield from _model_folders(one, deep - 1)
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                yield from _model_folders(path, depth - 1)
 
 
-def _found(source: str, kind: Kind, path: Path) -> Found:
+def _model(source: str, kind: Kind, path: Path) -> LocalModel:
     size, broken = 0, False
     for file in path.glob(_WEIGHTS):
         try:
             size += file.stat().st_size
-        except OSError:  # the cache's link to a blob that was not downloaded
+        except OSError:  # the cache's link to a file that was not downloaded
             broken = True
-    return Found(source, kind, path, size, complete=size > 0 and not broken)
+    return LocalModel(source, kind, path, size, complete=size > 0 and not broken)

@@ -1,7 +1,4 @@
-"""`kvctl logs`: the daemon's log from its home, for people in colour, for programs as it is.
-
-Reads the files, so it needs no daemon and works after its death.
-"""
+"""`kvctl logs`: the daemon's log, read from the files in its home, so also without a daemon."""
 
 from __future__ import annotations
 
@@ -10,14 +7,15 @@ import sys
 import time
 from collections import deque
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
+import rich_click as click
 from rich.text import Text
 
-from kvd.cli.common import HomeOption, JsonOption, stdout_console, talk, terms
-from kvd.cli.completion import a_model
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.completion import model_names
+from kvd.cli.console import print_message, stdout_console
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
 from protocol.errors import ConfigError
@@ -30,106 +28,105 @@ if TYPE_CHECKING:
 _RANKS = {"debug": 0, "info": 1, "warning": 2, "error": 3, "critical": 4}
 _STYLES = {"debug": "dim", "info": "green", "warning": "yellow", "error": "red"}
 _KEPT = ("timestamp", "level", "event", "logger", "exception")
-"""Fields with a place of their own."""
-_NAP_S = 0.25
-"""Between looks for new lines."""
+"""Fields that `line` does not print as ``key=value``."""
+_POLL_S = 0.25
+"""Seconds between checks for new lines."""
 
 
-def logs(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="Only what concerns this one.", autocompletion=a_model
-        ),
-    ] = None,
-    *,
-    follow: Annotated[
-        bool,
-        typer.Option("--follow", "-f", metavar="", help="Go on with what is written from now."),
-    ] = False,
-    lines: Annotated[
-        int, typer.Option("--lines", "-n", metavar="N", min=0, help="So many of the last ones.")
-    ] = 50,
-    level: Annotated[
-        str, typer.Option(metavar="LEVEL", help="From debug, info, warning or error on.")
-    ] = "debug",
-    home: HomeOption = None,
-    json: JsonOption = False,
-) -> None:
+@click.command()
+@click.argument(
+    "model",
+    required=False,
+    help="Only lines about this model.",
+    shell_complete=model_names,
+)
+@click.option("--follow", "-f", is_flag=True, help="Continue with new lines.")
+@click.option(
+    "--lines",
+    "-n",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=50,
+    help="Show the last N lines.",
+)
+@click.option(
+    "--level",
+    metavar="LEVEL",
+    type=click.Choice(list(_STYLES)),
+    default="debug",
+    help="Lowest level: debug, info, warning or error.",
+)
+@common_options("home", "json")
+def logs(common: CommonOptions, model: str | None, *, follow: bool, lines: int, level: str) -> None:
     """Show the daemon's log."""
-    wanted = terms(context, home, None, json=json)
-    if level not in _STYLES:
-        raise typer.BadParameter(f"there is no level {level!r}; they are {', '.join(_STYLES)}")
-    path = locate(wanted.home).logs / "kvd.log"
+    path = locate(common.home).logs / "kvd.log"
     console = stdout_console()
 
     def show(text: str) -> None:
-        if wanted.json:
+        if common.json:
             sys.stdout.write(text)
             sys.stdout.flush()
         else:
             console.print(line(text), soft_wrap=True)
 
-    with wanted.guarded():
+    with common.guarded():
         if not path.exists() and not follow:
             raise ConfigError(f"there is no log at {path}: no daemon has run there", key="home")
-        chosen = _chosen(model, level)
-        for text in last(path, lines, chosen):
+        matches = _filter(model, level)
+        for text in last(path, lines, matches):
             show(text)
         if follow:
             if not path.exists():
-                talk("[dim]waiting for {}[/]", path)
+                print_message("[dim]waiting for {}[/]", path)
             for text in following(path):
-                if chosen(text):
+                if matches(text):
                     show(text)
 
 
-def _chosen(model: str | None, level: str) -> Callable[[str], bool]:
-    least = _RANKS[level]
+def _filter(model: str | None, level: str) -> Callable[[str], bool]:
+    lowest = _RANKS[level]
 
-    def chosen(text: str) -> bool:
-        entry = entry_of(text)
+    def matches(text: str) -> bool:
+        entry = parse_entry(text)
         rank = _RANKS.get(str(entry.get("level")), _RANKS["info"])
-        return rank >= least and (model is None or entry.get("model") == model)
+        return rank >= lowest and (model is None or entry.get("model") == model)
 
-    return chosen
+    return matches
 
 
-def entry_of(text: str) -> dict[str, Any]:
-    """Return what a line of the log holds; of one that is no JSON the text as its event."""
+def parse_entry(text: str) -> dict[str, Any]:
+    """Return the fields of a line; a line that is not JSON becomes an ``event``."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
         return {"event": text.rstrip()}
 
 
-def last(path: Path, count: int, chosen: Callable[[str], bool]) -> list[str]:
-    """Return the last chosen lines, from as many generations of the file as it takes."""
+def last(path: Path, count: int, matches: Callable[[str], bool]) -> list[str]:
+    """Return the last ``count`` matching lines, from rotated files too where needed."""
     found: deque[str] = deque()
-    for one in _generations(path):
+    for generation in _generations(path):
         if len(found) >= count:
             break
-        with one.open(encoding="utf-8", errors="replace") as file:
-            of_it = deque(
-                (text for text in file if chosen(text)), maxlen=count - len(found) or None
-            )
-        found.extendleft(reversed(of_it))
+        with generation.open(encoding="utf-8", errors="replace") as file:
+            matching = (text for text in file if matches(text))
+            newest = deque(matching, maxlen=count - len(found) or None)
+        found.extendleft(reversed(newest))
     return list(found)[-count:] if count else []
 
 
 def _generations(path: Path) -> Iterator[Path]:
-    """Yield the files of a log that are there, the newest first."""
-    number, one = 0, path
-    while one.exists():
-        yield one
+    """Yield the existing files of a rotated log, the newest first."""
+    number, generation = 0, path
+    while generation.exists():
+        yield generation
         number += 1
-        one = path.with_name(f"{path.name}.{number}")
+        generation = path.with_name(f"{path.name}.{number}")
 
 
-def following(path: Path, nap: Callable[[float], None] = time.sleep) -> Iterator[str]:
-    """Yield the lines that are written from now on, through rotations of the file."""
-    file = _opened(path, at_end=True)
+def following(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
+    """Yield new lines as they are written, also after the file is rotated."""
+    file = _open(path, at_end=True)
     rest = ""
     try:
         while True:
@@ -139,20 +136,20 @@ def following(path: Path, nap: Callable[[float], None] = time.sleep) -> Iterator
                 yield rest
                 rest = ""
             elif not text:
-                if file is not None and not _is_another(path, file):
-                    nap(_NAP_S)
+                if file is not None and not _is_rotated(path, file):
+                    sleep(_POLL_S)
                     continue
                 if file is not None:
                     file.close()
-                file = _opened(path, at_end=False)
+                file = _open(path, at_end=False)
                 if file is None:
-                    nap(_NAP_S)
+                    sleep(_POLL_S)
     finally:
         if file is not None:
             file.close()
 
 
-def _opened(path: Path, *, at_end: bool) -> TextIOWrapper | None:
+def _open(path: Path, *, at_end: bool) -> TextIOWrapper | None:
     try:
         file = path.open(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -162,19 +159,19 @@ def _opened(path: Path, *, at_end: bool) -> TextIOWrapper | None:
     return file
 
 
-def _is_another(path: Path, file: TextIOWrapper) -> bool:
-    """Return whether the path is another file by now."""
+def _is_rotated(path: Path, file: TextIOWrapper) -> bool:
+    """Return whether the path names another file by now."""
     try:
         return path.stat().st_ino != os.fstat(file.fileno()).st_ino
     except FileNotFoundError:
-        return False  # between the two moves of a rotation
+        return False  # between the two renames of a rotation
 
 
 def line(text: str) -> Text:
-    """Return a line of the log as people read it; tracebacks stand below."""
-    entry = entry_of(text)
+    """Return a line of the log for the terminal, with the traceback below it."""
+    entry = parse_entry(text)
     level = str(entry.get("level", "info"))
-    made = Text.assemble(
+    shown = Text.assemble(
         (_clock(entry.get("timestamp")), "dim"),
         " ",
         (f"{level:<7}", _STYLES.get(level, "bold red")),
@@ -183,27 +180,27 @@ def line(text: str) -> Text:
     )
     for key, value in entry.items():
         if key not in _KEPT and value is not None:
-            _append(made, key, value)
+            _append(shown, key, value)
     if trace := entry.get("exception"):
-        made.append("\n" + str(trace).rstrip(), "red")
-    return made
+        shown.append("\n" + str(trace).rstrip(), "red")
+    return shown
 
 
-def _append(made: Text, key: str, value: Any) -> None:
+def _append(shown: Text, key: str, value: Any) -> None:
     if isinstance(value, dict):
-        for name, one in value.items():
-            _append(made, name, one)
+        for name, inner in value.items():
+            _append(shown, name, inner)
     elif key.endswith("_bytes") and isinstance(value, int):
-        made.append(f"  {key.removesuffix('_bytes')}=", "dim").append(format_bytes(value))
+        shown.append(f"  {key.removesuffix('_bytes')}=", "dim").append(format_bytes(value))
     else:
-        shown = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        made.append(f"  {key}=", "dim").append(shown)
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        shown.append(f"  {key}=", "dim").append(text)
 
 
-def _clock(stamp: object) -> str:
-    """Return the local time of a line, with the day if it was another one."""
+def _clock(timestamp: object) -> str:
+    """Return the local time, with the date unless that is today."""
     try:
-        at = datetime.fromisoformat(str(stamp)).astimezone()
+        at = datetime.fromisoformat(str(timestamp)).astimezone()
     except ValueError:
         return "--:--:--"
     today = datetime.now().astimezone().date()

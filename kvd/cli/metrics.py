@@ -1,54 +1,40 @@
-"""`kvctl metrics`: what Prometheus would read, for people and scripts."""
+"""`kvctl metrics`: the daemon's Prometheus metrics."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Annotated
 
 import msgspec
-import typer
+import rich_click as click
 from rich.text import Text
 
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    SocketOption,
-    stdout_console,
-    talk,
-    terms,
-)
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.console import print_message, stdout_console
 from kvd.host.exits import Exit
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One line, for programs."""
+    """One sample of a metric, as ``--json`` prints it."""
 
     name: str
     labels: dict[str, str]
     value: float
 
 
-def metrics(
-    context: typer.Context,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Only metrics with this in their name.")
-    ] = None,
-    *,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Print the daemon's metrics, in Prometheus's text format."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
+@click.command()
+@click.argument("name", required=False, help="Only metrics with this in their name.")
+@common_options()
+def metrics(common: CommonOptions, name: str | None) -> None:
+    """Print the daemon's metrics in Prometheus's text format."""
+    with common.connected() as client:
         found = [lines for family, lines in families(client.metrics()) if (name or "") in family]
         if not found:
-            talk("no metric has this in its name; `kvctl metrics` prints all of them")
-            raise typer.Exit(Exit.FAILED)
+            print_message("no metric's name contains this; `kvctl metrics` prints all of them")
+            raise SystemExit(Exit.FAILED)
         lines = [line for family in found for line in family]
-        if wanted.json:
-            wanted.print_json(samples(lines))
+        if common.json:
+            common.print_json(samples(lines))
         else:
             _print(lines)
 
@@ -68,17 +54,17 @@ def families(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def samples(lines: list[str]) -> list[Sample]:
-    """Read the lines of some metrics."""
-    from prometheus_client.parser import (  # noqa: PLC0415 - a moment that only --json takes
+    """Parse the lines of some metrics."""
+    from prometheus_client.parser import (  # noqa: PLC0415 - slow to import, and only for --json
         text_string_to_metric_families as parse,
     )
 
-    read = (it for family in parse("\n".join(lines)) for it in family.samples)
-    return [Sample(it.name, it.labels, it.value) for it in read]
+    parsed = (sample for family in parse("\n".join(lines)) for sample in family.samples)
+    return [Sample(sample.name, sample.labels, sample.value) for sample in parsed]
 
 
 def _print(lines: list[str]) -> None:
-    """Print them as they are; on a terminal what is for machines stands back."""
+    """Print the lines unchanged; on a terminal, highlight what people read first."""
     console = stdout_console()
     if not console.is_terminal:
         sys.stdout.write("\n".join(lines) + "\n")

@@ -1,7 +1,4 @@
-"""The page of `kvctl status MODEL`: what it is, how it keeps its KV cache, and its memory.
-
-Pure: values in, renderables out.
-"""
+"""Renders `kvctl status MODEL`: the model, its KV cache, its rows and its memory. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _GAP = 2
 
 
 def page(value: ModelStatus) -> RenderableType:
-    """Return all that is known of one model."""
+    """Return everything that is known about a model."""
     lines: list[tuple[str, str]] = [("source", value.source)]
     if info := value.info:
         lines.append(("model", f"{info.architecture}, {status_page.model_facts(info)}"))
@@ -36,25 +33,26 @@ def page(value: ModelStatus) -> RenderableType:
     if info:
         size = f"; a page of 64 tokens: {format_bytes(info.page_bytes)}" if info.page_bytes else ""
         lines.append(("", info.kv_layout + size))
-    lines += _memory(value.stats.memory, value.granted_bytes)
-    lines += _rows(value)
+    lines.append(("memory", _memory(value.stats.memory, value.granted_bytes)))
+    lines.append(("rows", _rows(value)))
+    lines.append(("pages", _pages(value)))
     if value.kv.prefix_cache and info:
         lines.append(("prompts", _prompts(value.stats.prefix)))
     parts: list[RenderableType] = [_head(value), _pairs(lines)]
     if info and info.kv:
         parts += [Text(), _parts(info.kv), *_reasons(info.kv)]
     if value.error:
-        parts.append(status_page.trouble(value))
+        parts.append(status_page.error(value))
     return Group(*parts)
 
 
 def _kernels(fused: FusedAttention) -> str:
-    said = "kernels" if fused.used else f"without kernels: {fused.reason}"
+    text = "kernels" if fused.used else f"without kernels: {fused.reason}"
     if fused.layers:
-        said += f" ({fused.layers} whole layers)"
+        text += f" ({fused.layers} fused layers)"
     if fused.call_ms is not None and fused.reference_ms is not None:
-        said += f", {fused.call_ms:.2g} ms a layer against {fused.reference_ms:.2g} ms"
-    return said
+        text += f", {fused.call_ms:.2g} ms per layer instead of {fused.reference_ms:.2g} ms"
+    return text
 
 
 def _head(value: ModelStatus) -> Text:
@@ -74,24 +72,23 @@ def _pairs(lines: list[tuple[str, str]]) -> Table:
 
 
 def _settings(kv: KVSpec, info: ModelInfo | None) -> str:
-    top, *rest = (info.kv_schemes if info else []) or [kv.name, *(one.name for one in kv.steps)]
-    steps = ", ".join(rest)
-    said = [f"{top}, may step down to {steps}" if steps else f"{top}, never steps down"]
+    top, *lower = (info.kv_schemes if info else []) or [kv.name, *(step.name for step in kv.steps)]
+    parts = [f"{top}, may step down to {', '.join(lower)}" if lower else f"{top}, never steps down"]
     if info and info.kv_calibrated:
-        said.append(f"calibrated: not below {info.kv_calibrated}")
+        parts.append(f"quality floor {info.kv_calibrated}")
     floors = sorted(kv.floors.items(), key=lambda floor: (floor[0] < 0, floor[0]))
-    said += [f"layer {layer} not below {kv.scheme_of(name).name}" for layer, name in floors]
+    parts += [f"layer {layer} not below {kv.scheme_of(name).name}" for layer, name in floors]
     if kv.quantized_kv_start:
-        said.append(f"dense until {kv.quantized_kv_start} tokens")
+        parts.append(f"dense until {kv.quantized_kv_start} tokens")
     if kv.max_kv_size is not None:
-        first = f", the first {kv.keep} among them" if kv.keep else ""
-        said.append(f"at most {kv.max_kv_size} tokens{first}")
+        first = f", including the first {kv.keep}" if kv.keep else ""
+        parts.append(f"at most {kv.max_kv_size} tokens{first}")
     if kv.prefix_cache:
-        said.append(f"up to {format_bytes(kv.prefix_cache)} of prompts for later ones")
-    return "; ".join(said)
+        parts.append(f"prefix cache up to {format_bytes(kv.prefix_cache)}")
+    return "; ".join(parts)
 
 
-def _memory(use: MemoryUse, granted: int) -> list[tuple[str, str]]:
+def _memory(use: MemoryUse, granted: int) -> str:
     kinds = (
         ("weights", use.weights),
         ("pages", use.kv_pages),
@@ -99,49 +96,46 @@ def _memory(use: MemoryUse, granted: int) -> list[tuple[str, str]]:
         ("scratch", use.scratch),
     )
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in kinds if count)
-    whole = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
-    return [("memory", f"{whole}: {text}" if text else whole)]
+    total = f"{format_bytes(use.footprint)} of {format_bytes(granted)} granted"
+    return f"{total}: {text}" if text else total
 
 
-def _rows(value: ModelStatus) -> list[tuple[str, str]]:
-    stats = value.stats
+def _rows(value: ModelStatus) -> str:
+    stats, queued = value.stats, status_page.queued(value)
     parts = [
-        f"{stats.rows_running} running" if stats.rows_running else "",
-        f"{stats.rows_prefilling} reading prompts" if stats.rows_prefilling else "",
-        f"{waits} waiting" if (waits := status_page.waiting(value)) else "",
-        f"{value.paused} parked" if value.paused else "",
+        f"{stats.rows_running} decoding" if stats.rows_running else "",
+        f"{stats.rows_prefilling} prefilling" if stats.rows_prefilling else "",
+        f"{queued} queued" if queued else "",
+        f"{value.paused} paused" if value.paused else "",
     ]
-    said = ", ".join(part for part in parts if part) or "none"
+    text = ", ".join(part for part in parts if part) or "none"
     if stats.max_rows_in_step:
-        said += f"; at most {stats.max_rows_in_step} in a step so far"
+        text += f"; at most {stats.max_rows_in_step} in a step so far"
     if stats.reclaimable.level:
-        said += f"; new ones start at {status_page.schemes(value)[stats.reclaimable.level]}"
-    return [("rows", said), ("pages", _pages(value))]
+        text += f"; new ones start at {status_page.schemes(value)[stats.reclaimable.level]}"
+    return text
 
 
 def _pages(value: ModelStatus) -> str:
     stats = value.stats
-    said = f"{stats.pages_used} of {stats.pages_total} used"
-    return f"{said}, on {status_page.levels(value).plain}" if sum(stats.memory.kv_levels) else said
+    used = f"{stats.pages_used} of {stats.pages_total} used"
+    return f"{used}, {status_page.levels(value).plain}" if sum(stats.memory.kv_levels) else used
 
 
 def _prompts(use: PrefixUse) -> str:
-    """Return what came of remembering prompts; hits are counted in tokens."""
-    share = status_page.share_of_hits(use)
+    """Return the prefix cache's hits, in tokens, and its size."""
+    rate = status_page.hit_rate(use)
     found = f"{use.hit_tokens} of {use.query_tokens} tokens found in the cache"
-    held = f"{_count(use.checkpoints, 'checkpoint')} in {format_bytes(use.held)}"
-    gone = f", {use.evicted} made room for others" if use.evicted else ""
-    return f"{found}{f' ({share})' if share else ''}; {held}{gone}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    plural = "" if use.checkpoints == 1 else "s"
+    held = f"{use.checkpoints} checkpoint{plural} in {format_bytes(use.held)}"
+    evicted = f", {use.evicted} evicted" if use.evicted else ""
+    return f"{found}{f' ({rate})' if rate else ''}; {held}{evicted}"
 
 
 def _parts(parts: list[KVPart]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     table.add_column("LAYERS", overflow="fold")
-    table.add_column("KEPT AS", overflow="fold")
+    table.add_column("CACHE", overflow="fold")
     table.add_column("SCHEME", overflow="fold")
     table.add_column("ROWS", no_wrap=True)
     table.add_column("BYTES", no_wrap=True)

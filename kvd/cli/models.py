@@ -1,26 +1,20 @@
-"""`kvctl models`: what lies on this machine to be loaded, how large it is, and whether it fits."""
+"""`kvctl models`: the models on this machine, their sizes, and whether they fit."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import rich_click as click
 from rich.table import Table
 from rich.text import Text
 
 from kvd.cli import local_models
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    SocketOption,
-    Terms,
-    stdout_console,
-    talk,
-    terms,
-)
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.console import print_message, stdout_console
+from kvd.cli.local_models import LocalModel
 from kvd.client import Client
 from kvd.host.home import locate
 from kvd.host.units import format_bytes
@@ -33,8 +27,7 @@ if TYPE_CHECKING:
     from protocol.types import DaemonStatus
 
 _GAP = 2
-_CONTEXT = 4096
-_SAID = {
+_VERDICTS = {
     "fits": ("fits", "green"),
     "makes_room": ("fits, others make room", "yellow"),
     "waits": ("has to wait", "yellow"),
@@ -42,92 +35,96 @@ _SAID = {
 
 
 @dataclass(frozen=True)
-class Known:
-    """A model on this machine, and what would become of a load."""
+class Candidate:
+    """A model on this machine, and whether the daemon could load it."""
 
-    found: local_models.Found
+    model: LocalModel
     names: tuple[str, ...] = ()
-    """Under which it is loaded."""
+    """Names under which it is loaded."""
     forecast: Forecast | None = None
     error: KvdError | None = None
-    """Why there is none."""
+    """Why there is no forecast."""
 
 
-def models(
-    context: typer.Context,
-    folders: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FOLDER", help="Look there too, and in folders below."),
-    ] = None,
-    *,
-    ctx: Annotated[
-        int,
-        typer.Option("--ctx", metavar="TOKENS", min=1, help="Would one request of so many fit?"),
-    ] = _CONTEXT,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
+@click.command()
+@click.argument(
+    "folders",
+    nargs=-1,
+    type=click.Path(path_type=Path),
+    help="Folders to search too, with their subfolders.",
+)
+@click.option(
+    "--ctx",
+    "context",
+    metavar="TOKENS",
+    type=click.IntRange(min=1),
+    default=4096,
+    help="Context of the one request that has to fit.",
+)
+@common_options()
+def models(common: CommonOptions, folders: tuple[Path, ...], *, context: int) -> None:
     """Show the models on this machine: embedded, in folders, in the Hugging Face cache."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.guarded(), contextlib.ExitStack() as stack:
-        found = there(wanted, folders or [])
+    with common.guarded(), contextlib.ExitStack() as stack:
+        found = local_models_in(common, folders)
+        status: DaemonStatus | None = None
         try:
-            client = stack.enter_context(Client(home=wanted.home, socket=wanted.socket))
-            status: DaemonStatus | None = client.status()
-            ask: Callable[[str], Forecast] = _asking(client, ctx)
+            client = stack.enter_context(Client(home=common.home, socket=common.socket))
+            status = client.status()
+            forecast: Callable[[str], Forecast] = _daemon_forecast(client, context)
         except NotRunning:
-            if wanted.socket is not None:
+            if common.socket is not None:
                 raise
-            talk("[dim]no daemon runs; a fresh one with this configuration is reckoned with[/]")
-            status, ask = None, _alone(wanted, ctx)
-        known = [_judged(one, ask) for one in _named(found, status)]
-        if wanted.json:
-            wanted.print_json([_values(one) for one in known])
+            print_message("[dim]no daemon runs; estimates are for a new one[/]")
+            forecast = _offline_forecast(common, context)
+        candidates = [_with_forecast(one, forecast) for one in _candidates(found, status)]
+        if common.json:
+            common.print_json([_values(candidate) for candidate in candidates])
         else:
-            stdout_console().print(page(known))
+            stdout_console().print(page(candidates))
 
 
-def there(wanted: Terms, folders: Iterable[Path]) -> list[local_models.Found]:
-    """Return what is on this machine: embedded, in the home, in these folders, from the Hub."""
-    found = local_models.of_kvd()
-    for folder in (locate(wanted.home).root / "models", *folders):
+def local_models_in(common: CommonOptions, folders: Iterable[Path]) -> list[LocalModel]:
+    """Return the embedded models and those in the home, in these folders and in the Hub's cache."""
+    found = local_models.embedded()
+    for folder in (locate(common.home).root / "models", *folders):
         found += local_models.in_folder(folder.expanduser().absolute())
-    by_path = {one.path.resolve(): one for one in reversed([*found, *local_models.in_hub_cache()])}
+    found += local_models.in_hub_cache()
+    by_path = {model.path.resolve(): model for model in reversed(found)}  # the first one wins
     return list(reversed(by_path.values()))
 
 
-def _named(found: list[local_models.Found], status: DaemonStatus | None) -> list[Known]:
-    by_source: dict[str, list[str]] = {}
+def _candidates(found: list[LocalModel], status: DaemonStatus | None) -> list[Candidate]:
+    names: dict[str, list[str]] = {}
     for model in status.models if status is not None else []:
-        by_source.setdefault(model.source, []).append(model.name)
-    return [Known(one, tuple(by_source.get(one.source, ()))) for one in found]
+        names.setdefault(model.source, []).append(model.name)
+    return [Candidate(model, tuple(names.get(model.source, ()))) for model in found]
 
 
-def _judged(one: Known, ask: Callable[[str], Forecast]) -> Known:
-    if not one.found.complete:
-        return one
+def _with_forecast(candidate: Candidate, forecast: Callable[[str], Forecast]) -> Candidate:
+    if not candidate.model.complete:
+        return candidate
     try:
-        return replace(one, forecast=ask(_asked(one)))
+        return replace(candidate, forecast=forecast(_source(candidate)))
     except NotRunning:
         raise
     except KvdError as error:
-        return replace(one, error=error)
+        return replace(candidate, error=error)
 
 
-def _asked(one: Known) -> str:
-    """Return what to ask for: the daemon may have another cache of the Hub than we."""
-    if one.names:
-        return one.names[0]
-    return one.found.source if one.found.kind == "embedded" else str(one.found.path)
+def _source(candidate: Candidate) -> str:
+    """Return what the daemon finds the model by; its Hub cache may differ from ours."""
+    if candidate.names:
+        return candidate.names[0]
+    model = candidate.model
+    return model.source if model.kind == "embedded" else str(model.path)
 
 
-def _asking(client: Client, context: int) -> Callable[[str], Forecast]:
-    return lambda model: client.explain(model, rows=1, context=context)
+def _daemon_forecast(client: Client, context: int) -> Callable[[str], Forecast]:
+    return lambda source: client.explain(source, rows=1, context=context)
 
 
-def _alone(wanted: Terms, context: int) -> Callable[[str], Forecast]:
-    """Reckon as a daemon would that holds nothing yet."""
+def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Forecast]:
+    """Forecast for a daemon with this home's configuration that has loaded nothing yet."""
     from actors.machines.forecast import Question, forecast  # noqa: PLC0415 - without a daemon
     from actors.machines.governor import Governor  # noqa: PLC0415
     from actors.machines.ledger import Ledger  # noqa: PLC0415
@@ -137,75 +134,71 @@ def _alone(wanted: Terms, context: int) -> Callable[[str], Forecast]:
     from kvd.host import memory  # noqa: PLC0415
     from protocol.types import KVSpec  # noqa: PLC0415
 
-    settings = config.load(locate(wanted.home).config)
+    settings = config.load(locate(common.home).config)
     budget = settings.budget_bytes or memory.default_budget(memory.reader().host())
     limits = Settings(max_rows=settings.max_rows, prefill_chunk=settings.chunk)
-    ours = machine(settings.native, limits, settings.attention)
+    this_machine = machine(settings.native, limits, settings.attention)
 
-    def ask(source: str) -> Forecast:
-        costs = estimate(folder_of(source), KVSpec(), ours)
+    def estimated(source: str) -> Forecast:
+        costs = estimate(folder_of(source), KVSpec(), this_machine)
         question = Question(source, costs.costs, costs.schemes, rows=1, context=context)
-        return forecast(
-            question,
-            Governor(Ledger(budget)),
-            0.0,
-            source=source,
-            state="not loaded",
-            measured=False,
-        )
+        governor = Governor(Ledger(budget))
+        return forecast(question, governor, 0.0, source=source, state="not loaded", measured=False)
 
-    return ask
+    return estimated
 
 
-def page(known: list[Known]) -> Table:
-    """Return them as a table."""
+def page(candidates: list[Candidate]) -> Table:
+    """Return a table with one line per model."""
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     table.add_column("MODEL", style="bold", overflow="fold", min_width=24)
-    table.add_column("WHERE", no_wrap=True)
+    table.add_column("KIND", no_wrap=True)
     table.add_column("SIZE", justify="right", no_wrap=True)
-    table.add_column("TAKES", justify="right", no_wrap=True)
+    table.add_column("NEEDS", justify="right", no_wrap=True)
     table.add_column("FITS", overflow="fold")
-    loaded = any(one.names for one in known)
+    loaded = any(candidate.names for candidate in candidates)
     if loaded:
         table.add_column("LOADED AS", overflow="fold")
-    for one in known:
-        forecast = one.forecast
-        takes = format_bytes(forecast.levels[forecast.level].total_bytes) if forecast else ""
+    for candidate in candidates:
+        model, forecast = candidate.model, candidate.forecast
+        needs = format_bytes(forecast.levels[forecast.level].total_bytes) if forecast else ""
         table.add_row(
-            Text(one.found.source),
-            one.found.kind,
-            format_bytes(one.found.weights_bytes) if one.found.weights_bytes else "",
-            takes,
-            _fits(one),
-            *([Text(", ".join(one.names))] if loaded else []),
+            Text(model.source),
+            model.kind,
+            format_bytes(model.weights_bytes) if model.weights_bytes else "",
+            needs,
+            _fits(candidate),
+            *([Text(", ".join(candidate.names))] if loaded else []),
         )
     return table
 
 
-def _fits(one: Known) -> Text:
-    if not one.found.complete:
-        missing = "not all of it is downloaded" if one.found.kind == "hub" else "has no weights"
-        return Text(missing, "dim")
-    if one.error is not None:
-        return Text(one.error.message, "red")
-    assert one.forecast is not None
-    if one.forecast.verdict in _SAID:
-        return Text(*_SAID[one.forecast.verdict])
-    least, budget = one.forecast.levels[-1].total_bytes, one.forecast.budget_bytes
+def _fits(candidate: Candidate) -> Text:
+    if not candidate.model.complete:
+        hub = candidate.model.kind == "hub"
+        return Text("not completely downloaded" if hub else "has no weights", "dim")
+    if candidate.error is not None:
+        return Text(candidate.error.message, "red")
+    forecast = candidate.forecast
+    assert forecast is not None
+    if forecast.verdict in _VERDICTS:
+        return Text(*_VERDICTS[forecast.verdict])
+    least, budget = forecast.levels[-1].total_bytes, forecast.budget_bytes
     return Text(f"never: {format_bytes(least)} of {format_bytes(budget)}", "red")
 
 
-def _values(one: Known) -> dict[str, Any]:
+def _values(candidate: Candidate) -> dict[str, Any]:
+    model = candidate.model
     values: dict[str, Any] = {
-        "source": one.found.source,
-        "kind": one.found.kind,
-        "path": str(one.found.path),
-        "weights_bytes": one.found.weights_bytes,
-        "complete": one.found.complete,
-        "loaded_as": one.names,
+        "source": model.source,
+        "kind": model.kind,
+        "path": str(model.path),
+        "weights_bytes": model.weights_bytes,
+        "complete": model.complete,
+        "loaded_as": candidate.names,
     }
-    if one.forecast is not None:
-        values["forecast"] = one.forecast
-    if one.error is not None:
-        values["error"] = one.error.info()
+    if candidate.forecast is not None:
+        values["forecast"] = candidate.forecast
+    if candidate.error is not None:
+        values["error"] = candidate.error.info()
     return values

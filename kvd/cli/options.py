@@ -1,20 +1,16 @@
-"""Options that `kvd` and `kvctl` share: the version, and all that there is about the KV cache.
-
-`takes_kv` gives them to a command, so that ``kvd serve`` and ``kvctl load`` never differ.
-"""
+"""Options of the KV cache, and option types, for both `kvd` and `kvctl`."""
 
 from __future__ import annotations
 
 import functools
-import inspect
+import math
 import re
-from collections.abc import Callable, Collection
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import msgspec
-import typer
+import rich_click as click
 
-import kvd
+from kvd.cli.common import Command, Decorator
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes
 from protocol.types import MIN_KV_SIZE, SCHEMES, KVSpec
@@ -22,200 +18,161 @@ from protocol.validation import explain
 
 _PANEL = "KV cache"
 _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
-_NO_LADDER = "none"
-OPTIONS = {
-    "scheme": "--kv",
-    "group_size": "--kv-group-size",
-    "value_group_size": "--kv-value-group-size",
-    "schemes": "--kv-schemes",
-    "floors": "--kv-floor",
-    "quantized_kv_start": "--quantized-kv-start",
-    "max_kv_size": "--max-kv-size",
-    "keep": "--kv-keep",
-    "prefix_cache": "--prefix-cache",
-    "prefix_every": "--prefix-every",
-}
-"""By field."""
-LEVELS = ("scheme", "group_size", "value_group_size", "schemes")
-"""Those fields that say which schemes a model's pages may have."""
+_NO_SCHEMES = "none"
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(kvd.__version__)
-        raise typer.Exit
-
-
-VersionOption = Annotated[
-    bool,
-    typer.Option(
-        "--version", metavar="", callback=_say_version, is_eager=True, help="Print the version."
-    ),
-]
-
-
-def _kv(
-    *,
-    kv: Annotated[
-        str | None,
-        typer.Option(
-            OPTIONS["scheme"],
-            metavar="SCHEME",
-            rich_help_panel=_PANEL,
-            help="Bits of keys and values, such as k8v4; 16 is dense (default: k8v8).",
-        ),
-    ] = None,
-    kv_group_size: Annotated[
-        int | None,
-        typer.Option(
-            OPTIONS["group_size"],
-            metavar="32|64",
-            rich_help_panel=_PANEL,
-            help="Elements that share a scale (default: 64).",
-        ),
-    ] = None,
-    kv_value_group_size: Annotated[
-        int | None,
-        typer.Option(
-            OPTIONS["value_group_size"],
-            metavar="32|64|128",
-            rich_help_panel=_PANEL,
-            help="The same of values alone (default: as of keys).",
-        ),
-    ] = None,
-    kv_schemes: Annotated[
-        str | None,
-        typer.Option(
-            OPTIONS["schemes"],
-            metavar="SCHEMES",
-            rich_help_panel=_PANEL,
-            help=f"What rows may step down to, or {_NO_LADDER} (default: {','.join(SCHEMES)}).",
-        ),
-    ] = None,
-    kv_floor: Annotated[
-        list[str] | None,
-        typer.Option(
-            OPTIONS["floors"],
-            metavar="LAYER=SCHEME",
-            rich_help_panel=_PANEL,
-            help="A layer does not go below this; -1 is the last one; may be repeated.",
-        ),
-    ] = None,
-    quantized_kv_start: Annotated[
-        int | None,
-        typer.Option(
-            OPTIONS["quantized_kv_start"],
-            metavar="TOKENS",
-            rich_help_panel=_PANEL,
-            help="Rows stay dense until they have so many (default: 0).",
-        ),
-    ] = None,
-    max_kv_size: Annotated[
-        int | None,
-        typer.Option(
-            OPTIONS["max_kv_size"],
-            metavar="TOKENS",
-            rich_help_panel=_PANEL,
-            help=f"Attend to so many at most, {MIN_KV_SIZE} or more (default: all).",
-        ),
-    ] = None,
-    kv_keep: Annotated[
-        int | None,
-        typer.Option(
-            OPTIONS["keep"],
-            metavar="TOKENS",
-            rich_help_panel=_PANEL,
-            help="The first ones, which --max-kv-size lets stay (default: 4).",
-        ),
-    ] = None,
-    prefix_cache: Annotated[
-        str | None,
-        typer.Option(
-            OPTIONS["prefix_cache"],
-            metavar="SIZE",
-            rich_help_panel=_PANEL,
-            help="For prompts that begin alike; 0 keeps nothing (default: 256MiB).",
-        ),
-    ] = None,
-    prefix_every: Annotated[
-        int | None,
-        typer.Option(
-            OPTIONS["prefix_every"],
-            metavar="TOKENS",
-            rich_help_panel=_PANEL,
-            help="Between places to go on from inside a prompt (default: 1024).",
-        ),
-    ] = None,
-) -> KVSpec | None:
-    """Return the settings that the options say, None if there are none of them."""
-    said: dict[str, object] = {
-        "scheme": kv,
-        "group_size": kv_group_size,
-        "value_group_size": kv_value_group_size,
-        "schemes": None if kv_schemes is None else _schemes(kv_schemes),
-        "floors": _floors(kv_floor) if kv_floor else None,
-        "quantized_kv_start": quantized_kv_start,
-        "max_kv_size": max_kv_size,
-        "keep": kv_keep,
-        "prefix_cache": None if prefix_cache is None else _size(prefix_cache),
-        "prefix_every": prefix_every,
-    }
-    said = {field: value for field, value in said.items() if value is not None}
-    if not said:
-        return None
+def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Return the bytes that an option such as ``8GiB`` names; use as the option's callback."""
     try:
-        return msgspec.convert(said, KVText).spec
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+class Seconds(click.FloatRange):
+    """A range of seconds without NaN, which click's comparisons accept."""
+
+    name = "number of seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the seconds."""
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value!r} is not a valid number of seconds.", param, ctx)
+        return seconds
+
+
+class _KVOption(NamedTuple):
+    flag: str
+    metavar: str
+    help: str
+    type: type = str
+    multiple: bool = False
+
+
+_KV_OPTIONS = {
+    "scheme": _KVOption(
+        "--kv", "SCHEME", "Key and value bits, such as k8v4; 16 is dense (default: k8v8)."
+    ),
+    "group_size": _KVOption(
+        "--kv-group-size", "32|64", "Elements that share a scale (default: 64).", int
+    ),
+    "value_group_size": _KVOption(
+        "--kv-value-group-size",
+        "32|64|128",
+        "Group size of values, if it differs from that of keys.",
+        int,
+    ),
+    "schemes": _KVOption(
+        "--kv-schemes",
+        "SCHEMES",
+        f"Schemes that rows may step down to, or {_NO_SCHEMES} (default: {','.join(SCHEMES)}).",
+    ),
+    "floors": _KVOption(
+        "--kv-floor",
+        "LAYER=SCHEME",
+        "Lowest scheme of a layer; -1 is the last layer; repeatable.",
+        multiple=True,
+    ),
+    "quantized_kv_start": _KVOption(
+        "--quantized-kv-start",
+        "TOKENS",
+        "Tokens before a row's cache is quantized (default: 0).",
+        int,
+    ),
+    "max_kv_size": _KVOption(
+        "--max-kv-size",
+        "TOKENS",
+        f"Tokens that attention reads at most, {MIN_KV_SIZE} or more (default: all).",
+        int,
+    ),
+    "keep": _KVOption(
+        "--kv-keep", "TOKENS", "First tokens that --max-kv-size never drops (default: 4).", int
+    ),
+    "prefix_cache": _KVOption(
+        "--prefix-cache",
+        "SIZE",
+        "Memory for snapshots of prompts; 0 turns the prefix cache off (default: 256MiB).",
+    ),
+    "prefix_every": _KVOption(
+        "--prefix-every", "TOKENS", "Tokens between snapshots of a prompt (default: 1024).", int
+    ),
+}
+"""By field of `KVSpec`."""
+OPTIONS = {field: option.flag for field, option in _KV_OPTIONS.items()}
+LEVELS = ("scheme", "group_size", "value_group_size", "schemes")
+"""Fields that set a model's precision levels."""
+
+
+def kv_options(*fields: str) -> Decorator:
+    """Give a command the options of the KV cache, or only those of some fields.
+
+    The command gets them as ``kv``: a `KVSpec`, or None if none of the options is given.
+    """
+    parameters = {field: f"kv_{field}" for field in fields or _KV_OPTIONS}
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def wrapped(*args: Any, **arguments: Any) -> Any:
+            given = {field: arguments.pop(name) for field, name in parameters.items()}
+            return command(*args, kv=_spec(given), **arguments)
+
+        for field, name in reversed(parameters.items()):
+            option = _KV_OPTIONS[field]
+            click.option(
+                option.flag,
+                name,
+                metavar=option.metavar,
+                type=option.type,
+                multiple=option.multiple,
+                panel=_PANEL,
+                help=option.help,
+            )(wrapped)
+        return wrapped
+
+    return decorate
+
+
+def _spec(given: dict[str, Any]) -> KVSpec | None:
+    """Return the settings that the options name, None without any."""
+    settings = {field: value for field, value in given.items() if value not in {None, ()}}
+    if not settings:
+        return None
+    if (text := settings.get("schemes")) is not None:
+        settings["schemes"] = _schemes(text)
+    if (texts := settings.get("floors")) is not None:
+        settings["floors"] = _floors(texts)
+    if (text := settings.get("prefix_cache")) is not None:
+        settings["prefix_cache"] = _cache_size(text)
+    try:
+        return msgspec.convert(settings, KVText).spec
     except msgspec.ValidationError as error:
         field, text = explain(str(error), KVText)
         option = OPTIONS[field.partition("[")[0]]
-        raise typer.BadParameter(text.replace(field, option, 1)) from error
+        raise click.BadParameter(text.replace(field, option, 1)) from error
 
 
 def _schemes(text: str) -> list[str]:
-    return [] if text.strip().lower() == _NO_LADDER else [part.strip() for part in text.split(",")]
+    if text.strip().lower() == _NO_SCHEMES:
+        return []
+    return [part.strip() for part in text.split(",")]
 
 
-def _size(text: str) -> int:
+def _cache_size(text: str) -> int:
     try:
         return 0 if text.strip() == "0" else parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{OPTIONS['prefix_cache']}: {error}") from error
+        raise click.BadParameter(f"{OPTIONS['prefix_cache']}: {error}") from error
 
 
-def _floors(texts: list[str]) -> dict[int, str]:
+def _floors(texts: tuple[str, ...]) -> dict[int, str]:
     floors: dict[int, str] = {}
     for text in texts:
         found = _FLOOR.fullmatch(text)
         if found is None or int(found[1]) in floors:
-            option = OPTIONS["floors"]
-            wrong = "names a layer twice" if found else "is no LAYER=SCHEME, such as 0=k8v8"
-            raise typer.BadParameter(f"{option} {wrong}: {text[:40]}")
+            wrong = "names a layer twice" if found else "is not LAYER=SCHEME, such as 0=k8v8"
+            raise click.BadParameter(f"{OPTIONS['floors']} {wrong}: {text[:40]}")
         floors[int(found[1])] = found[2].strip()
     return floors
-
-
-def takes_kv(
-    command: Callable[..., None], *, only: Collection[str] = tuple(OPTIONS)
-) -> Callable[..., None]:
-    """Give a command the options of the KV cache in place of its ``kv``, or ``only`` some fields'.
-
-    The command gets that as a `KVSpec`, or None if none of the options was given.
-    """
-    wanted = {OPTIONS[field].lstrip("-").replace("-", "_") for field in only}
-    options = {
-        name: option
-        for name, option in inspect.signature(_kv, eval_str=True).parameters.items()
-        if name in wanted
-    }
-
-    @functools.wraps(command)
-    def wrapped(**arguments: Any) -> None:
-        said = {name: arguments.pop(name) for name in options}
-        command(**arguments, kv=_kv(**said))
-
-    signature = inspect.signature(command, eval_str=True)
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        parameters += options.values() if parameter.name == "kv" else [parameter]
-    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return wrapped

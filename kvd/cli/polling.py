@@ -1,4 +1,4 @@
-"""Looks at the daemon again and again, over one connection that is made anew when it is lost."""
+"""A client for polling the daemon, which connects again after an error."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import contextlib
 from typing import TYPE_CHECKING, Self
 
 from kvd.client import Client
-from protocol.errors import KvdError, NotRunning
+from protocol.errors import KvdError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvd.cli.common import Terms
+    from kvd.cli.common import CommonOptions
     from protocol.messages import EventRecord
     from protocol.types import DaemonStatus
 
 
-class Watch:
-    """A connection for looking."""
+class PollingClient:
+    """One connection for many polls; it is replaced when it fails."""
 
-    def __init__(self, terms: Terms) -> None:
-        self._terms = terms
+    def __init__(self, common: CommonOptions) -> None:
+        self._common = common
         self._client: Client | None = None
         self._pid: int | None = None
-        self._seen = 0
-        """The number of the newest event that was told."""
+        self._last_event = 0
+        """Number of the newest event returned."""
 
     def __enter__(self) -> Self:
         return self
@@ -33,38 +33,33 @@ class Watch:
         self.close()
 
     def status(self) -> DaemonStatus:
-        """Return how things are; raises `KvdError`, and the next look tries again."""
-        with self._kept() as client:
+        """Return the daemon's status; raises `KvdError`, after which the next call reconnects."""
+        with self._connected() as client:
             return client.status()
 
-    def news(self) -> list[EventRecord]:
-        """Return what has happened since the last time; at first what the daemon remembers."""
-        with self._kept() as client:
-            found = list(client.events(since=self._seen))
+    def new_events(self) -> list[EventRecord]:
+        """Return the events since the last call; at first all that the daemon remembers."""
+        with self._connected() as client:
+            found = list(client.events(since=self._last_event))
             if found:
-                self._seen = found[-1].seq
+                self._last_event = found[-1].seq
             return found
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, if there is one."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
     @contextlib.contextmanager
-    def _kept(self) -> Iterator[Client]:
+    def _connected(self) -> Iterator[Client]:
         try:
             if self._client is None:
-                self._client = Client(socket=self._terms.socket, home=self._terms.home)
+                self._client = Client(socket=self._common.socket, home=self._common.home)
                 pid = self._client.hello().pid
-                if pid != self._pid:  # another daemon counts from 1 again
-                    self._pid, self._seen = pid, 0
+                if pid != self._pid:  # a new daemon numbers its events from 1
+                    self._pid, self._last_event = pid, 0
             yield self._client
         except KvdError:
             self.close()
             raise
-
-
-def is_away(error: KvdError) -> bool:
-    """Return whether the daemon may come back, so that looking again makes sense."""
-    return isinstance(error, NotRunning)

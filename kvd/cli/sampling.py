@@ -1,94 +1,99 @@
-"""Options that say how a completion is drawn; `kvctl generate` and `kvctl chat` share them."""
+"""Sampling options of `kvctl generate` and `kvctl chat`, named as `Client.generate` names them."""
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import rich_click as click
 
-_PANEL = "Sampling"
+from kvd.cli.common import option_group
 
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", help="Tokens at most (default: 512 or what fits)."),
-]
-Temperature = Annotated[
-    float, typer.Option(metavar="T", rich_help_panel=_PANEL, help="0 is greedy.")
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p", metavar="P", rich_help_panel=_PANEL, help="Share of probability that is kept."
-    ),
-]
-TopK = Annotated[
-    int,
-    typer.Option(
-        "--top-k", metavar="K", rich_help_panel=_PANEL, help="Tokens that are kept; 0 keeps all."
-    ),
-]
-MinP = Annotated[
-    float,
-    typer.Option(
-        "--min-p",
-        metavar="P",
-        rich_help_panel=_PANEL,
-        help="Floor, as a share of the likeliest.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", rich_help_panel=_PANEL, help="Same seed, same tokens (default: drawn)."
-    ),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(
-        "--repetition-penalty",
-        metavar="X",
-        rich_help_panel=_PANEL,
-        help="Above 1: tokens of prompt and completion become less likely.",
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty",
-        metavar="X",
-        rich_help_panel=_PANEL,
-        help="Taken from tokens that the completion has, -2 to 2.",
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(
-        "--frequency-penalty",
-        metavar="X",
-        rich_help_panel=_PANEL,
-        help="The same for each time that it has them.",
-    ),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias",
-        metavar="ID=BIAS",
-        rich_help_panel=_PANEL,
-        help="Added to a token's logit, -100 to 100; may be repeated.",
-    ),
-]
+if TYPE_CHECKING:
+    from kvd.cli.common import Decorator
+
 _BIAS = re.compile(r"(\d+)=([+-]?(?:\d+\.?\d*|\.\d+))")
+_option = functools.partial(click.option, panel="Sampling")
 
 
-def biases(texts: list[str] | None) -> dict[int, float]:
-    """Return what ``--logit-bias`` says; a usage error for what is no ID=BIAS."""
-    found: dict[int, float] = {}
-    for text in texts or ():
-        said = _BIAS.fullmatch(text.strip())
-        if said is None or int(said[1]) in found:
-            wrong = "names a token twice" if said else "is no ID=BIAS, such as 42=-5"
-            raise typer.BadParameter(f"--logit-bias {wrong}: {text[:40]}")
-        found[int(said[1])] = float(said[2])
-    return found
+def sampling_options(*, temperature: float) -> Decorator:
+    """Give a command these options; ``temperature`` is that option's default."""
+    return option_group(
+        click.option(
+            "--max-tokens",
+            metavar="N",
+            type=int,
+            help="Most tokens of a completion (default: 512, or what fits).",
+        ),
+        _option("--temperature", metavar="T", type=float, default=temperature, help="0 is greedy."),
+        _option(
+            "--top-p",
+            metavar="P",
+            type=float,
+            default=1.0,
+            help="Keep the likeliest tokens with this total probability.",
+        ),
+        _option(
+            "--top-k",
+            metavar="K",
+            type=int,
+            default=0,
+            help="Keep this many of the likeliest tokens; 0 keeps all.",
+        ),
+        _option(
+            "--min-p",
+            metavar="P",
+            type=float,
+            default=0.0,
+            help="Least probability, as a share of the likeliest token's.",
+        ),
+        _option(
+            "--seed",
+            metavar="N",
+            type=int,
+            help="The same seed gives the same tokens (default: random).",
+        ),
+        _option(
+            "--repetition-penalty",
+            metavar="X",
+            type=float,
+            default=1.0,
+            help="Above 1: tokens of prompt and completion become less likely.",
+        ),
+        _option(
+            "--presence-penalty",
+            metavar="X",
+            type=float,
+            default=0.0,
+            help="Subtracted from the logits of tokens in the completion, -2 to 2.",
+        ),
+        _option(
+            "--frequency-penalty",
+            metavar="X",
+            type=float,
+            default=0.0,
+            help="Subtracted once for each occurrence in the completion, -2 to 2.",
+        ),
+    )
+
+
+def _biases(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[int, float]:
+    """Return the bias of each token."""
+    biases: dict[int, float] = {}
+    for text in texts:
+        found = _BIAS.fullmatch(text.strip())
+        if found is None or int(found[1]) in biases:
+            wrong = "names a token twice" if found else "is not ID=BIAS, such as 42=-5"
+            raise click.BadParameter(f"{text[:40]!r} {wrong}")
+        biases[int(found[1])] = float(found[2])
+    return biases
+
+
+logit_bias_option: Decorator = _option(
+    "--logit-bias",
+    metavar="ID=BIAS",
+    multiple=True,
+    callback=_biases,
+    help="Added to a token's logit, -100 to 100; repeatable.",
+)

@@ -1,4 +1,4 @@
-"""`kvctl service`: kvd started by launchd or systemd, with the session or by its first client."""
+"""`kvctl service`: the daemon as a service of launchd or systemd."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ import contextlib
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import rich_click as click
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    Terms,
-    stderr_console,
-    stdout_console,
-    talk,
-    terms,
-)
-from kvd.cli.logs import line as readable
-from kvd.cli.usage import Command, Group
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.console import print_message, stderr_console, stdout_console
+from kvd.cli.logs import line as log_line
 from kvd.client import Client
 from kvd.config import config
 from kvd.host.exits import Exit
@@ -39,15 +31,9 @@ if TYPE_CHECKING:
     from kvd.service.managing import Manager
     from protocol.types import DaemonStatus
 
-app = typer.Typer(
-    name="service",
-    help="Have launchd (macOS) or systemd (Linux) run the daemon of this home.",
-    no_args_is_help=True,
-    cls=Group,
-)
-_COMES_UP_S = 20.0
-"""How long `start` waits for the daemon to answer; launchd does not say when it does."""
-_COLOURS = {
+_START_TIMEOUT_S = 20.0
+"""Seconds that `start` waits for the daemon to answer; launchd does not report when it does."""
+_COLORS = {
     "running": "green",
     "listening": "green",
     "failed": "bold red",
@@ -55,215 +41,210 @@ _COLOURS = {
 }
 
 
-@app.command(cls=Command)
-def install(
-    context: typer.Context,
-    *,
-    on_demand: Annotated[
-        bool,
-        typer.Option(
-            "--on-demand", metavar="", help="Start with the first client, not with the session."
-        ),
-    ] = False,
-    print_only: Annotated[
-        bool, typer.Option("--print", metavar="", help="Print the files; change nothing.")
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", metavar="", help="Replace files of that name that are not kvd's."),
-    ] = False,
-    home: HomeOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Install and start it; again: bring its files up to date, and restart it."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        place = locate(wanted.home)
-        described = describe(place, config.load(place.config), on_demand=on_demand)
+@click.group(no_args_is_help=True)
+def service() -> None:
+    """Run the daemon of this home as a service of launchd (macOS) or systemd (Linux)."""
+
+
+@service.command()
+@click.option(
+    "--on-demand", is_flag=True, help="Start with the first client instead of the session."
+)
+@click.option("--print", "print_only", is_flag=True, help="Print the files; change nothing.")
+@click.option(
+    "--force", is_flag=True, help="Replace files of the same name that kvd did not write."
+)
+@common_options("home", "json")
+def install(common: CommonOptions, *, on_demand: bool, print_only: bool, force: bool) -> None:
+    """Install and start the service, or update its files and restart it."""
+    with common.guarded():
+        home = locate(common.home)
+        described = describe(home, config.load(home.config), on_demand=on_demand)
         manager = managing.manager_of(described)
         if print_only:
             _print_files(manager)
             return
         managing.refuse_foreign(manager, force=force)
-        place.create()
-        _refuse_a_stranger(manager)
+        home.create()
+        _refuse_other_daemon(manager)
         try:
             files = managing.install(manager, force=force)
         except ServiceError as error:
-            raise ServiceError(f"{error.message}; `kvctl doctor` may know why") from error
-        _wait_until_up(manager, wanted)
-        if wanted.json:
-            wanted.print_json({"files": [str(path) for path in files], "on_demand": on_demand})
+            raise ServiceError(f"{error.message}; run `kvctl doctor` for the reason") from error
+        _wait_until_ready(manager, common)
+        if common.json:
+            common.print_json({"files": [str(path) for path in files], "on_demand": on_demand})
             return
         for path in files:
-            talk("[dim]wrote[/] {}", path)
-        way = "the first client starts it" if on_demand else "it runs, and starts with your session"
-        talk("{} has it: {}", manager.name, way)
+            print_message("[dim]wrote[/] {}", path)
+        start = "the first client starts it" if on_demand else "running; starts with your session"
+        print_message("installed for {}: {}", manager.name, start)
         if hint := manager.hint():
-            talk("[dim]hint:[/] {}", hint)
+            print_message("[dim]hint:[/] {}", hint)
 
 
-@app.command(cls=Command)
-def uninstall(context: typer.Context, *, home: HomeOption = None, json: JsonOption = False) -> None:
-    """Finish what runs, stop it and delete its files; models, logs and config stay."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        gone = managing.uninstall(_manager(wanted, lenient=True))
-        if wanted.json:
-            wanted.print_json({"files": [str(path) for path in gone]})
-        elif gone:
-            for path in gone:
-                talk("[dim]deleted[/] {}", path)
+@service.command()
+@common_options("home", "json")
+def uninstall(common: CommonOptions) -> None:
+    """Finish running requests, stop and remove the service; models, logs and config stay."""
+    with common.guarded():
+        removed = managing.uninstall(_manager(common, lenient=True))
+        if common.json:
+            common.print_json({"files": [str(path) for path in removed]})
+        elif removed:
+            for path in removed:
+                print_message("[dim]deleted[/] {}", path)
         else:
-            talk("it was not installed")
+            print_message("the service was not installed")
 
 
-@app.command(cls=Command)
-def start(context: typer.Context, *, home: HomeOption = None, json: JsonOption = False) -> None:
-    """Start it, and wait until it answers."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        manager = _installed(wanted)
-        _refuse_a_stranger(manager)
+@service.command()
+@common_options("home", "json")
+def start(common: CommonOptions) -> None:
+    """Start the service, and wait until the daemon answers."""
+    with common.guarded():
+        manager = _installed(common)
+        _refuse_other_daemon(manager)
         manager.start()
-        _wait_until_up(manager, wanted)
-        _say(wanted, manager)
+        _wait_until_ready(manager, common)
+        _print_state(common, manager)
 
 
-@app.command(cls=Command)
-def stop(context: typer.Context, *, home: HomeOption = None, json: JsonOption = False) -> None:
-    """Finish what runs, at most for drain_timeout_s, and stop it until the next session."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        manager = _installed(wanted, lenient=True)
-        with _patience(wanted, "finishes what runs"):
+@service.command()
+@common_options("home", "json")
+def stop(common: CommonOptions) -> None:
+    """Finish running requests, at most for drain_timeout_s, and stop until the next session."""
+    with common.guarded():
+        manager = _installed(common, lenient=True)
+        with _progress(common, "finishing running requests"):
             manager.stop()
-        _say(wanted, manager)
+        _print_state(common, manager)
 
 
-@app.command(cls=Command)
-def restart(context: typer.Context, *, home: HomeOption = None, json: JsonOption = False) -> None:
-    """Finish what runs, stop it and start it again."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        manager = _installed(wanted)
-        with _patience(wanted, "finishes what runs, and starts again"):
+@service.command()
+@common_options("home", "json")
+def restart(common: CommonOptions) -> None:
+    """Finish running requests, then stop and start the service."""
+    with common.guarded():
+        manager = _installed(common)
+        with _progress(common, "finishing running requests, then starting again"):
             manager.restart()
-        _wait_until_up(manager, wanted)
-        _say(wanted, manager)
+        _wait_until_ready(manager, common)
+        _print_state(common, manager)
 
 
-@app.command(cls=Command)
-def reload(context: typer.Context, *, home: HomeOption = None, json: JsonOption = False) -> None:
-    """Have it read config.toml again; says what waits for a restart."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        manager = _installed(wanted)  # a wrong file is refused here already
-        before = _daemon(wanted)
+@service.command()
+@common_options("home", "json")
+def reload(common: CommonOptions) -> None:
+    """Read config.toml again; lists the settings that need a restart."""
+    with common.guarded():
+        manager = _installed(common)  # raises for an invalid file
+        before = _daemon_status(common)
         if before is None or manager.state().status != "running":
-            raise ServiceError("it does not run; the next start reads config.toml anyway")
+            raise ServiceError("the service does not run; its next start reads config.toml")
         manager.reload()
-        deadline = time.monotonic() + _COMES_UP_S
-        while (now := _daemon(wanted)) and now.config_reloads == before.config_reloads:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while (now := _daemon_status(common)) and now.config_reloads == before.config_reloads:
             if time.monotonic() > deadline:
-                raise ServiceError("it has not read config.toml; `kvctl service logs` may say why")
+                raise ServiceError("the daemon has not read config.toml; see `kvctl service logs`")
             time.sleep(0.02)
-        _say(wanted, manager)
+        _print_state(common, manager)
 
 
-@app.command(cls=Command)
-def status(context: typer.Context, *, home: HomeOption = None, json: JsonOption = False) -> None:
-    """Show how it is installed and whether it runs. Exit code 0: it does, 3: it does not."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        manager = _manager(wanted, lenient=True)
+@service.command()
+@common_options("home", "json")
+def status(common: CommonOptions) -> None:
+    """Show how the service is installed and whether it runs. Exit code 0: it runs, 3: not."""
+    with common.guarded():
+        manager = _manager(common, lenient=True)
         files = managing.installed(manager)
         state = manager.state() if files else State("stopped", "not installed")
-        # A client would start one that only listens.
-        daemon = None if state.status == "listening" else _daemon(wanted)
-        if wanted.json:
-            wanted.print_json(_as_json(manager, state, daemon))
+        # A request would start a service that only listens.
+        daemon = None if state.status == "listening" else _daemon_status(common)
+        if common.json:
+            common.print_json(_as_json(manager, state, daemon))
         else:
             _show(manager, state, daemon)
         if state.status not in {"running", "listening"}:
-            raise typer.Exit(Exit.FAILED if state.status == "failed" else Exit.NOT_RUNNING)
+            code = Exit.FAILED if state.status == "failed" else Exit.NOT_RUNNING
+            raise SystemExit(code)
 
 
-@app.command(cls=Command)
-def logs(
-    context: typer.Context,
-    *,
-    lines: Annotated[int, typer.Option("--lines", "-n", metavar="N", min=1)] = 50,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", metavar="", help="Go on with what comes.")
-    ] = False,
-    home: HomeOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show what the daemon said, and what went wrong before it could say it."""
-    wanted = terms(context, home, None, json=json)
-    with wanted.guarded():
-        manager = _installed(wanted, lenient=True)
-        _pass_on(manager.logs(lines, follow=follow), raw=wanted.json)
+@service.command()
+@click.option(
+    "--lines",
+    "-n",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=50,
+    help="Show the last N lines.",
+)
+@click.option("--follow", "-f", is_flag=True, help="Continue with new lines.")
+@common_options("home", "json")
+def logs(common: CommonOptions, *, lines: int, follow: bool) -> None:
+    """Show the daemon's log, and errors from before it could write one."""
+    with common.guarded():
+        manager = _installed(common, lenient=True)
+        _print_log(manager.logs(lines, follow=follow), raw=common.json)
 
 
-def _pass_on(command: list[str], *, raw: bool) -> None:
-    """Print what a program prints, until it ends or we do."""
+def _print_log(command: list[str], *, raw: bool) -> None:
+    """Print another program's output until either program ends."""
     console = stdout_console()
     try:
-        shown = subprocess.Popen(  # noqa: S603 - the manager's own program
+        process = subprocess.Popen(  # noqa: S603 - the manager's own program
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
     except FileNotFoundError:
-        raise ServiceError(f"{command[0]} is not on this machine") from None
-    with shown:
-        assert shown.stdout is not None
+        raise ServiceError(f"{command[0]} is not installed on this machine") from None
+    with process:
+        assert process.stdout is not None
         try:
-            for line in shown.stdout:
-                if raw or not line.startswith("{"):  # the manager's own words stay as they are
+            for line in process.stdout:
+                if raw or not line.startswith("{"):  # a line of the manager, not of the daemon
                     sys.stdout.write(line)
                     sys.stdout.flush()
                 else:
-                    console.print(readable(line), soft_wrap=True)
+                    console.print(log_line(line), soft_wrap=True)
         finally:
-            shown.terminate()
+            process.terminate()
 
 
-# -- what they share ------------------------------------------------------------------------------
+# -- helpers --------------------------------------------------------------------------------------
 
 
-def _manager(wanted: Terms, *, lenient: bool = False) -> Manager:
-    """Return the manager for the service as it is installed, or as it would be.
+def _manager(common: CommonOptions, *, lenient: bool = False) -> Manager:
+    """Return the manager of the service as installed, or as `install` would make it.
 
-    `lenient`: also with a configuration that is wrong, which must not hinder a stop.
+    With ``lenient`` an invalid configuration is ignored: it must not prevent a stop.
     """
-    place = locate(wanted.home)
+    home = locate(common.home)
     try:
-        settings = config.load(place.config)
+        settings = config.load(home.config)
     except ConfigError:
         if not lenient:
             raise
         settings = config.Config()
-    manager = managing.manager_of(describe(place, settings))
+    manager = managing.manager_of(describe(home, settings))
     if not manager.is_on_demand():
         return manager
     try:
-        return managing.manager_of(describe(place, settings, on_demand=True))
+        return managing.manager_of(describe(home, settings, on_demand=True))
     except ConfigError:
         if not lenient:
             raise
-        return managing.manager_of(describe(place, config.Config(), on_demand=True))
+        return managing.manager_of(describe(home, config.Config(), on_demand=True))
 
 
-def _installed(wanted: Terms, *, lenient: bool = False) -> Manager:
-    manager = _manager(wanted, lenient=lenient)
+def _installed(common: CommonOptions, *, lenient: bool = False) -> Manager:
+    manager = _manager(common, lenient=lenient)
     if not managing.installed(manager):
-        raise ServiceError("the service is not installed; `kvctl service install` does it")
+        raise ServiceError("the service is not installed; run `kvctl service install`")
     return manager
 
 
-def _refuse_a_stranger(manager: Manager) -> None:
-    """Raise if a daemon that is not the service's has the home: two would not get along."""
+def _refuse_other_daemon(manager: Manager) -> None:
+    """Raise if a daemon that is not the service's holds the home."""
     pid = holder(locate(manager.service.home))
     if pid is not None and pid != manager.state().pid:
         raise AlreadyRunning(
@@ -273,51 +254,54 @@ def _refuse_a_stranger(manager: Manager) -> None:
         )
 
 
-def _patience(wanted: Terms, what: str) -> AbstractContextManager[object]:
-    return contextlib.nullcontext() if wanted.json else stderr_console().status(what)
+def _progress(common: CommonOptions, text: str) -> AbstractContextManager[object]:
+    return contextlib.nullcontext() if common.json else stderr_console().status(text)
 
 
-def _wait_until_up(manager: Manager, wanted: Terms) -> None:
-    """Wait until the daemon answers, if it is to run now; raise with the reason if it does not."""
+def _wait_until_ready(manager: Manager, common: CommonOptions) -> None:
+    """Wait until the daemon answers; raise with the reason if it does not.
+
+    A service on demand starts later, so there is nothing to wait for.
+    """
     if manager.service.on_demand:
         return
-    deadline = time.monotonic() + _COMES_UP_S
-    while _daemon(wanted) is None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while _daemon_status(common) is None:
         state = manager.state()
         if time.monotonic() > deadline or state.status == "failed":
             raise ServiceError(
-                f"it does not come up ({state.status}; {state.details}); "
-                "`kvctl service logs` says why, `kvctl doctor` what to do"
+                f"the daemon does not start ({state.status}; {state.details}); "
+                "see `kvctl service logs`, and `kvctl doctor` for advice"
             )
         time.sleep(0.1)
 
 
-def _daemon(wanted: Terms) -> DaemonStatus | None:
+def _daemon_status(common: CommonOptions) -> DaemonStatus | None:
     try:
-        with Client(home=wanted.home) as client:
+        with Client(home=common.home) as client:
             return client.status()
     except (NotRunning, KvdError):
         return None
 
 
-def _say(wanted: Terms, manager: Manager) -> None:
+def _print_state(common: CommonOptions, manager: Manager) -> None:
     state = manager.state()
-    daemon = None if state.status == "listening" else _daemon(wanted)
-    if wanted.json:
-        wanted.print_json(_as_json(manager, state, daemon))
+    daemon = None if state.status == "listening" else _daemon_status(common)
+    if common.json:
+        common.print_json(_as_json(manager, state, daemon))
         return
-    talk("{}{}", state.status, f" (pid {state.pid})" if state.pid else "")
-    _tell_news(daemon)
+    print_message("{}{}", state.status, f" (pid {state.pid})" if state.pid else "")
+    _print_config_state(daemon)
 
 
-def _tell_news(daemon: DaemonStatus | None) -> None:
-    """Say what is to be said of the configuration."""
+def _print_config_state(daemon: DaemonStatus | None) -> None:
+    """Print whether config.toml was refused, and which settings need a restart."""
     if daemon is None:
         return
     if daemon.config_error is not None:
-        talk("[bold red]config.toml was refused:[/] {}", daemon.config_error)
+        print_message("[bold red]config.toml was refused:[/] {}", daemon.config_error)
     if daemon.config_pending:
-        talk("[yellow]waits for a restart:[/] {}", ", ".join(daemon.config_pending))
+        print_message("[yellow]needs a restart:[/] {}", ", ".join(daemon.config_pending))
 
 
 def _as_json(manager: Manager, state: State, daemon: DaemonStatus | None) -> dict[str, object]:
@@ -340,38 +324,38 @@ def _show(manager: Manager, state: State, daemon: DaemonStatus | None) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    line = Text.assemble((state.status, _COLOURS.get(state.status, "yellow")))
+    line = Text.assemble((state.status, _COLORS.get(state.status, "yellow")))
     if state.pid:
         line.append(f"  pid {state.pid}")
     if state.details:
         line.append(f"  {state.details}", "dim")
     table.add_row("state", line)
     table.add_row("home", Text(str(manager.service.home)))
-    way = "by the first client" if manager.service.on_demand else "with the session"
+    start = "with the first client" if manager.service.on_demand else "with the session"
     for path in managing.installed(manager):
         table.add_row("file", Text(str(path)))
     if managing.installed(manager):
-        table.add_row("starts", way)
+        table.add_row("starts", start)
     console = stdout_console()
     console.print(table)
     if managing.outdated(manager):
-        talk(
-            "[yellow]its files are not what this version and configuration would write:[/] "
-            "`kvctl service install` brings them up to date"
+        print_message(
+            "[yellow]this version and configuration would write other files:[/] "
+            "`kvctl service install` updates them"
         )
     if daemon is not None and state.status != "running":
-        talk("[yellow]a daemon (pid {}) that is not the service's answers[/]", daemon.pid)
+        print_message("[yellow]a daemon (pid {}) that is not the service's answers[/]", daemon.pid)
     if not managing.installed(manager):
-        theirs = managing.foreign(manager)
-        for one in theirs:
-            talk("[yellow]{}[/]", managing.describe_foreign(one))
-        if not theirs:
-            talk("`kvctl service install` installs it")
-    _tell_news(daemon)
+        foreign = managing.foreign(manager)
+        for path in foreign:
+            print_message("[yellow]{}[/]", managing.describe_foreign(path))
+        if not foreign:
+            print_message("`kvctl service install` installs it")
+    _print_config_state(daemon)
 
 
 def _print_files(manager: Manager) -> None:
     for path, content in manager.files().items():
-        talk("[dim]# {}[/]", path)
+        print_message("[dim]# {}[/]", path)
         sys.stdout.write(content.decode())
         sys.stdout.flush()

@@ -1,70 +1,61 @@
-"""`kvctl drain` and `shutdown`."""
+"""`kvctl drain` and `kvctl shutdown`."""
 
 from __future__ import annotations
 
 import fcntl
 import time
-from typing import Annotated
 
-import typer
+import rich_click as click
 
-from kvd.cli.common import HomeOption, JsonOption, SocketOption, Terms, talk, terms
+from kvd.cli.common import CommonOptions, common_options
+from kvd.cli.console import print_message
 from kvd.host.exits import Exit
 
-_GONE_S = 10.0
-"""How long `shutdown` waits for the process to end after its goodbye."""
+_EXIT_TIMEOUT_S = 10.0
+"""Seconds that `shutdown` waits for the process to end after the daemon has agreed."""
 
 
-def drain(
-    context: typer.Context,
-    *,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Take no new work and wait until nothing runs; the daemon stays up."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
+@click.command()
+@common_options()
+def drain(common: CommonOptions) -> None:
+    """Accept no new requests and wait until none run; the daemon stays up."""
+    with common.connected() as client:
         client.drain()
-        if wanted.json:
-            wanted.print_json({"state": "drained"})
+        if common.json:
+            common.print_json({"state": "drained"})
         else:
-            talk("drained; `kvctl shutdown` ends the daemon")
+            print_message("drained; `kvctl shutdown` ends the daemon")
 
 
-def shutdown(
-    context: typer.Context,
-    *,
-    force: Annotated[
-        bool, typer.Option("--force", metavar="", help="End what runs instead of finishing it.")
-    ] = False,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
+@click.command()
+@click.option("--force", is_flag=True, help="Cancel running requests instead of finishing them.")
+@common_options()
+def shutdown(common: CommonOptions, *, force: bool) -> None:
     """Drain, then end the daemon; returns when its home is free."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
+    with common.connected() as client:
         client.shutdown(force=force)
-        gone = _wait_until_gone(wanted)
-        if wanted.json:
-            wanted.print_json({"state": "stopped" if gone else "stopping"})
-        elif gone:
-            talk("stopped")
+        ended = _wait_until_ended(common)
+        if common.json:
+            common.print_json({"state": "stopped" if ended else "stopping"})
+        elif ended:
+            print_message("stopped")
         else:
-            talk(f"still lives {_GONE_S:g} s after its goodbye; try again, or end its process")
-        if not gone:
-            raise typer.Exit(Exit.RETRY)
+            print_message(
+                f"the daemon agreed to stop, and still runs {_EXIT_TIMEOUT_S:g} s later; "
+                "try again, or end its process"
+            )
+        if not ended:
+            raise SystemExit(Exit.RETRY)
 
 
-def _wait_until_gone(wanted: Terms) -> bool:
-    """Wait until the daemon's lock is free, so that the next one can start at once.
+def _wait_until_ended(common: CommonOptions) -> bool:
+    """Wait until the daemon's lock is free, so that another daemon can start at once.
 
     Return whether it is.
     """
-    deadline = time.monotonic() + _GONE_S
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
     try:
-        with wanted.lock.open("rb") as lock:
+        with common.lock.open("rb") as lock:
             while time.monotonic() < deadline:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -73,5 +64,5 @@ def _wait_until_gone(wanted: Terms) -> bool:
                 else:
                     return True
     except FileNotFoundError:
-        return True  # a socket outside of a home
+        return True  # the socket is outside a home
     return False

@@ -1,28 +1,20 @@
-"""`kvctl status`: the daemon, its memory and its models, once or again and again."""
+"""`kvctl status`: the daemon, its memory and its models, once or repeatedly."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import rich_click as click
 from rich.console import Group
 
-from kvd.cli.common import (
-    HomeOption,
-    JsonOption,
-    SocketOption,
-    Terms,
-    model_in,
-    said,
-    stdout_console,
-    talk,
-    terms,
-)
-from kvd.cli.completion import a_model
-from kvd.cli.polling import Watch, is_away
-from protocol.errors import KvdError
+from kvd.cli.common import CommonOptions, common_options, find_model
+from kvd.cli.completion import model_names
+from kvd.cli.console import format_message, print_message, stdout_console
+from kvd.cli.options import Seconds
+from kvd.cli.polling import PollingClient
+from protocol.errors import NotRunning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,84 +23,83 @@ if TYPE_CHECKING:
     from protocol.types import DaemonStatus
 
 
-def status(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Show all about this one.", autocompletion=a_model),
-    ] = None,
-    *,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", metavar="", help="Show it again and again.")
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks, with --watch.")
-    ] = 2.0,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Show the daemon, its memory and its models; or all about one MODEL."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.guarded(), Watch(wanted) as looking:
+@click.command()
+@click.argument(
+    "model",
+    required=False,
+    help="Show details of this model.",
+    shell_complete=model_names,
+)
+@click.option("--watch", "-w", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option(
+    "--interval",
+    metavar="SECONDS",
+    type=Seconds(min=0.1),
+    default=2.0,
+    help="Time between updates, with --watch.",
+)
+@common_options()
+def status(common: CommonOptions, model: str | None, *, watch: bool, interval: float) -> None:
+    """Show the daemon, its memory and its models, or details of one MODEL."""
+    with common.guarded(), PollingClient(common) as client:
         if watch:
-            _again_and_again(looking, wanted, model, interval)
+            _watch(client, common, model, interval)
+            return
+        value = client.status()
+        if common.json:
+            _print_json(common, value, model)
         else:
-            value = looking.status()
-            if wanted.json:
-                wanted.print_json(value if model is None else model_in(value, model))
-            else:
-                console = stdout_console()
-                console.print(_page(value, model, console.width))
+            console = stdout_console()
+            console.print(_page(value, model, console.width))
+
+
+def _print_json(common: CommonOptions, value: DaemonStatus, model: str | None) -> None:
+    common.print_json(value if model is None else find_model(value, model))
 
 
 def _page(value: DaemonStatus, model: str | None, width: int) -> RenderableType:
     if model is None:
-        from kvd.cli import status_page  # noqa: PLC0415 - not for programs
+        from kvd.cli import status_page  # noqa: PLC0415 - --json does not need it
 
         return status_page.status(value, width)
     from kvd.cli import model_page  # noqa: PLC0415
 
-    return model_page.page(model_in(value, model))
+    return model_page.page(find_model(value, model))
 
 
-def _again_and_again(looking: Watch, wanted: Terms, model: str | None, interval: float) -> None:
-    """Show it until Ctrl-C, which is the way to end this; a daemon that goes away may come back."""
+def _watch(
+    client: PollingClient, common: CommonOptions, model: str | None, interval: float
+) -> None:
+    """Show the status until Ctrl-C; while no daemon runs, wait for one."""
     console = stdout_console()
     with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
-        live = _live(console) if _in_place(console, wanted) else None
+        live = _live(console) if console.is_terminal and not common.json else None
         if live is not None:
-            stack.callback(live.stop)  # before it starts: a signal may come meanwhile
+            stack.callback(live.stop)  # registered first: a signal may arrive during start
             live.start()
-        before: RenderableType = ""
+        shown: RenderableType = ""
         away = False
         while True:
             try:
-                value = looking.status()
-            except KvdError as error:
-                if not is_away(error):
-                    raise
-                told = ("[yellow]{}[/]; waiting for it", error.message)
+                value = client.status()
+            except NotRunning as error:
+                message = ("[yellow]{}[/]; waiting for it", error.message)
                 if live is not None:
-                    live.update(Group(before, "", said(*told)), refresh=True)
+                    live.update(Group(shown, "", format_message(*message)), refresh=True)
                 elif not away:
-                    talk(*told)
+                    print_message(*message)
                 away = True
             else:
                 away = False
-                if wanted.json:
-                    wanted.print_json(value if model is None else model_in(value, model))
+                if common.json:
+                    _print_json(common, value, model)
                 else:
-                    before = _page(value, model, console.width)
-                    console.print(before, "") if live is None else live.update(before, refresh=True)
+                    shown = _page(value, model, console.width)
+                    console.print(shown, "") if live is None else live.update(shown, refresh=True)
             time.sleep(interval)
 
 
-def _in_place(console: Console, wanted: Terms) -> bool:
-    return console.is_terminal and not wanted.json
-
-
 def _live(console: Console) -> Live:
-    from rich.live import Live  # noqa: PLC0415 - only here
+    from rich.live import Live  # noqa: PLC0415 - only --watch needs it
 
     return Live(console=console, auto_refresh=False)

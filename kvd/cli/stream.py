@@ -1,4 +1,4 @@
-"""A completion on its way to stdout, and the Ctrl-C that ends it and nothing else."""
+"""Prints a completion as its events arrive; Ctrl-C cancels only that completion."""
 
 from __future__ import annotations
 
@@ -7,64 +7,69 @@ import sys
 from collections.abc import Iterator
 from types import FrameType
 
-from kvd.cli.common import stderr_console, stdout_console, talk
-from kvd.cli.word_wrap import Wrap
+from kvd.cli.console import print_message, stderr_console, stdout_console
+from kvd.cli.word_wrap import WordWrap
 from kvd.client import Completion
 from protocol.messages import Event, Paused, Queued, Tokens
 
 
 class Stream:
-    """Iterates over a completion's events; Ctrl-C cancels it, a second one interrupts us."""
+    """The events of a completion.
 
-    def __init__(self, completion: Completion, wrap: Wrap | None = None) -> None:
+    The first Ctrl-C cancels the completion, the second one interrupts the program.
+    """
+
+    def __init__(self, completion: Completion, wrap: WordWrap | None = None) -> None:
         self._completion = completion
         self._wrap = wrap
-        completion.on_silence = _say_silence
+        completion.on_silence = _report_silence
         self._last = ""
+        """The last character written."""
 
     def __iter__(self) -> Iterator[Event]:
-        before = signal.signal(signal.SIGINT, self._interrupted)
+        before = signal.signal(signal.SIGINT, self._cancel)
         try:
             yield from self._completion
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _interrupted(self, _number: int, _frame: FrameType | None) -> None:
-        # No exception: it could strike between reading bytes and sorting them.
+    def _cancel(self, _number: int, _frame: FrameType | None) -> None:
+        # An exception here could lose bytes that are read but not yet parsed.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._completion.cancel()
 
     def show(self, event: Event) -> None:
-        """Write an event's text, at once; before there is any, say why none comes."""
+        """Write an event's text at once; before the first text, print why the request waits."""
         if isinstance(event, Tokens) and event.text:
             sys.stdout.write(self._wrap.add(event.text) if self._wrap else event.text)
             sys.stdout.flush()
             self._last = event.text[-1]
         elif not self._last:
-            _say_why(event)
+            _report_wait(event)
 
     def end_line(self) -> None:
-        """End the last line on a terminal; a pipe gets the completion and no more."""
+        """End the last line on a terminal; a pipe gets only the completion."""
         if sys.stdout.isatty() and self._last not in {"", "\n"}:
             sys.stdout.write("\n")
             sys.stdout.flush()
 
 
-class Several(Stream):
-    """Several completions: each is written when it and those before it are over."""
+class WholeChoices(Stream):
+    """Several choices: each is written when it and all choices before it have finished."""
 
     def __init__(self, completion: Completion) -> None:
         super().__init__(completion)
         self._written = 0
+        """Number of choices written."""
 
-    def show(self, event: Event) -> None:  # noqa: ARG002 - the completion has taken it
-        """Write the completions that are over, in order."""
+    def show(self, event: Event) -> None:  # noqa: ARG002 - the completion has recorded it
+        """Write the choices that have finished, in order."""
         choices = self._completion.choices
         while self._written < len(choices) and choices[self._written].reason is not None:
             self._write(self._written)
 
     def end_line(self) -> None:
-        """Write what there is of the others: an error ended them."""
+        """Write what an error has left of the other choices."""
         for number in range(self._written, len(self._completion.choices)):
             if self._completion.choices[number].tokens:
                 self._write(number)
@@ -72,33 +77,31 @@ class Several(Stream):
     def _write(self, number: int) -> None:
         choice = self._completion.choices[number]
         plural = "" if len(choice.tokens) == 1 else "s"
-        console = stdout_console()
-        title = (
-            f"choice {number}  {choice.reason or 'broken off'}, {len(choice.tokens)} token{plural}"
-        )
-        console.print(("\n" if self._written else "") + title, style="bold")
+        reason = choice.reason or "incomplete"
+        title = f"choice {number}  {reason}, {len(choice.tokens)} token{plural}"
+        stdout_console().print(("\n" if self._written else "") + title, style="bold")
         sys.stdout.write(choice.text + "\n")
         sys.stdout.flush()
         self._written = number + 1
 
 
-def _say_why(event: Event) -> None:
-    """Tell a person what a request waits for."""
+def _report_wait(event: Event) -> None:
+    """Print on a terminal what a request waits for."""
     if not stderr_console().is_terminal:
         return
     match event:
         case Queued(position=position):
-            talk(f"[dim]waits for memory or a place, number {position} in line[/]")
+            print_message(f"[dim]queued for memory or a row, position {position}[/]")
         case Paused(reason="restart"):
-            talk("[dim]the model's process is started again; the request goes on then[/]")
+            print_message("[dim]paused: the model's worker restarts[/]")
         case Paused():
-            talk("[dim]rests while others need the memory[/]")
+            print_message("[dim]paused: other requests need the memory[/]")
         case _:
             pass
 
 
-def _say_silence() -> None:
-    talk(
-        "[dim]no word from the daemon for 10 s; `kvctl status` says whether it is busy or "
+def _report_silence() -> None:
+    print_message(
+        "[dim]no message from the daemon for 10 s; `kvctl status` shows whether it is busy or "
         "stopped; Ctrl-C twice leaves[/]"
     )

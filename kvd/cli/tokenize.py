@@ -1,52 +1,42 @@
-"""`kvctl tokenize`: the tokens that a model reads for a text, or how many they are."""
+"""`kvctl tokenize`: the tokens of a text, or their number."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
+import rich_click as click
 
-from kvd.cli.common import HomeOption, JsonOption, ModelArgument, SocketOption, stdin, talk, terms
+from kvd.cli.common import CommonOptions, common_options, model_argument
+from kvd.cli.console import print_message, read_stdin
 from protocol.messages import MAX_LISTED_TOKENS
 
 
-def tokenize(
-    context: typer.Context,
-    model: ModelArgument,
-    text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads stdin.")],
-    *,
-    count: Annotated[
-        bool, typer.Option("--count", "-c", metavar="", help="Print only how many there are.")
-    ] = False,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", metavar="", help="As a question in the model's chat template."),
-    ] = False,
-    home: HomeOption = None,
-    socket: SocketOption = None,
-    json: JsonOption = False,
-) -> None:
-    """Print a text's tokens, a line each: the id, a tab, and the token's text in quotes."""
-    wanted = terms(context, home, socket, json=json)
-    with wanted.connected() as client:
-        said = stdin() if text == "-" else text
-        told = client.tokenize(
+@click.command()
+@model_argument
+@click.argument("text", help="The text; - reads stdin.")
+@click.option("--count", "-c", is_flag=True, help="Print only the number of tokens.")
+@click.option("--chat", is_flag=True, help="Wrap it in the model's chat template as a question.")
+@common_options()
+def tokenize(common: CommonOptions, model: str, text: str, *, count: bool, chat: bool) -> None:
+    """Print a text's tokens, one per line: the id, a tab, and the token's text in quotes."""
+    with common.connected() as client:
+        content = read_stdin() if text == "-" else text
+        reply = client.tokenize(
             model,
-            None if chat else said,
-            messages=[("user", said)] if chat else None,
+            None if chat else content,
+            messages=[("user", content)] if chat else None,
             limit=0 if count else MAX_LISTED_TOKENS,
             texts=not count,
         )
-        if wanted.json:
-            counted = {"count": told.count}
-            wanted.print_json(
-                counted if count else {**counted, "tokens": told.tokens, "texts": told.texts}
-            )
+        if common.json:
+            values: dict[str, object] = {"count": reply.count}
+            if not count:
+                values |= {"tokens": reply.tokens, "texts": reply.texts}
+            common.print_json(values)
         elif count:
-            sys.stdout.write(f"{told.count}\n")
+            sys.stdout.write(f"{reply.count}\n")
         else:
-            for token, piece in zip(told.tokens, told.texts, strict=True):
+            for token, piece in zip(reply.tokens, reply.texts, strict=True):
                 sys.stdout.write(f"{token}\t{piece!r}\n")
-    if not count and told.count > len(told.tokens):
-        talk(f"the first {len(told.tokens)} of {told.count} tokens")
+    if not count and reply.count > len(reply.tokens):
+        print_message(f"the first {len(reply.tokens)} of {reply.count} tokens")

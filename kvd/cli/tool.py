@@ -1,8 +1,8 @@
-"""Worker tools that need no daemon: run in a process of their own, with a worker's environment.
+"""Runs worker tools that need no daemon, each in a process with a worker's environment.
 
-A tool's last line on stdout is one JSON object, which may be ``{"error": …}``; what libraries print
-before it is passed over. Its progress is on stderr, in lines such as ``3/10 k8v8, 4096 tokens``:
-the third of ten steps has begun.
+A tool's last line on stdout is one JSON object, which may be ``{"error": …}``; earlier lines come
+from libraries and are ignored. On stderr it prints its progress, in lines such as
+``3/10 k8v8, 4096 tokens``: the third of ten steps has begun.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 from rich.progress import BarColumn, Progress, TextColumn
 
-from kvd.cli.common import stderr_console
+from kvd.cli.console import stderr_console
 from kvd.host import blas
 from kvd.host.environment import environment
 from protocol.errors import ErrorInfo, InternalError, from_info
 
 
 def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any]:
-    """Run a module as a tool and return what it prints; show its progress to a person.
+    """Run a module as a tool, show its progress, and return its result.
 
-    Raises the tool's typed error, `InternalError` if it dies.
+    Raises the tool's typed error, or `InternalError` if the process dies.
     """
     process = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-P", "-m", module, *arguments],
@@ -34,8 +34,8 @@ def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any
         env=environment(blas.choose("auto")),
         encoding="utf-8",
     )
-    last: list[str] = []
-    follower = threading.Thread(target=_follow, args=(process, last, quiet), daemon=True)
+    last_line: list[str] = []
+    follower = threading.Thread(target=_follow, args=(process, last_line, quiet), daemon=True)
     with process:
         follower.start()
         try:
@@ -48,15 +48,15 @@ def run_tool(module: str, arguments: list[str], *, quiet: bool) -> dict[str, Any
     try:
         result = msgspec.json.decode(out.rstrip().rpartition("\n")[2], type=dict[str, Any])
     except msgspec.DecodeError:
-        said = last[-1] if last else f"exit status {process.returncode}"
-        raise InternalError(f"the measuring ended early: {said}") from None
+        reason = last_line[-1] if last_line else f"exit status {process.returncode}"
+        raise InternalError(f"the measurement ended early: {reason}") from None
     if "error" in result:
         raise from_info(msgspec.convert(result["error"], ErrorInfo))
     return result
 
 
-def _follow(process: subprocess.Popen[str], last: list[str], quiet: bool) -> None:
-    """Show how far it is, and keep the last line that says something."""
+def _follow(process: subprocess.Popen[str], last_line: list[str], quiet: bool) -> None:
+    """Show the progress, and keep the last line that is not empty."""
     assert process.stderr is not None
     console = stderr_console()
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}"))
@@ -64,7 +64,7 @@ def _follow(process: subprocess.Popen[str], last: list[str], quiet: bool) -> Non
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("starting", total=None)
         for line in process.stderr:
-            last[:] = [line.strip()] if line.strip() else last
+            last_line[:] = [line.strip()] if line.strip() else last_line
             counted, _, text = line.strip().partition(" ")
             done, _, total = counted.partition("/")
             if done.isdigit() and total.isdigit():

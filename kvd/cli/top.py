@@ -1,6 +1,6 @@
-"""`kvctl top`: the daemon on a whole screen, live. What it shows is `kvd.cli.top_page`'s.
+"""`kvctl top`: the daemon on the whole screen, live; `kvd.cli.top_page` renders it.
 
-Looking happens in a thread of its own: keys are answered at once also while the daemon is not.
+A thread polls the daemon, so that keys work at once even while the daemon does not answer.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-import typer
+import rich_click as click
 from rich.console import Console
 from rich.live import Live
 
 from kvd.cli import top_page
-from kvd.cli.common import HomeOption, SocketOption, Terms, terms
+from kvd.cli.common import CommonOptions, common_options
 from kvd.cli.keyboard import Keyboard
-from kvd.cli.polling import Watch
+from kvd.cli.options import Seconds
+from kvd.cli.polling import PollingClient
 from protocol.errors import KvdError
 
 if TYPE_CHECKING:
@@ -28,123 +29,130 @@ if TYPE_CHECKING:
     from protocol.types import DaemonStatus
 
 
-def top(
-    context: typer.Context,
-    *,
-    interval: float = typer.Option(1.0, metavar="SECONDS", min=0.25, help="Between two looks."),
-    home: HomeOption = None,
-    socket: SocketOption = None,
-) -> None:
-    """Watch the daemon on a whole screen; ? shows the keys, q quits."""
-    wanted = terms(context, home, socket)
+@click.command()
+@click.option(
+    "--interval",
+    metavar="SECONDS",
+    type=Seconds(min=0.25),
+    default=1.0,
+    help="Time between updates.",
+)
+@common_options("home", "socket")
+def top(common: CommonOptions, *, interval: float) -> None:
+    """Watch the daemon on the whole screen; ? shows the keys, q quits."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise typer.BadParameter("top needs a terminal; `kvctl status --watch` does not")
-    with wanted.guarded(), Watch(wanted) as watch:
-        watch.status()  # a daemon that is not there is said on the usual screen
-    Screen(wanted, top_page.View(interval_s=interval)).run()
+        raise click.BadParameter("top needs a terminal; `kvctl status --watch` works without one")
+    with common.guarded(), PollingClient(common) as client:
+        client.status()  # reports a missing daemon before the screen changes
+    Screen(common, top_page.View(interval_s=interval)).run()
 
 
-class Looker(threading.Thread):
-    """Looks now and then, and keeps what it saw until it is taken."""
+class Poller(threading.Thread):
+    """Polls the daemon and keeps the results until `take` returns them."""
 
-    def __init__(self, terms: Terms, interval_s: float, tell: Callable[[], None]) -> None:
-        super().__init__(name="looker", daemon=True)
+    def __init__(
+        self, common: CommonOptions, interval_s: float, notify: Callable[[], None]
+    ) -> None:
+        super().__init__(name="poller", daemon=True)
         self.interval_s = interval_s
-        self._terms = terms
-        self._tell = tell
-        self._over = threading.Event()
+        self._common = common
+        self._notify = notify
+        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._status: DaemonStatus | None = None
-        self._news: list[EventRecord] = []
+        self._events: list[EventRecord] = []
         self._error: KvdError | None = None
 
     def run(self) -> None:
-        """Look until `end`."""
-        with Watch(self._terms) as watch:
-            while not self._over.is_set():
+        """Poll until `stop`."""
+        with PollingClient(self._common) as client:
+            while not self._stopped.is_set():
                 try:
-                    status, news = watch.status(), watch.news()
+                    status, events = client.status(), client.new_events()
                 except KvdError as error:
                     with self._lock:
                         self._error = error
                 else:
                     with self._lock:
                         self._status, self._error = status, None
-                        self._news += news
-                self._tell()
-                self._over.wait(self.interval_s)
+                        self._events += events
+                self._notify()
+                self._stopped.wait(self.interval_s)
 
-    def end(self) -> None:
-        """Look no more."""
-        self._over.set()
+    def stop(self) -> None:
+        """End the thread after its current poll."""
+        self._stopped.set()
 
     def take(self) -> tuple[DaemonStatus | None, list[EventRecord], KvdError | None]:
-        """Return what is new since the last time."""
+        """Return the status and events since the last call, and the last poll's error."""
         with self._lock:
-            taken = self._status, self._news, self._error
-            self._status, self._news = None, []
+            taken = self._status, self._events, self._error
+            self._status, self._events = None, []
         return taken
 
 
 class Screen:
-    """The terminal, from the first picture to the last."""
+    """The terminal while `kvctl top` runs."""
 
-    def __init__(self, terms: Terms, view: top_page.View) -> None:
+    def __init__(self, common: CommonOptions, view: top_page.View) -> None:
         self._view = view
         self._console = Console(highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, screen=True)
+        self._live = self._new_live()
         self._status: DaemonStatus | None = None
-        self._terms = terms
+        self._common = common
+
+    def _new_live(self) -> Live:
+        return Live(console=self._console, auto_refresh=False, screen=True)
 
     def run(self) -> None:
-        """Show until the user leaves."""
+        """Show the daemon until the user quits."""
         with Keyboard() as keyboard:
-            looker = Looker(self._terms, self._view.interval_s, keyboard.wake)
-            looker.start()
+            poller = Poller(self._common, self._view.interval_s, keyboard.wake)
+            poller.start()
             try:
                 self._live.start()
-                while self._turn(keyboard, looker):
+                while self._update(keyboard, poller):
                     pass
             except KeyboardInterrupt:
                 pass
             finally:
-                looker.end()
+                poller.stop()
                 self._live.stop()
 
-    def _turn(self, keyboard: Keyboard, looker: Looker) -> bool:
-        """Wait for something, and show what came of it; return whether to go on."""
+    def _update(self, keyboard: Keyboard, poller: Poller) -> bool:
+        """Wait for a key or new data, and redraw; return False to quit."""
         for key in keyboard.wait(1.0):
             if key == "q":
                 return False
             if key == "stop":
-                self._rest(keyboard)
+                self._suspend(keyboard)
             else:
                 self._view.press(key, self._status)
-        looker.interval_s = self._view.interval_s
-        self._take(looker)
-        self._show()
+        poller.interval_s = self._view.interval_s
+        self._take(poller)
+        self._draw()
         return True
 
-    def _take(self, looker: Looker) -> None:
+    def _take(self, poller: Poller) -> None:
         if self._view.paused:
             return
-        status, news, error = looker.take()
+        status, events, error = poller.take()
         if status is not None:
             self._status = status
-            self._view.take(status, news)
+            self._view.take(status, events)
         if error is not None:
-            self._view.away = error.message
+            self._view.error = error.message
 
-    def _show(self) -> None:
+    def _draw(self) -> None:
         size = self._console.size
-        shown = top_page.page(self._view, self._status, size.width, size.height)
-        self._live.update(shown, refresh=True)
+        page = top_page.page(self._view, self._status, size.width, size.height)
+        self._live.update(page, refresh=True)
 
-    def _rest(self, keyboard: Keyboard) -> None:
-        """Stop as any program does at Ctrl-Z, and go on from there."""
+    def _suspend(self, keyboard: Keyboard) -> None:
+        """Handle Ctrl-Z: restore the terminal, stop, and take the screen again afterwards."""
         self._live.stop()
         keyboard.end()
         os.kill(os.getpid(), signal.SIGSTOP)
         keyboard.begin()
-        self._live = Live(console=self._console, auto_refresh=False, screen=True)
+        self._live = self._new_live()
         self._live.start()

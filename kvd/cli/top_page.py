@@ -1,4 +1,4 @@
-"""What `kvctl top` shows. Pure: a status, events, and what was chosen by keys; out comes a page."""
+"""Renders `kvctl top` from a status, events and the state that keys change. Pure."""
 
 from __future__ import annotations
 
@@ -24,70 +24,72 @@ if TYPE_CHECKING:
     from protocol.types import DaemonStatus
 
 SORTS: dict[str, tuple[str, Callable[[ModelStatus], Any]]] = {
-    "n": ("MODEL", lambda it: it.name),
-    "a": ("STATE", lambda it: it.state),
-    "r": ("ROWS", lambda it: it.stats.rows_running + it.stats.rows_prefilling),
-    "w": ("WAIT", status_page.waiting),
-    "t": ("TOK/S", lambda it: it.stats.tokens_per_s),
-    "k": ("KV", lambda it: it.stats.memory.kv_pages_used + it.stats.memory.kv_tails),
-    "m": ("GRANTED", lambda it: it.granted_bytes),
+    "n": ("MODEL", lambda model: model.name),
+    "a": ("STATE", lambda model: model.state),
+    "r": ("ROWS", lambda model: model.stats.rows_running + model.stats.rows_prefilling),
+    "w": ("QUEUED", status_page.queued),
+    "t": ("TOK/S", lambda model: model.stats.tokens_per_s),
+    "k": ("KV", status_page.kv_bytes),
+    "m": ("GRANTED", lambda model: model.granted_bytes),
 }
-"""By key: the column, and what it is sorted by; texts go up, numbers down."""
+"""Column and sort key by the key to press. Texts sort ascending, numbers descending."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_KEPT = 240
-"""Readings of the past that curves are drawn of."""
-_MOST_EVENTS = 16
-_STEADY = {"ROWS": 4, "TOK/S": 6, "KV": 8, "LEVELS": 9, "GRANTED": 8, "MEMORY": 8, "PAGES": 9}
-"""Cells of columns whose numbers change all the time: else the table would tremble."""
-_NAME = 24
-"""Cells that a name has before another column is shown, if it needs them."""
-_SHORTEST_CURVE, _LONGEST_CURVE = 10, 40
+_HISTORY = 240
+"""Past values kept for curves, and past events."""
+_MAX_EVENTS = 16
+_MIN_WIDTHS = {"ROWS": 4, "TOK/S": 6, "KV": 8, "LEVELS": 9, "GRANTED": 8, "MEMORY": 8, "PAGES": 9}
+"""Widths of columns whose numbers change often; without them the table would jitter."""
+_NAME_WIDTH = 24
+"""Columns reserved for a long name before another column is shown."""
+_MIN_CURVE, _MAX_CURVE = 10, 40
 _GAP = 2
 _HELP = (
     ("q", "quit"),
     ("↑ ↓", "choose a model"),
-    ("enter", "all about it; again, or escape: back"),
+    ("enter", "show its details; enter or escape: back"),
     *((key, f"sort by {column.lower()}") for key, (column, _) in SORTS.items()),
     ("s", "sort by the next column"),
-    ("R", "the other way round"),
-    ("space", "hold still; again: go on"),
-    ("+ -", "look less, more often"),
-    ("?", "this page"),
+    ("R", "reverse the order"),
+    ("space", "pause the display; again: continue"),
+    ("+ -", "update less often, more often"),
+    ("?", "show this page"),
 )
 
 
 @dataclass
 class View:
-    """What was chosen, and what is remembered to draw curves."""
+    """The state that keys change, and the history for curves."""
 
     sort: str = "t"
     reverse: bool = False
-    chosen: str | None = None
-    """A model's name."""
+    selected: str | None = None
+    """Name of the selected model."""
     page: str = "models"
     """``models``, ``model`` or ``help``."""
     paused: bool = False
-    away: str = ""
-    """Why nothing new comes; empty: it does."""
+    error: str = ""
+    """Message of the last poll's error; empty after a success."""
     interval_s: float = 1.0
-    total: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    """Tokens a second of all models, the newest last."""
-    each: dict[str, deque[float]] = field(default_factory=dict)
-    events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    total: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    """Tokens per second of all models, the newest last."""
+    by_model: dict[str, deque[float]] = field(default_factory=dict)
+    """The same for each model."""
+    events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
-    def take(self, status: DaemonStatus, news: Sequence[EventRecord]) -> None:
-        """Remember what is new."""
-        self.away = ""
-        self.events.extend(news)
+    def take(self, status: DaemonStatus, events: Sequence[EventRecord]) -> None:
+        """Record a poll's results."""
+        self.error = ""
+        self.events.extend(events)
         self.total.append(sum(model.stats.tokens_per_s for model in status.models))
-        there = {model.name for model in status.models}
-        for gone in self.each.keys() - there:
-            del self.each[gone]
+        loaded = {model.name for model in status.models}
+        for name in self.by_model.keys() - loaded:
+            del self.by_model[name]
         for model in status.models:
-            self.each.setdefault(model.name, deque(maxlen=_KEPT)).append(model.stats.tokens_per_s)
+            history = self.by_model.setdefault(model.name, deque(maxlen=_HISTORY))
+            history.append(model.stats.tokens_per_s)
 
     def press(self, key: str, status: DaemonStatus | None) -> None:
-        """Do what a key stands for; other keys do nothing."""
+        """Handle a key; unknown keys are ignored."""
         if key == "?":
             self.page = "models" if self.page == "help" else "help"
         elif key == "escape":
@@ -105,54 +107,54 @@ class View:
         elif key == "R":
             self.reverse = not self.reverse
         elif status is not None and status.models:
-            self._choose(key, [model.name for model in self.sorted(status.models)])
+            self._select(key, [model.name for model in self.sorted(status.models)])
 
-    def _choose(self, key: str, names: list[str]) -> None:
-        at = names.index(self.chosen) if self.chosen in names else None
+    def _select(self, key: str, names: list[str]) -> None:
+        index = names.index(self.selected) if self.selected in names else None
         steps = {"down": 1, "up": -1, "page down": 10, "page up": -10}
         if key in steps:
             start = -1 if key.endswith("down") else len(names)
-            at = (start if at is None else at) + steps[key]
+            index = (start if index is None else index) + steps[key]
         elif key in {"home", "end"}:
-            at = 0 if key == "home" else len(names) - 1
+            index = 0 if key == "home" else len(names) - 1
         elif key == "enter":
-            at = 0 if at is None else at
+            index = 0 if index is None else index
             self.page = "models" if self.page == "model" else "model"
-        if at is not None:
-            self.chosen = names[min(len(names) - 1, max(0, at))]
+        if index is not None:
+            self.selected = names[min(len(names) - 1, max(0, index))]
 
     def sorted(self, models: Sequence[ModelStatus]) -> list[ModelStatus]:
-        """Return the models in the order that was chosen; of equals by name."""
-        _, by = SORTS[self.sort]
-        return sorted(sorted(models, key=lambda it: it.name), key=by, reverse=self.falls)
+        """Return the models in the selected order; equal ones by name."""
+        _, sort_key = SORTS[self.sort]
+        by_name = sorted(models, key=lambda model: model.name)
+        return sorted(by_name, key=sort_key, reverse=self.descending)
 
     @property
-    def falls(self) -> bool:
-        """Whether the largest is the first."""
+    def descending(self) -> bool:
         return (self.sort not in {"n", "a"}) != self.reverse
 
 
 def page(view: View, status: DaemonStatus | None, width: int, height: int) -> RenderableType:
-    """Return what fills the screen."""
+    """Return the content of the screen."""
     if view.page == "help":
         return Group(_keys(), Text("\n? or escape goes back", "dim"))
     if status is None:
-        return Group(Text(view.away or "…", "yellow"), Text("\nq quits", "dim"))
+        return Group(Text(view.error or "…", "yellow"), Text("\nq quits", "dim"))
     head = _head(view, status, width)
-    room = max(2, height - len(head) - 2)
-    chosen = next((model for model in status.models if model.name == view.chosen), None)
-    if view.page == "model" and chosen is not None:
-        return Group(*head, Text(), model_page.page(chosen))
-    return Group(*head, Text(), *_body(view, status, width, room), _foot(view, width))
+    body_height = max(2, height - len(head) - 2)
+    selected = next((model for model in status.models if model.name == view.selected), None)
+    if view.page == "model" and selected is not None:
+        return Group(*head, Text(), model_page.page(selected))
+    return Group(*head, Text(), *_body(view, status, width, body_height), _foot(view, width))
 
 
 def _head(view: View, status: DaemonStatus, width: int) -> list[Text]:
-    rows = sum(it.stats.rows_running + it.stats.rows_prefilling for it in status.models)
-    waits = sum(status_page.waiting(it) for it in status.models)
-    paused = sum(it.paused for it in status.models)
+    rows = sum(status_page.rows(model) for model in status.models)
+    queued = sum(status_page.queued(model) for model in status.models)
+    paused = sum(model.paused for model in status.models)
     counts = f"{_count(len(status.models), 'model')}, {_count(rows, 'row')}"
-    counts += f", {waits} waiting" if waits else ""
-    counts += f", {paused} parked" if paused else ""
+    counts += f", {queued} queued" if queued else ""
+    counts += f", {paused} paused" if paused else ""
     now = view.total[-1] if view.total else 0.0
     speed = Text.assemble("tok/s  ", (f"{now:,.0f} ", "bold"), f" {counts}  ")
     curve = spark(list(view.total), max(0, width - speed.cell_len))
@@ -161,61 +163,60 @@ def _head(view: View, status: DaemonStatus, width: int) -> list[Text]:
         status_page.budget(status, width),
         speed.append(curve, "green"),
     ]
-    if view.away:
-        lines.append(Text(f"{view.away}; this is how it was", "bold yellow"))
+    if view.error:
+        lines.append(Text(f"{view.error}; the last known state is shown", "bold yellow"))
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
     return lines
 
 
 def spark(values: Sequence[float], cells: int) -> str:
-    """Return a curve of the newest values, a cell each; its top is the highest of them."""
+    """Return a curve of the newest values, one cell each, scaled to their maximum."""
     shown = list(values)[-cells:] if cells > 0 else []
     top = max(shown, default=0.0)
     if top <= 0:
         return ""
     steps = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[max(1, round(one / top * steps)) if one > 0 else 0] for one in shown)
+    heights = (max(1, round(value / top * steps)) if value > 0 else 0 for value in shown)
+    return "".join(_BLOCKS[height] for height in heights)
 
 
-def _body(view: View, status: DaemonStatus, width: int, room: int) -> list[RenderableType]:
-    """Return the models, their troubles and the newest events, in so many lines."""
+def _body(view: View, status: DaemonStatus, width: int, height: int) -> list[RenderableType]:
+    """Return the models, their errors and the newest events, in ``height`` lines."""
     if not status.models:
         return [Text("no models; load one with `kvctl load demo`", "dim"), Text()]
     models = view.sorted(status.models)
-    troubles = [_line(status_page.trouble_line(it)) for it in models if it.error][
-        : max(0, room // 4)
-    ]
-    events = list(view.events)[-min(_MOST_EVENTS, max(0, room - len(models) - len(troubles) - 3)) :]
-    if room - len(models) - len(troubles) <= 3:
-        events = []
-    left = room - 1 - len(troubles) - (len(events) + 1 if events else 0)
-    first = _first(models, view.chosen, left)
-    parts: list[RenderableType] = [_models(view, models[first : first + left], width)]
-    parts += troubles
-    used = 1 + min(len(models), left) + len(troubles)
-    filler = room - used - (len(events) + 1 if events else 0)
+    errors = [_one_line(status_page.error_line(model)) for model in models if model.error]
+    errors = errors[: max(0, height // 4)]
+    room = min(_MAX_EVENTS, height - len(models) - len(errors) - 3)
+    events = list(view.events)[-room:] if room > 0 else []
+    below = len(errors) + (len(events) + 1 if events else 0)
+    lines = height - 1 - below
+    first = _first(models, view.selected, lines)
+    parts: list[RenderableType] = [_models(view, models[first : first + lines], width), *errors]
     if events:
-        parts += [Text(), *(_line(event_line(it)) for it in events)]
+        parts += [Text(), *(_one_line(event_line(event)) for event in events)]
+    filler = height - 1 - min(len(models), lines) - below
     return parts + [Text()] * max(0, filler)
 
 
-def _first(models: list[ModelStatus], chosen: str | None, left: int) -> int:
-    """Return the first model to show, so that the chosen one is among them."""
-    at = next((n for n, model in enumerate(models) if model.name == chosen), 0)
-    return max(0, min(at - left // 2, len(models) - left))
+def _first(models: list[ModelStatus], selected: str | None, lines: int) -> int:
+    """Return the index of the first model to show, so that the selected one is visible."""
+    index = next((n for n, model in enumerate(models) if model.name == selected), 0)
+    return max(0, min(index - lines // 2, len(models) - lines))
 
 
 def _models(view: View, models: list[ModelStatus], width: int) -> Table:
     rows = [status_page.cells(model) for model in models]
     longest = max(len("MODEL"), *(len(model.name) for model in models))
-    shown = status_page.fitting(rows, width, {**_STEADY, "MODEL": min(_NAME, longest)})
-    used = sum(size + _GAP for size in shown.values())
-    shown["MODEL"] = min(longest, shown["MODEL"] + max(0, width - used))
-    curve = min(_LONGEST_CURVE, width - sum(size + _GAP for size in shown.values()) - _GAP)
+    min_widths = {**_MIN_WIDTHS, "MODEL": min(_NAME_WIDTH, longest)}
+    columns = status_page.fitting(rows, width, min_widths)
+    used = sum(size + _GAP for size in columns.values())
+    columns["MODEL"] = min(longest, columns["MODEL"] + max(0, width - used))
+    curve = min(_MAX_CURVE, width - sum(size + _GAP for size in columns.values()) - _GAP)
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="dim")
     sorted_by, _ = SORTS[view.sort]
-    for name, size in shown.items():
+    for name, size in columns.items():
         table.add_column(
             name,
             header_style="bold" if name == sorted_by else None,
@@ -225,25 +226,26 @@ def _models(view: View, models: list[ModelStatus], width: int) -> Table:
             overflow="ellipsis",
             width=size,
         )
-    if curve >= _SHORTEST_CURVE:
-        table.add_column("LATELY", no_wrap=True, style="green")
+    if curve >= _MIN_CURVE:
+        table.add_column("HISTORY", no_wrap=True, style="green")
     for model, row in zip(models, rows, strict=True):
-        found = [row[name] for name in shown]
-        if curve >= _SHORTEST_CURVE:
-            found.append(spark(list(view.each.get(model.name, ())), curve))
-        if model.name == view.chosen:
-            found = [Text(str(cell)) for cell in found]  # colours of their own would tear it
-        table.add_row(*found, style="reverse" if model.name == view.chosen else "")
+        cells = [row[name] for name in columns]
+        if curve >= _MIN_CURVE:
+            cells.append(spark(list(view.by_model.get(model.name, ())), curve))
+        selected = model.name == view.selected
+        if selected:
+            cells = [Text(str(cell)) for cell in cells]  # colors would interrupt the reverse line
+        table.add_row(*cells, style="reverse" if selected else "")
     return table
 
 
 def _foot(view: View, width: int) -> Text:
     column, _ = SORTS[view.sort]
     text = Text.assemble(
-        ("HELD STILL  " if view.paused else "", "bold yellow"),
+        ("DISPLAY PAUSED  " if view.paused else "", "bold yellow"),
         ("q quit  ↑↓ enter model  s R sort ", "dim"),
-        f"{column} {'▼' if view.falls else '▲'}",
-        (f"  space hold  ? keys  {view.interval_s:g} s", "dim"),
+        f"{column} {'▼' if view.descending else '▲'}",
+        (f"  space pause  ? keys  {view.interval_s:g} s", "dim"),
     )
     clock = time.strftime("%H:%M:%S")
     text.append(" " * max(1, width - text.cell_len - len(clock)) + clock, "dim")
@@ -260,10 +262,10 @@ def _keys() -> Table:
     return table
 
 
-def _line(text: Text) -> Text:
+def _one_line(text: Text) -> Text:
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

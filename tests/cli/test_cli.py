@@ -16,7 +16,7 @@ from msgspec.structs import replace
 import kvd
 from kvd import cli
 from kvd.__main__ import main as kvd_main
-from kvd.cli.common import said, talk
+from kvd.cli.console import format_message, print_message
 from kvd.doctor import running
 from kvd.doctor.scene import Scene
 from kvd.host.home import Home
@@ -131,10 +131,10 @@ def test_generate_sends_all_that_was_asked_for(kvctl, home: Home):
 @pytest.mark.parametrize(
     ("bias", "says"),
     [
-        (["5"], "is no ID=BIAS, such as 42=-5: 5"),
-        (["-1=3"], "is no ID=BIAS"),
-        (["5=nan"], "is no ID=BIAS"),
-        (["5=1", "5=2"], "names a token twice: 5=2"),
+        (["5"], "'5' is not ID=BIAS, such as 42=-5"),
+        (["-1=3"], "is not ID=BIAS"),
+        (["5=nan"], "is not ID=BIAS"),
+        (["5=1", "5=2"], "'5=2' names a token twice"),
     ],
 )
 def test_a_wrong_logit_bias_is_a_usage_error(kvctl, bias, says):
@@ -240,7 +240,7 @@ def test_what_came_before_an_error_is_printed(kvctl, home: Home):
     with stub_daemon(home.socket, answer):
         code, out, err = kvctl("generate", "demo", "Hi", "--n", "2")
     assert (code, err) == (7, "error: its deadline passed\n")
-    assert out.endswith("choice 1  broken off, 2 tokens\nBC\n")
+    assert out.endswith("choice 1  incomplete, 2 tokens\nBC\n")
 
 
 def test_generate_reads_the_prompt_from_stdin(kvctl, home: Home):
@@ -382,7 +382,7 @@ def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_
         "prompt 3 tokens",
         "reply 3 tokens",
         "no model 'nope'",
-        "give a file",
+        "name a file",
         "cannot write",
     ):
         assert line in err
@@ -399,7 +399,7 @@ def test_a_model_that_a_request_brings_may_be_talked_to_and_has_no_page(kvctl, h
     with stub_daemon(home.socket, answer):
         assert kvctl("chat", "lazy", stdin="Hi\n")[:2] == (0, "Grüße all\n")
         code, _, err = kvctl("status", "lazy")
-    assert (code, "a request for it brings it" in err) == (6, True)
+    assert (code, "the next request for it loads it" in err) == (6, True)
 
 
 def test_tokens_are_printed_a_line_each_or_counted(kvctl, home: Home):
@@ -413,12 +413,13 @@ def test_tokens_are_printed_a_line_each_or_counted(kvctl, home: Home):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("explain", "demo", "--rows", "x"), "'x' is no whole number"),
-        (("explain", "demo", "--rows", "-1"), "-1 is below 0"),
-        (("explain", "demo", "--rows", "99999999"), "is above 65536"),
-        (("status", "--interval", "nan"), "is below 0.1"),
-        (("status", "--interval", "x"), "'x' is no number"),
-        (("generate", "demo", "Hi", "--temperature", "warm"), "'warm' is no number"),
+        (("explain", "demo", "--rows", "x"), "'x' is not a valid integer range"),
+        (("explain", "demo", "--rows", "-1"), "-1 is not in the range 0<=x<=65536"),
+        (("explain", "demo", "--rows", "99999999"), "is not in the range 0<=x<=65536"),
+        (("status", "--interval", "nan"), "'nan' is not a valid number of seconds"),
+        (("status", "--interval", "x"), "'x' is not a valid number of seconds"),
+        (("status", "--interval", "0"), "0.0 is not in the range x>=0.1"),
+        (("generate", "demo", "Hi", "--temperature", "warm"), "'warm' is not a valid float"),
     ],
 )
 def test_numbers_of_the_command_line_are_checked(kvctl, arguments, said):
@@ -522,7 +523,9 @@ def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch
     said = threading.Event()
     talks = []
     monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
-    monkeypatch.setattr("kvd.cli.stream.talk", lambda text: (talks.append(text), said.set()))
+    monkeypatch.setattr(
+        "kvd.cli.stream.print_message", lambda text: (talks.append(text), said.set())
+    )
 
     def answer(request):
         assert said.wait(10)
@@ -532,16 +535,16 @@ def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch
         code, out, _ = kvctl("generate", "demo", "Hi")
     assert (code, out) == (0, "Grüße all")
     assert len(talks) == 1
-    assert "no word from the daemon" in talks[0]
+    assert "no message from the daemon" in talks[0]
 
 
 def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Home, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvd.cli.shutdown"], "_GONE_S", 0.05)
+    monkeypatch.setattr(sys.modules["kvd.cli.shutdown"], "_EXIT_TIMEOUT_S", 0.05)
     home.create()
     with stub_daemon(home.socket, well), hold_lock(home):
         code, out, err = kvctl("shutdown")
         assert (code, out) == (7, "")
-        assert "still lives" in err
+        assert "still runs" in err
         code, out, _ = kvctl("shutdown", "--json")
         assert (code, json.loads(out)) == (7, {"state": "stopping"})
 
@@ -627,14 +630,14 @@ STRANGE = (
 
 @pytest.mark.parametrize("text", STRANGE)
 def test_what_is_not_ours_is_shown_as_it_is(text, capsys):
-    talk("[bold]{}[/]{}", text, text)
+    print_message("[bold]{}[/]{}", text, text)
     assert capsys.readouterr().err == f"{text}{text}\n"
-    talk("[dim]saved in {}[/]", text)
+    print_message("[dim]saved in {}[/]", text)
     assert capsys.readouterr().err == f"saved in {text}\n"
 
 
 def test_a_value_looks_as_its_place_does():
-    assert said("[bold]{}[/] is [dim]{}[/]!", "a[b", "[/]").markup == (
+    assert format_message("[bold]{}[/] is [dim]{}[/]!", "a[b", "[/]").markup == (
         r"[bold]a[b[/bold] is [dim]\[/][/dim]!"
     )
 
@@ -654,7 +657,7 @@ def test_a_conversation_goes_on_whatever_is_typed(kvctl, home: Home):
     assert code == 0
     for text in STRANGE:
         assert f"no command /{text.replace(' ', '_')}; /help" in err
-    assert r"'\\[/b]' is no value for top_k" in err
+    assert r"'\\[/b]' is not a value for top_k" in err
 
 
 def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
@@ -695,4 +698,4 @@ def test_a_daemon_that_does_not_know_a_command_is_of_another_version(kvctl, home
     with stub_daemon(home.socket, older):
         code, _, err = kvctl("pin", "demo")
     assert code == 1
-    assert err == "error: no\nhint: the daemon is of another version than kvctl; restart it\n"
+    assert err == "error: no\nhint: the daemon's version differs from kvctl's; restart the daemon\n"

@@ -68,19 +68,19 @@ def test_people_get_a_table_and_a_sentence(kvctl):
     code, out, err = kvctl("calibrate", "demo")
     assert code == 0
     assert [line.split() for line in out.splitlines()] == [
-        ["LEVEL", "KL", "TOP-1", "PERPLEXITY", "FLOOR"],
-        ["k8v8", "2e-05", "100.00%", "-0.03%", "kept"],
-        ["k4v4", "not", "finite", "50.00%", "not", "finite", "missed"],
+        ["LEVEL", "KL", "TOP-1", "PERPLEXITY", "QUALITY"],
+        ["k8v8", "2e-05", "100.00%", "-0.03%", "allowed"],
+        ["k4v4", "not", "finite", "50.00%", "not", "finite", "too", "low"],
     ]
-    assert "outside of a running daemon's budget" in err
-    assert "go down to k8v8, not below (KL up to 0.02, top-1 from 0.95)" in err
+    assert "outside a running daemon's budget" in err
+    assert "step down to k8v8 at the lowest (KL up to 0.02, top-1 from 0.95)" in err
     assert "/h/[1].json" in err
 
 
 @pytest.mark.process
 def test_a_model_that_bears_nothing_is_said_to(kvctl):
     _, _, err = kvctl("calibrate", "demo", stub="k16v16")
-    assert "not even k8v8 keeps the floor" in err
+    assert "even k8v8 misses the limits" in err
 
 
 @pytest.mark.process

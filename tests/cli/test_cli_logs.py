@@ -65,7 +65,7 @@ def test_lines_are_chosen_by_level_model_and_number(kvctl, written):
     assert kvctl("-n", "0")[1] == ""
     code, _, err = kvctl("--level", "loud")
     assert code == 2
-    assert "no level" in err
+    assert "'loud' is not one of 'debug'" in err
 
 
 def test_no_log_says_whose(kvctl, home: Home):

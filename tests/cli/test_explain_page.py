@@ -66,9 +66,9 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
 @pytest.mark.parametrize(
     ("verdict", "says"),
     [
-        ("fits", "there is room now"),
-        ("makes_room", "It would be had so:"),
-        ("waits", "would wait until others end"),
+        ("fits", "64 rows of 16,384 tokens at k8v8 fit now"),
+        ("makes_room", "These steps would make room:"),
+        ("waits", "requests wait until others end"),
         ("never", "never fit: even at k4v4"),
     ],
 )
@@ -79,5 +79,5 @@ def test_the_verdict_is_said(verdict, says):
 
 
 def test_where_the_numbers_come_from_is_said():
-    assert "as its worker counts" in shown(VALUE)
-    assert "reckoned from its files" in shown(replace(VALUE, measured=False, state="not loaded"))
+    assert "measured by its worker" in shown(VALUE)
+    assert "estimated from its files" in shown(replace(VALUE, measured=False, state="not loaded"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from kvd.__main__ import app as kvd_app
 from kvd.cli.app import app as kvctl_app
@@ -79,7 +79,7 @@ def test_options_become_settings(asked, options: str, spec: KVSpec):
         ("--kv-value-group-size 16", "--kv-value-group-size must be one of 32, 64, 128"),
         ("--kv-schemes k4v4,k8v8", "--kv-schemes must go down"),
         ("--kv-schemes ,", "--kv-schemes must hold KV schemes"),
-        ("--kv-floor 0", "--kv-floor is no LAYER=SCHEME, such as 0=k8v8: 0"),
+        ("--kv-floor 0", "--kv-floor is not LAYER=SCHEME, such as 0=k8v8: 0"),
         ("--kv-floor 1=k8v8 --kv-floor 1=k4v4", "--kv-floor names a layer twice: 1=k4v4"),
         ("--kv-floor 99999=k8v8", "a key of --kv-floor must be at most 4095"),
         ("--kv-floor 1=k9v9", "--kv-floor must hold KV schemes, and 'k9v9' is no KV scheme"),
@@ -100,4 +100,4 @@ def test_settings_of_no_model_are_refused(home: Home):
         kvd_app, ["serve", "--home", str(home.root), "--kv", "k4v4"], env={"COLUMNS": "400"}
     )
     assert done.exit_code == Exit.USAGE
-    assert "are for the models of --model" in done.output
+    assert "apply to models of --model" in done.output

@@ -28,6 +28,10 @@ def model_at(folder: Path, *sizes: int) -> Path:
     return folder
 
 
+def sources(incomplete: str) -> list[str]:
+    return completion.model_sources(None, None, incomplete)
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
@@ -65,7 +69,7 @@ def test_the_hub_s_cache_gives_each_model_s_main_snapshot(hub):
         "org/part": (2, False),
         "org/bare": (0, False),
     }
-    assert completion.a_source("org/n") == ["org/name/x"]
+    assert sources("org/n") == ["org/name/x"]
 
 
 def test_its_place_is_what_its_own_variables_say(monkeypatch, tmp_path):
@@ -81,8 +85,8 @@ def test_its_place_is_what_its_own_variables_say(monkeypatch, tmp_path):
 def test_a_shell_completes_folders(tmp_path):
     model_at(tmp_path / "qwen", 1)
     (tmp_path / "file").touch()
-    assert completion.a_source(f"{tmp_path}/") == [f"{tmp_path}/qwen"]
-    assert completion.a_source("de") == ["demo"]
+    assert sources(f"{tmp_path}/") == [f"{tmp_path}/qwen"]
+    assert sources("de") == ["demo"]
 
 
 def forecast(model, verdict):
@@ -90,7 +94,8 @@ def forecast(model, verdict):
     return Forecast(
         model=model, source=model, state="not loaded", measured=False, context=4096, rows=1,
         weights_bytes=1, base_bytes=1, idle_bytes=1, levels=[level], budget_bytes=2 << 30,
-        available_bytes=1, held_bytes=0, missing_bytes=0, steps=[], shortfall_bytes=0, verdict=verdict,
+        available_bytes=1, held_bytes=0, missing_bytes=0, steps=[], shortfall_bytes=0,
+        verdict=verdict,
     )  # fmt: skip
 
 
@@ -142,7 +147,7 @@ def test_each_model_is_told_with_what_the_daemon_reckons(
     for said in (
         "never: 3.0 GiB of 2.0 GiB",
         "its config.json is [empty]",
-        "not all of it is downloaded",
+        "not completely downloaded",
     ):
         assert said in page
 
@@ -163,12 +168,12 @@ def test_without_a_daemon_a_fresh_one_is_reckoned_with(kvctl, home: Home, hub):
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_the_page_keeps_to_its_width(width):
-    one = local_models.Found("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
+    one = local_models.LocalModel("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
     console = Console(width=width, file=io.StringIO(), highlight=False)
-    odd = local_models.Found("/[red]x", "folder", Path("/"), 5, complete=True)
+    odd = local_models.LocalModel("/[red]x", "folder", Path("/"), 5, complete=True)
     said = [forecast("m", verdict) for verdict in ("waits", "never")]
-    known = [models.Known(one, ("a", "b"), it) for it in said]
-    known.append(models.Known(odd, forecast=said[0]))
+    known = [models.Candidate(one, ("a", "b"), it) for it in said]
+    known.append(models.Candidate(odd, forecast=said[0]))
     console.print(models.page(known))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
     assert "/[red]x" in console.file.getvalue()

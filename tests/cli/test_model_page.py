@@ -54,7 +54,7 @@ def test_the_parts_fit_the_terminal_each_on_a_line(width: int):
     table = lines[next(i for i, line in enumerate(lines) if line.startswith("LAYERS")) :]
     cells = [" ".join(line.split()) for line in table]
     assert cells == [
-        "LAYERS KEPT AS SCHEME ROWS BYTES",
+        "LAYERS CACHE SCHEME ROWS BYTES",
         "6 × full pages k8v8 batched 1.6 KiB/token",  # noqa: RUF001
         "24 × window 8192 keep 4 dequantize-on-read k4g32v4g128 one 117 MiB/row",  # noqa: RUF001
         "2 × recurrent state dense batched 11.7 KiB/row",  # noqa: RUF001
@@ -66,8 +66,8 @@ def test_all_settings_are_said():
     text = " ".join(shown(MIXED, 80).split())
     assert (
         "k8v8, may step down to k8v4, k4v4; layer 0 not below k16v16; layer -1 not below k8v8; "
-        "dense until 512 tokens; at most 8192 tokens, the first 4 among them; "
-        "up to 256 MiB of prompts for later ones"
+        "dense until 512 tokens; at most 8192 tokens, including the first 4; "
+        "prefix cache up to 256 MiB"
     ) in text
     lowest = msgspec.structs.replace(
         MODEL, kv=KVSpec(4, 4, max_kv_size=512, keep=0, prefix_cache=0)
@@ -81,10 +81,7 @@ def test_all_settings_are_said():
     [
         (
             MODEL.stats.prefix,
-            (
-                "3320 of 4000 tokens found in the cache (83%); 3 checkpoints in 3.0 MiB,"
-                " 1 made room for others"
-            ),
+            ("3320 of 4000 tokens found in the cache (83%); 3 checkpoints in 3.0 MiB, 1 evicted"),
         ),
         (
             PrefixUse(queries=1, query_tokens=300, checkpoints=1, held=1 << 20),
@@ -104,7 +101,7 @@ def test_what_came_of_remembering_prompts(use: PrefixUse, said: str):
 def test_a_calibrated_ladder_is_the_one_that_is_left():
     info = msgspec.structs.replace(INFO, kv_schemes=["k8v8", "k8v4"], kv_calibrated="k8v4")
     text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
-    assert "k8v8, may step down to k8v4; calibrated: not below k8v4" in text
+    assert "k8v8, may step down to k8v4; quality floor k8v4" in text
 
 
 def test_a_page_is_named_where_rows_have_pages_for_good():
@@ -125,11 +122,11 @@ def test_a_model_that_is_not_loaded_shows_what_there_is():
 def test_the_table_of_all_points_here_where_there_is_a_reason():
     console = Console(width=80, file=io.StringIO(), highlight=False)
     console.print(status_page.status(daemon_status(MIXED), 80))
-    said = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` says why"
+    said = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` shows why"
     assert said in console.file.getvalue()
     console = Console(width=80, file=io.StringIO(), highlight=False)
     console.print(status_page.status(daemon_status(MODEL), 80))
-    assert "says why" not in console.file.getvalue()
+    assert "shows why" not in console.file.getvalue()
 
 
 def test_what_came_of_kernels_is_said():
@@ -138,5 +135,5 @@ def test_what_came_of_kernels_is_said():
         return " ".join(shown(msgspec.structs.replace(MODEL, info=info), 120).split())
 
     timed = {"call_ms": 0.1234, "reference_ms": 1.4}
-    assert "kernels, 0.12 ms a layer against 1.4 ms" in text(used=True, **timed)
+    assert "kernels, 0.12 ms per layer instead of 1.4 ms" in text(used=True, **timed)
     assert "without kernels: switched off KV cache" in text(used=False, reason="switched off")

@@ -10,8 +10,8 @@ import pytest
 
 from kvd import cli
 from kvd.cli import status
-from kvd.cli.common import Terms
-from kvd.cli.polling import Watch
+from kvd.cli.common import CommonOptions
+from kvd.cli.polling import PollingClient
 from kvd.host.home import Home
 from protocol import messages as m
 from protocol.errors import NotRunning
@@ -19,7 +19,7 @@ from tests.cli.stub import stub_daemon, well
 
 
 def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home: Home):
-    watch = Watch(Terms(home=str(home.root)))
+    watch = PollingClient(CommonOptions(home=str(home.root)))
     asked = []
 
     def leaving(request):
@@ -31,7 +31,7 @@ def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home
 
     with stub_daemon(home.socket, leaving):
         assert watch.status().state == "serving"
-        assert [one.seq for one in watch.news()] == [1]
+        assert [one.seq for one in watch.new_events()] == [1]
         with pytest.raises(NotRunning):
             watch.status()
     home.socket.unlink()
@@ -50,14 +50,15 @@ def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home
 
     with stub_daemon(home.socket, successor), watch:
         assert watch.status().version == "0.1.0"
-        assert watch.news() == []
+        assert watch.new_events() == []
     assert asked == [0]
 
 
 def test_the_same_daemon_tells_what_is_new(home: Home):
-    with stub_daemon(home.socket, well) as requests, Watch(Terms(home=str(home.root))) as watch:
-        watch.news()
-        watch.news()
+    common = CommonOptions(home=str(home.root))
+    with stub_daemon(home.socket, well) as requests, PollingClient(common) as watch:
+        watch.new_events()
+        watch.new_events()
     assert [one.since for one in requests if isinstance(one, m.Events)] == [0, 1]
 
 

@@ -54,7 +54,7 @@ def table(text):
 
 
 BUSY = msgspec.structs.replace(MODEL, paused=1, source="/models/demo")
-ALL = ["MODEL", "STATE", "ROWS", "WAIT", "PARKED", "TOK/S", "KV", "LEVELS"]
+ALL = ["MODEL", "STATE", "ROWS", "QUEUED", "PAUSED", "TOK/S", "KV", "LEVELS"]
 ALL += ["GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
 
 
@@ -67,13 +67,13 @@ def test_eighty_columns_have_what_matters():
 def test_what_nobody_has_takes_no_column():
     idle = msgspec.structs.replace(MODEL, stats=WorkerStats())
     header, _ = table(shown(daemon_status(idle), 200))
-    assert not {"WAIT", "PARKED", "HITS", "SOURCE"} & set(header)
+    assert not {"QUEUED", "PAUSED", "HITS", "SOURCE"} & set(header)
 
 
 def test_requests_for_a_model_that_loads_wait():
     loading = ModelStatus(name="new", source="new", state="loading", requests=4)
     header, row = table(shown(daemon_status(loading), 80))
-    assert dict(zip(header, row.split(), strict=False))["WAIT"] == "4"
+    assert dict(zip(header, row.split(), strict=False))["QUEUED"] == "4"
 
 
 def test_levels_say_what_share_of_the_pages_is_on_which():
@@ -102,7 +102,7 @@ def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
 def test_a_budget_that_was_lowered_below_what_is_granted_says_so():
     status = msgspec.structs.replace(daemon_status(MODEL), budget_bytes=80 << 20)
     text = shown(status, 160)
-    assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB over, being worked off" in text
+    assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB over, models give it back" in text
     assert "░" not in text
 
 
@@ -115,7 +115,7 @@ def test_a_wide_terminal_has_the_rest():
 
 def test_forty_columns_still_name_the_model_and_its_state():
     header, row = table(shown(daemon_status(MODEL), 40))
-    assert header == ["MODEL", "STATE", "ROWS", "WAIT", "TOK/S"]
+    assert header == ["MODEL", "STATE", "ROWS", "QUEUED", "TOK/S"]
     assert row.split()[:2] == ["demo", "ready"]
 
 
@@ -165,7 +165,7 @@ def test_the_line_about_a_loaded_model_is_cut_between_words_where_it_is_too_long
 
 def test_models_that_are_not_loaded_are_named():
     status = msgspec.structs.replace(daemon_status(MODEL), unloaded=["chat", "code"])
-    assert "not loaded, until a request names them: chat, code" in shown(status, 100)
+    assert "unloaded, loaded by the next request: chat, code" in shown(status, 100)
     assert "no models" not in shown(msgspec.structs.replace(status, models=[]), 100)
 
 

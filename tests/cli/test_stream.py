@@ -23,7 +23,7 @@ EVENTS: list[Event] = [
 def told(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(stream, "stderr_console", lambda: Console(force_terminal=terminal))
-    monkeypatch.setattr(stream, "talk", lines.append)
+    monkeypatch.setattr(stream, "print_message", lines.append)
     completion = Completion.__new__(Completion)
     shown = stream.Stream(completion)
     for event in EVENTS:
@@ -36,7 +36,7 @@ def test_a_person_is_told_why_nothing_comes_until_something_does(
 ) -> None:
     lines = told(monkeypatch, terminal=True)
 
-    words = ("number 3", "started again", "rests")
+    words = ("position 3", "worker restarts", "need the memory")
     assert all(word in line for word, line in zip(words, lines, strict=True))
     assert capsys.readouterr().out == "so"
 

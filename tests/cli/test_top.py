@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from kvd.cli import top_page
-from kvd.cli.keyboard import keys_of
+from kvd.cli.keyboard import parse_keys
 from kvd.cli.top_page import View, spark
 from kvd.host.home import Home
 from protocol import messages as m
@@ -56,11 +56,11 @@ def names(lines):
 @pytest.mark.parametrize("height", [8, 24, 50])
 @pytest.mark.parametrize("status", [daemon_status(), MANY, daemon_status(MODEL, BROKEN)])
 def test_a_page_fills_the_screen_and_no_more(width, height, status):
-    view = View(away="gone")
+    view = View(error="gone")
     happened = m.EventRecord(id="1", seq=1, at=0.0, kind="evict", model="x" * 200)
     view.take(status, [happened] * 30)
     for page in ("models", "model", "help"):
-        view.page, view.chosen = page, "demo"
+        view.page, view.selected = page, "demo"
         lines = shown(view, status, width, height)
         assert all(len(line) <= width for line in lines)
         if page == "models":
@@ -86,7 +86,7 @@ def test_the_chosen_model_is_always_in_sight_and_its_page_a_key_away():
     view = View()
     for _ in range(9):
         view.press("down", MANY)
-    assert view.chosen == "model-1"
+    assert view.selected == "model-1"
     assert "model-1" in names(shown(view, MANY, height=9))
     view.press("end", MANY)
     assert "model-0" in names(shown(view, MANY, height=9))
@@ -95,7 +95,7 @@ def test_the_chosen_model_is_always_in_sight_and_its_page_a_key_away():
     view.press("escape", MANY)
     assert names(shown(view, MANY))
     view.press("page up", MANY)
-    assert view.chosen == "model-9"
+    assert view.selected == "model-9"
 
 
 def test_other_keys_and_an_empty_daemon_do_no_harm():
@@ -103,7 +103,7 @@ def test_other_keys_and_an_empty_daemon_do_no_harm():
     for key in ("x", "down", "enter", "escape", "\x00", "é"):
         view.press(key, None)
         view.press(key, daemon_status())
-    assert (view.chosen, view.page) == (None, "models")
+    assert (view.selected, view.page) == (None, "models")
     view.press("+", None)
     assert view.interval_s == 2.0
     for _ in range(9):
@@ -121,12 +121,12 @@ def test_what_is_gone_is_forgotten():
     view = View()
     view.take(MANY, [])
     view.take(daemon_status(MODEL), [])
-    assert list(view.each) == ["demo"]
+    assert list(view.by_model) == ["demo"]
     assert list(view.total) == [45.0, MODEL.stats.tokens_per_s]
 
 
 def test_sequences_of_a_terminal_are_one_key_each():
-    assert keys_of("q\x1b[A\x1bOB \r\x1b[6~é\x1b") == [
+    assert parse_keys("q\x1b[A\x1bOB \r\x1b[6~é\x1b") == [
         *("q", "up", "down", "space", "enter", "page down", "é", "escape")
     ]
 
@@ -185,7 +185,7 @@ def test_on_a_terminal_it_lives_through_keys_resizes_and_the_daemon_s_death(home
         terminal.wait_for("demo")
         terminal.wait_for("evict")
         terminal.press("?")
-        terminal.wait_for("hold still")
+        terminal.wait_for("pause the display")
         terminal.press("\x1b")
         terminal.wait_for("GRANTED")
         terminal.text = ""

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from rich.cells import cell_len
 
-from kvd.cli.word_wrap import Wrap
+from kvd.cli.word_wrap import WordWrap
 
 TEXT = "I can recall facts from a long text, copy words, answer short questions and write a few."
 
@@ -32,7 +32,7 @@ def screen(written):
 @pytest.mark.parametrize("width", [12, 20, 40, 79, 200])
 @pytest.mark.parametrize("seed", range(3))
 def test_words_stay_whole_in_whatever_pieces_they_come(width, seed):
-    wrap, rest, draw = Wrap(width), TEXT, random.Random(seed)
+    wrap, rest, draw = WordWrap(width), TEXT, random.Random(seed)
     written = ""
     while rest:
         count = draw.randint(1, 9)
@@ -43,16 +43,16 @@ def test_words_stay_whole_in_whatever_pieces_they_come(width, seed):
 
 
 def test_lines_of_the_text_and_its_indents_stay():
-    assert screen(Wrap(20).add("a\n  b c\n\nd")) == ["a", "  b c", "", "d"]
+    assert screen(WordWrap(20).add("a\n  b c\n\nd")) == ["a", "  b c", "", "d"]
 
 
 def test_a_word_longer_than_a_line_is_cut():
-    lines = screen(Wrap(11).add("ab " + "x" * 25))
+    lines = screen(WordWrap(11).add("ab " + "x" * 25))
     assert "".join(lines).replace(" ", "") == "ab" + "x" * 25
     assert max(map(len, lines)) == 10
 
 
 def test_wide_characters_count_twice():
-    lines = screen(Wrap(11).add("\u4f60\u597d " * 6))
+    lines = screen(WordWrap(11).add("\u4f60\u597d " * 6))
     assert max(map(cell_len, lines)) <= 10
     assert [line.strip() for line in lines if line.strip()] == ["\u4f60\u597d \u4f60\u597d"] * 3

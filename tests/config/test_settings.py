@@ -278,7 +278,7 @@ def test_the_page_shows_keys_values_and_what_waits(home: Home):
     rows = [line.split() for line in console.file.getvalue().splitlines()]
     lines = {row[0]: " ".join(row[1:]) for row in rows}
     assert lines["budget"] == "8GiB file live"
-    assert lines["max_rows"] == "32 default waits for a restart: 8"
+    assert lines["max_rows"] == "32 default at the next restart: 8"
     assert lines["models[q].priority"] == "2 file live"
-    assert lines["models[q].source"] == "/m/qwen file while it is not loaded"
+    assert lines["models[q].source"] == "/m/qwen file while not loaded"
     assert lines["prefill_chunk"] == "- default at a restart"

@@ -1,0 +1,84 @@
+"""`kvctl --install-completion` and `--show-completion`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import rich_click as click
+from click.shell_completion import get_completion_class
+
+from kvd.cli.common import option_group
+
+_BASH_FILE = Path(".bash_completions/kvctl.sh")
+_ZSH_FILE = Path(".zfunc/_kvctl")
+_FISH_FILE = Path(".config/fish/completions/kvctl.fish")
+_ZSH_LINE = "fpath+=~/.zfunc; autoload -Uz compinit; compinit"
+
+
+def _shell() -> str:
+    """Return the name of the user's login shell."""
+    return Path(os.environ.get("SHELL", "")).name
+
+
+def _script(context: click.Context) -> str:
+    """Return the login shell's completion script for this program."""
+    shell = _shell()
+    completion = get_completion_class(shell)
+    if completion is None:
+        raise click.UsageError(f"no completion for the shell {shell!r}; SHELL names another")
+    root = context.find_root()
+    assert root.info_name is not None
+    variable = f"_{root.info_name}_complete".replace("-", "_").upper()
+    return completion(root.command, {}, root.info_name, variable).source()
+
+
+def install(script: str, shell: str, home: Path) -> Path:
+    """Write a completion script where the shell reads it; return the file.
+
+    bash and zsh get a line in their startup file, unless it is there already.
+    """
+    file = home / {"bash": _BASH_FILE, "zsh": _ZSH_FILE, "fish": _FISH_FILE}[shell]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(script, encoding="utf-8")
+    if shell == "bash":
+        _add_line(home / ".bashrc", f"source '{file}'")
+    elif shell == "zsh":
+        _add_line(home / ".zshrc", _ZSH_LINE)
+    return file
+
+
+def _add_line(startup_file: Path, line: str) -> None:
+    text = startup_file.read_text(encoding="utf-8") if startup_file.exists() else ""
+    if line not in text:
+        newline = "" if not text or text.endswith("\n") else "\n"
+        startup_file.write_text(f"{text}{newline}{line}\n", encoding="utf-8")
+
+
+def _install(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    script, shell = _script(context), _shell()
+    if shell not in {"bash", "zsh", "fish"}:
+        raise click.UsageError(f"cannot install for {shell}; `kvctl --show-completion` prints it")
+    click.echo(f"{shell} completion installed in {install(script, shell, Path.home())}")
+    click.echo("It takes effect in the next terminal.")
+    context.exit()
+
+
+def _show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(_script(context))
+        context.exit()
+
+
+completion_options = option_group(
+    click.option(
+        "--install-completion", is_flag=True, expose_value=False, callback=_install,
+        help="Install completion for your login shell.",
+    ),
+    click.option(
+        "--show-completion", is_flag=True, expose_value=False, callback=_show,
+        help="Print that completion script.",
+    ),
+)  # fmt: skip
