@@ -22,7 +22,7 @@ from protocol.worker import (
     Submit,
 )
 from tests.worker.core.driver import Driver
-from tests.worker.process.heard import Heard
+from tests.worker.process.received import Received
 
 pytestmark = pytest.mark.mlx
 
@@ -60,10 +60,10 @@ def asked() -> list[Submit]:
     ]
 
 
-def hear(reports: Iterable[Report]) -> dict[str, Heard]:
-    heard = {submit.rid: Heard(submit) for submit in asked()}
+def hear(reports: Iterable[Report]) -> dict[str, Received]:
+    heard = {submit.rid: Received(submit) for submit in asked()}
     for report in reports:
-        heard[report.rid].hear(report)
+        heard[report.rid].add(report)
     return heard
 
 
@@ -104,9 +104,9 @@ def test_streams_go_on_from_any_word(demo: Driver, undisturbed: list[Report]) ->
     for cut in [0, *rng.sample(range(len(undisturbed)), 3), *rng.sample(ends, 3), ends[-1]]:
         demo.engine._prefix_cache.tree.clear()
         heard = hear(undisturbed[:cut])
-        again = [one.again() for one in heard.values() if one.end is None]
+        again = [one.resubmission() for one in heard.values() if one.end is None]
         for report in said(demo, again):
-            heard[report.rid].hear(report)
+            heard[report.rid].add(report)
 
         assert {rid: one.all() for rid, one in heard.items()} == right, f"cut at {cut}"
 
@@ -115,11 +115,14 @@ def test_who_runs_beside_a_replay_is_not_disturbed(demo: Driver, undisturbed: li
     right = hear(undisturbed)["greedy"]
     heard = hear(undisturbed[: len(undisturbed) // 2])
     others = [one for rid, one in heard.items() if rid != "greedy" and one.end is None]
-    beside = [msgspec.structs.replace(one, rid=f"{one.rid}!") for one in map(Heard.again, others)]
-    alone = Heard(right.submit)
+    beside = [
+        msgspec.structs.replace(one, rid=f"{one.rid}!")
+        for one in map(Received.resubmission, others)
+    ]
+    alone = Received(right.submit)
     for report in said(demo, [right.submit, *beside]):
         if report.rid == "greedy":
-            alone.hear(report)
+            alone.add(report)
 
     assert alone.all() == right.all()
 
@@ -128,7 +131,7 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
     demo: Driver, undisturbed: list[Report]
 ) -> None:
     right = hear(undisturbed)["greedy"]
-    far = Heard(right.submit)
+    far = Received(right.submit)
     far.tokens, far.texts = [right.tokens[0][:100]], [""]
     text = "".join(
         one.text
@@ -138,20 +141,20 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
     far.texts = [text]
     engine = demo.engine
 
-    engine.submit(far.again())
+    engine.submit(far.resubmission())
     for _ in range(20):
         engine.step()
     engine.cancel("greedy")
     [end] = [one for one in said(demo, []) if isinstance(one, RowFinished)]
     assert (end.reason, end.usage.completion_tokens) == ("cancelled", 100)
 
-    engine.submit(far.again())
+    engine.submit(far.resubmission())
     for _ in range(20):
         engine.step()
     engine.preempt("greedy")
     engine.unpark("greedy")
     for report in said(demo, []):
-        far.hear(report)
+        far.add(report)
     assert far.all() == right.all()
 
     late = msgspec.structs.replace(

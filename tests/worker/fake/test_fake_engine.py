@@ -1,4 +1,4 @@
-"""The fake engine: its name's keys, its faults, and that every request ends exactly once."""
+"""The fake engine: keys of its name, faults, and exactly one end for each request."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from protocol.worker import (
     RowTokens,
     Submit,
 )
-from tests.worker.process.heard import Heard
 from tests.worker.process.peer import submit
+from tests.worker.process.received import Received
 
 
 def grant_of(wanted, granted=True):
@@ -61,7 +61,7 @@ def run(engine, steps=10_000):
             if isinstance(report, MemoryRequested):
                 engine.granted(grant_of(report))
         reports += made
-    raise AssertionError("it does not end")
+    raise AssertionError("the engine still has work")
 
 
 def text_of(reports, rid="a"):
@@ -76,7 +76,7 @@ def ends_of(reports):
     return [r for r in reports if isinstance(r, (RowFinished, RowFailed))]
 
 
-def test_names(tmp_path):
+def test_names_are_parsed(tmp_path):
     assert parse("fake:tps=200,load=0.1,crash_after=50") == FakeModel(
         tps=200.0, load=0.1, crash_after=50
     )
@@ -84,7 +84,7 @@ def test_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nope", "org/model", "/no/such/folder"])
-def test_unknown_names(name):
+def test_unknown_names_are_refused(name):
     with pytest.raises(UnknownModel, match="try fake:"):
         parse(name)
 
@@ -95,7 +95,7 @@ def test_broken_names_list_the_keys(settings):
         parse(f"fake:{settings}")
 
 
-def test_it_says_how_it_would_keep_its_cache():
+def test_model_info_describes_the_kv_cache():
     def part(kv):
         grant = Grant(seq=1, total_bytes=2**40, granted=True)
         command = LoadModel(source="fake:page_bytes=6400", kv=kv)
@@ -115,22 +115,22 @@ def test_it_says_how_it_would_keep_its_cache():
 
 
 def test_tokens_are_a_pure_function_of_prompt_seed_and_position():
-    def tokens(prompt, sampling, beside=()):
+    def tokens(prompt, sampling, other_rids=()):
         engine = loaded()
-        for rid in beside:
+        for rid in other_rids:
             engine.submit(submit(rid, rid * 50))
         engine.submit(submit("a", prompt, sampling=sampling, max_tokens=50))
         return tokens_of(run(engine))
 
     greedy = Sampling(seed=1)
     sampled = Sampling(temperature=1.0, seed=1)
-    assert tokens("p", sampled) == tokens("p", sampled, beside=["x", "y"])
+    assert tokens("p", sampled) == tokens("p", sampled, other_rids=["x", "y"])
     assert tokens("p", greedy) == tokens("p", Sampling(seed=2))
     assert tokens("p", sampled) != tokens("p", Sampling(temperature=1.0, seed=2))
     assert tokens("p", sampled) != tokens("q", sampled)
 
 
-def test_text_is_the_tokens_words():
+def test_text_consists_of_the_words_of_the_tokens():
     engine = loaded()
     engine.submit(submit("a", max_tokens=20))
     reports = run(engine)
@@ -138,7 +138,7 @@ def test_text_is_the_tokens_words():
     assert len({word(token) for token in range(256)}) == 256
 
 
-def test_a_stop_string_ends_a_row_and_is_not_shown():
+def test_a_stop_string_ends_a_row_and_is_not_sent():
     engine = loaded()
     engine.submit(submit("a", max_tokens=20))
     words = text_of(run(engine))
@@ -149,7 +149,7 @@ def test_a_stop_string_ends_a_row_and_is_not_shown():
     assert ends_of(reports)[0].reason == "stop"
 
 
-def test_rows_end_by_length_and_by_themselves():
+def test_rows_end_by_length_and_by_eos():
     engine = loaded("tps=0,eos_after=7")
     engine.submit(submit("a", max_tokens=5))
     engine.submit(submit("b", max_tokens=9))
@@ -194,7 +194,7 @@ def test_bad_logits_fail_their_row_alone(settings, sent):
         (submit("a", stop=[""]), InvalidRequest),
     ],
 )
-def test_wrong_requests_leave_nothing_behind(request_, error):
+def test_refused_requests_leave_no_state(request_, error):
     engine = loaded("tps=0,context=100")
     with pytest.raises(error):
         engine.submit(request_)
@@ -202,7 +202,7 @@ def test_wrong_requests_leave_nothing_behind(request_, error):
     engine.submit(submit("a", max_tokens=1))
 
 
-def test_messages_are_a_prompt():
+def test_messages_become_a_prompt():
     engine = loaded()
     messages = [ChatMessage("user", "hi")]
     count = engine.submit(Submit(rid="a", sampling=Sampling(), messages=messages))
@@ -212,7 +212,7 @@ def test_messages_are_a_prompt():
 HOT = Sampling(temperature=1.0, seed=5)
 
 
-def test_choices_run_together_differ_and_the_first_is_that_of_a_single_one():
+def test_choices_differ_and_the_first_equals_a_single_choice():
     engine = loaded()
     engine.submit(submit("a", max_tokens=6, sampling=HOT))
     single = tokens_of(run(engine))
@@ -241,7 +241,7 @@ def test_a_cancel_ends_all_choices():
     assert ends_of(reports)[0].reason == "cancelled"
 
 
-def test_stop_tokens_end_a_row_unsent_and_not_before_min_tokens():
+def test_stop_tokens_end_a_row_after_min_tokens_and_are_not_sent():
     engine = loaded()
     engine.submit(submit("a", max_tokens=30))
     words = tokens_of(run(engine))
@@ -261,7 +261,7 @@ def test_stop_tokens_end_a_row_unsent_and_not_before_min_tokens():
     assert stop not in tokens_of(reports)
 
 
-def test_min_tokens_and_ignore_eos_hold_back_the_end():
+def test_min_tokens_and_ignore_eos_delay_the_end():
     engine = loaded("tps=0,eos_after=4")
     engine.submit(submit("a", max_tokens=9))
     engine.submit(submit("b", max_tokens=9, ignore_eos=True))
@@ -281,20 +281,20 @@ def loaded_with(rid, **fields):
 @pytest.mark.parametrize("sampling", [Sampling(), HOT], ids=["greedy", "sampled"])
 def test_logprobs_are_those_of_one_distribution(sampling):
     reports = run(loaded_with("a", max_tokens=40, sampling=sampling, logprobs=20))
-    told = [t for r in reports if isinstance(r, RowTokens) for t in r.logprobs]
-    assert [t.token for t in told] == tokens_of(reports)
-    for one in told:
+    logprobs = [t for r in reports if isinstance(r, RowTokens) for t in r.logprobs]
+    assert [t.token for t in logprobs] == tokens_of(reports)
+    for one in logprobs:
         values = [other.logprob for other in one.top]
         assert values == sorted(values, reverse=True)
         assert len({other.token for other in one.top}) == 20
         assert sum(map(math.exp, values)) < 1
         assert (one.token, one.logprob) in {(other.token, other.logprob) for other in one.top}
-    assert all(t.token == t.top[0].token for t in told) == (sampling.temperature == 0)
+    assert all(t.token == t.top[0].token for t in logprobs) == (sampling.temperature == 0)
 
 
 def test_logprobs_without_alternatives_and_none_at_all():
-    told = [t for r in run(loaded_with("a", max_tokens=3, logprobs=0)) for t in logprobs_of(r)]
-    assert (len(told), [t.top for t in told]) == (3, [[]] * 3)
+    logprobs = [t for r in run(loaded_with("a", max_tokens=3, logprobs=0)) for t in logprobs_of(r)]
+    assert (len(logprobs), [t.top for t in logprobs]) == (3, [[]] * 3)
     assert not any(logprobs_of(r) for r in run(loaded_with("a", max_tokens=3)))
 
 
@@ -303,18 +303,18 @@ def logprobs_of(report):
 
 
 @pytest.mark.parametrize("length", [1, 5, 256, 257, 1000])
-def test_a_prompt_is_told_whole_before_the_first_token(length):
+def test_all_prompt_logprobs_are_reported_before_the_first_token(length):
     reports = run(loaded_with("a", prompt="x" * length, max_tokens=1, prompt_logprobs=2))
-    told = [r for r in reports if isinstance(r, RowPrompt)]
-    assert reports[: len(told) + 1] == [RowAdmitted(rid="a"), *told]
-    entries = [entry for r in told for entry in r.logprobs]
-    assert [r.index for r in told] == list(range(0, length, 256))
+    parts = [r for r in reports if isinstance(r, RowPrompt)]
+    assert reports[: len(parts) + 1] == [RowAdmitted(rid="a"), *parts]
+    entries = [entry for r in parts for entry in r.logprobs]
+    assert [r.index for r in parts] == list(range(0, length, 256))
     assert [entry.token for entry in entries] == [ord("x")] * length
     assert (entries[0].logprob, entries[0].top) == (None, [])
     assert all(entry.logprob < 0 and len(entry.top) == 2 for entry in entries[1:])
 
 
-def test_a_deadline_ends_rows_that_run_and_that_wait():
+def test_a_deadline_ends_running_and_queued_requests():
     times = [0.0]
     engine = FakeEngine(sleep=lambda _: None, clock=lambda: times[-1])
     engine.load(
@@ -346,7 +346,7 @@ def test_a_deadline_ends_rows_that_run_and_that_wait():
         ({"sampling": Sampling(logit_bias={999: 1.0})}, "sampling.logit_bias"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_by_name(fields, field):
+def test_token_ids_outside_the_vocabulary_are_refused_with_their_field(fields, field):
     engine = loaded()
     with pytest.raises(InvalidRequest, match="outside the vocabulary of 256") as caught:
         engine.submit(submit("a", **fields))
@@ -365,7 +365,7 @@ def test_load_faults():
         )
 
 
-def test_the_pace_is_the_name_s():
+def test_the_name_sets_the_speed():
     now = 0.0
 
     def sleep(seconds):
@@ -417,7 +417,7 @@ def test_mixed_traffic_ends_every_request_exactly_once(seed):
     assert len(submitted) > 100
 
 
-# Prompts that begin alike.
+# Prompts with the same beginning.
 
 SHARED = "The same beginning of every request. " * 40
 
@@ -426,7 +426,7 @@ def cached_of(reports):
     return {one.rid: one.usage.cached_tokens for one in ends_of(reports)}
 
 
-def test_what_was_read_before_is_told_as_cached():
+def test_cached_tokens_count_prefix_hits_with_the_same_salt():
     engine = loaded()
     for number, salt in enumerate([None, None, "other"]):
         prompt = f"{SHARED}{number}"
@@ -439,7 +439,7 @@ def test_what_was_read_before_is_told_as_cached():
     assert stats.prefix.held == (20 + 20) * 64 * 1024  # of each salt
 
 
-def test_requests_that_come_together_read_it_once():
+def test_simultaneous_requests_prefill_a_shared_prefix_once():
     engine = loaded()
     for number in range(32):
         engine.submit(submit(f"{number:02}", prompt=f"{SHARED}{number:02}", max_tokens=2))
@@ -449,7 +449,7 @@ def test_requests_that_come_together_read_it_once():
     assert stats.computed_tokens == 1280 + 32 * (len(SHARED) + 1 - 1280)
 
 
-def test_without_a_prefix_cache_nothing_is_remembered():
+def test_without_a_prefix_cache_there_are_no_checkpoints():
     engine = loaded(kv=KVSpec(prefix_cache=0))
     for number in range(2):
         engine.submit(submit(f"{number}", prompt=SHARED, max_tokens=2))
@@ -457,7 +457,7 @@ def test_without_a_prefix_cache_nothing_is_remembered():
     assert engine.stats().prefix.checkpoints == 0
 
 
-def test_remembered_prompts_give_way_to_requests():
+def test_checkpoints_are_evicted_for_requests():
     engine = loaded("tps=0,pages=40")
     engine.submit(submit("a", prompt=SHARED, max_tokens=2))
     run(engine)
@@ -476,45 +476,47 @@ def test_remembered_prompts_give_way_to_requests():
     assert engine.stats().prefix.evicted
 
 
-HOLDS = ["a#", "e#", "i#", "o#"]
-"""The last letter is always held back, so that an end has text of its own."""
-ASKED = [
+HELD_BACK = ["a#", "e#", "i#", "o#"]
+"""Stop strings that hold the last letter back, so that the end of a row has text."""
+REQUESTS = [
     submit("plain", max_tokens=9, logprobs=2),
     submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
     submit("stops", max_tokens=40, n=2, stop=["a b", "lo"], min_tokens=3),
     submit("ends", max_tokens=300, stop_tokens=list(range(0, 256, 7)), min_tokens=2),
-    submit("held", max_tokens=300, stop=HOLDS, stop_tokens=list(range(0, 256, 9))),
-    submit("held to the end", max_tokens=5, n=2, stop=HOLDS),
+    submit("held", max_tokens=300, stop=HELD_BACK, stop_tokens=list(range(0, 256, 9))),
+    submit("held to the end", max_tokens=5, n=2, stop=HELD_BACK),
     submit("scored", prompt="x" * 600, max_tokens=2, prompt_logprobs=1),
 ]
 
 
 @pytest.mark.parametrize("settings", ["tps=0", "tps=0,eos_after=6"])
-def test_streams_go_on_from_any_word(settings):
-    def said(requests):
+def test_streams_continue_from_any_report(settings):
+    def reports_of(requests):
         engine = loaded(settings)
         for request in requests:
             engine.submit(request)
         kinds = (RowTokens, RowPrompt, ChoiceFinished, RowFinished, RowFailed)
         return [one for one in run(engine) if isinstance(one, kinds)]
 
-    def heard_of(reports):
-        heard = {one.rid: Heard(one) for one in ASKED}
+    def received_of(reports):
+        received = {one.rid: Received(one) for one in REQUESTS}
         for report in reports:
-            heard[report.rid].hear(report)
-        return heard
+            received[report.rid].add(report)
+        return received
 
-    undisturbed = said(ASKED)
-    right = {rid: one.all() for rid, one in heard_of(undisturbed).items()}
-    assert all(one.end for one in heard_of(undisturbed).values())
+    undisturbed = reports_of(REQUESTS)
+    expected = {rid: one.all() for rid, one in received_of(undisturbed).items()}
+    assert all(one.end for one in received_of(undisturbed).values())
     for cut in range(len(undisturbed)):
-        heard = heard_of(undisturbed[:cut])
-        for report in said([one.again() for one in heard.values() if one.end is None]):
-            heard[report.rid].hear(report)
-        assert {rid: one.all() for rid, one in heard.items()} == right, f"cut at {cut}"
+        received = received_of(undisturbed[:cut])
+        for report in reports_of(
+            [one.resubmission() for one in received.values() if one.end is None]
+        ):
+            received[report.rid].add(report)
+        assert {rid: one.all() for rid, one in received.items()} == expected, f"cut at {cut}"
 
 
-def test_requests_that_wait_for_a_place_make_no_step_one_that_reads_prompts():
+def test_queued_requests_do_not_count_as_prefill():
     engine = loaded(max_rows=1)
     for rid in ("a", "b"):
         engine.submit(submit(rid, max_tokens=8))
@@ -525,6 +527,6 @@ def test_requests_that_wait_for_a_place_make_no_step_one_that_reads_prompts():
             if isinstance(report, MemoryRequested):
                 engine.granted(grant_of(report))
 
-    assert read[0], "a begins"
-    assert not any(read[1:8]), "b has no place yet"
-    assert sum(read[8:]) == 1, "b begins"
+    assert read[0], "prefill of a"
+    assert not any(read[1:8]), "b is queued"
+    assert sum(read[8:]) == 1, "prefill of b"

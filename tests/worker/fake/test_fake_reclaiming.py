@@ -1,4 +1,4 @@
-"""The fake engine under pressure: what it offers it gives, and no request loses a token."""
+"""Reclaiming in the fake engine: it frees what it reported, and no request loses a token."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ PAGE = 64 * 1024
 
 
 def filled(**fields):
-    """Three rows of 1664 tokens, 25 pages each; their prompts are read."""
+    """Return an engine with three decoding rows of at most 1664 tokens, 25 pages each."""
     engine = loaded("tps=0,pages=8", prefill_chunk=256, **fields)
     for rid in "abc":
         engine.submit(submit(rid, rid * 1024, max_tokens=640))
     reports = []
     while engine.stats().generated_tokens < 30:
-        reports += answered(engine)
+        reports += step(engine)
     return engine, reports
 
 
-def answered(engine):
+def step(engine):
+    """Step; answer memory requests."""
     made = engine.step()
     for report in made:
         if isinstance(report, MemoryRequested):
@@ -44,11 +45,11 @@ def answered(engine):
 
 def reclaim(engine, method, wanted, level=0):
     engine.reclaim(Reclaim(seq=3, method=method, wanted_bytes=wanted, level=level))
-    reports = answered(engine)
+    reports = step(engine)
     return next(one for one in reports if isinstance(one, Reclaimed)), reports
 
 
-def test_each_means_gives_what_it_promised():
+def test_each_reclaim_method_frees_the_reported_bytes():
     engine, _ = filled()
     for method, level in (
         ("spare", 0),
@@ -81,35 +82,35 @@ def test_each_means_gives_what_it_promised():
     assert run(engine)
 
 
-def test_a_wish_says_what_could_be_given_back_and_whether_it_is_for_a_parked_row():
+def test_memory_requests_report_reclaimable_bytes_and_preempted_rows():
     engine, reports = filled(kv=KVSpec(prefix_cache=0))
-    wishes = [one for one in reports if isinstance(one, MemoryRequested)]
-    assert wishes[-1].reclaimable.base == 64 << 20
-    assert not any(one.resuming for one in wishes)
+    requests = [one for one in reports if isinstance(one, MemoryRequested)]
+    assert requests[-1].reclaimable.base == 64 << 20
+    assert not any(one.resuming for one in requests)
     _, reports = reclaim(engine, "preempt", 1 << 40)
-    reports += answered(engine)
-    wishes = [one for one in reports if isinstance(one, MemoryRequested)]
-    assert wishes[-1].resuming
-    assert wishes[-1].reclaimable.waiting == 3
+    reports += step(engine)
+    requests = [one for one in reports if isinstance(one, MemoryRequested)]
+    assert requests[-1].resuming
+    assert requests[-1].reclaimable.waiting == 3
 
 
-def test_new_rows_start_lower_until_pressure_is_over():
+def test_new_rows_start_at_the_start_level():
     engine, _ = filled()
     engine.start_level(StartLevel(level=9))
     engine.submit(submit("d", "d" * 640, max_tokens=640))
-    answered(engine)
-    answered(engine)
+    step(engine)
+    step(engine)
     assert engine.stats().reclaimable.level == engine._scheduler.find("d").level == 2
     engine.start_level(StartLevel(level=0))
     engine.submit(submit("e", "e" * 640, max_tokens=640))
-    answered(engine)
-    answered(engine)
+    step(engine)
+    step(engine)
     assert engine._scheduler.find("e").level == 0
     run(engine)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_that_are_parked_again_and_again_get_the_same_tokens(seed, monkeypatch):
+def test_repeated_preemption_does_not_change_tokens(seed, monkeypatch):
     monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 16)
     engine, reports = filled(swap_folder="/nowhere", swap_bytes=1)
     draw = random.Random(seed)
@@ -121,18 +122,18 @@ def test_rows_that_are_parked_again_and_again_get_the_same_tokens(seed, monkeypa
             engine.reclaim(
                 Reclaim(seq=1, method=method, wanted_bytes=draw.choice([1, 1 << 40]), level=level)
             )
-        reports += answered(engine)
-    wanted = {rid: tokens_of(run_alone(rid), rid) for rid in "abc"}
+        reports += step(engine)
+    expected = {rid: tokens_of(run_alone(rid), rid) for rid in "abc"}
     for rid in "abc":
-        assert tokens_of(reports, rid) == wanted[rid]
+        assert tokens_of(reports, rid) == expected[rid]
     assert sum(isinstance(one, RowFinished) for one in reports) == 3
-    story = [one for one in reports if isinstance(one, (RowPreempted, RowResumed))]
+    changes = [one for one in reports if isinstance(one, (RowPreempted, RowResumed))]
     for rid in "abc":
-        mine = [type(one) for one in story if one.rid == rid]
-        assert mine == [RowPreempted, RowResumed] * (len(mine) // 2)
-    assert {one.where for one in story if isinstance(one, RowPreempted)} == {"disk"}
-    made = max(len(tokens) for tokens in wanted.values())
-    assert len(story) <= 3 * 2 * (1 + made // 16)
+        kinds = [type(one) for one in changes if one.rid == rid]
+        assert kinds == [RowPreempted, RowResumed] * (len(kinds) // 2)
+    assert {one.where for one in changes if isinstance(one, RowPreempted)} == {"disk"}
+    longest = max(len(tokens) for tokens in expected.values())
+    assert len(changes) <= 3 * 2 * (1 + longest // 16)
 
 
 def run_alone(rid):

@@ -27,7 +27,7 @@ from protocol.worker import (
 )
 
 DEADLINE_S = 30.0
-"""For what takes milliseconds: two cores may be busy."""
+"""Far above the usual milliseconds, because the cores may be busy."""
 
 
 def submit(rid, prompt="hello", **fields):
@@ -36,7 +36,7 @@ def submit(rid, prompt="hello", **fields):
 
 
 class Peer:
-    """Speaks frames; grants memory up to a budget; keeps all reports."""
+    """Sends commands, grants memory up to a budget and keeps all reports."""
 
     def __init__(self, sock, budget=2**40):
         self.sock = sock
@@ -82,11 +82,13 @@ class Peer:
             )
 
     def wait_for(self, holds):
-        """Read until it holds; return its value."""
+        """Read until ``holds`` returns a true value; return it."""
         end = time.monotonic() + DEADLINE_S
         while not (found := holds()):
-            assert time.monotonic() < end, f"not in time; the last: {self.reports[-3:]}"
-            assert self.read(1.0) or holds(), f"the worker is gone; the last: {self.reports[-3:]}"
+            assert time.monotonic() < end, f"timeout; the last reports: {self.reports[-3:]}"
+            assert self.read(1.0) or holds(), (
+                f"the worker is gone; the last reports: {self.reports[-3:]}"
+            )
         return found
 
     def of(self, kind, rid=None):
@@ -120,22 +122,22 @@ class Peer:
 
 
 class Process(Peer):
-    """A worker in a process of its own."""
+    """A worker process."""
 
     def __init__(self, **options):
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "kvd.worker", str(theirs.fileno()), "--engine", "fake"]
+        daemon, worker = socket.socketpair()
+        command = [sys.executable, "-m", "kvd.worker", str(worker.fileno()), "--engine", "fake"]
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
+            command, pass_fds=[worker.fileno()], stderr=subprocess.PIPE, text=True
         )
-        theirs.close()
-        super().__init__(ours, **options)
+        worker.close()
+        super().__init__(daemon, **options)
 
     def wait(self, timeout_s=DEADLINE_S):
         return self.process.wait(timeout_s)
 
     def errors(self):
-        """Return what an ended worker wrote on stderr."""
+        """Return the stderr of a worker that has exited."""
         return self.process.stderr.read()
 
     def close(self):
@@ -146,18 +148,18 @@ class Process(Peer):
 
 
 class Thread(Peer):
-    """A loop in a thread, over an engine that the test can look into."""
+    """A loop in a thread, with an engine that the test can inspect."""
 
     def __init__(self, engine, *, sock_buffer=None, **options):
-        ours, theirs = socket.socketpair()
+        daemon, worker = socket.socketpair()
         if sock_buffer:
-            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sock_buffer)
+            worker.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sock_buffer)
         self.engine = engine
-        self._loop = Loop(theirs, engine, **options)
-        self._theirs = theirs
+        self._loop = Loop(worker, engine, **options)
+        self._worker_sock = worker
         self.outcome = None
         self._thread = threading.Thread(target=self._run, daemon=True)
-        super().__init__(ours)
+        super().__init__(daemon)
         self._thread.start()
 
     def _run(self):
@@ -167,7 +169,7 @@ class Thread(Peer):
         except Orphaned:
             self.outcome = "orphaned"
         finally:
-            self._theirs.close()
+            self._worker_sock.close()
 
     def join(self):
         self._thread.join(DEADLINE_S)
@@ -182,7 +184,7 @@ class Thread(Peer):
 def wait_until(holds, deadline_s=DEADLINE_S):
     end = time.monotonic() + deadline_s
     while not (found := holds()):
-        assert time.monotonic() < end, "not in time"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.005)
     return found
 

@@ -1,4 +1,4 @@
-"""What a worker is charged for is what its process takes: at rest, and in every step of a batch."""
+"""A worker's process takes no more memory than it is charged for: idle, and in every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pages import ROOT
 
 MIB = 1 << 20
 SCRATCH = 32 * MIB
-"""Of prefill attention, less than usual: it must not hide what is missing elsewhere."""
+"""Scratch of prefill attention. Less than usual, so that it does not hide other errors."""
 _ENGINE = f"""
 import json, random
 from kvd.config.kv import parse_kv
@@ -43,7 +43,7 @@ print(json.dumps([driver.asked[0][0], loading, base, rest, most, driver.total, s
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux only")
-def test_the_process_takes_no_more_than_it_is_charged_for() -> None:
+def test_the_process_takes_no_more_memory_than_it_is_charged_for() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ENGINE],
         cwd=ROOT,
@@ -56,6 +56,6 @@ def test_the_process_takes_no_more_than_it_is_charged_for() -> None:
 
     assert rest <= loading < asked
     assert 50 * MIB < rest < base
-    assert base < rest + SCRATCH // 4 + 160 * MIB  # nor is it charged for what it never takes
-    assert rest + 30 * MIB < most  # the batch did take memory
+    assert base < rest + SCRATCH // 4 + 160 * MIB  # the charge is not too large either
+    assert rest + 30 * MIB < most  # the batch takes memory
     assert share < 1.0, (most, charged)

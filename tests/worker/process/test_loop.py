@@ -1,4 +1,4 @@
-"""The loop in a thread: what it reports, in which order, and that it waits for nobody."""
+"""The loop in a thread: its reports, their order, and that it never waits for the daemon."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def start():
         peer.close()
 
 
-def test_a_life_from_start_to_stop(start):
+def test_a_worker_from_start_to_stop(start):
     peer = start()
     info = peer.load()
     assert info.architecture == "Fake"
@@ -57,8 +57,8 @@ def test_a_life_from_start_to_stop(start):
     assert peer.join() == "done"
     phases = [report.phase for report in peer.of(PhaseChanged)]
     assert phases == ["tokenize", "decode", "prefill", "decode", "idle"]
-    signs = (PhaseChanged, Progress, Stats)
-    kinds = [type(report) for report in peer.reports if not isinstance(report, signs)]
+    periodic = (PhaseChanged, Progress, Stats)
+    kinds = [type(report) for report in peer.reports if not isinstance(report, periodic)]
     assert kinds[:5] == [Started, MemoryRequested, Ready, RowAccepted, RowAdmitted]
     assert kinds[-1] is RowFinished
     assert set(kinds[5:-1]) == {RowTokens}
@@ -69,12 +69,12 @@ def test_a_life_from_start_to_stop(start):
     assert len(peer.tokens("a")) == 3
 
 
-def test_a_peer_that_does_not_read_never_stalls_the_steps_and_loses_nothing(start):
+def test_unread_reports_do_not_delay_steps_and_none_is_lost(start):
     peer = start(sock_buffer=4096)
     peer.load("fake:tps=0,pages=1000")
     for row in range(8):
         peer.send(submit(f"r{row}", prompt=f"prompt {row}", max_tokens=3000))
-    # Nobody reads: 24 000 tokens are made against a socket that takes some hundred of them.
+    # No reports are read: 24 000 tokens are generated, and the socket takes a few hundred.
     wait_until(lambda: peer.engine._generated_tokens == 24_000)
     peer.wait_for_end(*[f"r{row}" for row in range(8)])
     reference = start()
@@ -86,15 +86,15 @@ def test_a_peer_that_does_not_read_never_stalls_the_steps_and_loses_nothing(star
         reference.wait_for_end(rid)
         assert peer.tokens(rid) == reference.tokens(rid)
         assert peer.text(rid) == reference.text(rid)
-    assert len(peer.of(RowTokens)) < 3000  # merged while they waited
+    assert len(peer.of(RowTokens)) < 3000  # merged while unsent
 
 
-def test_a_cancelled_row_ends_within_a_step_and_leaves_the_others_alone(start):
+def test_a_cancelled_row_ends_within_a_step(start):
     peer = start()
     peer.load("fake:tps=500")
     peer.send(submit("a", max_tokens=10_000), submit("b", max_tokens=60))
     peer.wait_for(lambda: peer.of(RowTokens, "a"))
-    peer.send(CancelRow(rid="a"), CancelRow(rid="nobody"))
+    peer.send(CancelRow(rid="a"), CancelRow(rid="unknown"))
     a, b = peer.wait_for_end("a", "b")
     assert (a.reason, b.reason) == ("cancelled", "length")
     assert a.usage.completion_tokens == len(peer.tokens("a"))
@@ -102,7 +102,7 @@ def test_a_cancelled_row_ends_within_a_step_and_leaves_the_others_alone(start):
     assert len(peer.ends()) == 2
 
 
-def test_a_refused_request_fails_alone(start):
+def test_a_refused_request_does_not_affect_others(start):
     peer = start()
     peer.load()
     peer.send(submit("empty", prompt=""), submit("long", prompt="x" * 20_000), submit("fine"))
@@ -112,14 +112,14 @@ def test_a_refused_request_fails_alone(start):
     assert not peer.of(RowAccepted, "empty")
 
 
-def test_a_tokenizer_that_breaks_costs_its_request_only(start):
-    class Breaking(FakeEngine):
+def test_a_tokenizer_error_fails_only_its_request(start):
+    class FailingEngine(FakeEngine):
         def submit(self, request):
             if request.rid == "bad":
                 raise ZeroDivisionError
             return super().submit(request)
 
-    peer = start(Breaking())
+    peer = start(FailingEngine())
     peer.load()
     peer.send(submit("bad"), submit("good", max_tokens=2))
     bad, good = peer.wait_for_end("bad", "good")
@@ -127,7 +127,7 @@ def test_a_tokenizer_that_breaks_costs_its_request_only(start):
     assert good.reason == "length"
 
 
-def test_a_load_that_fails_is_told_and_ends_the_worker(start):
+def test_a_failed_load_is_reported_and_ends_the_worker(start):
     peer = start()
     peer.send(LoadModel(source="fake:load_error=invalid_model"))
     peer.read_all()
@@ -135,7 +135,7 @@ def test_a_load_that_fails_is_told_and_ends_the_worker(start):
     assert peer.join() == "done"
 
 
-def test_a_load_that_gets_no_memory_says_how_much_it_needs(start):
+def test_a_load_without_memory_reports_the_needed_bytes(start):
     peer = start()
     peer.budget = 1000
     peer.send(LoadModel(source="fake:weights=5000,pages=0"))
@@ -163,7 +163,7 @@ def test_a_stop_before_the_load(start):
     assert peer.join() == "done"
 
 
-def test_a_draining_worker_finishes_its_rows_and_takes_no_new_ones(start):
+def test_a_draining_worker_finishes_its_rows_and_refuses_new_ones(start):
     peer = start()
     peer.load("fake:tps=200")
     peer.send(submit("a", max_tokens=40), Stop(), submit("late"))
@@ -184,24 +184,24 @@ def test_a_stop_without_drain_does_not_wait_for_rows(start):
     assert peer.join() == "done"
 
 
-def test_the_end_of_the_stream_is_the_end(start):
+def test_the_end_of_the_stream_ends_the_loop(start):
     peer = start()
     peer.load()
     peer.sock.close()
     assert peer.join() == "orphaned"
 
 
-def test_rows_wait_for_grants_and_run_when_these_come(start):
+def test_rows_run_when_memory_is_granted(start):
     peer = start()
     peer.load("fake:tps=0,pages=2")
     peer.send(submit("a", prompt="x" * 1000, max_tokens=100))
     peer.wait_for_end("a")
-    wanted = peer.of(MemoryRequested)
-    assert [one.seq for one in wanted] == list(range(1, len(wanted) + 1))
-    assert len(wanted) >= 2
+    requests = peer.of(MemoryRequested)
+    assert [one.seq for one in requests] == list(range(1, len(requests) + 1))
+    assert len(requests) >= 2
 
 
-def test_a_request_that_no_grant_can_cover_fails_alone(start):
+def test_a_request_beyond_the_budget_fails_alone(start):
     peer = start()
     peer.load("fake:tps=0,pages=2,weights=0")
     peer.budget = peer.granted
@@ -211,21 +211,21 @@ def test_a_request_that_no_grant_can_cover_fails_alone(start):
     assert small.reason == "length"
 
 
-def test_a_worker_that_waits_for_a_grant_sleeps(start):
+def test_a_worker_that_awaits_a_grant_sleeps(start):
     peer = start()
     peer.load("fake:tps=0,pages=2")
-    peer._take = peer.reports.append  # the daemon thinks about it
+    peer._take = peer.reports.append  # the daemon does not answer
     peer.send(submit("a", prompt="x" * 1000, max_tokens=100))
     peer.wait_for(lambda: len(peer.of(MemoryRequested)) == 2)
     steps = peer.engine._steps
-    peer.send(CancelRow(rid="nobody"))  # woken, it finds nothing to do
+    peer.send(CancelRow(rid="unknown"))  # wakes the loop, which has no work
     peer.send(submit("b", prompt="x", max_tokens=1))
     peer.wait_for(lambda: peer.of(RowAccepted, "b"))
     assert peer.engine._steps == steps
     assert not peer.engine.has_work
 
 
-def test_counters_come_at_most_four_times_a_second_and_with_a_rate(start):
+def test_counters_are_reported_at_most_four_times_a_second(start):
     engine = FakeEngine()
     peer = start(engine, clock=lambda: engine._steps * 0.01, footprint=lambda: 12345)
     peer.load()
@@ -238,7 +238,7 @@ def test_counters_come_at_most_four_times_a_second_and_with_a_rate(start):
     assert seen == sorted(seen, key=lambda stats: stats.step)
 
 
-def test_an_idle_worker_says_so_soon(start):
+def test_an_idle_worker_reports_its_last_counters_soon(start):
     peer = start()
     peer.load()
     peer.send(submit("a", max_tokens=5))
@@ -256,7 +256,7 @@ def test_a_rate_falls_to_zero_in_its_window():
     assert rate.at(4.0 + RATE_WINDOW_S, 300) == 0.0
 
 
-def test_the_governor_s_commands_reach_the_engine_and_are_answered(start):
+def test_reclaim_commands_reach_the_engine_and_are_answered(start):
     peer = start()
     peer.load("fake:tps=0,pages=8")
     peer.send(StartLevel(level=1), submit("a", "x" * 2000, max_tokens=4000))
@@ -266,7 +266,7 @@ def test_the_governor_s_commands_reach_the_engine_and_are_answered(start):
     assert [(one.seq, one.freed_bytes > 0) for one in peer.of(Reclaimed)] == [(5, True)]
     assert [one.rid for one in peer.of(RowPreempted)] == ["a"]
     assert peer.of(Stats)[-1].stats.reclaimable.level == 1
-    wishes = peer.of(MemoryRequested)
-    assert any(one.resuming for one in wishes) or len(wishes) > 1
+    requests = peer.of(MemoryRequested)
+    assert any(one.resuming for one in requests) or len(requests) > 1
     peer.send(CancelRow(rid="a"))
     peer.wait_for_end("a")

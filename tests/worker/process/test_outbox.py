@@ -1,4 +1,4 @@
-"""The outbox: whatever is put and however it is taken, each request's story comes out whole."""
+"""The outbox: no report of a request is lost or reordered, for any sequence of put and take."""
 
 from __future__ import annotations
 
@@ -55,55 +55,55 @@ def stats(step):
     return Stats(stats=WorkerStats(step=step))
 
 
-def test_tokens_of_a_request_are_joined_across_others(outbox):
+def test_tokens_of_a_request_are_merged_across_other_reports(outbox):
     for report in (tokens("a", 0, 65), tokens("b", 0, 97), tokens("a", 1, 66, 67), stats(1)):
         outbox.put(report)
     assert taken(outbox) == [tokens("a", 0, 65, 66, 67), tokens("b", 0, 97), stats(1)]
     assert len(outbox) == 0
 
 
-def test_choices_are_joined_each_on_its_own_and_their_ends_come_after_them(outbox):
+def test_each_choice_is_merged_separately_and_its_end_follows(outbox):
     def of(choice, index, number):
         made = tokens("a", index, number)
-        told = [TokenLogprob(number, chr(number), -1.0)]
-        return msgspec.structs.replace(made, choice=choice, logprobs=told)
+        logprobs = [TokenLogprob(number, chr(number), -1.0)]
+        return msgspec.structs.replace(made, choice=choice, logprobs=logprobs)
 
-    story = [of(0, 0, 65), of(1, 0, 97), of(0, 1, 66), of(1, 1, 98)]
-    first = msgspec.structs.replace(story[0], logprobs=list(story[0].logprobs))
-    for report in [*story, ChoiceFinished(rid="a", choice=1, reason="stop"), of(0, 2, 67)]:
+    reports = [of(0, 0, 65), of(1, 0, 97), of(0, 1, 66), of(1, 1, 98)]
+    first = msgspec.structs.replace(reports[0], logprobs=list(reports[0].logprobs))
+    for report in [*reports, ChoiceFinished(rid="a", choice=1, reason="stop"), of(0, 2, 67)]:
         outbox.put(report)
     outbox.put(finished("a"))
-    assert story[0] == first, "what was put is not changed"
+    assert reports[0] == first, "a report is not changed by put"
     zero, one, choice, end = taken(outbox)
     assert (zero.choice, zero.tokens, zero.text) == (0, [65, 66, 67], "ABC")
-    assert [told.token for told in zero.logprobs] == zero.tokens
+    assert [logprob.token for logprob in zero.logprobs] == zero.tokens
     assert (one.choice, one.tokens, len(one.logprobs)) == (1, [97, 98], 2)
     assert (choice.choice, end) == (1, finished("a"))
 
 
-def test_a_prompt_s_logprobs_stand_between_acceptance_and_tokens(outbox):
-    story = [
+def test_prompt_logprobs_stay_between_acceptance_and_tokens(outbox):
+    reports = [
         RowAccepted(rid="a", prompt_tokens=3),
         RowPrompt(rid="a", index=0, logprobs=[TokenLogprob(1, "x")]),
         RowPrompt(rid="a", index=1, logprobs=[TokenLogprob(2, "y", -1.0)]),
         tokens("a", 0, 65),
     ]
-    for report in story:
+    for report in reports:
         outbox.put(report)
-    assert taken(outbox) == story
+    assert taken(outbox) == reports
 
 
 def preempted(rid, nbytes=1):
     return RowPreempted(rid=rid, nbytes=nbytes, where="disk")
 
 
-def test_only_the_newest_place_in_the_queue_waits(outbox):
+def test_a_newer_queue_position_replaces_an_older_one(outbox):
     for rid, position in [("a", 7), ("b", 8), ("a", 6), ("b", 7)]:
         outbox.put(RowQueued(rid=rid, position=position))
     assert taken(outbox) == [RowQueued(rid="a", position=6), RowQueued(rid="b", position=7)]
 
 
-def test_of_parking_and_going_on_the_last_of_each_waits_in_turns(outbox):
+def test_preemptions_and_resumptions_keep_the_last_of_each_and_alternate(outbox):
     resumed = RowResumed(rid="a")
     for report in (preempted("a"), resumed, preempted("b"), preempted("a", 2)):
         outbox.put(report)
@@ -116,14 +116,14 @@ def test_of_parking_and_going_on_the_last_of_each_waits_in_turns(outbox):
     assert taken(outbox) == [preempted("a", 4), tokens("a", 0, 65), resumed]
 
 
-def test_what_was_put_is_not_changed(outbox):
+def test_put_reports_are_not_changed(outbox):
     first = tokens("a", 0, 65)
     outbox.put(first)
     outbox.put(tokens("a", 1, 66))
     assert first == tokens("a", 0, 65)
 
 
-def test_tokens_after_a_take_begin_a_new_report(outbox):
+def test_tokens_after_a_take_start_a_new_report(outbox):
     outbox.put(tokens("a", 0, 65))
     assert taken(outbox) == [tokens("a", 0, 65)]
     outbox.put(tokens("a", 1, 66))
@@ -131,13 +131,13 @@ def test_tokens_after_a_take_begin_a_new_report(outbox):
 
 
 def test_the_order_of_one_request_is_kept(outbox):
-    story = [RowAccepted(rid="a", prompt_tokens=3), tokens("a", 0, 65), finished("a")]
-    for report in story:
+    reports = [RowAccepted(rid="a", prompt_tokens=3), tokens("a", 0, 65), finished("a")]
+    for report in reports:
         outbox.put(report)
-    assert taken(outbox) == story
+    assert taken(outbox) == reports
 
 
-def test_newer_counters_progress_and_phases_replace_older_ones_in_their_place(outbox):
+def test_newer_counters_progress_and_phases_replace_older_ones_in_place(outbox):
     outbox.put(stats(1))
     outbox.put(Progress(stage="weights", fraction=0.1))
     outbox.put(PhaseChanged(phase="prefill"))
@@ -180,7 +180,7 @@ def test_a_gap_in_a_request_s_tokens_is_a_bug(outbox):
         outbox.put(tokens("a", 2, 67))
 
 
-def test_what_waits_is_bounded_by_the_requests(outbox):
+def test_the_size_is_bounded_by_the_requests(outbox):
     for step in range(1000):
         for rid in "abcd":
             outbox.put(tokens(rid, step, 65))
@@ -188,22 +188,22 @@ def test_what_waits_is_bounded_by_the_requests(outbox):
     assert len(outbox) == 5
 
 
-class Stories(RuleBasedStateMachine):
-    """Requests tell their stories, somebody reads now and then: nothing is lost or swapped."""
+class Traffic(RuleBasedStateMachine):
+    """Requests put reports while a reader takes some: none is lost or reordered."""
 
     def __init__(self):
         super().__init__()
         self.outbox = Outbox()
-        self.told = {}
-        self.read = {}
+        self.put_reports = {}
+        self.taken_reports = {}
         self.stats = (0, 0)
         self.open = []
         self.grants = ([], [])
 
     @rule()
     def accept(self):
-        rid = f"r{len(self.told)}"
-        self.told[rid] = ["accepted"]
+        rid = f"r{len(self.put_reports)}"
+        self.put_reports[rid] = ["accepted"]
         self.open.append(rid)
         self.outbox.put(RowAccepted(rid=rid, prompt_tokens=1))
 
@@ -211,8 +211,8 @@ class Stories(RuleBasedStateMachine):
     @rule(data=st.data(), numbers=st.lists(st.integers(65, 90), max_size=3))
     def tokens(self, data, numbers):
         rid = data.draw(st.sampled_from(self.open))
-        index = sum(isinstance(one, int) for one in self.told[rid])
-        self.told[rid] += numbers
+        index = sum(isinstance(one, int) for one in self.put_reports[rid])
+        self.put_reports[rid] += numbers
         self.outbox.put(tokens(rid, index, *numbers))
 
     @precondition(lambda self: self.open)
@@ -220,16 +220,16 @@ class Stories(RuleBasedStateMachine):
     def end(self, data):
         rid = data.draw(st.sampled_from(self.open))
         self.open.remove(rid)
-        self.told[rid].append("finished")
+        self.put_reports[rid].append("finished")
         self.outbox.put(finished(rid))
 
     @rule()
-    def count(self):
+    def count_step(self):
         self.stats = (self.stats[0] + 1, self.stats[1])
         self.outbox.put(stats(self.stats[0]))
 
     @rule()
-    def want(self):
+    def request_memory(self):
         self.grants[0].append(len(self.grants[0]))
         self.outbox.put(MemoryRequested(seq=self.grants[0][-1], total_bytes=1, reason=""))
 
@@ -243,26 +243,26 @@ class Stories(RuleBasedStateMachine):
                 case MemoryRequested():
                     self.grants[1].append(report.seq)
                 case RowAccepted():
-                    self.read[report.rid] = ["accepted"]
+                    self.taken_reports[report.rid] = ["accepted"]
                 case RowTokens():
-                    story = self.read[report.rid]
-                    assert report.index == sum(isinstance(one, int) for one in story)
+                    reports = self.taken_reports[report.rid]
+                    assert report.index == sum(isinstance(one, int) for one in reports)
                     assert report.text == "".join(map(chr, report.tokens))
-                    story += report.tokens
+                    reports += report.tokens
                 case RowFinished():
-                    self.read[report.rid].append("finished")
+                    self.taken_reports[report.rid].append("finished")
 
     @invariant()
     def holds(self):
         self.outbox.check()
-        assert len(self.outbox) <= 3 * len(self.told) + 1 + len(self.grants[0])
+        assert len(self.outbox) <= 3 * len(self.put_reports) + 1 + len(self.grants[0])
 
     def teardown(self):
         self.take(ALL)
-        assert self.read == self.told
+        assert self.taken_reports == self.put_reports
         assert self.stats[0] == self.stats[1]
         assert self.grants[0] == self.grants[1]
 
 
-Stories.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestStories = Stories.TestCase
+Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase

@@ -1,4 +1,4 @@
-"""How long phases take: what is one of them, and what is counted of it."""
+"""Histograms of phase durations."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from kvd.worker.process.phases import Phases
 from protocol.histogram import SPAN_BOUNDS_S, DurationHistogram
 
 
-def counted(spread: DurationHistogram) -> dict[float, int]:
-    """Return the buckets that have something, by their upper bound."""
+def counted(histogram: DurationHistogram) -> dict[float, int]:
+    """Return the nonempty buckets by their upper bound."""
     bounds = (*SPAN_BOUNDS_S, float("inf"))
-    return {bound: count for bound, count in zip(bounds, spread.counts, strict=True) if count}
+    return {bound: count for bound, count in zip(bounds, histogram.counts, strict=True) if count}
 
 
 def test_each_phase_lasts_until_the_next_one_or_the_end_of_the_step():
@@ -30,7 +30,7 @@ def test_each_phase_lasts_until_the_next_one_or_the_end_of_the_step():
     assert abs(histograms["decode"].total_s - 0.204) < 1e-9
 
 
-def test_a_phase_that_goes_on_is_one_and_being_idle_is_none():
+def test_repeated_phases_count_once_and_idle_time_does_not_count():
     phases = Phases()
     phases.enter("decode", 0.0)
     phases.enter("decode", 0.003)
@@ -43,14 +43,14 @@ def test_a_phase_that_goes_on_is_one_and_being_idle_is_none():
     assert abs(phases.histograms()["decode"].total_s - 0.005) < 1e-9
 
 
-def test_what_takes_longer_than_the_last_bound_is_counted_too():
+def test_durations_above_the_last_bound_are_counted():
     phases = Phases()
     phases.enter("pools", 0.0)
     phases.leave(SPAN_BOUNDS_S[-1] + 1)
     assert counted(phases.histograms()["pools"]) == {float("inf"): 1}
 
 
-def test_spreads_add_up():
+def test_histograms_can_be_added():
     phases = Phases()
     phases.enter("flush", 0.0)
     phases.leave(0.02)
@@ -60,14 +60,14 @@ def test_spreads_add_up():
     assert one + DurationHistogram() == one
 
 
-def test_a_step_pays_next_to_nothing_for_it():
+def test_recording_phases_is_cheap():
     phases, clock, steps = Phases(), time.perf_counter, 20_000
     took = []
-    for _ in range(5):  # the best of some: others compute here too
+    for _ in range(5):  # the best of several: other processes use the CPU too
         start = clock()
         for _ in range(steps):
             phases.enter("decode", clock())
             phases.enter("decode", clock())
             phases.leave(clock())
         took.append((clock() - start) / steps)
-    assert min(took) < 10e-6, "microseconds, where a step takes milliseconds"
+    assert min(took) < 10e-6, "a step takes milliseconds"

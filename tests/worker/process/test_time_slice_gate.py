@@ -1,4 +1,4 @@
-"""The worker's side of the turns: open and silent alone, closed until its turn beside others."""
+"""The worker's side of time slices."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.worker.process.peer import Thread, submit
         ("off", "NVIDIA H200", False),
     ],
 )
-def test_turns_are_for_accelerators_unless_somebody_says_otherwise(mode, device, on):
+def test_time_slices_are_used_on_accelerators_by_default(mode, device, on):
     assert uses_time_slices(mode, device) is on
 
 
-def test_who_takes_no_turns_says_nothing():
+def test_without_time_slices_the_gate_is_open_and_silent():
     gate = TimeSliceGate(on=False)
 
     assert gate.request_slice(prefills=False) is None
@@ -43,7 +43,7 @@ def test_who_takes_no_turns_says_nothing():
     assert gate.work_done(1e9) is None
 
 
-def test_work_is_told_once_and_done_at_once():
+def test_work_is_reported_once():
     gate = TimeSliceGate(on=True)
 
     assert gate.request_slice(prefills=False) == TimeSliceRequested()
@@ -57,10 +57,12 @@ def test_work_is_told_once_and_done_at_once():
 def step(
     gate: TimeSliceGate, start: float, seconds: float
 ) -> list[TimeSliceOver | TimeSliceRequested]:
-    return [said for said in (gate.before_step(start), gate.after_step(start + seconds)) if said]
+    return [
+        report for report in (gate.before_step(start), gate.after_step(start + seconds)) if report
+    ]
 
 
-def test_a_slice_of_long_steps_ends_with_the_step_in_which_it_ends():
+def test_a_slice_of_long_steps_ends_after_the_step_in_which_it_expires():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
 
@@ -76,7 +78,7 @@ def test_a_slice_of_long_steps_ends_with_the_step_in_which_it_ends():
     )
 
 
-def test_a_slice_of_short_steps_is_passed_on_before_the_last_which_is_told_the_next_time():
+def test_a_slice_of_short_steps_ends_before_its_last_step_whose_time_is_reported_later():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
     gate.apply(TimeSlice(seq=1, slice_s=0.01), 10.0)
@@ -95,7 +97,7 @@ def test_a_slice_of_short_steps_is_passed_on_before_the_last_which_is_told_the_n
     assert again.used_s == pytest.approx(0.005)
 
 
-def test_who_reads_prompts_passes_on_after_a_step_however_short_the_last_were():
+def test_a_slice_with_prefill_ends_after_a_step():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=True)
     gate.apply(TimeSlice(seq=1, slice_s=0.02), 10.0)
@@ -108,27 +110,27 @@ def test_who_reads_prompts_passes_on_after_a_step_however_short_the_last_were():
     assert over.step_s == pytest.approx(0.3)
 
 
-def test_a_long_chunk_is_remembered_over_many_short_ones_and_forgotten_at_last():
+def test_a_long_chunk_is_forgotten_slowly():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=True)
     gate.apply(TimeSlice(seq=1, slice_s=9.0), 10.0)
-    told = []
+    reported = []
     for chunk_s in (0.3, *[0.006] * 200):
         step(gate, 10.0, chunk_s)
         gate.request_slice(prefills=False)
-        told.append(gate.request_slice(prefills=True).step_s)
+        reported.append(gate.request_slice(prefills=True).step_s)
 
-    assert told[0] == pytest.approx(0.3)
-    assert told[20] > 2 * LONG_STEP_S
-    assert told[-1] == pytest.approx(0.006, rel=0.2)
+    assert reported[0] == pytest.approx(0.3)
+    assert reported[20] > 2 * LONG_STEP_S
+    assert reported[-1] == pytest.approx(0.006, rel=0.2)
 
 
-def test_a_long_chunk_in_company_counts_however_short_the_next_are():
+def test_a_long_chunk_without_slices_counts_in_later_slices():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=True)
     gate.apply(TimeSlice(seq=1, slice_s=0.01), 10.0)
     step(gate, 10.0, 0.006)
-    step(gate, 10.006, 0.006)  # tells it
+    step(gate, 10.006, 0.006)  # reports the step time
     gate.apply(TimeSlice(seq=2, slice_s=None), 10.1)
 
     assert step(gate, 10.1, 0.3) == [TimeSliceRequested(step_s=pytest.approx(0.3))]
@@ -138,7 +140,7 @@ def test_a_long_chunk_in_company_counts_however_short_the_next_are():
     assert over.step_s > 2 * LONG_STEP_S
 
 
-def test_what_the_last_step_took_is_told_by_who_rests_and_forgotten_by_who_is_alone():
+def test_the_time_of_the_last_step_is_reported_or_dropped_without_slices():
     gates = [TimeSliceGate(on=True), TimeSliceGate(on=True)]
     for gate in gates:
         gate.request_slice(prefills=False)
@@ -162,27 +164,27 @@ def test_what_the_last_step_took_is_told_by_who_rests_and_forgotten_by_who_is_al
         max_size=20,
     )
 )
-def test_what_was_used_is_told_to_the_last_bit_whenever_it_ends(turns):
-    gate, now, used, told = TimeSliceGate(on=True), 5.0, 0.0, 0.0
-    for seq, (slice_s, step_s, kinds) in enumerate(turns):
-        said = [gate.request_slice(prefills=kinds[0])]
-        said.append(gate.apply(TimeSlice(seq=seq, slice_s=slice_s), now))
+def test_all_used_time_is_reported(slices):
+    gate, now, used, reported = TimeSliceGate(on=True), 5.0, 0.0, 0.0
+    for seq, (slice_s, step_s, kinds) in enumerate(slices):
+        reports = [gate.request_slice(prefills=kinds[0])]
+        reports.append(gate.apply(TimeSlice(seq=seq, slice_s=slice_s), now))
         steps = 0
         while gate.is_open:
-            said.append(gate.request_slice(prefills=kinds[steps % len(kinds)]))
-            said += step(gate, now, step_s)
+            reports.append(gate.request_slice(prefills=kinds[steps % len(kinds)]))
+            reports += step(gate, now, step_s)
             now, used, steps = now + step_s, used + step_s, steps + 1
-        told += sum(one.used_s for one in said if isinstance(one, TimeSliceOver))
-        assert sum(isinstance(one, TimeSliceOver) for one in said) == 1
+        reported += sum(one.used_s for one in reports if isinstance(one, TimeSliceOver))
+        assert sum(isinstance(one, TimeSliceOver) for one in reports) == 1
         assert steps
-        assert (steps - 1) * step_s < slice_s + 1e-9, "begun after its end"
+        assert (steps - 1) * step_s < slice_s + 1e-9, "a step began after the slice had expired"
         now += 0.01
-    told += gate.work_done(now).used_s
+    reported += gate.work_done(now).used_s
 
-    assert told == pytest.approx(used)
+    assert reported == pytest.approx(used)
 
 
-def test_another_kind_of_work_is_told_with_what_its_steps_take():
+def test_another_kind_of_work_is_reported_with_its_step_time():
     gate = TimeSliceGate(on=True)
     assert gate.request_slice(prefills=True) == TimeSliceRequested(step_s=None)
     assert gate.request_slice(prefills=False) == TimeSliceRequested(step_s=None)
@@ -195,24 +197,24 @@ def test_another_kind_of_work_is_told_with_what_its_steps_take():
     assert gate.request_slice(prefills=True) == TimeSliceRequested(step_s=pytest.approx(0.3))
 
 
-def test_the_first_step_of_a_turn_says_nothing_of_how_long_the_others_take():
+def test_a_short_first_step_of_a_slice_does_not_lower_the_step_time():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
-    for turn in range(4):
-        gate.apply(TimeSlice(seq=turn, slice_s=0.05), 10.0 + turn)
-        step(gate, 10.0 + turn, 0.001)  # what it reads was made while others had their turn
-        (over,) = step(gate, 10.001 + turn, 0.06)
+    for seq in range(4):
+        gate.apply(TimeSlice(seq=seq, slice_s=0.05), 10.0 + seq)
+        step(gate, 10.0 + seq, 0.001)  # its results were computed during the slices of others
+        (over,) = step(gate, 10.001 + seq, 0.06)
 
     assert over.step_s == pytest.approx(0.06, rel=0.2)
 
 
-def test_who_computes_beside_others_asks_for_turns_when_a_step_takes_long():
+def test_long_steps_without_slices_request_slices():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
     assert not gate.is_timed
     gate.apply(TimeSlice(seq=1, slice_s=0.004), 10.0)
     step(gate, 10.0, 0.003)
-    step(gate, 10.003, 0.003)  # tells it
+    step(gate, 10.003, 0.003)  # reports the step time
     gate.apply(TimeSlice(seq=2, slice_s=None), 10.1)
 
     assert gate.is_timed
@@ -221,7 +223,7 @@ def test_who_computes_beside_others_asks_for_turns_when_a_step_takes_long():
     assert not gate.is_timed
 
 
-def test_a_turn_that_is_read_late_is_good_for_one_step():
+def test_a_slice_that_is_read_late_allows_one_step():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
     gate.apply(TimeSlice(seq=1, slice_s=0.05), 10.0)
@@ -232,7 +234,7 @@ def test_a_turn_that_is_read_late_is_good_for_one_step():
     assert not gate.is_open
 
 
-def test_who_is_told_to_wait_waits_until_it_is_free():
+def test_a_closed_gate_opens_without_slices():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
     gate.apply(TimeSlice(seq=1, slice_s=0.0), 10.0)
@@ -242,7 +244,7 @@ def test_who_is_told_to_wait_waits_until_it_is_free():
     assert gate.is_open
 
 
-def test_a_turn_that_comes_too_late_goes_back():
+def test_a_slice_for_finished_work_is_ended_at_once():
     gate = TimeSliceGate(on=True)
     gate.request_slice(prefills=False)
     gate.work_done(1.0)
@@ -254,18 +256,18 @@ def test_a_turn_that_comes_too_late_goes_back():
     assert not gate.is_open
 
 
-def _rested(peer: Thread) -> bool:
+def _reported_no_work(peer: Thread) -> bool:
     return any(not report.more for report in peer.of(TimeSliceOver))
 
 
 @pytest.fixture
 def peer():
-    it = Thread(FakeEngine())
-    yield it
-    it.close()
+    thread = Thread(FakeEngine())
+    yield thread
+    thread.close()
 
 
-def test_a_worker_that_waits_for_its_turn_hears_commands(peer):
+def test_a_worker_that_waits_for_a_slice_handles_commands(peer):
     peer.load("fake:tps=0", time_slices="on")
     peer.send(TimeSlice(seq=1, slice_s=0.0), submit("a", max_tokens=8), submit("b", max_tokens=8))
     peer.wait_for(lambda: peer.of(TimeSliceRequested))
@@ -276,10 +278,10 @@ def test_a_worker_that_waits_for_its_turn_hears_commands(peer):
     peer.send(TimeSlice(seq=2, slice_s=5.0))
     a, b = peer.wait_for_end("a", "b")
     assert (a.reason, b.reason) == ("cancelled", "length")
-    peer.wait_for(lambda: _rested(peer))
+    peer.wait_for(lambda: _reported_no_work(peer))
 
 
-def test_a_worker_passes_its_turn_on_between_two_steps(peer):
+def test_a_worker_ends_its_slice_between_steps(peer):
     peer.load("fake:tps=0,pages=4000", time_slices="on")
     rids = [f"r{row}" for row in range(8)]
     peer.send(TimeSlice(seq=1, slice_s=0.0), *(submit(rid, max_tokens=10_000) for rid in rids))
@@ -296,7 +298,7 @@ def test_a_worker_passes_its_turn_on_between_two_steps(peer):
 
 
 @pytest.mark.parametrize("drain", [True, False])
-def test_a_worker_that_is_stopped_gives_its_turn_back(peer, drain):
+def test_a_stopped_worker_ends_its_slice(peer, drain):
     peer.load("fake:tps=0,pages=4000", time_slices="on")
     peer.send(TimeSlice(seq=1, slice_s=0.0), submit("a", max_tokens=3000 if drain else 10_000))
     peer.wait_for(lambda: peer.of(TimeSliceRequested))
@@ -310,7 +312,7 @@ def test_a_worker_that_is_stopped_gives_its_turn_back(peer, drain):
     assert (over.seq, over.more) == (2, False)
 
 
-def test_nobody_hears_of_turns_where_they_are_off(peer):
+def test_without_time_slices_none_is_requested(peer):
     peer.load("fake:tps=0", time_slices="off")
     peer.send(submit("a", max_tokens=8))
     peer.wait_for_end("a")

@@ -1,4 +1,4 @@
-"""The worker's own footprint: a plausible number, and not read too often."""
+"""The worker's own footprint: plausible values that are not read too often."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mmap
 from kvd.worker.process import memory
 
 
-def test_it_grows_with_what_is_touched():
+def test_the_footprint_grows_with_touched_memory():
     before = memory._reading._read()
     size = 32 * 1024 * 1024
     with mmap.mmap(-1, size) as block:
@@ -24,7 +24,7 @@ def test_a_cheap_reading_is_kept_for_a_quarter_of_a_second():
     assert [reading.newest() for _ in range(6)] == [1, 1, 1, 2, 2, 3]
 
 
-def test_a_slow_reading_takes_a_small_share_of_the_time():
+def test_slow_readings_take_a_small_share_of_the_time():
     now, taken = 0.0, 0
 
     def read():
@@ -40,16 +40,16 @@ def test_a_slow_reading_takes_a_small_share_of_the_time():
     assert 18 <= taken <= 20
 
 
-def test_a_system_without_smaps_rollup_says_the_resident_size(monkeypatch, tmp_path):
+def test_without_smaps_rollup_the_resident_size_is_read(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_ROLLUP", tmp_path / "none")
     assert memory._read_linux() > 1024 * 1024
 
 
-def test_the_structure_has_the_size_of_the_system_s():
+def test_the_rusage_structure_has_the_size_of_macos():
     # sizeof(struct rusage_info_v4) on macOS: a uuid and 35 counters.
     assert ctypes.sizeof(memory._RUsageInfoV4) == 16 + 35 * 8
     assert memory._RUsageInfoV4.ri_phys_footprint.offset == 16 + 7 * 8
 
 
-def test_footprint_is_this_process_s():
+def test_footprint_reads_this_process():
     assert memory.footprint() > 1024 * 1024

@@ -1,4 +1,4 @@
-"""The worker as a process: how it starts, how it dies, and that it never outlives its daemon."""
+"""The worker process: start, exit, and that it never outlives its daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.worker.process.peer import Process, alive, submit, wait_until
 
 pytestmark = pytest.mark.process
 SOON_S = 2.0
-"""How long a worker may outlive its daemon."""
+"""Time in which a worker must exit after its daemon."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def worker():
     made.close()
 
 
-def test_it_serves_and_stops_with_status_0(worker):
+def test_a_worker_serves_and_exits_with_status_0(worker):
     worker.load()
     worker.send(submit("a", max_tokens=5), Stop())
     worker.read_all()
@@ -36,7 +36,7 @@ def test_it_serves_and_stops_with_status_0(worker):
     assert worker.of(RowFinished)[0].reason == "length"
 
 
-def gone_soon(worker):
+def exits_soon(worker):
     start = time.monotonic()
     worker.sock.close()
     worker.wait()
@@ -46,33 +46,33 @@ def gone_soon(worker):
 
 def test_the_end_of_the_stream_ends_an_idle_worker(worker):
     worker.load()
-    assert gone_soon(worker) == 0
+    assert exits_soon(worker) == 0
 
 
-def test_the_end_of_the_stream_ends_a_worker_in_mid_step(worker):
+def test_the_end_of_the_stream_ends_a_worker_during_a_step(worker):
     worker.load("fake:tps=0.02")  # a step takes 50 s
     worker.send(submit("a", prompt="x", max_tokens=100))
-    worker.wait_for(lambda: worker.of(RowTokens))  # of the first step; it is in the second
-    assert gone_soon(worker) == 0
+    worker.wait_for(lambda: worker.of(RowTokens))  # tokens of the first step; the second is running
+    assert exits_soon(worker) == 0
 
 
 @pytest.mark.parametrize("fault", ["load=600", "load_hang=1"])
-def test_the_end_of_the_stream_ends_a_worker_in_mid_load(worker, fault):
+def test_the_end_of_the_stream_ends_a_worker_during_the_load(worker, fault):
     worker.send(LoadModel(source=f"fake:{fault}"))
     worker.wait_for(lambda: worker.of(Progress))
-    assert gone_soon(worker) == 0
+    assert exits_soon(worker) == 0
 
 
-def test_the_end_of_the_stream_ends_a_worker_whose_reports_nobody_reads(worker):
+def test_the_end_of_the_stream_ends_a_worker_with_unread_reports(worker):
     worker.load("fake:tps=0")
     for row in range(16):
         worker.send(submit(f"r{row}", max_tokens=16_000))
-    assert gone_soon(worker) == 0
+    assert exits_soon(worker) == 0
 
 
 @pytest.mark.parametrize("source", ["fake:tps=0", "fake:tps=0.02", "fake:hang_after=1"])
-def test_a_killed_daemon_takes_its_worker_along(source):
-    """Twice removed: this test's child is the daemon, the grandchild is the worker."""
+def test_a_killed_daemon_ends_its_worker(source):
+    """The daemon is a child process of this test, and the worker its grandchild."""
     code = f"""
 import sys, time
 from tests.worker.process.peer import Process, submit
@@ -90,13 +90,13 @@ time.sleep(600)
     wait_until(lambda: not alive(pid), SOON_S)
 
 
-def test_a_crash_is_seen_by_its_status(worker):
+def test_a_crash_has_its_exit_status(worker):
     worker.load("fake:tps=0,crash_after=50")
     worker.send(submit("a", max_tokens=100))
     assert worker.wait() == CRASH_STATUS
 
 
-def test_a_poisonous_prompt_crashes_and_others_do_not(worker):
+def test_only_the_poisonous_prompt_crashes_the_worker(worker):
     worker.load("fake:tps=0,crash_on=poison")
     worker.send(submit("a", max_tokens=3))
     worker.wait_for_end("a")
@@ -104,7 +104,7 @@ def test_a_poisonous_prompt_crashes_and_others_do_not(worker):
     assert worker.wait() == CRASH_STATUS
 
 
-def test_a_crash_in_the_load(worker):
+def test_a_crash_during_the_load_has_its_exit_status(worker):
     worker.send(LoadModel(source="fake:load_crash=1"))
     worker.read_all()
     assert worker.wait() == CRASH_STATUS
@@ -118,7 +118,7 @@ def test_a_hung_worker_can_be_terminated(worker):
     assert worker.wait() == -signal.SIGTERM
 
 
-def test_ctrl_c_is_the_daemon_s_business(worker):
+def test_the_worker_ignores_ctrl_c(worker):
     worker.load()
     worker.process.send_signal(signal.SIGINT)
     worker.send(submit("a", max_tokens=3))
@@ -148,14 +148,14 @@ def test_a_fake_worker_never_imports_mlx():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_an_idle_worker_takes_no_time(worker):
+def test_an_idle_worker_takes_no_cpu_time(worker):
     worker.load()
     before = cpu_ticks(worker.process.pid)
     count = len(worker.reports)
-    worker.read(0.5)  # an idle worker says nothing, or its first counters
+    worker.read(0.5)  # an idle worker sends nothing, or its first counters
     worker.read(0.5)
     assert len(worker.reports) <= count + 1
-    assert cpu_ticks(worker.process.pid) - before <= 5  # of a hundred in the second
+    assert cpu_ticks(worker.process.pid) - before <= 5  # of 100 per second
 
 
 def cpu_ticks(pid):

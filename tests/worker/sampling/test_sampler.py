@@ -1,4 +1,4 @@
-"""The sampler against a plain numpy reference, and its independence of the batch."""
+"""Sampling against a plain numpy reference, and independence from the batch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def make_logits(rows, vocab, seed=0, scale=2.0):
 
 
 def draw_many(logits, sampling, draws):
-    """SamplerOutput from one row at positions 0, 1, 2 …, many positions as the rows of one batch."""
+    """Draw from one row at positions 0, 1, 2 ..., with many positions as rows of one batch."""
     width = 500
     batch = BatchSampling.of([sampling] * width)
     rows = mx.broadcast_to(mx.array(logits), (width, logits.shape[-1]))
@@ -104,8 +104,8 @@ def test_the_chi_square_bound_can_fail():
 
 @pytest.mark.parametrize("sampling", KINDS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_support_is_the_reference_s(sampling, seed):
-    """At a high temperature every kept token is drawn, and none that is not kept."""
+def test_support_equals_that_of_the_reference(sampling, seed):
+    """At a high temperature exactly the kept tokens are drawn."""
     logits = make_logits(1, 12, seed=seed)[0]
     hot = Sampling(
         temperature=10.0 if sampling.temperature else 0.0,
@@ -119,7 +119,7 @@ def test_support_is_the_reference_s(sampling, seed):
 
 
 @pytest.mark.parametrize("sampling", [one for one in KINDS if one.temperature], ids=str)
-def test_filters_keep_what_mlx_lm_s_own_keep(sampling):
+def test_filters_keep_the_same_tokens_as_mlx_lm(sampling):
     from mlx_lm import sample_utils
 
     for seed in range(8):
@@ -143,7 +143,7 @@ def test_filters_keep_what_mlx_lm_s_own_keep(sampling):
 
 
 @pytest.mark.parametrize("width", [5, 64, 1000, 8192, 8193, 40_001])
-def test_the_largest_are_those_of_a_sort(width):
+def test_largest_equals_a_sort(width):
     rows = make_logits(3, width, seed=width)
     rows[1, 10:] = -np.inf
     rows[2] = np.round(rows[2])
@@ -169,7 +169,7 @@ def test_top_k_is_exact_among_equal_logits(top_k):
         assert np.isfinite(np.array(kept)).sum() == min(top_k, vocab)
 
 
-def test_ties_with_the_last_token_of_top_p_stay_and_top_k_is_exact():
+def test_top_p_keeps_ties_and_top_k_is_exact():
     logits = np.array([3.0, 1.0, 1.0, 1.0, 0.0], dtype=np.float32)
     first = np.exp(3.0) / np.exp(logits).sum()
     assert set(draw_many(logits, Sampling(temperature=9.0, top_p=first + 0.01, seed=1), 500)) == {
@@ -180,7 +180,7 @@ def test_ties_with_the_last_token_of_top_p_stay_and_top_k_is_exact():
 
 
 @pytest.mark.parametrize("vocab", [7, 4096, 50_257])
-def test_a_row_draws_the_same_alone_and_in_any_batch(vocab):
+def test_a_row_draws_the_same_tokens_in_any_batch(vocab):
     rows = len(KINDS)
     logits = mx.array(make_logits(rows, vocab, seed=5))
     positions = [3 * row for row in range(rows)]
@@ -220,7 +220,7 @@ def test_keys_are_distinct_words_of_32_bits():
     assert key_of(3, 5, 0) == key_of(3, 5)
 
 
-def test_greedy_ignores_the_rest_and_tiny_temperatures_are_greedy():
+def test_greedy_ignores_filters_and_tiny_temperatures_are_greedy():
     logits = mx.array(make_logits(3, 100))
     kinds = [Sampling(top_p=0.1, top_k=3), Sampling(temperature=1e-9, seed=1), Sampling()]
     tokens = sample(logits, BatchSampling.of(kinds), [0, 0, 0])
@@ -257,7 +257,7 @@ def test_a_sampled_row_needs_a_seed():
         BatchSampling.of([Sampling(temperature=1.0)])
 
 
-def test_bad_rows_are_told_apart():
+def test_rows_with_invalid_logits_are_detected():
     rows = [
         [1.0, 2.0, 3.0],
         [0.0, 0.0, 0.0],
@@ -273,7 +273,7 @@ def test_bad_rows_are_told_apart():
 
 
 def test_sampling_a_step_of_sixteen_rows_is_fast():
-    """A canary for an accidental eval or a Python loop over tokens, far above the usual 2 ms."""
+    """Detects an accidental eval or a Python loop over tokens; the usual time is 2 ms."""
     logits = mx.array(make_logits(16, 4096))
     batch = BatchSampling.of([KINDS[1], KINDS[3]] * 8)
     mx.eval(sample(logits, batch, [0] * 16))

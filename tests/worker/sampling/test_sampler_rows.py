@@ -1,4 +1,4 @@
-"""The sampler's rows: edits against a numpy reference, and tokens that do not depend on company."""
+"""The sampler's rows: edits against a numpy reference, and independence from other rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PROMPT = [3, 3, 5, 8]
 
 
 def model(history: list[int], vocab: int = VOCAB) -> np.ndarray:
-    """Return the logits of a model that looks at its last three tokens and their place."""
+    """Return the logits of a model that depends on its last three tokens and their position."""
     seed = hash((len(history), *history[-3:])) & 0xFFFFFFFF
     return (np.random.default_rng(seed).normal(size=vocab) * 2).astype(np.float32)
 
 
 def edited(logits: np.ndarray, one: RowSettings, prompt: list[int], made: list[int]) -> np.ndarray:
-    """Return what bias, penalties and barred tokens make of the logits, token by token."""
+    """Apply bias, penalties and excluded tokens to the logits, token by token."""
     out = logits.astype(np.float64)
     sampling = one.sampling
     for token, value in sampling.logit_bias.items():
@@ -45,7 +45,7 @@ def edited(logits: np.ndarray, one: RowSettings, prompt: list[int], made: list[i
 
 
 def run(row: RowSettings, steps: int, prompt=PROMPT, made=()):
-    """SamplerOutput a row alone; return its tokens."""
+    """Sample a row alone; return its tokens."""
     sampler = Sampler(VOCAB)
     sampler.add("row", row, prompt, made)
     tokens = list(made)
@@ -74,7 +74,7 @@ EDITS = [
 
 @pytest.mark.parametrize("sampling", EDITS, ids=str)
 @pytest.mark.parametrize("min_tokens", [0, 4])
-def test_a_greedy_row_takes_the_reference_s_likeliest_token(sampling, min_tokens):
+def test_a_greedy_row_takes_the_most_likely_token_of_the_reference(sampling, min_tokens):
     row = RowSettings(sampling, ends=tuple(range(40, 97)), min_tokens=min_tokens)
     made: list[int] = []
     for token in run(row, 30):
@@ -86,14 +86,14 @@ def test_a_greedy_row_takes_the_reference_s_likeliest_token(sampling, min_tokens
     assert len(set(made)) > 1 or 0 in sampling.logit_bias
 
 
-def test_the_edits_change_what_is_drawn():
+def test_edits_change_the_tokens():
     plain = run(RowSettings(Sampling()), 30)
     for sampling in EDITS:
         assert run(RowSettings(sampling), 30) != plain
     assert set(run(RowSettings(Sampling(logit_bias={7: 100.0})), 5)) == {7}
 
 
-def test_no_end_is_drawn_before_min_tokens_and_then_it_may():
+def test_end_tokens_are_drawn_only_after_min_tokens():
     ends = tuple(range(1, VOCAB))
     for sampling in (Sampling(), Sampling(temperature=2.0, seed=1, top_k=90)):
         tokens = run(RowSettings(sampling, ends=ends, min_tokens=6), 40)
@@ -102,7 +102,7 @@ def test_no_end_is_drawn_before_min_tokens_and_then_it_may():
 
 
 @pytest.mark.parametrize("sampling", EDITS, ids=str)
-def test_a_resumed_row_goes_on_as_if_it_had_never_been_away(sampling):
+def test_a_resumed_row_continues_with_the_same_tokens(sampling):
     for one in (sampling, Sampling(**_fields(sampling) | {"temperature": 1.1, "seed": 9})):
         row = RowSettings(one, ends=(1, 2, 3), min_tokens=12)
         whole = run(row, 25)
@@ -114,7 +114,7 @@ def _fields(sampling: Sampling) -> dict:
     return {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
 
 
-def test_choices_of_one_seed_differ_and_choice_0_is_that_of_a_single_one():
+def test_choices_of_one_seed_differ_and_choice_0_equals_a_single_choice():
     hot = Sampling(temperature=3.0, seed=4)
     one = run(RowSettings(hot), 20)
     several = [run(RowSettings(hot, choice=choice), 20) for choice in range(4)]
@@ -122,7 +122,7 @@ def test_choices_of_one_seed_differ_and_choice_0_is_that_of_a_single_one():
     assert len({tuple(tokens) for tokens in several}) == 4
 
 
-# -- company --------------------------------------------------------------------------------------
+# -- other rows -----------------------------------------------------------------------------------
 
 samplings = st.builds(
     Sampling,
@@ -150,62 +150,67 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 # Without shrinking: a failure would take minutes.
 @settings(max_examples=25, deadline=None, phases=[Phase.generate])
 @given(
-    mine=rows,
+    row=rows,
     prompt=prompts,
     others=st.lists(
         st.tuples(rows, prompts, st.integers(0, 8), st.integers(1, 12)), min_size=1, max_size=5
     ),
-    away=st.none() | st.integers(1, 8),
+    removed_at=st.none() | st.integers(1, 8),
     order=st.randoms(use_true_random=False),
 )
-def test_a_row_s_tokens_and_logprobs_are_its_own_whoever_comes_and_goes(
-    mine, prompt, others, away, order
+def test_a_row_s_tokens_and_logprobs_do_not_depend_on_other_rows(
+    row, prompt, others, removed_at, order
 ):
     """Bit for bit, in a pipelined loop: step n+1 is launched before the tokens of n are read."""
-    story = Story([(mine, prompt, 0, 10, away), *((*other, None) for other in others)])
-    company = story.play(order)
-    alone = Story([(mine, prompt, 0, 10, None)]).play(order)
+    batch = PipelinedLoop([(row, prompt, 0, 10, removed_at), *((*other, None) for other in others)])
+    together = batch.run(order)
+    alone = PipelinedLoop([(row, prompt, 0, 10, None)]).run(order)
     assert len(alone[0]) == 10
-    assert company[0] == alone[0]
+    assert together[0] == alone[0]
 
 
-class Story:
-    """Rows that join a sampler in a step, leave it after so many tokens, and one that is away."""
+class PipelinedLoop:
+    """Steps a sampler over rows ``(settings, prompt, join step, tokens, removal step)``.
+
+    A row leaves when it has its tokens. A row with a removal step returns three steps later.
+    """
 
     def __init__(self, rows) -> None:
         self.rows = rows
         self.sampler = Sampler(VOCAB)
-        self.told = [[] for _ in rows]
-        self.inside = set()
+        self.read = [[] for _ in rows]
+        self.present = set()
 
-    def play(self, order):
+    def run(self, order):
         flight = None
         for step in range(40):
-            for number, (row, prompt, joins, _count, away) in enumerate(self.rows):
+            for number, (row, prompt, joins, _count, removed_at) in enumerate(self.rows):
                 if step == joins:
                     self.sampler.add(number, row, prompt)
-                    self.inside.add(number)
-                elif away is not None and step == away + 3 and number not in self.inside:
-                    made = [one.token for one in self.told[number]]
+                    self.present.add(number)
+                elif (
+                    removed_at is not None and step == removed_at + 3 and number not in self.present
+                ):
+                    made = [one.token for one in self.read[number]]
                     self.sampler.add(number, row, prompt, made)
-                    self.inside.add(number)
-            keys = order.sample(sorted(self.inside), len(self.inside))
+                    self.present.add(number)
+            keys = order.sample(sorted(self.present), len(self.present))
             landed, flight = flight, self.launch(keys, flight)
             self.collect(landed)
-            for number in sorted(self.inside):
-                away = self.rows[number][4]
-                # What it has in flight is thrown away: it comes back with what was read.
-                if len(self.told[number]) >= self.rows[number][3] or step == away:
+            for number in sorted(self.present):
+                removed_at = self.rows[number][4]
+                # Its token in flight is dropped: the row returns with the tokens that were read.
+                if len(self.read[number]) >= self.rows[number][3] or step == removed_at:
                     self.sampler.remove(number)
-                    self.inside.remove(number)
-                    if step == away and flight is not None:
+                    self.present.remove(number)
+                    if step == removed_at and flight is not None:
                         flight[2].discard(number)
-        return self.told
+        return self.read
 
     def launch(self, keys, flight):
         if not keys:
             return None
-        # The logits of a real model come from tokens on the device; the fake one has to look.
+        # A real model reads the tokens on the device; this one needs them on the host.
         histories = [self.history(key, flight) for key in keys]
         logits = mx.array(np.stack([model(history) for history in histories]))
         draw = self.sampler.draw(logits, keys, [len(history) for history in histories])
@@ -213,7 +218,7 @@ class Story:
         return keys, draw, set(keys)
 
     def history(self, key, flight):
-        made = [one.token for one in self.told[key]]
+        made = [one.token for one in self.read[key]]
         if flight is not None and key in flight[2]:
             made.append(flight[1].tokens[flight[0].index(key)].item())
         return [*self.rows[key][1], *made]
@@ -224,24 +229,24 @@ class Story:
         keys, draw, wanted = landed
         for key, drawn in zip(keys, draw.read(), strict=True):
             assert drawn.trusted
-            if key in wanted and len(self.told[key]) < self.rows[key][3]:
-                self.told[key].append(drawn)
+            if key in wanted and len(self.read[key]) < self.rows[key][3]:
+                self.read[key].append(drawn)
 
 
 # -- logprobs -------------------------------------------------------------------------------------
 
 
-def test_logprobs_are_those_of_the_model_whatever_is_done_to_draw():
+def test_logprobs_are_those_of_the_model_before_edits_and_filters():
     logits = np.stack([model([row]) for row in range(5)])
     edits = Sampling(temperature=0.5, top_k=2, seed=1, logit_bias={4: 9.0}, repetition_penalty=2.0)
     sampler = Sampler(VOCAB)
-    wants = [None, 0, 3, None, 20]
-    for key, want in enumerate(wants):
+    requested = [None, 0, 3, None, 20]
+    for key, want in enumerate(requested):
         sampler.add(key, RowSettings(edits, logprobs=want), PROMPT)
     drawn = sampler.draw(mx.array(logits), range(5), [0] * 5).read()
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
-    for row, want in enumerate(wants):
+    for row, want in enumerate(requested):
         found = drawn[row].scored
         if want is None:
             assert found is None
@@ -253,7 +258,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_draw():
         assert [value for _, value in found.top] == pytest.approx(exact[row, best], abs=1e-5)
 
 
-def test_a_row_without_logprobs_gets_none_and_nothing_is_computed():
+def test_without_logprobs_nothing_is_computed():
     sampler = Sampler(VOCAB)
     sampler.add("a", RowSettings(Sampling()), [])
     draw = sampler.draw(mx.array(model([1])[None]), ["a"], [0])
@@ -261,7 +266,7 @@ def test_a_row_without_logprobs_gets_none_and_nothing_is_computed():
     assert len(draw.arrays()) == 2
 
 
-def test_impossible_tokens_are_told_as_such_and_none_beyond_the_vocabulary():
+def test_impossible_tokens_have_the_lowest_logprob_and_ids_stay_in_the_vocabulary():
     for vocab in (50, 30_001):
         logits = np.full((1, vocab), -np.inf, dtype=np.float32)
         logits[0, [7, 9]] = [0.0, 1.0]
@@ -272,7 +277,7 @@ def test_impossible_tokens_are_told_as_such_and_none_beyond_the_vocabulary():
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_rows_are_edited_and_told_in_float32(dtype):
+def test_half_precision_logits_are_edited_and_scored_in_float32(dtype):
     logits = mx.array(np.stack([model([1])] * 2)).astype(dtype)
     sampler = Sampler(VOCAB)
     sampler.add(0, RowSettings(EDITS[-1], logprobs=2), PROMPT)
@@ -285,10 +290,10 @@ def test_half_precision_rows_are_edited_and_told_in_float32(dtype):
     assert drawn[0].scored.top[0][1] == pytest.approx(rows[0].max() - norm, abs=1e-5)
 
 
-# -- the rest -------------------------------------------------------------------------------------
+# -- other tests ---------------------------------------------------------------------------------
 
 
-def test_a_bad_row_is_told_apart_and_harms_no_other():
+def test_a_row_with_invalid_logits_does_not_affect_others():
     logits = np.stack([model([row]) for row in range(3)])
     logits[1, 5] = np.nan
     sampler = Sampler(VOCAB)
@@ -305,7 +310,7 @@ def test_a_bad_row_is_told_apart_and_harms_no_other():
     assert again == other.draw(mx.array(logits[[0, 2]]), [0, 2], [1, 1]).read()
 
 
-def test_a_step_that_failed_is_drawn_again_after_its_rows_come_back():
+def test_a_failed_step_is_repeated_after_its_rows_are_added_again():
     sampling = Sampling(temperature=1.0, seed=3, frequency_penalty=1.0)
     row = RowSettings(sampling, ends=(1,), min_tokens=3)
     whole = run(row, 10)
@@ -313,7 +318,7 @@ def test_a_step_that_failed_is_drawn_again_after_its_rows_come_back():
     sampler.add("row", row, PROMPT)
     tokens: list[int] = []
     for at in range(10):
-        sampler.draw(mx.zeros((1, VOCAB)), ["row"], [0])  # launched, and lost
+        sampler.draw(mx.zeros((1, VOCAB)), ["row"], [0])  # launched, then lost
         sampler.remove("row")
         sampler.add("row", row, PROMPT, tokens)
         logits = mx.array(model(PROMPT + tokens)[None])
@@ -322,7 +327,7 @@ def test_a_step_that_failed_is_drawn_again_after_its_rows_come_back():
     assert tokens == whole
 
 
-def test_a_row_is_in_once():
+def test_a_row_is_added_once():
     sampler = Sampler(VOCAB)
     sampler.add("a", RowSettings(Sampling()), [])
     with pytest.raises(LocalProtocolError, match="row a is sampled already"):

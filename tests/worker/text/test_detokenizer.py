@@ -1,4 +1,4 @@
-"""Streamed text equals the tokenizer's own, whatever the tokenizer and the cuts."""
+"""Streamed text equals the tokenizer's own, for every tokenizer and split."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_pieces_join_to_the_tokenizer_s_text(tokenizer, text):
     assert "".join(pieces) == decode(tokenizer, tokens)
 
 
-def test_the_text_comes_as_it_is_complete_and_never_in_half_characters(tokenizer):
+def test_text_is_returned_early_and_never_ends_inside_a_character(tokenizer):
     tokens = tokenizer.encode("".join(TEXTS), add_special_tokens=False)
     pieces = pieces_of(stream_of(tokenizer), tokens)
     assert not any(REPLACEMENT in piece for piece in pieces)
     assert sum(bool(piece) for piece in pieces) > len(tokens) / 3
 
 
-def test_a_completion_goes_on_after_its_prompt(tokenizer):
+def test_a_completion_continues_its_prompt(tokenizer):
     tokens = tokenizer.encode(TEXTS[0] + " " + TEXTS[1], add_special_tokens=False)
     whole = decode(tokenizer, tokens)
     for cut in range(1, len(tokens)):
@@ -59,7 +59,7 @@ def test_a_completion_goes_on_after_its_prompt(tokenizer):
         assert decode(tokenizer, tokens[:cut]) + "".join(pieces) == whole
 
 
-def test_a_completion_without_a_prompt_begins_like_a_text():
+def test_a_completion_without_a_prompt_starts_like_a_text():
     llama2 = ZOO["llama2"]()._tokenizer
     tokens = llama2.encode("The quick", add_special_tokens=False)
     assert "".join(pieces_of(stream_of(llama2), tokens)) == "The quick"
@@ -90,7 +90,7 @@ def test_random_tokens_never_stall_the_context_decoder(tokenizer):
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama2"])
-def test_an_emoji_split_over_tokens_comes_whole(name):
+def test_an_emoji_split_over_tokens_is_returned_at_once(name):
     tokenizer = ZOO[name]()._tokenizer
     tokens = tokenizer.encode("x😎🦊y", add_special_tokens=False)  # neither is in the training text
     assert len(tokens) >= 8
@@ -100,7 +100,7 @@ def test_an_emoji_split_over_tokens_comes_whole(name):
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama2"])
-def test_an_incomplete_character_at_the_end_is_not_shown(name):
+def test_an_incomplete_character_at_the_end_is_omitted(name):
     tokenizer = ZOO[name]()._tokenizer
     tokens = tokenizer.encode("ab🦊", add_special_tokens=False)
     assert "".join(pieces_of(stream_of(tokenizer), tokens[:-1])) == "ab"
@@ -114,7 +114,7 @@ def test_a_character_that_the_prompt_began_is_completed(name):
     assert "".join(pieces_of(stream_of(tokenizer, tokens[:cut]), tokens[cut:])) == "🦊cd"
 
 
-def test_special_tokens_are_not_shown_and_added_ones_are():
+def test_special_tokens_are_omitted_and_added_ones_are_not():
     tokenizer = ZOO["qwen"]()._tokenizer
     text = "<|im_start|>a<think>b<|reserved|>c added ü token<|endoftext|>"
     tokens = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Stop strings: the first to be complete ends the text, however the text is cut."""
+"""Stop strings: the first one that is complete ends the text, for every split of the text."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from protocol.errors import InvalidRequest
 
 
 def run(stops, pieces):
-    """Return what came out in all, and whether a stop string ended it."""
+    """Return the whole text, and whether a stop string ended it."""
     out = StopFilter(stops)
     text = "".join(out.push(piece) for piece in pieces)
     return text + out.finish(), out.stopped
 
 
 def reference(stops, text):
-    """Look at every beginning of the text, shortest first, for a stop string at its end."""
+    """Search every prefix of the text, shortest first, for a stop string at its end."""
     for end in range(1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
@@ -28,25 +28,25 @@ def reference(stops, text):
     return text, False
 
 
-def test_without_stop_strings_all_passes_at_once():
+def test_without_stop_strings_text_is_not_held_back():
     out = StopFilter()
     assert [out.push("abc"), out.push(""), out.push("d"), out.finish()] == ["abc", "", "d", ""]
 
 
-def test_a_stop_string_split_over_pieces_is_held_back_and_never_shown():
+def test_a_stop_string_split_over_pieces_is_held_back_and_never_sent():
     out = StopFilter(["</end>"])
     assert [out.push(p) for p in ("a</", "en", "d>b", "c")] == ["a", "", "", ""]
     assert out.stopped
     assert out.finish() == ""
 
 
-def test_what_turns_out_to_be_none_is_sent():
+def test_text_that_does_not_become_a_stop_string_is_sent():
     out = StopFilter(["</end>"])
     assert [out.push(p) for p in ("a</", "en", "x")] == ["a", "", "</enx"]
     assert not out.stopped
 
 
-def test_the_end_of_the_text_releases_what_was_held():
+def test_finish_returns_the_held_back_text():
     assert run(["stop"], ["so", " st"]) == ("so st", False)
 
 
@@ -75,7 +75,7 @@ def test_overlaps(stops, text, expected):
     stops=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4),
     pieces=st.lists(st.text("abc", max_size=6), max_size=12),
 )
-def test_any_cut_gives_the_reference_s_text(stops, pieces):
+def test_any_split_gives_the_text_of_the_reference(stops, pieces):
     text = "".join(pieces)
     assert run(stops, pieces) == reference(stops, text)
     assert run(stops, list(text)) == reference(stops, text)
@@ -86,7 +86,7 @@ def test_any_cut_gives_the_reference_s_text(stops, pieces):
     stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
     text=st.text("abc", max_size=30),
 )
-def test_no_more_is_held_than_may_become_a_stop_string(stops, text):
+def test_only_a_possible_stop_string_is_held_back(stops, text):
     out = StopFilter(stops)
     sent = ""
     for at, char in enumerate(text):
@@ -105,7 +105,7 @@ def test_empty_and_huge_stop_strings_are_refused():
         StopFilter(["x" * (MAX_STOP_CHARS + 1)])
 
 
-def test_the_worst_stop_strings_stay_cheap():
+def test_worst_case_stop_strings_take_linear_time():
     out = StopFilter(["a" * 4095 + str(at) for at in range(10)] + ["ab"] * 6)
     start = time.perf_counter()
     for _ in range(2000):

@@ -1,4 +1,4 @@
-"""Prompts to tokens, and completions to text, with their typed errors."""
+"""Tokenization of prompts and text of completions, with typed errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def complete(text, request, prompt, tokens):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_raw_prompt_has_the_tokenizer_s_own_beginning_and_no_end(name):
+def test_a_raw_prompt_gets_the_prefix_tokens_and_no_suffix(name):
     text = text_of(name)
     tokenizer = ZOO[name]()
     plain = tokenizer.encode(TEXTS[0], add_special_tokens=False)
@@ -40,7 +40,7 @@ def test_a_raw_prompt_has_the_tokenizer_s_own_beginning_and_no_end(name):
     assert text.encode(submit(prompt=TEXTS[0])) == expected
 
 
-def test_a_prompt_that_brings_its_own_bos_gets_no_second_one():
+def test_a_prompt_with_bos_gets_no_second_one():
     text = text_of("llama2")
     assert text.encode(submit(prompt="<s>hello")).count(1) == 1
 
@@ -50,7 +50,7 @@ def test_special_tokens_in_a_raw_prompt_are_tokens():
     assert text.encode(submit(prompt="<|im_start|>a"))[0] == 1
 
 
-def test_messages_go_through_the_template():
+def test_messages_are_rendered_with_the_template():
     text = text_of("qwen")
     tokens = text.encode(
         submit(messages=[ChatMessage("system", "be brief"), ChatMessage("user", "hi\n")])
@@ -62,7 +62,7 @@ def test_messages_go_through_the_template():
     assert tokens.count(2) == 2
 
 
-def test_a_model_without_a_template_says_what_to_do():
+def test_messages_without_a_template_are_refused():
     text = text_of("bert")
     assert not text.has_chat_template
     with pytest.raises(InvalidRequest, match="send prompt instead") as caught:
@@ -70,7 +70,7 @@ def test_a_model_without_a_template_says_what_to_do():
     assert caught.value.detail == {"field": "messages"}
 
 
-def test_a_template_s_refusal_is_the_request_s_error():
+def test_a_template_error_is_an_invalid_request():
     wrapper = ZOO["qwen"]()
     wrapper._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     text = Text(wrapper, vocab_size=VOCAB, context_length=100)
@@ -78,7 +78,7 @@ def test_a_template_s_refusal_is_the_request_s_error():
         text.encode(submit(messages=[ChatMessage("user", "hi")]))
 
 
-def test_tokens_are_taken_as_they_are_within_the_vocabulary():
+def test_tokens_are_unchanged_and_within_the_vocabulary():
     text = text_of("llama2")
     assert text.encode(submit(tokens=[5, 0, VOCAB - 1])) == [5, 0, VOCAB - 1]
     for bad in (VOCAB, -1):
@@ -87,26 +87,26 @@ def test_tokens_are_taken_as_they_are_within_the_vocabulary():
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ""}, {"tokens": []}, {"messages": []}])
-def test_empty_prompts(fields):
+def test_empty_prompts_are_refused(fields):
     for name in ("qwen", "llama2"):
         with pytest.raises(EmptyPrompt):
             text_of(name).encode(submit(**fields))
 
 
 @pytest.mark.parametrize("fields", [{}, {"prompt": "a", "tokens": [1]}])
-def test_exactly_one_form_is_given(fields):
+def test_exactly_one_form_of_prompt_is_required(fields):
     with pytest.raises(InvalidRequest, match="exactly one"):
         text_of("qwen").encode(submit(**fields))
 
 
-def test_a_lone_surrogate_is_no_text():
+def test_a_lone_surrogate_is_refused():
     with pytest.raises(InvalidRequest, match="prompt is not valid text"):
         text_of("qwen").encode(submit(prompt="a\ud800b"))
     with pytest.raises(InvalidRequest, match="messages is not valid text"):
         text_of("qwen").encode(submit(messages=[ChatMessage("user", "a\ud800b")]))
 
 
-def test_the_context_must_hold_the_prompt_and_a_token():
+def test_the_prompt_and_one_token_must_fit_into_the_context():
     text = text_of("qwen", context=10)
     assert len(text.encode(submit(tokens=[5] * 9))) == 9
     with pytest.raises(
@@ -116,7 +116,7 @@ def test_the_context_must_hold_the_prompt_and_a_token():
     assert caught.value.detail == {"prompt_tokens": 10, "context_length": 10}
 
 
-def test_a_hopeless_prompt_is_refused_without_reading_all_of_it():
+def test_a_far_too_long_prompt_is_refused_after_a_part_of_it():
     text = text_of("qwen", context=100)
     seen = []
     encode = text._tokenizer.encode
@@ -140,7 +140,7 @@ def test_a_long_text_of_few_tokens_is_not_refused():
     assert (found < 100) == (len(text._tokenizer.encode(prompt)) < 100)
 
 
-def test_the_model_s_own_end_stops_and_releases_what_was_held():
+def test_eos_ends_a_completion_and_returns_held_back_text():
     text = text_of("qwen")
     assert text.eos_ids == {2}
     request = submit(prompt="a", stop=["never"])
@@ -148,7 +148,7 @@ def test_the_model_s_own_end_stops_and_releases_what_was_held():
     assert complete(text, request, [5], [*tokens, 2, 7]) == ("so nev", True)
 
 
-def test_a_stop_string_split_over_tokens_is_never_shown():
+def test_a_stop_string_split_over_tokens_is_never_sent():
     text = text_of("qwen")
     tokens = text._tokenizer.encode("one🦊two")
     for stop, expected in [("🦊", "one"), ("e🦊t", "on"), ("o", ""), ("x", "one🦊two")]:
@@ -158,7 +158,7 @@ def test_a_stop_string_split_over_tokens_is_never_shown():
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_prompt_and_completion_read_as_one_text(name):
+def test_prompt_and_completion_join_to_one_text(name):
     text = text_of(name)
     tokens = text._tokenizer.encode(TEXTS[0], add_special_tokens=False)
     whole = text._tokenizer.decode(tokens)
@@ -167,7 +167,7 @@ def test_prompt_and_completion_read_as_one_text(name):
     assert text._tokenizer.decode(tokens[:9]) + out == whole
 
 
-def test_an_answer_to_messages_begins_without_a_stray_space():
+def test_a_completion_after_messages_starts_without_a_space():
     text = text_of("llama2")
     tokens = text._tokenizer.encode("The quick", add_special_tokens=False)
     request = submit(messages=[ChatMessage("user", "hi")])
@@ -180,7 +180,7 @@ def pieces(text, request, tokens):
     return out, stream
 
 
-def test_stop_tokens_end_unseen_and_ignore_eos_goes_on():
+def test_stop_tokens_are_not_sent_and_ignore_eos_continues():
     text = text_of("qwen")
     tokens = text._tokenizer.encode("so never")
     request = submit(prompt="a", stop_tokens=[tokens[1]])
@@ -193,7 +193,7 @@ def test_stop_tokens_end_unseen_and_ignore_eos_goes_on():
     assert "".join(out) + stream.finish() == "so never"
 
 
-def test_nothing_ends_before_min_tokens_and_a_stop_text_counts_from_then_on():
+def test_nothing_ends_a_completion_before_min_tokens():
     text = text_of("qwen")
     tokens = text._tokenizer.encode("one two one two")
     request = submit(prompt="a", stop=["o"], min_tokens=3)
@@ -215,17 +215,17 @@ def test_nothing_ends_before_min_tokens_and_a_stop_text_counts_from_then_on():
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_every_token_has_a_text_of_its_own(name):
+def test_every_token_has_a_text(name):
     text = text_of(name)
     for token in range(VOCAB):
-        told = text.token_logprob(token, -1.0)
-        assert (told.token, told.logprob, told.top) == (token, -1.0, [])
-        if told.bytes is not None:
-            assert bytes(told.bytes).decode("utf-8", "replace") == told.text
-            assert "\ufffd" in told.text
+        logprob = text.token_logprob(token, -1.0)
+        assert (logprob.token, logprob.logprob, logprob.top) == (token, -1.0, [])
+        if logprob.bytes is not None:
+            assert bytes(logprob.bytes).decode("utf-8", "replace") == logprob.text
+            assert "\ufffd" in logprob.text
 
 
-def test_tokens_show_their_space_their_bytes_and_their_names():
+def test_token_texts_have_spaces_bytes_and_special_names():
     qwen, llama = text_of("qwen"), text_of("llama2")
     the = qwen._tokenizer.encode(" the")[0]
     assert qwen.token_logprob(the, -0.5, [(the, -0.5), (2, -1.0)]).top == [
@@ -234,7 +234,7 @@ def test_tokens_show_their_space_their_bytes_and_their_names():
     ]
     assert qwen.token_logprob(the, 0.0).text.startswith(" ")
     broken = [token for token in range(VOCAB) if qwen.token_logprob(token, 0.0).bytes]
-    assert broken, "a vocabulary of bytes has some that are no characters"
+    assert broken, "some tokens of a byte vocabulary are not valid text"
     byte = llama._tokenizer.convert_tokens_to_ids("<0xE4>")
     assert (llama.token_logprob(byte, 0.0).text, llama.token_logprob(byte, 0.0).bytes) == (
         "\ufffd",
@@ -251,7 +251,7 @@ def test_tokens_show_their_space_their_bytes_and_their_names():
         ({"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "sampling.logit_bias"),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_by_name(fields, field):
+def test_token_ids_outside_the_vocabulary_are_refused_with_their_field(fields, field):
     request = Submit(rid="r", prompt="a", **{"sampling": Sampling(), **fields})
     with pytest.raises(InvalidRequest, match="outside the vocabulary of 700") as caught:
         text_of("qwen").encode(request)

@@ -1,4 +1,4 @@
-"""Texts are tokenized between steps: one after each, in order, as requests would read them."""
+"""`Tokenize`: one text between steps, in order, with the tokens that a request would have."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def prompt(**fields):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_text_has_the_tokens_that_a_request_would_read(name):
+def test_tokens_equal_those_of_a_request(name):
     text = text_of(name)
-    told = text.tokenize(Tokenize(seq=3, prompt=TEXTS[0], limit=1000, texts=True))
-    assert (told.seq, told.tokens) == (3, text.encode(prompt(prompt=TEXTS[0])))
-    assert told.count == len(told.tokens) == len(told.texts)
-    assert "".join(told.texts).strip().endswith(TEXTS[0][-3:].strip())
+    result = text.tokenize(Tokenize(seq=3, prompt=TEXTS[0], limit=1000, texts=True))
+    assert (result.seq, result.tokens) == (3, text.encode(prompt(prompt=TEXTS[0])))
+    assert result.count == len(result.tokens) == len(result.texts)
+    assert "".join(result.texts).strip().endswith(TEXTS[0][-3:].strip())
 
 
-def test_messages_are_counted_with_the_template():
-    text, turns = text_of("qwen"), [ChatMessage("user", "hi")]
-    told = text.tokenize(Tokenize(seq=1, messages=turns, limit=2))
-    read = text.encode(prompt(messages=turns))
-    assert (told.count, told.tokens, told.texts) == (len(read), read[:2], [])
+def test_messages_are_rendered_with_the_template():
+    text, messages = text_of("qwen"), [ChatMessage("user", "hi")]
+    result = text.tokenize(Tokenize(seq=1, messages=messages, limit=2))
+    encoded = text.encode(prompt(messages=messages))
+    assert (result.count, result.tokens, result.texts) == (len(encoded), encoded[:2], [])
 
 
-def test_a_text_may_be_empty_and_longer_than_the_context_but_not_hopeless():
+def test_a_text_may_be_empty_or_exceed_the_context_within_limits():
     text = text_of("qwen", context=16)
     assert text.tokenize(Tokenize(seq=1, prompt="", limit=9)).count == 0
     assert text.tokenize(Tokenize(seq=1, prompt="a b c d e f g h i j k l m", limit=0)).count > 16
@@ -49,8 +49,8 @@ def test_a_text_may_be_empty_and_longer_than_the_context_but_not_hopeless():
         text.tokenize(Tokenize(seq=1, prompt="a", messages=[]))
 
 
-class Slow(FakeEngine):
-    """Keeps in which order it steps and tokenizes."""
+class RecordingEngine(FakeEngine):
+    """Records the order of steps and texts."""
 
     def step(self):
         order.append("step")
@@ -66,9 +66,9 @@ class Slow(FakeEngine):
 order: list[object] = []
 
 
-def test_between_two_steps_one_text_is_tokenized_and_none_costs_a_row():
+def test_one_text_is_tokenized_between_steps_and_errors_leave_rows_alone():
     order.clear()
-    peer = Thread(Slow())
+    peer = Thread(RecordingEngine())
     try:
         peer.load("fake:tps=0")
         texts = ["breaks", "", "Grüße", "abc", "abc"]
@@ -81,14 +81,14 @@ def test_between_two_steps_one_text_is_tokenized_and_none_costs_a_row():
         )
         [end] = peer.wait_for_end("a")
         peer.wait_for(lambda: len(peer.of(Tokenized)) == len(texts))
-        peer.send(Tokenize(seq=6, prompt="idle"))  # and with nothing else to do
+        peer.send(Tokenize(seq=6, prompt="idle"))  # without other work
         peer.wait_for(lambda: len(peer.of(Tokenized)) == 6)
     finally:
         peer.close()
-    broken, empty, *told, last = peer.of(Tokenized)
+    broken, empty, *counted, last = peer.of(Tokenized)
     assert (broken.error.code, empty.error.code, last.count) == ("internal", "empty_prompt", 4)
-    assert [one.count for one in told] == [7, 3, 3]
-    assert (told[1].tokens, told[1].texts) == ([97, 98], ["a", "b"])
+    assert [one.count for one in counted] == [7, 3, 3]
+    assert (counted[1].tokens, counted[1].texts) == ([97, 98], ["a", "b"])
     assert end.usage.completion_tokens == 1000
     first = order.index(1)
     during = order[first : order.index(5) + 1]

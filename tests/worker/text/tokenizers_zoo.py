@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that models come with, trained on a few sentences."""
+"""Small tokenizers of all kinds that models use, trained on a few sentences."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def byte_level(*added):
 
 @functools.cache
 def byte_fallback():
-    """Llama 2's way: a leading space, bytes as ``<0x0A>``, the first space stripped again."""
+    """Like Llama 2: a leading space, bytes as ``<0x0A>``, the first space stripped again."""
     vocab_source = Tokenizer(models.BPE())
     vocab_source.pre_tokenizer = pre_tokenizers.Metaspace()
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -94,7 +94,7 @@ def byte_fallback():
 
 @functools.cache
 def metaspace():
-    """T5's way, which also puts an end after every text."""
+    """Like T5, with an end token after every text."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -1,4 +1,4 @@
-"""What a daemon has heard of a request, word by word, and how it is taken up from there."""
+"""The reports that a daemon received for a request, and the request that continues from there."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from protocol.worker import (
 )
 
 
-class Heard:
-    """What a daemon has heard of one request."""
+class Received:
+    """The contents of one request's reports so far."""
 
     def __init__(self, submit: Submit) -> None:
         self.submit = submit
         self.tokens: list[list[int]] = [[] for _ in range(submit.n)]
         self.texts = [""] * submit.n
-        self.told: list[list[object]] = [[] for _ in range(submit.n)]
+        self.logprobs: list[list[object]] = [[] for _ in range(submit.n)]
         self.reasons: list[FinishReason | None] = [None] * submit.n
         self.prompt: list[object] = []
         self.end: tuple[str, Usage] | None = None
 
-    def hear(self, report: Report) -> None:
-        assert self.end is None, "a word after the end"
+    def add(self, report: Report) -> None:
+        assert self.end is None, "a report after the end"
         match report:
             case RowTokens(choice=choice):
                 assert self.reasons[choice] is None
                 assert report.index == len(self.tokens[choice])
                 self.tokens[choice] += report.tokens
                 self.texts[choice] += report.text
-                self.told[choice] += report.logprobs or []
+                self.logprobs[choice] += report.logprobs or []
             case RowPrompt():
                 assert report.index == len(self.prompt)
                 self.prompt += report.logprobs
@@ -50,7 +50,8 @@ class Heard:
             case RowFailed():
                 raise AssertionError(report.error)
 
-    def again(self) -> Submit:
+    def resubmission(self) -> Submit:
+        """Return the request that a new worker gets after this one died."""
         resume = [
             ChoiceProgress(list(tokens), len(text.encode()), reason)
             for tokens, text, reason in zip(self.tokens, self.texts, self.reasons, strict=True)
@@ -58,4 +59,4 @@ class Heard:
         return msgspec.structs.replace(self.submit, resume=resume, prompt_reported=len(self.prompt))
 
     def all(self) -> tuple[object, ...]:
-        return (self.tokens, self.texts, self.told, self.reasons, self.prompt, self.end)
+        return (self.tokens, self.texts, self.logprobs, self.reasons, self.prompt, self.end)
