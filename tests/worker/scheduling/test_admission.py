@@ -1,4 +1,4 @@
-"""Queue and grant together, under a daemon that answers late and to others first."""
+"""Admission: queue and grant together, with a daemon that answers late."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from protocol.worker import Grant, MemoryRequested
 BASE = 1000
 PAGE = 10
 ROW_PAGES = 3
-REST = 8
+IDLE = 8
 
 
-def admission_of(pages=REST, rows=5):
+def admission_of(pages=IDLE, rows=5):
     return Admission(
         Scheduler(max_rows=rows, chunk=128),
         PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
         row_pages=ROW_PAGES,
-        idle_pages=REST,
+        idle_pages=IDLE,
     )
 
 
-def answer(admission, wish, *, granted, budget_pages=100):
+def answer(admission, request, *, granted, budget_pages=100):
     budget = admission.budget
     admission.granted(
         Grant(
-            seq=wish.seq,
-            total_bytes=wish.total_bytes if granted else budget.granted_bytes,
+            seq=request.seq,
+            total_bytes=request.total_bytes if granted else budget.granted_bytes,
             granted=granted,
             budget_bytes=BASE + budget_pages * PAGE,
         )
@@ -42,15 +42,15 @@ def answer(admission, wish, *, granted, budget_pages=100):
 
 
 def denied(admission, held=Held(), **more):  # noqa: B008 - a value
-    """Take turns until nothing more is asked; all is denied."""
+    """Admit until no more memory is requested; deny all memory requests."""
     while (result := admission.admit(held)).memory_request is not None and result.refused is None:
         answer(admission, result.memory_request, granted=False, **more)
     return result
 
 
-def test_what_is_denied_is_sought_among_cached_prefixes_before_anyone_is_refused() -> None:
+def test_after_a_denial_cached_prefixes_are_evicted() -> None:
     admission = admission_of(pages=20)
-    admission.submit("a", 640, 64)  # 10 pages, 3 of a tail
+    admission.submit("a", 640, 64)  # 10 pages, and 3 for the tail
     assert denied(admission, Held(20, 1, cached=16)).evict_pages == 9
     assert admission.has_work
     result = admission.admit(Held(17, 1, cached=7))
@@ -67,15 +67,15 @@ def test_no_more_is_evicted_than_is_cached() -> None:
     assert (result.evict_pages, result.refused, result.swap_out_kept) == (0, None, False)
 
 
-def test_a_new_request_waits_while_others_hold_the_memory_and_says_at_which_place() -> None:
+def test_a_request_waits_while_other_workers_hold_the_memory_and_reports_its_position() -> None:
     admission = admission_of()
     admission.submit("a", 1920, 64)
-    wish = admission.admit(Held()).memory_request
-    assert wish is not None
-    assert not wish.resuming
+    request = admission.admit(Held()).memory_request
+    assert request is not None
+    assert not request.resuming
     admission.submit("b", 1920, 64)
-    assert admission.admit(Held()).queue_positions == ()  # the daemon may still say yes
-    answer(admission, wish, granted=False)
+    assert admission.admit(Held()).queue_positions == ()  # the daemon may still grant it
+    answer(admission, request, granted=False)
     result = denied(admission)
     assert (result.refused, result.evict_pages) == (None, 0)
     assert [(one.rid, one.position) for one in result.queue_positions] == [("a", 1), ("b", 2)]
@@ -84,11 +84,11 @@ def test_a_new_request_waits_while_others_hold_the_memory_and_says_at_which_plac
     assert admission.admit(Held()).plan.admitted == ("a",)
 
 
-def test_what_can_never_fit_is_refused_when_it_comes_and_when_the_budget_has_shrunk() -> None:
+def test_a_request_beyond_the_budget_is_refused_at_submit_and_when_the_budget_shrinks() -> None:
     admission = admission_of()
     admission.submit("a", 64, 1)
-    wish = admission.admit(Held()).memory_request
-    assert wish is None
+    request = admission.admit(Held()).memory_request
+    assert request is None
     admission.budget.budget_bytes = BASE + 40 * PAGE
     admission.submit("b", 2368, 64)  # 37 pages, and a tail of 3
     with pytest.raises(InsufficientMemory) as refused:
@@ -101,8 +101,8 @@ def test_what_can_never_fit_is_refused_when_it_comes_and_when_the_budget_has_shr
     assert result.refused[0] == "b"
 
 
-def laddered(pages=REST) -> Admission:
-    """Two levels; pages of the lower one are half as large."""
+def with_two_levels(pages=IDLE) -> Admission:
+    """Return an admission with two levels; pages of the lower one are half as large."""
     sizes = ReservationSizes(
         pages_for=lambda length, level: -(-length // 64 // (1 + level)), levels=2
     )
@@ -110,12 +110,12 @@ def laddered(pages=REST) -> Admission:
         Scheduler(max_rows=5, chunk=128, sizes=sizes),
         PageBudget(BASE, PAGE, BASE + pages * PAGE, seq=1),
         row_pages=ROW_PAGES,
-        idle_pages=REST,
+        idle_pages=IDLE,
     )
 
 
-def test_rows_start_lower_when_told_and_what_they_reserve_falls_with_them() -> None:
-    admission = laddered(pages=60)
+def test_reservations_follow_the_start_level_and_step_downs() -> None:
+    admission = with_two_levels(pages=60)
     scheduler = admission.scheduler
     admission.submit("a", 640, 64)
     assert admission.admit(Held()).plan.admitted == ("a",)
@@ -134,16 +134,16 @@ def test_rows_start_lower_when_told_and_what_they_reserve_falls_with_them() -> N
     assert scheduler.reserved_pages == 29
 
 
-def test_who_fits_the_whole_budget_only_lower_down_starts_there() -> None:
-    admission = laddered()
+def test_a_request_starts_at_the_first_level_that_fits_the_budget() -> None:
+    admission = with_two_levels()
     admission.budget.budget_bytes = BASE + 30 * PAGE
-    admission.submit("a", 1920, 64)  # 31 pages at the top, 16 below
+    admission.submit("a", 1920, 64)  # 31 pages at level 0, 16 at level 1
     assert admission.scheduler.find("a").level == 1
     admission.granted(Grant(seq=1, total_bytes=0, granted=True, budget_bytes=BASE + 40 * PAGE))
     assert admission.scheduler.find("a").level == 0
 
 
-def test_nobody_is_admitted_while_memory_is_given_back() -> None:
+def test_no_request_is_admitted_while_memory_is_given_back() -> None:
     admission = admission_of(pages=30)
     admission.submit("a", 640, 64)
     admission.closed = True
@@ -153,21 +153,25 @@ def test_nobody_is_admitted_while_memory_is_given_back() -> None:
     assert admission.admit(Held()).plan.admitted == ("a",)
 
 
-def test_handing_over_forgets_a_wish_that_is_open() -> None:
+def test_giving_back_replaces_an_open_memory_request() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 6400, 64)
-    open_wish = admission.admit(Held()).memory_request
-    assert open_wish is not None
-    wish, freed = admission.give_back(20, Held())
-    assert wish is not None
-    assert (wish.seq, wish.total_bytes, freed) == (open_wish.seq + 1, BASE + 20 * PAGE, 20 * PAGE)
-    answer(admission, open_wish, granted=True, budget_pages=200)  # it came too late
+    open_request = admission.admit(Held()).memory_request
+    assert open_request is not None
+    request, freed = admission.give_back(20, Held())
+    assert request is not None
+    assert (request.seq, request.total_bytes, freed) == (
+        open_request.seq + 1,
+        BASE + 20 * PAGE,
+        20 * PAGE,
+    )
+    answer(admission, open_request, granted=True, budget_pages=200)  # too late
     assert admission.budget.granted_bytes == BASE + 20 * PAGE
-    answer(admission, wish, granted=True, budget_pages=200)
+    answer(admission, request, granted=True, budget_pages=200)
     assert admission.admit(Held()).memory_request is not None
 
 
-def test_what_others_keep_in_memory_goes_elsewhere_before_the_first_waits_for_ever() -> None:
+def test_kept_pages_are_swapped_out_before_the_head_waits_forever() -> None:
     admission = admission_of(pages=30)
     for rid in "ab":
         admission.submit(rid, 640, 64)
@@ -175,45 +179,45 @@ def test_what_others_keep_in_memory_goes_elsewhere_before_the_first_waits_for_ev
     for rid in "ab":
         admission.preempt(rid, kept_pages=11)
         admission.requeue_preempted(rid)
-    wish, _ = admission.give_back(22, Held())
-    assert wish is not None
-    answer(admission, wish, granted=True)
+    request, _ = admission.give_back(22, Held())
+    assert request is not None
+    answer(admission, request, granted=True)
     result = denied(admission)
     assert result.swap_out_kept
     admission.reduce_kept("b", 0)
     assert admission.admit(Held()).plan.resumed == ("a",)
 
 
-def parked_beside_another_model() -> Admission:
+def preempted_with_smaller_grant() -> Admission:
     admission = admission_of(pages=20)
     admission.submit("a", 640, 64)
     assert admission.admit(Held()).plan.admitted == ("a",)
     admission.preempt("a")
-    wish, _ = admission.give_back(8, Held())
-    assert wish is not None
-    answer(admission, wish, granted=True)
+    request, _ = admission.give_back(8, Held())
+    assert request is not None
+    answer(admission, request, granted=True)
     admission.requeue_preempted("a")
     return admission
 
 
-def test_who_has_begun_waits_where_a_new_request_would_be_refused() -> None:
-    admission = parked_beside_another_model()
+def test_a_preempted_request_waits_for_its_memory() -> None:
+    admission = preempted_with_smaller_grant()
     result = denied(admission)
     assert (result.refused, admission.has_work) == (None, False)
-    # The daemon remembers what it denied, and grants it when there is room.
+    # The daemon remembers the denied memory request and grants it when there is room.
     admission.granted(Grant(seq=admission.budget.seq, total_bytes=BASE + 20 * PAGE, granted=True))
     result = admission.admit(Held())
     assert (result.plan.admitted, result.plan.resumed) == (("a",), ("a",))
 
 
-def test_who_has_begun_is_refused_if_the_whole_budget_is_too_small() -> None:
-    admission = parked_beside_another_model()
+def test_a_preempted_request_beyond_the_budget_is_refused() -> None:
+    admission = preempted_with_smaller_grant()
     refused = denied(admission, budget_pages=12).refused
     assert refused is not None
     assert isinstance(refused[1], InsufficientMemory)
 
 
-def test_what_a_row_has_left_in_the_room_of_its_place_counts_once() -> None:
+def test_checkpoints_covered_by_row_reservations_count_once() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 1, 1)
     admission.admit(Held())
@@ -221,60 +225,60 @@ def test_what_a_row_has_left_in_the_room_of_its_place_counts_once() -> None:
     assert spare > 0
     assert admission.spare_pages(Held(3, 1, cached=3)) == spare - 3
     assert admission.spare_pages(Held(3, 1, cached=3, covered=2)) == spare - 1
-    wish = admission.request_spare(spare + 2, Held(3, 1, cached=3, covered=2))
-    assert wish is not None
-    assert wish.reason == "3 more pages"
-    assert admission.request_spare(spare + 2, Held()) is None  # one is open
+    request = admission.request_spare(spare + 2, Held(3, 1, cached=3, covered=2))
+    assert request is not None
+    assert request.reason == "3 more pages"
+    assert admission.request_spare(spare + 2, Held()) is None  # a memory request is open
 
 
-def test_spare_tails_count_until_they_are_given_up() -> None:
+def test_spare_tails_count_until_they_are_freed() -> None:
     admission = admission_of(pages=20)
     admission.submit("a", 640, 64)
     assert admission.admit(Held(0, 4)).plan.missing_pages == 10 + 4 * ROW_PAGES - 20
     assert admission.admit(Held(0, 3)).plan.admitted == ("a",)
 
 
-def test_what_rows_hold_is_not_given_back() -> None:
+def test_held_and_reserved_pages_are_not_given_back() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 640, 64)
     admission.submit("b", 640, 64)
     admission.admit(Held())
     assert admission.give_back(0, Held(40, 0)) == (None, 0)
-    wish, _ = admission.give_back(0, Held(5, 1))  # the rows have not grown to what they may be
-    assert wish is not None
-    assert wish.total_bytes == BASE + 26 * PAGE
-    answer(admission, wish, granted=True)
+    request, _ = admission.give_back(0, Held(5, 1))  # the rows are smaller than their reservations
+    assert request is not None
+    assert request.total_bytes == BASE + 26 * PAGE
+    answer(admission, request, granted=True)
     admission.preempt("b", kept_pages=4)
-    wish, _ = admission.give_back(0, Held(14, 1))
-    assert wish is not None
-    assert wish.total_bytes == BASE + 17 * PAGE
+    request, _ = admission.give_back(0, Held(14, 1))
+    assert request is not None
+    assert request.total_bytes == BASE + 17 * PAGE
 
 
 def test_an_idle_engine_keeps_cached_prefixes() -> None:
     admission = admission_of(pages=40)
-    wish = admission.give_back_idle(cached=12)
-    assert wish is not None
-    assert wish.total_bytes == BASE + (REST + 12) * PAGE
-    answer(admission, wish, granted=True)
+    request = admission.give_back_idle(cached=12)
+    assert request is not None
+    assert request.total_bytes == BASE + (IDLE + 12) * PAGE
+    answer(admission, request, granted=True)
     assert not admission.has_work
     assert admission.give_back_idle(cached=12) is None
 
 
-def test_who_leaves_takes_along_what_was_denied() -> None:
-    """The daemon remembers it, and would grant it to nobody."""
+def test_a_denied_memory_request_is_withdrawn_when_its_request_ends() -> None:
+    """Otherwise the daemon would grant it later for nothing."""
     admission = admission_of()
     admission.submit("a", 1920, 64)
-    wish = admission.admit(Held()).memory_request
-    assert wish is not None
-    answer(admission, wish, granted=False)
+    request = admission.admit(Held()).memory_request
+    assert request is not None
+    answer(admission, request, granted=False)
     admission.finish("a")
     assert admission.has_work
-    wish = admission.give_back_idle()
-    assert wish is not None
-    assert wish.total_bytes == BASE + REST * PAGE
+    request = admission.give_back_idle()
+    assert request is not None
+    assert request.total_bytes == BASE + IDLE * PAGE
 
 
-def test_paused_and_parked_rows_are_no_work() -> None:
+def test_suspended_and_preempted_requests_are_no_work() -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 640, 64)
     admission.admit(Held())
@@ -292,7 +296,7 @@ def test_paused_and_parked_rows_are_no_work() -> None:
 
 
 @pytest.mark.parametrize("event", ["finish", "finish_choice", "preempt"])
-def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
+def test_freed_memory_allows_a_denied_request_again(event: str) -> None:
     admission = admission_of(pages=40)
     admission.submit("a", 1, 1, choices=2)
     admission.admit(Held())
@@ -304,7 +308,7 @@ def test_what_becomes_free_here_may_be_asked_for_again(event: str) -> None:
     assert admission.admit(Held()).memory_request is not None
 
 
-def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
+def test_pages_no_longer_kept_are_free_for_others() -> None:
     admission = admission_of(pages=30)
     admission.submit("runs", 1, 1)
     admission.submit("a", 640, 64)
@@ -328,17 +332,17 @@ def test_what_a_parked_row_no_longer_keeps_is_free_for_others() -> None:
 class Traffic(RuleBasedStateMachine):
     """One worker's admission against the daemon's own ledger, with messages in flight.
 
-    The pools grow as far as the plan allows and stay until nobody is there, or something is
-    evicted or given back; the worst that an engine does.
+    The pools grow as far as the plan allows. They stay until the engine is idle, or until memory is
+    evicted or given back. This is the worst case of an engine.
     """
 
     @initialize(budget=st.integers(150, 500))
     def start(self, budget: int) -> None:
         self.most = budget
         self.ledger = Ledger(budget_bytes=BASE + budget * PAGE)
-        first = BASE + REST * PAGE
+        first = BASE + IDLE * PAGE
         self.ledger.handle(MemoryRequest("me", 1, first), 0.0)
-        self.admission = laddered(REST)
+        self.admission = with_two_levels(IDLE)
         self.scheduler = self.admission.scheduler
         self.up: list[MemoryRequested] = []
         self.down: list[Grant] = []
@@ -349,7 +353,7 @@ class Traffic(RuleBasedStateMachine):
         self.names = 0
 
     def hold(self, *, spare: bool = True) -> None:
-        """Hold what rows may take, what is cached, and what is left over from before."""
+        """Hold the reservations, the cached pages and spare pages from before."""
         scheduler, held = self.scheduler, self.held
         pages, rows = scheduler.reserved_pages + held.cached, scheduler.reserved_rows
         self.held = Held(
@@ -358,9 +362,9 @@ class Traffic(RuleBasedStateMachine):
             held.cached,
         )
 
-    def tell(self, wish: MemoryRequested | None) -> None:
-        if wish is not None:
-            self.up.append(wish)
+    def send(self, request: MemoryRequested | None) -> None:
+        if request is not None:
+            self.up.append(request)
 
     @rule(
         length=st.integers(1, 6000),
@@ -383,7 +387,7 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.queued or self.running or self.preempted)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """It finished, or was cancelled in whatever state."""
+        """A request in any state finishes or is cancelled."""
         self._finish(
             data.draw(st.sampled_from(sorted(self.queued | self.running | self.preempted)))
         )
@@ -399,7 +403,7 @@ class Traffic(RuleBasedStateMachine):
         self.admission.finish_choice(data.draw(st.sampled_from(self.able())))
 
     def able(self) -> list[str]:
-        """Rows of which one of several choices may end."""
+        """Return the requests of which one of several choices may end."""
         rows = self.scheduler.states.decoding.values()
         return [row.rid for row in rows if row.choices > 1]
 
@@ -414,7 +418,7 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.preempted)
     @rule(data=st.data())
-    def unpark(self, data: st.DataObject) -> None:
+    def requeue(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.preempted)))
         self.admission.requeue_preempted(rid)
         self.preempted.discard(rid)
@@ -422,20 +426,20 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def pause_or_resume(self, data: st.DataObject) -> None:
+    def suspend_or_resume(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.running)))
         scheduler = self.scheduler
         (scheduler.resume if scheduler.find(rid).suspended else scheduler.suspend)(rid)
 
     @rule(pages=st.integers(0, 60))
     def give_back(self, pages: int) -> None:
-        """The daemon asks for memory, whatever is under way."""
+        """The daemon reclaims memory at any time."""
         self.hold(spare=False)
         before = self.admission.budget.granted_bytes
-        wish, freed = self.admission.give_back(pages, self.held)
+        request, freed = self.admission.give_back(pages, self.held)
         assert freed == before - self.admission.budget.granted_bytes
-        assert (wish is None) == (freed == 0)
-        self.tell(wish)
+        assert (request is None) == (freed == 0)
+        self.send(request)
 
     @rule(level=st.integers(0, 2))
     def start_level(self, level: int) -> None:
@@ -443,8 +447,8 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def lower(self, data: st.DataObject) -> None:
-        """A running row goes down: what it reserves falls by what was promised."""
+    def step_down(self, data: st.DataObject) -> None:
+        """A running request steps down: its reservation shrinks by the predicted savings."""
         rid = data.draw(st.sampled_from(sorted(self.running)))
         if self.scheduler.find(rid).level == 0:
             before, saved = self.scheduler.reserved_pages, self.scheduler.step_down_savings(rid, 1)
@@ -454,7 +458,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(pages=st.integers(1, 10))
     def cache(self, pages: int) -> None:
-        """A prefix is cached where there is room."""
+        """A prefix is cached if there is room."""
         held = Held(self.held.pages, self.held.rows, self.held.cached + pages)
         scheduler = self.scheduler
         if (
@@ -470,7 +474,7 @@ class Traffic(RuleBasedStateMachine):
         result = self.admission.admit(self.held)
         self.running |= set(result.plan.admitted)
         self.queued -= set(result.plan.admitted)
-        self.tell(result.memory_request)
+        self.send(result.memory_request)
         for chunk in result.plan.group:
             self.scheduler.mark_prefilled(chunk.rid, chunk.end)
         self.hold()
@@ -491,10 +495,10 @@ class Traffic(RuleBasedStateMachine):
             self.step()
         if self.admission.idle:
             self.held = Held(self.held.cached, 0, self.held.cached)
-            self.tell(self.admission.give_back_idle(self.held.cached))
+            self.send(self.admission.give_back_idle(self.held.cached))
 
     def gives_up_spare(self) -> bool:
-        """Cut what is left over from before, as the engine does for who waits; tails at the end."""
+        """Free spare pages for the head, as the engine does; tails only without running rows."""
         before, scheduler = self.held, self.scheduler
         rows = max(scheduler.reserved_rows, before.rows if scheduler.reserved_rows else 0)
         self.held = Held(scheduler.reserved_pages + before.cached, rows, before.cached)
@@ -503,8 +507,8 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.up)
     @rule()
     def daemon_reads(self) -> None:
-        wish = self.up.pop(0)
-        self._answer(MemoryRequest("me", wish.seq, wish.total_bytes))
+        request = self.up.pop(0)
+        self._answer(MemoryRequest("me", request.seq, request.total_bytes))
 
     def _answer(self, event: MemoryRequest | WorkerExited) -> None:
         for one in self.ledger.handle(event, 0.0):
@@ -540,12 +544,12 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.check()
         granted = self.ledger.grants.get("me", 0)
         held = BASE + (self.held.pages + self.held.rows * ROW_PAGES) * PAGE
-        resting = self.admission.idle
-        assert resting or held <= max(granted, BASE)
+        idle = self.admission.idle
+        assert idle or held <= max(granted, BASE)
         assert self.admission.budget.granted_bytes <= granted
 
     def teardown(self) -> None:
-        """Deliver everything: then all have ended, and an idle worker keeps what rest allows."""
+        """Deliver all messages: all requests end, and the idle worker keeps only its idle pages."""
         if not hasattr(self, "admission"):
             return
         self._answer(WorkerExited("other"))
@@ -556,7 +560,7 @@ class Traffic(RuleBasedStateMachine):
             self.queued.add(rid)
         self.preempted.clear()
         for rid in self.queued:
-            self.admission.reduce_kept(rid, 0)  # what it kept goes to disk
+            self.admission.reduce_kept(rid, 0)  # swapped out
         for _ in range(5000):
             if self.up:
                 self.daemon_reads()
@@ -568,8 +572,8 @@ class Traffic(RuleBasedStateMachine):
                     self._finish(rid)
             else:
                 break
-        assert not self.queued, "a request waits, and nothing is under way for it"
-        assert self.ledger.grants["me"] <= BASE + (REST + self.held.cached) * PAGE
+        assert not self.queued, "a request waits without an open memory request"
+        assert self.ledger.grants["me"] <= BASE + (IDLE + self.held.cached) * PAGE
         assert "me" not in self.ledger.waiting
 
 

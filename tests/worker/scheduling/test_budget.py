@@ -1,4 +1,4 @@
-"""The worker's side of its grant: integers only."""
+"""The worker's side of its grant."""
 
 from __future__ import annotations
 
@@ -6,118 +6,118 @@ from kvd.worker.scheduling.budget import PageBudget
 from protocol.worker import Grant, MemoryRequested
 
 
-def budget() -> PageBudget:
+def new_budget() -> PageBudget:
     return PageBudget(base_bytes=1000, page_bytes=10, granted_bytes=1105, seq=2)
 
 
-def wish_of(mine: PageBudget, missing: int) -> MemoryRequested:
-    wish = mine.request(missing)
-    assert wish is not None
-    return wish
+def request_of(budget: PageBudget, missing: int) -> MemoryRequested:
+    request = budget.request(missing)
+    assert request is not None
+    return request
 
 
-def deny(mine: PageBudget, missing: int, budget_bytes: int = 5000) -> None:
-    wish = wish_of(mine, missing)
-    mine.answer(
+def deny(budget: PageBudget, missing: int, budget_bytes: int = 5000) -> None:
+    request = request_of(budget, missing)
+    budget.answer(
         Grant(
-            seq=wish.seq,
-            total_bytes=mine.granted_bytes,
+            seq=request.seq,
+            total_bytes=budget.granted_bytes,
             granted=False,
             budget_bytes=budget_bytes,
         )
     )
 
 
-def test_pages_are_what_the_grant_leaves_over_the_base() -> None:
-    assert budget().pages == 10
+def test_pages_are_the_grant_minus_the_base() -> None:
+    assert new_budget().pages == 10
     assert PageBudget(base_bytes=1000, page_bytes=10, granted_bytes=900).pages == 0
 
 
-def test_one_wish_at_a_time_and_the_answer_counts() -> None:
-    mine = budget()
-    wish = wish_of(mine, 7)
+def test_one_memory_request_is_open_at_a_time() -> None:
+    budget = new_budget()
+    request = request_of(budget, 7)
 
-    assert (wish.seq, wish.total_bytes) == (3, 1170)
-    assert mine.request(9) is None
-    mine.answer(Grant(seq=3, total_bytes=1170, granted=True))
-    assert mine.pages == 17
-    assert mine.request(0) is None
-    assert mine.request(1) is not None
-
-
-def test_denied_holds_for_as_much_and_more_but_not_for_less() -> None:
-    mine = budget()
-    deny(mine, 7)
-
-    assert mine.pages == 10
-    assert mine.request(7) is None
-    assert mine.request(8) is None
-    assert wish_of(mine, 6).total_bytes == 1160
+    assert (request.seq, request.total_bytes) == (3, 1170)
+    assert budget.request(9) is None
+    budget.answer(Grant(seq=3, total_bytes=1170, granted=True))
+    assert budget.pages == 17
+    assert budget.request(0) is None
+    assert budget.request(1) is not None
 
 
-def test_what_can_never_be_is_told_with_the_arithmetic() -> None:
-    mine = budget()
-    assert not mine.too_large(10**9)  # nobody has said how much there is
-    deny(mine, 7, budget_bytes=1170)
-    assert not mine.too_large(17)
-    assert mine.too_large(18)
-    detail = mine.refusal(18).detail
+def test_a_denial_covers_larger_memory_requests_only() -> None:
+    budget = new_budget()
+    deny(budget, 7)
+
+    assert budget.pages == 10
+    assert budget.request(7) is None
+    assert budget.request(8) is None
+    assert request_of(budget, 6).total_bytes == 1160
+
+
+def test_requests_beyond_the_budget_are_refused_with_the_numbers() -> None:
+    budget = new_budget()
+    assert not budget.too_large(10**9)  # the budget is not known yet
+    deny(budget, 7, budget_bytes=1170)
+    assert not budget.too_large(17)
+    assert budget.too_large(18)
+    detail = budget.refusal(18).detail
     assert (detail["base_bytes"], detail["page_bytes"]) == (1000, 10)
     assert (detail["needed_bytes"], detail["budget_bytes"]) == (1180, 1170)
 
 
-def test_what_the_daemon_asked_for_goes_even_while_a_wish_is_open() -> None:
-    mine = budget()
-    wish = wish_of(mine, 5)
-    given = mine.give_back(4)
+def test_giving_back_replaces_an_open_memory_request() -> None:
+    budget = new_budget()
+    request = request_of(budget, 5)
+    given = budget.give_back(4)
     assert given is not None
-    assert (given.seq, given.total_bytes) == (wish.seq + 1, 1040)
-    mine.answer(Grant(seq=wish.seq, total_bytes=1155, granted=True))
-    assert mine.pages == 4
-    assert mine.give_back(4) is None
+    assert (given.seq, given.total_bytes) == (request.seq + 1, 1040)
+    budget.answer(Grant(seq=request.seq, total_bytes=1155, granted=True))
+    assert budget.pages == 4
+    assert budget.give_back(4) is None
 
 
-def test_what_is_given_back_is_gone_at_once() -> None:
-    """Before the answer: the daemon counts it as free when it reads the wish."""
-    mine = budget()
+def test_the_grant_shrinks_before_the_answer() -> None:
+    """The daemon counts the memory as free when it reads the memory request."""
+    budget = new_budget()
 
-    assert mine.give_back(10) is None
-    wish = mine.give_back(4)
-    assert wish is not None
-    assert wish.total_bytes == 1040
-    assert mine.pages == 4
-    assert mine.request(1) is None
-    mine.answer(Grant(seq=wish.seq, total_bytes=1040, granted=True))
-    assert mine.pages == 4
-
-
-def test_withdrawing_replaces_the_wish_that_the_daemon_remembers() -> None:
-    mine = budget()
-    assert mine.withdraw() is None
-    deny(mine, 7)
-    wish = mine.withdraw()
-
-    assert wish is not None
-    assert wish.total_bytes == 1105
-    assert mine.denied is None
+    assert budget.give_back(10) is None
+    request = budget.give_back(4)
+    assert request is not None
+    assert request.total_bytes == 1040
+    assert budget.pages == 4
+    assert budget.request(1) is None
+    budget.answer(Grant(seq=request.seq, total_bytes=1040, granted=True))
+    assert budget.pages == 4
 
 
-def test_a_denied_wish_is_withdrawn_also_when_it_might_be_asked_again() -> None:
-    """Something became free here, so the denial is forgotten; the daemon still has it in mind."""
-    mine = budget()
-    deny(mine, 7)
-    mine.denied = None
-    assert mine.withdraw() is not None
-    assert mine.withdraw() is None  # one is open
-    mine.answer(Grant(seq=mine.seq, total_bytes=1105, granted=True))
-    assert mine.withdraw() is None
+def test_withdrawing_replaces_the_memory_request_that_the_daemon_remembers() -> None:
+    budget = new_budget()
+    assert budget.withdraw() is None
+    deny(budget, 7)
+    request = budget.withdraw()
+
+    assert request is not None
+    assert request.total_bytes == 1105
+    assert budget.denied is None
 
 
-def test_answer_to_an_older_wish_changes_nothing() -> None:
-    """The daemon answers in order: the open wish's total is decided after it."""
-    mine = budget()
-    wish = wish_of(mine, 5)
-    mine.answer(Grant(seq=wish.seq - 1, total_bytes=1200, granted=True))
+def test_a_forgotten_denial_is_still_withdrawn() -> None:
+    """Memory was freed here, so the denial is forgotten; the daemon still remembers it."""
+    budget = new_budget()
+    deny(budget, 7)
+    budget.denied = None
+    assert budget.withdraw() is not None
+    assert budget.withdraw() is None  # one is open
+    budget.answer(Grant(seq=budget.seq, total_bytes=1105, granted=True))
+    assert budget.withdraw() is None
 
-    assert mine.pages == 10
-    assert mine.open_bytes == 1150
+
+def test_an_answer_to_an_older_memory_request_is_ignored() -> None:
+    """The daemon answers in order: the open memory request is answered later."""
+    budget = new_budget()
+    request = request_of(budget, 5)
+    budget.answer(Grant(seq=request.seq - 1, total_bytes=1200, granted=True))
+
+    assert budget.pages == 10
+    assert budget.open_bytes == 1150

@@ -1,4 +1,4 @@
-"""Whose chunk is next: long beside short prompts, equal ones, groups, and the bounds."""
+"""The prefill order: long and short prompts, equal prompts, groups, and the bounds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvd.worker.scheduling.request import Chunk, QueueKey, ScheduledRequest
 C = 256
 
 
-def row(rid, prefill, number=0, priority=0, start=0):
-    """A row with so many tokens to prefill in all."""
+def request(rid, prefill, number=0, priority=0, start=0):
+    """Return a request with this many tokens to prefill."""
     return ScheduledRequest(
         rid=rid,
         prompt_len=prefill + 1,
@@ -27,19 +27,19 @@ def row(rid, prefill, number=0, priority=0, start=0):
     )
 
 
-def rows_of(*sizes):
-    return [row(chr(97 + number), size, number) for number, size in enumerate(sizes)]
+def requests_of(*sizes):
+    return [request(chr(97 + number), size, number) for number, size in enumerate(sizes)]
 
 
-def run(prefill_order, rows, groups=None):
-    """Run so many groups, or all; return each as (rid, tokens) pairs."""
+def run(prefill_order, requests, groups=None):
+    """Run this many passes, or all; return the (rid, tokens) pairs of each."""
     ran = []
     while groups is None or len(ran) < groups:
-        group = prefill_order.choose([one for one in rows if one.remaining])
+        group = prefill_order.choose([one for one in requests if one.remaining])
         if not group:
             break
         for chunk in group:
-            one = next(one for one in rows if one.rid == chunk.rid)
+            one = next(one for one in requests if one.rid == chunk.rid)
             assert chunk.start == one.prefilled
             one.prefilled = chunk.end
         prefill_order.pass_done()
@@ -51,95 +51,99 @@ def leads(ran):
     return "".join(group[0][0] for group in ran)
 
 
-def turns_of(**changes):
+def order_of(**changes):
     return PrefillOrder(**({"chunk": C, "budget": C, "group": False} | changes))
 
 
-def test_nothing_to_prefill():
-    assert turns_of().choose([]) == ()
+def test_without_requests_nothing_is_chosen():
+    assert order_of().choose([]) == ()
 
 
 def test_chunks_end_on_the_absolute_grid_and_at_the_prompts_end():
-    prefill_order = turns_of()
-    assert run(prefill_order, [row("a", 600)]) == [[("a", 256)], [("a", 256)], [("a", 88)]]
-    assert prefill_order.choose([row("a", 600, start=512)]) == (Chunk("a", 512, 600),)
+    prefill_order = order_of()
+    assert run(prefill_order, [request("a", 600)]) == [[("a", 256)], [("a", 256)], [("a", 88)]]
+    assert prefill_order.choose([request("a", 600, start=512)]) == (Chunk("a", 512, 600),)
 
 
 def test_a_choice_is_repeated_until_it_ran():
-    prefill_order, rows = turns_of(), rows_of(600, 100)
-    assert prefill_order.choose(rows) == prefill_order.choose(rows) == (Chunk("a", 0, 256),)
+    prefill_order, requests = order_of(), requests_of(600, 100)
+    assert prefill_order.choose(requests) == prefill_order.choose(requests) == (Chunk("a", 0, 256),)
 
 
 def test_equal_prompts_run_one_after_the_other():
     """32 requests of 1550 tokens: the second starts when the first one's prefix is cached."""
-    rows = [row(f"{number:02}", 1549, number) for number in range(32)]
-    ran = [group[0][0] for group in run(turns_of(), rows)]
+    requests = [request(f"{number:02}", 1549, number) for number in range(32)]
+    ran = [group[0][0] for group in run(order_of(), requests)]
     assert ran == sorted(ran)
     assert len(ran) == 32 * 7
 
 
-def test_nearly_equal_prompts_do_so_too():
-    assert leads(run(turns_of(), rows_of(1600, 1500, 1400))) == "a" * 7 + "b" * 6 + "c" * 6
+def test_nearly_equal_prompts_run_one_after_the_other():
+    assert leads(run(order_of(), requests_of(1600, 1500, 1400))) == "a" * 7 + "b" * 6 + "c" * 6
 
 
-def test_a_long_prompt_and_short_ones_share_the_turns():
-    """The docstring's drawing: neither waits for the whole of the other."""
-    assert leads(run(turns_of(), rows_of(8 * C, 2 * C, 2 * C))) == "ababacacaaaa"
+def test_a_long_prompt_alternates_with_short_ones():
+    """The example of the module docstring."""
+    assert leads(run(order_of(), requests_of(8 * C, 2 * C, 2 * C))) == "ababacacaaaa"
 
 
-def test_the_shortest_goes_express_and_ties_go_by_the_line():
-    assert leads(run(turns_of(), rows_of(8 * C, 2 * C, C, C))) == "acadababaaaa"
+def test_the_shortest_leads_express_passes_and_ties_are_in_queue_order():
+    assert leads(run(order_of(), requests_of(8 * C, 2 * C, C, C))) == "acadababaaaa"
 
 
-def test_express_is_for_the_first_ones_priority_and_above():
-    rows = [row("low", 300, 0), row("high", 8 * C, 1, priority=1)]
-    assert [group[0][0] for group in run(turns_of(), rows, 3)] == ["high"] * 3
-    rows = [row("low", 8 * C, 0), row("high", 2 * C, 1, priority=1), row("alike", C, 2)]
-    rows[1].queue_key = QueueKey(5, 1)  # it came so late that the low one has aged
-    assert [group[0][0] for group in run(turns_of(), rows, 6)] == [
+def test_express_leads_have_at_least_the_priority_of_the_first():
+    requests = [request("low", 300, 0), request("high", 8 * C, 1, priority=1)]
+    assert [group[0][0] for group in run(order_of(), requests, 3)] == ["high"] * 3
+    requests = [
+        request("low", 8 * C, 0),
+        request("high", 2 * C, 1, priority=1),
+        request("alike", C, 2),
+    ]
+    requests[1].queue_key = QueueKey(5, 1)  # so late that the low one has aged
+    assert [group[0][0] for group in run(order_of(), requests, 6)] == [
         *("low", "high", "low", "high", "low", "alike")
     ]
 
 
-def test_short_prompts_run_together_within_the_budget():
-    rows = rows_of(60, 64, 50, 60, 64)
-    ran = run(turns_of(group=True), rows)
+def test_short_prompts_are_grouped_within_the_budget():
+    requests = requests_of(60, 64, 50, 60, 64)
+    ran = run(order_of(group=True), requests)
     assert ran == [[("a", 60), ("b", 64), ("c", 50), ("d", 60)], [("e", 64)]]
 
 
-def test_an_engine_that_cannot_group_gets_one_at_a_time():
-    assert leads(run(turns_of(), rows_of(60, 64, 50))) == "abc"
+def test_without_groups_one_request_runs_at_a_time():
+    assert leads(run(order_of(), requests_of(60, 64, 50))) == "abc"
 
 
-def test_only_last_chunks_join_and_padding_stays_small():
-    """10 tokens beside 64 would be padding for the most part; 600 are not done with one chunk."""
-    rows = rows_of(64, 10, 600, 60, 70)
-    assert run(turns_of(group=True), rows, 1) == [[("a", 64), ("d", 60), ("e", 70)]]
+def test_groups_have_last_chunks_and_little_padding():
+    """10 tokens with 64 would be mostly padding, and 600 tokens need several chunks."""
+    requests = requests_of(64, 10, 600, 60, 70)
+    assert run(order_of(group=True), requests, 1) == [[("a", 64), ("d", 60), ("e", 70)]]
 
 
-def test_a_row_joins_with_what_is_left_of_it():
-    rows = [row("a", 60), row("b", 1080, 1, start=1024), row("c", 300, 2)]
-    assert run(turns_of(group=True), rows, 1) == [[("a", 60), ("b", 56)]]
+def test_a_request_joins_a_group_with_its_last_chunk():
+    requests = [request("a", 60), request("b", 1080, 1, start=1024), request("c", 300, 2)]
+    assert run(order_of(group=True), requests, 1) == [[("a", 60), ("b", 56)]]
 
 
-def test_rows_with_a_past_bring_their_tails():
-    """64 dense tokens each stand in front of 8 new ones: five are as dense as one whole chunk."""
-    rows = [row(chr(97 + number), 1032, number, start=1024) for number in range(8)]
-    assert [len(group) for group in run(turns_of(group=True), rows)] == [5, 3]
+def test_dense_tails_count_toward_a_group():
+    """Each request has 64 dense tokens before 8 new ones: five equal one full chunk."""
+    requests = [request(chr(97 + number), 1032, number, start=1024) for number in range(8)]
+    assert [len(group) for group in run(order_of(group=True), requests)] == [5, 3]
 
 
-def test_what_decodes_takes_its_tokens_first():
-    rows = rows_of(*[64] * 5)
-    assert [len(turns_of(group=True).choose(rows, decoding)) for decoding in (0, 1, 64, 65)] == [
-        *(4, 3, 3, 2)
-    ]
-    assert turns_of(group=True).choose(rows_of(600), 200) == (Chunk("a", 0, 256),)
+def test_decoding_takes_its_tokens_from_the_budget_first():
+    requests = requests_of(*[64] * 5)
+    assert [
+        len(order_of(group=True).choose(requests, decoding)) for decoding in (0, 1, 64, 65)
+    ] == [*(4, 3, 3, 2)]
+    assert order_of(group=True).choose(requests_of(600), 200) == (Chunk("a", 0, 256),)
 
 
 def test_a_larger_budget_makes_larger_groups_but_no_larger_chunks():
-    prefill_order = turns_of(budget=4 * C, group=True)
-    assert run(prefill_order, rows_of(2000, 10), 1) == [[("a", 256)]]
-    assert run(turns_of(budget=4 * C, group=True), rows_of(*[250] * 6), 1) == [
+    prefill_order = order_of(budget=4 * C, group=True)
+    assert run(prefill_order, requests_of(2000, 10), 1) == [[("a", 256)]]
+    assert run(order_of(budget=4 * C, group=True), requests_of(*[250] * 6), 1) == [
         [(rid, 250) for rid in "abcd"]
     ]
 
@@ -153,11 +157,11 @@ sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
     budget=st.integers(C, 4 * C),
     decoding=st.integers(0, 100),
 )
-def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, budget, decoding):
-    rows = rows_of(*sizes)
-    prefill_order = turns_of(budget=budget + decoding, group=group)
+def test_every_group_respects_budget_grid_and_padding(sizes, group, budget, decoding):
+    requests = requests_of(*sizes)
+    prefill_order = order_of(budget=budget + decoding, group=group)
     for _ in range(sum(-(-size // C) for size in sizes)):
-        chunks = prefill_order.choose([one for one in rows if one.remaining], decoding)
+        chunks = prefill_order.choose([one for one in requests if one.remaining], decoding)
         if not chunks:
             break
         longest = max(chunk.length for chunk in chunks)
@@ -168,12 +172,12 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
         tails = sum(chunk.start - 64 * full_pages(chunk.start) for chunk in chunks)
         assert tails + real <= budget + 127
         for chunk in chunks:
-            one = next(one for one in rows if one.rid == chunk.rid)
+            one = next(one for one in requests if one.rid == chunk.rid)
             assert chunk.end == min((chunk.start // C + 1) * C, one.prefill_end)
             assert len(chunks) == 1 or chunk.end == one.prefill_end
             one.prefilled = chunk.end
         prefill_order.pass_done()
-    assert not any(one.remaining for one in rows)
+    assert not any(one.remaining for one in requests)
 
 
 @given(
@@ -186,13 +190,13 @@ def test_every_group_keeps_the_budget_the_grid_and_the_padding(sizes, group, bud
     group=st.booleans(),
     decoding=st.integers(0, 40),
 )
-def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, express, group, decoding):
-    """Rows come at any time, in any place and of any size; the bound is that of the docstring."""
-    prefill_order = turns_of(group=group, budget=C + 40)
+def test_a_prompt_is_prefilled_after_twice_the_chunks_ahead_of_it(crowd, express, group, decoding):
+    """Requests of any size and key arrive at any time; the bound is that of the docstring."""
+    prefill_order = order_of(group=group, budget=C + 40)
     if express:
         prefill_order.pass_done()
     coming = [
-        (when, row(f"{number:02}", size, number, priority))
+        (when, request(f"{number:02}", size, number, priority))
         for number, (size, priority, when) in enumerate(crowd)
     ]
     here, groups_of = [], {}
@@ -203,15 +207,15 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
     }
     for step in range(1000):
         here += [one for when, one in coming if when == step]
-        rows = [one for one in here if one.remaining]
-        if not rows:
+        requests = [one for one in here if one.remaining]
+        if not requests:
             if step > 30:
                 break
             continue
-        for one in rows:
+        for one in requests:
             groups_of[one.rid] = groups_of.get(one.rid, 0) + 1
-        for chunk in prefill_order.choose(rows, decoding):
-            next(one for one in rows if one.rid == chunk.rid).prefilled = chunk.end
+        for chunk in prefill_order.choose(requests, decoding):
+            next(one for one in requests if one.rid == chunk.rid).prefilled = chunk.end
         prefill_order.pass_done()
     assert set(groups_of) == {one.rid for _, one in coming}
     for rid, groups in groups_of.items():
@@ -219,24 +223,24 @@ def test_a_prompt_is_through_after_twice_the_chunks_in_front_of_it(crowd, expres
 
 
 @given(long=st.integers(1, 20_000), short=st.integers(1, 5000), express=st.booleans())
-def test_a_short_prompt_waits_for_little_of_a_long_one(long, short, express):
-    prefill_order, rows = turns_of(), rows_of(long, short)
+def test_a_short_prompt_waits_for_a_bounded_part_of_a_long_one(long, short, express):
+    prefill_order, requests = order_of(), requests_of(long, short)
     if express:
         prefill_order.pass_done()
-    while rows[1].remaining:
-        for group in run(prefill_order, rows, 1):
+    while requests[1].remaining:
+        for group in run(prefill_order, requests, 1):
             assert len(group) == 1
     if long > short:
-        assert rows[0].prefilled < 2 * short + 2 * C
+        assert requests[0].prefilled < 2 * short + 2 * C
 
 
 @pytest.mark.parametrize("streams", [1, 5])
-def test_a_stream_of_short_prompts_takes_half_of_the_turns_at_most(streams):
-    prefill_order, rows = turns_of(), rows_of(20 * C)
+def test_a_stream_of_short_prompts_leads_at_most_half_of_the_passes(streams):
+    prefill_order, requests = order_of(), requests_of(20 * C)
     count = 1
     for _ in range(40):
-        while sum(one.remaining > 0 for one in rows) < 1 + streams:
-            rows.append(row(f"s{count}", 20, count))
+        while sum(one.remaining > 0 for one in requests) < 1 + streams:
+            requests.append(request(f"s{count}", 20, count))
             count += 1
-        run(prefill_order, rows, 1)
-    assert rows[0].remaining == 0
+        run(prefill_order, requests, 1)
+    assert requests[0].remaining == 0

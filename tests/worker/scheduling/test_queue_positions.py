@@ -1,4 +1,4 @@
-"""Places in the queue: exactly in front, roughly behind, and few reports."""
+"""Queue positions: exact near the front, approximate behind, with few reports."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from hypothesis import strategies as st
 from kvd.worker.scheduling.queue_positions import EXACT, QueuePositions
 
 
-def told(positions, line):
+def reported(positions, queue):
     positions.mark_changed()
-    return {one.rid: one.position for one in positions.updates(line)}
+    return {one.rid: one.position for one in positions.updates(queue)}
 
 
-def test_everybody_is_told_once_and_again_when_it_moves():
+def test_positions_are_reported_once_and_after_changes():
     positions = QueuePositions()
-    assert positions.updates("ab") == []  # nobody said that something changed
-    assert told(positions, "abc") == {"a": 1, "b": 2, "c": 3}
-    assert told(positions, "abc") == {}
-    assert told(positions, "bc") == {"b": 1, "c": 2}
-    assert told(positions, "xbc") == {"x": 1, "b": 2, "c": 3}
+    assert positions.updates("ab") == []  # not marked as changed
+    assert reported(positions, "abc") == {"a": 1, "b": 2, "c": 3}
+    assert reported(positions, "abc") == {}
+    assert reported(positions, "bc") == {"b": 1, "c": 2}
+    assert reported(positions, "xbc") == {"x": 1, "b": 2, "c": 3}
 
 
-def test_who_left_and_came_back_is_told_again():
+def test_a_requeued_request_is_reported_again():
     positions = QueuePositions()
-    told(positions, "ab")
-    assert told(positions, "b") == {"b": 1}
-    assert told(positions, "ab") == {"a": 1, "b": 2}
+    reported(positions, "ab")
+    assert reported(positions, "b") == {"b": 1}
+    assert reported(positions, "ab") == {"a": 1, "b": 2}
 
 
-def test_an_end_is_news_only_for_those_who_wait():
+def test_only_the_end_of_a_reported_request_is_a_change():
     positions = QueuePositions()
-    told(positions, "a")
-    positions.forget("never waited")
+    reported(positions, "a")
+    positions.forget("never queued")
     assert not positions.stale
     positions.forget("a")
     assert positions.stale
 
 
-def test_a_long_queue_that_moves_makes_few_reports():
+def test_a_long_queue_causes_few_reports():
     positions = QueuePositions()
-    line = [f"r{number}" for number in range(1000)]
+    queue = [f"r{number}" for number in range(1000)]
     reports = 0
-    while line:
-        reports += len(told(positions, line))
-        del line[0]
+    while queue:
+        reports += len(reported(positions, queue))
+        del queue[0]
     assert reports < 1000 * 45
 
 
 @given(st.lists(st.lists(st.integers(0, 40), unique=True), max_size=30))
-def test_what_was_told_is_never_far_off(lines):
+def test_reported_positions_are_never_far_off(queues):
     positions, known = QueuePositions(), {}
-    for line in lines:
-        names = [str(one) for one in line]
-        known |= told(positions, names)
-        for place, rid in enumerate(names, 1):
-            exact = min(place, known[rid]) <= EXACT
-            assert known[rid] == place if exact else abs(known[rid] - place) * 8 < known[rid]
+    for queue in queues:
+        names = [str(one) for one in queue]
+        known |= reported(positions, names)
+        for position, rid in enumerate(names, 1):
+            exact = min(position, known[rid]) <= EXACT
+            assert known[rid] == position if exact else abs(known[rid] - position) * 8 < known[rid]

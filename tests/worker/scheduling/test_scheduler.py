@@ -1,4 +1,4 @@
-"""The scheduler: admission, chunks, choices, preemption, deadlines, and any order of them."""
+"""The scheduler: admission, chunks, choices, preemption, deadlines, and any order of events."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CHUNK = 128
 
 @pytest.fixture
 def scheduler():
-    made = Scheduler(max_rows=3, chunk=CHUNK)
-    yield made
-    made.check()
+    result = Scheduler(max_rows=3, chunk=CHUNK)
+    yield result
+    result.check()
 
 
 def within(total):
-    """Memory of so many pages, for what rows reserve."""
+    """Return a `missing_pages` for this many pages of memory."""
     return lambda pages, rows: pages - total
 
 
@@ -32,7 +32,7 @@ def grouping(**changes):
 
 
 def own(start, end, _level=0):
-    """Full attention: what a choice fills beyond the shared prompt."""
+    """Return the pages that a choice adds to the shared prompt with full attention."""
     return full_pages(end) - full_pages(start)
 
 
@@ -80,7 +80,7 @@ def test_a_plan_is_repeated_until_its_chunk_ran(scheduler):
     assert scheduler.plan(within(PAGES)).group == first
 
 
-def test_decoding_goes_on_beside_a_long_prompt(scheduler):
+def test_decoding_continues_during_a_long_prompt(scheduler):
     scheduler.submit("short", 1, 10)
     scheduler.submit("long", 2000, 10)
     while (plan := scheduler.plan(within(PAGES))).group:
@@ -102,30 +102,30 @@ def test_rows_are_bounded(scheduler):
     ("prompt_len", "max_new", "pages"),
     [(1, 1, 0), (1, 126, 0), (1, 127, 1), (64, 64, 1), (128, 63, 1), (128, 64, 2), (4000, 96, 63)],
 )
-def test_reservation_is_the_worst_case_less_the_tail(scheduler, prompt_len, max_new, pages):
+def test_the_reservation_is_the_worst_case_without_the_tail(scheduler, prompt_len, max_new, pages):
     scheduler.submit("a", prompt_len, max_new)
     assert scheduler.find("a").pages == pages
 
 
-def test_rows_count_beside_their_pages(scheduler):
-    """Two pages for each row's tail, say."""
+def test_rows_count_in_addition_to_pages(scheduler):
+    """Each row's tail takes two pages here."""
     scheduler.submit("a", 640, 64)
-    asked = []
+    calls = []
 
-    def lacking(pages, rows):
-        asked.append((pages, rows))
+    def missing_pages(pages, rows):
+        calls.append((pages, rows))
         return pages + 2 * rows - 11
 
-    assert scheduler.plan(lacking).missing_pages == 1
+    assert scheduler.plan(missing_pages).missing_pages == 1
     assert scheduler.head.rid == "a"
-    assert asked[0] == (10, 1)
+    assert calls[0] == (10, 1)
     assert scheduler.plan(within(12)).admitted == ("a",)
     assert scheduler.head is None
     assert len(scheduler.states.requests) == 1
 
 
-def test_hopes_for_all_that_have_a_place(scheduler):
-    for rid in "abcd":  # three places
+def test_missing_pages_are_counted_for_all_requests_with_free_rows(scheduler):
+    for rid in "abcd":  # three rows
         scheduler.submit(rid, 640, 64)
     plan = scheduler.plan(within(7))
     assert (plan.missing_pages, plan.queue_missing_pages) == (3, 23)
@@ -149,26 +149,26 @@ def test_pages_are_given_back_once(scheduler):
     assert scheduler.plan(within(10)) == Plan(("a",), (Chunk("a", 0, 128),), (), 10, 10)
     scheduler.finish("a")
     assert scheduler.reserved_pages == 0
-    scheduler.finish("b")  # it only waited
+    scheduler.finish("b")  # it was only queued
     assert scheduler.reserved_pages == 0
     with pytest.raises(LocalProtocolError, match="request a is not scheduled"):
         scheduler.finish("a")
 
 
-def test_what_is_overdrawn_is_wanted_too(scheduler):
+def test_missing_pages_include_an_overdrawn_grant(scheduler):
     scheduler.submit("a", 640, 64)
     assert scheduler.plan(within(-5)).missing_pages == 15
 
 
 @pytest.mark.parametrize("end", [0, 64, 127, 129, 299])
-def test_only_the_planned_chunk_can_be_told(scheduler, end):
+def test_only_the_planned_chunk_can_be_marked(scheduler, end):
     scheduler.submit("a", 300, 1)
     scheduler.plan(within(PAGES))
     with pytest.raises(LocalProtocolError, match="no chunk"):
         scheduler.mark_prefilled("a", end)
 
 
-def test_a_row_cannot_be_told_out_of_turn(scheduler):
+def test_a_request_without_planned_chunk_cannot_be_marked(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.submit("b", 300, 1)
     scheduler.plan(within(PAGES))
@@ -176,7 +176,7 @@ def test_a_row_cannot_be_told_out_of_turn(scheduler):
         scheduler.mark_prefilled("b", 128)
 
 
-def test_a_chunk_is_told_once(scheduler):
+def test_a_chunk_is_marked_once(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.plan(within(PAGES))
     scheduler.mark_prefilled("a", 128)
@@ -193,7 +193,7 @@ def test_wrong_limits_are_refused(wrong):
 
 
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_wrong_numbers_and_doubles_are_refused(scheduler, wrong):
+def test_wrong_numbers_and_duplicate_ids_are_refused(scheduler, wrong):
     scheduler.submit("a", 1, 1)
     with pytest.raises(LocalProtocolError, match="scheduled already"):
         scheduler.submit("a", 1, 1)
@@ -202,11 +202,11 @@ def test_wrong_numbers_and_doubles_are_refused(scheduler, wrong):
         scheduler.submit("b", prompt_len, max_new, choices=choices)
 
 
-def test_who_is_not_there_cannot_do_anything(scheduler):
+def test_operations_on_unknown_or_queued_requests_raise(scheduler):
     scheduler.submit("waiting", 10, 1)
     for act in (scheduler.finish, scheduler.suspend, scheduler.resume, scheduler.preempt):
-        with pytest.raises(LocalProtocolError, match="nobody"):
-            act("nobody")
+        with pytest.raises(LocalProtocolError, match="unknown"):
+            act("unknown")
     for act in (
         scheduler.suspend,
         scheduler.resume,
@@ -217,7 +217,7 @@ def test_who_is_not_there_cannot_do_anything(scheduler):
             act("waiting")
 
 
-# Priorities: the line's own tests are in test_line.py, those of the turns in test_turns.py.
+# Priorities. See also test_queue.py and test_prefill_order.py.
 
 
 def test_higher_priorities_are_admitted_first_and_ageing_is_counted_in_work():
@@ -248,8 +248,8 @@ def test_eight_short_prompts_are_prefilled_in_two_passes():
     assert scheduler.plan(within(PAGES)).decode == tuple("abcdefgh")
 
 
-def test_a_group_takes_what_decoding_leaves_of_the_steps_budget():
-    """170 tokens: five prompts of 32 beside 10 choices that decode, four beside 11."""
+def test_a_group_uses_the_budget_that_decoding_leaves():
+    """170 tokens: five prompts of 32 with 10 decoding choices, four with 11."""
     for choices, together in ((10, 5), (11, 4), (30, 4)):
         scheduler = grouping(max_rows=42)
         scheduler.submit("decodes", 1, 10, choices=choices)
@@ -260,14 +260,14 @@ def test_a_group_takes_what_decoding_leaves_of_the_steps_budget():
         assert len(plan.group) == together
 
 
-def test_however_many_decode_there_is_room_for_a_chunk():
+def test_a_chunk_fits_with_all_rows_decoding():
     scheduler = grouping(max_rows=3)
     scheduler.submit("decodes", 1, 10, choices=2)
     scheduler.submit("long", 1000, 10)
     assert scheduler.plan(within(PAGES)).group == (Chunk("long", 0, 128),)
 
 
-def test_paused_rows_take_nothing_from_the_budget():
+def test_suspended_requests_take_nothing_from_the_budget():
     scheduler = grouping(max_rows=42)
     scheduler.submit("decodes", 1, 10, choices=11)
     for rid in "abcdefgh":
@@ -277,7 +277,7 @@ def test_paused_rows_take_nothing_from_the_budget():
     assert len(scheduler.plan(within(PAGES)).group) == 5
 
 
-def test_a_group_is_one_turn_however_many_run():
+def test_a_group_counts_as_one_pass():
     scheduler = grouping()
     for rid, prompt_len in (("a", 60), ("b", 60), ("long", 1025), ("short", 257)):
         scheduler.submit(rid, prompt_len, 10)
@@ -290,7 +290,7 @@ def test_a_group_is_one_turn_however_many_run():
     assert leads == ["a", "short", "long"]
 
 
-def test_who_of_a_group_was_not_told_is_planned_again():
+def test_unmarked_members_of_a_group_are_planned_again():
     scheduler = grouping()
     for rid in "abc":
         scheduler.submit(rid, 33, 10)
@@ -314,7 +314,7 @@ def test_a_cached_prefix_is_skipped():
     assert scheduler.next_group() == (Chunk("a", 256, 299), Chunk("b", 0, 59))
 
 
-def test_a_prompt_that_is_cached_whole_decodes_at_once(scheduler):
+def test_a_fully_cached_prompt_decodes_at_once(scheduler):
     scheduler.submit("a", 257, 10)
     scheduler.plan(within(PAGES))
     scheduler.skip_to("a", 256)
@@ -330,7 +330,7 @@ def test_a_miss_changes_nothing(scheduler):
 
 
 @pytest.mark.parametrize("position", [-128, 64, 299, 384])
-def test_what_is_skipped_lies_on_the_grid_and_in_the_prompt(scheduler, position):
+def test_skipped_positions_lie_on_the_grid_and_in_the_prompt(scheduler, position):
     scheduler.submit("a", 300, 10)
     scheduler.plan(within(PAGES))
     with pytest.raises(LocalProtocolError, match="not a chunk end"):
@@ -350,26 +350,26 @@ def test_nothing_is_skipped_after_the_first_chunk_or_before_admission(scheduler)
 # Deadlines.
 
 
-def test_deadlines_hold_in_every_state(scheduler):
+def test_deadlines_apply_in_every_state(scheduler):
     scheduler.submit("runs", 10, 10, deadline=5.0)
-    scheduler.submit("parked", 10, 10, deadline=3.0)
+    scheduler.submit("preempted", 10, 10, deadline=3.0)
     scheduler.plan(within(PAGES))
-    scheduler.preempt("parked")
-    scheduler.submit("waits", 10, 10, deadline=4.0)
-    scheduler.submit("patient", 10, 10)
+    scheduler.preempt("preempted")
+    scheduler.submit("queued", 10, 10, deadline=4.0)
+    scheduler.submit("without", 10, 10)
     assert scheduler.next_deadline == 3.0
     assert scheduler.expired(2.9) == []
-    assert scheduler.expired(4.0) == ["parked", "waits"]
+    assert scheduler.expired(4.0) == ["preempted", "queued"]
     for rid in scheduler.expired(5.0):
         scheduler.finish(rid)
     assert scheduler.next_deadline is None
     assert len(scheduler.states.requests) == 1
 
 
-# Pause and park.
+# Suspension and preemption.
 
 
-def test_a_paused_row_keeps_its_memory_and_gets_no_tokens(scheduler):
+def test_a_suspended_request_keeps_its_memory_and_gets_no_tokens(scheduler):
     for rid in "ab":
         scheduler.submit(rid, 640, 64)
     scheduler.submit("c", 1, 1)
@@ -390,7 +390,7 @@ def test_a_paused_row_keeps_its_memory_and_gets_no_tokens(scheduler):
     assert plan == Plan((), (Chunk("a", 0, 128),), ("c",), 0)
 
 
-def test_a_paused_rows_chunk_is_not_told(scheduler):
+def test_the_chunk_of_a_suspended_request_cannot_be_marked(scheduler):
     scheduler.submit("a", 300, 1)
     scheduler.plan(within(PAGES))
     scheduler.suspend("a")
@@ -403,7 +403,7 @@ def test_a_paused_rows_chunk_is_not_told(scheduler):
         scheduler.resume("a")
 
 
-def test_a_parked_row_gives_back_all_and_goes_on_from_where_it_was(scheduler):
+def test_a_preempted_request_frees_its_pages_and_continues_its_prefill(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.submit("b", 640, 64)
     scheduler.plan(within(20))
@@ -414,7 +414,7 @@ def test_a_parked_row_gives_back_all_and_goes_on_from_where_it_was(scheduler):
     assert scheduler.plan(within(20)).admitted == ("c",)
     scheduler.submit("d", 640, 64)
     scheduler.requeue_preempted("a")
-    assert scheduler.head.rid == "a"  # it came before d
+    assert scheduler.head.rid == "a"  # it arrived before d
     scheduler.finish("b")
     plan = scheduler.plan(within(20))
     assert (plan.admitted, plan.resumed) == (("a",), ("a",))
@@ -422,7 +422,7 @@ def test_a_parked_row_gives_back_all_and_goes_on_from_where_it_was(scheduler):
     assert scheduler.plan(within(20)).resumed == ()
 
 
-def test_a_row_that_decoded_decodes_as_soon_as_it_is_restored(scheduler):
+def test_a_resumed_request_decodes_at_once(scheduler):
     scheduler.submit("a", 1, 100)
     scheduler.plan(within(PAGES))
     scheduler.suspend("a")
@@ -432,7 +432,7 @@ def test_a_row_that_decoded_decodes_as_soon_as_it_is_restored(scheduler):
     assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0, 0, ("a",))
 
 
-def test_what_a_parked_row_keeps_in_memory_is_counted_once(scheduler):
+def test_pages_kept_by_a_preempted_request_are_counted_once(scheduler):
     scheduler.submit("a", 640, 64)
     scheduler.plan(within(10))
     scheduler.preempt("a", kept_pages=7)
@@ -455,11 +455,11 @@ def test_what_a_parked_row_keeps_in_memory_is_counted_once(scheduler):
     assert scheduler.reserved_pages == 4
 
 
-def test_victims_are_those_of_low_priority_and_late_arrival(scheduler):
+def test_victims_are_in_order_of_low_priority_and_late_arrival(scheduler):
     scheduler.submit("old", 10, 10)
     scheduler.submit("urgent", 10, 10, priority=2)
     scheduler.submit("new", 300, 10)
-    scheduler.submit("waits", 10, 10, priority=-1)
+    scheduler.submit("queued", 10, 10, priority=-1)
     scheduler.plan(within(PAGES))
     scheduler.suspend("new")
     assert scheduler.victims() == ["new", "old", "urgent"]
@@ -489,17 +489,17 @@ def test_choices_share_the_prompts_pages_and_end_one_by_one():
     assert scheduler.reserved_pages == 0
 
 
-def test_unless_told_choices_share_nothing(scheduler):
+def test_by_default_choices_share_no_pages(scheduler):
     scheduler.submit("a", 321, 127, choices=3)
     assert scheduler.find("a").pages == 3 * 6
 
 
-def test_more_choices_than_places_can_never_run(scheduler):
+def test_more_choices_than_rows_are_refused(scheduler):
     with pytest.raises(InvalidRequest, match="at most 3"):
         scheduler.submit("a", 10, 10, choices=4)
 
 
-def test_several_choices_wait_for_as_many_places_and_are_not_overtaken(scheduler):
+def test_several_choices_wait_for_enough_rows_and_are_not_overtaken(scheduler):
     scheduler.submit("a", 1, 1)
     scheduler.submit("b", 1, 1, choices=3)
     scheduler.submit("c", 1, 1)
@@ -511,7 +511,7 @@ def test_several_choices_wait_for_as_many_places_and_are_not_overtaken(scheduler
 class Traffic(RuleBasedStateMachine):
     """Any order of events keeps the invariants, the account and the queue's order.
 
-    Beside the scheduler runs a naive model of it: what each request has, in a dictionary.
+    A naive model, a dictionary per request, predicts the scheduler's state.
     """
 
     @initialize(group=st.booleans(), budget=st.sampled_from([CHUNK + 5, 3 * CHUNK]))
@@ -532,13 +532,13 @@ class Traffic(RuleBasedStateMachine):
         max_new=st.integers(1, 300),
         priority=st.integers(-2, 2),
         choices=st.sampled_from([1, 1, 1, 2, 5]),
-        patience=st.one_of(st.none(), st.floats(0, 50)),
+        time_left=st.one_of(st.none(), st.floats(0, 50)),
         family=st.sampled_from(["", "a", "b"]),
     )
-    def submit(self, prompt_len, max_new, priority, choices, patience, family):
+    def submit(self, prompt_len, max_new, priority, choices, time_left, family):
         rid = f"r{self.names}"
         self.names += 1
-        deadline = None if patience is None else self.now + patience
+        deadline = None if time_left is None else self.now + time_left
         beginnings = range((prompt_len - 1) // CHUNK) if family else ()
         self.scheduler.submit(
             rid,
@@ -560,8 +560,8 @@ class Traffic(RuleBasedStateMachine):
             "one": full_pages(prompt_len + max_new),
             "more": own(prompt_len - 1, prompt_len + max_new),
             "kept": 0,
-            "paused": False,
-            "begun": False,
+            "suspended": False,
+            "was_admitted": False,
         }
 
     def pages(self, rid):
@@ -576,16 +576,16 @@ class Traffic(RuleBasedStateMachine):
         for rid in plan.admitted:
             one = self.requests[rid]
             assert one["state"] == "waiting"
-            for other in self.of("waiting"):  # nobody of its priority waits that came before it
+            for other in self.of("waiting"):  # no earlier request of its priority waits
                 if self.requests[other]["priority"] == one["priority"]:
                     assert self.requests[other]["number"] >= one["number"]
-            assert (rid in plan.resumed) == one["begun"]
-            one |= {"state": "running", "kept": 0, "begun": True}
+            assert (rid in plan.resumed) == one["was_admitted"]
+            one |= {"state": "running", "kept": 0, "was_admitted": True}
         assert sum(self.pages(rid) for rid in self.requests) <= PAGES
         for rid in self.of("running"):
             one = self.requests[rid]
-            through = one["at"] == one["end"]
-            assert (rid in plan.decode) == (through and not one["paused"])
+            prefilled = one["at"] == one["end"]
+            assert (rid in plan.decode) == (prefilled and not one["suspended"])
         self.check_group(plan)
         count = {"all": len(plan.group), "lead": 1, "nothing": 0}[run]
         for chunk in plan.group[:count]:
@@ -596,7 +596,7 @@ class Traffic(RuleBasedStateMachine):
         able = [
             rid
             for rid in self.of("running")
-            if not self.requests[rid]["paused"]
+            if not self.requests[rid]["suspended"]
             and self.requests[rid]["at"] < self.requests[rid]["end"]
         ]
         assert bool(plan.group) == bool(able)
@@ -621,11 +621,11 @@ class Traffic(RuleBasedStateMachine):
 
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
-    def pause_or_resume(self, data):
+    def suspend_or_resume(self, data):
         rid = data.draw(st.sampled_from(self.of("running")))
         one = self.requests[rid]
-        (self.scheduler.resume if one["paused"] else self.scheduler.suspend)(rid)
-        one["paused"] = not one["paused"]
+        (self.scheduler.resume if one["suspended"] else self.scheduler.suspend)(rid)
+        one["suspended"] = not one["suspended"]
 
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
@@ -636,18 +636,18 @@ class Traffic(RuleBasedStateMachine):
         reserved = self.scheduler.reserved_pages
         self.scheduler.preempt(rid, kept)
         assert self.scheduler.reserved_pages == reserved - pages + kept
-        self.requests[rid] |= {"state": "parked", "kept": kept, "paused": False}
+        self.requests[rid] |= {"state": "preempted", "kept": kept, "suspended": False}
 
-    @precondition(lambda self: self.of("parked"))
+    @precondition(lambda self: self.of("preempted"))
     @rule(data=st.data())
-    def unpark(self, data):
-        rid = data.draw(st.sampled_from(self.of("parked")))
+    def requeue(self, data):
+        rid = data.draw(st.sampled_from(self.of("preempted")))
         self.scheduler.requeue_preempted(rid)
         self.requests[rid]["state"] = "waiting"
 
     @precondition(lambda self: any(self.requests[rid]["kept"] for rid in self.requests))
     @rule(data=st.data())
-    def spill(self, data):
+    def reduce_kept(self, data):
         rid = data.draw(st.sampled_from([rid for rid, one in self.requests.items() if one["kept"]]))
         self.scheduler.reduce_kept(rid, 0)
         self.requests[rid]["kept"] = 0
@@ -672,9 +672,9 @@ class Traffic(RuleBasedStateMachine):
         assert self.scheduler.reserved_pages == reserved - self.pages(rid)
         del self.requests[rid]
 
-    @rule(passing=st.floats(0, 20))
-    def time(self, passing):
-        self.now += passing
+    @rule(seconds=st.floats(0, 20))
+    def time(self, seconds):
+        self.now += seconds
         late = [
             rid
             for rid, one in self.requests.items()
@@ -693,10 +693,10 @@ class Traffic(RuleBasedStateMachine):
         self.scheduler.check()
         running = self.of("running")
         assert self.scheduler.waiting == len(self.of("waiting"))
-        assert len(self.scheduler.states.preempted) == len(self.of("parked"))
+        assert len(self.scheduler.states.preempted) == len(self.of("preempted"))
         assert self.scheduler.prefilling + self.scheduler.decoding == len(running)
         assert self.scheduler.states.active == sum(
-            not self.requests[rid]["paused"] for rid in running
+            not self.requests[rid]["suspended"] for rid in running
         )
         assert (
             self.scheduler.reserved_rows
