@@ -1,7 +1,7 @@
-"""One completion for somebody inside this process: no bytes, no session, one actor for each.
+"""One request from inside the daemon's process, without a socket or a session.
 
-What `actors.client` is to a socket, for those who have messages already, such as `kvd.http`. The
-end is always told, also when the daemon stops before it.
+`kvd.http` uses this in place of `actors.client`. The last event is always delivered, even if the
+daemon stops before the request ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
+from actors.machines import admission_events
 from actors.runtime.actor import Actor, MailboxFull
 from protocol.errors import Draining, Overloaded
 from protocol.messages import Error, is_last
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """The caller's end; made by `System.generate`."""
+    """Handle of a running request; made by `System.generate`."""
 
     def __init__(self, caller: Ref[ClientMail]) -> None:
         self._caller = caller
 
     def cancel(self) -> None:
-        """Want no more of it: it ends within a step, and nothing more is delivered. Idempotent."""
-        self._caller.tell(mail.Closed(), beyond_limit=True)
+        """Cancel the request within a step; no more events are delivered. Idempotent."""
+        self._caller.tell(mail.ConnectionClosed(), beyond_limit=True)
 
 
 class Caller(Actor["ClientMail"]):
-    """Hands a request to the router and its events to whoever called."""
+    """Submits one request to the router and passes its events to a callback."""
 
     def __init__(
         self,
@@ -48,42 +49,42 @@ class Caller(Actor["ClientMail"]):
         self._deliver = deliver
         self._router = router
         self._open = True
-        """Its end was neither told nor renounced."""
+        """Whether the request is neither ended nor cancelled."""
         self._end: KvdError = Draining("the daemon stops")
-        """What is told if this actor ends before its request."""
+        """The error delivered if this actor ends before its request."""
 
     def on_start(self) -> None:
-        """Hand the request in."""
         try:
-            self._router.tell(mail.Wanted(self._rid, self._request, self.ref, kept=False))
+            self._router.tell(
+                mail.SubmitRequest(self._rid, self._request, self.ref, journaled=False)
+            )
         except MailboxFull as error:
             self._end = Overloaded(error.message, retry_after_s=1.0)
             self.stop()
 
     def receive(self, message: ClientMail) -> None:
-        """Handle a message; who fails at being told ends its request."""
         match message:
             case mail.Deliver(event=event):
-                self._hear(event)
-            case mail.Closed():
+                self._pass_on(event)
+            case mail.ConnectionClosed():
                 self._cancel()
                 self.stop()
-            case mail.Received():
+            case mail.BytesReceived():
                 raise AssertionError("a caller has no socket")
             case _:
                 assert_never(message)
 
     def on_stop(self) -> None:
-        """Cancel what runs, and tell the end if nobody has."""
+        """Cancel a running request, and deliver its end."""
         if self._open:
             self._cancel()
             self._deliver(Error(id=self._request.id, error=self._end.info()))
 
-    def _hear(self, event: Event) -> None:
+    def _pass_on(self, event: Event) -> None:
         try:
             self._deliver(event)
         except BaseException:
-            self._cancel()  # it cannot be told more
+            self._cancel()  # the callback is broken, so nothing more is delivered
             raise
         if is_last(event):
             self._open = False
@@ -92,4 +93,6 @@ class Caller(Actor["ClientMail"]):
     def _cancel(self) -> None:
         if self._open:
             self._open = False
-            self._router.tell(mail.Unwanted(self._rid), beyond_limit=True)
+            self._router.tell(
+                mail.AdmissionEvent(admission_events.RequestCancelled(self._rid)), beyond_limit=True
+            )

@@ -1,8 +1,8 @@
-"""A client's shell: one for each connection, around the session machine and the socket.
+"""The actor of one client connection: its session and its socket.
 
-Answers `hello`, `status`, `events` and `cancel` itself, hands `generate` to the router and the rest
-to the supervisor and the governor. When the connection ends its generate requests are cancelled,
-texts that wait are dropped, and loads go on.
+Answers ``hello``, ``status``, ``events`` and ``cancel`` itself. Passes ``generate`` and ``attach``
+to the router, and the rest to the model registry and the governor. When the connection ends, its
+running requests are cancelled and its waiting texts dropped; its loads continue.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from actors import mail
 from actors.event_log import concerns
+from actors.machines import admission_events
 from actors.runtime.actor import Actor, MailboxFull
 from protocol import messages
 from protocol.errors import InternalError, KvdError, Overloaded, SlowReader
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-MOST_OPEN = 1024
-"""Requests of one connection; above what any batch can use."""
+MAX_OPEN_REQUESTS = 1024
+"""Open requests of one connection; more than any batch can use."""
 
 
 @dataclass(frozen=True)
 class Socket:
-    """The three things that a client does with its socket; see `System.connect`."""
+    """The three operations of a client's socket; see `System.connect`."""
 
     write: Callable[[bytes], None]
     close: Callable[[], None]
@@ -49,36 +50,36 @@ class Socket:
 
 
 @dataclass(frozen=True)
-class Services:
-    """What a client needs of the system; the same for all of them."""
+class ClientServices:
+    """The actors, ports and settings that all clients share."""
 
     router: Ref[RouterMail]
-    supervisor: Ref[RegistryMail]
+    registry: Ref[RegistryMail]
     governor: Ref[GovernorMail]
     events: EventLog
-    texts: TokenizeRequests
+    tokenizing: TokenizeRequests
     explain: Callable[[messages.Explain], Coroutine[Any, Any, Forecast]]
     configuration: Configuration
     status: Callable[[], DaemonStatus]
     metrics: Metrics
-    run: str
-    """Sets this daemon's requests apart from those of others that are still kept."""
+    rid_prefix: str
+    """Separates this daemon's request ids from those of earlier daemons in the journal."""
     version: str
     pid: int
     home: str
     slow_reader_bytes: int
 
-    async def configured(self, asked: messages.Configure) -> messages.Configured:
-        """Let it hold; return what holds then."""
-        changes = await self.configuration.change(asked.settings) if asked.settings else []
-        if asked.budget_bytes is not None:
-            await self.configuration.budget_changed(asked.budget_bytes)
-        budget, granted = await self.governor.ask(mail.BudgetWanted(asked.budget_bytes))
+    async def configure(self, request: messages.Configure) -> messages.Configured:
+        """Apply changes of the configuration; return what is in force afterwards."""
+        changes = await self.configuration.change(request.settings) if request.settings else []
+        if request.budget_bytes is not None:
+            await self.configuration.budget_changed(request.budget_bytes)
+        budget, granted = await self.governor.ask(mail.BudgetRequest(request.budget_bytes))
         return messages.Configured(
-            id=asked.id,
+            id=request.id,
             budget_bytes=budget,
             granted_bytes=granted,
-            settings=self.configuration.table if asked.table else [],
+            settings=self.configuration.table if request.table else [],
             changes=changes,
         )
 
@@ -86,32 +87,34 @@ class Services:
 class Client(Actor["ClientMail"]):
     """One connection."""
 
-    def __init__(self, number: int, socket: Socket, services: Services) -> None:
+    def __init__(self, number: int, socket: Socket, services: ClientServices) -> None:
         self._number = number
         self._socket: Socket | None = socket
         self._services = services
         self._session = ServerSession()
         self._rids: dict[str, str] = {}
-        """The daemon's ids of the generate requests that run, by their own."""
+        """The daemon's ids of running requests by the client's ids."""
         self._following: dict[str, str | None] = {}
-        """The requests that follow events, and of which model."""
+        """The model filter of each ``events`` request that follows, by its id."""
         self._count = 0
         self._has_texts = False
-        """It asked for the tokens of some; they may wait still."""
+        """Whether the client sent ``tokenize`` requests, which may still wait."""
 
     def receive(self, message: ClientMail) -> None:
-        """Handle a message; a failure ends the connection, which is told so first."""
+        """Handle a message; on a failure send an error and close the connection."""
         try:
             self._handle(message)
         except Exception:
-            self._say_last(InternalError("kvd failed in this connection; its log has the reason"))
+            self._write_final_error(
+                InternalError("kvd failed in this connection; its log has the reason")
+            )
             raise
 
     def _handle(self, message: ClientMail) -> None:
         match message:
-            case mail.Received(data=data):
+            case mail.BytesReceived(data=data):
                 self._read(data)
-            case mail.Closed():
+            case mail.ConnectionClosed():
                 self._socket = None
                 self.stop()
             case mail.Deliver(event=event):
@@ -120,14 +123,14 @@ class Client(Actor["ClientMail"]):
                 assert_never(message)
 
     def on_stop(self) -> None:
-        """Cancel what runs, and end the connection."""
+        """Cancel running requests, and close the connection."""
         for key in list(self._following):
             self._unfollow(key)
         rids, self._rids = self._rids, {}
         for rid in rids.values():
-            self._services.router.tell(mail.Unwanted(rid), beyond_limit=True)
+            self._services.router.tell(_cancellation(rid), beyond_limit=True)
         if self._has_texts:
-            self._services.supervisor.tell(mail.TokensUnwanted(self.ref), beyond_limit=True)
+            self._services.registry.tell(mail.CancelTokenize(self.ref), beyond_limit=True)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -142,8 +145,11 @@ class Client(Actor["ClientMail"]):
             self.stop()
 
     def _serve(self, request: Request) -> None:
-        if len(self._session.open) > MOST_OPEN:
-            error = Overloaded(f"{MOST_OPEN} requests run on this connection", retry_after_s=1.0)
+        if len(self._session.open) > MAX_OPEN_REQUESTS:
+            error = Overloaded(
+                f"{MAX_OPEN_REQUESTS} requests run on this connection; wait until one has ended",
+                retry_after_s=1.0,
+            )
             self._fail(request.id, error)
             return
         try:
@@ -151,67 +157,68 @@ class Client(Actor["ClientMail"]):
         except MailboxFull as error:
             self._fail(request.id, Overloaded(error.message, retry_after_s=1.0))
 
-    def _start(self, request: Request) -> None:  # noqa: C901, PLR0912 - one match over one union
-        services = self._services
+    def _start(self, request: Request) -> None:  # noqa: C901, PLR0912 - one match
+        services, key = self._services, request.id
         match request:
-            case messages.Hello(id=key):
-                self._send(
-                    messages.HelloReply(
-                        id=key,
-                        version=services.version,
-                        protocol=messages.VERSION,
-                        pid=services.pid,
-                        home=services.home,
-                    )
-                )
-            case messages.Status(id=key):
+            case messages.Hello():
+                self._say_hello(key)
+            case messages.Status():
                 self._send(messages.StatusReply(id=key, status=services.status()))
-            case messages.Metrics(id=key):
+            case messages.Metrics():
                 self._answer(
-                    key,
-                    services.metrics(),
-                    lambda text: messages.MetricsReply(id=key, text=text),
+                    key, services.metrics(), lambda text: messages.MetricsReply(id=key, text=text)
                 )
             case messages.Generate():
                 self._generate(request)
-            case messages.Attach(id=key):
-                services.router.tell(mail.AttachWanted(request, self.ref))
+            case messages.Attach():
+                services.router.tell(mail.AttachRequest(request, self.ref))
                 self._rids[key] = request.request
-            case messages.Cancel(id=key, target=target):
+            case messages.Cancel(target=target):
                 self._send(messages.Cancelled(id=key, target=target, found=self._cancel(target)))
-            case messages.Shutdown(id=key, force=force):
-                watcher = mail.Watcher(self.ref, key)
-                services.supervisor.tell(mail.ShutdownWanted(force, watcher))
+            case messages.Shutdown(force=force):
+                services.registry.tell(mail.Shutdown(force, mail.Watcher(self.ref, key)))
             case messages.Events():
-                self._tell_events(request)
-            case messages.Explain(id=key):
+                self._send_events(request)
+            case messages.Explain():
                 self._answer(
                     key,
                     services.explain(request),
-                    lambda it: messages.Explained(id=key, forecast=it),
+                    lambda forecast: messages.Explained(id=key, forecast=forecast),
                 )
-            case messages.Tokenize(id=key):
+            case messages.Tokenize():
                 self._has_texts = True
-                asked = services.texts.tokens(request, self.ref)
-                self._answer(key, asked, lambda it: _tokens(key, it))
-            case messages.Configure(id=key):
-                self._answer(key, services.configured(request), lambda it: it)
-            case messages.Pin(id=key, model=name) | messages.Unpin(id=key, model=name):
+                work = services.tokenizing.tokenize(request, self.ref)
+                self._answer(key, work, lambda report: _tokenized(key, report))
+            case messages.Configure():
+                self._answer(key, services.configure(request), lambda reply: reply)
+            case messages.Pin(model=name) | messages.Unpin(model=name):
                 pinned = isinstance(request, messages.Pin)
                 self._answer(
                     key,
-                    services.supervisor.ask(mail.PinWanted(name, pinned)),
+                    services.registry.ask(mail.SetPinned(name, pinned)),
                     lambda _: messages.Pinned(id=key, model=name, pinned=pinned),
                 )
             case messages.Load() | messages.Unload() | messages.Drain():
-                self._ask_supervisor(request)
+                self._ask_registry(request)
             case _:
                 assert_never(request)
 
+    def _say_hello(self, key: str) -> None:
+        services = self._services
+        self._send(
+            messages.HelloReply(
+                id=key,
+                version=services.version,
+                protocol=messages.VERSION,
+                pid=services.pid,
+                home=services.home,
+            )
+        )
+
     def _generate(self, request: messages.Generate) -> None:
         self._count += 1
-        rid = f"{self._services.run}{self._number}.{self._count}"
-        self._services.router.tell(mail.Wanted(rid, request, self.ref))
+        rid = f"{self._services.rid_prefix}{self._number}.{self._count}"
+        self._services.router.tell(mail.SubmitRequest(rid, request, self.ref))
         self._rids[request.id] = rid
 
     def _cancel(self, target: str) -> bool:
@@ -221,59 +228,62 @@ class Client(Actor["ClientMail"]):
             return True
         rid = self._rids.get(target)
         if rid is not None:
-            self._services.router.tell(mail.Unwanted(rid))
+            self._services.router.tell(_cancellation(rid))
         return rid is not None
 
-    def _tell_events(self, request: messages.Events) -> None:
+    def _send_events(self, request: messages.Events) -> None:
         events, key, model = self._services.events, request.id, request.model
-        for happened in events.since(request.since, model):
-            self._send(replace(happened, id=key))
+        for record in events.since(request.since, model):
+            self._send(replace(record, id=key))
         if not request.follow:
             self._send(messages.EventsReply(id=key, last=events.last))
             return
         self._following[key] = model
-        events.followers[self, key] = lambda it: self._happened(key, it)
+        events.followers[self, key] = lambda record: self._on_record(key, record)
 
-    def _happened(self, key: str, happened: messages.EventRecord) -> None:
-        if concerns(happened, self._following[key]):
-            self.ref.tell(mail.Deliver(replace(happened, id=key)), beyond_limit=True)
+    def _on_record(self, key: str, record: messages.EventRecord) -> None:
+        if concerns(record, self._following[key]):
+            self.ref.tell(mail.Deliver(replace(record, id=key)), beyond_limit=True)
 
     def _unfollow(self, key: str) -> None:
         del self._following[key]
         self._services.events.followers.pop((self, key), None)
 
-    def _ask_supervisor(self, request: messages.Load | messages.Unload | messages.Drain) -> None:
-        key, ask = request.id, self._services.supervisor.ask
+    def _ask_registry(self, request: messages.Load | messages.Unload | messages.Drain) -> None:
+        key, ask = request.id, self._services.registry.ask
         match request:
             case messages.Load(model=source, alias=alias, kv=kv, policy=policy):
-                wanted = mail.LoadWanted(source, alias, kv, policy, mail.Watcher(self.ref, key))
-                self._answer(key, ask(wanted), lambda it: messages.Loaded(id=key, model=it))
+                load = mail.LoadModel(source, alias, kv, policy, mail.Watcher(self.ref, key))
+                self._answer(key, ask(load), lambda status: messages.Loaded(id=key, model=status))
             case messages.Unload(model=name, force=force):
                 self._answer(
                     key,
-                    ask(mail.UnloadRequest(name, force)),
+                    ask(mail.UnloadModel(name, force)),
                     lambda freed: messages.Unloaded(id=key, model=name, freed_bytes=freed),
                 )
             case messages.Drain():
-                self._answer(key, ask(mail.DrainWanted()), lambda _: messages.Drained(id=key))
+                self._answer(key, ask(mail.Drain()), lambda _: messages.Drained(id=key))
             case _:
                 assert_never(request)
 
-    def _answer(self, key: str, asked: Coroutine[Any, Any, R], event: Callable[[R], Event]) -> None:
+    def _answer(
+        self, key: str, work: Coroutine[Any, Any, R], to_event: Callable[[R], Event]
+    ) -> None:
+        """Await work outside the actor, and send its result or its error."""
         ref = self.ref
 
         def failed(error: Exception) -> None:
             known = error if isinstance(error, KvdError) else InternalError(str(error))
             ref.tell(mail.Deliver(messages.Error(id=key, error=known.info())))
 
-        self.pipe(asked, lambda result: ref.tell(mail.Deliver(event(result))), failed)
+        self.pipe(work, lambda result: ref.tell(mail.Deliver(to_event(result))), failed)
 
     def _fail(self, key: str, error: KvdError) -> None:
         self._send(messages.Error(id=key, error=error.info()))
 
     def _send(self, event: Event) -> None:
         if event.id not in self._session.open:
-            return  # progress of a load that was answered in the meantime
+            return  # progress of a load that was answered meanwhile
         if messages.is_last(event):
             self._rids.pop(event.id, None)
         self._write(self._session.send(event))
@@ -284,19 +294,23 @@ class Client(Actor["ClientMail"]):
         self._socket.write(data)
         if self._socket.backlog() > self._services.slow_reader_bytes:
             error = SlowReader(
-                "the client did not read its events; its requests were cancelled",
+                "the client does not read its events; its requests were cancelled",
                 limit_bytes=self._services.slow_reader_bytes,
             )
-            self._say_last(error)
+            self._write_final_error(error)
             self.stop()
 
-    def _say_last(self, error: KvdError) -> None:
-        """Say of the connection why it ends."""
+    def _write_final_error(self, error: KvdError) -> None:
+        """Write why the connection ends."""
         if self._socket is not None:
             self._socket.write(self._session.refuse(messages.Error(id="", error=error.info())))
 
 
-def _tokens(key: str, told: wire.Tokenized) -> Event:
-    if told.error is not None:
-        return messages.Error(id=key, error=told.error)
-    return messages.Tokenized(id=key, count=told.count, tokens=told.tokens, texts=told.texts)
+def _cancellation(rid: str) -> mail.AdmissionEvent:
+    return mail.AdmissionEvent(admission_events.RequestCancelled(rid))
+
+
+def _tokenized(key: str, report: wire.Tokenized) -> Event:
+    if report.error is not None:
+        return messages.Error(id=key, error=report.error)
+    return messages.Tokenized(id=key, count=report.count, tokens=report.tokens, texts=report.texts)

@@ -1,7 +1,7 @@
-"""What was done under the one budget, and why: a ring that everybody may read and follow.
+"""The newest actions of the governor and other actors, with their reasons.
 
-The governor records what it does; others may record what users should find beside it. Each record
-goes to the log as well. Does not cover metrics, nor what happens inside one request.
+Clients read and follow this log with ``events``. Each record also goes to the log file. Metrics
+and events within one request are elsewhere.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from actors.ports import Level, Notify, Observe
 
-MOST = 4096
-"""Records that are kept: about a day of a busy daemon, in two megabytes."""
+MAX_RECORDS = 4096
+"""Records kept: about a day of a busy daemon, in 2 MB."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class EventLog:
     notify: Notify
     observe: Observe = ignore_observation
     clock: Callable[[], float] = time.time
-    records: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MOST))
+    records: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
     last: int = 0
-    """The number of the newest."""
+    """Number of the newest record."""
     followers: dict[Hashable, Callable[[EventRecord], None]] = field(default_factory=dict)
 
     def record(
@@ -46,9 +46,9 @@ class EventLog:
         level: Level = "info",
         numbers: dict[str, int] | None = None,
     ) -> None:
-        """Write down what was done to `model`, for `wisher`."""
+        """Record what was done to `model`, on behalf of the model `requester`."""
         self.last += 1
-        happened = EventRecord(
+        record = EventRecord(
             id="",
             seq=self.last,
             at=self.clock(),
@@ -58,7 +58,7 @@ class EventLog:
             requester=requester,
             numbers=numbers or {},
         )
-        self.records.append(happened)
+        self.records.append(record)
         self.observe(telemetry.ActionRecorded(model or "", kind))
         fields = {
             "model": model or None,
@@ -67,14 +67,16 @@ class EventLog:
             "numbers": numbers,
         }
         self.notify(Notice(f"governor_{kind}", level, fields))
-        for tell in list(self.followers.values()):
-            tell(happened)
+        for follower in list(self.followers.values()):
+            follower(record)
 
     def since(self, number: int, model: str | None = None) -> list[EventRecord]:
-        """Return what came after this number, of one model or of all."""
-        return [it for it in self.records if it.seq > number and concerns(it, model)]
+        """Return the records after this number, of one model or of all."""
+        return [
+            record for record in self.records if record.seq > number and concerns(record, model)
+        ]
 
 
-def concerns(it: EventRecord, model: str | None) -> bool:
-    """Return whether a record is about this model, or any, if none is named."""
-    return model is None or model in {it.model, it.requester} or it.model is None
+def concerns(record: EventRecord, model: str | None) -> bool:
+    """Return whether a record is about this model; any record is about None."""
+    return model is None or model in {record.model, record.requester} or record.model is None

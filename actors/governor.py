@@ -79,17 +79,14 @@ class GovernorActor(Actor["GovernorMail"]):
     def receive(self, message: GovernorMail) -> tuple[int, int] | None:
         """Handle a message."""
         match message:
-            case mail.GrantAsked():
+            case mail.RequestMemory():
                 self._request(message)
-            case mail.MemoryFree(model=model):
-                self._state.workers.pop(model, None)
-                self._state.limits.pop(model, None)
-                self._apply(WorkerExited(model))
-            case mail.Governed(event=event):
+            case mail.GovernorEvent(event=event):
+                if isinstance(event, WorkerExited):
+                    self._state.workers.pop(event.model, None)
+                    self._state.limits.pop(event.model, None)
                 self._apply(event)
-            case mail.Measured(used=used, pressure=pressure):
-                self._apply(governor_events.MemoryMeasured(used, pressure))
-            case mail.BudgetWanted(total_bytes=total):
+            case mail.BudgetRequest(total_bytes=total):
                 if total is not None:
                     self._apply(governor_events.BudgetChanged(total))
                 return self._state.budget_bytes, self._state.granted_bytes
@@ -105,7 +102,7 @@ class GovernorActor(Actor["GovernorMail"]):
         self._state.machine.check()
         assert not self._state.violations, "invariants were violated before"
 
-    def _request(self, asked: mail.GrantAsked) -> None:
+    def _request(self, asked: mail.RequestMemory) -> None:
         self._state.workers[asked.model] = (asked.worker, asked.life)
         if asked.reclaimable is not None:
             self._apply(governor_events.ReclaimableReported(asked.model, asked.reclaimable))
@@ -129,7 +126,7 @@ class GovernorActor(Actor["GovernorMail"]):
                 state.limits[model] = limit
                 held = state.machine.ledger.grants.get(model, 0)
                 grant = wire.Grant(seq=0, total_bytes=held, granted=True, budget_bytes=limit)
-                worker.tell(mail.Granted(grant, life))
+                worker.tell(mail.SendCommand(grant, life))
 
     def _perform(self, command: governor_events.Command) -> None:
         state = self._state
@@ -176,12 +173,12 @@ class GovernorActor(Actor["GovernorMail"]):
             budget_bytes=limit,
             reason=decision.reason,
         )
-        worker.tell(mail.Granted(grant, life))
+        worker.tell(mail.SendCommand(grant, life))
 
     def _send(self, model: str, command: wire.Reclaim | wire.StartLevel) -> None:
         if (known := self._state.workers.get(model)) is not None:
             worker, life = known
-            worker.tell(mail.Commanded(command, life))
+            worker.tell(mail.SendCommand(command, life))
 
     def _report_waiting_loads(self) -> None:
         """Tell workers that wait for a grant to load, so that their silence is not a hang."""
@@ -190,7 +187,7 @@ class GovernorActor(Actor["GovernorMail"]):
             known = self._state.workers.get(request.model)
             if known is not None and machine.accounts[request.model].state == "loading":
                 worker, life = known
-                worker.tell(mail.StillWaits(life))
+                worker.tell(mail.GrantPending(life))
 
     def _check_invariants(self) -> None:
         """Record a violation and continue."""

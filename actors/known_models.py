@@ -1,7 +1,7 @@
-"""Which models the daemon knows by name, loaded or not: a request for one of them brings it.
+"""Models that requests may name, loaded or not.
 
-Known are those of the configuration and those that were loaded and then made room for others; not
-those that a user has unloaded. Does not cover who is loaded (`actors.model_registry`).
+These are the models of the configuration and those that were loaded and later evicted, but not
+those that a user has unloaded. Loaded models are in `actors.model_registry`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ class KnownModel:
     kv: KVSpec = field(default_factory=KVSpec)
     policy: ModelPolicy = field(default_factory=ModelPolicy)
     listed: bool = False
-    """In the configuration: it is known even if its load failed."""
+    """Whether the configuration lists the model, so that it stays known after a failed load."""
 
 
 @dataclass
 class KnownModels:
-    """The models by name."""
+    """Known models by name."""
 
     models: dict[str, KnownModel] = field(default_factory=dict)
 
     def policies(self) -> Mapping[str, ModelPolicy]:
-        """Return how each of them stands beside the others."""
         return {name: known.policy for name, known in self.models.items()}

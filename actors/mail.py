@@ -1,6 +1,7 @@
-"""What the actors say to each other; the words of the machines are in `actors.machines`.
+"""Messages between actors: one union per actor.
 
-One union for each actor. Messages stay inside the process, so they may carry addresses.
+The events and commands of the state machines are in `actors.machines`. Messages stay inside the
+process, so they may carry actor references.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from actors.known_models import KnownModel
-    from actors.machines import lifecycle_events
-    from actors.machines.admission_events import Availability
-    from actors.machines.gauge import Pressure
-    from actors.machines.governor_events import Event as GovernorEvent
+    from actors.machines import admission_events, governor_events, lifecycle_events, time_slices
     from actors.ports import Exit, WorkerProcess
     from actors.runtime.actor import Ref
     from protocol.errors import ErrorInfo
@@ -32,12 +30,13 @@ if TYPE_CHECKING:
         Grant,
         Reclaim,
         Report,
+        RowReport,
         StartLevel,
         Submit,
         TimeSlice,
         TimeSliceOver,
-        Tokenize,
     )
+    from protocol.worker import Tokenize as TokenizeCommand
 
 
 class _Message(msgspec.Struct, frozen=True):
@@ -48,145 +47,85 @@ class AlarmFired(_Message, frozen=True):
     """The actor's alarm fired: a deadline may have passed."""
 
 
-# -- to a client ----------------------------------------------------------------------------------
+# -- client ---------------------------------------------------------------------------------------
 
 
-class Received(_Message, frozen=True):
-    """Bytes from its socket."""
+class BytesReceived(_Message, frozen=True):
+    """Bytes from the client's socket."""
 
     data: bytes
 
 
-class Closed(_Message, frozen=True):
-    """Its socket is gone."""
+class ConnectionClosed(_Message, frozen=True):
+    """The client's socket is closed."""
 
 
 class Deliver(_Message, frozen=True):
-    """An event for it, with the id of its own request."""
+    """An event for the client, with the client's own request id."""
 
     event: Event
 
 
-ClientMail = Received | Closed | Deliver
+ClientMail = BytesReceived | ConnectionClosed | Deliver
 
-# -- to the router --------------------------------------------------------------------------------
+# -- router ---------------------------------------------------------------------------------------
 
 
-class Wanted(_Message, frozen=True):
-    """A request from a client."""
+class SubmitRequest(_Message, frozen=True):
+    """A client's request."""
 
     rid: str
     request: Generate
     client: Ref[ClientMail]
-    kept: bool = True
-    """Its client can come back for it when the daemon has died."""
+    journaled: bool = True
+    """Whether the request survives a restart of the daemon, if there is a journal."""
 
 
-class AttachWanted(_Message, frozen=True):
-    """A client comes for a request of a daemon before this one."""
+class AttachRequest(_Message, frozen=True):
+    """A client continues a request that an earlier daemon accepted."""
 
     request: Attach
     client: Ref[ClientMail]
 
 
-class Unwanted(_Message, frozen=True):
-    """The client does not want it any more."""
-
-    rid: str
-
-
 class ModelAdded(_Message, frozen=True):
-    """A model is about to be loaded."""
+    """A model is about to be loaded by this worker."""
 
     model: str
     worker: Ref[WorkerMail]
 
 
-class ModelChanged(_Message, frozen=True):
-    """A model takes requests, or does not."""
+class AdmissionEvent(_Message, frozen=True):
+    """An event for the router's state machine."""
 
-    model: str
-    availability: Availability
-    error: ErrorInfo | None = None
-
-
-class ModelForgotten(_Message, frozen=True):
-    """There is no such model any more, or there never was; also answers `EnsureLoaded`."""
-
-    model: str
-    error: ErrorInfo | None = None
-    """Why requests for it end; absent: it was unloaded."""
+    event: admission_events.Event
 
 
 class RowReported(_Message, frozen=True):
-    """A worker's word about one request."""
+    """A worker's report about one request."""
 
-    report: Report
-
-
-class RowBounced(_Message, frozen=True):
-    """A worker did not take the request."""
-
-    rid: str
-
-
-class RowsDied(_Message, frozen=True):
-    """A worker's process took these with it."""
-
-    model: str
-    rids: list[str]
-    error: ErrorInfo
-    attributable: bool
-    """They, or the process itself, may have caused it."""
-    again: bool
-    """Another process follows, for them to go on in."""
-
-
-class ModelRests(_Message, frozen=True):
-    """A model is being unloaded to make room: its requests wait, and will bring it back."""
-
-    model: str
-
-
-class ModelAsleep(_Message, frozen=True):
-    """It is gone now; answered by `EnsureLoaded` as soon as a request waits for it."""
-
-    model: str
-
-
-class ModelHeld(_Message, frozen=True):
-    """New requests for a model wait, so that others get their turn; or no longer."""
-
-    model: str
-    held: bool
+    report: RowReport
 
 
 class FinishAll(Ask[None], frozen=True):
-    """Take no new requests; answered when none is left."""
+    """Accept no new requests; answered when all requests have ended."""
 
 
 RouterMail = (
-    Wanted
-    | AttachWanted
-    | Unwanted
+    SubmitRequest
+    | AttachRequest
     | ModelAdded
-    | ModelChanged
-    | ModelForgotten
+    | AdmissionEvent
     | RowReported
-    | RowBounced
-    | RowsDied
-    | ModelRests
-    | ModelAsleep
-    | ModelHeld
     | FinishAll
     | AlarmFired
 )
 
-# -- to a worker ----------------------------------------------------------------------------------
+# -- worker ---------------------------------------------------------------------------------------
 
 
-class Order(_Message, frozen=True):
-    """Start, drain or halt; or count a request that was blamed for deaths."""
+class LifecycleEvent(_Message, frozen=True):
+    """An event for the worker's state machine."""
 
     event: (
         lifecycle_events.Start
@@ -203,98 +142,82 @@ class RunRow(_Message, frozen=True):
 
 
 class CancelRow(_Message, frozen=True):
-    """End a request."""
+    """Cancel a request."""
 
     rid: str
 
 
-class Granted(_Message, frozen=True):
-    """The governor's answer to the process with the number `life`."""
+class SendCommand(_Message, frozen=True):
+    """A command for the process with the number `life`; dropped if another process runs."""
 
-    grant: Grant
+    command: Grant | Reclaim | StartLevel | TimeSlice
     life: int
 
 
-class TimeSliceGiven(_Message, frozen=True):
-    """When the process with the number `life` may compute."""
+class GrantPending(_Message, frozen=True):
+    """The governor has not answered process `life` yet, so its silence is no fault."""
 
-    turn: TimeSlice
     life: int
 
 
-class WeightIs(_Message, frozen=True):
-    """The model's share of the accelerator from now on."""
+class SetWeight(_Message, frozen=True):
+    """Set the model's share of the accelerator."""
 
     weight: float
 
 
-class TokensAsked(Ask[Tokenized], frozen=True):
-    """Have the process tell a text's tokens."""
+class Tokenize(Ask[Tokenized], frozen=True):
+    """Let the process tokenize a text."""
 
-    command: Tokenize
+    command: TokenizeCommand
 
 
-class HasProcess(_Message, frozen=True):
-    """The spawn has succeeded."""
+class ProcessSpawned(_Message, frozen=True):
+    """The process has started."""
 
     process: WorkerProcess
 
 
-class HasNoProcess(_Message, frozen=True):
-    """The spawn has failed."""
+class SpawnFailed(_Message, frozen=True):
+    """The process could not be started."""
 
     error: Exception
 
 
-class Reported(_Message, frozen=True):
-    """The process with the number `life` said something."""
+class ProcessReported(_Message, frozen=True):
+    """A report of the process with the number `life`."""
 
     report: Report
     life: int
 
 
-class HasExited(_Message, frozen=True):
-    """The process with the number `life` is gone."""
+class ProcessExited(_Message, frozen=True):
+    """The process with the number `life` has ended."""
 
     exit: Exit
     life: int
 
 
-class Commanded(_Message, frozen=True):
-    """The governor's word to the process with the number `life`."""
-
-    command: Reclaim | StartLevel
-    life: int
-
-
-class StillWaits(_Message, frozen=True):
-    """The governor has not answered the process `life` yet: its silence is ours."""
-
-    life: int
-
-
 WorkerMail = (
-    Order
+    LifecycleEvent
     | RunRow
     | CancelRow
-    | Granted
-    | Commanded
-    | StillWaits
-    | TimeSliceGiven
-    | WeightIs
-    | TokensAsked
-    | HasProcess
-    | HasNoProcess
-    | Reported
-    | HasExited
+    | SendCommand
+    | GrantPending
+    | SetWeight
+    | Tokenize
+    | ProcessSpawned
+    | SpawnFailed
+    | ProcessReported
+    | ProcessExited
     | AlarmFired
 )
 
-# -- to the governor ------------------------------------------------------------------------------
+# -- governor -------------------------------------------------------------------------------------
 
 
-class GrantAsked(_Message, frozen=True):
-    """A worker's process wants to hold so much in all."""
+class RequestMemory(_Message, frozen=True):
+    """A worker's process asks to hold `total_bytes` in total."""
 
     model: str
     worker: Ref[WorkerMail]
@@ -302,54 +225,41 @@ class GrantAsked(_Message, frozen=True):
     seq: int
     total_bytes: int
     reclaimable: Reclaimable | None = None
-    """What it could give back; absent while it loads."""
+    """Bytes that the worker could give back; absent while it loads."""
     resuming: bool = False
 
 
-class MemoryFree(_Message, frozen=True):
-    """A worker's process is gone, and its memory with it."""
+class GovernorEvent(_Message, frozen=True):
+    """An event for the governor's state machine."""
 
-    model: str
-
-
-class Governed(_Message, frozen=True):
-    """What a worker or the supervisor has to say to the machine, as it is."""
-
-    event: GovernorEvent
+    event: governor_events.Event
 
 
-class Measured(_Message, frozen=True):
-    """What each worker really takes, in bytes, and what the system says of its memory."""
-
-    used: dict[str, int]
-    pressure: Pressure = "normal"
-
-
-class BudgetWanted(Ask[tuple[int, int]], frozen=True):
-    """Change the budget, or only tell it; answered with it and with what is granted of it."""
+class BudgetRequest(Ask[tuple[int, int]], frozen=True):
+    """Set the budget if `total_bytes` is given; answered with budget and granted bytes."""
 
     total_bytes: int | None = None
 
 
-GovernorMail = GrantAsked | MemoryFree | Governed | Measured | BudgetWanted | AlarmFired
+GovernorMail = RequestMemory | GovernorEvent | BudgetRequest | AlarmFired
 
-# -- to the readings ------------------------------------------------------------------------------
+# -- readings -------------------------------------------------------------------------------------
 
 
-class HaveRead(_Message, frozen=True):
-    """What these processes take, and how long reading it took."""
+class FootprintsRead(_Message, frozen=True):
+    """Footprints in bytes by process id, and the seconds that reading them took."""
 
     footprints: dict[int, int]
     took_s: float
 
 
-ReadingsMail = AlarmFired | HaveRead
+ReadingsMail = FootprintsRead | AlarmFired
 
-# -- to the turns ---------------------------------------------------------------------------------
+# -- time slices ----------------------------------------------------------------------------------
 
 
-class TimeSliceAsked(_Message, frozen=True):
-    """A worker's process has work from now on."""
+class RequestTimeSlice(_Message, frozen=True):
+    """A worker's process has work."""
 
     model: str
     worker: Ref[WorkerMail]
@@ -359,39 +269,32 @@ class TimeSliceAsked(_Message, frozen=True):
 
 
 class TimeSliceEnded(_Message, frozen=True):
-    """A worker's process passes its turn on."""
+    """A worker's process has ended its time slice."""
 
     model: str
     over: TimeSliceOver
 
 
-class TimeSlicesWeighed(_Message, frozen=True):
-    """A model's weight is another."""
+class TimeSlicesEvent(_Message, frozen=True):
+    """An event for the state machine of the time slices."""
 
-    model: str
-    weight: float
-
-
-class TimeSlicesLost(_Message, frozen=True):
-    """A worker's process is gone."""
-
-    model: str
+    event: time_slices.WeightChanged | time_slices.WorkerExited
 
 
-TimeSlicesMail = TimeSliceAsked | TimeSliceEnded | TimeSlicesWeighed | TimeSlicesLost | AlarmFired
+TimeSlicesMail = RequestTimeSlice | TimeSliceEnded | TimeSlicesEvent | AlarmFired
 
-# -- to the supervisor ----------------------------------------------------------------------------
+# -- model registry -------------------------------------------------------------------------------
 
 
 class Watcher(_Message, frozen=True):
-    """Who wants to see how far a load is, under which request id."""
+    """The client that receives progress events, and its request id."""
 
     client: Ref[ClientMail]
     id: str
 
 
-class LoadWanted(Ask[ModelStatus], frozen=True):
-    """Load a model; answered when it takes requests."""
+class LoadModel(Ask[ModelStatus], frozen=True):
+    """Load a model; answered when it accepts requests."""
 
     source: str
     alias: str | None
@@ -401,33 +304,34 @@ class LoadWanted(Ask[ModelStatus], frozen=True):
 
 
 class EnsureLoaded(_Message, frozen=True):
-    """A request names a model that is not loaded; the router waits for word of it.
+    """A request names a model without a worker.
 
-    Answered by `ModelAdded`, or by `ModelForgotten` with the error that its requests end with.
+    The registry answers the router with `ModelAdded`, or with `admission_events.ModelRemoved` and the error
+    that the model's requests end with.
     """
 
     model: str
 
 
-class EvictRequest(_Message, frozen=True):
-    """The governor wants a model's memory; requests that it has wait in the daemon meanwhile."""
+class EvictModel(_Message, frozen=True):
+    """Unload a model to free its memory; its requests wait in the daemon meanwhile."""
 
     name: str
     requeue: bool
-    """It runs none of them."""
+    """Whether the model runs none of its requests, so that all of them can wait elsewhere."""
 
 
-class PinWanted(Ask[None], frozen=True):
-    """Pin a model, or no longer."""
+class SetPinned(Ask[None], frozen=True):
+    """Pin or unpin a model."""
 
     name: str
     pinned: bool
 
 
-class ListWanted(Ask[bool], frozen=True):
-    """A model is in the configuration from now on, and these fields of its policy are new.
+class AddConfiguredModel(Ask[bool], frozen=True):
+    """Register a model of the configuration, and set these fields of its policy.
 
-    Answered with whether `known` is how it is loaded: not while it is loaded otherwise.
+    Answered with whether `known` is in force; it is not while the model is loaded differently.
     """
 
     name: str
@@ -435,62 +339,62 @@ class ListWanted(Ask[bool], frozen=True):
     policy: Mapping[str, Any]
 
 
-class UnlistWanted(Ask[None], frozen=True):
-    """A model is not in the configuration any more; if it is loaded it stays so."""
+class RemoveConfiguredModel(Ask[None], frozen=True):
+    """Note that the configuration no longer lists a model; a loaded model stays loaded."""
 
     name: str
 
 
-class UnloadRequest(Ask[int], frozen=True):
-    """Unload a model; answered with the bytes that became free."""
+class UnloadModel(Ask[int], frozen=True):
+    """Unload a model; answered with the bytes freed."""
 
     name: str
     force: bool
 
 
-class TokensWanted(Ask[Tokenized], frozen=True):
-    """Tell a text's tokens; a model that is known and not loaded comes for it."""
+class TokenizeText(Ask[Tokenized], frozen=True):
+    """Tokenize a text; loads the model if it is registered and not loaded."""
 
     name: str
-    command: Tokenize
+    command: TokenizeCommand
     client: Ref[ClientMail]
 
 
-class TokensUnwanted(_Message, frozen=True):
-    """A client is gone: its texts need not wait for their models any more."""
+class CancelTokenize(_Message, frozen=True):
+    """Drop the waiting `TokenizeText` messages of a client that disconnected."""
 
     client: Ref[ClientMail]
 
 
-class DrainWanted(Ask[None], frozen=True):
-    """Take no new work; answered when nothing runs any more."""
+class Drain(Ask[None], frozen=True):
+    """Accept no new work; answered when all requests have ended."""
 
 
-class ShutdownWanted(_Message, frozen=True):
-    """Drain and stop everything; `watcher` gets ``bye``."""
+class Shutdown(_Message, frozen=True):
+    """Drain and stop everything; `watcher` receives `ShutdownReply`."""
 
     force: bool
     watcher: Watcher | None = None
 
 
-class NothingRuns(_Message, frozen=True):
-    """The router is done."""
+class RequestsDrained(_Message, frozen=True):
+    """The router has no requests left."""
 
 
 class WorkerChanged(_Message, frozen=True):
-    """A worker's lifecycle moved."""
+    """The state of a worker's lifecycle changed."""
 
     name: str
     state: ModelState
     error: ErrorInfo | None = None
     refused: bool = False
-    """Failed, since the model cannot be loaded."""
+    """Whether the state is failed because the model cannot be loaded."""
     freed_bytes: int = 0
-    """Granted to the process that has just ended."""
+    """Bytes granted to the process that has just ended."""
 
 
 class LoadProgressed(_Message, frozen=True):
-    """How far a load is."""
+    """Progress of a load."""
 
     name: str
     stage: str
@@ -498,18 +402,18 @@ class LoadProgressed(_Message, frozen=True):
 
 
 RegistryMail = (
-    LoadWanted
+    LoadModel
     | EnsureLoaded
-    | EvictRequest
-    | PinWanted
-    | ListWanted
-    | UnlistWanted
-    | UnloadRequest
-    | TokensWanted
-    | TokensUnwanted
-    | DrainWanted
-    | ShutdownWanted
-    | NothingRuns
+    | EvictModel
+    | SetPinned
+    | AddConfiguredModel
+    | RemoveConfiguredModel
+    | UnloadModel
+    | TokenizeText
+    | CancelTokenize
+    | Drain
+    | Shutdown
+    | RequestsDrained
     | WorkerChanged
     | LoadProgressed
 )

@@ -1,22 +1,30 @@
-"""The supervisor of the models: who has which name, who waits for what, and the end of it all.
+"""The model registry: loaded models by name, the replies due for each, and the shutdown.
 
-Makes a worker for each model, answers loads and unloads when the workers' lifecycles say so, and
-runs the shutdown: drain, stop every worker, then tell the system. The supervision of *actors* is
-in `actors.runtime.supervision`; that of *processes* in `actors.machines.lifecycle`.
+Starts a worker for each model, answers loads and unloads as the workers' states change, and runs
+the shutdown: drain, stop every worker, then notify the system. Restarts of actors are in
+`actors.runtime.supervision`, those of processes in `actors.machines.lifecycle`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from msgspec.structs import replace
 
 from actors import mail
-from actors.known_models import KnownModel, KnownModels
-from actors.machines import governor_events, lifecycle_events
+from actors.known_models import KnownModel
+from actors.machines import admission_events, governor_events, lifecycle_events
+from actors.registry_state import (
+    RegistryEntry,
+    RegistryState,
+    check_name,
+    is_loaded_as,
+    is_same,
+    model_exists,
+    short_name,
+    with_policy,
+)
 from actors.runtime.actor import Actor, DeferredReply
 from protocol import messages
 from protocol import worker as wire
@@ -24,523 +32,419 @@ from protocol.errors import (
     Draining,
     InsufficientMemory,
     InternalError,
-    InvalidRequest,
     KvdError,
-    ModelExists,
     ModelFailed,
     UnknownModel,
     from_info,
 )
 from protocol.policy import ModelPolicy
-from protocol.types import ALIAS_PATTERN, ALIAS_RULE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from actors.mail import ClientMail, GovernorMail, RegistryMail, RouterMail, WorkerMail
+    from actors.mail import ClientMail, RegistryMail
     from actors.runtime.actor import Ref
-    from actors.status import StatusTable
     from protocol.errors import ErrorInfo
-    from protocol.types import ModelState, ModelStatus
+    from protocol.types import ModelStatus
 
 
-STOPS = "the daemon stops"
-
-
-@dataclass
-class RegistryEntry:
-    """One model by its name."""
-
-    name: str
-    known: KnownModel
-    worker: Ref[WorkerMail]
-    state: ModelState = "spawning"
-    """As the worker told it last; it is told to start before anything else."""
-    served: bool = False
-    """It was ready once."""
-    leaving: bool = False
-    """Unload or shutdown was ordered, or the governor wants its memory."""
-    resting: bool = False
-    """The governor does: it stays known, and a request brings it back."""
-    loaders: list[tuple[DeferredReply[ModelStatus], mail.Watcher | None]] = field(
-        default_factory=list
-    )
-    unloaders: list[DeferredReply[int]] = field(default_factory=list)
-    before: KnownModel | None = None
-    """The model as it was known before a load that does not wait for room."""
-    brought: bool = False
-    """Something named it that is known: it stays so if the load fails."""
-    askers: list[tuple[DeferredReply[wire.Tokenized], mail.TokensWanted]] = field(
-        default_factory=list
-    )
-    """Texts to tell the tokens of when it is ready."""
-    again: list[tuple[DeferredReply[ModelStatus], mail.LoadWanted]] = field(default_factory=list)
-    """Loads that came while it was leaving to make room."""
-
-
-@dataclass
-class RegistryState:
-    """What outlives a restart of the supervisor, and what it needs."""
-
-    board: StatusTable
-    start_worker: Callable[[str, KnownModel], Ref[WorkerMail]]
-    """Start a worker actor."""
-    stop_worker: Callable[[Ref[WorkerMail]], None]
-    """Stop a worker actor."""
-    router: Ref[RouterMail]
-    governor: Ref[GovernorMail]
-    on_empty: Callable[[], None]
-    """Called once, when a shutdown has stopped everything."""
-    catalogue: KnownModels = field(default_factory=KnownModels)
-    seats: dict[str, RegistryEntry] = field(default_factory=dict)
-    draining: bool = False
-    closing: bool = False
-    closed: bool = False
-    shutdown_watchers: list[mail.Watcher] = field(default_factory=list)
-
-    def check(self) -> None:
-        """Check the invariants."""
-        for name, seat in self.seats.items():
-            assert seat.name == name, "a seat under another's name"
-            assert seat.leaving or not (seat.resting or seat.again), "rests, and does not leave"
-            assert not (seat.unloaders and not seat.leaving), "an unload that nobody ordered"
-        assert not self.closing or self.draining, "shuts down and takes new work"
+DAEMON_STOPS = "the daemon stops"
 
 
 class ModelRegistry(Actor["RegistryMail"]):
-    """Knows the models by name."""
+    """Owns the workers by model name."""
 
-    def __init__(self, house: RegistryState) -> None:
-        house.check()
-        self._house = house
+    def __init__(self, state: RegistryState) -> None:
+        state.check()
+        self._state = state
 
     def check(self) -> None:
-        """Check the invariants."""
-        self._house.check()
+        self._state.check()
 
     def on_restart(self, error: BaseException) -> None:  # noqa: ARG002 - the reason is logged
-        """Forget who waited: they were told that we died."""
-        for seat in self._house.seats.values():
-            seat.loaders.clear()
-            seat.unloaders.clear()
-            seat.again.clear()
-            seat.askers.clear()
+        """Forget the replies that are due: their askers got `ActorDead`."""
+        for entry in self._state.entries.values():
+            entry.load_replies.clear()
+            entry.unload_replies.clear()
+            entry.reloads.clear()
+            entry.texts.clear()
 
-    def receive(self, message: RegistryMail) -> object:  # noqa: C901, PLR0912 - one match, one union
-        """Handle a message."""
+    def receive(self, message: RegistryMail) -> object:  # noqa: C901, PLR0912 - one match
         match message:
-            case mail.LoadWanted():
+            case mail.LoadModel():
                 return self._load(message)
             case mail.EnsureLoaded(model=model):
-                self._ensure(model)
-            case mail.EvictRequest(name=name, requeue=requeue):
+                self._ensure_loaded(model)
+            case mail.EvictModel(name=name, requeue=requeue):
                 self._evict(name, requeue=requeue)
-            case mail.PinWanted(name=name, pinned=pinned):
+            case mail.SetPinned(name=name, pinned=pinned):
                 self._set_policy(name, lambda policy: replace(policy, pinned=pinned))
-            case mail.ListWanted():
-                return self._list(message)
-            case mail.UnlistWanted(name=name):
-                self._unlist(name)
-            case mail.UnloadRequest(name=name, force=force):
+            case mail.AddConfiguredModel():
+                return self._add_configured(message)
+            case mail.RemoveConfiguredModel(name=name):
+                self._remove_configured(name)
+            case mail.UnloadModel(name=name, force=force):
                 return self._unload(name, force=force)
-            case mail.TokensWanted():
+            case mail.TokenizeText():
                 return self._tokenize(message)
-            case mail.TokensUnwanted(client=client):
-                self._drop_texts(client)
-            case mail.DrainWanted():
+            case mail.CancelTokenize(client=client):
+                self._cancel_texts(client)
+            case mail.Drain():
                 return self._drain()
-            case mail.ShutdownWanted(force=force, watcher=watcher):
+            case mail.Shutdown(force=force, watcher=watcher):
                 self._shut_down(watcher, force=force)
-            case mail.NothingRuns():
+            case mail.RequestsDrained():
                 self._close(force=False)
             case mail.WorkerChanged():
-                self._changed(message)
+                self._on_worker_changed(message)
             case mail.LoadProgressed():
-                self._progressed(message)
+                self._on_progress(message)
             case _:
                 assert_never(message)
         return None
 
-    # -- load and unload --------------------------------------------------------------------------
+    # -- load -------------------------------------------------------------------------------------
 
-    def _load(self, wanted: mail.LoadWanted) -> DeferredReply[ModelStatus] | ModelStatus:
+    def _load(self, load: mail.LoadModel) -> DeferredReply[ModelStatus] | ModelStatus:
         """Answer a load.
 
-        0. the name holds what would break a table: ``invalid_request``;
-        1. the daemon drains: ``draining``;
-        2. the name is free: take a seat, start a worker, wait;
-        3. another model has the name: ``model_exists``;
-        4. it is being unloaded: ``draining``, come back; if only to make room: load it after that;
-        5. it is ready: answer at once;
-        6. it was given up: start afresh and wait;
-        7. it loads or comes back: wait with the others.
+        0. The name has characters that would break tables: ``invalid_request``.
+        1. The daemon drains: ``draining``.
+        2. The name is free: add an entry, start a worker, and wait.
+        3. Another model has the name: ``model_exists``.
+        4. The model is being unloaded: ``draining``. If it is being evicted, load it after that.
+        5. The model is ready: answer at once.
+        6. Its worker was given up: start again and wait.
+        7. The model loads or restarts: wait with the other loads.
         """
-        house = self._house
-        name = wanted.alias or short_name(wanted.source)
-        _check_name(name, wanted)  # (0)
-        if house.draining:  # (1)
+        state = self._state
+        name = load.alias or short_name(load.source)
+        check_name(name, load)  # (0)
+        if state.draining:  # (1)
             raise Draining("the daemon takes no new work")
-        seat = house.seats.get(name)
-        if seat is None:  # (2)
-            seat = self._take_seat(name, self._wanted(name, wanted), patient=False)
-        elif not _is_same(seat.known, wanted):  # (3)
-            raise _exists(name, seat.known, wanted)
-        elif seat.resting:  # (4)
-            return self._load_again(seat, wanted)
-        elif seat.leaving:  # (4)
+        entry = state.entries.get(name)
+        if entry is None:  # (2)
+            entry = self._add(name, self._known_for(name, load), patient=False)
+        elif not is_same(entry.known, load):  # (3)
+            raise model_exists(name, entry.known, load)
+        elif entry.evicted:  # (4)
+            reload: DeferredReply[ModelStatus] = DeferredReply()
+            entry.reloads.append((reload, load))
+            return reload
+        elif entry.leaving:  # (4)
             raise Draining(f"{name} is being unloaded; load it again when that is done")
-        elif seat.state == "ready":  # (5)
-            self._renew(seat, wanted)
-            return house.board.model(name)
         else:
-            if seat.state == "failed":  # (6)
-                self._board(seat.name, seat.known, patient=False)
-                seat.worker.tell(mail.Order(lifecycle_events.Start()))
-            self._renew(seat, wanted)
-        later: DeferredReply[ModelStatus] = DeferredReply()
-        seat.loaders.append((later, wanted.watcher))  # (7)
-        return later
+            if entry.state == "failed":  # (6)
+                self._announce_load(entry.name, entry.known, patient=False)
+                entry.worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
+            if (policy := load.policy) is not None:
+                self._set_policy(name, lambda _: policy)
+            if entry.state == "ready":  # (5)
+                return state.statuses.model(name)
+        reply: DeferredReply[ModelStatus] = DeferredReply()
+        entry.load_replies.append((reply, load.watcher))  # (7)
+        return reply
 
-    def _wanted(self, name: str, wanted: mail.LoadWanted) -> KnownModel:
-        before = self._house.catalogue.models.get(name)
-        policy = wanted.policy or (before.policy if before is not None else ModelPolicy())
-        return KnownModel(wanted.source, wanted.kv, policy, before is not None and before.listed)
+    def _known_for(self, name: str, load: mail.LoadModel) -> KnownModel:
+        before = self._state.known.models.get(name)
+        policy = load.policy or (before.policy if before is not None else ModelPolicy())
+        return KnownModel(load.source, load.kv, policy, before is not None and before.listed)
 
-    def _take_seat(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
-        house = self._house
-        before = None if patient else house.catalogue.models.get(name)
-        house.catalogue.models[name] = known
-        self._board(name, known, patient=patient)
-        worker = house.start_worker(name, known)
-        seat = house.seats[name] = RegistryEntry(
-            name, known, worker, before=before, brought=patient
-        )
-        house.router.tell(mail.ModelAdded(name, worker))
-        worker.tell(mail.Order(lifecycle_events.Start()))
-        return seat
+    def _add(self, name: str, known: KnownModel, *, patient: bool) -> RegistryEntry:
+        """Add an entry and start its worker; ``patient``: the load waits until memory is free."""
+        state = self._state
+        before = None if patient else state.known.models.get(name)
+        state.known.models[name] = known
+        self._announce_load(name, known, patient=patient)
+        worker = state.start_worker(name, known)
+        entry = RegistryEntry(name, known, worker, before=before, requested=patient)
+        state.entries[name] = entry
+        state.router.tell(mail.ModelAdded(name, worker))
+        worker.tell(mail.LifecycleEvent(lifecycle_events.Start()))
+        return entry
 
-    def _board(self, name: str, known: KnownModel, *, patient: bool) -> None:
-        self._govern(governor_events.LoadRequested(name, known.policy, patient))
+    def _announce_load(self, name: str, known: KnownModel, *, patient: bool) -> None:
+        self._tell_governor(governor_events.LoadRequested(name, known.policy, patient))
 
-    def _govern(self, event: governor_events.Event) -> None:
-        self._house.governor.tell(mail.Governed(event))
+    def _tell_governor(self, event: governor_events.Event) -> None:
+        self._state.governor.tell(mail.GovernorEvent(event))
 
-    def _renew(self, seat: RegistryEntry, wanted: mail.LoadWanted) -> None:
-        if (told := wanted.policy) is not None:
-            self._set_policy(seat.name, lambda _: told)
+    def _tell_router(self, event: admission_events.Event) -> None:
+        self._state.router.tell(mail.AdmissionEvent(event))
+
+    def _ensure_loaded(self, name: str) -> None:
+        """Load the model that a request names, or end the requests of an unknown model.
+
+        The router already knows every model that has an entry.
+        """
+        state = self._state
+        if name in state.entries:
+            return
+        known = state.known.models.get(name)
+        if known is not None and not state.closing:
+            self._add(name, known, patient=True)
+            return
+        error = UnknownModel(f"{self._not_loaded(name)}; load it first", model=name)
+        self._tell_router(admission_events.ModelRemoved(name, error.info()))
+
+    # -- policy and configuration -----------------------------------------------------------------
 
     def _known(self, name: str) -> KnownModel:
-        known = self._house.catalogue.models.get(name)
+        known = self._state.known.models.get(name)
         if known is None:
-            raise UnknownModel(self._missing(name), model=name)
+            raise UnknownModel(self._not_loaded(name), model=name)
         return known
 
+    def _not_loaded(self, name: str) -> str:
+        names = ", ".join(sorted(self._state.entries)) or "none"
+        return f"no model {name!r} is loaded (loaded: {names})"
+
     def _set_policy(self, name: str, change: Callable[[ModelPolicy], ModelPolicy]) -> None:
-        """Let this hold from now on, whether the model is loaded or not, or its load is refused."""
+        """Change a policy, whether or not the model is loaded or its load is refused later."""
         before = self._known(name)
-        known = _with_policy(before, change)
-        self._house.catalogue.models[name] = known
-        if (seat := self._house.seats.get(name)) is not None:
-            seat.known = known
-            if seat.before is not None:
-                seat.before = _with_policy(seat.before, change)
+        known = with_policy(before, change)
+        self._state.known.models[name] = known
+        if (entry := self._state.entries.get(name)) is not None:
+            entry.known = known
+            if entry.before is not None:
+                entry.before = with_policy(entry.before, change)
             if known.policy.weight != before.policy.weight:
-                seat.worker.tell(mail.WeightIs(known.policy.weight))
-        self._govern(governor_events.PolicyChanged(name, known.policy))
+                entry.worker.tell(mail.SetWeight(known.policy.weight))
+        self._tell_governor(governor_events.PolicyChanged(name, known.policy))
 
-    def _list(self, wanted: mail.ListWanted) -> bool:
-        """Take a model as the configuration says; how it is loaded holds while it is loaded."""
-        house, name = self._house, wanted.name
-        before = house.catalogue.models.get(name)
+    def _add_configured(self, message: mail.AddConfiguredModel) -> bool:
+        """Apply the configuration's entry for a model; return whether `known` is in force."""
+        state, name = self._state, message.name
+        before = state.known.models.get(name)
         if before is None:
-            house.catalogue.models[name] = wanted.known
+            state.known.models[name] = message.known
             return True
-        as_said = _is_loaded_as(before, wanted.known)
-        if not as_said and name not in house.seats:
-            policy = replace(before.policy, max_context=wanted.known.policy.max_context)
-            house.catalogue.models[name] = dataclasses.replace(wanted.known, policy=policy)
-            as_said = True
-        if not as_said and not before.listed:
-            return False  # somebody loaded another model under this name
+        in_force = is_loaded_as(before, message.known)
+        if not in_force and name not in state.entries:
+            policy = replace(before.policy, max_context=message.known.policy.max_context)
+            state.known.models[name] = dataclasses.replace(message.known, policy=policy)
+            in_force = True
+        if not in_force and not before.listed:
+            return False  # a client loaded another model under this name
         self._set_listed(name, listed=True)
-        self._set_policy(name, lambda policy: replace(policy, **wanted.policy))
-        return as_said
+        self._set_policy(name, lambda policy: replace(policy, **message.policy))
+        return in_force
 
-    def _unlist(self, name: str) -> None:
-        if name in self._house.seats:
+    def _remove_configured(self, name: str) -> None:
+        if name in self._state.entries:
             self._set_listed(name, listed=False)
-        elif name in self._house.catalogue.models:
+        elif name in self._state.known.models:
             self._forget(name)
 
     def _set_listed(self, name: str, *, listed: bool) -> None:
-        seat = self._house.seats.get(name)
+        entry = self._state.entries.get(name)
         known = dataclasses.replace(self._known(name), listed=listed)
-        self._house.catalogue.models[name] = known
-        if seat is not None:
-            seat.known = known
-            if seat.before is not None:
-                seat.before = dataclasses.replace(seat.before, listed=listed)
+        self._state.known.models[name] = known
+        if entry is not None:
+            entry.known = known
+            if entry.before is not None:
+                entry.before = dataclasses.replace(entry.before, listed=listed)
 
-    def _ensure(self, name: str) -> None:
-        """Bring a model that a request names, or tell the router that it is not known.
+    # -- tokenize ---------------------------------------------------------------------------------
 
-        It knows of all that have a seat.
-        """
-        house = self._house
-        if name in house.seats:
-            return
-        known = house.catalogue.models.get(name)
-        if known is not None and not house.closing:
-            self._take_seat(name, known, patient=True)
-            return
-        error = UnknownModel(f"{self._missing(name)}; load it first", model=name)
-        house.router.tell(mail.ModelForgotten(name, error.info()))
-
-    def _tokenize(self, wanted: mail.TokensWanted) -> DeferredReply[wire.Tokenized]:
-        """Have a model's process tell a text's tokens, when it runs."""
-        name, house = wanted.name, self._house
+    def _tokenize(self, message: mail.TokenizeText) -> DeferredReply[wire.Tokenized]:
+        name, state = message.name, self._state
         known = self._known(name)
-        if house.draining:
+        if state.draining:
             raise Draining("the daemon takes no new work")
-        seat = house.seats.get(name) or self._take_seat(name, known, patient=True)
-        if seat.leaving:
+        entry = state.entries.get(name) or self._add(name, known, patient=True)
+        if entry.leaving:
             raise Draining(f"{name} is being unloaded; ask again when that is done")
-        if seat.state == "failed":
-            error = house.board.model(name).error
+        if entry.state == "failed":
+            error = state.statuses.model(name).error
             raise from_info(error) if error else ModelFailed(f"{name} was given up", model=name)
-        later: DeferredReply[wire.Tokenized] = DeferredReply()
-        seat.askers.append((later, wanted))
-        if seat.state == "ready":
-            self._ask_tokens(seat)
-        return later
+        reply: DeferredReply[wire.Tokenized] = DeferredReply()
+        entry.texts.append((reply, message))
+        if entry.state == "ready":
+            self._send_texts(entry)
+        return reply
 
-    def _ask_tokens(self, seat: RegistryEntry) -> None:
-        askers, seat.askers = seat.askers, []
-        for later, wanted in askers:
-            self.pipe(seat.worker.ask(mail.TokensAsked(wanted.command)), later.answer, later.fail)
+    def _send_texts(self, entry: RegistryEntry) -> None:
+        texts, entry.texts = entry.texts, []
+        for reply, message in texts:
+            self.pipe(entry.worker.ask(mail.Tokenize(message.command)), reply.answer, reply.fail)
 
-    def _drop_texts(self, client: Ref[ClientMail]) -> None:
-        for seat in self._house.seats.values():
-            gone = [later for later, wanted in seat.askers if wanted.client is client]
-            seat.askers = [asker for asker in seat.askers if asker[1].client is not client]
-            for later in gone:
-                later.fail(InternalError("nobody waits for this text"))
+    def _cancel_texts(self, client: Ref[ClientMail]) -> None:
+        for entry in self._state.entries.values():
+            cancelled = [reply for reply, text in entry.texts if text.client is client]
+            entry.texts = [text for text in entry.texts if text[1].client is not client]
+            for reply in cancelled:
+                reply.fail(InternalError("the client that sent this text disconnected"))
 
-    def _missing(self, name: str) -> str:
-        names = ", ".join(sorted(self._house.seats)) or "none"
-        return f"no model {name!r} is loaded (loaded: {names})"
+    # -- unload -----------------------------------------------------------------------------------
 
     def _unload(self, name: str, *, force: bool) -> DeferredReply[int] | int:
-        seat = self._house.seats.get(name)
-        if seat is None:
+        entry = self._state.entries.get(name)
+        if entry is None:
             self._known(name)
-            self._forget(name)  # it made room before; now no request brings it back
+            self._forget(name)  # it was evicted before; from now on no request loads it again
             return 0
-        later: DeferredReply[int] = DeferredReply()
-        seat.unloaders.append(later)
-        self._dismiss(seat, force=force)
-        return later
+        reply: DeferredReply[int] = DeferredReply()
+        entry.unload_replies.append(reply)
+        self._start_unload(entry, force=force)
+        return reply
 
     def _evict(self, name: str, *, requeue: bool) -> None:
-        """Unload a model to make room: what it can finish at once it finishes, the rest waits."""
-        house = self._house
-        seat = house.seats.get(name)
-        if seat is None or (seat.leaving and not (seat.resting and requeue)):
+        """Unload a model to free its memory; what it cannot finish at once waits."""
+        state = self._state
+        entry = state.entries.get(name)
+        if entry is None or (entry.leaving and not (entry.evicted and requeue)):
             return
-        seat.leaving = seat.resting = True
-        gone = InsufficientMemory(f"{name} gave its memory to a request that had waited for longer")
-        self._fail_loaders(seat, gone)
-        house.router.tell(mail.ModelRests(name))
-        drains = seat.state == "ready" and not requeue
-        seat.worker.tell(
-            mail.Order(lifecycle_events.Drain() if drains else lifecycle_events.Halt())
+        entry.leaving = entry.evicted = True
+        error = InsufficientMemory(f"{name} was evicted for a request that had waited longer")
+        self._fail_replies(entry, error)
+        self._tell_router(admission_events.ModelEvicting(name))
+        drains = entry.state == "ready" and not requeue
+        entry.worker.tell(
+            mail.LifecycleEvent(lifecycle_events.Drain() if drains else lifecycle_events.Halt())
         )
 
-    def _load_again(
-        self, seat: RegistryEntry, wanted: mail.LoadWanted
-    ) -> DeferredReply[ModelStatus]:
-        later: DeferredReply[ModelStatus] = DeferredReply()
-        seat.again.append((later, wanted))
-        return later
+    def _start_unload(self, entry: RegistryEntry, *, force: bool) -> None:
+        entry.leaving, entry.evicted = True, False
+        unloaded = f"{entry.name} was unloaded while it loaded"
+        for reply, _ in entry.reloads:
+            reply.fail(Draining(unloaded))
+        entry.reloads.clear()
+        self._tell_governor(governor_events.UnloadStarted(entry.name))
+        reason = DAEMON_STOPS if self._state.closing else ""
+        self._fail_replies(entry, Draining(reason or unloaded))
+        order = lifecycle_events.Halt(reason) if force else lifecycle_events.Drain()
+        entry.worker.tell(mail.LifecycleEvent(order))
 
-    def _dismiss(self, seat: RegistryEntry, *, force: bool) -> None:
-        seat.leaving, seat.resting = True, False
-        for later, _ in seat.again:
-            later.fail(Draining(f"{seat.name} was unloaded while it loaded"))
-        seat.again.clear()
-        self._govern(governor_events.UnloadStarted(seat.name))
-        reason = STOPS if self._house.closing else ""
-        self._fail_loaders(seat, Draining(reason or f"{seat.name} was unloaded while it loaded"))
-        seat.worker.tell(
-            mail.Order(lifecycle_events.Halt(reason) if force else lifecycle_events.Drain())
-        )
-
-    def _leave(
-        self, seat: RegistryEntry, *, freed_bytes: int, error: ErrorInfo | None = None
+    def _remove(
+        self, entry: RegistryEntry, *, freed_bytes: int, error: ErrorInfo | None = None
     ) -> None:
-        house = self._house
-        del house.seats[seat.name]
-        house.stop_worker(seat.worker)
-        house.board.models.pop(seat.name, None)
-        if seat.resting:
-            house.router.tell(mail.ModelAsleep(seat.name))
+        state = self._state
+        del state.entries[entry.name]
+        state.stop_worker(entry.worker)
+        state.statuses.models.pop(entry.name, None)
+        if entry.evicted:
+            self._tell_router(admission_events.ModelEvicted(entry.name))
         else:
-            house.router.tell(mail.ModelForgotten(seat.name, error))
-            stays = seat.known.listed or seat.brought
-            self._forget(seat.name, keep=stays and not seat.unloaders)
-        for unloader in seat.unloaders:
-            unloader.answer(freed_bytes)
-        if seat.again:
-            told = [wanted.policy for _, wanted in seat.again if wanted.policy is not None]
-            known = dataclasses.replace(seat.known, policy=told[-1]) if told else seat.known
-            after = self._take_seat(seat.name, known, patient=False)
-            after.loaders = [(later, wanted.watcher) for later, wanted in seat.again]
-        self._end_if_empty()
+            self._tell_router(admission_events.ModelRemoved(entry.name, error))
+            stays = entry.known.listed or entry.requested
+            self._forget(entry.name, keep=stays and not entry.unload_replies)
+        for reply in entry.unload_replies:
+            reply.answer(freed_bytes)
+        if entry.reloads:
+            self._reload(entry)
+        self._finish_if_empty()
+
+    def _reload(self, entry: RegistryEntry) -> None:
+        policies = [load.policy for _, load in entry.reloads if load.policy is not None]
+        known = dataclasses.replace(entry.known, policy=policies[-1]) if policies else entry.known
+        added = self._add(entry.name, known, patient=False)
+        added.load_replies = [(reply, load.watcher) for reply, load in entry.reloads]
 
     def _forget(self, name: str, *, keep: bool = False) -> None:
+        """Tell the governor that a model is gone, and unless ``keep`` also forget its name."""
         if not keep:
-            self._house.catalogue.models.pop(name, None)
-        self._govern(governor_events.ModelRemoved(name))
+            self._state.known.models.pop(name, None)
+        self._tell_governor(governor_events.ModelRemoved(name))
 
-    # -- news of workers --------------------------------------------------------------------------
+    # -- workers ----------------------------------------------------------------------------------
 
-    def _changed(self, news: mail.WorkerChanged) -> None:
-        seat = self._house.seats.get(news.name)
-        if seat is None:
+    def _on_worker_changed(self, change: mail.WorkerChanged) -> None:
+        entry = self._state.entries.get(change.name)
+        if entry is None:
             return
-        seat.state = news.state
-        match news.state:
+        entry.state = change.state
+        match change.state:
             case "ready":
-                seat.served = True
-                self._answer_loaders(seat)
-                self._ask_tokens(seat)
-            case "failed" if news.error is not None:
-                self._fail_loaders(seat, from_info(news.error))
-                if news.refused:
-                    self._refused(seat, news.error, freed_bytes=news.freed_bytes)
-            case "backoff" if news.error is not None and news.error.code == InsufficientMemory.code:
-                self._fail_loaders(seat, from_info(news.error))  # nobody knows when it comes back
-            case "stopped" if seat.leaving:
-                self._leave(seat, freed_bytes=news.freed_bytes)
+                entry.served = True
+                replies, entry.load_replies = entry.load_replies, []
+                for reply, _ in replies:
+                    reply.answer(self._state.statuses.model(entry.name))
+                self._send_texts(entry)
+            case "failed" if change.error is not None:
+                self._fail_replies(entry, from_info(change.error))
+                if change.refused:
+                    self._on_refused(entry, change.error, freed_bytes=change.freed_bytes)
+            case "backoff" if change.error and change.error.code == InsufficientMemory.code:
+                # The memory may never become free.
+                self._fail_replies(entry, from_info(change.error))
+            case "stopped" if entry.leaving:
+                self._remove(entry, freed_bytes=change.freed_bytes)
             case _:
                 pass
 
-    def _refused(self, seat: RegistryEntry, error: ErrorInfo, *, freed_bytes: int) -> None:
-        """Leave all as if nobody had asked; a model that ran before stays, to say why it is gone.
+    def _on_refused(self, entry: RegistryEntry, error: ErrorInfo, *, freed_bytes: int) -> None:
+        """Undo a refused load.
 
-        A model that was known is so again, from where it was, and requests wait on that came
-        meanwhile: they bring it when there is room, as if they had come first. Not so where an
-        unload was ordered, of which the worker had not heard yet.
+        A model that ran before keeps its entry, which shows why it does not run. A model that was
+        known is known as before, and requests that arrived meanwhile load it once memory is free.
+        They end instead if an unload was ordered that the worker did not receive in time.
         """
-        if seat.served:
-            self._house.router.tell(mail.ModelChanged(seat.name, "failed", error))
+        if entry.served:
+            self._tell_router(admission_events.ModelChanged(entry.name, "failed", error))
             return
-        ordered = seat.leaving and not seat.resting
-        seat.resting = seat.before is not None and not ordered
-        if seat.before is not None:
-            self._house.catalogue.models[seat.name] = seat.before
-        self._leave(seat, freed_bytes=freed_bytes, error=error)
+        unloading = entry.leaving and not entry.evicted
+        entry.evicted = entry.before is not None and not unloading
+        if entry.before is not None:
+            self._state.known.models[entry.name] = entry.before
+        self._remove(entry, freed_bytes=freed_bytes, error=error)
 
-    def _progressed(self, news: mail.LoadProgressed) -> None:
-        seat = self._house.seats.get(news.name)
-        for _, watcher in seat.loaders if seat is not None else []:
+    def _on_progress(self, progress: mail.LoadProgressed) -> None:
+        entry = self._state.entries.get(progress.name)
+        for _, watcher in entry.load_replies if entry is not None else []:
             if watcher is not None:
                 event = messages.Loading(
-                    id=watcher.id, model=news.name, stage=news.stage, fraction=news.fraction
+                    id=watcher.id,
+                    model=progress.name,
+                    stage=progress.stage,
+                    fraction=progress.fraction,
                 )
                 watcher.client.tell(mail.Deliver(event))
 
-    def _answer_loaders(self, seat: RegistryEntry) -> None:
-        loaders, seat.loaders = seat.loaders, []
-        for later, _ in loaders:
-            later.answer(self._house.board.model(seat.name))
+    def _fail_replies(self, entry: RegistryEntry, error: KvdError) -> None:
+        loads, entry.load_replies = entry.load_replies, []
+        texts, entry.texts = entry.texts, []
+        for load, _ in loads:
+            load.fail(error)
+        for text, _ in texts:
+            text.fail(error)
 
-    def _fail_loaders(self, seat: RegistryEntry, error: KvdError) -> None:
-        loaders, seat.loaders = seat.loaders, []
-        askers, seat.askers = seat.askers, []
-        for loader, _ in loaders:
-            loader.fail(error)
-        for asker, _ in askers:
-            asker.fail(error)
-
-    # -- the end ----------------------------------------------------------------------------------
+    # -- shutdown ---------------------------------------------------------------------------------
 
     def _drain(self) -> DeferredReply[None]:
-        later: DeferredReply[None] = DeferredReply()
-        self._house.draining = True
-        self.pipe(self._house.router.ask(mail.FinishAll()), later.answer, later.fail)
-        return later
+        reply: DeferredReply[None] = DeferredReply()
+        self._state.draining = True
+        self.pipe(self._state.router.ask(mail.FinishAll()), reply.answer, reply.fail)
+        return reply
 
     def _shut_down(self, watcher: mail.Watcher | None, *, force: bool) -> None:
-        house = self._house
-        house.draining = True
+        state = self._state
+        state.draining = True
         if watcher is not None:
-            house.shutdown_watchers.append(watcher)
+            state.shutdown_watchers.append(watcher)
         if force:
-            # So that the router, too, knows why what waits there ends.
-            self.pipe(house.router.ask(mail.FinishAll()), lambda _: None, lambda _: None)
+            # The router must know why its waiting requests end.
+            self.pipe(state.router.ask(mail.FinishAll()), lambda _: None, lambda _: None)
             self._close(force=True)
             return
         ref = self.ref
         self.pipe(
-            house.router.ask(mail.FinishAll()),
-            lambda _: ref.tell(mail.NothingRuns()),
-            lambda _: ref.tell(mail.NothingRuns()),
+            state.router.ask(mail.FinishAll()),
+            lambda _: ref.tell(mail.RequestsDrained()),
+            lambda _: ref.tell(mail.RequestsDrained()),
         )
 
     def _close(self, *, force: bool) -> None:
-        self._house.closing = True
-        for seat in list(self._house.seats.values()):
-            self._dismiss(seat, force=force)
-        self._end_if_empty()
+        self._state.closing = True
+        for entry in list(self._state.entries.values()):
+            self._start_unload(entry, force=force)
+        self._finish_if_empty()
 
-    def _end_if_empty(self) -> None:
-        house = self._house
-        if not house.closing or house.seats or house.closed:
+    def _finish_if_empty(self) -> None:
+        state = self._state
+        if not state.closing or state.entries or state.closed:
             return
-        house.closed = True
-        for watcher in house.shutdown_watchers:
+        state.closed = True
+        for watcher in state.shutdown_watchers:
             watcher.client.tell(mail.Deliver(messages.ShutdownReply(id=watcher.id)))
-        house.on_empty()
-
-
-def short_name(source: str) -> str:
-    """Return the name that a model gets without an alias: the last part of where it comes from."""
-    return source.rstrip("/").rpartition("/")[2] or source
-
-
-def _with_policy(known: KnownModel, change: Callable[[ModelPolicy], ModelPolicy]) -> KnownModel:
-    return dataclasses.replace(known, policy=change(known.policy))
-
-
-def _is_loaded_as(known: KnownModel, wanted: KnownModel) -> bool:
-    same_context = known.policy.max_context == wanted.policy.max_context
-    return (known.source, known.kv) == (wanted.source, wanted.kv) and same_context
-
-
-def _is_same(known: KnownModel, wanted: mail.LoadWanted) -> bool:
-    context = known.policy.max_context
-    same_context = wanted.policy is None or wanted.policy.max_context == context
-    return (known.source, known.kv) == (wanted.source, wanted.kv) and same_context
-
-
-def _exists(name: str, known: KnownModel, wanted: mail.LoadWanted) -> ModelExists:
-    other = ""
-    if known.source == wanted.source and known.kv.name == wanted.kv.name:
-        other = " and another max_context" if known.kv == wanted.kv else " and other KV settings"
-    return ModelExists(
-        f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
-        "unload it first, or load under another alias",
-        model=name,
-    )
-
-
-def _check_name(name: str, wanted: mail.LoadWanted) -> None:
-    if re.search(ALIAS_PATTERN, name):
-        return
-    if wanted.alias is not None:
-        raise InvalidRequest(f"alias {ALIAS_RULE}", field="alias")
-    raise InvalidRequest(
-        f"{name!r} cannot be a model's name: it {ALIAS_RULE}; load it under an alias",
-        field="alias",
-    )
+        state.on_empty()

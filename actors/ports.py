@@ -1,7 +1,7 @@
-"""What the actors need from the outside world: a process to talk to, memory readings, a log.
+"""Ports: what the actors need from outside, such as processes, memory readings and a log.
 
-The adapters are in `kvd` (spawn, memory, logs), the fakes in `tests/sim`. Time is not here: the
-shells read their event loop's clock, which the simulated loop of the tests replaces.
+The adapters are in `kvd` and the fakes in `tests/sim`. There is no port for time: actors read their
+event loop's clock, and tests run a simulated loop.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Exit:
     """How a worker process ended."""
 
     returncode: int
-    """Negative: the signal that ended it, as `subprocess` says it."""
+    """Exit status; a negative number is the signal that ended the process, as in `subprocess`."""
     starved: bool = False
-    """It was the kernel that killed it, for want of memory, as far as that can be told."""
+    """Whether the kernel killed the process because memory was short, as far as that is known."""
 
 
 class WorkerProcess(Protocol):
-    """One engine process, alive or dead. Nothing here blocks or raises after its death."""
+    """One worker process, alive or dead. No method blocks, or raises after the process's death."""
 
     @property
     def pid(self) -> int:
-        """The process id, also after its death."""
+        """Process id, also after the process's death."""
         ...
 
     def send(self, command: Command) -> None:
-        """Buffer a command for the process; after its death do nothing."""
+        """Buffer a command for the process; do nothing after its death."""
         ...
 
     def terminate(self) -> None:
@@ -49,12 +49,12 @@ class WorkerProcess(Protocol):
 
 
 class SpawnWorker(Protocol):
-    """Start an engine process.
+    """Starts a worker process.
 
-    Reports and the exit come by callbacks on the event loop, all reports that the process wrote
-    before its exit; nothing comes after `on_exit`. They may come before this coroutine returns.
-    Raises OSError or KvdError if the process cannot be started; then no callback is called.
-    A bad frame from the process: the adapter kills it, and the exit follows.
+    Calls `on_report` and `on_exit` on the event loop: all reports that the process wrote, then the
+    exit, then nothing. Calls may come before this coroutine returns. Raises OSError or KvdError if
+    the process cannot be started, and then calls nothing. Kills a process that sends a malformed
+    frame; its exit follows.
     """
 
     async def __call__(
@@ -72,20 +72,20 @@ class MemoryReader(Protocol):
     """Memory readings of this machine."""
 
     def host(self) -> HostMemory:
-        """Read what the machine has and has left."""
+        """Return the machine's total and available memory."""
         ...
 
     def footprint(self, pid: int) -> int:
-        """Read what a process really takes, in bytes; 0 if it is gone."""
+        """Return a process's footprint in bytes; 0 if it has ended."""
         ...
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
-        """Read the same of several that may be large, beside the event loop."""
+        """Read the footprints of several processes in a thread, because that may take long."""
         ...
 
     @property
     def separate(self) -> bool:
-        """Whether the accelerator has memory of its own: the budget is of that."""
+        """Whether the accelerator has its own memory, which the budget then refers to."""
         ...
 
 
@@ -94,29 +94,29 @@ class Configuration(Protocol):
 
     @property
     def table(self) -> list[Setting]:
-        """Every setting as it holds now."""
+        """Every setting with its current value."""
         ...
 
     async def change(self, values: Mapping[str, Any]) -> list[Changed]:
-        """Let these values hold as far as they can, all or none; raises the KvdError of a bad one.
+        """Change settings by key, all of them or none; None restores the file's value.
 
-        None stands for what the file says.
+        Raises the KvdError of an invalid value.
         """
         ...
 
     async def budget_changed(self, total_bytes: int) -> None:
-        """Note that a client sets the budget, once the changes before are done.
+        """Note that a client sets the budget, after earlier changes are applied.
 
-        The caller tells the governor in the same breath, so that both hear of budgets in one order.
+        The caller tells the governor without a pause, so that both see budgets in one order.
         """
         ...
 
 
 class EstimateModel(Protocol):
-    """Say what a model costs that is not loaded, from its files."""
+    """Estimates the costs of a model that is not loaded, from its files."""
 
     async def __call__(self, source: str, kv: KVSpec) -> Estimate:
-        """Return the estimate; raises the KvdError of files that are not there, or broken."""
+        """Return the estimate; raises the KvdError of missing or broken files."""
         ...
 
 
@@ -125,21 +125,21 @@ Level = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that a log should have, as a value: adapters turn it into lines."""
+    """A log entry as a value; adapters turn it into log lines."""
 
     event: str
-    """Such as ``model_state``, ``worker_exit``, ``request_done``, ``actor_failed``."""
+    """Name such as ``model_state``, ``worker_exit``, ``request_done`` or ``actor_failed``."""
     level: Level = "info"
     fields: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
-    """With its traceback, where there is one."""
+    """Exception to log with its traceback."""
 
 
 Notify = Callable[[Notice], None]
-"""Called on the event loop; must not block, must not raise."""
+"""Called on the event loop; must not block or raise."""
 
 Observe = Callable[[Observation], None]
-"""The same, for each token that goes to a client and for all else that may be counted: quick."""
+"""Called on the event loop for every sent token; must be fast, and must not block or raise."""
 
 
 def ignore_observation(_: Observation) -> None:
@@ -147,9 +147,8 @@ def ignore_observation(_: Observation) -> None:
 
 
 Metrics = Callable[[], Coroutine[Any, Any, str]]
-"""Returns what Prometheus reads."""
+"""Returns metrics in Prometheus's text format."""
 
 
 async def no_metrics() -> str:
-    """Measure nothing."""
     return ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 from actors import mail
+from actors.machines.governor_events import MemoryMeasured
 from actors.runtime.actor import Actor
 from actors.runtime.timers import Alarm
 
@@ -58,7 +59,7 @@ class ReadingsState:
     """Footprints read from here, by process id."""
     due: float = 0.0
     """Earliest time of the next read."""
-    reported: mail.Measured | None = None
+    reported: MemoryMeasured | None = None
     """What was last sent to the governor."""
 
 
@@ -82,7 +83,7 @@ class ReadingsActor(Actor["ReadingsMail"]):
         match message:
             case mail.AlarmFired():
                 self._check_workers()
-            case mail.HaveRead(footprints=footprints, took_s=took_s):
+            case mail.FootprintsRead(footprints=footprints, took_s=took_s):
                 now = asyncio.get_running_loop().time()
                 self._state.footprints = footprints
                 self._state.due = now + max(INTERVAL_S, took_s / MAX_SHARE)
@@ -113,8 +114,8 @@ class ReadingsActor(Actor["ReadingsMail"]):
         ref, clock = self.ref, asyncio.get_running_loop().time
         self.pipe(
             self._state.memory.footprints(pids),
-            lambda found: ref.tell(mail.HaveRead(found, clock() - now), beyond_limit=True),
-            lambda _: ref.tell(mail.HaveRead({}, clock() - now), beyond_limit=True),
+            lambda found: ref.tell(mail.FootprintsRead(found, clock() - now), beyond_limit=True),
+            lambda _: ref.tell(mail.FootprintsRead({}, clock() - now), beyond_limit=True),
         )
 
     def _report(self) -> None:
@@ -129,14 +130,14 @@ class ReadingsActor(Actor["ReadingsMail"]):
             if self._is_silent(model, now):
                 footprint = state.footprints.get(model.worker_pid, footprint)
             used[model.name] = used_bytes(memory, footprint, separate=state.memory.separate)
-        measured = mail.Measured(used, state.memory.host().pressure)
+        measured = MemoryMeasured(used, state.memory.host().pressure)
         if _differs(measured, state.reported):
             state.reported = measured
-            state.governor.tell(measured)
+            state.governor.tell(mail.GovernorEvent(measured))
         self._alarm.set(now + (CALM_S if calm else INTERVAL_S))
 
 
-def _differs(new: mail.Measured, old: mail.Measured | None) -> bool:
+def _differs(new: MemoryMeasured, old: MemoryMeasured | None) -> bool:
     return (
         old is None
         or new.pressure != old.pressure

@@ -1,8 +1,7 @@
-"""What is written down of requests, so that they outlive the daemon, and what that adds up to.
+"""Records of requests that survive a restart of the daemon, and the requests read back from them.
 
-`Records` is where it goes (`kvd.daemon.journal` writes it to a disk): who asked for what, each word of a
-worker before the client has it, and that a request need not be remembered any more. `Saved` is a
-request that was read back; its client may come for it (`Saved.attach`).
+`kvd.daemon.journal` writes the records to disk: each request, each report of a worker before the
+client gets it, and that a request need not be kept any longer.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from actors.request_state import Job
+from actors.request_state import RequestState
 from actors.timing import Timing
 from protocol import messages
 from protocol import worker as wire
@@ -31,41 +30,41 @@ class _Record(msgspec.Struct, frozen=True, tag_field="t", omit_defaults=True):
     rid: str
 
 
-class RequestReceived(_Record, tag="asked", frozen=True):
-    """A request came; its seed is in it."""
+class RequestReceived(_Record, tag="request", frozen=True):
+    """A request arrived; `submit` includes its seed."""
 
     model: str
     submit: wire.Submit
     at: float = 0.0
-    """On the wall's clock; set by who writes it."""
+    """Wall-clock time, set by the journal."""
 
 
-class ReportReceived(_Record, tag="heard", frozen=True):
-    """A worker's word about it, which its client is about to get."""
+class ReportReceived(_Record, tag="report", frozen=True):
+    """A worker's report that the client is about to get."""
 
-    report: wire.Report
+    report: wire.RowReport
     at: float = 0.0
-    """Of its end, on the wall's clock; set by who writes it."""
+    """Wall-clock time of the request's last report, set by the journal."""
 
 
-class RequestDropped(_Record, tag="forgotten", frozen=True):
-    """Nobody will come for it."""
+class RequestDropped(_Record, tag="dropped", frozen=True):
+    """No client will attach to the request."""
 
 
 Record = RequestReceived | ReportReceived | RequestDropped
 
 
 class RequestJournal(Protocol):
-    """Keeps records beyond the daemon's life. Nothing here raises, or blocks for long."""
+    """Stores records durably. Never raises, and never blocks for long."""
 
     def write(self, record: Record) -> None:
-        """Write a record down before this returns, as far as that is possible."""
+        """Store a record before this returns, as far as that is possible."""
         ...
 
 
 @dataclass
-class Answer:
-    """One completion of a saved request."""
+class SavedChoice:
+    """One choice of a saved request."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -75,110 +74,113 @@ class Answer:
 
 @dataclass
 class SavedRequest:
-    """A request of a daemon before this one."""
+    """A request that an earlier daemon accepted."""
 
     model: str
     submit: wire.Submit
     deadline_s: float | None = None
-    """What is left of it when it is read back."""
+    """Seconds left until its deadline, when it was read back."""
     prompt_tokens: int | None = None
-    prompt: list[TokenLogprob] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    choices: list[SavedChoice] = field(default_factory=list)
     end: wire.RowFinished | wire.RowFailed | None = None
 
     def __post_init__(self) -> None:
-        self.answers = self.answers or [Answer() for _ in range(self.submit.n)]
+        self.choices = self.choices or [SavedChoice() for _ in range(self.submit.n)]
 
-    def hear(self, report: wire.Report) -> None:
-        """Add a worker's word."""
+    def apply_report(self, report: wire.RowReport) -> None:
         match report:
             case wire.RowAccepted(prompt_tokens=tokens):
                 self.prompt_tokens = tokens
-            case wire.RowPrompt(index=index, logprobs=told):
-                self.prompt[index:] = told
-            case wire.RowTokens(choice=choice):
-                answer = self.answers[choice]
-                answer.tokens[report.index :] = report.tokens
-                answer.text += report.text
-                answer.logprobs += report.logprobs or ()
-            case wire.ChoiceFinished(choice=choice, reason=reason):
-                self.answers[choice].reason = reason
+            case wire.RowPrompt(index=index, logprobs=logprobs):
+                self.prompt_logprobs[index:] = logprobs
+            case wire.RowTokens(choice=number):
+                choice = self.choices[number]
+                choice.tokens[report.index :] = report.tokens
+                choice.text += report.text
+                choice.logprobs += report.logprobs or ()
+            case wire.ChoiceFinished(choice=number, reason=reason):
+                self.choices[number].reason = reason
             case wire.RowFinished() | wire.RowFailed():
                 self.end = report
             case _:
                 pass
 
-    def job(self, request: messages.Attach, client: Ref[ClientMail], deadline: float | None) -> Job:
-        """Return it as a request that runs again, for the client that came for it."""
-        job = Job(request.id, client, self.submit, Timing(self.model), deadline)
-        job.prompt_tokens, job.prompt_reported = self.prompt_tokens, len(self.prompt)
-        job.replayed = True
-        for sent, answer in zip(job.choices, self.answers, strict=True):
-            sent.tokens.extend(answer.tokens)
-            sent.text_bytes, sent.reason = len(answer.text.encode()), answer.reason
-        return job
+    def to_state(
+        self, request: messages.Attach, client: Ref[ClientMail], deadline: float | None
+    ) -> RequestState:
+        """Return the state with which the request runs again for the client that attached."""
+        state = RequestState(request.id, client, self.submit, Timing(self.model), deadline)
+        state.prompt_tokens, state.prompt_reported = self.prompt_tokens, len(self.prompt_logprobs)
+        state.replayed = True
+        for sent, saved in zip(state.choices, self.choices, strict=True):
+            sent.tokens.extend(saved.tokens)
+            sent.text_bytes, sent.reason = len(saved.text.encode()), saved.reason
+        return state
 
-    def rest(self, request: messages.Attach) -> list[Event]:
-        """Return what its client lacks of what was sent; raises `InvalidRequest`."""
-        haves = request.received or [messages.ReceivedChoice()] * len(self.answers)
-        if len(haves) != len(self.answers):
+    def missing_events(self, request: messages.Attach) -> list[Event]:
+        """Return the events that the client has not received; raises `InvalidRequest`."""
+        received = request.received or [messages.ReceivedChoice()] * len(self.choices)
+        if len(received) != len(self.choices):
             raise InvalidRequest(
-                f"have must tell of {len(self.answers)} completions, not {len(haves)}",
+                f"received has {len(received)} entries, but the request has {len(self.choices)} "
+                "choices; send one entry for each choice, or none",
                 field="received",
             )
-        found: list[Event] = []
+        events: list[Event] = []
         if self.prompt_tokens is not None:
-            seed = self.submit.sampling.seed or 0
-            found.append(
-                messages.Accepted(
-                    id=request.id,
-                    prompt_tokens=self.prompt_tokens,
-                    seed=seed,
-                    request=self.submit.rid,
-                )
+            accepted = messages.Accepted(
+                id=request.id,
+                prompt_tokens=self.prompt_tokens,
+                seed=self.submit.sampling.seed or 0,
+                request=self.submit.rid,
             )
-        if told := self.prompt[request.received_prompt_logprobs :]:
-            found.append(
-                messages.PromptLogprobs(
-                    id=request.id, index=request.received_prompt_logprobs, logprobs=told
-                )
-            )
-        for choice, (answer, have) in enumerate(zip(self.answers, haves, strict=True)):
-            found += _rest(request.id, choice, answer, have)
-            if len(self.answers) > 1 and answer.reason is not None:
-                reason = answer.reason
-                found.append(messages.ChoiceFinished(id=request.id, choice=choice, reason=reason))
+            events.append(accepted)
+        start = request.received_prompt_logprobs
+        if logprobs := self.prompt_logprobs[start:]:
+            events.append(messages.PromptLogprobs(id=request.id, index=start, logprobs=logprobs))
+        for number, (choice, known) in enumerate(zip(self.choices, received, strict=True)):
+            events += _missing_tokens(request.id, number, choice, known)
+            if len(self.choices) > 1 and (reason := choice.reason) is not None:
+                events.append(messages.ChoiceFinished(id=request.id, choice=number, reason=reason))
         match self.end:
             case wire.RowFinished(reason=reason, usage=usage):
-                found.append(messages.Done(id=request.id, reason=reason, usage=usage))
+                events.append(messages.Done(id=request.id, reason=reason, usage=usage))
             case wire.RowFailed(error=error):
-                found.append(messages.Error(id=request.id, error=error))
+                events.append(messages.Error(id=request.id, error=error))
             case None:
                 pass
-        return found
+        return events
 
 
-def _rest(key: str, choice: int, answer: Answer, have: ReceivedChoice) -> Sequence[Event]:
-    text = answer.text.encode()
-    if have.tokens > len(answer.tokens) or have.text_bytes > len(text):
+def _missing_tokens(
+    request_id: str, number: int, choice: SavedChoice, received: ReceivedChoice
+) -> Sequence[Event]:
+    text = choice.text.encode()
+    if received.tokens > len(choice.tokens) or received.text_bytes > len(text):
         raise InvalidRequest(
-            f"of completion {choice} {len(answer.tokens)} tokens and {len(text)} bytes of text"
-            f" were sent, not {have.tokens} and {have.text_bytes}",
+            f"choice {number} has {len(choice.tokens)} tokens and {len(text)} bytes of text, but "
+            f"received says {received.tokens} and {received.text_bytes}",
             field="received",
         )
     try:
-        new = text[have.text_bytes :].decode()
+        new_text = text[received.text_bytes :].decode()
     except UnicodeDecodeError:
         raise InvalidRequest(
-            f"{have.text_bytes} bytes end inside a character of completion {choice}",
+            f"text_bytes {received.text_bytes} ends inside a character of choice {number}; count "
+            "whole characters in UTF-8",
             field="received",
         ) from None
-    tokens = answer.tokens[have.tokens :]
-    if not (tokens or new):
+    tokens = choice.tokens[received.tokens :]
+    if not (tokens or new_text):
         return []
-    told = answer.logprobs[have.tokens :] if answer.logprobs else None
     return [
         messages.Tokens(
-            id=key, index=have.tokens, tokens=tokens, text=new, choice=choice, logprobs=told
+            id=request_id,
+            index=received.tokens,
+            tokens=tokens,
+            text=new_text,
+            choice=number,
+            logprobs=choice.logprobs[received.tokens :] if choice.logprobs else None,
         )
     ]

@@ -1,14 +1,14 @@
-"""A request as the router remembers it: what the worker gets, and what its client has had.
+"""A request as the router tracks it: what the worker gets and what the client has received.
 
-`Job.hear` takes a worker's word and returns what the client is told, `Job.again` is what a worker
-gets: after a death of the worker before, with all that was sent, so that nothing is sent twice.
+`RequestState.apply_report` turns a worker's report into the client's event. After the death of a
+worker, `RequestState.to_submit` includes everything sent, so that nothing is sent twice.
 """
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from msgspec.structs import replace
 
@@ -27,90 +27,86 @@ Stage = Literal["waiting", "running", "paused"]
 
 
 @dataclass
-class Sent:
-    """What a client has had of one completion."""
+class SentChoice:
+    """What the client has received of one choice."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     text_bytes: int = 0
-    """In UTF-8."""
+    """Bytes of text in UTF-8."""
     reason: FinishReason | None = None
-    """Why it ended, once that was told."""
+    """Why the choice ended; None while it runs."""
 
-    def resumed(self) -> wire.ChoiceProgress:
-        """Return it in the words of the worker."""
+    def progress(self) -> wire.ChoiceProgress:
         return wire.ChoiceProgress(self.tokens.tolist(), self.text_bytes, self.reason)
 
 
 @dataclass
-class Job:
-    """One request: who asked, what the worker gets, and what was sent."""
+class RequestState:
+    """One request: its client, the worker's command, and what was sent."""
 
     id: str
-    """The client's own."""
+    """The client's id of the request."""
     client: Ref[ClientMail]
     submit: wire.Submit
     timing: Timing
     deadline: float | None = None
-    """On the event loop's clock."""
-    name: str = ""
-    """What the client can come back for it by, if it is kept."""
-    kept: bool = True
-    """Beyond the daemon's life, where anything is."""
+    """Deadline on the event loop's clock."""
+    attach_name: str = ""
+    """Name to attach by; empty without a journal."""
+    journaled: bool = True
+    """Whether the request goes to the journal, if there is one."""
     prompt_tokens: int | None = None
-    """Once a worker has taken it."""
+    """Tokens of the prompt; None until a worker accepts the request."""
     prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent."""
-    fresh: bool = True
-    """Nothing new was heard since a worker got it."""
-    lined_up: bool = False
-    """The worker said that it waits in its queue."""
+    awaits_tokens: bool = True
+    """Whether the current worker has reported no tokens yet."""
+    queued_in_worker: bool = False
+    """Whether the current worker has reported that the request is queued there."""
     running: bool = False
-    """Its worker has given it memory and a place."""
-    resting: bool = False
-    """The client was told that it is parked."""
+    """Whether the worker has admitted the request."""
+    paused: bool = False
+    """Whether the client was told that the request is paused."""
     replayed: bool = False
-    """A worker died with it."""
-    choices: list[Sent] = field(default_factory=list)
+    """Whether a worker died with the request."""
+    choices: list[SentChoice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.choices = self.choices or [Sent() for _ in range(self.submit.n)]
+        self.choices = self.choices or [SentChoice() for _ in range(self.submit.n)]
 
     @property
     def stage(self) -> Stage:
-        """Where it is, as its client may know it."""
-        if self.resting:
+        if self.paused:
             return "paused"
         return "running" if self.running else "waiting"
 
     @property
     def seed(self) -> int:
-        """What it is drawn with."""
         seed = self.submit.sampling.seed
         assert seed is not None, "the router gives every request a seed"
         return seed
 
-    def again(self) -> wire.Submit:
-        """Return what a worker is to do: all of it, or what is left."""
+    def to_submit(self) -> wire.Submit:
+        """Return the worker's command: the whole request, or what remains of it."""
         if not self.replayed:
             return self.submit
-        resume = [sent.resumed() for sent in self.choices]
+        resume = [choice.progress() for choice in self.choices]
         return replace(self.submit, resume=resume, prompt_reported=self.prompt_reported)
 
-    def lost(self) -> Event | None:
-        """Note that its worker died; return what its client is told."""
+    def worker_died(self) -> Event | None:
+        """Prepare for another worker; return the client's event, if there is one."""
         self.replayed, self.running = True, False
-        if self.resting or self.prompt_tokens is None:  # it knows of no worker
+        if self.prompt_tokens is None:  # the client has not heard of a worker yet
             return None
-        self.resting = True
-        return messages.Paused(id=self.id, reason="restart")
+        return self._pause("restart")
 
-    def hear(self, report: wire.Report) -> Event | None:  # noqa: C901, PLR0911 - one match
-        """Take a worker's word; return what the client is told, if anything."""
+    def apply_report(self, report: wire.RowReport) -> Event | None:  # noqa: C901, PLR0911
+        """Apply a worker's report; return the client's event, if there is one."""
         match report:
-            case wire.RowTokens(choice=choice):
-                return self._tokens(report, self.choices[choice])
+            case wire.RowTokens():
+                return self._apply_tokens(report)
             case wire.RowAccepted(prompt_tokens=tokens):
-                return self._accepted(tokens)
+                return self._apply_accepted(tokens)
             case wire.RowQueued(position=position):
                 return None if self.replayed else messages.Queued(id=self.id, position=position)
             case wire.RowAdmitted():
@@ -118,13 +114,13 @@ class Job:
                 return None
             case wire.RowPreempted():
                 self.running = False
-                return self._rest()
+                return self._pause("memory")
             case wire.RowResumed():
                 self.running = True
                 return self._resume()
-            case wire.RowPrompt(index=index, logprobs=told):
-                self.prompt_reported = index + len(told)
-                return messages.PromptLogprobs(id=self.id, index=index, logprobs=told)
+            case wire.RowPrompt(index=index, logprobs=logprobs):
+                self.prompt_reported = index + len(logprobs)
+                return messages.PromptLogprobs(id=self.id, index=index, logprobs=logprobs)
             case wire.ChoiceFinished(choice=choice, reason=reason):
                 self.choices[choice].reason = reason
                 return messages.ChoiceFinished(id=self.id, choice=choice, reason=reason)
@@ -133,24 +129,25 @@ class Job:
             case wire.RowFailed(error=error):
                 return messages.Error(id=self.id, error=error)
             case _:
-                return None
+                assert_never(report)
 
-    def cancelled(self) -> list[Event]:
-        """Return what the client is told when no worker is there to say that it is cancelled."""
-        told: list[Event] = []
+    def cancelled_events(self) -> list[Event]:
+        """Return the client's last events if the request is cancelled while no worker has it."""
+        events: list[Event] = []
         if len(self.choices) > 1 and self.prompt_tokens is not None:
-            told += [
-                messages.ChoiceFinished(id=self.id, choice=choice, reason="cancelled")
-                for choice, sent in enumerate(self.choices)
-                if sent.reason is None
+            events += [
+                messages.ChoiceFinished(id=self.id, choice=number, reason="cancelled")
+                for number, choice in enumerate(self.choices)
+                if choice.reason is None
             ]
         usage = Usage(
             prompt_tokens=self.prompt_tokens or 0,
-            completion_tokens=sum(len(sent.tokens) for sent in self.choices),
+            completion_tokens=sum(len(choice.tokens) for choice in self.choices),
         )
-        return [*told, messages.Done(id=self.id, reason="cancelled", usage=usage)]
+        return [*events, messages.Done(id=self.id, reason="cancelled", usage=usage)]
 
-    def _tokens(self, report: wire.RowTokens, sent: Sent) -> Event:
+    def _apply_tokens(self, report: wire.RowTokens) -> Event:
+        sent = self.choices[report.choice]
         sent.tokens.extend(report.tokens)
         sent.text_bytes += len(report.text.encode())
         return messages.Tokens(
@@ -162,22 +159,22 @@ class Job:
             logprobs=report.logprobs,
         )
 
-    def _accepted(self, prompt_tokens: int) -> Event | None:
+    def _apply_accepted(self, prompt_tokens: int) -> Event | None:
         if self.prompt_tokens is not None:
             return self._resume()
         self.prompt_tokens = prompt_tokens
         return messages.Accepted(
-            id=self.id, prompt_tokens=prompt_tokens, seed=self.seed, request=self.name
+            id=self.id, prompt_tokens=prompt_tokens, seed=self.seed, request=self.attach_name
         )
 
-    def _rest(self) -> Event | None:
-        if self.resting:
+    def _pause(self, reason: Literal["restart", "memory"]) -> Event | None:
+        if self.paused:
             return None
-        self.resting = True
-        return messages.Paused(id=self.id, reason="memory")
+        self.paused = True
+        return messages.Paused(id=self.id, reason=reason)
 
     def _resume(self) -> Event | None:
-        if not self.resting:
+        if not self.paused:
             return None
-        self.resting = False
+        self.paused = False
         return messages.Resumed(id=self.id)

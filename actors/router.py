@@ -1,8 +1,9 @@
-"""The router's shell: brings requests to workers and what becomes of them to clients.
+"""The router's actor: passes requests to workers, and their reports to clients.
 
-Holds what the machine (`actors.machines.admission`) does not know: prompts, clients, seeds, and
-what was sent (`actors.request_state`): a request whose worker dies goes on in the next one from there. With
-records (`actors.saved_requests`) it also goes on after the daemon's own death, when its client attaches.
+Holds what the state machine (`actors.machines.admission`) does not know: prompts, clients, seeds
+and what was sent (`actors.request_state`). A request whose worker dies continues in the next
+process. With a journal (`actors.saved_requests`) it also survives the daemon and continues when
+its client attaches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from actors import mail, telemetry
 from actors.machines import admission, admission_events, lifecycle_events
 from actors.ports import Notice, ignore_observation
-from actors.request_state import Job
+from actors.request_state import RequestState
 from actors.runtime.actor import Actor, DeferredReply
 from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
@@ -37,274 +38,270 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Ref
     from actors.status import StatusTable
     from actors.telemetry import Observation
+    from protocol.errors import ErrorInfo
     from protocol.messages import Event, Generate
 
 TOKEN_BYTES = 36
-"""Of a token id in a list: the integer and the pointer to it."""
+"""Bytes of a token id in a list: the integer and the pointer to it."""
+_MIN_DEADLINE_S = 0.001
+"""Sent for a deadline that has just passed; the worker then ends the request as usual."""
+_SHARED_FIELDS = sorted(
+    set(wire.Submit.__struct_fields__) & set(messages.Generate.__struct_fields__)
+)
+"""Fields of a client's request that the worker gets unchanged."""
 
 
 @dataclass
 class RouterState:
-    """What outlives a restart of the router."""
+    """The router's state, which survives a restart of its actor."""
 
     machine: admission.Admission
     draw_seed: Callable[[], int]
-    board: StatusTable
+    statuses: StatusTable
     notify: Notify
-    archive: SavedRequests = field(default_factory=SavedRequests)
+    saved: SavedRequests = field(default_factory=SavedRequests)
     events: EventLog | None = None
     observe: Observe = ignore_observation
-    summon: Callable[[str], None] = lambda _model: None
-    """Tell the supervisor of a model that a request names and that is not here."""
-    jobs: dict[str, Job] = field(default_factory=dict)
+    request_load: Callable[[str], None] = lambda _model: None
+    """Asks the model registry to load a model that a request names."""
+    requests: dict[str, RequestState] = field(default_factory=dict)
     workers: dict[str, Ref[WorkerMail]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.journal: EventHistory[admission_events.Event, admission_events.Command] = EventHistory(
+        self.history: EventHistory[admission_events.Event, admission_events.Command] = EventHistory(
             self.machine
         )
-        self.board.requests = self.machine.counts
-        self.board.paused = self.paused
+        self.statuses.requests = self.machine.counts
+        self.statuses.paused = self.count_paused
 
-    def paused(self) -> Counter[str]:
-        """Count the requests that rest, by model."""
-        requests = self.machine.requests
-        return Counter(requests[rid].model for rid, job in self.jobs.items() if job.resting)
+    def count_paused(self) -> Counter[str]:
+        """Count paused requests by model."""
+        models = self.machine.requests
+        return Counter(models[rid].model for rid, state in self.requests.items() if state.paused)
 
     def check(self) -> None:
-        """Check the invariants."""
         self.machine.check()
-        assert self.jobs.keys() == self.machine.requests.keys(), "requests without a client"
+        assert self.requests.keys() == self.machine.requests.keys(), "requests without a client"
 
 
 class Router(Actor["RouterMail"]):
-    """Knows where each request is."""
+    """Tracks every request from arrival to end."""
 
-    mailbox_limit = 65_536  # the reports of all workers pass here
+    mailbox_limit = 65_536  # the reports of all workers pass through here
 
-    def __init__(self, office: RouterState) -> None:
-        office.check()
-        self._office = office
+    def __init__(self, state: RouterState) -> None:
+        state.check()
+        self._state = state
         self._finishing: list[DeferredReply[None]] = []
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Go on with the deadlines of the router before."""
-        self._office.archive.begin(_now())
+        self._state.saved.begin(_now())
         self._set_alarm()
 
     def on_stop(self) -> None:
-        """Set no alarm that outlives this router."""
         self._alarm.cancel()
 
     def check(self) -> None:
-        """Check the invariants."""
-        self._office.check()
+        self._state.check()
 
-    def receive(self, message: RouterMail) -> DeferredReply[None] | None:  # noqa: C901, PLR0912 - one match
-        """Handle a message."""
+    def receive(self, message: RouterMail) -> DeferredReply[None] | None:
         match message:
-            case mail.Wanted():
-                self._take(message)
-            case mail.AttachWanted():
+            case mail.SubmitRequest():
+                self._submit(message)
+            case mail.AttachRequest():
                 self._attach(message)
-            case mail.Unwanted(rid=rid):
-                self._do(admission_events.RequestCancelled(rid))
             case mail.ModelAdded(model=model, worker=worker):
-                self._office.workers[model] = worker
-                self._do(admission_events.ModelChanged(model, "waiting"))
-            case mail.ModelChanged(model=model, availability=availability, error=error):
-                if model in self._office.workers:
-                    self._do(admission_events.ModelChanged(model, availability, error))
-            case mail.ModelForgotten(model=model, error=error):
-                self._do(admission_events.ModelRemoved(model, error))
-                self._office.workers.pop(model, None)
-            case mail.ModelRests(model=model):
-                self._do(admission_events.ModelEvicting(model))
-            case mail.ModelAsleep(model=model):
-                self._do(admission_events.ModelEvicted(model))
-                self._office.workers.pop(model, None)
-            case mail.ModelHeld(model=model, held=held):
-                self._do(admission_events.ModelHeld(model, held))
+                self._state.workers[model] = worker
+                self._handle(admission_events.ModelChanged(model, "waiting"))
+            case mail.AdmissionEvent(event=event):
+                self._on_event(event)
             case mail.RowReported(report=report):
-                self._report(report)
-            case mail.RowBounced(rid=rid):
-                self._do(admission_events.RequestReturned(rid))
-            case mail.RowsDied():
-                self._record_death(message)
-                lost = admission_events.RequestsLost(
-                    message.model,
-                    message.rids,
-                    message.error,
-                    message.attributable,
-                    message.again,
-                )
-                self._do(lost)
+                self._on_report(report)
             case mail.AlarmFired():
-                self._expire()
-                self._do(admission_events.AlarmFired())
+                self._expire_saved()
+                self._handle(admission_events.AlarmFired())
             case mail.FinishAll():
-                later: DeferredReply[None] = DeferredReply()
-                self._finishing.append(later)
-                self._do(admission_events.DrainStarted())
-                return later
+                reply: DeferredReply[None] = DeferredReply()
+                self._finishing.append(reply)
+                self._handle(admission_events.DrainStarted())
+                return reply
             case _:
                 assert_never(message)
         return None
 
-    def _record_death(self, died: mail.RowsDied) -> None:
-        events = self._office.events
-        if died.again and events is not None:
-            level: Level = "warning" if died.attributable else "info"
-            numbers = {"requests": len(died.rids)}
-            events.record("replay", died.model, died.error.message, level=level, numbers=numbers)
+    def _on_event(self, event: admission_events.Event) -> None:
+        workers = self._state.workers
+        if isinstance(event, admission_events.ModelChanged) and event.model not in workers:
+            return
+        if isinstance(event, admission_events.RequestsLost):
+            self._record_death(event)
+        self._handle(event)
+        if isinstance(event, admission_events.ModelRemoved | admission_events.ModelEvicted):
+            workers.pop(event.model, None)
 
-    def _take(self, wanted: mail.Wanted) -> None:
-        request = wanted.request
-        given = request.sampling.seed
-        seed = given if given is not None else self._office.draw_seed()
-        submit = _submit(wanted.rid, request, seed)
+    def _record_death(self, lost: admission_events.RequestsLost) -> None:
+        events = self._state.events
+        if lost.again and events is not None:
+            level: Level = "warning" if lost.attributable else "info"
+            numbers = {"requests": len(lost.rids)}
+            events.record("replay", lost.model, lost.error.message, level=level, numbers=numbers)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _submit(self, message: mail.SubmitRequest) -> None:
+        state, rid, request = self._state, message.rid, message.request
+        seed = request.sampling.seed
+        submit = _submit_command(rid, request, state.draw_seed() if seed is None else seed)
         deadline = None if request.deadline_s is None else _now() + request.deadline_s
-        office, rid = self._office, wanted.rid
-        name = office.archive.name(rid) if wanted.kept else ""
-        timing = Timing(request.model, _now())
-        office.jobs[rid] = Job(
-            request.id, wanted.client, submit, timing, deadline, name, wanted.kept
+        state.requests[rid] = RequestState(
+            request.id,
+            message.client,
+            submit,
+            Timing(request.model, _now()),
+            deadline,
+            state.saved.attach_name(rid) if message.journaled else "",
+            message.journaled,
         )
-        office.observe(telemetry.RequestArrived(request.model))
-        self._do(admission_events.RequestArrived(rid, request.model, _size(submit), deadline))
-        if wanted.kept and rid in office.jobs:  # not refused; no worker has said anything yet
-            office.archive.asked(rid, request.model, submit)
+        state.observe(telemetry.RequestArrived(request.model))
+        self._handle(admission_events.RequestArrived(rid, request.model, _size(submit), deadline))
+        if message.journaled and rid in state.requests:  # not refused
+            state.saved.record_request(rid, request.model, submit)
 
-    def _attach(self, wanted: mail.AttachWanted) -> None:
-        """Tell a client what it lacks of a saved request, and let that run again."""
-        request, office = wanted.request, self._office
+    def _attach(self, message: mail.AttachRequest) -> None:
+        """Send a client the events that it lacks of a saved request, and run that again."""
+        request, state = message.request, self._state
         rid = request.request
         try:
-            if rid in office.jobs:
-                raise UnknownRequest(f"request {rid!r} belongs to a client already", request=rid)
-            saved = office.archive.find(rid)
-            rest = saved.rest(request)
+            if rid in state.requests:
+                raise UnknownRequest(
+                    f"request {rid!r} already belongs to another connection", request=rid
+                )
+            saved = state.saved.find(rid)
+            events = saved.missing_events(request)
         except KvdError as error:
-            wanted.client.tell(mail.Deliver(messages.Error(id=request.id, error=error.info())))
+            message.client.tell(mail.Deliver(messages.Error(id=request.id, error=error.info())))
             return
-        for event in rest:
-            wanted.client.tell(mail.Deliver(event))
+        for event in events:
+            message.client.tell(mail.Deliver(event))
         if saved.end is not None:
-            office.archive.forget(rid)
+            state.saved.drop(rid)
             return
-        deadline = office.archive.deadline_of(saved)
-        office.jobs[rid] = saved.job(request, wanted.client, deadline)
-        office.observe(telemetry.RequestArrived(saved.model))
-        self._do(admission_events.RequestArrived(rid, saved.model, _size(saved.submit), deadline))
+        deadline = state.saved.deadline_of(saved)
+        state.requests[rid] = saved.to_state(request, message.client, deadline)
+        state.observe(telemetry.RequestArrived(saved.model))
+        self._handle(
+            admission_events.RequestArrived(rid, saved.model, _size(saved.submit), deadline)
+        )
 
-    def _expire(self) -> None:
-        office = self._office
-        for rid in office.archive.expire(_now(), set(office.jobs)):
-            office.notify(Notice("request_expired", "warning", {"rid": rid}))
+    def _expire_saved(self) -> None:
+        state = self._state
+        for rid in state.saved.expire(_now(), set(state.requests)):
+            state.notify(Notice("request_expired", "warning", {"rid": rid}))
 
-    def _report(self, report: wire.Report) -> None:
-        """Pass a worker's word on; one about a request that is over already is late, no fault."""
-        rid = getattr(report, "rid", "")
-        job = self._office.jobs.get(rid)
-        if job is None:
+    def _on_report(self, report: wire.RowReport) -> None:
+        """Pass a worker's report on; ignore a late report about a request that has ended."""
+        rid = report.rid
+        request = self._state.requests.get(rid)
+        if request is None:
             return
-        if job.kept:
-            self._office.archive.heard(rid, report)
-        if (event := job.hear(report)) is not None:
-            self._tell(job, event)
+        if request.journaled:
+            self._state.saved.record_report(rid, report)
+        if (event := request.apply_report(report)) is not None:
+            self._send(request, event)
         if isinstance(report, wire.RowTokens):
-            if job.fresh:
-                job.fresh = False
-                self._do(admission_events.RequestProgressed(rid))
+            if request.awaits_tokens:
+                request.awaits_tokens = False
+                self._handle(admission_events.RequestProgressed(rid))
         elif isinstance(report, wire.RowAdmitted):
-            self._observe(job.timing.begins(_now()))
+            self._observe(request.timing.observe_admission(_now()))
         elif isinstance(report, wire.RowQueued):
-            if not job.lined_up:
-                job.lined_up = True
-                self._do(admission_events.QueuedInWorker(rid))
+            if not request.queued_in_worker:
+                request.queued_in_worker = True
+                self._handle(admission_events.QueuedInWorker(rid))
         elif event is not None and messages.is_last(event):
-            del self._office.jobs[rid]
-            self._do(admission_events.RequestFinished(rid))
+            del self._state.requests[rid]
+            self._handle(admission_events.RequestFinished(rid))
 
-    def _do(self, event: admission_events.Event) -> None:
-        for command in self._office.journal.handle(event, _now()):
-            self._perform(command)
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        office = self._office
-        times = [office.machine.deadline, office.archive.deadline]
-        self._alarm.set(min((at for at in times if at is not None), default=None))
-
-    def _perform(self, command: admission_events.Command) -> None:  # noqa: C901, PLR0912 - one match
-        office = self._office
-        match command:
-            case admission_events.Forward(rid=rid, model=model):
-                job = office.jobs[rid]
-                job.fresh, job.lined_up = True, False
-                office.workers[model].tell(mail.RunRow(_timed(job)))
-            case admission_events.EnsureLoaded(model=model):
-                office.summon(model)
-            case admission_events.ReportPaused(rid=rid):
-                job = office.jobs[rid]
-                if (event := job.lost()) is not None:
-                    self._tell(job, event)
-            case admission_events.ReportBlame(model=model, reason=reason):
-                if office.events is not None:
-                    office.events.record("quarantine", model, reason, level="error")
-                office.workers[model].tell(mail.Order(lifecycle_events.RequestBlamed()))
-            case admission_events.CancelInWorker(rid=rid, model=model):
-                office.workers[model].tell(mail.CancelRow(rid))
-            case admission_events.FailRequest(rid=rid, error=error):
-                job = office.jobs.pop(rid)
-                if job.kept and not (office.machine.draining or rid in office.archive.saved):
-                    office.archive.forget(rid)  # else its client may come back for it
-                self._tell(job, messages.Error(id=job.id, error=error))
-            case admission_events.ConfirmCancel(rid=rid):
-                job = office.jobs.pop(rid)
-                if job.kept:
-                    office.archive.forget(rid)
-                for event in job.cancelled():
-                    self._tell(job, event)
-            case admission_events.Drained():
-                finishing, self._finishing = self._finishing, []
-                for later in finishing:
-                    later.answer(None)
-            case _:
-                assert_never(command)
+    def _send(self, request: RequestState, event: Event) -> None:
+        self._observe(request.timing.observe_event(event, _now()))
+        if messages.is_last(event):
+            reason = event.reason if isinstance(event, messages.Done) else "error"
+            code = event.error.code if isinstance(event, messages.Error) else None
+            fields = {"rid": request.submit.rid, "reason": reason, "code": code}
+            self._state.notify(Notice("request_done", "debug", fields))
+        request.client.tell(mail.Deliver(event))
 
     def _observe(self, observation: Observation | None) -> None:
         if observation is not None:
-            self._office.observe(observation)
+            self._state.observe(observation)
 
-    def _tell(self, job: Job, event: Event) -> None:
-        self._observe(job.timing.told(event, _now()))
-        if messages.is_last(event):
-            ended = event.reason if isinstance(event, messages.Done) else "error"
-            code = event.error.code if isinstance(event, messages.Error) else None
-            fields = {"rid": job.submit.rid, "reason": ended, "code": code}
-            self._office.notify(Notice("request_done", "debug", fields))
-        job.client.tell(mail.Deliver(event))
+    # -- the state machine ------------------------------------------------------------------------
+
+    def _handle(self, event: admission_events.Event) -> None:
+        for command in self._state.history.handle(event, _now()):
+            self._execute(command)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        state = self._state
+        times = [state.machine.deadline, state.saved.deadline]
+        self._alarm.set(min((at for at in times if at is not None), default=None))
+
+    def _execute(self, command: admission_events.Command) -> None:  # noqa: C901, PLR0912 - one match
+        state = self._state
+        match command:
+            case admission_events.Forward(rid=rid, model=model):
+                request = state.requests[rid]
+                request.awaits_tokens, request.queued_in_worker = True, False
+                state.workers[model].tell(mail.RunRow(_to_submit_now(request)))
+            case admission_events.EnsureLoaded(model=model):
+                state.request_load(model)
+            case admission_events.ReportPaused(rid=rid):
+                request = state.requests[rid]
+                if (event := request.worker_died()) is not None:
+                    self._send(request, event)
+            case admission_events.ReportBlame(model=model, reason=reason):
+                if state.events is not None:
+                    state.events.record("quarantine", model, reason, level="error")
+                state.workers[model].tell(mail.LifecycleEvent(lifecycle_events.RequestBlamed()))
+            case admission_events.CancelInWorker(rid=rid, model=model):
+                state.workers[model].tell(mail.CancelRow(rid))
+            case admission_events.FailRequest(rid=rid, error=error):
+                self._end(rid, error)
+            case admission_events.ConfirmCancel(rid=rid):
+                request = state.requests.pop(rid)
+                if request.journaled:
+                    state.saved.drop(rid)
+                for event in request.cancelled_events():
+                    self._send(request, event)
+            case admission_events.Drained():
+                finishing, self._finishing = self._finishing, []
+                for reply in finishing:
+                    reply.answer(None)
+            case _:
+                assert_never(command)
+
+    def _end(self, rid: str, error: ErrorInfo) -> None:
+        state = self._state
+        request = state.requests.pop(rid)
+        # While the daemon drains, and after a refused attach, the client may attach again.
+        if request.journaled and not (state.machine.draining or rid in state.saved.saved):
+            state.saved.drop(rid)
+        self._send(request, messages.Error(id=request.id, error=error))
 
 
-_SHARED = sorted(set(wire.Submit.__struct_fields__) & set(messages.Generate.__struct_fields__))
-"""What a worker gets as the client said it."""
-_SHORTEST_S = 0.001
-"""Of a deadline that passes on the way: the worker says so, as it does of all that it has."""
+def _submit_command(rid: str, request: Generate, seed: int) -> wire.Submit:
+    fields = {name: getattr(request, name) for name in _SHARED_FIELDS}
+    return wire.Submit(rid=rid, **fields | {"sampling": replace(request.sampling, seed=seed)})
 
 
-def _submit(rid: str, request: Generate, seed: int) -> wire.Submit:
-    said = {name: getattr(request, name) for name in _SHARED}
-    return wire.Submit(rid=rid, **said | {"sampling": replace(request.sampling, seed=seed)})
-
-
-def _timed(job: Job) -> wire.Submit:
-    """Return what the worker gets now: its clock starts with what is left of the deadline."""
-    submit = job.again()
-    if job.deadline is None:
+def _to_submit_now(request: RequestState) -> wire.Submit:
+    """Return the worker's command with the seconds that are left until the deadline."""
+    submit = request.to_submit()
+    if request.deadline is None:
         return submit
-    return replace(submit, deadline_s=max(_SHORTEST_S, job.deadline - _now()))
+    return replace(submit, deadline_s=max(_MIN_DEADLINE_S, request.deadline - _now()))
 
 
 def _now() -> float:
@@ -312,12 +309,12 @@ def _now() -> float:
 
 
 def _size(submit: wire.Submit) -> int:
-    """Return about how many bytes of memory the client's part of a request takes."""
+    """Return roughly how many bytes of memory the client's part of a request takes."""
     texts = [*submit.stop, submit.prefix_salt or ""]
     if submit.prompt is not None:
         texts.append(submit.prompt)
-    for turn in submit.messages or []:
-        texts += (turn.role, turn.content)
+    for message in submit.messages or []:
+        texts += (message.role, message.content)
     numbers = len(submit.tokens or []) + len(submit.stop_tokens)
     biases = 2 * len(submit.sampling.logit_bias)
     return sum(map(getsizeof, texts)) + TOKEN_BYTES * (numbers + biases)

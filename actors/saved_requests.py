@@ -1,8 +1,8 @@
-"""The router's side of the records: what it writes down, and who may still be fetched.
+"""The router's side of the request journal.
 
-Where there are no records nothing is kept, and `name` is empty. A saved request waits until its
-client attaches, and is dropped when nobody does in time. While it runs again it stays saved until
-a worker has it, so that a refusal costs nothing.
+Records requests and reports, and holds the requests of an earlier daemon until their clients
+attach or the time for that is over. Without a journal nothing is recorded. An attached request
+stays saved until a worker reports on it, so that a refusal does not lose it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from actors.request_journal import RequestJournal, SavedRequest
 
 KEEP_S = 600.0
-"""Ample for a daemon that a person starts again; each request holds its text in memory."""
-_TOLD = (
+"""Enough for a person to restart a daemon; each saved request holds its text in memory."""
+_JOURNALED = (
     wire.RowAccepted,
     wire.RowPrompt,
     wire.RowTokens,
@@ -31,43 +31,43 @@ _TOLD = (
 
 @dataclass
 class SavedRequests:
-    """Requests beyond the daemon's life."""
+    """Requests that survive a restart of the daemon."""
 
-    records: RequestJournal | None = None
+    journal: RequestJournal | None = None
     saved: dict[str, SavedRequest] = field(default_factory=dict)
-    """Of a daemon before this one."""
+    """Requests of an earlier daemon, by id."""
     keep_s: float = KEEP_S
-    """How long those wait for their clients."""
+    """Seconds that `saved` waits for clients."""
     began_at: float = 0.0
-    """On the event loop's clock."""
+    """When the wait began, on the event loop's clock."""
     expires_at: float | None = None
 
-    def name(self, rid: str) -> str:
-        """Return what a client can attach by; empty: nothing is kept."""
-        return rid if self.records is not None else ""
+    def attach_name(self, rid: str) -> str:
+        """Return the name that a client attaches by; empty without a journal."""
+        return rid if self.journal is not None else ""
 
     def begin(self, now: float) -> None:
-        """Let the time run after which nobody comes any more."""
+        """Start the timeout after which unclaimed requests are dropped."""
         if self.expires_at is None:
             self.began_at, self.expires_at = now, now + self.keep_s
 
     @property
     def deadline(self) -> float | None:
-        """When `expire` has something to do."""
+        """When to call `expire`."""
         return self.expires_at if self.saved else None
 
     def expire(self, now: float, running: set[str]) -> list[str]:
-        """Drop those that nobody came for in time, but for ``running`` ones; return their ids."""
+        """Drop expired requests, except those in ``running``; return the dropped ids."""
         if self.expires_at is None or now < self.expires_at:
             return []
         late = [rid for rid in self.saved if rid not in running]
         for rid in late:
-            self.forget(rid)
-        self.expires_at = now + self.keep_s  # for those that run, and are refused yet
+            self.drop(rid)
+        self.expires_at = now + self.keep_s  # requests in ``running`` may still be refused
         return late
 
     def deadline_of(self, saved: SavedRequest) -> float | None:
-        """Return when a request is of no use any more."""
+        """Return a request's own deadline on the event loop's clock."""
         return None if saved.deadline_s is None else self.began_at + saved.deadline_s
 
     def find(self, rid: str) -> SavedRequest:
@@ -75,25 +75,24 @@ class SavedRequests:
         found = self.saved.get(rid)
         if found is None:
             raise UnknownRequest(
-                f"no request {rid!r} waits for its client: it is over, expired, was never kept or "
-                "belongs to a connection that is open",
+                f"no saved request {rid!r}: it ended or expired, was not journaled, or belongs to "
+                "an open connection",
                 request=rid,
             )
         return found
 
-    def asked(self, rid: str, model: str, submit: wire.Submit) -> None:
-        """Note a new request."""
-        if self.records is not None:
-            self.records.write(RequestReceived(rid, model, submit))
+    def record_request(self, rid: str, model: str, submit: wire.Submit) -> None:
+        if self.journal is not None:
+            self.journal.write(RequestReceived(rid, model, submit))
 
-    def heard(self, rid: str, report: wire.Report) -> None:
-        """Note a worker's word, before its client has it; a saved request is saved no more."""
-        if self.records is not None and isinstance(report, _TOLD):
+    def record_report(self, rid: str, report: wire.RowReport) -> None:
+        """Record a report before its client gets it; the request is no longer saved."""
+        if self.journal is not None and isinstance(report, _JOURNALED):
             self.saved.pop(rid, None)
-            self.records.write(ReportReceived(rid, report))
+            self.journal.write(ReportReceived(rid, report))
 
-    def forget(self, rid: str) -> None:
-        """Note that nobody will come for a request."""
+    def drop(self, rid: str) -> None:
+        """Drop a request, because no client will attach to it."""
         self.saved.pop(rid, None)
-        if self.records is not None:
-            self.records.write(RequestDropped(rid))
+        if self.journal is not None:
+            self.journal.write(RequestDropped(rid))

@@ -1,6 +1,7 @@
-"""The newest word of each actor about itself, for `status`: written by one, read by anyone.
+"""The newest status of every model, for ``status`` replies.
 
-Frozen values only. Whoever reads never waits, and never sees half a change.
+Each worker writes its own entry, and anyone may read. Entries are immutable, so a reader never
+waits and never sees half an update.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class StatusTable:
-    """What is known of the models."""
+    """Statuses by model name."""
 
     models: dict[str, ModelStatus] = field(default_factory=dict)
-    """Written by each model's worker, taken down by the supervisor."""
+    """Written by each model's worker; the model registry removes entries."""
     requests: Mapping[str, int] = field(default_factory=dict)
-    """Written by the router."""
+    """Requests by model, from the router."""
     paused: Callable[[], Mapping[str, int]] = dict
-    """How many of them rest; the router's."""
+    """Returns paused requests by model, from the router."""
     policies: Callable[[], Mapping[str, ModelPolicy]] = dict
-    """What users said of the models; the supervisor's."""
+    """Returns the models' policies, from the model registry."""
 
     def model(self, name: str) -> ModelStatus:
-        """Return one model's status."""
         return self._complete(name, self.paused())
+
+    def all(self) -> list[ModelStatus]:
+        """Return every model's status, sorted by name."""
+        paused = self.paused()
+        return [self._complete(name, paused) for name in sorted(self.models)]
 
     def _complete(self, name: str, paused: Mapping[str, int]) -> ModelStatus:
         policy = self.policies().get(name)
@@ -43,8 +48,3 @@ class StatusTable:
             pinned=policy is not None and policy.pinned,
             priority=0 if policy is None else policy.priority,
         )
-
-    def all(self) -> list[ModelStatus]:
-        """Return every model's status, by name."""
-        paused = self.paused()
-        return [self._complete(name, paused) for name in sorted(self.models)]

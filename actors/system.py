@@ -1,7 +1,7 @@
-"""The whole daemon without its sockets: what the composition root builds and feeds.
+"""The daemon's actors as one object, which `kvd.daemon` constructs and connects to sockets.
 
-Knows nothing of files, sockets, processes or MLX: those come in through `actors.ports`. All of
-it runs on one event loop, and every method must be called on that loop.
+Files, sockets, processes and MLX are behind `actors.ports`. Everything runs on one event loop, and
+all methods must be called on it.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from actors import mail
 from actors.caller import Call, Caller
-from actors.client import Client, Services, Socket
+from actors.client import Client, ClientServices, Socket
 from actors.event_log import EventLog
 from actors.explain import Explainer
 from actors.governor import GovernorActor, GovernorActorState
 from actors.known_models import KnownModel, KnownModels
+from actors.machines import admission_events
 from actors.machines.admission import Admission
 from actors.machines.governor import Governor
 from actors.machines.ledger import Ledger
 from actors.machines.lifecycle import Lifecycle
 from actors.machines.watchdog import WatchdogTimeouts
-from actors.model_registry import ModelRegistry, RegistryState
+from actors.model_registry import ModelRegistry
 from actors.ports import Notice, ignore_observation, no_metrics
 from actors.readings import ReadingsActor, ReadingsState
+from actors.registry_state import RegistryState
 from actors.router import Router, RouterState
 from actors.runtime.actor import MailboxFull
 from actors.runtime.supervision import Child, SupervisionTree
@@ -69,110 +71,113 @@ class SystemFault(Exception):
 
 @dataclass(frozen=True)
 class Identity:
-    """What `hello` and `status` say about the daemon."""
+    """The daemon's identity in ``hello`` and ``status`` replies."""
 
     version: str
     home: str
     pid: int
     http: tuple[str, ...] = ()
-    """Where it answers HTTP."""
+    """Addresses of the HTTP interface."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the configuration may change; the defaults are what the daemon runs with."""
+    """Settings from the configuration, with the daemon's defaults."""
 
     max_rows: int = 32
-    """The most rows in one decode step of a model."""
+    """Maximum rows in one decode step of a model."""
     prefill_chunk: int = 256
+    """Tokens in a chunk of a prompt."""
     attention_scratch: int = 256 * 1024 * 1024
+    """Bytes that one dequantized layer may take in prefill."""
     time_slices: TimeSlicesMode = "auto"
-    """Whether models that compute at once take turns."""
+    """Whether models that compute at the same time use time slices."""
     max_queue: int = 1024
-    """Requests that one model may hold, queued or running; beyond it they are `overloaded`."""
+    """Maximum requests per model, queued and running; more end with ``overloaded``."""
     max_queue_bytes: int = 64 * 1024 * 1024
-    """Memory that those may take in the daemon; the prompts are most of it."""
+    """Maximum bytes of those requests in the daemon; most of them are prompts."""
     swap_folder: str | None = None
-    """Where rows are parked, each model's in a folder of its own; None: nowhere."""
+    """Folder for preempted rows, with one subfolder per model; None disables swapping."""
     swap_bytes: int = 0
-    """The most of one model's."""
+    """Maximum bytes of one model's subfolder."""
     slow_reader_bytes: int = 4 * 1024 * 1024
-    """Unread events that a connection may have before it is closed with `slow_reader`."""
+    """Unread bytes after which a connection is closed with ``slow_reader``."""
     patience: WatchdogTimeouts = field(default_factory=WatchdogTimeouts)
-    """How long a worker may be silent in each phase before it is ended."""
+    """Timeouts of the watchdog by phase."""
 
 
 @dataclass
 class ConfigReloadStatus:
-    """What came of the last reload of the configuration, for `status`."""
+    """Result of the last reload of the configuration, for ``status``."""
 
     pending: list[str] = field(default_factory=list)
+    """Keys whose new values wait for a restart."""
     error: str | None = None
     reloads: int = 0
 
 
-SETTLE_S = 1.0
-"""For the last answers to reach their clients; they are on their way already."""
+PIPE_TIMEOUT_S = 1.0
+"""Seconds for the last answers, which are on their way already, to reach their clients."""
 
 
-def silent(_: Notice) -> None:
-    """Drop a notice."""
+def drop_notice(_: Notice) -> None:
+    """Log nothing."""
 
 
-async def no_files(source: str, kv: KVSpec) -> Estimate:  # noqa: ARG001 - the form of `Reckon`
-    """Know no model that is not loaded."""
-    raise UnknownModel(f"{source!r} is not loaded, and nothing is known of it", source=source)
+async def no_files(source: str, kv: KVSpec) -> Estimate:  # noqa: ARG001 - the form of `EstimateModel`
+    """Raise `UnknownModel`."""
+    raise UnknownModel(
+        f"{source!r} is not loaded, and this daemon cannot read model files", source=source
+    )
 
 
 class NoConfiguration:
-    """Of a system that has no configuration."""
+    """The port of a system without a configuration."""
 
     @property
     def table(self) -> list[Setting]:
-        """Nothing."""
         return []
 
     async def change(self, values: Mapping[str, Any]) -> list[Changed]:
-        """Refuse."""
         raise InvalidRequest(f"there is no setting {next(iter(values))!r}", field="settings")
 
     async def budget_changed(self, total_bytes: int) -> None:
-        """Note nothing."""
+        """Do nothing."""
 
 
 class Connection:
     """One client's end of the system; made by `System.connect`."""
 
-    def __init__(self, client: Ref[ClientMail], hang_up: Callable[[], None]) -> None:
+    def __init__(self, client: Ref[ClientMail], disconnect: Callable[[], None]) -> None:
         self._client = client
-        self._hang_up = hang_up
+        self._disconnect = disconnect
 
     def receive(self, data: bytes) -> None:
-        """Take bytes that the client sent. Never raises for what the client did."""
+        """Handle bytes from the client. Never raises, whatever the client sends."""
         try:
-            self._client.tell(mail.Received(data))
+            self._client.tell(mail.BytesReceived(data))
         except MailboxFull:
-            self._hang_up()
+            self._disconnect()
 
     def closed(self) -> None:
-        """Say that the client is gone (EOF or reset): its generate requests are cancelled.
+        """Handle the end of the connection (EOF or reset); cancel its ``generate`` requests.
 
-        Idempotent; also expected after the system itself asked for `close`.
+        Idempotent. Call it also after the system itself called `close`.
         """
-        self._client.tell(mail.Closed(), beyond_limit=True)
+        self._client.tell(mail.ConnectionClosed(), beyond_limit=True)
 
 
 class System:
-    """Several models under one budget, as actors.
+    """Several models under one memory budget, as actors.
 
-    Life: ``System(...)``, ``await start()``, then `connect` for each client and `load` for each
-    model of the configuration; at the end ``await stop()``; `finished` says when it is all over.
+    Construct it, ``await start()``, then `connect` each client and `load` each configured model;
+    at the end ``await stop()``. `finished` is done when everything has stopped.
     """
 
     finished: asyncio.Future[None]
-    """Done when everything has stopped: a result after `stop` or a client's ``shutdown`` (the
-    answer ``bye`` is written by then), `SystemFault` as exception when a core actor was lost
-    (workers have been killed by then). Created by `start`. Shield it if you wait on it."""
+    """Created by `start`, and done when everything has stopped. It has a result after `stop` or a
+    client's ``shutdown``, whose reply is written by then. It has the exception `SystemFault` after
+    the loss of a core actor, and workers have been killed by then. Shield it when you await it."""
 
     def __init__(
         self,
@@ -185,8 +190,8 @@ class System:
         known: Mapping[str, KnownModel] | None = None,
         estimate_model: EstimateModel = no_files,
         draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
-        notify: Notify = silent,
-        archive: SavedRequests | None = None,
+        notify: Notify = drop_notice,
+        saved_requests: SavedRequests | None = None,
         observe: Observe = ignore_observation,
         metrics: Metrics = no_metrics,
     ) -> None:
@@ -194,21 +199,23 @@ class System:
         self._memory = memory
         self._identity = identity
         self._settings = settings or Settings()
-        self.config = ConfigReloadStatus()
+        self.reload_status = ConfigReloadStatus()
         self.configuration: Configuration = NoConfiguration()
-        """What clients may see and change of it; set before `start`."""
-        self._notify = notify
-        self._board = StatusTable()
+        """Port for clients that read and change the configuration; set it before `start`."""
+        self._notify, self._observe, self._metrics = notify, observe, metrics
+        self._estimate_model = estimate_model
+        self._known = KnownModels(dict(known or {}))
+        self._statuses = StatusTable(policies=self._known.policies)
         self._events = EventLog(notify, observe)
         self._governor = GovernorActorState(Governor(Ledger(budget_bytes)), self._events)
-        self._catalogue = KnownModels(dict(known or {}))
-        self._reckon = estimate_model
-        self._board.policies = self._catalogue.policies
-        desk = Admission(self._settings.max_queue, self._settings.max_queue_bytes)
-        self._archive = archive or SavedRequests()
-        self._observe, self._metrics = observe, metrics
-        self._office = RouterState(
-            desk, draw_seed, self._board, notify, self._archive, observe=observe
+        self._router = RouterState(
+            Admission(self._settings.max_queue, self._settings.max_queue_bytes),
+            draw_seed,
+            self._statuses,
+            notify,
+            saved_requests or SavedRequests(),
+            self._events,
+            observe,
         )
         self._time_slices = TimeSlicesState()
         self._tree = SupervisionTree(self._on_fault, notify)
@@ -217,57 +224,56 @@ class System:
         self._fault: BaseException | None = None
 
     async def start(self) -> None:
-        """Start the core actors; returns when they run."""
+        """Start the core actors; return when they run."""
         loop = asyncio.get_running_loop()
         self.finished = loop.create_future()
         self._started_at = loop.time()
         tree = self._tree
         governor = tree.start(Child("governor", lambda: GovernorActor(self._governor)))
-        router = tree.start(Child("router", lambda: Router(self._office)))
-        self._house = RegistryState(
-            board=self._board,
+        router = tree.start(Child("router", lambda: Router(self._router)))
+        self._registry = RegistryState(
+            statuses=self._statuses,
             start_worker=self._start_worker,
             stop_worker=tree.stop,
             router=router,
             governor=governor,
             on_empty=self._end,
-            catalogue=self._catalogue,
+            known=self._known,
         )
-        self._supervisor: Ref[RegistryMail] = tree.start(
-            Child("supervisor", lambda: ModelRegistry(self._house))
-        )
-        self._readings = ReadingsState(self._memory, self._board, governor)
+        registry = tree.start(Child("registry", lambda: ModelRegistry(self._registry)))
+        self._registry_ref: Ref[RegistryMail] = registry
+        self._readings = ReadingsState(self._memory, self._statuses, governor)
         tree.start(Child("readings", lambda: ReadingsActor(self._readings)))
-        supervisor = self._supervisor
-        self._office.events = self._events
-        self._office.summon = lambda model: supervisor.tell(mail.EnsureLoaded(model))
-        self._governor.evict = lambda model, requeue: supervisor.tell(
-            mail.EvictRequest(model, requeue)
+        time_slices = tree.start(Child("time_slices", lambda: TimeSlicesActor(self._time_slices)))
+        self._router.request_load = lambda model: registry.tell(mail.EnsureLoaded(model))
+        self._governor.evict = lambda model, requeue: registry.tell(mail.EvictModel(model, requeue))
+        self._governor.hold = lambda model, held: router.tell(
+            mail.AdmissionEvent(admission_events.ModelHeld(model, held))
         )
-        self._governor.hold = lambda model, held: router.tell(mail.ModelHeld(model, held))
-        self._around = WorkerServices(
+        self._worker_services = WorkerServices(
             spawn=self._spawn,
             router=router,
-            time_slices=tree.start(
-                Child("time_slices", lambda: TimeSlicesActor(self._time_slices))
-            ),
+            time_slices=time_slices,
             governor=governor,
-            supervisor=self._supervisor,
-            board=self._board,
+            registry=registry,
+            statuses=self._statuses,
             notify=self._notify,
             observe=self._observe,
         )
-        self._services = Services(
+        journaled = self._router.saved.journal is not None
+        self._client_services = ClientServices(
             router=router,
-            supervisor=self._supervisor,
+            registry=registry,
             governor=governor,
             events=self._events,
-            texts=TokenizeRequests(self._supervisor),
-            explain=Explainer(self._board, self._catalogue, self._governor.machine, self._reckon),
+            tokenizing=TokenizeRequests(registry),
+            explain=Explainer(
+                self._statuses, self._known, self._governor.machine, self._estimate_model
+            ),
             configuration=self.configuration,
             status=self.status,
             metrics=self._metrics,
-            run=f"{secrets.token_hex(4)}-" if self._archive.records is not None else "",
+            rid_prefix=f"{secrets.token_hex(4)}-" if journaled else "",
             version=self._identity.version,
             pid=self._identity.pid,
             home=self._identity.home,
@@ -281,34 +287,34 @@ class System:
         close: Callable[[], None],
         backlog: Callable[[], int],
     ) -> Connection:
-        """Take a new client.
+        """Add a client.
 
-        `write` buffers bytes for it, whole lines, and must never block or raise; `close` ends
-        the connection after what is buffered went out (bounded: a client that does not read must
-        be cut off after a second or two); `backlog` tells the bytes buffered and not yet taken by
-        the kernel. None of them is called once the system has handled `Connection.closed`, which
-        it does on the loop's next turn; until then they must be harmless.
+        `write` buffers bytes, always whole lines, and must not block or raise. `close` ends the
+        connection after the buffered bytes were sent; it must cut off a client that does not read
+        within a second or two. `backlog` returns the bytes buffered and not yet taken by the
+        kernel. The system may call all three until the loop's pass after `Connection.closed`; they
+        must be harmless until then.
         """
         number = next(self._numbers)
         socket = Socket(write, close, backlog)
         child = Child(
-            f"client-{number}", lambda: Client(number, socket, self._services), "temporary"
+            f"client-{number}", lambda: Client(number, socket, self._client_services), "temporary"
         )
         client = self._tree.start(child)
         return Connection(client, lambda: self._tree.stop(client))
 
     def generate(self, request: Generate, deliver: Callable[[Event], None]) -> Call:
-        """Run a request of somebody in this process.
+        """Run a request from inside this process.
 
-        Its events go to `deliver`, on the event loop and never before this returns. The last one
-        is always told, unless `Call.cancel` comes first: then nothing more is. `deliver` must not
-        block; whoever reads slowly bounds what is not read, and cancels.
+        Events go to `deliver` on the event loop, never before this returns. The last event is
+        always delivered, unless `Call.cancel` comes first; then nothing more is. `deliver` must
+        not block: a slow reader must limit what it buffers, and cancel.
         """
         number = next(self._numbers)
-        rid = f"{self._services.run}{number}.1"
+        rid = f"{self._client_services.rid_prefix}{number}.1"
         child = Child(
             f"caller-{number}",
-            lambda: Caller(rid, request, deliver, self._services.router),
+            lambda: Caller(rid, request, deliver, self._client_services.router),
             "temporary",
         )
         return Call(self._tree.start(child))
@@ -321,83 +327,86 @@ class System:
         kv: KVSpec | None = None,
         policy: ModelPolicy | None = None,
     ) -> ModelStatus:
-        """Load a model and wait until it answers; raises KvdError with the reason if it never will.
+        """Load a model and wait until it is ready; raises the KvdError of a failed load.
 
         A second load of the same model under the same name joins the first.
         """
-        return await self._supervisor.ask(mail.LoadWanted(model, alias, kv or KVSpec(), policy))
+        load = mail.LoadModel(model, alias, kv or KVSpec(), policy)
+        return await self._registry_ref.ask(load)
 
     async def set_budget(self, total_bytes: int) -> None:
-        """Let so much be granted in all from now on; what is granted above it is worked off."""
-        await self._services.governor.ask(mail.BudgetWanted(total_bytes))
+        """Set the memory budget; the governor reclaims grants above it."""
+        await self._client_services.governor.ask(mail.BudgetRequest(total_bytes))
 
-    async def list_model(self, name: str, known: KnownModel, policy: Mapping[str, Any]) -> bool:
-        """Know a model of the configuration, and set these fields of its policy.
+    async def add_configured_model(
+        self, name: str, known: KnownModel, policy: Mapping[str, Any]
+    ) -> bool:
+        """Register a model of the configuration, and set these fields of its policy.
 
-        Return whether it is loaded from now on as `known` says; not while it is loaded otherwise.
+        Return whether `known` is in force; it is not while the model is loaded differently.
         """
-        return await self._supervisor.ask(mail.ListWanted(name, known, policy))
+        return await self._registry_ref.ask(mail.AddConfiguredModel(name, known, policy))
 
-    async def unlist_model(self, name: str) -> None:
-        """Forget that a model is in the configuration; if it is loaded it stays so."""
-        await self._supervisor.ask(mail.UnlistWanted(name))
+    async def remove_configured_model(self, name: str) -> None:
+        """Note that the configuration no longer lists a model; a loaded model stays loaded."""
+        await self._registry_ref.ask(mail.RemoveConfiguredModel(name))
 
     def status(self) -> DaemonStatus:
-        """Collect the newest snapshots; never waits for anyone."""
+        """Collect the newest statuses without waiting for any actor."""
         identity, governor = self._identity, self._governor
         return DaemonStatus(
             version=identity.version,
             pid=identity.pid,
             uptime_s=asyncio.get_running_loop().time() - self._started_at,
             home=identity.home,
-            state="draining" if self._house.draining else "serving",
+            state="draining" if self._registry.draining else "serving",
             budget_bytes=governor.budget_bytes,
             granted_bytes=governor.granted_bytes,
             violations=governor.violations,
             footprint_bytes=self._memory.footprint(identity.pid),
             host=self._memory.host(),
-            models=self._board.all(),
-            unloaded=sorted(set(self._catalogue.models) - set(self._board.models)),
-            config_pending=self.config.pending,
-            config_error=self.config.error,
-            config_reloads=self.config.reloads,
+            models=self._statuses.all(),
+            unloaded=sorted(set(self._known.models) - set(self._statuses.models)),
+            config_pending=self.reload_status.pending,
+            config_error=self.reload_status.error,
+            config_reloads=self.reload_status.reloads,
             http=list(identity.http),
         )
 
     def knows(self, model: str) -> bool:
         """Return whether requests may name this model, loaded or not."""
-        return model in self._catalogue.models or model in self._board.models
+        return model in self._known.models or model in self._statuses.models
 
     @property
     def busy(self) -> bool:
         """Whether there are requests."""
-        return bool(self._office.jobs)
+        return bool(self._router.requests)
 
     def count_requests(self) -> Counter[tuple[str, Stage]]:
-        """Count the requests of each model that wait, run and rest."""
-        requests, jobs = self._office.machine.requests, self._office.jobs
-        return Counter((requests[rid].model, job.stage) for rid, job in jobs.items())
+        """Count requests by model and stage."""
+        models, states = self._router.machine.requests, self._router.requests
+        return Counter((models[rid].model, state.stage) for rid, state in states.items())
 
     async def drain(self) -> None:
-        """Take no new work; return when nothing runs any more. Models stay loaded."""
-        await self._supervisor.ask(mail.DrainWanted())
+        """Accept no new work, and return when all requests have ended. Models stay loaded."""
+        await self._registry_ref.ask(mail.Drain())
 
     async def stop(self, *, force: bool = False) -> None:
-        """Drain, stop all workers, then the actors; returns when `finished` is done.
+        """Drain, stop all workers and actors, and return when `finished` is done.
 
-        With `force` what runs is ended with `draining` errors. A second call with `force` while
-        the first still drains is how a second signal hurries it.
+        With `force`, running requests end with ``draining`` errors. A second call with `force`
+        during a drain ends the drain, as a second signal to the daemon does.
         """
-        self._supervisor.tell(mail.ShutdownWanted(force))
+        self._registry_ref.tell(mail.Shutdown(force))
         await asyncio.wait([self.finished])
 
     def check(self) -> None:
-        """Raise AssertionError if any actor contradicts itself; for tests and debugging."""
+        """Raise AssertionError if any actor's state is inconsistent; for tests and debugging."""
         for actor in self._tree.actors():
             actor.check()
 
     def actors(self) -> list[Actor[Any]]:
-        """Return the actors that live now."""
+        """Return the current actors."""
         return self._tree.actors()
 
     def _start_worker(self, name: str, known: KnownModel) -> Ref[WorkerMail]:
@@ -413,14 +422,14 @@ class System:
             swap_bytes=self._settings.swap_bytes,
         )
         machine = Lifecycle(name, self._settings.patience)
-        berth = WorkerState(name, load, self._around, machine, weight=known.policy.weight)
-        # Each failure costs the process and counts in its own restart budget; ten in a minute
-        # are more than that budget lets through.
-        child = Child(f"worker-{name}", lambda: Worker(berth), intensity=10)
+        state = WorkerState(name, load, self._worker_services, machine, weight=known.policy.weight)
+        # Each failure ends the process, which has its own restart limit. That limit is reached
+        # before ten failures in a minute.
+        child = Child(f"worker-{name}", lambda: Worker(state), max_failures=10)
         return self._tree.start(child)
 
     def _swap_folder(self, name: str) -> str | None:
-        """Return a model's own folder; names may hold what paths may not."""
+        """Return a model's subfolder, hashed because names may have characters paths may not."""
         folder = self._settings.swap_folder
         return folder and f"{folder}/{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
@@ -435,7 +444,7 @@ class System:
 
     async def _finish(self) -> None:
         if self._fault is None:
-            await self._tree.settle(SETTLE_S)
+            await self._tree.wait_for_pipes(PIPE_TIMEOUT_S)
         await self._tree.stop_all()
         if self._fault is None:
             self.finished.set_result(None)

@@ -1,7 +1,7 @@
-"""Moments in the life of requests and workers, as values: what may be counted and timed.
+"""Observations of requests and workers that metrics count and time.
 
-Actors hand each to one observer (`actors.ports.Observe`), and count nothing themselves; adapters
-make metrics of them. A moment names its model and no request.
+Actors pass each observation to one observer (`actors.ports.Observe`) and count nothing themselves.
+An observation names its model but no request.
 """
 
 from __future__ import annotations
@@ -19,75 +19,75 @@ class _Observation(msgspec.Struct, frozen=True):
 
 
 class RequestArrived(_Observation, frozen=True):
-    """A request came; its model need not exist."""
+    """A request arrived; its model need not exist."""
 
 
 class RequestAccepted(_Observation, frozen=True):
-    """A worker has tokenized it."""
+    """A worker has tokenized the request."""
 
     prompt_tokens: int
 
 
 class RequestAdmitted(_Observation, frozen=True):
-    """It has its memory and its place, for the first time."""
+    """The request was admitted for the first time."""
 
     waited_s: float
-    """Since it arrived, for its model, for memory or for a place."""
+    """Seconds since its arrival."""
 
 
 class TokensSent(_Observation, frozen=True):
-    """New tokens of one completion went to its client."""
+    """New tokens of one choice were sent to the client."""
 
     tokens: int
     first_s: float | None = None
-    """The request's first ones: so long after it arrived."""
+    """Seconds since the request arrived, if these are its first tokens."""
     gap_s: float | None = None
-    """So long after the completion's last ones."""
+    """Seconds since the previous tokens of the same choice."""
 
 
 class RequestPaused(_Observation, frozen=True):
-    """It rests, and goes on by itself."""
+    """The request is paused; it resumes without the client's help."""
 
     reason: Literal["restart", "memory"]
 
 
 class RequestResumed(_Observation, frozen=True):
-    """It goes on."""
+    """The request continues."""
 
 
 class RequestFinished(_Observation, frozen=True):
-    """It is over, as its client wanted it."""
+    """The request ended without an error."""
 
     reason: FinishReason
     took_s: float | None = None
-    """Since it arrived; absent: that was at a daemon before this one."""
+    """Seconds since its arrival; absent if an earlier daemon accepted it."""
 
 
 class RequestFailed(_Observation, frozen=True):
-    """It is over, with an error."""
+    """The request ended with an error."""
 
     code: str
 
 
 class ActionRecorded(_Observation, frozen=True):
-    """Something was done to a model and written down (`actors.event_log`); empty: to none alone."""
+    """The event log has a new record (`actors.event_log`); an empty model means none."""
 
     kind: str
 
 
 class StatsReported(_Observation, frozen=True):
-    """A worker told its counters; they begin anew with each life of its process."""
+    """A worker reported its counters, which start at zero in every process."""
 
     life: int
     stats: WorkerStats
 
 
 class StateChanged(_Observation, frozen=True):
-    """A model's worker is in another state."""
+    """The state of a model's worker changed."""
 
     state: ModelState
     cause: str = ""
-    """Why it does not run (`actors.machines.process_exit.cause_of`), if that was not ordered."""
+    """Why it does not run, if that was not ordered (`actors.machines.process_exit.cause_of`)."""
 
 
 Observation = (

@@ -36,7 +36,7 @@ class TimeSlicesState:
 class TimeSlicesActor(Actor["TimeSlicesMail"]):
     """Lets the workers compute one after the other."""
 
-    turn = 64  # the accelerator may be idle until a message is handled
+    messages_per_pass = 64  # the accelerator may be idle until a message is handled
 
     def __init__(self, state: TimeSlicesState) -> None:
         state.machine.check()
@@ -54,16 +54,15 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
     def receive(self, message: TimeSlicesMail) -> None:
         """Handle a message."""
         match message:
-            case mail.TimeSliceAsked(model=model):
+            case mail.RequestTimeSlice(model=model):
                 self._state.workers[model] = (message.worker, message.life)
                 self._apply(time_slices.TimeSliceRequested(model, message.weight, message.step_s))
             case mail.TimeSliceEnded(model=model, over=over):
                 self._apply(_ended(model, over))
-            case mail.TimeSlicesWeighed(model=model, weight=weight):
-                self._apply(time_slices.WeightChanged(model, weight))
-            case mail.TimeSlicesLost(model=model):
-                self._state.workers.pop(model, None)
-                self._apply(time_slices.WorkerExited(model))
+            case mail.TimeSlicesEvent(event=event):
+                if isinstance(event, time_slices.WorkerExited):
+                    self._state.workers.pop(event.model, None)
+                self._apply(event)
             case mail.AlarmFired():
                 self._apply(time_slices.AlarmFired())
             case _:
@@ -77,7 +76,7 @@ class TimeSlicesActor(Actor["TimeSlicesMail"]):
         state, now = self._state, asyncio.get_running_loop().time()
         for give in state.history.handle(event, now):
             worker, life = state.workers[give.model]
-            worker.tell(mail.TimeSliceGiven(TimeSlice(seq=give.seq, slice_s=give.slice_s), life))
+            worker.tell(mail.SendCommand(TimeSlice(seq=give.seq, slice_s=give.slice_s), life))
         self._alarm.set(state.machine.deadline)
 
 

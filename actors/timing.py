@@ -1,4 +1,4 @@
-"""When things happened to one request, and the moments that follow from what its client is told."""
+"""Timestamps of one request, and the observations that follow from its events."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class Timing:
-    """One request's times, on the event loop's clock."""
+    """Timestamps of one request, on the event loop's clock."""
 
     model: str
     arrived_at: float | None = None
-    """None: it came to a daemon before this one."""
-    begun: bool = False
-    """It has begun once; what comes later is not its queue."""
-    spoke_at: dict[int, float] = field(default_factory=dict)
-    """When the newest tokens of each completion came."""
+    """None if an earlier daemon accepted the request."""
+    admitted: bool = False
+    """Whether the request was admitted before; a later admission follows a restart."""
+    tokens_at: dict[int, float] = field(default_factory=dict)
+    """Time of the newest tokens by choice."""
 
-    def begins(self, now: float) -> Observation | None:
-        """Note that it runs from now on; return that only the first time."""
-        begun, self.begun = self.begun, True
-        if begun or self.arrived_at is None:
+    def observe_admission(self, now: float) -> Observation | None:
+        """Return an observation for the first admission only."""
+        before, self.admitted = self.admitted, True
+        if before or self.arrived_at is None:
             return None
         return telemetry.RequestAdmitted(self.model, now - self.arrived_at)
 
-    def told(self, event: Event, now: float) -> Observation | None:  # noqa: PLR0911 - one match
-        """Return what it means that the client is told this."""
+    def observe_event(self, event: Event, now: float) -> Observation | None:  # noqa: PLR0911
+        """Return the observation for an event sent to the client, if there is one."""
         match event:
             case messages.Tokens(tokens=tokens) if tokens:
-                return self._spoke(event.choice, len(tokens), now)
+                return self._observe_tokens(event.choice, len(tokens), now)
             case messages.Accepted(prompt_tokens=tokens):
                 return telemetry.RequestAccepted(self.model, tokens)
             case messages.Paused(reason=reason):
@@ -51,9 +51,9 @@ class Timing:
             case _:
                 return None
 
-    def _spoke(self, choice: int, count: int, now: float) -> Observation:
-        before, first = self.spoke_at.get(choice), not self.spoke_at
-        self.spoke_at[choice] = now
+    def _observe_tokens(self, choice: int, count: int, now: float) -> Observation:
+        before, first = self.tokens_at.get(choice), not self.tokens_at
+        self.tokens_at[choice] = now
         if before is not None:
             return telemetry.TokensSent(self.model, count, gap_s=now - before)
         if first and self.arrived_at is not None:

@@ -1,7 +1,6 @@
-"""Texts whose tokens are asked for: how much of them may wait, for a model or for its process.
+"""Bounds the bytes of texts that wait to be tokenized, for all clients together.
 
-They are held from the question to the answer, and counted as long; also where a process has one
-whose client is gone. Does not know who answers, or when: that is the supervisor.
+A text counts from its request until the reply, even if its client disconnects meanwhile.
 """
 
 from __future__ import annotations
@@ -18,36 +17,37 @@ if TYPE_CHECKING:
     from actors.runtime.actor import Ref
     from protocol import messages
 
-MOST_BYTES = 32 * 1024 * 1024
-"""Four of the longest messages; what waits is the same text several times over."""
+MAX_WAITING_BYTES = 32 * 1024 * 1024
+"""Bytes of four messages of the maximum size; a waiting text is held several times over."""
 
 
 class TokenizeRequests:
-    """Those of all clients."""
+    """The tokenize requests of all clients."""
 
-    def __init__(self, supervisor: Ref[RegistryMail], most_bytes: int = MOST_BYTES) -> None:
-        self._supervisor = supervisor
-        self.most_bytes = most_bytes
+    def __init__(self, registry: Ref[RegistryMail], max_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._registry = registry
+        self.max_bytes = max_bytes
         self.bytes = 0
-        """Of texts that wait, as a process gets them."""
+        """Bytes of waiting texts, encoded for a worker."""
 
-    async def tokens(self, asked: messages.Tokenize, client: Ref[ClientMail]) -> wire.Tokenized:
-        """Ask for the tokens; raises `Overloaded` where too much waits. One text always may."""
+    async def tokenize(self, request: messages.Tokenize, client: Ref[ClientMail]) -> wire.Tokenized:
+        """Tokenize a text; raises `Overloaded` if other texts of too many bytes wait."""
         command = wire.Tokenize(
             seq=0,
-            prompt=asked.prompt,
-            messages=asked.messages,
-            limit=asked.limit,
-            texts=asked.texts,
+            prompt=request.prompt,
+            messages=request.messages,
+            limit=request.limit,
+            texts=request.texts,
         )
         size = len(encode_frame(command))
-        if self.bytes and self.bytes + size > self.most_bytes:
+        if self.bytes and self.bytes + size > self.max_bytes:
             raise Overloaded(
-                f"texts of {self.bytes} bytes wait to be tokenized, and this one is another {size}",
+                f"texts of {self.bytes} bytes wait to be tokenized; this one of {size} bytes would "
+                f"exceed the limit of {self.max_bytes}; send it again later",
                 retry_after_s=1.0,
             )
         self.bytes += size
         try:
-            return await self._supervisor.ask(mail.TokensWanted(asked.model, command, client))
+            return await self._registry.ask(mail.TokenizeText(request.model, command, client))
         finally:
             self.bytes -= size

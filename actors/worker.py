@@ -1,7 +1,7 @@
-"""A worker's shell: one for each model, around the lifecycle machine and the process.
+"""The actor of one model's worker: runs the lifecycle state machine and the process.
 
-Does what the machine says, translates the process's reports into the machine's events, and passes
-rows, grants and news on to those whom they concern. Decides nothing.
+Executes the state machine's commands, turns the process's reports into its events, and forwards
+rows, grants and state changes to the other actors. Contains no decisions of its own.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from typing import TYPE_CHECKING, assert_never, cast
 from msgspec.structs import replace
 
 from actors import mail, telemetry
-from actors.machines import governor_events, lifecycle, lifecycle_events
-from actors.machines.process_exit import cause_of
+from actors.machines import (
+    admission_events,
+    governor_events,
+    lifecycle,
+    lifecycle_events,
+    process_exit,
+    time_slices,
+)
+from actors.machines.ledger import WorkerExited
 from actors.ports import Notice
 from actors.runtime.actor import Actor, DeferredReply, MailboxFull
 from actors.runtime.history import EventHistory
 from actors.runtime.timers import Alarm
 from protocol import worker as wire
 from protocol.errors import ErrorInfo, WorkerDied
-from protocol.types import KVSpec, ModelInfo, ModelState, ModelStatus, WorkerStats
+from protocol.types import ModelInfo, ModelState, ModelStatus, WorkerStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from actors.machines.admission_events import Availability
     from actors.mail import GovernorMail, RegistryMail, RouterMail, TimeSlicesMail, WorkerMail
     from actors.ports import Exit, Level, Notify, Observe, SpawnWorker, WorkerProcess
     from actors.runtime.actor import Ref
@@ -36,399 +42,411 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerServices:
-    """Whom and what a worker needs; the same for all of them."""
+    """The actors and ports that all workers share."""
 
     spawn: SpawnWorker
     router: Ref[RouterMail]
     time_slices: Ref[TimeSlicesMail]
     governor: Ref[GovernorMail]
-    supervisor: Ref[RegistryMail]
-    board: StatusTable
+    registry: Ref[RegistryMail]
+    statuses: StatusTable
     notify: Notify
     observe: Observe
     lives: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Numbers of processes, each given once: a model that was unloaded comes back as another."""
+    """Process numbers, unique across models, so that a reloaded model gets a new one."""
 
 
 @dataclass
 class WorkerState:
-    """All that a worker holds: it outlives a restart of the shell."""
+    """A worker's state, which survives a restart of its actor."""
 
     name: str
     load: wire.LoadModel
-    around: WorkerServices
+    services: WorkerServices
     machine: lifecycle.Lifecycle
     weight: float = 1.0
-    """Of its turns."""
+    """The model's share of the accelerator."""
     process: WorkerProcess | None = None
     life: int = 0
-    """The number of its process."""
-    early: list[mail.Reported | mail.HasExited] = field(default_factory=list)
-    """What a process said before the spawn told us of it."""
+    """Number of the current process."""
+    early: list[mail.ProcessReported | mail.ProcessExited] = field(default_factory=list)
+    """Messages that the process sent before `ProcessSpawned` arrived."""
     rows: dict[str, wire.Submit] = field(default_factory=dict)
-    """Not yet sent."""
-    texts: dict[int, DeferredReply[wire.Tokenized]] = field(default_factory=dict)
-    """Who waits for the tokens of a text, by the number that the process knows it by."""
-    asked: int = 0
-    """Such texts so far."""
+    """Requests that were not sent to the process yet."""
+    tokenizing: dict[int, DeferredReply[wire.Tokenized]] = field(default_factory=dict)
+    """Replies that are due for `wire.Tokenize` commands, by ``seq``."""
+    tokenize_seq: int = 0
     serving: bool = False
-    """As the governor knows it: there are requests in the process."""
+    """Whether the process has requests, as last reported to the governor."""
     granted_bytes: int = 0
     freed_bytes: int = 0
-    """Granted to the last process until its exit."""
+    """Bytes granted to the previous process until it exited."""
     info: ModelInfo | None = None
     stats: WorkerStats = field(default_factory=WorkerStats)
 
     def __post_init__(self) -> None:
-        self.journal: EventHistory[lifecycle_events.Event, lifecycle_events.Command] = EventHistory(
-            self.machine, signs=lifecycle_events.FREQUENT
+        self.history: EventHistory[lifecycle_events.Event, lifecycle_events.Command] = EventHistory(
+            self.machine, merged=lifecycle_events.FREQUENT
         )
 
     @property
-    def state(self) -> ModelState:
-        """The machine's state in the words of the protocol."""
+    def model_state(self) -> ModelState:
+        """The state machine's state by its name in the protocol."""
         return cast("ModelState", type(self.machine.state).__name__.lower())
-
-    @property
-    def source(self) -> str:
-        """Where the model comes from."""
-        return self.load.source
-
-    @property
-    def kv(self) -> KVSpec:
-        """How its cache is stored."""
-        return self.load.kv
 
 
 class Worker(Actor["WorkerMail"]):
-    """Keeps one model's process alive, and speaks for it."""
+    """Keeps one model's process running."""
 
-    turn = 64  # a read of the socket may hold thousands of reports, and each causes others
+    # One read of the socket may hold thousands of reports, and each causes messages to others.
+    messages_per_pass = 64
 
-    def __init__(self, berth: WorkerState) -> None:
-        berth.machine.check()
-        self._berth = berth
-        self._around = berth.around
+    def __init__(self, state: WorkerState) -> None:
+        state.machine.check()
+        self._state = state
+        self._services = state.services
         self._alarm = Alarm(lambda: self.ref.tell(mail.AlarmFired(), beyond_limit=True))
 
     def on_start(self) -> None:
-        """Show the model on the board."""
         self._publish()
 
     def on_restart(self, error: BaseException) -> None:
-        """Do not trust a process whose words made us fail."""
-        self._do(lifecycle_events.Fault(f"{type(error).__name__}: {error}"))
+        """Replace the process whose report caused the failure."""
+        self._handle_event(lifecycle_events.Fault(f"{type(error).__name__}: {error}"))
 
     def on_stop(self) -> None:
-        """Leave no process behind that nobody watches."""
+        """Kill the process, because nothing supervises it from here on."""
         self._alarm.cancel()
-        if self._berth.process is not None:
-            self._berth.process.kill()
+        if self._state.process is not None:
+            self._state.process.kill()
 
     def check(self) -> None:
-        """Check the invariants."""
-        self._berth.machine.check()
-        running = self._berth.machine.pid is not None
-        assert running == (self._berth.process is not None), "a process, or none?"
+        self._state.machine.check()
+        running = self._state.machine.pid is not None
+        assert running == (self._state.process is not None), "machine and actor disagree"
 
     def receive(self, message: WorkerMail) -> object:  # noqa: C901, PLR0912 - one match
-        """Handle a message."""
-        berth = self._berth
+        state = self._state
         match message:
-            case mail.Order(event=event):
-                self._do(event)
+            case mail.LifecycleEvent(event=event):
+                self._handle_event(event)
             case mail.RunRow(submit=submit):
-                berth.rows[submit.rid] = submit
-                self._do(lifecycle_events.RequestAssigned(submit.rid))
+                state.rows[submit.rid] = submit
+                self._handle_event(lifecycle_events.RequestAssigned(submit.rid))
             case mail.CancelRow(rid=rid):
-                self._cancel(rid)
-            case mail.Granted(grant=grant, life=life):
-                self._granted(grant, life)
-            case mail.Commanded(command=command, life=life):
-                if life == berth.life:
-                    self._send(command)
-            case mail.StillWaits(life=life):
-                if life == berth.life and berth.process is not None:
-                    self._do(lifecycle_events.SignOfLife())
-            case mail.WeightIs(weight=weight):
-                berth.weight = weight
-                self._around.time_slices.tell(mail.TimeSlicesWeighed(berth.name, weight))
-            case mail.TimeSliceGiven(turn=turn, life=life):
-                if life == berth.life:
-                    self._send(turn)
-            case mail.TokensAsked(command=command):
+                if rid in state.machine.requests:
+                    self._send(wire.CancelRow(rid=rid))
+            case mail.SendCommand(command=command, life=life):
+                if life == state.life:
+                    self._forward(command)
+            case mail.GrantPending(life=life):
+                if life == state.life and state.process is not None:
+                    self._handle_event(lifecycle_events.SignOfLife())
+            case mail.SetWeight(weight=weight):
+                state.weight = weight
+                self._tell_time_slices(time_slices.WeightChanged(state.name, weight))
+            case mail.Tokenize(command=command):
                 return self._tokenize(command)
-            case mail.HasProcess(process=process):
-                self._has_process(process)
-            case mail.HasNoProcess(error=error):
-                self._do(lifecycle_events.SpawnFailed(str(error) or type(error).__name__))
-            case mail.Reported() | mail.HasExited():
-                if message.life == berth.life:
-                    self._from_process(message)
+            case mail.ProcessSpawned(process=process):
+                self._on_spawned(process)
+            case mail.SpawnFailed(error=error):
+                self._handle_event(lifecycle_events.SpawnFailed(str(error) or type(error).__name__))
+            case mail.ProcessReported() | mail.ProcessExited():
+                if message.life == state.life:
+                    self._on_process_message(message)
             case mail.AlarmFired():
-                self._do(lifecycle_events.AlarmFired())
+                self._handle_event(lifecycle_events.AlarmFired())
             case _:
                 assert_never(message)
         return None
 
-    def _tokenize(self, asked: wire.Tokenize) -> DeferredReply[wire.Tokenized]:
-        """Ask the process; it answers between two steps, or dies first."""
-        berth = self._berth
-        if berth.process is None or berth.info is None:
-            raise _untold(berth.name)
-        later: DeferredReply[wire.Tokenized] = DeferredReply()
-        berth.asked += 1
-        berth.texts[berth.asked] = later
-        self._send(replace(asked, seq=berth.asked))
-        return later
+    def _tokenize(self, command: wire.Tokenize) -> DeferredReply[wire.Tokenized]:
+        state = self._state
+        if state.process is None or state.info is None:
+            raise _tokenize_failed(state.name)
+        reply: DeferredReply[wire.Tokenized] = DeferredReply()
+        state.tokenize_seq += 1
+        state.tokenizing[state.tokenize_seq] = reply
+        self._send(replace(command, seq=state.tokenize_seq))
+        return reply
 
-    def _ask(self, wish: wire.MemoryRequested) -> None:
-        berth = self._berth
-        reclaimable = wish.reclaimable if berth.info is not None else None
-        asked = mail.GrantAsked(
-            berth.name, self.ref, berth.life, wish.seq, wish.total_bytes, reclaimable, wish.resuming
-        )
-        self._around.governor.tell(asked)
-
-    def _govern(self, event: governor_events.Event) -> None:
-        self._around.governor.tell(mail.Governed(event))
-
-    def _cancel(self, rid: str) -> None:
-        if rid in self._berth.machine.requests:
-            self._send(wire.CancelRow(rid=rid))
-
-    def _granted(self, grant: wire.Grant, life: int) -> None:
-        berth = self._berth
-        if berth.process is not None and life == berth.life:
-            berth.granted_bytes = grant.total_bytes
-            self._send(grant)
+    def _forward(self, command: wire.Command) -> None:
+        state = self._state
+        if state.process is None:
+            return
+        state.process.send(command)
+        if isinstance(command, wire.Grant):
+            state.granted_bytes = command.total_bytes
             self._publish()
+
+    def _send(self, command: wire.Command) -> None:
+        if self._state.process is not None:
+            self._state.process.send(command)
+
+    def _tell_governor(self, event: governor_events.Event) -> None:
+        self._services.governor.tell(mail.GovernorEvent(event))
+
+    def _tell_time_slices(
+        self, event: time_slices.WeightChanged | time_slices.WorkerExited
+    ) -> None:
+        self._services.time_slices.tell(mail.TimeSlicesEvent(event))
 
     # -- the process ------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
-        berth, ref = self._berth, self.ref
-        berth.life = next(self._around.lives)
-        berth.early.clear()
-        berth.info, berth.stats = None, WorkerStats()
-        life = berth.life
+        state, ref = self._state, self.ref
+        state.life = next(self._services.lives)
+        state.early.clear()
+        state.info, state.stats = None, WorkerStats()
+        life = state.life
 
         def on_report(report: wire.Report) -> None:
             try:
-                ref.tell(mail.Reported(report, life))
-            except MailboxFull:  # far beyond what one read can hold: it floods us
-                if berth.process is not None:
-                    berth.process.kill()
+                ref.tell(mail.ProcessReported(report, life))
+            except MailboxFull:  # one read of the socket cannot hold as many: the process floods
+                if state.process is not None:
+                    state.process.kill()
 
         def on_exit(end: Exit) -> None:
-            ref.tell(mail.HasExited(end, life), beyond_limit=True)
+            ref.tell(mail.ProcessExited(end, life), beyond_limit=True)
 
         def done(process: WorkerProcess) -> None:
             if ref.alive:
-                ref.tell(mail.HasProcess(process), beyond_limit=True)
+                ref.tell(mail.ProcessSpawned(process), beyond_limit=True)
             else:
                 process.kill()
 
         self.pipe(
-            self._around.spawn(berth.name, on_report=on_report, on_exit=on_exit),
+            self._services.spawn(state.name, on_report=on_report, on_exit=on_exit),
             done,
-            lambda error: ref.tell(mail.HasNoProcess(error), beyond_limit=True),
+            lambda error: ref.tell(mail.SpawnFailed(error), beyond_limit=True),
         )
 
-    def _has_process(self, process: WorkerProcess) -> None:
-        self._berth.process = process
-        self._do(lifecycle_events.Spawned(process.pid))
-        early, self._berth.early = self._berth.early, []
+    def _on_spawned(self, process: WorkerProcess) -> None:
+        self._state.process = process
+        self._handle_event(lifecycle_events.Spawned(process.pid))
+        early, self._state.early = self._state.early, []
         for message in early:
-            self._from_process(message)
+            self._on_process_message(message)
 
-    def _from_process(self, message: mail.Reported | mail.HasExited) -> None:
-        if self._berth.process is None:
-            self._berth.early.append(message)
-        elif isinstance(message, mail.Reported):
-            self._reported(message.report)
+    def _on_process_message(self, message: mail.ProcessReported | mail.ProcessExited) -> None:
+        if self._state.process is None:
+            self._state.early.append(message)
+        elif isinstance(message, mail.ProcessReported):
+            self._on_report(message.report)
         else:
-            self._has_exited(message.exit)
+            self._on_exit(message.exit)
 
-    def _has_exited(self, end: Exit) -> None:
-        pid, self._berth.process = self._berth.machine.pid, None
-        self._berth.stats = WorkerStats()
-        for later in self._berth.texts.values():
-            later.fail(_untold(self._berth.name))
-        self._berth.texts.clear()
+    def _on_exit(self, end: Exit) -> None:
+        state = self._state
+        pid, state.process = state.machine.pid, None
+        state.stats = WorkerStats()
+        for reply in state.tokenizing.values():
+            reply.fail(_tokenize_failed(state.name))
+        state.tokenizing.clear()
         self._notify("worker_exit", pid=pid, returncode=end.returncode)
-        self._do(lifecycle_events.Exited(end.returncode, end.starved))
+        self._handle_event(lifecycle_events.Exited(end.returncode, end.starved))
 
-    def _reported(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match over one union
-        berth, around = self._berth, self._around
+    def _on_report(self, report: wire.Report) -> None:  # noqa: C901, PLR0912 - one match
+        state, services = self._state, self._services
+        if isinstance(report, wire.RowReport):
+            self._on_row_report(report)
+            return
         match report:
             case wire.Started():
                 self._notify("worker_started", pid=report.pid, mlx=report.mlx)
-                self._do(lifecycle_events.Started())
+                self._handle_event(lifecycle_events.Started())
             case wire.Progress(stage=stage, fraction=fraction):
-                self._do(lifecycle_events.SignOfLife())
-                around.supervisor.tell(mail.LoadProgressed(berth.name, stage, fraction))
+                self._handle_event(lifecycle_events.SignOfLife())
+                services.registry.tell(mail.LoadProgressed(state.name, stage, fraction))
             case wire.Ready(info=info):
-                berth.info = info
-                self._govern(governor_events.ModelReady(berth.name))
-                self._do(lifecycle_events.Loaded())
+                state.info = info
+                self._tell_governor(governor_events.ModelReady(state.name))
+                self._handle_event(lifecycle_events.Loaded())
             case wire.LoadFailed(error=error):
-                self._do(lifecycle_events.LoadFailed(error))
+                self._handle_event(lifecycle_events.LoadFailed(error))
             case wire.MemoryRequested():
-                self._do(lifecycle_events.SignOfLife())
-                self._ask(report)
+                self._handle_event(lifecycle_events.SignOfLife())
+                self._request_memory(report)
             case wire.PhaseChanged(phase=phase):
-                self._do(lifecycle_events.PhaseEntered(phase))
+                self._handle_event(lifecycle_events.PhaseEntered(phase))
             case wire.Tokenized(seq=seq):
-                self._do(lifecycle_events.SignOfLife())
-                if (asker := berth.texts.pop(seq, None)) is not None:
-                    asker.answer(report)
+                self._handle_event(lifecycle_events.SignOfLife())
+                if (reply := state.tokenizing.pop(seq, None)) is not None:
+                    reply.answer(report)
             case wire.Stats(stats=stats):
-                if stats.reclaimable != berth.stats.reclaimable:
-                    self._govern(governor_events.ReclaimableReported(berth.name, stats.reclaimable))
-                berth.stats = stats
-                around.observe(telemetry.StatsReported(berth.name, berth.life, stats))
-                self._do(lifecycle_events.SignOfLife())
-                self._publish()
+                self._on_stats(stats)
             case wire.TimeSliceRequested(step_s=step_s):
-                asked = mail.TimeSliceAsked(berth.name, self.ref, berth.life, berth.weight, step_s)
-                around.time_slices.tell(asked)
+                services.time_slices.tell(
+                    mail.RequestTimeSlice(state.name, self.ref, state.life, state.weight, step_s)
+                )
             case wire.TimeSliceOver():
-                self._do(lifecycle_events.SignOfLife())
-                around.time_slices.tell(mail.TimeSliceEnded(berth.name, report))
+                self._handle_event(lifecycle_events.SignOfLife())
+                services.time_slices.tell(mail.TimeSliceEnded(state.name, report))
             case wire.Reclaimed(seq=seq, freed_bytes=freed, exhausted=exhausted):
-                self._do(lifecycle_events.SignOfLife())
-                self._govern(governor_events.ReclaimFinished(berth.name, seq, freed, exhausted))
-            case (
-                wire.RowAccepted()
-                | wire.RowPrompt()
-                | wire.RowQueued()
-                | wire.RowAdmitted()
-                | wire.RowPreempted()
-                | wire.RowResumed()
-            ):
-                self._do(lifecycle_events.SignOfLife())
-                around.router.tell(mail.RowReported(report))
-            case wire.RowTokens() | wire.ChoiceFinished():
-                self._do(lifecycle_events.TokenGenerated())
-                around.router.tell(mail.RowReported(report))
-            case wire.RowFinished(rid=rid) | wire.RowFailed(rid=rid):
-                around.router.tell(mail.RowReported(report))
-                self._do(lifecycle_events.RequestFinished(rid))
+                self._handle_event(lifecycle_events.SignOfLife())
+                self._tell_governor(
+                    governor_events.ReclaimFinished(state.name, seq, freed, exhausted)
+                )
             case _:
                 assert_never(report)
 
-    # -- the machine ------------------------------------------------------------------------------
+    def _on_row_report(self, report: wire.RowReport) -> None:
+        if isinstance(report, wire.RowFinished | wire.RowFailed):
+            self._services.router.tell(mail.RowReported(report))
+            self._handle_event(lifecycle_events.RequestFinished(report.rid))
+            return
+        produced = isinstance(report, wire.RowTokens | wire.ChoiceFinished)
+        self._handle_event(
+            lifecycle_events.TokenGenerated() if produced else lifecycle_events.SignOfLife()
+        )
+        self._services.router.tell(mail.RowReported(report))
 
-    def _do(self, event: lifecycle_events.Event) -> None:
-        machine = self._berth.machine
-        before = (self._berth.state, _availability(machine.state))
+    def _request_memory(self, report: wire.MemoryRequested) -> None:
+        state = self._state
+        request = mail.RequestMemory(
+            state.name,
+            self.ref,
+            state.life,
+            report.seq,
+            report.total_bytes,
+            report.reclaimable if state.info is not None else None,
+            report.resuming,
+        )
+        self._services.governor.tell(request)
+
+    def _on_stats(self, stats: WorkerStats) -> None:
+        state = self._state
+        if stats.reclaimable != state.stats.reclaimable:
+            self._tell_governor(governor_events.ReclaimableReported(state.name, stats.reclaimable))
+        state.stats = stats
+        self._services.observe(telemetry.StatsReported(state.name, state.life, stats))
+        self._handle_event(lifecycle_events.SignOfLife())
+        self._publish()
+
+    # -- the state machine ------------------------------------------------------------------------
+
+    def _handle_event(self, event: lifecycle_events.Event) -> None:
+        state, machine = self._state, self._state.machine
+        before = (state.model_state, _standing(machine.state))
         now = asyncio.get_running_loop().time()
-        for command in self._berth.journal.handle(event, now):
-            self._perform(command)
+        for command in state.history.handle(event, now):
+            self._execute(command)
         self._alarm.set(machine.deadline)
-        if bool(machine.requests) != self._berth.serving:
-            self._berth.serving = not self._berth.serving
-            self._govern(governor_events.ServingChanged(self._berth.name, self._berth.serving))
-        if (self._berth.state, _availability(machine.state)) != before:
+        if bool(machine.requests) != state.serving:
+            state.serving = not state.serving
+            self._tell_governor(governor_events.ServingChanged(state.name, state.serving))
+        if (state.model_state, _standing(machine.state)) != before:
             self._announce(before[0])
 
-    def _perform(self, command: lifecycle_events.Command) -> None:  # noqa: C901 - one match over one union
-        berth, around = self._berth, self._around
+    def _execute(self, command: lifecycle_events.Command) -> None:  # noqa: C901 - one match
+        state = self._state
         match command:
             case lifecycle_events.Spawn():
                 self._spawn()
             case lifecycle_events.SendLoad():
-                self._send(berth.load)
+                self._send(state.load)
             case lifecycle_events.SendRequest(rid=rid):
-                self._send(berth.rows.pop(rid))
+                self._send(state.rows.pop(rid))
             case lifecycle_events.ReturnRequest(rid=rid):
-                del berth.rows[rid]
-                around.router.tell(mail.RowBounced(rid))
+                del state.rows[rid]
+                self._tell_router(admission_events.RequestReturned(rid))
             case lifecycle_events.SendStop():
                 self._send(wire.Stop(drain=False))
             case lifecycle_events.Terminate():
                 self._notify("worker_terminated", level="warning")
-                if berth.process is not None:
-                    berth.process.terminate()
+                if state.process is not None:
+                    state.process.terminate()
             case lifecycle_events.Kill():
                 self._notify("worker_killed", level="warning")
-                if berth.process is not None:
-                    berth.process.kill()
-            case lifecycle_events.LoseRequests():
-                died = mail.RowsDied(
-                    berth.name, command.rids, command.error, command.attributable, command.again
+                if state.process is not None:
+                    state.process.kill()
+            case lifecycle_events.LoseRequests(rids=rids, error=error):
+                self._tell_router(
+                    admission_events.RequestsLost(
+                        state.name, rids, error, command.attributable, command.again
+                    )
                 )
-                around.router.tell(died)
             case lifecycle_events.ReleaseMemory():
-                around.governor.tell(mail.MemoryFree(berth.name))
-                around.time_slices.tell(mail.TimeSlicesLost(berth.name))
-                berth.freed_bytes, berth.granted_bytes = berth.granted_bytes, 0
+                self._tell_governor(WorkerExited(state.name))
+                self._tell_time_slices(time_slices.WorkerExited(state.name))
+                state.freed_bytes, state.granted_bytes = state.granted_bytes, 0
             case _:
                 assert_never(command)
 
-    def _send(self, command: wire.Command) -> None:
-        if self._berth.process is not None:
-            self._berth.process.send(command)
+    def _tell_router(self, event: admission_events.Event) -> None:
+        self._services.router.tell(mail.AdmissionEvent(event))
 
     def _announce(self, before: ModelState) -> None:
-        berth, state = self._berth, self._berth.machine.state
+        """Report a state change to log, metrics, status table, router and registry."""
+        state, machine_state = self._state, self._state.machine.state
         error = self._error()
         levels: dict[ModelState, Level] = {"backoff": "warning", "failed": "error"}
         self._notify(
             "model_state",
-            level=levels.get(berth.state, "info"),
+            level=levels.get(state.model_state, "info"),
             before=before,
-            state=berth.state,
+            state=state.model_state,
             reason=error.message if error is not None else None,
         )
-        cause = cause_of(error)
-        self._around.observe(telemetry.StateChanged(berth.name, berth.state, cause))
+        cause = process_exit.cause_of(error)
+        self._services.observe(telemetry.StateChanged(state.name, state.model_state, cause))
         self._publish()
-        refused = isinstance(state, lifecycle_events.Failed) and state.refused
-        if refused or (isinstance(state, lifecycle_events.Stopping) and state.then == "failed"):
-            # Whether requests for it wait on is the supervisor's word.
-            self._around.router.tell(mail.ModelChanged(berth.name, "waiting"))
+        refused = isinstance(machine_state, lifecycle_events.Failed) and machine_state.refused
+        if refused or (
+            isinstance(machine_state, lifecycle_events.Stopping) and machine_state.then == "failed"
+        ):
+            # The registry decides whether the model's requests continue to wait.
+            self._tell_router(admission_events.ModelChanged(state.name, "waiting"))
         else:
-            self._around.router.tell(mail.ModelChanged(berth.name, _availability(state), error))
-        self._around.supervisor.tell(
-            mail.WorkerChanged(berth.name, berth.state, error, refused, berth.freed_bytes)
+            self._tell_router(
+                admission_events.ModelChanged(state.name, _standing(machine_state), error)
+            )
+        self._services.registry.tell(
+            mail.WorkerChanged(state.name, state.model_state, error, refused, state.freed_bytes)
         )
-        berth.freed_bytes = 0
+        state.freed_bytes = 0
 
     def _error(self) -> ErrorInfo | None:
-        """Why it does not run; given up, with its story."""
-        error = self._berth.machine.error
-        state = self._berth.machine.state
-        if error is None or not isinstance(state, lifecycle_events.Failed) or state.refused:
+        """Return why the model does not run, with the newest events if its worker was given up."""
+        error = self._state.machine.error
+        machine_state = self._state.machine.state
+        if (
+            error is None
+            or not isinstance(machine_state, lifecycle_events.Failed)
+            or machine_state.refused
+        ):
             return error
-        detail = {**error.detail, "story": self._berth.journal.story()}
+        detail = {**error.detail, "story": self._state.history.story()}
         return ErrorInfo(error.code, error.message, error.retryable, detail)
 
     def _publish(self) -> None:
-        berth = self._berth
-        self._around.board.models[berth.name] = ModelStatus(
-            name=berth.name,
-            source=berth.source,
-            state=berth.state,
-            worker_pid=berth.machine.pid,
-            restarts=berth.machine.restarts,
-            kv=berth.kv,
-            granted_bytes=berth.granted_bytes,
-            info=berth.info,
-            stats=berth.stats,
+        state = self._state
+        self._services.statuses.models[state.name] = ModelStatus(
+            name=state.name,
+            source=state.load.source,
+            state=state.model_state,
+            worker_pid=state.machine.pid,
+            restarts=state.machine.restarts,
+            kv=state.load.kv,
+            granted_bytes=state.granted_bytes,
+            info=state.info,
+            stats=state.stats,
             error=self._error(),
         )
 
     def _notify(self, event: str, *, level: Level = "info", **fields: object) -> None:
-        self._around.notify(Notice(event, level, {"model": self._berth.name, **fields}))
+        self._services.notify(Notice(event, level, {"model": self._state.name, **fields}))
 
 
-def _untold(name: str) -> WorkerDied:
-    return WorkerDied(f"{name}'s process ended before it told the tokens", model=name)
+def _tokenize_failed(name: str) -> WorkerDied:
+    return WorkerDied(
+        f"the process of {name} ended before it tokenized the text; send the request again",
+        model=name,
+    )
 
 
-def _availability(state: lifecycle_events.State) -> Availability:
+def _standing(state: lifecycle_events.State) -> admission_events.Availability:
     match state:
         case lifecycle_events.Ready():
             return "ready"

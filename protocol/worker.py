@@ -374,6 +374,18 @@ class Stats(_Report, tag="stats", frozen=True, kw_only=True):
     stats: WorkerStats
 
 
+RowReport = (
+    RowAccepted
+    | RowQueued
+    | RowAdmitted
+    | RowPreempted
+    | RowResumed
+    | RowPrompt
+    | RowTokens
+    | ChoiceFinished
+    | RowFinished
+    | RowFailed
+)
 Report = (
     Started
     | Progress
@@ -384,16 +396,7 @@ Report = (
     | TimeSliceRequested
     | TimeSliceOver
     | Tokenized
-    | RowAccepted
-    | RowQueued
-    | RowAdmitted
-    | RowPreempted
-    | RowResumed
-    | RowPrompt
-    | RowTokens
-    | ChoiceFinished
-    | RowFinished
-    | RowFailed
+    | RowReport
     | PhaseChanged
     | Stats
 )

@@ -1,1 +1,1 @@
-"""A small actor runtime on asyncio: mailboxes, asks, supervision, alarms, journals."""
+"""A small actor runtime on asyncio: mailboxes, asks, supervision, alarms, event histories."""

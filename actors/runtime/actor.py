@@ -1,11 +1,11 @@
 """Actors: one mailbox, one task, one message at a time.
 
-`Ref.tell` puts a message into a bounded mailbox; `Ref.ask` also waits for the answer, and always
-ends: with the answer, the handler's exception, `ActorDead` or `AskTimeout`. A failure in an ask
-belongs to the asker; a failure in a tell belongs to the supervisor (`actors.runtime.supervision`).
+`Ref.tell` puts a message into a bounded mailbox. `Ref.ask` also waits for the reply, and always
+ends: with the reply, the handler's exception, `ActorDead` or `AskTimeout`. The asker gets the
+failure of an ask; the supervisor gets the failure of a tell (`actors.runtime.supervision`).
 
-Handlers are plain functions: nobody awaits inside one. Slow work runs beside the actor and comes
-back as a message (`Actor.pipe`); an answer that takes time is a `Later`.
+Handlers are synchronous functions. Slow work runs outside the actor and its result comes back as a
+message (`Actor.pipe`); a reply that takes time is a `DeferredReply`.
 """
 
 from __future__ import annotations
@@ -28,42 +28,35 @@ R = TypeVar("R")
 
 
 class ActorDead(InternalError):
-    """The actor ended before it answered."""
+    """The actor ended before it replied."""
 
 
 class MailboxFull(InternalError):
-    """The actor does not keep up: its mailbox has reached its limit."""
+    """The actor's mailbox has reached its limit."""
 
 
 class AskTimeout(InternalError):
-    """The actor did not answer in time."""
+    """The actor did not reply in time."""
 
 
 class Ask(msgspec.Struct, Generic[R], frozen=True):
-    """Base of messages that have an answer, of type R."""
+    """Base of messages that have a reply of type R."""
 
 
 class DeferredReply(Generic[R]):
-    """An answer that takes time: the handler returns it, keeps it, and answers once.
+    """A reply that takes time: the handler returns it, keeps it, and answers it once.
 
-    Its actor's death ends it with `ActorDead`; answering after that, or again, does nothing.
+    The actor's death ends it with `ActorDead`. Later answers are ignored.
     """
 
     def __init__(self) -> None:
         self._future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
-    @property
-    def done(self) -> bool:
-        """Whether it was answered, or nobody waits any more."""
-        return self._future.done()
-
     def answer(self, value: R) -> None:
-        """Give the answer."""
         if not self._future.done():
             self._future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """Give an exception as the answer."""
         if not self._future.done():
             self._future.set_exception(error)
 
@@ -73,17 +66,17 @@ class _Envelope(Generic[M]):
     message: M
     reply: asyncio.Future[Any] | None = None
     last: bool = False
-    """No message: the actor ends here."""
+    """Whether the actor stops here; `message` is None then."""
 
 
 class Ref(Generic[M]):
-    """An actor's address. It stays valid while a supervisor replaces the actor behind it."""
+    """Reference to an actor; it stays valid when a supervisor replaces the actor."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
         self.pipes: set[asyncio.Task[None]] = set()
-        """Slow work that runs for the actor."""
+        """Tasks of slow work that the actor started."""
         self._mail: deque[_Envelope[M]] = deque()
         self._wake = asyncio.Event()
         self._dead = False
@@ -97,27 +90,28 @@ class Ref(Generic[M]):
         return not self._dead
 
     def tell(self, message: M, *, beyond_limit: bool = False) -> None:
-        """Send; a dead actor's mail is dropped. Raises `MailboxFull`.
+        """Send a message; a dead actor's messages are dropped. Raises `MailboxFull`.
 
-        `beyond_limit` is for the few words that come once and must not be lost.
+        `beyond_limit` is for the few messages that must not be lost.
         """
         if not self._dead:
             self._put(_Envelope(message), beyond_limit=beyond_limit)
 
     async def ask(self, message: Ask[R], *, timeout_s: float | None = None) -> R:
-        """Send and wait for the answer."""
+        """Send a message and wait for the reply."""
         if self._dead:
-            raise ActorDead(f"{self.name} is gone")
+            raise ActorDead(f"{self.name} has ended")
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        # That M contains this Ask is the caller's duty: a union cannot be asked for it.
+        # The caller ensures that M contains this Ask; the type system cannot express that.
         self._put(_Envelope(message, reply))  # type: ignore[arg-type]
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError:
-            raise AskTimeout(f"{self.name} did not answer within {timeout_s} s") from None
+            raise AskTimeout(f"{self.name} did not reply within {timeout_s} s") from None
         finally:
-            del reply  # an error in it has this frame: a ring that keeps what was asked for long
+            # An error in the future refers to this frame. That cycle would keep the message alive.
+            del reply
 
     def _put(self, envelope: _Envelope[M], *, beyond_limit: bool = False) -> None:
         if len(self._mail) >= self.limit and not beyond_limit:
@@ -125,44 +119,44 @@ class Ref(Generic[M]):
         self._mail.append(envelope)
         self._wake.set()
 
-    def _bury(self) -> None:
-        """End the mailbox: whoever waits for an answer gets `ActorDead`."""
+    def _close(self) -> None:
+        """Close the mailbox; waiting asks get `ActorDead`."""
         self._dead = True
         for envelope in self._mail:
-            _settle(envelope.reply, ActorDead(f"{self.name} ended before it answered"))
+            _fail(envelope.reply, ActorDead(f"{self.name} ended before it replied"))
         self._mail.clear()
         self._wake.set()
 
 
 class Actor(ABC, Generic[M]):
-    """Base of all actors: give `receive`, and `check` where there is something to check."""
+    """Base of all actors: implement `receive`, and `check` if there are invariants."""
 
     mailbox_limit = 16_384
-    """Above what one read of a socket can turn into messages; it bounds memory, not traffic."""
-    turn = 1_000_000
-    """The most messages handled before others get their turn; small for those that cause many."""
+    """Messages. More than one read of a socket can produce: it bounds memory, not traffic."""
+    messages_per_pass = 1_000_000
+    """Messages handled before other actors run; small for messages that cause many others."""
 
     ref: Ref[M]
     _stopping = False
 
     @abstractmethod
     def receive(self, message: M) -> object:
-        """Handle a message; what it returns answers an ask."""
+        """Handle a message; the return value is the reply to an ask."""
 
     def on_start(self) -> None:
-        """Begin; the first thing that a new or restarted actor does."""
+        """Initialize a new or restarted actor."""
 
     def on_restart(self, error: BaseException) -> None:
-        """Begin again in place of an actor that failed with `error`; follows `on_start`."""
+        """Recover after `on_start`, in place of an actor that failed with `error`."""
 
     def on_stop(self) -> None:
-        """End; also after a failure that is not followed by a restart."""
+        """Clean up at the end, also after a failure without a restart."""
 
     def check(self) -> None:
-        """Raise AssertionError if what this actor holds contradicts itself."""
+        """Raise AssertionError if the actor's state is inconsistent."""
 
     def stop(self) -> None:
-        """Handle nothing more after this message."""
+        """Handle no messages after this one."""
         self._stopping = True
 
     def pipe(
@@ -171,9 +165,9 @@ class Actor(ABC, Generic[M]):
         done: Callable[[R], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Run slow work beside the actor; its end comes back through one of the two callbacks.
+        """Run slow work outside the actor, and call one of the two callbacks at its end.
 
-        They run outside of the actor: they may tell it something, and touch nothing of it.
+        The callbacks also run outside the actor: they may send it messages, but not touch it.
         """
 
         async def run() -> None:
@@ -190,22 +184,22 @@ class Actor(ABC, Generic[M]):
 
 
 class ActorRunner(Generic[M]):
-    """The life of the actor behind one ref: runs it, and asks its supervisor when it fails.
+    """Runs the actors behind one ref, and replaces an actor that fails.
 
-    `heir` gets the failure and returns the actor that takes over, or None to end.
+    `replacement` gets the failure and returns the next actor, or None to end.
     """
 
     def __init__(
-        self, ref: Ref[M], actor: Actor[M], heir: Callable[[BaseException], Actor[M] | None]
+        self, ref: Ref[M], actor: Actor[M], replacement: Callable[[BaseException], Actor[M] | None]
     ) -> None:
         self.ref = ref
         self.actor = actor
-        self._heir = heir
-        self._later: set[DeferredReply[Any]] = set()
+        self._replacement = replacement
+        self._deferred: set[DeferredReply[Any]] = set()
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the first actor at once, and its task."""
+        """Start the actor at once, and its task."""
         self._begin(self.actor)
         self.task = asyncio.get_running_loop().create_task(self._run(), name=self.ref.name)
 
@@ -215,9 +209,9 @@ class ActorRunner(Generic[M]):
         actor.on_start()
 
     def stop(self) -> None:
-        """End after the mail that waits now; asks that come later get `ActorDead`."""
+        """Stop after the waiting messages; later asks get `ActorDead`."""
         last: _Envelope[Any] = _Envelope(None, last=True)
-        self.ref._put(last, beyond_limit=True)  # noqa: SLF001 - a ref is the outside of its cell
+        self.ref._put(last, beyond_limit=True)  # noqa: SLF001 - the runner owns the mailbox
 
     async def _run(self) -> None:
         ref = self.ref
@@ -226,16 +220,16 @@ class ActorRunner(Generic[M]):
                 if not ref._mail:  # noqa: SLF001
                     ref._wake.clear()  # noqa: SLF001
                     await ref._wake.wait()  # noqa: SLF001
-                self._turn()
+                self._handle_waiting()
                 await asyncio.sleep(0)
         finally:
-            ref._bury()  # noqa: SLF001
-            self._end_later()
+            ref._close()  # noqa: SLF001
+            self._fail_deferred()
             self.actor.on_stop()
 
-    def _turn(self) -> None:
+    def _handle_waiting(self) -> None:
         mail = self.ref._mail  # noqa: SLF001
-        for _ in range(min(len(mail), self.actor.turn)):
+        for _ in range(min(len(mail), self.actor.messages_per_pass)):
             if self.actor._stopping:  # noqa: SLF001
                 return
             self._handle(mail.popleft())
@@ -246,47 +240,47 @@ class ActorRunner(Generic[M]):
             return
         try:
             answer = self.actor.receive(envelope.message)
-        except Exception as error:  # noqa: BLE001 - whatever it is, somebody is told
+        except Exception as error:  # noqa: BLE001 - it goes to the asker or to the supervisor
             if envelope.reply is not None:
-                _settle(envelope.reply, error)
+                _fail(envelope.reply, error)
             else:
-                self._fail(error)
+                self._replace_failed(error)
             del envelope  # as in `Ref.ask`
             return
         if envelope.reply is None:
             return
         if isinstance(answer, DeferredReply):
-            self._forward(answer, envelope.reply)
+            self._connect(answer, envelope.reply)
         elif not envelope.reply.done():
             envelope.reply.set_result(answer)
 
-    def _forward(self, later: DeferredReply[Any], reply: asyncio.Future[Any]) -> None:
+    def _connect(self, deferred: DeferredReply[Any], reply: asyncio.Future[Any]) -> None:
         def settle(done: asyncio.Future[Any]) -> None:
-            self._later.discard(later)
+            self._deferred.discard(deferred)
             if reply.done():
-                done.exception()  # read, so that asyncio does not report it as lost
+                done.exception()  # retrieve it, or asyncio logs it as never retrieved
             elif (error := done.exception()) is not None:
                 reply.set_exception(error)
             else:
                 reply.set_result(done.result())
 
-        self._later.add(later)
-        later._future.add_done_callback(settle)  # noqa: SLF001
+        self._deferred.add(deferred)
+        deferred._future.add_done_callback(settle)  # noqa: SLF001
 
-    def _fail(self, error: BaseException) -> None:
-        self._end_later()
-        heir = self._heir(error)
-        if heir is None:
+    def _replace_failed(self, error: BaseException) -> None:
+        self._fail_deferred()
+        actor = self._replacement(error)
+        if actor is None:
             self.actor.stop()
             return
-        self._begin(heir)
-        heir.on_restart(error)
+        self._begin(actor)
+        actor.on_restart(error)
 
-    def _end_later(self) -> None:
-        for later in list(self._later):
-            later.fail(ActorDead(f"{self.ref.name} ended before it answered"))
+    def _fail_deferred(self) -> None:
+        for deferred in list(self._deferred):
+            deferred.fail(ActorDead(f"{self.ref.name} ended before it replied"))
 
 
-def _settle(reply: asyncio.Future[Any] | None, error: BaseException) -> None:
+def _fail(reply: asyncio.Future[Any] | None, error: BaseException) -> None:
     if reply is not None and not reply.done():
         reply.set_exception(error)

@@ -1,4 +1,4 @@
-"""One alarm per actor: rings at a time of the event loop's clock, or not at all."""
+"""One alarm per actor, on the event loop's clock."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ if TYPE_CHECKING:
 
 
 TIMER_SLACK_S = 0.001
-"""A loop may fire a timer one tick of its clock early; then a deadline would not have passed yet,
-and the alarm would ring without end."""
+"""Seconds added to each deadline. The loop may fire a timer one clock tick early. Without the
+slack the deadline would not have passed yet, and the alarm would fire again and again."""
 
 
 class Alarm:
-    """Calls `ring` when its time comes.
+    """Calls `callback` when its time comes.
 
-    A deadline moves with each sign of life, so `set` does not cancel a timer that is early: it
-    may ring too early, and the machine behind it ignores that and is asked for its deadline again.
+    Deadlines move with every heartbeat, so `set` keeps a timer that is too early. The alarm then
+    fires early, the state machine ignores that, and the actor sets the next deadline.
     """
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, at: float | None) -> None:
-        """Ring at `at`, or earlier; None: not before the next `set`."""
+        """Fire at `at` or earlier; None: do not fire until the next `set`."""
         if at is None:
             self.cancel()
             return
@@ -37,11 +37,10 @@ class Alarm:
         self._handle = asyncio.get_running_loop().call_at(at + TIMER_SLACK_S, self._fire)
 
     def cancel(self) -> None:
-        """Do not ring."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
     def _fire(self) -> None:
         self._handle = None
-        self._ring()
+        self._callback()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from actors.model_registry import short_name
+from actors.registry_state import short_name
 from kvd.config import config
 from kvd.config.settings import with_value
 from protocol.errors import ConfigError

@@ -15,7 +15,7 @@ import structlog
 from msgspec.structs import replace
 
 from actors.known_models import KnownModel
-from actors.model_registry import short_name
+from actors.registry_state import short_name
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
 from kvd.config.http import OF_THE_COMMAND_LINE
@@ -64,14 +64,16 @@ class Running(Protocol):
         """Let so much be granted in all from now on."""
         ...
 
-    async def list_model(self, name: str, known: KnownModel, policy: Mapping[str, Any]) -> bool:
+    async def add_configured_model(
+        self, name: str, known: KnownModel, policy: Mapping[str, Any]
+    ) -> bool:
         """Know a model of the configuration, and set these fields of its policy.
 
         Return whether it is loaded from now on as `known` says; not while it is loaded otherwise.
         """
         ...
 
-    async def unlist_model(self, name: str) -> None:
+    async def remove_configured_model(self, name: str) -> None:
         """Forget that a model is in the configuration; if it is loaded it stays so."""
         ...
 
@@ -174,7 +176,7 @@ class Reloader:
             changes += of_it
             hold += _held_back(old, entry, of_it)
         for name in before.keys() - after.keys():
-            await self._running.unlist_model(name)
+            await self._running.remove_configured_model(name)
             changes.append(Change(f"models[{name}]", before[name].source, None))
         self.settings = replace(self.settings, models=hold)
         return changes
@@ -185,7 +187,7 @@ class Reloader:
         fields = _differing(old, entry)
         policy = {field: getattr(entry, field) for field in fields if field in _POLICY}
         known = known_as(entry, self._options.home.root)
-        as_said = await self._running.list_model(name, known, policy)
+        as_said = await self._running.add_configured_model(name, known, policy)
         otherwise = [field for field in fields if field not in LIVE_OF_A_MODEL]
         if as_said and otherwise and entry.load == "start" and not self._options.models:
             self._bring(entry)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from actors.model_registry import short_name
+from actors.registry_state import short_name
 from kvd.config import config
 from kvd.config.config import Config, ModelEntry
 from kvd.config.reload import LIVE, LIVE_OF_A_MODEL, named, overlaid

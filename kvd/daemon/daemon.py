@@ -153,7 +153,7 @@ class Daemon:
             estimate_model=Files(machine(settings.native, limits, attention)),
             known=_known(options, settings),
             notify=_notify,
-            archive=_archive_of(self._journal, settings),
+            saved_requests=_saved_requests_of(self._journal, settings),
             observe=self._metrics.tally,
             metrics=self._metrics.text,
         )
@@ -306,7 +306,7 @@ class Daemon:
         """Read the configuration again; a wrong one is refused, and the one before holds on."""
         self._manager.reloading()
         self._log.info("reads the configuration again", path=str(self._options.home.config))
-        news = self._system.config
+        news = self._system.reload_status
         try:
             changes = await self._reloader.reload()
         except ConfigError as error:
@@ -351,7 +351,7 @@ def _journal_of(home: Home, settings: Config) -> DiskJournal | None:
     return DiskJournal(home.journal, limit_bytes=limit, keep_s=keep)
 
 
-def _archive_of(journal: DiskJournal | None, settings: Config) -> SavedRequests:
+def _saved_requests_of(journal: DiskJournal | None, settings: Config) -> SavedRequests:
     saved = {} if journal is None else journal.saved
     return SavedRequests(journal, saved, settings.journal_keep_s)
 

@@ -239,7 +239,7 @@ class DiskJournal:
                 left = None if submit.deadline_s is None else submit.deadline_s - (now - at)
                 found[rid] = SavedRequest(model, submit, left)
             case ReportReceived(rid=rid, report=report) if rid in found:
-                found[rid].hear(report)
+                found[rid].apply_report(report)
                 if isinstance(report, RowFinished | RowFailed):
                     self._ended[rid] = record.at
             case RequestDropped(rid=rid):

@@ -42,7 +42,7 @@ class Book:
                 case RequestReceived(rid=rid, model=model, submit=submit):
                     found[rid] = SavedRequest(model, submit, submit.deadline_s)
                 case ReportReceived(rid=rid, report=report):
-                    found[rid].hear(report)
+                    found[rid].apply_report(report)
                 case RequestDropped(rid=rid):
                     found.pop(rid, None)
         return found
@@ -146,7 +146,7 @@ async def test_who_is_not_there_or_has_more_than_was_sent_is_told() -> None:
                 await client.ask(messages.Attach, **wrong)
         key = attach(client, name)
         await until(lambda: client.count(key) > 3)
-        with pytest.raises(errors.UnknownRequest, match="belongs to a client"):
+        with pytest.raises(errors.UnknownRequest, match="belongs to another connection"):
             await w.client().ask(messages.Attach, request=name)
         assert (await client.end(key)).reason == "length"
 

@@ -94,7 +94,7 @@ class Chaos:
         self.w.system.check()
         status = self.w.system.status()
         assert status.granted_bytes <= status.budget_bytes
-        assert sum(self.w.system._office.machine.counts.values()) <= len(self.prompts)
+        assert sum(self.w.system._router.machine.counts.values()) <= len(self.prompts)
 
     async def settle(self) -> None:
         """Wait until every request of every client that is left has ended."""
@@ -130,7 +130,7 @@ async def walk(seed: int) -> None:
         if seed % 2:
             await chaos.settle()
             chaos.check_streams()
-            await until(lambda: not w.system._office.machine.requests)
+            await until(lambda: not w.system._router.machine.requests)
         else:
             last = asyncio.ensure_future(w.system.stop(force=seed % 4 == 0))
             await asyncio.wait_for(last, 100_000)

@@ -14,7 +14,6 @@ from actors.machines import lifecycle as lc
 from actors.machines import lifecycle_events as ev
 from actors.machines.machine import InvalidTransition
 from actors.machines.process_exit import describe
-from actors.runtime.history import EventHistory, replay
 from protocol.errors import ErrorInfo
 
 NOW = 1000.0
@@ -218,7 +217,7 @@ def feed(m: lc.Lifecycle, *events: ev.Event, now: float = NOW) -> list[ev.Comman
 
 @pytest.fixture
 def m():
-    """A machine whose invariants are checked at the end, and whose journal replays."""
+    """A machine whose invariants are checked at the end."""
     subject = lc.Lifecycle("demo")
     yield subject
     subject.check()
@@ -563,14 +562,11 @@ def test_an_exit_in_words(code, words):
 
 class Walk(RuleBasedStateMachine):
     """Random events, as a process and its owner could cause them: the invariants hold, rows are
-    never lost without a word, and the journal replays."""
+    never lost without a word."""
 
     def __init__(self) -> None:
         super().__init__()
         self.machine = lc.Lifecycle("demo")
-        self.journal: EventHistory[ev.Event, ev.Command] = EventHistory(
-            self.machine, signs=ev.FREQUENT, segment=8
-        )
         self.now = NOW
         self.rids = itertools.count()
         self.inside: set[str] = set()
@@ -578,7 +574,7 @@ class Walk(RuleBasedStateMachine):
         self.spawning = False
 
     def feed(self, event: ev.Event) -> None:
-        for command in self.journal.handle(event, self.now):
+        for command in self.machine.handle(event, self.now):
             match command:
                 case ev.Spawn():
                     assert not self.process
@@ -653,8 +649,6 @@ class Walk(RuleBasedStateMachine):
         self.machine.check()
         assert self.machine.requests == self.inside
         assert (self.machine.pid is not None) == self.process
-        again = replay(self.journal.dump(), lc.Lifecycle, ev.Event)
-        assert self.machine == again
 
 
 TestWalk = Walk.TestCase

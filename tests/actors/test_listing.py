@@ -12,48 +12,48 @@ DEMO = KnownModel("demo", listed=True)
 
 
 def known(w: World, name: str = "demo") -> KnownModel | None:
-    return w.system._catalogue.models.get(name)
+    return w.system._known.models.get(name)
 
 
 @simulated
 async def test_a_new_model_is_known_and_a_request_would_bring_it() -> None:
     async with world(load=()) as w:
-        assert await w.system.list_model("demo", DEMO, {})
+        assert await w.system.add_configured_model("demo", DEMO, {})
         assert known(w) == DEMO
         assert w.system.status().unloaded == ["demo"]
-        await w.system.unlist_model("demo")
+        await w.system.remove_configured_model("demo")
         assert w.system.status().unloaded == []
 
 
 @simulated
 async def test_of_a_loaded_model_the_policy_changes_and_only_what_was_said() -> None:
     async with world(known={"demo": DEMO}) as w:
-        await w.system.list_model("demo", DEMO, {"pinned": True})
-        await w.system.list_model("demo", DEMO, {"priority": 3, "weight": 2.0})
+        await w.system.add_configured_model("demo", DEMO, {"pinned": True})
+        await w.system.add_configured_model("demo", DEMO, {"priority": 3, "weight": 2.0})
         found = known(w)
         assert found is not None
         assert found.policy == ModelPolicy(pinned=True, priority=3, weight=2.0)
         assert w.system._governor.machine.accounts["demo"].policy == found.policy
-        assert w.system._house.seats["demo"].known == found
+        assert w.system._registry.entries["demo"].known == found
 
 
 @simulated
 async def test_how_a_loaded_model_is_loaded_stays() -> None:
     async with world(known={"demo": DEMO}) as w:
         other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(priority=1), listed=True)
-        assert not await w.system.list_model("demo", other, {"priority": 1})
+        assert not await w.system.add_configured_model("demo", other, {"priority": 1})
         found = known(w)
         assert found is not None
         assert (found.kv, found.policy.priority) == (KVSpec(), 1)
         longer = KnownModel("demo", policy=ModelPolicy(max_context=64), listed=True)
-        assert not await w.system.list_model("demo", longer, {})
+        assert not await w.system.add_configured_model("demo", longer, {})
 
 
 @simulated
 async def test_how_a_model_is_loaded_changes_while_it_is_not() -> None:
     async with world(load=(), known={"demo": DEMO}) as w:
         other = KnownModel("demo", KVSpec(4, 4), ModelPolicy(max_context=64), listed=True)
-        assert await w.system.list_model("demo", other, {})
+        assert await w.system.add_configured_model("demo", other, {})
         assert known(w) == other
 
 
@@ -62,14 +62,14 @@ async def test_a_name_that_somebody_else_loaded_is_left_alone() -> None:
     async with world() as w:
         other = KnownModel("other", policy=ModelPolicy(pinned=True), listed=True)
         before = known(w)
-        assert not await w.system.list_model("demo", other, {"pinned": True})
+        assert not await w.system.add_configured_model("demo", other, {"pinned": True})
         assert known(w) == before
 
 
 @simulated
 async def test_a_loaded_model_that_is_unlisted_stays_loaded_and_is_not_brought_back() -> None:
     async with world(known={"demo": DEMO}) as w:
-        await w.system.unlist_model("demo")
+        await w.system.remove_configured_model("demo")
         found = known(w)
         assert found is not None
         assert not found.listed

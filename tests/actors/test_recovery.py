@@ -116,7 +116,7 @@ async def walk(seed: int) -> None:
         for stream in streams:
             stream.check(poison)
         assert len(w.spawn.processes["spared"]) == 1
-        desk = w.system._office.machine
+        desk = w.system._router.machine
         assert not desk.requests
         assert all(not one.stories and not one.inside for one in desk.suspects.values())
 

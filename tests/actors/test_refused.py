@@ -51,7 +51,7 @@ async def cross(w: World, message: object) -> object:
     crossed: asyncio.Future[asyncio.Task[object]] = loop.create_future()
 
     def on_exit(end) -> None:
-        crossed.set_result(loop.create_task(w.system._supervisor.ask(message)))
+        crossed.set_result(loop.create_task(w.system._registry_ref.ask(message)))
         loop.call_soon(gone, end)  # in the same turn: neither actor has run between the two
 
     process._on_exit = on_exit
@@ -131,7 +131,7 @@ async def test_an_unload_that_crosses_a_refusal_holds():
         client = w.client()
         load = await start_load(w, client)
 
-        assert await cross(w, mail.UnloadRequest("big", force=False)) == 0
+        assert await cross(w, mail.UnloadModel("big", force=False)) == 0
         assert (await client.end(load)).error.code == "draining"
         assert w.model("big") is None
         with pytest.raises(errors.UnknownModel):
@@ -143,7 +143,7 @@ async def test_an_eviction_that_crosses_a_refusal_makes_no_model_known():
     async with world({"big": [BROKEN]}) as w:
         client = w.client()
         load = await start_load(w, client)
-        await cross(w, mail.EvictRequest("big", requeue=False))
+        await cross(w, mail.EvictModel("big", requeue=False))
 
         assert (await client.end(load)).error.code == "insufficient_memory"
         assert (await client.end(client.generate("big"))).error.code == "unknown_model"
@@ -168,7 +168,7 @@ async def test_what_a_load_says_of_a_model_that_makes_room_holds_when_it_is_back
         client = w.client()
         await client.end(await start_load(w, client))
         first = w.spawn.last("big")
-        w.system._supervisor.tell(mail.EvictRequest("big", requeue=True))
+        w.system._registry_ref.tell(mail.EvictModel("big", requeue=True))
         load = client.start(
             messages.Load, model="big", alias="big", policy=ModelPolicy(priority=7, pinned=True)
         )

@@ -447,7 +447,7 @@ async def test_requests_outlive_a_worker_that_dies_in_its_drain_unless_somebody_
         if unloaded:
             client.start(messages.Unload, model="demo")
         else:
-            w.system._supervisor.tell(mail.EvictRequest("demo", requeue=False))
+            w.system._registry_ref.tell(mail.EvictModel("demo", requeue=False))
         await until(lambda: w.state() == "draining")
         w.spawn.last("demo").die(-9)
         end = await client.end(key)
@@ -752,7 +752,7 @@ async def test_the_words_of_a_dead_process_do_not_reach_its_successor():
         await until(lambda: w.state() == "ready", 10)
         old._on_report(Ready(info=INFO))
         grant = Grant(seq=9, total_bytes=999, granted=True)
-        w.system._house.seats["demo"].worker.tell(mail.Granted(grant, life=1))
+        w.system._registry.entries["demo"].worker.tell(mail.SendCommand(grant, life=1))
         await asyncio.sleep(1)
 
         assert w.model().granted_bytes == 100
@@ -792,7 +792,7 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
         ):
             worker.say(report)
         await asyncio.sleep(0.1)
-        assert w.system._office.machine.suspects["demo"].queued == {"1.1"}
+        assert w.system._router.machine.suspects["demo"].queued == {"1.1"}
         assert (await client.end(key)).reason == "length"
         told = [one for one in client.events[key] if not isinstance(one, messages.Tokens)]
         assert told[1:-1] == [
@@ -801,7 +801,7 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
             Paused(id=key, reason="memory"),
             messages.Resumed(id=key),
         ]
-        assert not w.system._office.machine.suspects["demo"].queued
+        assert not w.system._router.machine.suspects["demo"].queued
 
 
 @simulated
@@ -1013,7 +1013,7 @@ async def test_stop_in_the_middle_of_everything_leaves_nothing_behind():
 async def test_a_core_actor_that_contradicts_itself_ends_the_system_and_its_workers():
     async with world(faults=True) as w:
         w.system._governor.machine.ledger.grants["ghost"] = 5000
-        w.system._around.governor.tell("nonsense")
+        w.system._worker_services.governor.tell("nonsense")
         with pytest.raises(SystemFault, match="above the budget"):
             await w.system.finished
 
@@ -1027,12 +1027,12 @@ async def test_a_core_actor_survives_a_failure_that_left_it_whole():
         client = w.client()
         key = client.generate(max_tokens=30)
         await until(lambda: client.count(key) == 1)
-        w.system._services.router.tell("nonsense")
+        w.system._client_services.router.tell("nonsense")
 
         assert (await client.end(key)).reason == "length"
         assert w.said("actor_failed")[0].fields["actor"] == "router"
         for _ in range(4):
-            w.system._services.router.tell("nonsense")
+            w.system._client_services.router.tell("nonsense")
         with pytest.raises(SystemFault):
             await w.system.finished
 

@@ -16,12 +16,12 @@ DEMO = {"demo": KnownModel("demo", listed=True)}
 
 
 def bounded(w: World, most_bytes: int = 4000) -> World:
-    w.system._services.texts.most_bytes = most_bytes
+    w.system._client_services.tokenizing.max_bytes = most_bytes
     return w
 
 
 def held(w: World) -> int:
-    return w.system._services.texts.bytes
+    return w.system._client_services.tokenizing.bytes
 
 
 @simulated
@@ -71,8 +71,8 @@ async def test_texts_of_a_client_that_is_gone_are_dropped_and_those_of_others_ar
         await until(lambda: held(w) > 3000)
         leaves.hang_up()
         await until(lambda: held(w) < 100)
-        (seat,) = w.system._house.seats.values()
-        assert len(seat.askers) == 1
+        (entry,) = w.system._registry.entries.values()
+        assert len(entry.texts) == 1
         assert isinstance(await stays.end(kept), messages.Tokenized)
 
 

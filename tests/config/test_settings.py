@@ -41,11 +41,11 @@ class Running:
     async def set_budget(self, total_bytes):
         self.said.append(("budget", total_bytes))
 
-    async def list_model(self, name, known, policy):
+    async def add_configured_model(self, name, known, policy):
         self.said.append(("list", name, policy))
         return True
 
-    async def unlist_model(self, name):
+    async def remove_configured_model(self, name):
         raise AssertionError(name)
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.request_journal import (
-    Answer,
     ReportReceived,
     RequestDropped,
     RequestReceived,
+    SavedChoice,
     SavedRequest,
 )
 from kvd.daemon import journal
@@ -89,9 +89,9 @@ def test_all_that_was_heard_is_read_back(tmp_path: Path) -> None:
     assert set(found) == {"a", "b"}
     assert found["a"].submit.sampling.seed == 3
     assert found["a"].prompt_tokens == 9
-    assert found["a"].prompt == [told, told]
-    assert found["a"].answers[0] == Answer([5, 6, 8], "é!", [told])
-    assert found["a"].answers[1] == Answer([7], "", [], "length")
+    assert found["a"].prompt_logprobs == [told, told]
+    assert found["a"].choices[0] == SavedChoice([5, 6, 8], "é!", [told])
+    assert found["a"].choices[1] == SavedChoice([7], "", [], "length")
     assert found["b"].end is not None
     assert (tmp_path / "requests").stat().st_mode & 0o777 == 0o600
 
@@ -124,7 +124,7 @@ def test_what_was_cut_off_or_damaged_ends_the_file(
 
     found = read(folder)
     if "a" in found:  # a beginning of what was written, and nothing else
-        said = found["a"].answers[0].tokens
+        said = found["a"].choices[0].tokens
         assert said == list(range(len(said)))
         if flip is None and cut == 0:
             assert len(said) == 8
@@ -156,7 +156,7 @@ def test_what_nobody_needs_is_written_out_of_it(
     subject.close()
 
     found = read(tmp_path, clock)
-    assert found["kept"].answers[0].tokens == list(range(500))
+    assert found["kept"].choices[0].tokens == list(range(500))
     assert len(found) <= 5
 
 
@@ -170,7 +170,7 @@ def test_beyond_its_limit_requests_are_served_and_not_kept(tmp_path: Path) -> No
     found = read(tmp_path)
 
     assert 5 < len(found) < 20
-    assert all(one.answers[0].tokens == [1] for one in found.values())
+    assert all(one.choices[0].tokens == [1] for one in found.values())
 
 
 def test_a_full_disk_costs_the_journal_and_not_the_request(
@@ -192,8 +192,8 @@ def test_a_full_disk_costs_the_journal_and_not_the_request(
     subject.write(tokens("b", 0, 3))
     subject.close()
 
-    assert read(tmp_path)["b"].answers[0].tokens == [3]
-    assert read(tmp_path)["a"].answers[0].tokens == []
+    assert read(tmp_path)["b"].choices[0].tokens == [3]
+    assert read(tmp_path)["a"].choices[0].tokens == []
 
 
 def test_a_file_of_something_else_is_begun_anew(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""The model registry's state, and comparisons of the models in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from actors.known_models import KnownModel, KnownModels
+from protocol.errors import InvalidRequest, ModelExists
+from protocol.types import ALIAS_PATTERN, ALIAS_RULE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actors import mail
+    from actors.mail import GovernorMail, RouterMail, WorkerMail
+    from actors.runtime.actor import DeferredReply, Ref
+    from actors.status import StatusTable
+    from protocol import worker as wire
+    from protocol.policy import ModelPolicy
+    from protocol.types import ModelState, ModelStatus
+
+
+@dataclass
+class RegistryEntry:
+    """A model with a worker."""
+
+    name: str
+    known: KnownModel
+    worker: Ref[WorkerMail]
+    state: ModelState = "spawning"
+    """State that the worker reported last."""
+    served: bool = False
+    """Whether the model was ready at least once."""
+    leaving: bool = False
+    """Whether an unload, an eviction or the shutdown has begun."""
+    evicted: bool = False
+    """Whether the governor evicts the model: it stays known, and a request loads it again."""
+    load_replies: list[tuple[DeferredReply[ModelStatus], mail.Watcher | None]] = field(
+        default_factory=list
+    )
+    unload_replies: list[DeferredReply[int]] = field(default_factory=list)
+    before: KnownModel | None = None
+    """How the model was known before a user's load, which is refused if memory is short."""
+    requested: bool = False
+    """Whether a request or a text caused the load; the model stays known if the load fails."""
+    texts: list[tuple[DeferredReply[wire.Tokenized], mail.TokenizeText]] = field(
+        default_factory=list
+    )
+    """Texts to tokenize once the model is ready."""
+    reloads: list[tuple[DeferredReply[ModelStatus], mail.LoadModel]] = field(default_factory=list)
+    """Loads that arrived during the eviction; they start after it."""
+
+
+@dataclass
+class RegistryState:
+    """The registry's state, which survives a restart of its actor."""
+
+    statuses: StatusTable
+    start_worker: Callable[[str, KnownModel], Ref[WorkerMail]]
+    stop_worker: Callable[[Ref[WorkerMail]], None]
+    router: Ref[RouterMail]
+    governor: Ref[GovernorMail]
+    on_empty: Callable[[], None]
+    """Called once, when a shutdown has stopped every worker."""
+    known: KnownModels = field(default_factory=KnownModels)
+    entries: dict[str, RegistryEntry] = field(default_factory=dict)
+    draining: bool = False
+    closing: bool = False
+    closed: bool = False
+    shutdown_watchers: list[mail.Watcher] = field(default_factory=list)
+
+    def check(self) -> None:
+        for name, entry in self.entries.items():
+            assert entry.name == name, "an entry under another name"
+            assert entry.leaving or not (entry.evicted or entry.reloads), "evicted but not leaving"
+            assert entry.leaving or not entry.unload_replies, "an unload without an order"
+        assert not self.closing or self.draining, "shuts down and accepts new work"
+
+
+def short_name(source: str) -> str:
+    """Return the name of a model loaded without an alias: the last part of its source."""
+    return source.rstrip("/").rpartition("/")[2] or source
+
+
+def with_policy(known: KnownModel, change: Callable[[ModelPolicy], ModelPolicy]) -> KnownModel:
+    return dataclasses.replace(known, policy=change(known.policy))
+
+
+def is_loaded_as(known: KnownModel, other: KnownModel) -> bool:
+    same_context = known.policy.max_context == other.policy.max_context
+    return (known.source, known.kv) == (other.source, other.kv) and same_context
+
+
+def is_same(known: KnownModel, load: mail.LoadModel) -> bool:
+    context = known.policy.max_context
+    same_context = load.policy is None or load.policy.max_context == context
+    return (known.source, known.kv) == (load.source, load.kv) and same_context
+
+
+def model_exists(name: str, known: KnownModel, load: mail.LoadModel) -> ModelExists:
+    other = ""
+    if known.source == load.source and known.kv.name == load.kv.name:
+        other = " and another max_context" if known.kv == load.kv else " and other KV settings"
+    return ModelExists(
+        f"{name} is loaded from {known.source} with {known.kv.name}{other}; "
+        "unload it first, or load under another alias",
+        model=name,
+    )
+
+
+def check_name(name: str, load: mail.LoadModel) -> None:
+    if re.search(ALIAS_PATTERN, name):
+        return
+    if load.alias is not None:
+        raise InvalidRequest(f"alias {ALIAS_RULE}", field="alias")
+    raise InvalidRequest(
+        f"{name!r} cannot be a model's name: it {ALIAS_RULE}; load it under an alias",
+        field="alias",
+    )
