@@ -1,1 +1,1 @@
-"""The engine process, one per model: the only code that imports MLX. Knows only `protocol`."""
+"""The worker: one process per model, and the only code that imports MLX."""

@@ -1,7 +1,7 @@
-"""The engine process: ``python -m kvd.worker FD [--engine mlx|fake]``.
+"""The worker process: ``python -m kvd.worker FD [--engine mlx|fake]``.
 
-FD is the worker's end of a socketpair, inherited from the daemon. The engine is imported here and
-nowhere else, so that a fake one never imports MLX.
+FD is the worker's end of a socketpair, inherited from the daemon. Only this module imports an
+engine, so that a process with the fake engine never imports MLX.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 def main() -> NoReturn:
-    """Run until the daemon wants no more, or is gone."""
+    """Run until the daemon stops the worker or is gone."""
     arguments = _arguments()
-    # A terminal's Ctrl-C and its end reach the whole process group; the daemon drains, or goes on,
-    # and then stops us.
+    # Ctrl-C and the end of a terminal signal the whole process group. The daemon handles them and
+    # stops its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     faulthandler.enable()
@@ -42,18 +42,19 @@ def main() -> NoReturn:
         status = 0
     except Orphaned:
         status = 0
-    except BaseException:  # noqa: BLE001 - the exit below would hide it
+    except BaseException:  # noqa: BLE001 - os._exit below would hide it
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of the interpreter's end, which would wait for threads and for the device; the
-    # socket closes with the process.
+    # The interpreter's normal exit would wait for threads and for the device.
     os._exit(status)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="kvd.worker", description="One model's engine process.")
-    parser.add_argument("fd", type=int, help="the inherited end of the daemon's socketpair")
+    parser = argparse.ArgumentParser(
+        prog="kvd.worker", description="The worker process of one model."
+    )
+    parser.add_argument("fd", type=int, help="file descriptor of the socket to the daemon")
     parser.add_argument("--engine", choices=["mlx", "fake"], default="mlx")
     return parser.parse_args()
 

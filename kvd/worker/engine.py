@@ -1,9 +1,9 @@
-"""What the worker's loop asks of an engine: the seam between processes and tensors.
+"""The interface between the worker's loop and its engine.
 
-Two implementations: `kvd.worker.core.engine` (the real one) and `kvd.worker.fake.engine` (speed,
-load time and faults from a string, no tensors). All calls come from the loop's one thread.
+`kvd.worker.core.engine.MLXEngine` implements it, and `kvd.worker.fake.engine.FakeEngine`, whose
+speed, load time and faults come from the model's name. The loop calls all methods from one thread.
 
-An engine knows nothing of sockets, of the daemon or of clients: it turns commands into reports.
+An engine turns commands into reports. It knows nothing of sockets, the daemon or clients.
 """
 
 from __future__ import annotations
@@ -26,92 +26,94 @@ from protocol.worker import (
 if TYPE_CHECKING:
     from protocol.types import ModelInfo, WorkerStats
 
+DEFAULT_MAX_TOKENS = 512
+"""Limit of a completion without ``max_tokens``."""
+
 ReportProgress = Callable[[str, float], None]
-"""``(stage, fraction)``: fraction is 0 to 1 of the whole load. Also a sign of life."""
+"""``(stage, fraction)``: fraction is 0 to 1 of the whole load. The watchdog counts each call."""
 
 AskGrant = Callable[[int, str], Grant]
 """``(total_bytes, reason)``: blocks until the daemon answers; only during `Engine.load`.
 
-Later requests for memory are `MemoryRequested` reports of `Engine.step`; their ``seq`` goes on
-after that of the last `Grant` that this returned.
+Later memory requests are `MemoryRequested` reports of `Engine.step`; their ``seq`` continues from
+that of the last `Grant` that this returned.
 """
 
-
 OnPhase = Callable[[Phase], None]
-"""Called before each phase of a step begins, so that who watches knows what takes long; cheap."""
+"""Called before each phase of a step, so that the watchdog knows what takes long; must be cheap."""
 
 
 def ignore_phase(_: Phase) -> None:
-    """Tell nobody."""
+    """Do nothing: the default `OnPhase`."""
 
 
 class Engine(Protocol):
-    """One model that runs rows: ``load`` once, then ``submit`` and ``step`` as often as needed."""
+    """The engine of one model: call `load` once, then `submit` and `step`."""
 
     def load(self, command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> ModelInfo:
-        """Make the model ready, or raise a `KvdError` that says why it never will be."""
+        """Load the model; raise a `KvdError` if it cannot be served."""
         ...
 
     def submit(self, request: Submit) -> int:
-        """Queue a request and return its prompt's tokens.
+        """Queue a request and return the number of its prompt tokens.
 
-        A `KvdError` fails this request alone; nothing of it stays in the engine then.
+        A `KvdError` fails this request alone; the engine then keeps nothing of it.
         """
         ...
 
     def tokenize(self, request: Tokenize) -> Tokenized:
-        """Return the tokens of a text, as `submit` would read it; a `KvdError` says why not."""
+        """Return the tokens that `submit` would make of a text; raises `KvdError`."""
         ...
 
     def cancel(self, rid: str) -> None:
-        """End a row at the next step, which reports it ``cancelled``; unknown ids are over."""
+        """End a request; the next step reports it ``cancelled``. Unknown ids are ignored."""
         ...
 
     def granted(self, grant: Grant) -> None:
-        """Take the answer to a `MemoryRequested`."""
+        """Process the answer to a `MemoryRequested`."""
         ...
 
     def reclaim(self, command: Reclaim) -> None:
-        """Give memory back by one means, beside what steps do; a `Reclaimed` ends it."""
+        """Return memory by one reclaim method during the next steps, then report `Reclaimed`."""
         ...
 
     def start_level(self, command: StartLevel) -> None:
-        """Let new rows start at a level of the ladder."""
+        """Set the precision level at which new rows start."""
         ...
 
     def step(self) -> list[Report]:
-        """Run one step; return its tokens, ends, failures and requests for memory.
+        """Run one step; return its tokens, ends, failures and memory requests.
 
-        Each submitted row ends with exactly one `RowFinished` or `RowFailed`.
+        Each submitted request ends with exactly one `RowFinished` or `RowFailed`.
         """
         ...
 
     def watch(self, on_phase: OnPhase) -> None:
-        """Call this before each phase of a step from now on."""
+        """Call ``on_phase`` before each phase of a step from now on."""
         ...
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now.
 
-        False while all that is left waits for a grant: the loop then sleeps until it comes.
+        False while all requests wait for a grant: the loop then sleeps until it arrives.
         """
         ...
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether steps read prompts now, and may take long for it; who waits for room has none."""
+        """Whether steps prefill now, and may take long; False while requests wait for memory."""
         ...
 
     @property
     def next_deadline(self) -> float | None:
-        """When there will be work even if no command comes, in monotonic seconds; None: never."""
+        """Monotonic seconds at which a step has work even without a command; None: never."""
         ...
 
     def stats(self) -> WorkerStats:
-        """Return the counters; the loop adds the rate and the process footprint."""
+        """Return the counters; the loop adds the token rate and the process footprint."""
         ...
 
     def close(self) -> None:
-        """Let go of what the process's exit does not."""
+        """Release what the end of the process does not release."""
         ...

@@ -19,10 +19,10 @@ def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.outcomes.clear()
     yield _demo
     # Whatever a test did, nothing stays: no row, no page, no request.
-    for rid in list(_demo.engine._requests):
+    for rid in list(_demo.engine._batch.requests):
         _demo.engine.cancel(rid)
     _demo.run(until=lambda: not _demo.engine.has_work)
-    assert not _demo.engine._requests
+    assert not _demo.engine._batch.requests
     assert not _demo.engine._runner.cache.sequences
     _demo.engine._prefix_cache.tree.clear()
     assert _demo.engine._runner.cache.usage.pages_used == 0

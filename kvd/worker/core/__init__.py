@@ -1,1 +1,1 @@
-"""The engine: requests become rows, rows run in steps, memory comes and goes between steps."""
+"""The engine over MLX: batches requests, runs their steps, and preempts and recovers rows."""

@@ -1,4 +1,4 @@
-"""How much of its grant one engine holds, and how much it could give back: counted, not measured.
+"""Counts how much of its grant one engine holds, and how much it could give back.
 
 All counts are in the budget's pages. The real engine and the fake one share this module.
 """
@@ -18,7 +18,7 @@ MIN_TOKENS_BETWEEN_PREEMPTIONS = 256
 
 
 class Preemptible(Protocol):
-    """The fields of a request that the account reads."""
+    """The fields of a request that the account reads; the fake engine has requests of its own."""
 
     tracked: TrackedPrompt
     kept_pages: int

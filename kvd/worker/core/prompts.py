@@ -1,109 +1,125 @@
-"""Reading prompts: chunks into rows, from where a prompt read before leaves off, and their scores.
+"""Prefills prompts in chunks, from the deepest checkpoint on, and scores them on request.
 
-The device is idle in all of it. A request whose prompt is to be scored reads all of it, since a
-checkpoint has no logits.
+The device is idle meanwhile. A prompt whose logprobs are requested is prefilled completely, since a
+checkpoint holds no logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 
+from kvd.worker.core.batch import Batch
+from kvd.worker.core.memory_account import MemoryAccount
+from kvd.worker.core.rates import Rates
 from kvd.worker.core.request import Request
-from kvd.worker.prefix.cache import PrefixCache
+from kvd.worker.prefix.cache import PrefixCache, next_chunks
 from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.sampler import finite_and_varied
+from kvd.worker.scheduling.scheduler import Chunk
 from kvd.worker.serving.runner import Runner
 from kvd.worker.text.text import Text
 from protocol.types import TokenLogprob
-from protocol.worker import Report, RowPrompt
 
 
 class Prompts:
-    """The prompts of one engine, and the tree of those that it remembers, if it does."""
+    """The prompts of one engine."""
 
     def __init__(
         self,
+        batch: Batch,
         runner: Runner,
         prefix_cache: PrefixCache,
+        memory: MemoryAccount,
         text: Text,
-        spare_bytes: Callable[[], int],
+        rates: Rates,
     ) -> None:
+        self._batch = batch
         self._runner = runner
         self._prefix_cache = prefix_cache
+        self._memory = memory
         self._text = text
-        self._spare_bytes = spare_bytes
-        self.computed = 0
-        """Tokens that were read."""
+        self._rates = rates
+        self.computed_tokens = 0
 
-    def begin(self, request: Request) -> int:
-        """Give a request its row; return how many of its tokens are in it already."""
-        cache = self._runner.cache
+    def prefill_next(self) -> None:
+        """Prefill the next chunk of a prompt, or the next chunks of several."""
+        scheduler = self._batch.scheduler
+        chunks = next_chunks(scheduler, self._has_new_hit, self._begin)
+        if not chunks:
+            return  # their requests wait until their rows are read from disk
+        start = time.monotonic()
+        self._prefill(chunks)
+        tokens = sum(chunk.length for chunk in chunks)
+        self._rates.note("prefill", tokens, time.monotonic() - start)
+        for chunk in chunks:
+            if chunk.rid in self._batch.requests:
+                scheduler.mark_prefilled(chunk.rid, chunk.end)
+
+    def _has_new_hit(self, rid: str) -> bool:
+        return self._prefix_cache.has_new_hit(self._batch.requests[rid].tracked)
+
+    def _begin(self, rid: str) -> int:
+        """Give a request its row; return the number of prompt tokens that the row holds."""
+        request = self._batch.requests[rid]
         hit = self._prefix_cache.begin_prefill(request.tracked)
-        request.row = cache.restore(hit.snapshot) if hit.tokens else cache.new_row(request.level)
+        self._batch.open_row(request, hit)
         if request.resumed_at is None:
             request.over.cached_tokens = hit.tokens
         return hit.tokens
 
-    def read(self, chunks: Sequence[tuple[Request, int, int]]) -> list[Report]:
-        """Run a chunk of each prompt, and leave checkpoints where they are wanted.
+    def begin_single_tokens(self, rids: Sequence[str]) -> None:
+        """Give rows to decoding requests whose prompt is one token: they need no prefill."""
+        for request in (self._batch.requests[rid] for rid in rids):
+            if not request.begun and request.row is None:
+                self._batch.open_row(request)
+                if request.submit.prompt_logprobs is not None:
+                    self._batch.report_prompt(request, 0, self._first_token(request))
 
-        In one forward pass, but for prompts that are to be scored: returns the logprobs of these;
-        of one whose logits are bad nothing, and it is `Request.distrusted`.
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        """Run the chunks and leave checkpoints: one pass for all, and one for each to be scored.
+
+        Requests with bad logits fail.
         """
-        for request, _, _ in chunks:
-            if request.row is None:  # it was begun, and lost its row before anything was in it
-                request.row = self._runner.cache.new_row(request.level)
-        plain = [one for one in chunks if one[0].submit.prompt_logprobs is None]
-        if plain:
-            rows = [request.row for request, _, _ in plain]
-            tokens = [request.prompt[start:end] for request, start, end in plain]
-            self._runner.prefill_group(rows, tokens)
-        reports: list[Report] = []
-        for request, start, end in chunks:
-            if (top := request.submit.prompt_logprobs) is not None:
-                reports += self._scored(request, start, end, top)
-            if not request.distrusted:
-                self.was_read(request, start, end)
-        return reports
-
-    def was_read(self, request: Request, start: int, end: int) -> None:
-        """Note that a chunk ran; leave a checkpoint if one is wanted there."""
-        self.computed += end - start
-        self._prefix_cache.prefilled(request.tracked, end, request.row, self._spare_bytes)
-
-    def _scored(self, request: Request, start: int, end: int, top: int) -> list[Report]:
-        logits = self._runner.score(request.row, request.prompt[start:end])
-        if not finite_and_varied(logits).all().item():
-            request.distrusted = True
-            return []
-        following = request.prompt[start + 1 : end + 1]
-        scores = score(logits, mx.array(following, mx.int32), top=top > 0)
-        told = [
-            self._text.token_logprob(one.token, one.logprob, one.top)
-            for one in scores.read([top] * len(following))
+        requests = [self._batch.requests[chunk.rid] for chunk in chunks]
+        for request in requests:
+            if request.row is None:  # it lost its row before a chunk ran
+                self._batch.open_row(request)
+        plain = [
+            (request, chunk)
+            for request, chunk in zip(requests, chunks, strict=True)
+            if request.submit.prompt_logprobs is None
         ]
-        first = self._unscored(request) if start == 0 else []
-        return _untold(request, start + 1 - len(first), first + told)
+        if plain:
+            rows = [request.row for request, _ in plain]
+            tokens = [request.prompt[chunk.start : chunk.end] for request, chunk in plain]
+            self._runner.prefill_group(rows, tokens)
+        for request, chunk in zip(requests, chunks, strict=True):
+            top = request.submit.prompt_logprobs
+            if top is None or self._score(request, chunk, top):
+                self.computed_tokens += chunk.length
+                self._prefix_cache.prefilled(
+                    request.tracked, chunk.end, request.row, self._memory.spare_bytes
+                )
 
-    def begin_alone(self, request: Request) -> list[Report]:
-        """Give a request whose prompt is one token its row; it has nothing to read."""
-        request.row = self._runner.cache.new_row(request.level)
-        if request.submit.prompt_logprobs is None:
-            return []
-        return _untold(request, 0, self._unscored(request))
+    def _score(self, request: Request, chunk: Chunk, top: int) -> bool:
+        """Prefill a chunk and report its logprobs; fail the request if its logits are bad."""
+        logits = self._runner.score(request.row, request.prompt[chunk.start : chunk.end])
+        if not finite_and_varied(logits).all().item():
+            self._batch.fail_untrusted(request)
+            return False
+        following = request.prompt[chunk.start + 1 : chunk.end + 1]
+        scores = score(logits, mx.array(following, mx.int32), top=top > 0)
+        logprobs = [
+            self._text.token_logprob(scored.token, scored.logprob, scored.top)
+            for scored in scores.read([top] * len(following))
+        ]
+        first = self._first_token(request) if chunk.start == 0 else []
+        self._batch.report_prompt(request, chunk.start + 1 - len(first), first + logprobs)
+        return True
 
-    def _unscored(self, request: Request) -> list[TokenLogprob]:
-        """Return a prompt's first token, which nothing comes before."""
+    def _first_token(self, request: Request) -> list[TokenLogprob]:
+        """Return a prompt's first token, which has no logprob."""
         return [self._text.token_logprob(request.prompt[0], None)]
-
-
-def _untold(request: Request, index: int, logprobs: list[TokenLogprob]) -> list[Report]:
-    """Return the report of these logprobs, without those that were sent before."""
-    told = max(request.submit.prompt_reported, request.prompt_reported)
-    skipped = max(0, told - index)
-    if skipped >= len(logprobs):
-        return []
-    request.prompt_reported = index + len(logprobs)
-    return [RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])]

@@ -1,4 +1,4 @@
-"""How fast this process computes, writes and reads: what decides where a parked row goes."""
+"""How fast this process computes, writes and reads; decides whether a preempted row is swapped."""
 
 from __future__ import annotations
 
@@ -6,36 +6,35 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Work = Literal["prefill", "decode", "write", "read"]
-"""``prefill`` and ``decode`` in tokens of one row, the others in bytes."""
+"""``prefill`` and ``decode`` count tokens of one row; ``write`` and ``read`` count bytes."""
 
-_WEIGHT = 0.2
-"""Of the newest measurement."""
-_GUESSES: dict[Work, float] = {"prefill": 1000.0, "decode": 50.0, "write": 5e8, "read": 1e9}
-"""A second, before anything was measured."""
+_NEWEST_WEIGHT = 0.2
+"""Weight of the newest measurement in the running mean."""
+_INITIAL: dict[Work, float] = {"prefill": 1000.0, "decode": 50.0, "write": 5e8, "read": 1e9}
+"""Rates per second that apply before the first measurement."""
 
 
 @dataclass
 class Rates:
-    """Running means, a second."""
+    """Running means of amounts per second."""
 
-    _known: dict[Work, float] = field(default_factory=dict)
+    _measured: dict[Work, float] = field(default_factory=dict)
 
     def note(self, work: Work, amount: float, seconds: float) -> None:
-        """Count a piece of work."""
+        """Add a measurement; without an amount or a duration it is ignored."""
         if amount <= 0 or seconds <= 0:
             return
-        now = amount / seconds
-        before = self._known.get(work, now)
-        self._known[work] = before + _WEIGHT * (now - before)
+        newest = amount / seconds
+        mean = self._measured.get(work, newest)
+        self._measured[work] = mean + _NEWEST_WEIGHT * (newest - mean)
 
-    def seconds(self, work: Work, amount: float) -> float:
-        """Return how long so much takes."""
-        return amount / self._known.get(work, _GUESSES[work])
+    def _seconds(self, work: Work, amount: float) -> float:
+        return amount / self._measured.get(work, _INITIAL[work])
 
-    def disk(self, nbytes: int) -> float:
-        """Return how long writing and reading takes."""
-        return self.seconds("write", nbytes) + self.seconds("read", nbytes)
+    def swap_seconds(self, nbytes: int) -> float:
+        """Return the estimated time to write and read ``nbytes``."""
+        return self._seconds("write", nbytes) + self._seconds("read", nbytes)
 
-    def recompute(self, prompt_tokens: int, made_tokens: int) -> float:
-        """Return how long bringing a row back takes that keeps nothing."""
-        return self.seconds("prefill", prompt_tokens) + self.seconds("decode", made_tokens)
+    def recompute_seconds(self, prompt_tokens: int, generated_tokens: int) -> float:
+        """Return the estimated time to rebuild a row from its tokens."""
+        return self._seconds("prefill", prompt_tokens) + self._seconds("decode", generated_tokens)

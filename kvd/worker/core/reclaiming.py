@@ -1,221 +1,214 @@
-"""Giving memory back to the daemon, by the means that it asks for, in slices beside decoding.
+"""Returns memory to the daemon by the method that it asks for, in slices between decode steps.
 
 ::
 
-    Reclaim --> act: drop checkpoints, step rows down, or park rows    a slice between two steps
-                --> cut the pools to what is used                      a slice between two steps
-                    --> MemoryRequested, with less than before --> Reclaimed
+    Reclaim --> drop checkpoints, step rows down, or preempt rows     slices between steps
+                --> shrink the pools to what is used                  slices between steps
+                    --> MemoryRequested with a smaller total --> Reclaimed
 
-While it works nobody is admitted, so what comes free goes to the daemon and not to the queue.
-
-Does not cover: what could be given back (`holdings`), where parked rows go (`parking`).
+No request is admitted meanwhile, so that the memory goes to the daemon and not to the queue.
+`kvd.worker.core.memory_account` counts what each method could return.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 from msgspec.structs import replace
 
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.model_step_down import ModelStepDown, PoolTrimming
-from kvd.worker.process import memory
-from protocol.worker import MemoryRequested, Reclaim, Reclaimed, Report
-
-if TYPE_CHECKING:
-    from kvd.worker.core.hands import Hands
-    from kvd.worker.core.preemption import Preemption
-    from kvd.worker.core.request import Request
+from kvd.worker.core.batch import Batch
+from kvd.worker.core.memory_account import MemoryAccount
+from kvd.worker.core.preemption import Preemption
+from kvd.worker.core.request import Request
+from kvd.worker.prefix.cache import PrefixCache
+from kvd.worker.process import memory as process_memory
+from protocol.worker import Reclaim, Reclaimed
 
 SLICE_SECONDS = 0.010
-"""How long a step works on giving memory back, at least."""
-SHARE = 0.1
-"""Of a step's own time, which is more where prompts are read: somebody waits for the memory."""
-_TRIES = 3
-"""Times that pools are cut: what is flushed meanwhile may make them grow again."""
+"""Minimum seconds that a step works on returning memory."""
+STEP_SHARE = 0.1
+"""Share of the step's duration that a slice may take, if that is more: prefill makes steps long."""
+_TRIM_ROUNDS = 3
+"""Rounds of shrinking the pools: flushes between slices may make them grow again."""
 
 
 class Reclaiming:
-    """What one engine does for the governor. `ask`, then `advance` once a step."""
+    """The reclaims of one engine. Call `add`, then `advance` in each step while `active`."""
 
-    def __init__(self, hands: Hands, parking: Preemption, clock: Callable[[], float]) -> None:
-        self._hands = hands
-        self._preemption = parking
-        self._clock = clock
-        self._asked: deque[Reclaim] = deque()
-        self._now: Iterator[None] | None = None
-        self._end = 0.0
-        """Of the slice."""
-        self._over_at: float | None = None
-        """When the last slice of this command was."""
+    def __init__(
+        self,
+        batch: Batch,
+        memory: MemoryAccount,
+        prefix_cache: PrefixCache,
+        preemption: Preemption,
+    ) -> None:
+        self._batch = batch
+        self._memory = memory
+        self._prefix_cache = prefix_cache
+        self._preemption = preemption
+        self._commands: deque[Reclaim] = deque()
+        self._work: Iterator[None] | None = None
+        """The work on the first command."""
+        self._slice_end = 0.0
+        self._last_slice_at: float | None = None
+        """End of the previous slice of the same command."""
 
     @property
     def active(self) -> bool:
-        """Whether there is something to give back."""
-        return bool(self._asked)
+        return bool(self._commands)
 
-    def ask(self, command: Reclaim) -> None:
-        """Give back what a command says, when those before it are over."""
-        self._asked.append(command)
+    def add(self, command: Reclaim) -> None:
+        """Queue a command behind those under way."""
+        self._commands.append(command)
 
-    def abandon(self) -> list[Report]:
-        """Give up what is under way, after a step that failed; return the answers."""
-        reports: list[Report] = [
-            Reclaimed(seq=one.seq, freed_bytes=0, exhausted=False) for one in self._asked
+    def abandon(self) -> None:
+        """Answer all commands with nothing freed, after a failed step."""
+        self._batch.reports += [
+            Reclaimed(seq=command.seq, freed_bytes=0, exhausted=False) for command in self._commands
         ]
-        self._asked.clear()
-        if self._now is not None:
-            self._open()
-        return reports
+        self._commands.clear()
+        if self._work is not None:
+            self._finish()
 
-    def advance(self) -> list[Report]:
-        """Work for a slice; return the answer of what is over now. The device must be idle."""
-        command = self._asked[0]
-        if self._now is None:
-            self._hands.admission.closed = True
-            self._hands.memory_account.promised_bytes = command.wanted_bytes
-            self._now = self._work(command)
-        now = self._clock()
-        step = 0.0 if self._over_at is None else now - self._over_at
-        self._end = now + max(SLICE_SECONDS, SHARE * step)
-        while next(self._now, self) is None:
-            if not self._has_time():
-                self._over_at = self._clock()
-                return []
-        self._asked.popleft()
-        reports = self._give_back(command)
+    def advance(self) -> None:
+        """Work on the first command for a slice; report when it is done. The device is idle."""
+        command = self._commands[0]
+        if self._work is None:
+            self._batch.admission.closed = True
+            self._memory.promised_bytes = command.wanted_bytes
+            self._work = self._reclaim(command)
+        now = time.monotonic()
+        step_seconds = 0.0 if self._last_slice_at is None else now - self._last_slice_at
+        self._slice_end = now + max(SLICE_SECONDS, STEP_SHARE * step_seconds)
+        while next(self._work, self) is None:
+            if self._seconds_left() <= 0:
+                self._last_slice_at = time.monotonic()
+                return
+        self._commands.popleft()
+        self._return_memory(command)
         self._preemption.requeue()
-        self._open()
-        return reports
+        self._finish()
 
-    def _open(self) -> None:
-        self._now = self._over_at = None
-        self._hands.admission.closed = False
-        self._hands.memory_account.promised_bytes = 0
+    def _finish(self) -> None:
+        self._work = self._last_slice_at = None
+        self._batch.admission.closed = False
+        self._memory.promised_bytes = 0
 
-    def _give_back(self, command: Reclaim) -> list[Report]:
-        hands = self._hands
-        unit = hands.admission.budget.page_bytes
-        wanted = -(-command.wanted_bytes // unit)
-        least = max(0, hands.admission.budget.pages - wanted)
-        wish, freed = hands.admission.give_back(least, hands.memory_account.held())
+    def _return_memory(self, command: Reclaim) -> None:
+        admission, reports = self._batch.admission, self._batch.reports
+        wanted = self._pages_of(command.wanted_bytes)
+        least = max(0, admission.budget.pages - wanted)
+        request, freed = admission.give_back(least, self._memory.held())
         mx.clear_cache()
-        memory.trim_malloc()  # what malloc keeps of it: the process must hold less, not only MLX
-        reclaimable = hands.memory_account.reclaimable()
-        rest = {
+        process_memory.trim_malloc()  # malloc's caches too: the daemon measures the process
+        reclaimable = self._memory.reclaimable()
+        if request is not None:
+            reports.append(replace(request, reclaimable=reclaimable))
+        remaining = {
             "spare": reclaimable.spare,
             "prefixes": reclaimable.prefixes,
             "precision": sum(reclaimable.levels[: command.level]),
             "preempt": reclaimable.preempt,
         }
-        over = Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=rest[command.method] == 0)
-        given: list[MemoryRequested] = (
-            [] if wish is None else [replace(wish, reclaimable=reclaimable)]
-        )
-        return [*given, over]
+        exhausted = remaining[command.method] == 0
+        reports.append(Reclaimed(seq=command.seq, freed_bytes=freed, exhausted=exhausted))
 
-    # The work. Each yield is a place where a slice may end.
+    def _pages_of(self, nbytes: int) -> int:
+        return -(-nbytes // self._batch.admission.budget.page_bytes)
 
-    def _work(self, command: Reclaim) -> Iterator[None]:
+    def _seconds_left(self) -> float:
+        return self._slice_end - time.monotonic()
+
+    # The work on one command. A slice may end at each yield.
+
+    def _reclaim(self, command: Reclaim) -> Iterator[None]:
         while self._preemption.busy:
-            self._preemption.work(self._left())
+            self._preemption.work(self._seconds_left())
             yield
-        self._hands.admission.closed = True  # what was under way there may have opened it
+        self._batch.admission.closed = True  # the transfers may have opened it
         match command.method:
             case "spare":
                 pass
             case "prefixes":
-                self._hands.prefix_cache.evict(command.wanted_bytes)
+                self._prefix_cache.evict(command.wanted_bytes)
             case "precision":
-                yield from self._lower(command)
+                yield from self._step_down(command)
             case "preempt":
                 yield from self._preemption.reclaim(command.wanted_bytes)
         yield from self._trim(command.wanted_bytes)
 
-    def _has_time(self) -> bool:
-        return self._clock() < self._end
-
-    def _left(self) -> float:
-        return self._end - self._clock()
-
-    def _lower(self, command: Reclaim) -> Iterator[None]:
-        """Step rows down, the least valuable first, until it is enough."""
-        hands, cache = self._hands, self._hands.cache
-        level = min(command.level, hands.scheduler.sizes.lowest_level)
-        hands.admission.set_start_level(max(level, hands.scheduler.start_level))
+    def _step_down(self, command: Reclaim) -> Iterator[None]:
+        """Step down the least valuable requests, as many as it takes; new ones start there."""
+        batch, cache = self._batch, self._batch.cache
+        level = min(command.level, batch.scheduler.sizes.lowest_level)
+        batch.admission.set_start_level(max(level, batch.scheduler.start_level))
         if not isinstance(cache, ModelCache):
             return
-        chosen = self._chosen(level, command.wanted_bytes)
+        chosen = self._choose(level, command.wanted_bytes)
         for request in chosen:
-            request.level = max(request.level, level)
-            request.over.record_level(request.level)
-            request.tracked.lowered = True
-            request.mixed = request.mixed or request.begun or request.row is not None
-        while above := [row for row in self._rows(chosen) if _is_above(cache, row, level)]:
-            hands.drain()
-            lowering = ModelStepDown(cache, above, level)
-            while not lowering.over:
-                lowering.advance(self._left(), self._clock)
+            batch.step_down(request, level)
+        while above := [row for row in self._rows_of(chosen) if _is_above(cache, row, level)]:
+            batch.drain()
+            work = ModelStepDown(cache, above, level)
+            while not work.over:
+                work.advance(self._seconds_left(), time.monotonic)
                 yield
-        hands.prefix_cache.drop_lowered()
-        for request in self._present(chosen):
-            hands.admission.step_down(request.rid, level)
+        self._prefix_cache.drop_lowered()
+        for request in chosen:
+            if batch.holds(request):
+                batch.admission.step_down(request.rid, level)
 
-    def _chosen(self, level: int, wanted_bytes: int) -> list[Request]:
-        hands = self._hands
-        unit, chosen = hands.admission.budget.page_bytes, []
-        for rid in hands.scheduler.victims():
+    def _choose(self, level: int, wanted_bytes: int) -> list[Request]:
+        batch, chosen = self._batch, []
+        for rid in batch.scheduler.victims():
             if wanted_bytes <= 0:
                 break
-            if hands.scheduler.find(rid).level < level:
-                wanted_bytes -= hands.scheduler.step_down_savings(rid, level) * unit
-                chosen.append(hands.requests[rid])
+            if batch.scheduler.find(rid).level < level:
+                saved_pages = batch.scheduler.step_down_savings(rid, level)
+                wanted_bytes -= saved_pages * batch.admission.budget.page_bytes
+                chosen.append(batch.requests[rid])
         return chosen
 
-    def _present(self, requests: list[Request]) -> list[Request]:
-        there = self._hands.requests
-        return [one for one in requests if there.get(one.rid) is one]
-
-    def _rows(self, requests: list[Request]) -> list[Any]:
-        there = self._present(requests)
-        rows = [one.row for one in there] + [
-            one.row for request in there for one in request.completions
-        ]
+    def _rows_of(self, requests: list[Request]) -> list[Any]:
+        present = [request for request in requests if self._batch.holds(request)]
+        rows = [owner.row for request in present for owner in request.owners]
         return [row for row in rows if row is not None]
 
     def _trim(self, wanted_bytes: int) -> Iterator[None]:
-        """Cut tails and pools to what is used, if they hold what is wanted."""
-        hands, cache = self._hands, self._hands.cache
-        wanted = -(-wanted_bytes // hands.admission.budget.page_bytes)
-        if not self._lacks(wanted):
+        """Shrink tails and pools to what is used, if they hold the memory that is wanted."""
+        batch, cache = self._batch, self._batch.cache
+        wanted = self._pages_of(wanted_bytes)
+        if not self._must_trim(wanted):
             return
-        if cache.tail_slots > hands.scheduler.reserved_rows:
-            hands.settle()
-            hands.drain()
+        if cache.tail_slots > batch.scheduler.reserved_rows:
+            batch.settle()
+            batch.drain()
             cache.cut_tails()
-        for _ in range(_TRIES):
-            if not self._lacks(wanted) or not isinstance(cache, ModelCache):
+        for _ in range(_TRIM_ROUNDS):
+            if not self._must_trim(wanted) or not isinstance(cache, ModelCache):
                 return
-            hands.drain()
+            batch.drain()
             trimming = PoolTrimming(cache)
             while not trimming.over:
-                trimming.advance(self._left(), self._clock)
+                trimming.advance(self._seconds_left(), time.monotonic)
                 yield
 
-    def _lacks(self, wanted: int) -> bool:
-        """Return whether less can be given back than wanted, and cutting would help."""
-        hands = self._hands
-        memory_account, held = hands.memory_account, hands.memory_account.held()
-        loose = (
-            held.pages > memory_account.needed_pages or held.rows > hands.scheduler.reserved_rows
-        )
-        return loose and hands.admission.spare_pages(held) < wanted
+    def _must_trim(self, wanted: int) -> bool:
+        """Return whether fewer pages than wanted are free, and trimming would free some."""
+        held, admission = self._memory.held(), self._batch.admission
+        places = self._batch.scheduler.reserved_rows
+        excess = held.pages > self._memory.needed_pages or held.rows > places
+        return excess and admission.spare_pages(held) < wanted
 
 
 def _is_above(cache: ModelCache, row: Any, level: int) -> bool:
+    """Return whether a sequence has a tail or a page above a precision level."""
     lowest = cache.settings.store_level(level)
     return any(
         one.level < lowest or any(page.level < lowest for page in one.pages) for one in row.rows

@@ -1,193 +1,170 @@
-"""Bringing rows back to where they were, after a step that could not be finished.
+"""Rebuilds rows after a step that ran out of memory.
 
-A pass over prompts that failed is taken back: a chunk changes nothing before it is written. What
-any other step has left of tails and states is not known, and what it holds may be what is missing.
-So all of it is thrown away, and each row gets again what it was given: its prompt in the same
-cuts, then its tokens, one a step, with the other rows. The same passes give the same keys and
-values, so nobody notices but by the time that it takes. Checkpoints of prompts save most of the
-reading; they go as soon as the rows have taken their pages.
+A prefill pass that failed can be undone: a chunk changes nothing before it is written. The effect
+of any other failed step on tails and states is unknown, and the rows may hold the memory that is
+missing. So all rows are discarded, and each gets the same input again: its prompt in the same
+chunks, then its tokens, one per step, next to the other rows. The same passes give the same keys
+and values, so clients see only the delay. Checkpoints save most of the prefill; they are dropped as
+soon as the rows share their pages.
 
-Rows that had been stepped down come back on their level, as if they had begun there. Does not
-cover when this is done, and who fails where it does not help (`setbacks`).
+Rows that were stepped down are rebuilt at their precision level, as if they had started there.
+`kvd.worker.core.out_of_memory` decides when rows are rebuilt, and which request fails if that does
+not help.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from kvd.worker.core.batch import Batch
 from kvd.worker.core.request import Completion, Request
 from kvd.worker.engine import OnPhase
 from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.prefix.tree import Hit
 from kvd.worker.process.shortage import attempt
-from kvd.worker.scheduling.scheduler import Scheduler
 from kvd.worker.serving.runner import Row, Runner
-
-Join = Callable[[Request, Completion, Row], None]
 
 
 @dataclass(eq=False)
-class _Lost:
-    """A prompt as far as it was read, and those who went on from there."""
+class _Rebuild:
+    """What a request lost: a prompt up to ``prefilled``, and the completions behind it."""
 
     request: Request
-    read: int
+    prefilled: int
     """Tokens of the prompt."""
     completions: list[Completion]
-    """None of them: the prompt is not through."""
-    known: int = 0
-    """How many of the tokens a checkpoint had."""
+    """Empty if the prompt is still in prefill."""
+    cached: int = 0
+    """Prompt tokens that a checkpoint has."""
     rows: list[Row] = field(default_factory=list)
-    """As they come back: one for each completion, or the one that the prompt is read into."""
+    """The new rows: one for each completion, or the one with the unfinished prompt."""
 
-    def fed(self) -> list[tuple[Row, list[int]]]:
-        """Return the rows, each with the tokens that its decode steps were given."""
+    def inputs(self) -> list[tuple[Row, list[int]]]:
+        """Return each row with the input tokens of its decode steps."""
         last = self.request.prompt[-1]
-        found = []
-        for row, completion in zip(self.rows, self.completions, strict=False):
-            tokens = completion.tokens
-            found.append((row, [last, *tokens][: len(tokens)]))
-        return found
+        return [
+            (row, [last, *completion.tokens][: len(completion.tokens)])
+            for row, completion in zip(self.rows, self.completions, strict=False)
+        ]
 
 
 class Recovery:
-    """The rows of one engine; ``chunk`` is the grid that prompts are cut on."""
+    """Rebuilds the rows of one engine; ``chunk`` is the prefill chunk in tokens."""
 
     def __init__(
         self,
+        batch: Batch,
         runner: Runner,
-        scheduler: Scheduler,
         prefix_cache: PrefixCache,
         chunk: int,
-        on_phase: OnPhase,
+        enter_phase: OnPhase,
     ) -> None:
+        self._batch = batch
+        self._scheduler = batch.scheduler
         self._runner = runner
-        self._scheduler = scheduler
+        self._cache = runner.cache
         self._prefix_cache = prefix_cache
         self._chunk = chunk
-        self._on_phase = on_phase
+        self._enter_phase = enter_phase
 
-    def take_back(self, requests: Collection[Request], drain: Callable[[], None]) -> bool:
-        """Forget the pass over prompts that failed, and make room; return whether that is all.
+    def undo_prefill(self) -> bool:
+        """Undo a failed prefill pass and free memory; return whether that restores all rows.
 
-        All rows are as they were then, and what is in flight goes on.
+        The step in flight then continues.
         """
-        if not self._runner.cache.undo_prefill():
+        if not self._cache.undo_prefill():
             return False
-        for request in requests:
+        for request in self._batch.requests.values():
             if request.row and request.row.length != self._scheduler.find(request.rid).prefilled:
-                return False  # another pass of the same step had gone through
-        return attempt(self._give_up_spare, requests, drain) is None
+                return False  # an earlier pass of the same step had succeeded
+        return attempt(self._free_spare) is None
 
-    def _give_up_spare(self, requests: Collection[Request], drain: Callable[[], None]) -> None:
-        self._prefix_cache.clear(request.tracked for request in requests)
-        drain()
-        gc.collect()  # a traceback's frames hold what the step has built, until somebody looks
-        self._runner.cache.compact()
+    def _free_spare(self) -> None:
+        self._drop_checkpoints()
+        self._batch.drain()
+        gc.collect()  # frames of the traceback hold arrays of the failed step
+        self._cache.compact()
         mx.clear_cache()
 
-    def clear(self, requests: Collection[Request], *, late: bool) -> None:
-        """Free all rows, and what is in flight with them; frozen ones stay, and checkpoints.
+    def _drop_checkpoints(self) -> None:
+        self._prefix_cache.clear(request.tracked for request in self._batch.requests.values())
 
-        After a ``late`` shortage these go too: nothing that was written can be trusted.
+    def discard(self, *, late: bool) -> None:
+        """Free all rows; snapshots and checkpoints stay.
+
+        After a ``late`` shortage they are freed too, since no write of the step can be trusted.
         """
-        cache = self._runner.cache
-        for request in requests:
-            request.row = None
-            for completion in request.completions:
-                if completion.row is not None:
-                    completion.launched = len(completion.tokens)
-                completion.row = None
+        self._batch.discard_rows(late=late)
         if late:
-            self._prefix_cache.clear(request.tracked for request in requests)
-            holders: list[Request | Completion] = [*requests]
-            holders += [one for request in requests for one in request.completions]
-            for holder in [one for one in holders if one.snapshot is not None]:
-                cache.snapshots.drop(holder.snapshot)
-                holder.snapshot = None
-                if isinstance(holder, Completion):
-                    holder.launched = len(holder.tokens)
+            self._drop_checkpoints()
         gc.collect()
-        cache.discard()
+        self._cache.discard()
         mx.clear_cache()
 
-    def bring_back(self, requests: Collection[Request], join: Join) -> None:
-        """Give all rows back that `clear` has taken; ``join`` lets one decode again."""
-        lost = [one for one in map(self._lost, requests) if one is not None]
-        for one in lost:
-            self._begin(one)
-        self._prefix_cache.clear(request.tracked for request in requests)
-        self._runner.cache.compact()
-        for one in lost:
-            self._read(one)
-        self._decode([pair for one in lost for pair in one.fed()])
-        for one in lost:
-            if self._scheduler.is_admitted(one.request.rid):
-                self._hand_over(one, join)
-            else:
-                self._snapshot(one)
+    def rebuild(self) -> None:
+        """Give all rows back that `discard` has freed."""
+        rebuilds = [
+            rebuild
+            for request in self._batch.requests.values()
+            if (rebuild := self._find(request)) is not None
+        ]
+        for rebuild in rebuilds:
+            self._open_row(rebuild)
+        self._drop_checkpoints()
+        self._cache.compact()
+        for rebuild in rebuilds:
+            self._prefill(rebuild)
+        self._decode([pair for rebuild in rebuilds for pair in rebuild.inputs()])
+        for rebuild in rebuilds:
+            self._batch.put_back(rebuild.request, rebuild.completions, rebuild.rows)
 
-    def _lost(self, request: Request) -> _Lost | None:
-        """Return what a request lacks of what it had; None: nothing."""
-        if request.saved is not None:
+    def _find(self, request: Request) -> _Rebuild | None:
+        """Return what a request lost; None: nothing."""
+        if request.swapped is not None:
             return None
         if request.begun:
-            away = [one for one in request.live if one.snapshot is None]
-            return _Lost(request, len(request.prompt) - 1, away) if away else None
+            lost = [completion for completion in request.live if completion.snapshot is None]
+            return _Rebuild(request, len(request.prompt) - 1, lost) if lost else None
         if request.snapshot is not None or not self._scheduler.find(request.rid).prompt_started:
             return None
-        return _Lost(request, self._scheduler.find(request.rid).prefilled, [])
+        return _Rebuild(request, self._scheduler.find(request.rid).prefilled, [])
 
-    def _begin(self, one: _Lost) -> None:
-        self._on_phase("pools")
-        cache = self._runner.cache
-        # A checkpoint's pages are of the top level; who runs below has reserved less.
-        hit = Hit(0) if one.request.level else self._find(one)
-        one.known = hit.tokens
-        one.rows = [cache.restore(hit.snapshot) if hit.tokens else cache.new_row(one.request.level)]
+    def _open_row(self, rebuild: _Rebuild) -> None:
+        self._enter_phase("pools")
+        request, hit = rebuild.request, Hit(0)
+        # A checkpoint's pages are at the top level; a request below has reserved less memory.
+        if not request.level:
+            tokens = request.prompt[: rebuild.prefilled + 1]
+            hit = self._prefix_cache.peek(tokens, request.tracked.salt)
+        rebuild.cached = hit.tokens
+        if hit.tokens:
+            rebuild.rows = [self._cache.restore(hit.snapshot)]
+        else:
+            rebuild.rows = [self._cache.new_row(request.level)]
 
-    def _find(self, one: _Lost) -> Hit:
-        return self._prefix_cache.peek(one.request.prompt[: one.read + 1], one.request.salt)
-
-    def _read(self, one: _Lost) -> None:
-        cache, row = self._runner.cache, one.rows[0]
-        for start in range(one.known, one.read, self._chunk):
-            self._on_phase("prefill")
-            end = min(start + self._chunk, one.read)
-            self._runner.prefill(row, one.request.prompt[start:end])
-        others = one.completions[1:]
+    def _prefill(self, rebuild: _Rebuild) -> None:
+        cache, row = self._cache, rebuild.rows[0]
+        for start in range(rebuild.cached, rebuild.prefilled, self._chunk):
+            self._enter_phase("prefill")
+            end = min(start + self._chunk, rebuild.prefilled)
+            self._runner.prefill(row, rebuild.request.prompt[start:end])
+        others = rebuild.completions[1:]
         if others:
             snapshot = cache.snapshots.take(row)
-            one.rows += [cache.restore(snapshot) for _ in others]
+            rebuild.rows += [cache.restore(snapshot) for _ in others]
             cache.snapshots.drop(snapshot)
 
-    def _decode(self, fed: list[tuple[Row, list[int]]]) -> None:
-        cache = self._runner.cache
-        for step in range(max((len(tokens) for _, tokens in fed), default=0)):
-            now = [(row, tokens[step]) for row, tokens in fed if step < len(tokens)]
+    def _decode(self, inputs: list[tuple[Row, list[int]]]) -> None:
+        cache = self._cache
+        for step in range(max((len(tokens) for _, tokens in inputs), default=0)):
+            now = [(row, tokens[step]) for row, tokens in inputs if step < len(tokens)]
             rows = [row for row, _ in now]
             if cache.needs_flush(rows):
-                self._on_phase("flush")
+                self._enter_phase("flush")
                 cache.flush()
-            self._on_phase("decode")
+            self._enter_phase("decode")
             logits = self._runner.decode(rows, mx.array([token for _, token in now], mx.int32))
             mx.eval(logits, cache.arrays())
-
-    def _hand_over(self, one: _Lost, join: Join) -> None:
-        if one.request.begun:
-            for completion, row in zip(one.completions, one.rows, strict=True):
-                join(one.request, completion, row)
-        else:
-            one.request.row = one.rows[0]
-
-    def _snapshot(self, one: _Lost) -> None:
-        """Let a request that was parked be parked again."""
-        cache = self._runner.cache
-        holders: list[Request | Completion] = [*one.completions] or [one.request]
-        for holder, row in zip(holders, one.rows, strict=True):
-            holder.snapshot = cache.snapshots.take(row)
-            cache.free(row)

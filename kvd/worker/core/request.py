@@ -1,4 +1,7 @@
-"""A request while it is in the engine: its prompt, its completions, and where each of them is."""
+"""A request in the engine: its prompt, its completions, and where their rows are.
+
+Only `kvd.worker.core.batch.Batch` assigns these fields; all other modules read them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd.worker.core.replay import unsaid
+from kvd.worker.core.replay import SentText
 from kvd.worker.prefix.cache import TrackedPrompt
 from kvd.worker.sampling.sampler import RowSettings
 from kvd.worker.serving.runner import Row
@@ -15,7 +18,7 @@ from kvd.worker.text.text import TextStream
 from protocol.worker import Submit
 
 Key = tuple[str, int]
-"""A completion: request and choice."""
+"""A completion: request id and choice."""
 
 
 @dataclass(eq=False)
@@ -25,122 +28,99 @@ class Completion:
     key: Key
     stream: TextStream
     row: Row | None = None
-    """Its place in the cache, from when its prompt is through."""
+    """Its row in the cache, once the prompt is prefilled."""
     snapshot: Any = None
-    """What was there when the request was parked."""
+    """Snapshot of its row, while the request is preempted."""
     launched: int = 0
-    """Tokens whose steps have been launched."""
+    """Decode steps launched; each produces one token."""
     known: int = 0
-    """Tokens that were sent before: their steps are run again, and nothing is drawn in them."""
-    said_bytes: int = 0
-    """Of the text to come, what was sent before."""
+    """Tokens drawn before a replay or recomputation: their steps run again without a draw."""
+    sent_text: SentText = field(default_factory=SentText)
     tokens: list[int] = field(default_factory=list)
-    """Drawn and read, a token that ended it too."""
+    """Tokens that were drawn and read, including one that ended the completion."""
     trusted: bool = False
-    """Whether the newest logits were sound, and so all that they attended to."""
+    """Whether the newest logits were finite and varied, and so everything they attended to."""
     ended: bool = False
     released: bool = False
+    """Whether its row is freed: a step in flight may outlive the completion's end."""
 
-    def unsaid(self, text: str) -> str:
-        """Return what of the next text was not sent before."""
-        if not self.said_bytes:
-            return text
-        new = unsaid(text, self.said_bytes)
-        self.said_bytes = max(0, self.said_bytes - len(text.encode()))
-        return new
-
-    def input(self, before: int) -> int:
-        """Return what the next step is given, if it has been read; ``before`` it all."""
+    def next_input(self, prompt_end: int) -> int:
+        """Return the next step's input token, or 0 if the step in flight still computes it."""
         if not self.launched:
-            return before
+            return prompt_end
         return self.tokens[self.launched - 1] if self.launched <= len(self.tokens) else 0
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The file of a parked request's rows."""
+class SwappedRows:
+    """The file with a preempted request's rows."""
 
     path: Path
     nbytes: int
-    holders: tuple[Key | None, ...]
-    """Whose they are, in the file's order; None: the request's own, amidst its prompt."""
+    owners: tuple[Key | None, ...]
+    """The completion of each row, in the file's order; None: the row of an unfinished prompt."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A request that was accepted."""
+    """A request that the engine accepted."""
 
     submit: Submit
     prompt: list[int]
     max_new: int
     completions: list[Completion]
-    """Those that hold something here; they go one by one."""
+    """Completions that are not released."""
     over: Choices
+    """Counts the completions that have ended."""
     tracked: TrackedPrompt
-    """Its prompt, as far as it may be shared."""
     row: Row | None = None
-    """Where its prompt is read; empty again once its completions have rows of their own."""
+    """The row that prefill fills; None once the completions have rows of their own."""
     snapshot: Any = None
-    """What was there when the request was parked."""
+    """Snapshot of ``row``, while the request is preempted."""
     kept_pages: int = 0
-    """How much that is, in the budget's pages."""
-    distrusted: bool = False
-    """Whether its prompt has given bad logits."""
+    """Pages of the budget that its snapshots take while it is preempted."""
     begun: bool = False
-    """Whether its completions have had rows."""
-    saved: Saved | None = None
-    """Where its rows are, if they are on disk."""
-    mixed: bool = False
-    """Whether it was stepped down on its way: read again, it would not be the same."""
+    """Whether its completions have rows, or had them when it was preempted."""
+    swapped: SwappedRows | None = None
+    """Its rows, if they are on disk."""
+    mixed_levels: bool = False
+    """Whether it was stepped down with tokens in its rows: recomputed rows would differ."""
     level: int = 0
-    """Of the ladder, that it runs on; what it has may be on its way there."""
+    """Its precision level; a step-down may still be requantizing its pages."""
     prompt_reported: int = 0
-    """Tokens of the prompt whose logprobs were told."""
+    """Prompt tokens whose logprobs were reported."""
     resumed_at: int | None = None
-    """How long its longest completion was when it went on after it had been parked."""
+    """Tokens of its longest completion when it was last resumed after preemption."""
 
     @property
     def rid(self) -> str:
-        """The daemon's name for it."""
         return self.submit.rid
 
     @property
-    def salt(self) -> str:
-        """What keeps its prompt apart from others' prompts."""
-        return self.tracked.salt
-
-    @property
     def live(self) -> list[Completion]:
-        """Completions that are not over."""
-        return [one for one in self.completions if not one.ended]
+        """Completions that have not ended."""
+        return [completion for completion in self.completions if not completion.ended]
 
     @property
-    def made(self) -> int:
-        """Tokens so far, of all completions that are still here."""
-        return sum(len(one.tokens) for one in self.completions)
+    def generated(self) -> int:
+        """Tokens generated so far, by all completions that are not released."""
+        return sum(len(completion.tokens) for completion in self.completions)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest completion that is still here."""
-        return max((len(one.tokens) for one in self.completions), default=0)
+        """Tokens of the longest completion that is not released."""
+        return max((len(completion.tokens) for completion in self.completions), default=0)
 
     @property
-    def holders(self) -> list[Request | Completion]:
-        """All that may hold something of it in the cache."""
+    def owners(self) -> list[Request | Completion]:
+        """The request and its completions: each may own a row or a snapshot."""
         return [self, *self.completions]
 
     @property
-    def snapshots(self) -> list[Any]:
-        """What is frozen of it."""
-        return [one.snapshot for one in self.holders if one.snapshot is not None]
-
-    def start_over(self) -> None:
-        """Note that nothing of it is in the cache: its prompt is read again, its tokens are fed."""
-        self.begun = False
-        for completion in self.completions:
-            completion.launched = 0
-            completion.known = len(completion.tokens)
+    def preempted_owners(self) -> list[Request | Completion]:
+        """The owners that have a snapshot."""
+        return [owner for owner in self.owners if owner.snapshot is not None]
 
     def settings(self, completion: Completion) -> RowSettings:
-        """Return how a completion is drawn."""
+        """Return the sampling settings of a completion."""
         return RowSettings.of(self.submit, completion.stream.ends, completion.key[1])

@@ -1,13 +1,12 @@
-"""Files of parked rows: checksummed records, in a folder with bounds.
+"""Files of preempted rows: checksummed records in a folder with a size limit.
 
 ::
 
-    magic, then for each record:  length (8 bytes)  SHA-256 of what follows (32 bytes)  content
+    magic, then for each record:  length (8 bytes)  SHA-256 of the content (32 bytes)  content
 
-A file is written under another name and renamed when it is whole; nothing of a life before is ever
-read, so nothing is synced to the disk.
-
-Does not cover: what the records say (`kvd.worker.cache.snapshot_records`).
+A file is written under a temporary name and renamed when it is complete. Files of an earlier
+process are never read, so nothing is synced to disk. `kvd.worker.cache.snapshot_records` defines
+the records' content.
 """
 
 from __future__ import annotations
@@ -24,87 +23,19 @@ from kvd.worker.cache.snapshot_records import DamagedRecord
 
 _log = logging.getLogger("kvd.worker")
 
-MAGIC = b"kvd parked 1\n"
 SPARE_DISK_BYTES = 1024 * 1024 * 1024
-"""Of the disk, what is left free for others."""
+"""Disk space that stays free for other programs."""
+_MAGIC = b"kvd swap 1\n"
 _HEAD = struct.Struct("<Q32s")
 
 
-class Folder:
-    """One worker's own folder; what a life before has left there is deleted.
-
-    ``cap_bytes``: what all files together may hold.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        cap_bytes: int,
-        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
-    ) -> None:
-        self._path = path
-        self._cap_bytes = cap_bytes
-        self._free_bytes = free_bytes
-        self._sizes: dict[Path, int] = {}
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in path.iterdir():
-            if left.suffix in (".parked", ".part"):
-                left.unlink()
-
-    @classmethod
-    def open(cls, path: str | None, cap_bytes: int) -> Folder | None:
-        """Return the folder that the daemon named; None if there is none, or it cannot be used."""
-        if path is None or cap_bytes <= 0:
-            return None
-        try:
-            return cls(Path(path), cap_bytes)
-        except OSError as error:
-            _log.warning("no rows are parked on disk: %s", error)
-            return None
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of all files, those that are being written too."""
-        return sum(self._sizes.values())
-
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether so much may be written."""
-        if self.held_bytes + nbytes > self._cap_bytes:
-            return False
-        try:
-            return nbytes + SPARE_DISK_BYTES <= self._free_bytes(self._path)
-        except OSError:
-            return False
-
-    def new(self, name: str, nbytes: int) -> Writing:
-        """Begin a file of about so many bytes; raises `OSError`."""
-        path = self._path / f"{name}.parked"
-        self._sizes[path] = nbytes
-        try:
-            return Writing(path)
-        except OSError:
-            self.delete(path)
-            raise
-
-    def clear(self) -> None:
-        """Delete all files."""
-        for path in list(self._sizes):
-            self.delete(path)
-
-    def delete(self, path: Path) -> None:
-        """Delete a file, whole or not."""
-        self._sizes.pop(path, None)
-        for one in (path, path.with_suffix(".part")):
-            one.unlink(missing_ok=True)
-
-
-class Writing:
-    """A file that is being written."""
+class SwapFile:
+    """A file while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.with_suffix(".part").open("xb")
-        self._file.write(MAGIC)
+        self._file.write(_MAGIC)
 
     def add(self, record: bytes) -> None:
         """Write a record; raises `OSError`."""
@@ -112,29 +43,97 @@ class Writing:
         self._file.write(record)
 
     def finish(self) -> None:
-        """Make it whole; raises `OSError`."""
+        """Close the complete file under its final name; raises `OSError`."""
         self._file.close()
         self.path.with_suffix(".part").rename(self.path)
 
-    def stop(self) -> None:
-        """Give it up; `Folder.delete` removes what there is."""
-        with contextlib.suppress(OSError):  # what was buffered does not fit either
+    def abort(self) -> None:
+        """Close the file; `SwapFolder.delete` removes it."""
+        with contextlib.suppress(OSError):  # flushing the buffer fails on a full disk
             self._file.close()
 
 
-def records_of(path: Path) -> Iterator[bytes]:
-    """Yield a file's records; raises `DamagedRecord` or `OSError` where they are not what was written."""
+class SwapFolder:
+    """The swap folder of one worker. Files of an earlier process are deleted.
+
+    ``path`` None: nothing may be written. ``limit_bytes``: limit of all files together.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        limit_bytes: int,
+        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+    ) -> None:
+        self._path = path
+        self._limit_bytes = limit_bytes
+        self._free_bytes = free_bytes
+        self._sizes: dict[Path, int] = {}
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for old in path.iterdir():
+                if old.suffix in (".swap", ".part"):
+                    old.unlink()
+
+    @classmethod
+    def open(cls, path: str | None, limit_bytes: int) -> SwapFolder:
+        """Return the folder that the daemon named; one without room if it cannot be used."""
+        if path is None or limit_bytes <= 0:
+            return cls(None, 0)
+        try:
+            return cls(Path(path), limit_bytes)
+        except OSError as error:
+            _log.warning("cannot swap rows to disk: %s", error)
+            return cls(None, 0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all files, including unfinished ones."""
+        return sum(self._sizes.values())
+
+    def has_room(self, nbytes: int) -> bool:
+        if self._path is None or self.held_bytes + nbytes > self._limit_bytes:
+            return False
+        try:
+            return nbytes + SPARE_DISK_BYTES <= self._free_bytes(self._path)
+        except OSError:
+            return False
+
+    def create(self, name: str, nbytes: int) -> SwapFile:
+        """Create a file of about ``nbytes``; raises `OSError`. `has_room` must be true."""
+        assert self._path is not None, "a folder without a path has no room"
+        path = self._path / f"{name}.swap"
+        self._sizes[path] = nbytes
+        try:
+            return SwapFile(path)
+        except OSError:
+            self.delete(path)
+            raise
+
+    def clear(self) -> None:
+        for path in list(self._sizes):
+            self.delete(path)
+
+    def delete(self, path: Path) -> None:
+        """Delete a file, complete or not."""
+        self._sizes.pop(path, None)
+        for name in (path, path.with_suffix(".part")):
+            name.unlink(missing_ok=True)
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """Yield a file's records; raises `DamagedRecord` or `OSError` if the file is damaged."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise DamagedRecord("it does not begin as it should")
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise DamagedRecord(f"{path.name} does not begin with {_MAGIC!r}")
         while head := file.read(_HEAD.size):
             if len(head) < _HEAD.size:
-                raise DamagedRecord("it ends within a record")
+                raise DamagedRecord(f"{path.name} ends within a record's header")
             length, digest = _HEAD.unpack(head)
             if length > size - file.tell():
-                raise DamagedRecord("it ends within a record")
+                raise DamagedRecord(f"{path.name} ends within a record")
             record = file.read(length)
             if hashlib.sha256(record).digest() != digest:
-                raise DamagedRecord("a checksum is wrong")
+                raise DamagedRecord(f"a record of {path.name} has a wrong checksum")
             yield record

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvd.worker.core.replay import check_resume
-from kvd.worker.engine import ignore_phase
+from kvd.worker.engine import DEFAULT_MAX_TOKENS, ignore_phase
 from kvd.worker.fake.model import FakeModel, parse
 from kvd.worker.fake.pages import FakePages
 from kvd.worker.fake.reclaiming import FakeReclaiming, sizes_of
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from kvd.worker.engine import AskGrant, OnPhase, ReportProgress
     from protocol.messages import FinishReason
     from protocol.worker import PreemptionMode
-
-DEFAULT_MAX_TOKENS = 512
 
 
 @dataclass

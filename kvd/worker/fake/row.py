@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvd.worker.core.replay import ended, unsaid
+from kvd.worker.core.replay import SentText, finish_replayed
 from kvd.worker.fake.tokens import VOCABULARY, FakeTokens, word
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.stops import StopFilter
@@ -30,14 +30,7 @@ class FakeChoice:
     stops: StopFilter
     tokens: int = 0
     """Tokens generated so far."""
-    sent_bytes: int = 0
-    """Bytes of the coming text that were sent before the row's last worker died."""
-
-    def unsent(self, text: str) -> str:
-        """Return the part of the next text that was not sent before."""
-        new = unsaid(text, self.sent_bytes)
-        self.sent_bytes = max(0, self.sent_bytes - len(text.encode()))
-        return new
+    sent_text: SentText = field(default_factory=SentText)
 
 
 @dataclass
@@ -88,13 +81,17 @@ class FakeRow:
                 choice.tokens += 1
                 text += self._filtered(choice, " " + word(token))
             self.made += choice.tokens
-            choice.sent_bytes = resumed.text_bytes - len(text.encode())
+            choice.sent_text = SentText(resumed.text_bytes - len(text.encode()))
             stopped = choice.stops.stopped or (choice.tokens > 0 and self._at_eos(choice))
             reason: FinishReason | None = "length" if choice.tokens == self.max_new else None
             if reason := resumed.reason or ("stop" if stopped else reason):
                 self.choices.remove(choice)
-                rest = "" if choice.stops.stopped else choice.unsent(choice.stops.finish())
-                reports += ended(
+                rest = (
+                    ""
+                    if choice.stops.stopped
+                    else choice.sent_text.remove_from(choice.stops.finish())
+                )
+                reports += finish_replayed(
                     self.over, choice.number, resumed, reason, stopped=stopped, rest=rest
                 )
         return reports
@@ -137,7 +134,7 @@ class FakeRow:
         logprobs = None
         if top is not None:
             logprobs = [self.source.token_logprob(token, choice.tokens, top) for token in tokens]
-        text = choice.unsent(text)
+        text = choice.sent_text.remove_from(text)
         if not (tokens or text):
             return []
         return [

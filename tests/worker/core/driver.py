@@ -146,6 +146,7 @@ class Driver:
         scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
         assert cache.nbytes <= self.total - budget.base_bytes + scratch
         cache.check()
+        self.engine._batch.check()
         self.engine._scheduler.check()
 
     def _note(self, report: Report) -> None:
@@ -178,6 +179,16 @@ class Driver:
         self.engine.reclaim(Reclaim(seq=7, method=method, wanted_bytes=wanted_bytes, level=level))
         self.run(until=lambda: len(self.reclaimed) > before)
         return self.reclaimed[-1]
+
+    def preempt(self, rid: str) -> None:
+        """Take a request out of the batch with its snapshots in memory, until `requeue`."""
+        batch = self.engine._batch
+        batch.settle()
+        if (request := batch.requests.get(rid)) is not None:
+            batch.preempt(request)
+
+    def requeue(self, rid: str) -> None:
+        self.engine._admission.unpark(rid)
 
     def alone(self, prompt: str | list[int], sampling: Sampling | None = None, **more) -> Outcome:
         self.submit("alone", prompt, sampling, **more)

@@ -101,7 +101,7 @@ def evaluations(_demo: Driver, wanted: dict) -> int:
 def cold(demo: Driver) -> Driver:
     """An engine that remembers no prompt and no shortage."""
     demo.engine._prefix_cache.tree.clear()
-    demo.engine._out_of_memory.calm = out_of_memory.CALM_STEPS
+    demo.engine._out_of_memory.calm_steps = out_of_memory.CALM_STEPS
     return demo
 
 
@@ -161,7 +161,7 @@ def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> No
 def test_a_request_that_never_fits_fails_and_the_next_one_runs(cold: Driver) -> None:
     expected = cold.alone(prompt_of(100), max_tokens=5)
     cold.submit("large", prompt_of(600), max_tokens=5)
-    with memory_runs_out(lambda _: "large" in cold.engine._requests):
+    with memory_runs_out(lambda _: "large" in cold.engine._batch.requests):
         cold.run()
     error = cold.outcomes["large"].error
     assert error is not None
@@ -183,13 +183,13 @@ def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text
     cold.run(until=lambda: bool(cold.outcomes["parked"].tokens))
     assert not cold.outcomes["reads"].tokens
     for rid in ("parked", "reads"):
-        cold.engine.preempt(rid)
+        cold.preempt(rid)
     tries = 1 if text == LATE else shortage.TRIES + 1
     with memory_runs_out(range(3, 3 + tries).__contains__, text):
         cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)
     assert cold.engine._out_of_memory.count == 1
-    cold.engine.unpark("parked")
-    cold.engine.unpark("reads")
+    cold.requeue("parked")
+    cold.requeue("reads")
     cold.run()
 
     assert cold.outcomes == expected
@@ -200,7 +200,7 @@ def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -
     hung = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002)"
     with memory_runs_out((2).__eq__, hung), pytest.raises(RuntimeError, match="Timeout"):
         cold.run()
-    cold.engine._out_of_memory._recovery.clear(cold.engine._requests.values(), late=True)
+    cold.engine._out_of_memory._recovery.discard(late=True)
 
 
 def test_a_load_that_lacks_memory_says_so() -> None:
@@ -288,7 +288,7 @@ def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
         forwards += 1
         return 2 <= forwards <= shortage.TRIES + 2
 
-    monkeypatch.setattr(cold.engine._out_of_memory._recovery, "clear", None)
+    monkeypatch.setattr(cold.engine._out_of_memory._recovery, "discard", None)
     with memory_runs_out(in_a_chunk) as seen:
         cold.run()
 

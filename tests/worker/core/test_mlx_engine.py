@@ -171,7 +171,7 @@ def test_bad_requests_leave_nothing_behind(demo: Driver, fields: dict, error: ty
     with pytest.raises(error):
         demo.engine.submit(Submit(rid="bad", sampling=Sampling(seed=0), **fields))
 
-    assert not demo.engine._requests
+    assert not demo.engine._batch.requests
     assert not demo.engine.has_work
 
 
@@ -201,17 +201,17 @@ def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo
     wanted = demo.alone(prompt_of(30, 2), max_tokens=10)
     demo.submit("bad", prompt_of(100, 1), max_tokens=50)
     demo.run(until=lambda: len(demo.outcomes["bad"].tokens) > 3)
-    request = demo.engine._requests["bad"]
+    request = demo.engine._batch.requests["bad"]
     slot = request.completions[0].row.rows[0].slot
-    demo.engine._drain()
+    demo.engine._batch.drain()
     for layer in demo.engine._runner.cache.stores[0].layers:
         layer.tail_values[slot, :, 70:90] = mx.nan
     demo.run()
     assert demo.outcomes["bad"].error is not None
     assert demo.outcomes["bad"].error.code == "numerical_error"
     demo.submit("next", prompt_of(30, 2), max_tokens=10)
-    demo.run(until=lambda: demo.engine._requests["next"].completions[0].row is not None)
-    assert demo.engine._requests["next"].completions[0].row.rows[0].slot == slot
+    demo.run(until=lambda: demo.engine._batch.requests["next"].completions[0].row is not None)
+    assert demo.engine._batch.requests["next"].completions[0].row.rows[0].slot == slot
     demo.run()
 
     assert demo.outcomes["next"] == wanted

@@ -33,8 +33,8 @@ def prompt_of(length: int, start: int) -> list[int]:
 def prefer(driver: Driver, where: str) -> None:
     rates = driver.engine._rates
     fast = ("write", "read") if where == "disk" else ("prefill", "decode")
-    rates._known = {"write": 1.0, "read": 1.0, "prefill": 1.0, "decode": 1.0}
-    rates._known |= dict.fromkeys(fast, QUICK)
+    rates._measured = {"write": 1.0, "read": 1.0, "prefill": 1.0, "decode": 1.0}
+    rates._measured |= dict.fromkeys(fast, QUICK)
     rates.note = lambda *_: None
 
 
@@ -47,8 +47,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 @pytest.fixture
 def driver(loaded: Driver) -> Iterator[Driver]:
     yield loaded
-    folder = loaded.engine._preemption._folder
-    for rid in list(loaded.engine._requests):
+    folder = loaded.engine._transfers.folder
+    for rid in list(loaded.engine._batch.requests):
         loaded.engine.cancel(rid)
     loaded.run(until=lambda: not loaded.engine.has_work)
     assert folder is not None
@@ -82,7 +82,7 @@ def undisturbed(driver: Driver) -> dict[str, Outcome]:
 
 
 def files(driver: Driver) -> list[Path]:
-    return list(driver.engine._preemption._folder._path.iterdir())
+    return list(driver.engine._transfers.folder._path.iterdir())
 
 
 @pytest.mark.parametrize("where", ["disk", "recompute"])
@@ -171,12 +171,12 @@ def test_a_full_disk_is_no_reason_to_lose_a_request(
     prompt = prompt_of(400, 7)
     wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
 
-    def full(self: swap.Writing, record: bytes) -> None:
+    def full(self: swap.SwapFile, record: bytes) -> None:
         if len(record) > 20_000:
             raise OSError(errno.ENOSPC, "No space left on device")
         self._file.write(record)
 
-    monkeypatch.setattr(swap.Writing, "add", full)
+    monkeypatch.setattr(swap.SwapFile, "add", full)
     driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
     driver.reclaim("preempt", EVERYTHING)
@@ -189,8 +189,8 @@ def test_bounds_of_the_folder_send_rows_to_be_computed_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(driver, "disk")
-    folder = driver.engine._preemption._folder
-    for bound, value in (("_cap_bytes", 1000), ("_free_bytes", lambda _: swap.SPARE_DISK_BYTES)):
+    folder = driver.engine._transfers.folder
+    for bound, value in (("_limit_bytes", 1000), ("_free_bytes", lambda _: swap.SPARE_DISK_BYTES)):
         with monkeypatch.context() as patch:
             patch.setattr(folder, bound, value)
             driver.submit(bound, prompt_of(400, 8), WARM, max_tokens=30, ignore_eos=True)
@@ -206,12 +206,12 @@ def test_a_request_can_end_while_it_is_written_or_read(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     driver.submit("b", prompt_of(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
-    parking = driver.engine._preemption
-    for rid, under_way in (("written", parking._writing), ("read", parking.loading)):
+    preemption, transfers = driver.engine._preemption, driver.engine._transfers
+    for rid, under_way in (("written", transfers.writing), ("read", transfers.reading)):
         driver.submit(rid, prompt_of(900, 9), WARM, max_tokens=60, ignore_eos=True)
         driver.run(until=lambda rid=rid: len(driver.outcomes[rid].tokens) > 3)
         driver.engine.reclaim(_park_one(driver))
@@ -219,7 +219,7 @@ def test_a_request_can_end_while_it_is_written_or_read(
         for _ in range(steps):
             driver.step()
         driver.engine.cancel(rid)
-        driver.run(until=lambda: not (parking.busy or driver.engine._reclaiming.active))
+        driver.run(until=lambda: not (preemption.busy or driver.engine._reclaiming.active))
         assert driver.outcomes[rid].reason == "cancelled"
         assert files(driver) == []
     driver.run()
@@ -247,12 +247,12 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
     driver.reclaim("prefixes", EVERYTHING)
     unit = driver.engine._admission.budget.page_bytes
     for rid in "abc":
-        driver.engine.preempt(rid)
-    driver.engine._reclaiming.ask(Reclaim(seq=1, method="spare", wanted_bytes=EVERYTHING))
+        driver.preempt(rid)
+    driver.engine._reclaiming.add(Reclaim(seq=1, method="spare", wanted_bytes=EVERYTHING))
     driver.run(until=lambda: not driver.engine._reclaiming.active)
     for rid in "abc":
-        driver.engine.unpark(rid)
-    kept = sum(one.kept_pages for one in driver.engine._requests.values())
+        driver.requeue(rid)
+    kept = sum(one.kept_pages for one in driver.engine._batch.requests.values())
     assert kept > 8
     assert driver.engine._admission.budget.pages <= kept + 1
     # Two pages more than they keep: not enough for one.
@@ -313,7 +313,7 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
     alone = [driver.alone(prompt, **more) for prompt, more in requests]
     driver.engine._prefix_cache.tree.clear()
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 4)
     waiting = list(enumerate(requests))
@@ -343,7 +343,7 @@ def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     prefer(driver, "disk")
     driver.submit("stays", prompt_of(300, 1), max_tokens=200, ignore_eos=True, priority=1)
     driver.submit("goes", prompt_of(900, 2), max_tokens=200, ignore_eos=True)
@@ -371,7 +371,7 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
-    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     requests = {"a": prompt_of(300, 1), "b": prompt_of(500, 2)}
@@ -381,7 +381,7 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
         driver.submit(rid, prompt, WARM, max_tokens=40, n=2)
     driver.run(until=lambda: len(driver.outcomes["b"].tokens) > 3)
     driver.engine.reclaim(Reclaim(seq=1, method="preempt", wanted_bytes=EVERYTHING))
-    driver.engine._out_of_memory.calm = out_of_memory.CALM_STEPS
+    driver.engine._out_of_memory.calm_steps = out_of_memory.CALM_STEPS
     tries = shortage.TRIES + 1
     with memory_runs_out(range(nth, nth + tries).__contains__) as seen:
         driver.run()
@@ -392,16 +392,16 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
 
 
 def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
-    for name in ("old.parked", "half.part"):
+    for name in ("old.swap", "half.part"):
         (tmp_path / name).write_bytes(b"x")
-    folder = swap.Folder.open(str(tmp_path / "m"), 100)
+    folder = swap.SwapFolder.open(str(tmp_path / "m"), 100)
     assert folder is not None
-    folder = swap.Folder.open(str(tmp_path), 100)
+    folder = swap.SwapFolder.open(str(tmp_path), 100)
     assert folder is not None
     assert [one.name for one in tmp_path.iterdir()] == ["m"]
     assert not folder.has_room(101)
     (tmp_path / "file").write_bytes(b"")
-    assert swap.Folder.open(str(tmp_path / "file"), 100) is None
+    assert not swap.SwapFolder.open(str(tmp_path / "file"), 100).has_room(1)
 
 
 @pytest.mark.parametrize(
@@ -432,9 +432,9 @@ def test_rates_decide_by_seconds() -> None:
     rates = Rates()
     rates.note("write", 100, 1.0)
     rates.note("read", 200, 1.0)
-    assert rates.disk(1000) == pytest.approx(15.0)
+    assert rates.swap_seconds(1000) == pytest.approx(15.0)
     rates.note("prefill", 10, 1.0)
     rates.note("decode", 1, 0.5)
-    assert rates.recompute(100, 4) == pytest.approx(12.0)
+    assert rates.recompute_seconds(100, 4) == pytest.approx(12.0)
     rates.note("decode", 0, 0.5)
-    assert rates.recompute(0, 4) == pytest.approx(2.0)
+    assert rates.recompute_seconds(0, 4) == pytest.approx(2.0)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from kvd.worker.core.replay import unsaid
+from kvd.worker.core.replay import SentText
 from protocol.errors import InvalidRequest
 from protocol.types import Sampling
 from protocol.worker import (
@@ -81,7 +81,8 @@ def said(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
 
     driver.engine.step = step
     try:
-        driver.run(until=lambda: not driver.engine._requests and not driver.engine._reports)
+        batch = driver.engine._batch
+        driver.run(until=lambda: not (batch.requests or batch.reports))
     finally:
         del driver.engine.step
     kinds = (RowTokens, RowPrompt, ChoiceFinished, RowFinished, RowFailed)
@@ -151,8 +152,8 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
     engine.submit(far.resubmission())
     for _ in range(20):
         engine.step()
-    engine.preempt("greedy")
-    engine.unpark("greedy")
+    demo.preempt("greedy")
+    demo.requeue("greedy")
     for report in said(demo, []):
         far.add(report)
     assert far.all() == right.all()
@@ -174,6 +175,6 @@ def test_what_cannot_be_of_the_request_is_refused(demo: Driver) -> None:
 
 
 def test_text_is_cut_by_bytes() -> None:
-    assert unsaid("aé日b", 0) == "aé日b"
-    assert unsaid("aé日b", 3) == "日b"
-    assert unsaid("aé日b", 99) == ""
+    assert SentText(0).remove_from("aé日b") == "aé日b"
+    assert SentText(3).remove_from("aé日b") == "日b"
+    assert SentText(99).remove_from("aé日b") == ""

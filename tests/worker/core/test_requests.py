@@ -194,19 +194,19 @@ def test_parked_paused_and_resumed_the_same_tokens(
         demo.step()
     admitted = set(demo.engine._scheduler.victims())
     for rid in {"goes", "many"} & admitted:
-        demo.engine.preempt(rid)
+        demo.preempt(rid)
     if "stays" in admitted:
-        demo.engine.pause("stays")
+        demo.engine._scheduler.pause("stays")
         held = len(demo.outcomes["stays"].tokens) + 1
         for _ in range(5):
             demo.step()
         assert len(demo.outcomes["stays"].tokens) <= held
-        demo.engine.resume("stays")
+        demo.engine._scheduler.resume("stays")
     demo.run(until=lambda: demo.outcomes["stays"].over)
     preempted = [rid for rid in ("goes", "many") if rid in admitted]
     assert not any(demo.outcomes[rid].over for rid in preempted)
     for rid in preempted:
-        demo.engine.unpark(rid)
+        demo.requeue(rid)
     demo.run()
 
     assert demo.outcomes == undisturbed
@@ -217,7 +217,7 @@ def test_parked_requests_can_be_cancelled(demo: Driver) -> None:
         demo.submit(rid, prompt_of(300, 9), WARM, max_tokens=40, n=n)
     demo.run(until=lambda: all(len(demo.outcomes[rid].tokens) > 3 for rid in ("one", "three")))
     for rid in ("one", "three"):
-        demo.engine.preempt(rid)
+        demo.preempt(rid)
     for rid in ("one", "three"):
         demo.engine.cancel(rid)
     demo.run()
@@ -325,13 +325,13 @@ def _join(demo: Driver, waiting: list[tuple[str, list[int], dict]]) -> None:
 
 
 def _park(demo: Driver, rid: str, preempted: list[str]) -> None:
-    demo.engine.preempt(rid)
+    demo.preempt(rid)
     preempted.append(rid)
 
 
 def _unpark(demo: Driver, rid: str) -> None:
-    if rid in demo.engine._requests:
-        demo.engine.unpark(rid)
+    if rid in demo.engine._batch.requests:
+        demo.requeue(rid)
 
 
 def test_outcomes_compare_all_that_was_told() -> None:

@@ -223,22 +223,22 @@ class Company(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data: Any) -> None:
-        if rid := self._any_of(data, list(self.driver.engine._requests)):
+        if rid := self._any_of(data, list(self.driver.engine._batch.requests)):
             self.cancelled.add(rid)
             self.driver.engine.cancel(rid)
 
     @rule(data=st.data())
     def preempt(self, data: Any) -> None:
         if rid := self._any_of(data, self.driver.engine._scheduler.victims()):
-            self.driver.engine.preempt(rid)
+            self.driver.preempt(rid)
             self.preempted.append(rid)
 
     @precondition(lambda self: self.preempted)
     @rule()
     def unpark(self) -> None:
         rid = self.preempted.pop(0)
-        if rid in self.driver.engine._requests:
-            self.driver.engine.unpark(rid)
+        if rid in self.driver.engine._batch.requests:
+            self.driver.requeue(rid)
 
     @rule(wanted=st.sampled_from([1, 1 << 20, 1 << 30]))
     def evict(self, wanted: int) -> None:

@@ -38,9 +38,9 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     if lower:
         reclaim(driver, "precision", 1, level=2)
         driver.run(until=lambda: not driver.engine._reclaiming.active)
-        held = driver.engine._requests["lowered"].completions[0].row.rows[0]
+        held = driver.engine._batch.requests["lowered"].completions[0].row.rows[0]
         assert {page.level for page in held.pages} == {2}
-        other = driver.engine._requests["kept"].completions[0].row.rows[0]
+        other = driver.engine._batch.requests["kept"].completions[0].row.rows[0]
         assert {page.level for page in other.pages} == {0}
         assert store.pages.nbytes < before
         assert store.pages.used_bytes == len(other.pages) * store.pages.page_bytes(0) + len(
@@ -86,7 +86,7 @@ def test_a_request_that_waits_for_memory_does_not_undo_the_work(
     laddered: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)  # one piece a step
-    monkeypatch.setattr(reclaiming, "SHARE", 0.0)
+    monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     laddered.outcomes.clear()
     budget = laddered.budget
     for rid, seed in (("a", 1), ("b", 2)):
@@ -97,9 +97,10 @@ def test_a_request_that_waits_for_memory_does_not_undo_the_work(
         laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
         reclaim(laddered, "precision", 1 << 40, level=2)
         laddered.run(until=lambda: not laddered.engine._reclaiming.active)
-        held = [laddered.engine._requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
+        requests = laddered.engine._batch.requests
+        held = [requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
         assert {page.level for row in held for page in row.pages} == {2}
-        assert laddered.engine._requests["waits"].row is None
+        assert laddered.engine._batch.requests["waits"].row is None
     finally:
         laddered.budget = budget
     laddered.engine.cancel("waits")
@@ -164,7 +165,7 @@ def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Dr
     pressed.step()
     assert scheduler.find("d").level == 1
     pressed.run(until=lambda: len(pressed.outcomes["d"].tokens) > 3)
-    held = pressed.engine._requests["d"].completions[0].row.rows[0]
+    held = pressed.engine._batch.requests["d"].completions[0].row.rows[0]
     assert {page.level for page in held.pages} == {1}
     assert pressed.engine.stats().reclaimable.level == 1
     pressed.engine.start_level(StartLevel(level=0))

@@ -1,0 +1,473 @@
+"""The requests of one engine, their rows, and the decode step in flight.
+
+Only `Batch` assigns the fields of `Request` and `Completion`. Its methods are the events of a
+request's life::
+
+    add       decode             preempt                  restore / move_in
+    ---> queued ---> in batch ----------> snapshots ----------------------> in batch ---> released
+                         ^                    | move_out
+                         |                    v
+                         +---- start_over --- on disk, or nothing is kept
+
+Decode steps are pipelined: `decode` launches a step from the lazy tokens of the previous one, and
+reads the previous one while the device computes. A completion that ends in step n therefore still
+runs in step n+1. Its row is freed when step n+1 is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.core.decode_step import DecodeStep, draw_tokens, input_tokens
+from kvd.worker.core.replay import SentText, finish_replayed
+from kvd.worker.core.request import Completion, Request, SwappedRows
+from kvd.worker.core.transfers import Transfers
+from kvd.worker.engine import OnPhase
+from kvd.worker.prefix.cache import PrefixCache
+from kvd.worker.prefix.tree import Hit
+from kvd.worker.sampling.sampler import SampledToken, Sampler
+from kvd.worker.scheduling.admission import Admission
+from kvd.worker.serving.runner import Row, Runner
+from kvd.worker.text.text import Text
+from protocol.errors import KvdError, NumericalError
+from protocol.messages import FinishReason
+from protocol.types import TokenLogprob
+from protocol.worker import ChoiceProgress, Report, RowFailed, RowPrompt, RowResumed, RowTokens
+
+
+class Batch:
+    """The requests of one engine. ``enter_phase`` is called before a flush and a decode step."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        admission: Admission,
+        prefix_cache: PrefixCache,
+        transfers: Transfers,
+        text: Text,
+        vocab_size: int,
+        enter_phase: OnPhase,
+    ) -> None:
+        self.requests: dict[str, Request] = {}
+        self.reports: list[Report] = []
+        """Reports for the daemon since the end of the last step."""
+        self.generated_tokens = 0
+        self.max_rows = 0
+        """Rows of the largest step so far."""
+        self.admission = admission
+        self.scheduler = admission.scheduler
+        self.cache: Any = runner.cache
+        """`ModelCache` or `MlxLmCache`."""
+        self._runner = runner
+        self._prefix_cache = prefix_cache
+        self._transfers = transfers
+        self._text = text
+        self._vocab_size = vocab_size
+        self._enter_phase = enter_phase
+        self._sampler = Sampler(vocab_size)
+        self._step: DecodeStep | None = None
+        """The step in flight."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a decode step was launched and not read."""
+        return self._step is not None
+
+    def holds(self, request: Request) -> bool:
+        """Return whether a request has not ended; another one may have its id."""
+        return self.requests.get(request.rid) is request
+
+    # Requests are queued and admitted.
+
+    def add(self, request: Request, deadline: float | None) -> bool:
+        """Queue a request; return False if it had ended before its worker died.
+
+        ``deadline``: seconds on the engine's clock. Raises `KvdError` if it can never run.
+        """
+        reports: list[Report] = []
+        for completion, resumed in zip(
+            list(request.completions), request.submit.resume, strict=False
+        ):
+            reports += self._replay(request, completion, resumed)
+        if request.completions:
+            self.admission.submit(
+                request.rid,
+                len(request.prompt),
+                request.max_new,
+                priority=request.submit.priority,
+                deadline=deadline,
+                choices=len(request.completions),
+                path=() if request.tracked.full_prefill else request.tracked.path,
+            )
+            self.requests[request.rid] = request
+            self._prefix_cache.enqueue(request.tracked)
+        self.reports += reports
+        return bool(request.completions)
+
+    def _replay(
+        self, request: Request, completion: Completion, resumed: ChoiceProgress
+    ) -> list[Report]:
+        """Set a completion's tokens and text to what its client has; remove it if it has ended."""
+        stream = completion.stream
+        completion.tokens = list(resumed.tokens)
+        completion.known = len(resumed.tokens)
+        text = "".join([stream.push(token) for token in resumed.tokens])
+        completion.sent_text = SentText(resumed.text_bytes - len(text.encode()))
+        reason = resumed.reason
+        if reason is None:  # its last token may have ended it without a report
+            is_full = len(completion.tokens) == request.max_new
+            reason = "stop" if stream.stopped else "length" if is_full else None
+        if reason is None:
+            return []
+        request.completions.remove(completion)
+        rest = "" if stream.stopped else completion.sent_text.remove_from(stream.finish())
+        return finish_replayed(
+            request.over,
+            completion.key[1],
+            resumed,
+            reason,
+            stopped=stream.stopped,
+            rest=rest,
+        )
+
+    def set_level(self, request: Request, level: int) -> None:
+        """Set the precision level at which an admitted request starts or continues."""
+        request.level = level
+        request.over.record_level(level)
+        request.tracked.lowered = level > 0
+
+    def step_down(self, request: Request, level: int) -> None:
+        """Record that a running request steps down to ``level``."""
+        self.set_level(request, max(request.level, level))
+        request.mixed_levels = request.mixed_levels or request.begun or request.row is not None
+
+    # Prompts.
+
+    def open_row(self, request: Request, hit: Hit | None = None) -> None:
+        """Give a request the row that prefill fills: from a checkpoint, or an empty one."""
+        if hit is not None and hit.tokens:
+            request.row = self.cache.restore(hit.snapshot)
+        else:
+            request.row = self.cache.new_row(request.level)
+
+    def report_prompt(self, request: Request, index: int, logprobs: list[TokenLogprob]) -> None:
+        """Report the logprobs of prompt tokens from ``index`` on, each of them once."""
+        reported = max(request.submit.prompt_reported, request.prompt_reported)
+        skipped = max(0, reported - index)
+        if skipped < len(logprobs):
+            request.prompt_reported = index + len(logprobs)
+            self.reports.append(
+                RowPrompt(rid=request.rid, index=index + skipped, logprobs=logprobs[skipped:])
+            )
+
+    # Decode steps.
+
+    def decode(self, rids: Sequence[str]) -> bool:
+        """Launch the next step of these requests, then read the previous one, if there is one."""
+        previous, self._step = self._step, self._launch(rids)
+        if previous is None:
+            return False
+        self._enter_phase("decode")
+        self._read(previous)
+        return True
+
+    def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
+        live: list[Completion] = []
+        for rid in rids:
+            request = self.requests[rid]
+            if not request.begun:
+                self._fork(request)
+            live += [one for one in request.live if one.launched < request.max_new]
+        if not live:
+            return None
+        rows = [completion.row for completion in live]
+        if self.cache.needs_flush(rows):
+            self._enter_phase("flush")
+            self.drain()
+            self.cache.flush()
+        self._enter_phase("decode")
+        tokens = input_tokens(
+            self._step, live, lambda completion: self.requests[completion.key[0]].prompt[-1]
+        )
+        logits = self._runner.decode(rows, tokens)
+        step = draw_tokens(self._sampler, logits, live, rows)
+        mx.async_eval(step.arrays, self.cache.arrays())  # type: ignore[no-untyped-call]
+        for completion in live:
+            completion.launched += 1
+        self.max_rows = max(self.max_rows, len(rows))
+        return step
+
+    def _fork(self, request: Request) -> None:
+        """Turn the row with the prompt into one row for each completion."""
+        request.begun = True
+        row, request.row = request.row, None
+        first, *others = request.completions
+        if others:
+            self.drain()
+            snapshot = self.cache.snapshots.take(row)
+            for completion in others:
+                self._join(request, completion, self.cache.restore(snapshot))
+            self.cache.snapshots.drop(snapshot)
+        self._join(request, first, row)
+
+    def drain(self) -> None:
+        """Wait for the step in flight without reading it."""
+        if self._step is not None:
+            mx.eval(self._step.arrays, self.cache.arrays())
+
+    def settle(self) -> None:
+        """Wait for the step in flight and read it; completions may end."""
+        step, self._step = self._step, None
+        if step is not None:
+            mx.eval(step.arrays, self.cache.arrays())
+            self._read(step)
+
+    def discard_step(self) -> None:
+        """Drop the step in flight after a failure, and release completions that have ended."""
+        self._step = None
+        for request in list(self.requests.values()):
+            for completion in [one for one in request.completions if one.ended]:
+                self._release(request, completion)
+
+    def _read(self, step: DecodeStep) -> None:
+        for completion in step.replaying:
+            if completion.ended and not completion.released:
+                self._end(self.requests[completion.key[0]], completion)
+        drawn_tokens = [] if step.draw is None else step.draw.read()
+        for completion, drawn in zip(step.drawing, drawn_tokens, strict=True):
+            if completion.released:  # its request failed in this loop
+                continue
+            completion.trusted = drawn.trusted
+            request = self.requests[completion.key[0]]
+            if completion.ended:
+                self._end(request, completion)
+            elif drawn.trusted:
+                self._deliver(request, completion, drawn)
+            else:
+                self.fail_untrusted(request)
+
+    def _deliver(self, request: Request, completion: Completion, drawn: SampledToken) -> None:
+        """Add a drawn token to a completion, and report it."""
+        stream = completion.stream
+        text = stream.push(drawn.token)
+        tokens = [] if stream.ended else [drawn.token]
+        index = len(completion.tokens)
+        completion.tokens.append(drawn.token)
+        self.generated_tokens += 1
+        over = stream.stopped or len(completion.tokens) == request.max_new
+        if over and not stream.stopped:
+            text += stream.finish()
+        text = completion.sent_text.remove_from(text)
+        if tokens or text:
+            logprobs = None
+            if (scored := drawn.scored) is not None:
+                logprobs = [
+                    self._text.token_logprob(token, scored.logprob, scored.top) for token in tokens
+                ]
+            rid, choice = completion.key
+            self.reports.append(
+                RowTokens(
+                    rid=rid,
+                    index=index,
+                    tokens=tokens,
+                    text=text,
+                    choice=choice,
+                    logprobs=logprobs,
+                )
+            )
+        if over:
+            self._finish(request, completion, "stop" if stream.stopped else "length")
+
+    # Requests end.
+
+    def cancel(self, rid: str) -> None:
+        """End a request now; the step in flight may still hold its rows."""
+        request = self.requests.get(rid)
+        if request is not None:
+            for completion in request.live:
+                self._finish(request, completion, "cancelled")
+
+    def _finish(self, request: Request, completion: Completion, reason: FinishReason) -> None:
+        self.reports += request.over.finish(completion.key[1], reason, len(completion.tokens))
+        self._end(request, completion)
+
+    def fail(self, request: Request, error: KvdError) -> None:
+        self.reports.append(RowFailed(rid=request.rid, error=error.info()))
+        for completion in request.live:
+            self._end(request, completion)
+
+    def fail_untrusted(self, request: Request) -> None:
+        """Fail a request with bad logits, and drop the checkpoints that it used or left."""
+        self._prefix_cache.drop_untrusted(request.tracked)
+        self.fail(
+            request,
+            NumericalError("the model's output for this request is not finite or constant"),
+        )
+
+    def _end(self, request: Request, completion: Completion) -> None:
+        """End a completion, and release it unless the step in flight uses its row."""
+        completion.ended = True
+        if self._step is None or not self._step.includes(completion):
+            self._release(request, completion)
+
+    def _release(self, request: Request, completion: Completion) -> None:
+        """Free a completion's row; with the last one, forget the request."""
+        decoding = completion.row is not None
+        if decoding:
+            self._leave(completion)
+        if completion.snapshot is not None:
+            self.cache.snapshots.drop(completion.snapshot)
+        completion.released = True
+        request.completions.remove(completion)
+        if request.completions:
+            if decoding:
+                self.admission.finish_choice(request.rid)
+            return
+        if request.row is not None:
+            self.cache.free(request.row, clean=False)  # its logits were never checked
+        if request.snapshot is not None:
+            self.cache.snapshots.drop(request.snapshot)
+        self._prefix_cache.remove(request.tracked)
+        self._transfers.discard(request.rid, request.swapped)
+        self.admission.finish(request.rid)
+        del self.requests[request.rid]
+
+    # Rows join and leave the batch.
+
+    def _join(self, request: Request, owner: Request | Completion, row: Row) -> None:
+        """Give a row to a completion, which then decodes, or to a request in prefill."""
+        owner.row = row
+        if isinstance(owner, Completion):
+            self._sampler.add(owner.key, request.settings(owner), request.prompt, owner.tokens)
+
+    def _leave(self, completion: Completion) -> None:
+        self._sampler.remove(completion.key)
+        self.cache.free(completion.row, clean=completion.trusted)
+        completion.row = None
+
+    def preempt(self, request: Request) -> None:
+        """Take an admitted request out of the batch; snapshots of its rows stay in memory.
+
+        No step may be in flight. The request is not queued before `Admission.requeue_preempted`.
+        """
+        self.drain()
+        for completion in request.completions:
+            if completion.row is not None:
+                completion.snapshot = self.cache.snapshots.take(completion.row)
+                self._leave(completion)
+        if request.row is not None:
+            request.snapshot = self.cache.snapshots.take(request.row)
+            self.cache.free(request.row, clean=False)
+            request.row = None
+        kept = sum(
+            self.cache.snapshots.charge_of(owner.snapshot) for owner in request.preempted_owners
+        )
+        request.kept_pages = -(-kept // self.admission.budget.page_bytes)
+        self._prefix_cache.release_place(request.tracked)
+        self.admission.preempt(request.rid, request.kept_pages)
+
+    def restore(self, request: Request) -> None:
+        """Turn a request's snapshots into rows: all of them, or none if memory is short."""
+        owners = request.preempted_owners
+        rows = [self.cache.restore(owner.snapshot) for owner in owners]
+        request.kept_pages = 0
+        for owner, row in zip(owners, rows, strict=True):
+            self.cache.snapshots.drop(owner.snapshot)
+            owner.snapshot = None
+            self._join(request, owner, row)
+
+    def move_out(self, request: Request, swapped: SwappedRows | None) -> None:
+        """Drop a preempted request's snapshots; ``swapped`` None: its rows must be recomputed."""
+        for owner in request.preempted_owners:
+            self.cache.snapshots.drop(owner.snapshot)
+            owner.snapshot = None
+        request.kept_pages = 0
+        request.swapped = swapped
+        self.admission.reduce_kept(request.rid, 0)
+        if swapped is None:
+            self.start_over(request)
+
+    def move_in(self, request: Request, swapped: SwappedRows, rows: Sequence[Row]) -> None:
+        """Give a request the rows that were read from its file."""
+        owners = {
+            owner.key if isinstance(owner, Completion) else None: owner for owner in request.owners
+        }
+        for key, row in zip(swapped.owners, rows, strict=True):
+            self._join(request, owners[key], row)
+
+    def start_over(self, request: Request) -> None:
+        """Record that a request has no rows: prefill its prompt again, then feed its tokens."""
+        request.begun = False
+        for completion in request.completions:
+            completion.launched = 0
+            completion.known = len(completion.tokens)
+        self.scheduler.restart_prefill(request.rid)
+
+    def finish_resume(self, request: Request) -> None:
+        """Report that a preempted request continues, and delete its file."""
+        if request.swapped is not None:
+            self._transfers.folder.delete(request.swapped.path)
+            request.swapped = None
+        request.resumed_at = request.longest
+        self.reports.append(RowResumed(rid=request.rid))
+
+    # Recovery from a failed step.
+
+    def discard_rows(self, *, late: bool) -> None:
+        """Forget all rows, and the sampler's counts; with ``late``, drop the snapshots too.
+
+        The caller discards the rows in the cache.
+        """
+        for request in self.requests.values():
+            for completion in request.completions:
+                if completion.row is not None:
+                    completion.launched = len(completion.tokens)
+            for owner in request.owners:
+                owner.row = None
+            for owner in request.preempted_owners if late else ():
+                self.cache.snapshots.drop(owner.snapshot)
+                owner.snapshot = None
+                if isinstance(owner, Completion):
+                    owner.launched = len(owner.tokens)
+        self._sampler = Sampler(self._vocab_size)
+
+    def put_back(
+        self, request: Request, completions: Sequence[Completion], rows: Sequence[Row]
+    ) -> None:
+        """Return rebuilt rows to a request: to these completions, or to its prompt if none.
+
+        A request that is not admitted gets snapshots.
+        """
+        owners: Sequence[Request | Completion] = completions or [request]
+        for owner, row in zip(owners, rows, strict=True):
+            if self.scheduler.is_admitted(request.rid):
+                self._join(request, owner, row)
+            else:
+                owner.snapshot = self.cache.snapshots.take(row)
+                self.cache.free(row)
+
+    def check(self) -> None:
+        """Assert the invariants between two steps."""
+        assert self.admission.idle == (not self.requests)
+        in_step = [] if self._step is None else [*self._step.drawing, *self._step.replaying]
+        for rid, request in self.requests.items():
+            assert rid == request.rid
+            assert request.completions, "a request without completions was not forgotten"
+            admitted = self.scheduler.is_admitted(rid)
+            for owner in request.owners:
+                assert owner.row is None or (admitted and owner.snapshot is None)
+            assert request.row is None or not request.begun
+            assert not (request.preempted_owners and (admitted or request.swapped))
+            assert not request.kept_pages or request.preempted_owners
+            for completion in request.completions:
+                assert not completion.released
+                assert completion.row is None or request.begun
+                assert not completion.ended or completion in in_step
+                assert completion.launched <= request.max_new
+        for completion in in_step:
+            assert not completion.released, "a step in flight uses a freed row"
+            assert completion in self.requests[completion.key[0]].completions
+        self._prefix_cache.check(request.tracked for request in self.requests.values())

@@ -1,0 +1,114 @@
+"""Loads and checks a model, within memory that the daemon grants first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvd.worker.cache.model_cache import ModelCache
+from kvd.worker.cache.page_store import SLAB_PAGES
+from kvd.worker.engine import AskGrant, ReportProgress
+from kvd.worker.native import activation
+from kvd.worker.prefix.cache import PrefixCache
+from kvd.worker.prefix.tree import PrefixTree
+from kvd.worker.process import shortage
+from kvd.worker.scheduling.admission import Admission
+from kvd.worker.scheduling.budget import PageBudget
+from kvd.worker.scheduling.scheduler import ReservationSizes, Scheduler
+from kvd.worker.serving import calibration, loading, model_files, probe
+from kvd.worker.serving.costs import costs_of
+from kvd.worker.text.text import Text
+from protocol.costs import Costs
+from protocol.worker import LoadModel
+
+FIRST_ROWS = 4
+"""Rows whose tails the first grant covers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model that is loaded and checked."""
+
+    loaded: model_files.LoadedModel
+    served: probe.Served
+    verdict: calibration.CalibrationResult | None
+    native: str | None
+    """Whether native operations are used: ``on``, or the reason why not."""
+    weights_bytes: int
+    text: Text
+
+
+def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant) -> Model:
+    """Load the model, and find the best way to serve it; raises `KvdError`."""
+    from kvd.worker.serving import seam  # noqa: PLC0415 - before any model module is imported
+
+    seam.install()
+    shortage.install_retries()
+    native = activation.activate(progress)
+    mx.set_cache_limit(loading.freed_bytes())
+    path = model_files.resolve(command.source, progress)
+    headers = model_files.inspect(path)
+    progress("waiting for memory", 0.05)
+    needed = loading.load_bytes(headers, command, packed=native.library is not None)
+    loading.require_grant(ask_grant, needed, "weights and scratch")
+    progress("weights", 0.1)
+    loaded = model_files.load(
+        path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
+    )
+    loaded = loading.bounded(loaded, command.max_context)
+    weights_bytes = mx.get_active_memory()
+    progress("checking attention", 0.8)
+    verdict = calibration.find(headers)
+    settings = loading.settings_of(command, verdict)
+    served = loading.serve(loaded, settings, native.library, progress)
+    served.runner.compile()
+    served.runner.group()
+    text = Text(
+        loaded.tokenizer, vocab_size=loaded.vocab_size, context_length=loaded.context_length
+    )
+    native_state = native.status or ("on" if loaded.own_products else None)
+    return Model(loaded, served, verdict, native_state, weights_bytes, text)
+
+
+def make_prefix_cache(command: LoadModel, cache: Any) -> PrefixCache:
+    kv = command.kv
+    if not isinstance(cache, ModelCache) or not kv.prefix_cache:
+        return PrefixCache(None)
+    tree = PrefixTree(cache.snapshots, command.prefill_chunk, kv.prefix_every, kv.prefix_cache)
+    return PrefixCache(tree, cache.costs.checkpoint_bytes, cache.costs.checkpoint_charge)
+
+
+def make_admission(
+    command: LoadModel, model: Model, prefix_cache: PrefixCache, ask_grant: AskGrant
+) -> tuple[Admission, Costs | None]:
+    """Measure what the process holds, and obtain the grant for the first pages."""
+    runner, chunk = model.served.runner, command.prefill_chunk
+    cache, kv_costs = runner.cache, runner.cache.costs
+    page_bytes = kv_costs.unit_bytes
+    base_bytes = loading.base_bytes(model.loaded, command, runner)
+    row_bytes = cache.row_bytes + prefix_cache.reserved_bytes
+    row_pages = -(-row_bytes // page_bytes)
+    first_pages = SLAB_PAGES + FIRST_ROWS * row_pages
+    grant = loading.require_grant(ask_grant, base_bytes + first_pages * page_bytes, "first pages")
+    sizes = ReservationSizes(
+        lambda end, level: -(-kv_costs.pages_bytes(end, chunk, level) // page_bytes),
+        lambda start, end, level: (
+            -(-kv_costs.continued_bytes(start, end, chunk, level) // page_bytes)
+        ),
+        cache.levels,
+    )
+    scheduler = Scheduler(max_rows=command.max_rows, chunk=chunk, group=runner.groups, sizes=sizes)
+    budget = PageBudget(
+        base_bytes, page_bytes, grant.total_bytes, grant.seq, budget_bytes=grant.budget_bytes
+    )
+    costs = costs_of(
+        cache,
+        weights=model.loaded.weights_bytes,
+        base=base_bytes,
+        row=row_bytes,
+        first=first_pages,
+        step=chunk,
+    )
+    return Admission(scheduler, budget, row_pages=row_pages, idle_pages=first_pages), costs
