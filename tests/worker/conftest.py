@@ -1,4 +1,4 @@
-"""One engine with the embedded model for all tests here: loading it takes seconds."""
+"""One engine with the embedded model for all tests of the worker, since loading takes seconds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ def _demo() -> Driver:
 def demo(_demo: Driver) -> Iterator[Driver]:
     _demo.outcomes.clear()
     yield _demo
-    # Whatever a test did, nothing stays: no row, no page, no request.
+    # No test leaves a row, a page or a request.
     for rid in list(_demo.engine._batch.requests):
         _demo.engine.cancel(rid)
     _demo.run(until=lambda: not _demo.engine.has_work)
     assert not _demo.engine._batch.requests
+    _demo.engine._batch.check()
     assert not _demo.engine._runner.cache.sequences
     _demo.engine._prefix_cache.tree.clear()
     assert _demo.engine._runner.cache.usage.pages_used == 0

@@ -1,4 +1,4 @@
-"""Runs an engine without a process around it: submits, steps, and collects what each row got."""
+"""Runs an engine without a worker process: submits requests, steps, and collects their results."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Outcome:
     text: str = ""
     reason: str | None = None
     usage: Usage | None = None
-    """But for what was found in the cache: that is `cached`, and may be anything."""
+    """Without ``cached_tokens``, which `cached` has: it depends on the cache."""
     cached: int = field(default=0, compare=False)
     error: ErrorInfo | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     others: dict[int, Outcome] = field(default_factory=dict)
-    """Completions beside the first, by choice."""
+    """Completions except the first, by choice."""
 
     @property
     def over(self) -> bool:
@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Driver:
-    """An engine with a daemon that grants up to ``budget`` bytes."""
+    """An engine, and a daemon that grants up to ``budget`` bytes."""
 
     def __init__(self, source: str, *, kv: KVSpec | None = None, budget: int = 8 * GIB, **load):
         self.engine = MLXEngine()
@@ -59,14 +59,14 @@ class Driver:
         self.total = 0
         self.seq = 0
         self.others = 0
-        """What other models hold of the budget."""
+        """Bytes of the budget that other models hold."""
         self.denied: tuple[int, int] | None = None
-        """The last wish, if it waits."""
+        """The last memory request, if it was denied: its number and bytes."""
         self.asked: list[tuple[int, str]] = []
         self.outcomes: dict[str, Outcome] = {}
         self.stages: list[str] = []
-        self.parkings: dict[str, list[str]] = {}
-        """Of each request, where it was parked, and that it went on."""
+        self.preemptions: dict[str, list[str]] = {}
+        """By request: the modes of its preemptions, each followed by "resumed"."""
         self.positions: dict[str, list[int]] = {}
         self.reclaimed: list[Reclaimed] = []
         self.info = self.engine.load(
@@ -94,7 +94,7 @@ class Driver:
         )
 
     def retry(self) -> None:
-        """Grant what was denied and fits now, as the daemon does when others give back."""
+        """Grant a denied request that fits now, as the daemon does when others return memory."""
         if self.denied is not None:
             seq, total = self.denied
             self.engine.granted(self.answer(seq, total, "again"))
@@ -142,7 +142,7 @@ class Driver:
                 case _:
                     self._note(report)
         cache, budget = self.engine._runner.cache, self.engine._admission.budget
-        # Beside the pools that go down the ladder stand those that they go to: the base has that.
+        # A step-down holds pages at two levels; the base covers its scratch.
         scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
         assert cache.nbytes <= self.total - budget.base_bytes + scratch
         cache.check()
@@ -155,9 +155,9 @@ class Driver:
                 self.positions.setdefault(report.rid, []).append(report.position)
             case RowPreempted():
                 assert report.nbytes > 0
-                self.parkings.setdefault(report.rid, []).append(report.where)
+                self.preemptions.setdefault(report.rid, []).append(report.where)
             case RowResumed():
-                self.parkings.setdefault(report.rid, []).append("resumed")
+                self.preemptions.setdefault(report.rid, []).append("resumed")
             case Reclaimed():
                 self.reclaimed.append(report)
 
@@ -169,12 +169,12 @@ class Driver:
                 break
             self.step()
         else:
-            raise AssertionError(f"still at work after {steps} steps")
+            raise AssertionError(f"not finished after {steps} steps")
         if until is None:
             assert all(outcome.over for outcome in self.outcomes.values()), self.outcomes
 
     def reclaim(self, method: str, wanted_bytes: int, level: int = 0) -> Reclaimed:
-        """Ask for memory, as the governor does, and step until it is given back."""
+        """Reclaim memory, as the governor does, and step until it is returned."""
         before = len(self.reclaimed)
         self.engine.reclaim(Reclaim(seq=7, method=method, wanted_bytes=wanted_bytes, level=level))
         self.run(until=lambda: len(self.reclaimed) > before)
@@ -188,7 +188,7 @@ class Driver:
             batch.preempt(request)
 
     def requeue(self, rid: str) -> None:
-        self.engine._admission.unpark(rid)
+        self.engine._admission.requeue_preempted(rid)
 
     def alone(self, prompt: str | list[int], sampling: Sampling | None = None, **more) -> Outcome:
         self.submit("alone", prompt, sampling, **more)

@@ -1,4 +1,4 @@
-"""Memory that runs out when a test says so, in MLX's own words and at MLX's own seam."""
+"""Simulated shortages of memory: `mx.eval` and `mx.async_eval` raise MLX's own errors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LATE = (
 
 
 class Evaluations:
-    """Counts what is evaluated; ``fails(number)`` says whether there is no memory for this one.
+    """Counts evaluations; those for which ``fails(number)`` is true run out of memory.
 
-    What fails has been evaluated in part, as where an allocation in its middle does. A second try
+    A failing call evaluates half of its arrays, as if an allocation in the middle failed. A retry
     counts as another evaluation.
     """
 
@@ -44,7 +44,7 @@ class Evaluations:
 
 @contextlib.contextmanager
 def memory_runs_out(fails: Callable[[int], bool], text: str = UNABLE) -> Iterator[Evaluations]:
-    """Let evaluations fail, those of `mx.eval` and `mx.async_eval` counted together."""
+    """Make evaluations fail; calls of `mx.eval` and `mx.async_eval` are counted together."""
     counted = Evaluations(fails, text)
     functions = (mx.eval, mx.async_eval)
     plain = [function.plain for function in functions]

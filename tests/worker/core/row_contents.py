@@ -1,4 +1,4 @@
-"""What a row of a runner's cache holds, for tests that compare two of them."""
+"""The content of a row in a runner's cache, for tests that compare rows."""
 
 from __future__ import annotations
 

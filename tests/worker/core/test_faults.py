@@ -1,4 +1,4 @@
-"""Steps that go wrong, at any point of them: who is not at fault does not notice."""
+"""Steps that fail at any point: requests that did not cause it get the same output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REQUESTS = {
 
 
 def serve(driver: Driver, requests: dict[str, tuple] = REQUESTS) -> dict[str, Outcome]:
-    """Run all of them, one joining after the other."""
+    """Run all requests; each joins two steps after the one before."""
     driver.outcomes = {}
     for rid, (prompt, sampling, more) in requests.items():
         driver.submit(rid, prompt, sampling, **more)
@@ -51,19 +51,19 @@ def serve(driver: Driver, requests: dict[str, tuple] = REQUESTS) -> dict[str, Ou
 
 
 def assert_same(got: dict[str, Outcome], wanted: dict[str, Outcome]) -> None:
-    """All that a client sees, and logprobs but for the order of summing."""
+    """Compare all that a client sees; logprobs may differ by the order of summation."""
     assert got.keys() == wanted.keys()
     for rid, outcome in got.items():
         expected = wanted[rid]
-        for mine, its in ((outcome, expected), *zip_values(outcome.others, expected.others)):
-            assert [one.token for one in mine.logprobs] == [one.token for one in its.logprobs]
-            for told, others in (
-                (mine.logprobs, its.logprobs),
-                (mine.prompt_logprobs, its.prompt_logprobs),
+        for actual, right in ((outcome, expected), *zip_values(outcome.others, expected.others)):
+            assert [one.token for one in actual.logprobs] == [one.token for one in right.logprobs]
+            for logprobs, expected_logprobs in (
+                (actual.logprobs, right.logprobs),
+                (actual.prompt_logprobs, right.prompt_logprobs),
             ):
-                numbers, others_numbers = logprobs_of(told), logprobs_of(others)
+                numbers = logprobs_of(logprobs)
                 assert np.isfinite(numbers).all()
-                np.testing.assert_allclose(numbers, others_numbers, atol=1e-4)
+                np.testing.assert_allclose(numbers, logprobs_of(expected_logprobs), atol=1e-4)
         assert without_logprobs(outcome) == without_logprobs(expected)
 
 
@@ -72,8 +72,8 @@ def zip_values(got: dict[int, Outcome], wanted: dict[int, Outcome]) -> list[tupl
     return [(outcome, wanted[choice]) for choice, outcome in got.items()]
 
 
-def logprobs_of(told: list[TokenLogprob]) -> list[float]:
-    return [one.logprob for one in told if one.logprob is not None]
+def logprobs_of(logprobs: list[TokenLogprob]) -> list[float]:
+    return [one.logprob for one in logprobs if one.logprob is not None]
 
 
 def without_logprobs(outcome: Outcome) -> Outcome:
@@ -90,7 +90,7 @@ def wanted(_demo: Driver) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def evaluations(_demo: Driver, wanted: dict) -> int:
-    """So many are at least made for all that."""
+    """Evaluations that all requests take without a failure."""
     _demo.engine._prefix_cache.tree.clear()
     with memory_runs_out(lambda _: False) as seen:
         assert_same(serve(_demo), wanted)
@@ -99,13 +99,13 @@ def evaluations(_demo: Driver, wanted: dict) -> int:
 
 @pytest.fixture
 def cold(demo: Driver) -> Driver:
-    """An engine that remembers no prompt and no shortage."""
+    """An engine without checkpoints and without recent shortages."""
     demo.engine._prefix_cache.tree.clear()
     demo.engine._out_of_memory.calm_steps = out_of_memory.CALM_STEPS
     return demo
 
 
-def test_memory_that_comes_back_at_once_costs_nothing(cold: Driver, wanted: dict) -> None:
+def test_a_shortage_that_passes_at_once_is_not_counted(cold: Driver, wanted: dict) -> None:
     with memory_runs_out(lambda number: number % 5 in {0, 1}) as seen:
         outcomes = serve(cold)
 
@@ -115,7 +115,7 @@ def test_memory_that_comes_back_at_once_costs_nothing(cold: Driver, wanted: dict
 
 
 @pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.9])
-def test_a_step_that_lacks_memory_drops_nothing(
+def test_a_step_without_memory_loses_nothing(
     cold: Driver, wanted: dict, evaluations: int, part: float
 ) -> None:
     first = int(part * evaluations)
@@ -138,7 +138,7 @@ def test_what_the_device_lost_is_computed_again(
     assert_same(outcomes, wanted)
 
 
-def test_where_memory_stays_short_the_newest_fail_one_by_one(cold: Driver) -> None:
+def test_while_memory_stays_short_the_newest_requests_fail_one_by_one(cold: Driver) -> None:
     rids = ["first", "second", "third", "fourth"]
     expected = {rid: cold.alone(prompt_of(150, at), max_tokens=40) for at, rid in enumerate(rids)}
     for at, rid in enumerate(rids):
@@ -170,32 +170,32 @@ def test_a_request_that_never_fits_fails_and_the_next_one_runs(cold: Driver) -> 
 
 
 @pytest.mark.parametrize("text", [UNABLE, LATE])
-def test_rows_that_are_parked_meanwhile_go_on_where_they_were(cold: Driver, text: str) -> None:
+def test_preempted_rows_continue_after_a_shortage(cold: Driver, text: str) -> None:
     requests = {
         "stays": prompt_of(100, 1),
-        "parked": prompt_of(300, 2),
+        "preempted": prompt_of(300, 2),
         "reads": prompt_of(2500, 3),
     }
     expected = {rid: cold.alone(prompt, max_tokens=40, n=2) for rid, prompt in requests.items()}
     cold.engine._prefix_cache.tree.clear()
     for rid, prompt in requests.items():
         cold.submit(rid, prompt, max_tokens=40, n=2)
-    cold.run(until=lambda: bool(cold.outcomes["parked"].tokens))
+    cold.run(until=lambda: bool(cold.outcomes["preempted"].tokens))
     assert not cold.outcomes["reads"].tokens
-    for rid in ("parked", "reads"):
+    for rid in ("preempted", "reads"):
         cold.preempt(rid)
     tries = 1 if text == LATE else shortage.TRIES + 1
     with memory_runs_out(range(3, 3 + tries).__contains__, text):
         cold.run(until=lambda: len(cold.outcomes["stays"].tokens) > 30)
     assert cold.engine._out_of_memory.count == 1
-    cold.requeue("parked")
+    cold.requeue("preempted")
     cold.requeue("reads")
     cold.run()
 
     assert cold.outcomes == expected
 
 
-def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -> None:
+def test_other_device_errors_are_not_shortages(cold: Driver) -> None:
     cold.submit("a", prompt_of(30), max_tokens=5)
     hung = "[METAL] Command buffer execution failed: Caused GPU Timeout Error (00000002)"
     with memory_runs_out((2).__eq__, hung), pytest.raises(RuntimeError, match="Timeout"):
@@ -203,13 +203,13 @@ def test_other_errors_of_the_device_are_not_taken_for_a_shortage(cold: Driver) -
     cold.engine._out_of_memory._recovery.discard(late=True)
 
 
-def test_a_load_that_lacks_memory_says_so() -> None:
+def test_a_load_without_memory_reports_it() -> None:
     with memory_runs_out((5).__le__), pytest.raises(InsufficientMemory, match="while the model"):
         Driver("demo")
 
 
 @pytest.mark.parametrize("poison", [mx.nan, 0.0])
-def test_bad_logits_of_a_scored_prompt_never_leave(
+def test_bad_logits_of_a_scored_prompt_are_never_reported(
     cold: Driver, monkeypatch: pytest.MonkeyPatch, poison: float
 ) -> None:
     expected = cold.alone(prompt_of(700, 1), max_tokens=10)
@@ -221,7 +221,7 @@ def test_bad_logits_of_a_scored_prompt_never_leave(
         return logits if len(tokens) == 256 else mx.full(logits.shape, poison)
 
     monkeypatch.setattr(runner, "score", poisoned)
-    cold.submit("beside", prompt_of(700, 1), max_tokens=10)
+    cold.submit("other", prompt_of(700, 1), max_tokens=10)
     cold.submit("bad", prompt_of(300, 2), max_tokens=10, prompt_logprobs=1)
     cold.run()
 
@@ -229,18 +229,18 @@ def test_bad_logits_of_a_scored_prompt_never_leave(
     assert bad.error is not None
     assert bad.error.code == "numerical_error"
     assert (bad.tokens, len(bad.prompt_logprobs)) == ([], 257)
-    assert cold.outcomes["beside"].tokens == expected.tokens
+    assert cold.outcomes["other"].tokens == expected.tokens
     assert cold.engine._prefix_cache.tree.peek(prompt_of(300, 2)).tokens == 0
 
 
-def test_one_bad_choice_of_several_ends_its_request_alone(
+def test_one_bad_choice_of_several_fails_only_its_request(
     cold: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold.alone(prompt_of(300, 1), max_tokens=20)
     trusted = sampler.finite_and_varied
     cold.submit("bad", prompt_of(300, 2), Sampling(temperature=1.0, seed=1), max_tokens=20, n=3)
-    cold.submit("beside", prompt_of(300, 1), max_tokens=20)
-    cold.run(until=lambda: len(cold.outcomes["beside"].tokens) > 3)
+    cold.submit("other", prompt_of(300, 1), max_tokens=20)
+    cold.run(until=lambda: len(cold.outcomes["other"].tokens) > 3)
     with monkeypatch.context() as patch:
         patch.setattr(
             sampler,
@@ -252,11 +252,11 @@ def test_one_bad_choice_of_several_ends_its_request_alone(
 
     assert cold.outcomes["bad"].error is not None
     assert cold.outcomes["bad"].error.code == "numerical_error"
-    assert cold.outcomes["beside"] == expected
+    assert cold.outcomes["other"] == expected
     assert cold.engine._prefix_cache.tree.peek(prompt_of(300, 2)).tokens == 0
 
 
-def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
+def test_the_engine_reports_each_phase_before_it_begins(cold: Driver) -> None:
     phases: list[str] = []
     cold.engine.watch(phases.append)
     cold.submit("a", prompt_of(600), max_tokens=5)
@@ -267,7 +267,7 @@ def test_the_engine_says_what_it_does_before_it_does_it(cold: Driver) -> None:
     cold.engine.watch(ignore_phase)
 
 
-def test_a_chunk_that_lacks_memory_is_read_again_and_nobody_else_is(
+def test_a_chunk_without_memory_is_prefilled_again_and_other_rows_stay(
     cold: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = {"runs": prompt_of(200, 1), "reads": prompt_of(700, 2), "with": prompt_of(100, 3)}

@@ -1,7 +1,7 @@
-"""The whole engine over fused decode attention: plain and compiled steps, and that kernels ran.
+"""Fused decode attention in a runner: plain and compiled steps give the same, and kernels run.
 
-There is no GPU where tests run. The kernels are `stand_in.StandIn`, plain operations over the very
-arrays that a kernel gets, and then Metal's own text, compiled as C++ and run by `tests.metal`.
+Tests have no GPU. Two replacements run instead of kernels: `stand_in.StandIn`, plain operations
+over the arrays that a kernel gets, and Metal's source compiled as C++ (`tests.worker.kernels`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 
 
 class Side:
-    """A runner of a model, and its rows."""
+    """A runner and its rows."""
 
     def __init__(self, model: Any, backend: Backend | None) -> None:
         self.runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
@@ -50,13 +50,13 @@ class Side:
         self.runner.cache.free(self.rows.pop(index))
 
     def lower(self, index: int, level: int) -> None:
-        """Step a row down, but for its newest page: it then lies on two levels."""
+        """Step a row down, except for its newest page: the row then has pages at two levels."""
         cache = self.runner.cache
         cache.flush()
         ModelStepDown(cache, [self.rows[index]], level).advance(1e9, lambda: 0.0)
 
-    def rest(self, index: int) -> None:
-        """Park a row, and let it go on."""
+    def snapshot_and_restore(self, index: int) -> None:
+        """Snapshot and restore a row."""
         cache = self.runner.cache
         snapshot = cache.snapshots.take(self.rows[index])
         cache.free(self.rows[index])
@@ -74,16 +74,16 @@ class Side:
 
 
 class Sides:
-    """The same rows of one model, served in several ways; the first is plain operations'."""
+    """The same rows of one model over several backends; the first uses plain operations."""
 
     def __init__(self, name: str, *backends: Backend) -> None:
         model = build(name)[0]
         self.model = model
         self.all = [Side(model, backend) for backend in (None, *backends)]
 
-    def each(self, action: str, *what: int) -> None:
+    def each(self, action: str, *arguments: int) -> None:
         for side in self.all:
-            getattr(side, action)(*what)
+            getattr(side, action)(*arguments)
 
     def step(self, token: int) -> None:
         plain, *others = [side.step(token) for side in self.all]
@@ -94,7 +94,7 @@ class Sides:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_the_same_as_plain_operations_through_joins_leaves_seals_and_levels(name: str) -> None:
+def test_logits_match_plain_operations_through_joins_leaves_commits_and_levels(name: str) -> None:
     eager, traced = StandIn(), StandIn()
     sides = Sides(name, eager.backend(), traced.backend())
     assert sides.all[2].runner.compile()
@@ -110,7 +110,7 @@ def test_the_same_as_plain_operations_through_joins_leaves_seals_and_levels(name
             sides.each("join", 64)
         sides.step(step)
 
-    # Replayed steps count as those that were traced.
+    # Replays of a traced step count as launches.
     assert eager.launches - before[0] == traced.launches - before[1]
     assert eager.attended == 24 * layers
     assert eager.launches - before[0] >= 2 * eager.attended
@@ -119,9 +119,9 @@ def test_the_same_as_plain_operations_through_joins_leaves_seals_and_levels(name
     assert 1 < compiled.traced < 8
 
 
-@pytest.mark.parametrize(("name", "what"), [("qwen3", "flush"), ("gpt_oss", "all")])
-def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> None:
-    """Others make pages be written at any time, and rows may rest: kernels give the same."""
+@pytest.mark.parametrize(("name", "events"), [("qwen3", "flush"), ("gpt_oss", "all")])
+def test_the_time_of_flushes_changes_no_bit(name: str, events: str) -> None:
+    """Other rows trigger flushes at any time, and rows are restored: kernels return the same."""
     model = build(name)[0]
     calm, hasty = (Side(model, StandIn().backend()) for _ in range(2))
     for side in (calm, hasty):
@@ -131,10 +131,10 @@ def test_no_bit_changes_with_when_pages_are_written(name: str, what: str) -> Non
     for step in range(150):
         if draw.random() < 0.1:
             hasty.runner.cache.flush()
-            if what == "all":
+            if events == "all":
                 hasty.join(int(draw.integers(1, 300)))
                 hasty.leave(4)
-                hasty.rest(int(draw.integers(4)))
+                hasty.snapshot_and_restore(int(draw.integers(4)))
         assert np.array_equal(calm.step(step % 50), hasty.step(step % 50)), step
 
 
@@ -157,7 +157,7 @@ def test_compiled_steps_with_too_many_levels_take_plain_operations() -> None:
 
 
 class Shimmed(Fused):
-    """Metal's kernels, run by the shim."""
+    """Metal's kernels, run as C++."""
 
     def __init__(self) -> None:
         super().__init__(METAL)

@@ -1,4 +1,4 @@
-"""Short prompts that are read together: the rows that each gets alone, to the bit, in one pass."""
+"""Grouped prefill: one pass over several prompts gives each row the same bits as a pass alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def library() -> ModuleType:
 
 
 class Counted:
-    """A model that notes the tokens of each of its passes, ``(rows, tokens)``."""
+    """A model that records the shape of each pass, ``(rows, tokens)``."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class Counted:
 def two_runners(
     name: str, library: ModuleType | None = None, settings: CacheSettings | None = None
 ) -> tuple[Runner, Runner]:
-    """Over caches of their own, of one model."""
+    """Return two runners of one model, each with its own cache."""
     model = build(name)[0]
     if library is not None:
         pack_weights(model, library)
@@ -70,11 +70,11 @@ def two_runners(
     return alone, together
 
 
-def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
-    assert one.length == other.length
-    for mine, theirs in zip(held(alone, one), held(together, other), strict=True):
-        assert mx.isfinite(mine).all()
-        assert mx.array_equal(mine, theirs)
+def assert_same(alone: Runner, row: Row, together: Runner, grouped: Row) -> None:
+    assert row.length == grouped.length
+    for expected, actual in zip(held(alone, row), held(together, grouped), strict=True):
+        assert mx.isfinite(expected).all()
+        assert mx.array_equal(expected, actual)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def assert_same(alone: Runner, one: Row, together: Runner, other: Row) -> None:
     ],
     ids=["bounded", "dense start", "windows", "experts"],
 )
-def test_rows_of_any_lengths_are_what_they_are_alone_to_the_bit(
+def test_rows_of_any_length_have_the_same_bits_alone_and_in_a_group(
     name: str, settings: CacheSettings, *, native: bool
 ) -> None:
-    """Chunk after chunk, and a token in between."""
+    """Chunks alternate with decode steps."""
     alone, together = two_runners(name, library() if native else None, settings)
     draw = random.Random(3)
     for count in (1, 2, 5, 8):
@@ -128,7 +128,7 @@ def test_logits_of_a_padded_chunk_are_those_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["mamba2", "jamba", "llama4", "deepseek_v3"])
 def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
-    """Recurrent states, positions as an int, rectangles."""
+    """Reasons: recurrent states, positions as an int, rectangles."""
     served = serve(build(name)[0], CacheSettings(SCHEMES), TOKENS)
 
     assert not served.runner.group()
@@ -138,7 +138,7 @@ def test_models_that_take_one_row_a_pass_are_not_grouped(name: str) -> None:
     assert row.length == 3
 
 
-def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
+def test_a_model_with_other_numbers_in_a_group_is_not_grouped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("llama")[0]
@@ -155,7 +155,7 @@ def test_a_model_that_gives_other_numbers_in_a_group_is_not_grouped(
 
 
 def test_on_an_accelerator_rounding_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router of four experts: its products are small, and rounded by the number of rows."""
+    """The router of four experts has small products, whose rounding depends on the rows."""
     model = build("mixtral")[0]
     runner = Runner(model, ModelCache(find_layout(model), CacheSettings(SCHEMES)))
     monkeypatch.setattr(runners, "on_cpu", lambda: False)
@@ -173,7 +173,7 @@ def submitted(demo: Driver, requests: dict[str, dict[str, Any]]) -> dict[str, Ou
     return {rid: demo.outcomes.pop(rid) for rid in requests}
 
 
-def test_short_prompts_that_come_together_take_one_pass(
+def test_short_prompts_that_arrive_together_take_one_pass(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = demo.engine._runner
@@ -192,10 +192,10 @@ def test_short_prompts_that_come_together_take_one_pass(
     assert model.passes == [(8, 31)]
 
 
-def test_in_groups_of_any_kind_requests_get_what_they_get_alone(
+def test_requests_get_the_same_output_alone_and_in_any_group(
     demo: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scored prompts, several choices, logprobs and prompts read before among them; some decode."""
+    """Among them: scored prompts, several choices, logprobs, cached prompts, and decoding rows."""
     model = Counted(demo.engine._runner.model)
     monkeypatch.setattr(demo.engine._runner, "model", model)
     draw = random.Random(11)
@@ -227,7 +227,7 @@ def test_in_groups_of_any_kind_requests_get_what_they_get_alone(
         assert (rid, demo.outcomes.pop(rid)) == (rid, outcome)
 
 
-def test_who_is_cancelled_in_a_group_leaves_the_others_alone(demo: Driver) -> None:
+def test_a_cancelled_request_does_not_disturb_its_group(demo: Driver) -> None:
     requests = {
         f"r{number}": {"prompt": prompt_of(40, number), "max_tokens": 10} for number in range(4)
     }

@@ -1,4 +1,4 @@
-"""The engine with the embedded model: what a request gets, alone and in company."""
+"""The engine with the embedded model: results of requests, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt_of(tokens: int, seed: int = 0) -> list[int]:
     return [rng.randrange(300, 2000) for _ in range(tokens)]
 
 
-def test_dense_pages_give_mlx_lms_own_tokens() -> None:
+def test_dense_pages_give_the_tokens_of_mlx_lm() -> None:
     driver = Driver("demo", kv=KVSpec(16, 16))
     model = driver.engine._runner.model
     for length in (1, 2, 64, 65, 300):
@@ -43,7 +43,7 @@ def test_dense_pages_give_mlx_lms_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 129, 255, 256, 257, 258, 513])
-def test_every_prompt_length_gives_its_tokens(demo: Driver, length: int) -> None:
+def test_prompts_of_any_length_are_answered(demo: Driver, length: int) -> None:
     outcome = demo.alone(prompt_of(length), max_tokens=5)
 
     assert outcome.reason in {"length", "stop"}
@@ -52,8 +52,8 @@ def test_every_prompt_length_gives_its_tokens(demo: Driver, length: int) -> None
     assert outcome.usage.completion_tokens in {len(outcome.tokens), len(outcome.tokens) + 1}
 
 
-def test_alone_or_in_any_company_the_same_tokens(demo: Driver) -> None:
-    """Greedy and sampled, joined at random moments, some cancelled: nobody notices."""
+def test_requests_get_the_same_tokens_alone_and_in_any_batch(demo: Driver) -> None:
+    """Greedy and sampled requests join at random times, and some are cancelled."""
     rng = random.Random(7)
     settings = [
         Sampling(seed=1),
@@ -95,7 +95,7 @@ def test_alone_or_in_any_company_the_same_tokens(demo: Driver) -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_cancel_in_every_state_ends_once(demo: Driver, after: int) -> None:
-    """Waiting, prefilling, about to decode, decoding."""
+    """The states are queued, in prefill, before the first decode step, and decoding."""
     demo.submit("stays", prompt_of(40), max_tokens=30)
     demo.submit("goes", prompt_of(600), max_tokens=100)
     for _ in range(after):
@@ -119,7 +119,7 @@ def test_stop_string_ends_the_text_before_it(demo: Driver) -> None:
     assert outcome.text == whole.text[: whole.text.index(stop)]
 
 
-def test_text_is_what_the_tokens_decode_to(demo: Driver) -> None:
+def test_the_text_is_the_decoded_tokens(demo: Driver) -> None:
     outcome = demo.alone(WORDS, Sampling(temperature=1.5, seed=3), max_tokens=200)
 
     assert outcome.text == demo.engine._text._tokenizer.decode(
@@ -127,7 +127,7 @@ def test_text_is_what_the_tokens_decode_to(demo: Driver) -> None:
     )
 
 
-def test_chat_uses_the_template_and_stops_by_itself(demo: Driver) -> None:
+def test_chat_uses_the_template_and_stops_at_eos(demo: Driver) -> None:
     demo.outcomes["chat"] = demo.outcomes.get("chat") or type(demo.alone([5], max_tokens=1))()
     demo.engine.submit(
         Submit(
@@ -143,7 +143,7 @@ def test_chat_uses_the_template_and_stops_by_itself(demo: Driver) -> None:
     assert demo.outcomes["chat"].text.strip()
 
 
-def test_a_long_prompt_never_stalls_the_others_for_more_than_a_chunk(demo: Driver) -> None:
+def test_a_long_prompt_delays_other_rows_by_a_chunk_at_most(demo: Driver) -> None:
     demo.submit("runs", prompt_of(20), max_tokens=40)
     demo.run(until=lambda: len(demo.outcomes["runs"].tokens) > 3)
     demo.submit("long", prompt_of(2000), max_tokens=2)
@@ -176,7 +176,7 @@ def test_bad_requests_leave_nothing_behind(demo: Driver, fields: dict, error: ty
 
 
 def test_a_bad_row_fails_alone(demo: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three rows gets NaN, or the same logit everywhere."""
+    """The second of three rows gets NaN, or equal logits."""
     trusted = sampler.finite_and_varied
     for poison in (float("nan"), 0.0):
 
@@ -197,7 +197,7 @@ def test_a_bad_row_fails_alone(demo: Driver, monkeypatch: pytest.MonkeyPatch) ->
         assert demo.outcomes["a"] == demo.outcomes["c"] == demo.alone([7], max_tokens=10)
 
 
-def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo: Driver) -> None:
+def test_nan_in_the_cache_fails_its_row_and_not_the_next_row_in_its_slot(demo: Driver) -> None:
     wanted = demo.alone(prompt_of(30, 2), max_tokens=10)
     demo.submit("bad", prompt_of(100, 1), max_tokens=50)
     demo.run(until=lambda: len(demo.outcomes["bad"].tokens) > 3)
@@ -217,7 +217,7 @@ def test_nan_in_one_rows_cache_fails_that_row_and_not_the_next_in_its_place(demo
     assert demo.outcomes["next"] == wanted
 
 
-def test_memory_is_asked_for_and_given_back() -> None:
+def test_memory_is_requested_and_returned() -> None:
     demo = Driver("demo", kv=KVSpec(prefix_cache=0))
     resting = demo.total
     rids = [f"r{i}" for i in range(6)]
@@ -266,7 +266,7 @@ def test_rows_that_start_dense_stay_within_a_tight_grant() -> None:
     assert driver.engine.stats().max_rows_in_step == 4
 
 
-def test_load_that_does_not_fit_says_the_arithmetic() -> None:
+def test_a_load_beyond_the_budget_reports_both_sizes() -> None:
     with pytest.raises(InsufficientMemory) as caught:
         Driver("demo", budget=1 << 20)
 
@@ -288,7 +288,7 @@ def test_info_describes_what_was_loaded(demo: Driver) -> None:
 
 
 def test_recall_agrees_with_dense(demo: Driver) -> None:
-    """Twelve facts at 1024 tokens: quantized pages answer as dense ones do."""
+    """Quantized pages answer twelve recall tasks of 1024 tokens as dense pages do."""
     dense = Driver("demo", kv=KVSpec(16, 16))
     tokenizer = demo.engine._text._tokenizer
     same = []

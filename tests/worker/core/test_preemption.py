@@ -1,4 +1,4 @@
-"""Rows give their memory back while they run, and go on with the same tokens."""
+"""Running rows are preempted, free their memory, and continue with the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mlx
 WARM = Sampling(temperature=0.9, seed=5)
 EVERYTHING = 1 << 40
 QUICK = 1e15
-"""A second: work that takes no time."""
+"""Amount per second of work that takes no time."""
 
 
 def prompt_of(length: int, start: int) -> list[int]:
@@ -40,7 +40,7 @@ def prefer(driver: Driver, where: str) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    folder = tmp_path_factory.mktemp("parked")
+    folder = tmp_path_factory.mktemp("swap")
     return Driver("demo", swap_folder=str(folder), swap_bytes=1 << 30)
 
 
@@ -58,13 +58,13 @@ def driver(loaded: Driver) -> Iterator[Driver]:
     loaded.engine._prefix_cache.tree.clear()
     assert loaded.engine._runner.cache.usage.pages_used == 0
     assert loaded.engine._scheduler.reserved_pages == 0
-    for record in (loaded.outcomes, loaded.parkings, loaded.positions, loaded.reclaimed):
+    for record in (loaded.outcomes, loaded.preemptions, loaded.positions, loaded.reclaimed):
         record.clear()
     loaded.engine._rates.__dict__.pop("note", None)
 
 
 def submit_three(driver: Driver) -> None:
-    """Greedy, seeded with two answers and penalties, and one whose prompt is long."""
+    """One is greedy, one has a seed, two choices and penalties, and one has a long prompt."""
     driver.submit("greedy", prompt_of(500, 1), max_tokens=70, ignore_eos=True)
     penalized = Sampling(temperature=0.9, seed=3, frequency_penalty=0.5)
     driver.submit("two", prompt_of(330, 2), penalized, max_tokens=70, ignore_eos=True, n=2)
@@ -86,26 +86,26 @@ def files(driver: Driver) -> list[Path]:
 
 
 @pytest.mark.parametrize("where", ["disk", "recompute"])
-def test_parked_rows_go_on_with_the_same_tokens(driver: Driver, where: str) -> None:
+def test_preempted_rows_continue_with_the_same_tokens(driver: Driver, where: str) -> None:
     prefer(driver, where)
     wanted = undisturbed(driver)
     submit_three(driver)
     driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 9)
-    assert driver.engine._scheduler.prefilling == 1, "the long prompt is half read"
+    assert driver.engine._scheduler.prefilling == 1, "the long prompt is in prefill"
     active = driver.engine._runner.cache.nbytes
     reclaimable = driver.engine.stats().reclaimable
     answer = driver.reclaim("preempt", EVERYTHING)
 
     assert answer.exhausted
-    assert {one[0] for one in driver.parkings.values()} == {where}
+    assert {one[0] for one in driver.preemptions.values()} == {where}
     assert answer.freed_bytes >= reclaimable.preempt > 0
     assert driver.engine._runner.cache.nbytes < active / 3
     driver.run()
     assert driver.outcomes == wanted
-    assert all(one[-1] == "resumed" for one in driver.parkings.values())
+    assert all(one[-1] == "resumed" for one in driver.preemptions.values())
 
 
-def test_what_is_enough_in_memory_stays_there(driver: Driver) -> None:
+def test_snapshots_stay_in_memory_if_that_frees_enough(driver: Driver) -> None:
     prefer(driver, "disk")
     prompt = prompt_of(300, 4)
     wanted = driver.alone(prompt, WARM, max_tokens=200, ignore_eos=True)
@@ -113,12 +113,12 @@ def test_what_is_enough_in_memory_stays_there(driver: Driver) -> None:
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 5)
     unit = driver.engine._admission.budget.page_bytes
     driver.reclaim("preempt", unit)
-    assert driver.parkings["a"][0] == "memory"
+    assert driver.preemptions["a"][0] == "memory"
     driver.run()
     assert driver.outcomes["a"] == wanted
 
 
-def test_a_row_that_was_parked_makes_tokens_before_it_is_parked_again(driver: Driver) -> None:
+def test_a_resumed_row_generates_tokens_before_it_is_preempted_again(driver: Driver) -> None:
     prefer(driver, "disk")
     driver.submit("a", prompt_of(300, 4), WARM, max_tokens=330, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 20)
@@ -126,12 +126,12 @@ def test_a_row_that_was_parked_makes_tokens_before_it_is_parked_again(driver: Dr
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 270)
     assert driver.engine.stats().reclaimable.preempt == 0
     assert driver.reclaim("preempt", EVERYTHING).exhausted
-    assert driver.parkings["a"] == ["disk", "resumed"]
+    assert driver.preemptions["a"] == ["disk", "resumed"]
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 280)
     assert driver.engine.stats().reclaimable.preempt > 0
     driver.reclaim("preempt", EVERYTHING)
     driver.run()
-    assert driver.parkings["a"] == ["disk", "resumed"] * 2
+    assert driver.preemptions["a"] == ["disk", "resumed"] * 2
 
 
 def cut(path: Path) -> None:
@@ -145,15 +145,13 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut, flip, Path.unlink, lambda path: path.write_bytes(b"")])
-def test_a_file_that_is_not_what_was_written_costs_time_and_no_request(
-    driver: Driver, harm
-) -> None:
+def test_a_damaged_file_costs_time_and_no_request(driver: Driver, harm) -> None:
     prefer(driver, "disk")
     prompt = prompt_of(400, 6)
     wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     driver.submit("a", prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
-    driver.others = driver.budget  # so that it cannot come back yet
+    driver.others = driver.budget  # prevents an early resume
     driver.reclaim("preempt", EVERYTHING)
     (path,) = files(driver)
     harm(path)
@@ -161,12 +159,10 @@ def test_a_file_that_is_not_what_was_written_costs_time_and_no_request(
     driver.retry()
     driver.run()
     assert driver.outcomes["a"] == wanted
-    assert driver.parkings["a"] == ["disk", "resumed"]
+    assert driver.preemptions["a"] == ["disk", "resumed"]
 
 
-def test_a_full_disk_is_no_reason_to_lose_a_request(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_loses_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(driver, "disk")
     prompt = prompt_of(400, 7)
     wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
@@ -180,12 +176,12 @@ def test_a_full_disk_is_no_reason_to_lose_a_request(
     driver.submit("a", prompt, WARM, max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
     driver.reclaim("preempt", EVERYTHING)
-    assert driver.parkings["a"][0] == "recompute"
+    assert driver.preemptions["a"][0] == "recompute"
     driver.run()
     assert driver.outcomes["a"] == wanted
 
 
-def test_bounds_of_the_folder_send_rows_to_be_computed_again(
+def test_beyond_the_folders_limits_rows_are_recomputed(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefer(driver, "disk")
@@ -196,7 +192,7 @@ def test_bounds_of_the_folder_send_rows_to_be_computed_again(
             driver.submit(bound, prompt_of(400, 8), WARM, max_tokens=30, ignore_eos=True)
             driver.run(until=lambda rid=bound: len(driver.outcomes[rid].tokens) > 3)
             driver.reclaim("preempt", EVERYTHING)
-            assert driver.parkings[bound][0] == "recompute"
+            assert driver.preemptions[bound][0] == "recompute"
             driver.run()
             assert len(driver.outcomes[bound].tokens) == 30
 
@@ -214,7 +210,7 @@ def test_a_request_can_end_while_it_is_written_or_read(
     for rid, under_way in (("written", transfers.writing), ("read", transfers.reading)):
         driver.submit(rid, prompt_of(900, 9), WARM, max_tokens=60, ignore_eos=True)
         driver.run(until=lambda rid=rid: len(driver.outcomes[rid].tokens) > 3)
-        driver.engine.reclaim(_park_one(driver))
+        driver.engine.reclaim(_reclaim_one(driver))
         driver.run(until=lambda under_way=under_way: bool(under_way))
         for _ in range(steps):
             driver.step()
@@ -225,17 +221,17 @@ def test_a_request_can_end_while_it_is_written_or_read(
     driver.run()
 
 
-def _park_one(driver: Driver):
+def _reclaim_one(driver: Driver):
     rid = driver.engine._scheduler.victims()[0]
     wanted = driver.engine._scheduler.find(rid).pages * driver.engine._admission.budget.page_bytes
     return Reclaim(seq=1, method="preempt", wanted_bytes=wanted)
 
 
 @pytest.mark.parametrize("meanwhile", ["nothing", "cancel", "memory", "reclaim"])
-def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
+def test_snapshots_of_queued_requests_are_moved_out_for_the_head_of_the_queue(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, meanwhile: str
 ) -> None:
-    """Nobody runs, and what others keep is what the first one lacks."""
+    """No request runs, and the snapshots of others hold the memory that the head needs."""
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
     requests = {rid: prompt_of(500, seed) for seed, rid in enumerate("abc")}
@@ -255,7 +251,7 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
     kept = sum(one.kept_pages for one in driver.engine._batch.requests.values())
     assert kept > 8
     assert driver.engine._admission.budget.pages <= kept + 1
-    # Two pages more than they keep: not enough for one.
+    # Two pages more than the snapshots take: not enough for a row.
     driver.others = driver.budget - driver.total - 2 * unit
     driver.run(until=lambda: driver.engine._preemption.busy)
     if meanwhile == "cancel":
@@ -273,7 +269,7 @@ def test_rows_that_wait_in_memory_make_room_for_the_first_of_them(
     driver.others = 0
 
 
-def test_who_waits_is_told_its_place(driver: Driver) -> None:
+def test_queued_requests_get_reports_of_their_position(driver: Driver) -> None:
     driver.submit("runs", prompt_of(20, 1), max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: bool(driver.outcomes["runs"].tokens))
     assert driver.positions == {}
@@ -305,7 +301,7 @@ def _request(rng: random.Random, index: int) -> tuple[list[int], dict]:
 
 
 @pytest.mark.parametrize("seed", [1])
-def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
+def test_random_reclaims_change_no_tokens(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -326,7 +322,7 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
             wanted = rng.choice([1, 10**6, EVERYTHING])
             method = rng.choice(["spare", "prefixes", "preempt", "preempt"])
             driver.engine.reclaim(Reclaim(seq=step, method=method, wanted_bytes=wanted))
-        if rng.random() < 0.05:  # another model holds the rest, or gives it back
+        if rng.random() < 0.05:  # another model takes or returns memory
             driver.others = rng.choice([0, driver.budget - driver.total])
         if not driver.engine.has_work:
             driver.others = 0
@@ -336,10 +332,10 @@ def test_whatever_is_taken_back_and_whenever_each_request_gets_its_tokens(
             break
     driver.others = 0
     assert [driver.outcomes[f"r{index}"] for index in range(9)] == alone
-    assert sum(len(one) for one in driver.parkings.values()) > 3
+    assert sum(len(one) for one in driver.preemptions.values()) > 3
 
 
-def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
+def test_swapping_out_does_not_stop_other_rows_and_leaves_no_file_at_the_end(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
@@ -348,8 +344,8 @@ def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
     driver.submit("stays", prompt_of(300, 1), max_tokens=200, ignore_eos=True, priority=1)
     driver.submit("goes", prompt_of(900, 2), max_tokens=200, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["goes"].tokens) > 3)
-    driver.engine.reclaim(_park_one(driver))
-    driver.others = driver.budget  # else it may be back before anybody looks
+    driver.engine.reclaim(_reclaim_one(driver))
+    driver.others = driver.budget  # prevents an early resume
     steps, before = 0, len(driver.outcomes["stays"].tokens)
     while driver.engine._reclaiming.active:
         driver.step()
@@ -367,7 +363,7 @@ def test_who_is_parked_does_not_stop_the_others_and_leaves_no_file_at_the_end(
 
 
 @pytest.mark.parametrize("nth", [3, 21, 75])
-def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
+def test_a_shortage_during_transfers_changes_no_tokens(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
@@ -391,7 +387,7 @@ def test_memory_that_runs_out_while_rows_come_and_go_costs_nobody_a_token(
     assert len(driver.reclaimed) == 1
 
 
-def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
+def test_files_of_an_earlier_process_are_deleted(tmp_path: Path) -> None:
     for name in ("old.swap", "half.part"):
         (tmp_path / name).write_bytes(b"x")
     folder = swap.SwapFolder.open(str(tmp_path / "m"), 100)
@@ -414,7 +410,7 @@ def test_files_of_a_life_before_are_deleted(tmp_path: Path) -> None:
     ],
     ids=["k4v4", "dense", "window", "dense at first"],
 )
-def test_every_way_of_keeping_keys_comes_back_from_disk(kv: KVSpec, tmp_path: Path) -> None:
+def test_rows_of_every_kv_layout_are_restored_from_disk(kv: KVSpec, tmp_path: Path) -> None:
     driver = Driver("demo", kv=kv, swap_folder=str(tmp_path), swap_bytes=1 << 30)
     prompt = prompt_of(420, 5)
     wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
@@ -424,11 +420,11 @@ def test_every_way_of_keeping_keys_comes_back_from_disk(kv: KVSpec, tmp_path: Pa
         driver.run(until=lambda rid=where: len(driver.outcomes[rid].tokens) > 9)
         driver.reclaim("preempt", EVERYTHING)
         driver.run()
-        assert driver.parkings[where] == [where, "resumed"]
+        assert driver.preemptions[where] == [where, "resumed"]
         assert driver.outcomes.pop(where) == wanted
 
 
-def test_rates_decide_by_seconds() -> None:
+def test_rates_estimate_seconds() -> None:
     rates = Rates()
     rates.note("write", 100, 1.0)
     rates.note("read", 200, 1.0)

@@ -1,4 +1,4 @@
-"""A worker dies at any word that it says: what its successor says goes on, to the byte."""
+"""A worker dies after any report; its successor continues the streams to the byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.mlx
 
 WORDS = "To open a file, call open() and read it. To close it,"
 HOLDS = [f"{letter}#" for letter in "aeiou tnsrlh.,"]
-"""Whatever the text ends with is held back, so that an end has text of its own."""
+"""Stop strings that hold back any last letter, so that the end of a stream flushes text."""
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
@@ -60,15 +60,15 @@ def asked() -> list[Submit]:
     ]
 
 
-def hear(reports: Iterable[Report]) -> dict[str, Received]:
-    heard = {submit.rid: Received(submit) for submit in asked()}
+def transcripts_of(reports: Iterable[Report]) -> dict[str, Received]:
+    received = {submit.rid: Received(submit) for submit in asked()}
     for report in reports:
-        heard[report.rid].add(report)
-    return heard
+        received[report.rid].add(report)
+    return received
 
 
-def said(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
-    """Run requests to their end; return all that is said of them."""
+def reports_of(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
+    """Run requests to their end; return all reports of them."""
     for submit in requests:
         driver.engine.submit(submit)
     reports: list[Report] = []
@@ -91,47 +91,47 @@ def said(driver: Driver, requests: Iterable[Submit]) -> list[Report]:
 
 @pytest.fixture
 def undisturbed(demo: Driver) -> list[Report]:
-    return said(demo, asked())
+    return reports_of(demo, asked())
 
 
-def test_streams_go_on_from_any_word(demo: Driver, undisturbed: list[Report]) -> None:
-    right = {rid: heard.all() for rid, heard in hear(undisturbed).items()}
+def test_streams_continue_after_any_report(demo: Driver, undisturbed: list[Report]) -> None:
+    right = {rid: received.all() for rid, received in transcripts_of(undisturbed).items()}
     assert {reasons[0] for _, _, _, reasons, _, _ in right.values()} >= {"stop", None}
-    # Before an end is the worst moment: its tokens are known, and not that they were the last.
+    # The hardest cut is before an end: the tokens are known, but not that they were the last.
     ends = [
         at for at, one in enumerate(undisturbed) if isinstance(one, ChoiceFinished | RowFinished)
     ]
     rng = random.Random(5)
     for cut in [0, *rng.sample(range(len(undisturbed)), 3), *rng.sample(ends, 3), ends[-1]]:
         demo.engine._prefix_cache.tree.clear()
-        heard = hear(undisturbed[:cut])
-        again = [one.resubmission() for one in heard.values() if one.end is None]
-        for report in said(demo, again):
-            heard[report.rid].add(report)
+        received = transcripts_of(undisturbed[:cut])
+        again = [one.resubmission() for one in received.values() if one.end is None]
+        for report in reports_of(demo, again):
+            received[report.rid].add(report)
 
-        assert {rid: one.all() for rid, one in heard.items()} == right, f"cut at {cut}"
+        assert {rid: one.all() for rid, one in received.items()} == right, f"cut at {cut}"
 
 
-def test_who_runs_beside_a_replay_is_not_disturbed(demo: Driver, undisturbed: list[Report]) -> None:
-    right = hear(undisturbed)["greedy"]
-    heard = hear(undisturbed[: len(undisturbed) // 2])
-    others = [one for rid, one in heard.items() if rid != "greedy" and one.end is None]
-    beside = [
+def test_a_replay_does_not_disturb_other_rows(demo: Driver, undisturbed: list[Report]) -> None:
+    right = transcripts_of(undisturbed)["greedy"]
+    received = transcripts_of(undisturbed[: len(undisturbed) // 2])
+    others = [one for rid, one in received.items() if rid != "greedy" and one.end is None]
+    others_again = [
         msgspec.structs.replace(one, rid=f"{one.rid}!")
         for one in map(Received.resubmission, others)
     ]
     alone = Received(right.submit)
-    for report in said(demo, [right.submit, *beside]):
+    for report in reports_of(demo, [right.submit, *others_again]):
         if report.rid == "greedy":
             alone.add(report)
 
     assert alone.all() == right.all()
 
 
-def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
+def test_a_replay_can_be_cancelled_preempted_and_reach_its_deadline(
     demo: Driver, undisturbed: list[Report]
 ) -> None:
-    right = hear(undisturbed)["greedy"]
+    right = transcripts_of(undisturbed)["greedy"]
     far = Received(right.submit)
     far.tokens, far.texts = [right.tokens[0][:100]], [""]
     text = "".join(
@@ -146,7 +146,7 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
     for _ in range(20):
         engine.step()
     engine.cancel("greedy")
-    [end] = [one for one in said(demo, []) if isinstance(one, RowFinished)]
+    [end] = [one for one in reports_of(demo, []) if isinstance(one, RowFinished)]
     assert (end.reason, end.usage.completion_tokens) == ("cancelled", 100)
 
     engine.submit(far.resubmission())
@@ -154,7 +154,7 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
         engine.step()
     demo.preempt("greedy")
     demo.requeue("greedy")
-    for report in said(demo, []):
+    for report in reports_of(demo, []):
         far.add(report)
     assert far.all() == right.all()
 
@@ -167,14 +167,14 @@ def test_a_replay_can_be_cancelled_parked_and_run_out_of_time(
     assert failed.error.detail["completion_tokens"] == 2
 
 
-def test_what_cannot_be_of_the_request_is_refused(demo: Driver) -> None:
+def test_progress_that_does_not_match_the_request_is_refused(demo: Driver) -> None:
     submit = asked()[0]
     for wrong in ([ChoiceProgress(), ChoiceProgress()], [ChoiceProgress([10**9])]):
         with pytest.raises(InvalidRequest, match="resume"):
             demo.engine.submit(msgspec.structs.replace(submit, resume=wrong))
 
 
-def test_text_is_cut_by_bytes() -> None:
+def test_sent_text_is_removed_by_bytes() -> None:
     assert SentText(0).remove_from("aé日b") == "aé日b"
     assert SentText(3).remove_from("aé日b") == "日b"
     assert SentText(99).remove_from("aé日b") == ""

@@ -1,4 +1,4 @@
-"""All that a request may ask for, on the real engine: drawn, ended, scored, shared, put aside."""
+"""All options of a request on the real engine: sampling, stops, logprobs, choices, preemption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dense() -> Driver:
 
 
 def logprobs_of(driver: Driver, tokens: list[int]) -> np.ndarray:
-    """Return mlx-lm's own, ``[tokens, vocabulary]``."""
+    """Return the logprobs of mlx-lm, ``[tokens, vocabulary]``."""
     model = driver.engine._runner.model
     logits = model(mx.array([tokens]), cache=make_prompt_cache(model))[0].astype(mx.float32)
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
@@ -45,8 +45,8 @@ def test_logprobs_are_those_of_a_plain_forward_pass(dense: Driver, length: int) 
     assert [one.token for one in found.prompt_logprobs] == prompt
     assert [one.token for one in found.logprobs] == found.tokens
     assert found.prompt_logprobs[0].logprob is None
-    told = found.prompt_logprobs[1:] + found.logprobs
-    for position, one in enumerate(told):
+    logprobs = found.prompt_logprobs[1:] + found.logprobs
+    for position, one in enumerate(logprobs):
         assert one.logprob is not None
         assert math.isfinite(one.logprob)
         assert abs(one.logprob - right[position][one.token]) < 1e-4
@@ -57,7 +57,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(dense: Driver, length: int) 
     assert {len(one.top) for one in found.prompt_logprobs[1:]} <= {3}
 
 
-def test_several_answers_share_the_prompt(demo: Driver) -> None:
+def test_several_choices_share_the_prompt(demo: Driver) -> None:
     prompt = prompt_of(300, 1)
     one = demo.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
     demo.submit("n", prompt, WARM, max_tokens=40, ignore_eos=True, n=4)
@@ -74,10 +74,10 @@ def test_several_answers_share_the_prompt(demo: Driver) -> None:
     assert len({tuple(tokens) for tokens in answers}) == 4
     assert found.usage is not None
     assert found.usage.completion_tokens == 160
-    assert pages < 2 * 4  # the prompt's four pages stand there once
+    assert pages < 2 * 4  # the prompt's four pages are shared
 
 
-def test_answers_end_one_by_one(demo: Driver) -> None:
+def test_choices_end_one_by_one(demo: Driver) -> None:
     prompt = prompt_of(70, 2)
     whole = demo.alone(prompt, WARM, max_tokens=60, ignore_eos=True)
     demo.submit(
@@ -91,7 +91,9 @@ def test_answers_end_one_by_one(demo: Driver) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 20])
-def test_cancelling_several_answers_at_any_moment(demo: Driver, after: int) -> None:
+def test_a_request_with_several_choices_can_be_cancelled_at_any_time(
+    demo: Driver, after: int
+) -> None:
     demo.submit("n", prompt_of(600, 3), WARM, max_tokens=40, n=3)
     for _ in range(after):
         demo.step()
@@ -101,7 +103,7 @@ def test_cancelling_several_answers_at_any_moment(demo: Driver, after: int) -> N
     assert demo.outcomes["n"].reason == "cancelled"
 
 
-def test_bias_penalties_and_minimum_reach_the_draw(demo: Driver) -> None:
+def test_bias_penalties_and_min_tokens_affect_the_draw(demo: Driver) -> None:
     prompt = prompt_of(50, 4)
     plain = demo.alone(prompt, max_tokens=30)
     biased = demo.alone(prompt, Sampling(seed=0, logit_bias={77: 100.0}), max_tokens=5)
@@ -116,7 +118,7 @@ def test_bias_penalties_and_minimum_reach_the_draw(demo: Driver) -> None:
     assert end not in least.tokens[:10]
 
 
-def test_a_prompt_that_begins_alike_is_read_once(demo: Driver) -> None:
+def test_a_shared_beginning_is_prefilled_once(demo: Driver) -> None:
     shared = prompt_of(1500, 6)
     prompts = [shared + prompt_of(40, 10 + index) for index in range(3)]
     tree = demo.engine._prefix_cache.tree
@@ -133,12 +135,14 @@ def test_a_prompt_that_begins_alike_is_read_once(demo: Driver) -> None:
     assert hits == [0, 1024, 1280]
 
 
-def test_other_salts_share_nothing_and_scored_prompts_are_read_whole(demo: Driver) -> None:
+def test_other_salts_share_nothing_and_scored_prompts_are_prefilled_completely(
+    demo: Driver,
+) -> None:
     prompt = prompt_of(600, 7)
     tree = demo.engine._prefix_cache.tree
     demo.alone(prompt, max_tokens=2)
     before = tree.counts.hit_tokens
-    demo.alone(prompt, max_tokens=2, prefix_salt="mine")
+    demo.alone(prompt, max_tokens=2, prefix_salt="other")
     assert tree.counts.hit_tokens == before
     scored = demo.alone(prompt, max_tokens=2, prompt_logprobs=0)
     assert len(scored.prompt_logprobs) == 600
@@ -146,7 +150,7 @@ def test_other_salts_share_nothing_and_scored_prompts_are_read_whole(demo: Drive
     assert tree.counts.hit_tokens == before + 512
 
 
-def test_cached_prompts_give_way_to_requests_under_a_tight_budget() -> None:
+def test_checkpoints_are_evicted_for_requests_under_a_tight_budget() -> None:
     driver = Driver("demo")
     for index in range(4):
         driver.alone(prompt_of(1100, 20 + index), max_tokens=2)
@@ -159,7 +163,7 @@ def test_cached_prompts_give_way_to_requests_under_a_tight_budget() -> None:
     assert tree.counts.evicted > 0
 
 
-def test_tails_of_rows_that_ended_stand_in_nobodys_way() -> None:
+def test_tails_of_ended_rows_are_freed_for_a_queued_request() -> None:
     driver = Driver("demo")
     for index in range(12):
         driver.submit(f"{index}", prompt_of(10, index), max_tokens=4, ignore_eos=True)
@@ -183,7 +187,7 @@ def undisturbed(_demo: Driver) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("after", [1, 3, 6, 30])
-def test_parked_paused_and_resumed_the_same_tokens(
+def test_preempted_and_paused_requests_get_the_same_tokens(
     undisturbed: dict[str, Outcome], demo: Driver, after: int
 ) -> None:
     prompt = prompt_of(700, 8)
@@ -196,7 +200,7 @@ def test_parked_paused_and_resumed_the_same_tokens(
     for rid in {"goes", "many"} & admitted:
         demo.preempt(rid)
     if "stays" in admitted:
-        demo.engine._scheduler.pause("stays")
+        demo.engine._scheduler.suspend("stays")
         held = len(demo.outcomes["stays"].tokens) + 1
         for _ in range(5):
             demo.step()
@@ -212,7 +216,7 @@ def test_parked_paused_and_resumed_the_same_tokens(
     assert demo.outcomes == undisturbed
 
 
-def test_parked_requests_can_be_cancelled(demo: Driver) -> None:
+def test_preempted_requests_can_be_cancelled(demo: Driver) -> None:
     for rid, n in (("one", 1), ("three", 3)):
         demo.submit(rid, prompt_of(300, 9), WARM, max_tokens=40, n=n)
     demo.run(until=lambda: all(len(demo.outcomes[rid].tokens) > 3 for rid in ("one", "three")))
@@ -226,7 +230,7 @@ def test_parked_requests_can_be_cancelled(demo: Driver) -> None:
     assert not demo.engine._runner.cache.sequences
 
 
-def test_a_deadline_ends_a_request_wherever_it_is(demo: Driver) -> None:
+def test_a_deadline_ends_a_request_in_any_state(demo: Driver) -> None:
     now = [0.0]
     demo.engine._clock, clock = (lambda: now[0]), demo.engine._clock
     try:
@@ -249,7 +253,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(demo: Driver) -> None:
 
 
 @pytest.mark.slow
-def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
+def test_mixed_requests_get_the_same_output_alone_and_in_random_batches(demo: Driver) -> None:
     rng = random.Random(11)
     requests = [_mixed(rng, index) for index in range(200)]
     alone = {rid: demo.alone(prompt, **more) for rid, prompt, more in requests}
@@ -262,12 +266,12 @@ def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
         running = [rid for rid in demo.engine._scheduler.victims() if rid in demo.outcomes]
         if running:
             rid = rng.choice(running)
-            moves.append(functools.partial(_park, demo, rid, preempted))
+            moves.append(functools.partial(_preempt, demo, rid, preempted))
             if rng.random() < 0.06:
                 cancelled.add(rid)
                 demo.engine.cancel(rid)
         if preempted:
-            moves.append(lambda: _unpark(demo, preempted.pop(0)))
+            moves.append(lambda: _requeue(demo, preempted.pop(0)))
         rng.choice(moves)()
     demo.run()
 
@@ -281,16 +285,16 @@ def test_mixed_requests_alone_and_in_random_company(demo: Driver) -> None:
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:
-    """Assert that two outcomes are the same, logprobs but for rounding."""
-    told = zip(one.logprobs, other.logprobs, strict=True)
-    assert all(abs(mine.logprob - its.logprob) < 1e-4 for mine, its in told)
-    for mine, its in ((one, other), *((one.others[at], other.others[at]) for at in one.others)):
-        assert (mine.tokens, mine.text, mine.reason, mine.usage, mine.error) == (
-            its.tokens,
-            its.text,
-            its.reason,
-            its.usage,
-            its.error,
+    """Assert that two outcomes are equal; logprobs may differ by rounding."""
+    logprobs = zip(one.logprobs, other.logprobs, strict=True)
+    assert all(abs(a.logprob - b.logprob) < 1e-4 for a, b in logprobs)
+    for a, b in ((one, other), *((one.others[at], other.others[at]) for at in one.others)):
+        assert (a.tokens, a.text, a.reason, a.usage, a.error) == (
+            b.tokens,
+            b.text,
+            b.reason,
+            b.usage,
+            b.error,
         )
     assert set(one.others) == set(other.others)
 
@@ -324,15 +328,15 @@ def _join(demo: Driver, waiting: list[tuple[str, list[int], dict]]) -> None:
     demo.submit(rid, prompt, **more)
 
 
-def _park(demo: Driver, rid: str, preempted: list[str]) -> None:
+def _preempt(demo: Driver, rid: str, preempted: list[str]) -> None:
     demo.preempt(rid)
     preempted.append(rid)
 
 
-def _unpark(demo: Driver, rid: str) -> None:
+def _requeue(demo: Driver, rid: str) -> None:
     if rid in demo.engine._batch.requests:
         demo.requeue(rid)
 
 
-def test_outcomes_compare_all_that_was_told() -> None:
+def test_outcomes_compare_all_choices() -> None:
     assert Outcome([1], "a", "stop") != Outcome([1], "a", "stop", others={1: Outcome()})

@@ -1,4 +1,4 @@
-"""Prompts that begin alike on the real engine: read once, counted, and never seen in the output."""
+"""Prompts with the same beginning: prefilled once, counted, and without effect on the output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def prompt_of(tokens: int, seed: int) -> list[int]:
 
 
 SHARED = prompt_of(375, 0)
-"""As 1500 tokens are to the usual chunk of 256."""
+"""About six chunks, as 1500 tokens are with the usual chunk of 256."""
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def engine() -> Driver:
 
 
 @functools.cache
-def forgetful() -> Driver:
+def uncached() -> Driver:
     return Driver("demo", kv=KVSpec(prefix_cache=0), prefill_chunk=CHUNK)
 
 
@@ -50,17 +50,21 @@ def computed(driver: Driver) -> int:
     return driver.engine.stats().computed_tokens
 
 
-def assert_read_once(driver: Driver, asked: dict[str, list[int]], before: int, most: int) -> None:
-    """Assert that so many tokens were read, and that all others are told as hits."""
-    read = computed(driver) - before
-    assert read == most
-    told = sum(driver.outcomes[rid].cached for rid in asked)
-    assert read + told == sum(len(prompt) - 1 for prompt in asked.values())
+def assert_prefilled_once(
+    driver: Driver, asked: dict[str, list[int]], before: int, most: int
+) -> None:
+    """Assert that ``most`` tokens were prefilled, and that all others were reported as hits."""
+    prefilled = computed(driver) - before
+    assert prefilled == most
+    cached = sum(driver.outcomes[rid].cached for rid in asked)
+    assert prefilled + cached == sum(len(prompt) - 1 for prompt in asked.values())
 
 
 @pytest.mark.parametrize("at_once", [8, 32])
 @pytest.mark.parametrize("others", [0, 1])
-def test_32_requests_read_what_they_share_once(driver: Driver, at_once: int, others: int) -> None:
+def test_32_requests_prefill_their_shared_beginning_once(
+    driver: Driver, at_once: int, others: int
+) -> None:
     asked = {f"long {number}": prompt_of(1500, 90 + number) for number in range(others)}
     rng = random.Random(1)
     for number in range(32):
@@ -74,11 +78,11 @@ def test_32_requests_read_what_they_share_once(driver: Driver, at_once: int, oth
         driver.step()
 
     own = sum(len(prompt) - 1 for prompt in asked.values()) - 32 * common
-    assert_read_once(driver, asked, before, common + own)
+    assert_prefilled_once(driver, asked, before, common + own)
 
 
-def test_each_request_has_room_for_one_checkpoint_in_any_case(driver: Driver) -> None:
-    """If no more is granted than rows need: the first leaves 256, and the second 320 at worst."""
+def test_each_request_has_memory_for_one_checkpoint(driver: Driver) -> None:
+    """Without more memory than rows need, the first leaves 256, the second 320 at worst."""
     asked = {f"{number}": SHARED + prompt_of(5, 100 + number) for number in range(8)}
     before = computed(driver)
     for rid, prompt in asked.items():
@@ -91,20 +95,20 @@ def test_each_request_has_room_for_one_checkpoint_in_any_case(driver: Driver) ->
     assert computed(driver) - before <= 320 + 64 + 8 * 59
 
 
-def test_an_express_row_waits_for_the_long_one_that_reads_its_beginning(driver: Driver) -> None:
+def test_a_short_prompt_waits_for_a_long_one_that_prefills_its_beginning(driver: Driver) -> None:
     asked = {"long": prompt_of(1500, 1), "short": prompt_of(1500, 1)[:250] + prompt_of(50, 2)}
     before = computed(driver)
     driver.submit("long", asked["long"], max_tokens=2)
-    driver.run(until=lambda: computed(driver) - before == CHUNK)  # an express turn comes next
+    driver.run(until=lambda: computed(driver) - before == CHUNK)  # a short prompt would be next
     driver.submit("short", asked["short"], max_tokens=2)
     driver.run(until=lambda: driver.outcomes["short"].over)
     assert not driver.outcomes["long"].over
     driver.run()
 
-    assert_read_once(driver, asked, before, 1499 + 299 - 192)
+    assert_prefilled_once(driver, asked, before, 1499 + 299 - 192)
 
 
-def test_who_comes_while_its_beginning_is_read_shares_it_too(driver: Driver) -> None:
+def test_a_request_that_arrives_during_prefill_shares_the_beginning(driver: Driver) -> None:
     asked = {"first": SHARED + prompt_of(40, 3), "second": SHARED + prompt_of(40, 4)}
     before = computed(driver)
     driver.submit("first", asked["first"], max_tokens=2)
@@ -113,12 +117,12 @@ def test_who_comes_while_its_beginning_is_read_shares_it_too(driver: Driver) -> 
     driver.run()
 
     assert driver.outcomes["second"].cached == 320
-    assert_read_once(driver, asked, before, 2 * 414 - 320)
+    assert_prefilled_once(driver, asked, before, 2 * 414 - 320)
 
 
-def test_where_the_reader_gives_up_the_next_one_reads(driver: Driver) -> None:
+def test_if_the_first_request_is_cancelled_the_next_one_prefills(driver: Driver) -> None:
     asked = {f"{number}": SHARED + prompt_of(40, 10 + number) for number in range(4)}
-    wanted = {rid: forgetful().alone(prompt, WARM, max_tokens=4) for rid, prompt in asked.items()}
+    wanted = {rid: uncached().alone(prompt, WARM, max_tokens=4) for rid, prompt in asked.items()}
     before = computed(driver)
     for rid, prompt in asked.items():
         driver.submit(rid, prompt, WARM, max_tokens=4)
@@ -132,7 +136,7 @@ def test_where_the_reader_gives_up_the_next_one_reads(driver: Driver) -> None:
     assert computed(driver) - before == 3 * CHUNK + 320 + own
 
 
-def test_scored_prompts_wait_for_nobody_and_leave_what_others_take(driver: Driver) -> None:
+def test_scored_prompts_do_not_wait_and_leave_checkpoints(driver: Driver) -> None:
     prompt = SHARED + prompt_of(40, 5)
     before = computed(driver)
     for rid in ("scored", "scored too"):
@@ -159,18 +163,18 @@ def test_hits_are_counted(driver: Driver) -> None:
     assert driver.engine.stats().prefix.evicted > after.evicted
 
 
-def test_answers_to_one_prompt_reserve_it_once(driver: Driver) -> None:
-    """And stay within the grant: the driver looks after every step."""
+def test_choices_of_one_request_reserve_its_prompt_once(driver: Driver) -> None:
+    """The driver checks after each step that they stay within the grant."""
     first, further = driver.engine._scheduler.sizes.of(1500, 40, 0)
     assert 7 * further < first
     found = driver.alone(prompt_of(1500, 9), WARM, max_tokens=40, n=8, ignore_eos=True)
-    alone = forgetful().alone(prompt_of(1500, 9), WARM, max_tokens=40, ignore_eos=True)
+    alone = uncached().alone(prompt_of(1500, 9), WARM, max_tokens=40, ignore_eos=True)
 
     assert found.tokens == alone.tokens
     assert len(found.others) == 7
 
 
-# Whatever happens, the output is that of an engine that remembers nothing.
+# In all cases the output is that of an engine without a prefix cache.
 
 TRUNK = prompt_of(300, 20)
 PROMPTS = [
@@ -186,11 +190,11 @@ ASKED = {"max_tokens": 12, "ignore_eos": True, "logprobs": 2}
 
 @functools.cache
 def wanted(prompt: int, n: int) -> Outcome:
-    return forgetful().alone(PROMPTS[prompt], WARM, n=n, **ASKED)
+    return uncached().alone(PROMPTS[prompt], WARM, n=n, **ASKED)
 
 
-class Company(RuleBasedStateMachine):
-    """Prompts with common beginnings come, give up, are parked; checkpoints go."""
+class Batches(RuleBasedStateMachine):
+    """Prompts with shared beginnings arrive, are cancelled and preempted; the tree evicts."""
 
     @initialize(tight=st.booleans())
     def start(self, tight: bool) -> None:
@@ -200,7 +204,7 @@ class Company(RuleBasedStateMachine):
         self.asked: dict[str, tuple[int, int]] = {}
         self.cancelled: set[str] = set()
         self.preempted: list[str] = []
-        # Where nothing more is granted, checkpoints give way to rows, or are not made.
+        # With a tight budget checkpoints are evicted for rows, or not made.
         driver.budget = driver.total + (4 << 20 if tight else 1 << 30)
 
     @rule(prompt=st.integers(0, len(PROMPTS) - 1), n=st.sampled_from([1, 1, 2]))
@@ -235,7 +239,7 @@ class Company(RuleBasedStateMachine):
 
     @precondition(lambda self: self.preempted)
     @rule()
-    def unpark(self) -> None:
+    def requeue(self) -> None:
         rid = self.preempted.pop(0)
         if rid in self.driver.engine._batch.requests:
             self.driver.requeue(rid)
@@ -245,7 +249,7 @@ class Company(RuleBasedStateMachine):
         self.driver.engine._prefix_cache.evict(wanted)
 
     def _grant_what_was_denied(self) -> None:
-        """As the daemon does when it has room again: parked rows may hold what others wait for."""
+        """Snapshots of preempted rows may hold the memory that the queue waits for."""
         budget = self.driver.engine._admission.budget
         self.driver.budget = 8 * GIB
         if budget.remembered:
@@ -257,7 +261,7 @@ class Company(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         while self.preempted:
-            self.unpark()
+            self.requeue()
         self._grant_what_was_denied()
         self.driver.run()
         for rid, asked in self.asked.items():
@@ -271,8 +275,8 @@ class Company(RuleBasedStateMachine):
         engine._prefix_cache.check([])
 
 
-TestCompany = Company.TestCase
-TestCompany.settings = settings(
+TestBatches = Batches.TestCase
+TestBatches.settings = settings(
     max_examples=12,
     stateful_step_count=15,
     deadline=None,

@@ -1,4 +1,4 @@
-"""Requests go down the ladder while they run, and give the memory back."""
+"""Running requests step down to a lower precision level, and the memory is returned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompt_of(length: int, start: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def laddered() -> Driver:
+def stepping() -> Driver:
     return Driver("demo", kv=KVSpec())
 
 
@@ -46,13 +46,13 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
         assert store.pages.used_bytes == len(other.pages) * store.pages.page_bytes(0) + len(
             held.pages
         ) * store.pages.page_bytes(2)
-        told = driver.engine.stats().memory
-        assert told.kv_levels == (
+        memory = driver.engine.stats().memory
+        assert memory.kv_levels == (
             len(other.pages) * store.pages.page_bytes(0),
             0,
             len(held.pages) * store.pages.page_bytes(2),
         )
-        assert sum(told.kv_levels) == told.kv_pages_used
+        assert sum(memory.kv_levels) == memory.kv_pages_used
     driver.run()
     levels = {rid: outcome.usage.levels for rid, outcome in driver.outcomes.items()}
     assert levels == {"kept": [0], "lowered": [0, 2] if lower else [0]}
@@ -61,51 +61,51 @@ def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     return found
 
 
-def test_a_lowered_request_goes_on_and_the_others_do_not_notice(laddered: Driver) -> None:
-    whole = run_two(laddered, lower=False)
-    stepped = run_two(laddered, lower=True)
+def test_a_lowered_request_continues_and_others_are_not_affected(stepping: Driver) -> None:
+    whole = run_two(stepping, lower=False)
+    stepped = run_two(stepping, lower=True)
 
     assert stepped["kept"] == whole["kept"]
     assert len(stepped["lowered"]) == len(whole["lowered"]) == 60
     assert stepped["lowered"][:6] == whole["lowered"][:6]
 
 
-def test_a_request_that_ends_meanwhile_leaves_nothing_behind(laddered: Driver) -> None:
-    laddered.submit("short", prompt_of(700, 3), max_tokens=3)
-    laddered.run(until=lambda: bool(laddered.outcomes["short"].tokens))
-    reclaim(laddered, "precision", 1 << 40, level=1)
-    laddered.run()
+def test_a_request_that_ends_during_a_step_down_leaves_nothing(stepping: Driver) -> None:
+    stepping.submit("short", prompt_of(700, 3), max_tokens=3)
+    stepping.run(until=lambda: bool(stepping.outcomes["short"].tokens))
+    reclaim(stepping, "precision", 1 << 40, level=1)
+    stepping.run()
 
-    assert laddered.outcomes["short"].reason == "length"
-    laddered.engine._prefix_cache.evict(1 << 40)
-    assert not laddered.engine._runner.cache.sequences
-    assert laddered.engine._runner.cache.usage.pages_used == 0
+    assert stepping.outcomes["short"].reason == "length"
+    stepping.engine._prefix_cache.evict(1 << 40)
+    assert not stepping.engine._runner.cache.sequences
+    assert stepping.engine._runner.cache.usage.pages_used == 0
 
 
-def test_a_request_that_waits_for_memory_does_not_undo_the_work(
-    laddered: Driver, monkeypatch: pytest.MonkeyPatch
+def test_a_queued_request_does_not_take_the_freed_memory(
+    stepping: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)  # one piece a step
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
-    laddered.outcomes.clear()
-    budget = laddered.budget
+    stepping.outcomes.clear()
+    budget = stepping.budget
     for rid, seed in (("a", 1), ("b", 2)):
-        laddered.submit(rid, prompt_of(900, seed), max_tokens=400)
-    laddered.run(until=lambda: all(len(one.tokens) > 3 for one in laddered.outcomes.values()))
+        stepping.submit(rid, prompt_of(900, seed), max_tokens=400)
+    stepping.run(until=lambda: all(len(one.tokens) > 3 for one in stepping.outcomes.values()))
     try:
-        laddered.budget = laddered.total
-        laddered.submit("waits", prompt_of(9000, 6), max_tokens=100)
-        reclaim(laddered, "precision", 1 << 40, level=2)
-        laddered.run(until=lambda: not laddered.engine._reclaiming.active)
-        requests = laddered.engine._batch.requests
+        stepping.budget = stepping.total
+        stepping.submit("waits", prompt_of(9000, 6), max_tokens=100)
+        reclaim(stepping, "precision", 1 << 40, level=2)
+        stepping.run(until=lambda: not stepping.engine._reclaiming.active)
+        requests = stepping.engine._batch.requests
         held = [requests[rid].completions[0].row.rows[0] for rid in ("a", "b")]
         assert {page.level for row in held for page in row.pages} == {2}
-        assert laddered.engine._batch.requests["waits"].row is None
+        assert stepping.engine._batch.requests["waits"].row is None
     finally:
-        laddered.budget = budget
-    laddered.engine.cancel("waits")
-    laddered.run()
-    laddered.outcomes.clear()
+        stepping.budget = budget
+    stepping.engine.cancel("waits")
+    stepping.run()
+    stepping.outcomes.clear()
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def pressed() -> Iterator[Driver]:
     assert driver.engine._scheduler.reserved_pages == 0
 
 
-def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: Driver) -> None:
+def test_each_reclaim_method_frees_what_it_promised(pressed: Driver) -> None:
     unit = pressed.engine._admission.budget.page_bytes
     for method, level in (
         ("spare", 0),
@@ -146,7 +146,7 @@ def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: D
         if method in ("precision", "preempt"):
             freed = active - pressed.engine._runner.cache.nbytes
             assert freed > promised / 3, method  # the rest was reserved, and not yet filled
-            # Rows go on meanwhile, for more steps on a slow machine.
+            # Rows grow meanwhile, by more steps on a slow machine.
             assert real - mx.get_active_memory() > 0.8 * freed, method
         after = pressed.engine.stats().reclaimable
         left = after.levels[level - 1] if method == "precision" else getattr(after, method)
@@ -156,7 +156,7 @@ def test_each_means_gives_what_it_promised_and_the_process_holds_less(pressed: D
     ) == pytest.approx(total, abs=2 * unit)
 
 
-def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Driver) -> None:
+def test_only_as_many_rows_step_down_as_needed_and_new_ones_start_there(pressed: Driver) -> None:
     scheduler = pressed.engine._scheduler
     answer = pressed.reclaim("precision", 1, level=1)
     assert [scheduler.find(rid).level for rid in "abc"] == [0, 0, 1]
@@ -174,23 +174,23 @@ def test_no_more_rows_go_down_than_it_takes_and_new_ones_start_there(pressed: Dr
     assert scheduler.find("e").level == 0
 
 
-def test_a_request_that_fits_only_below_the_top_runs_there(laddered: Driver) -> None:
-    laddered.outcomes.clear()
+def test_a_request_that_fits_only_at_a_lower_level_runs_there(stepping: Driver) -> None:
+    stepping.outcomes.clear()
     prompt = prompt_of(9000, 7)
     base, unit = (
-        getattr(laddered.engine._admission.budget, one) for one in ("base_bytes", "page_bytes")
+        getattr(stepping.engine._admission.budget, one) for one in ("base_bytes", "page_bytes")
     )
-    sizes, row_pages = laddered.engine._scheduler.sizes, laddered.engine._admission.row_pages
+    sizes, row_pages = stepping.engine._scheduler.sizes, stepping.engine._admission.row_pages
     top, lowest = (sizes.of(9000, 20, level)[0] + row_pages for level in (0, 2))
-    budget, laddered.budget = laddered.budget, base + (lowest + 1) * unit
+    budget, stepping.budget = stepping.budget, base + (lowest + 1) * unit
     try:
         assert lowest + 1 < top
-        laddered.reclaim("spare", 1)  # the daemon's answer says how small the budget is now
-        laddered.submit("large", prompt, max_tokens=20, ignore_eos=True)
-        laddered.run()
-        assert len(laddered.outcomes.pop("large").tokens) == 20
+        stepping.reclaim("spare", 1)  # the daemon's answer says how small the budget is now
+        stepping.submit("large", prompt, max_tokens=20, ignore_eos=True)
+        stepping.run()
+        assert len(stepping.outcomes.pop("large").tokens) == 20
         with pytest.raises(InsufficientMemory):
-            laddered.submit("larger", prompt_of(12000, 7), max_tokens=20)
+            stepping.submit("larger", prompt_of(12000, 7), max_tokens=20)
     finally:
-        laddered.budget = budget
-        laddered.outcomes.clear()
+        stepping.budget = budget
+        stepping.outcomes.clear()

@@ -1,4 +1,4 @@
-"""Prompts over real models: with hits in the prefix tree the logits are to the bit as without."""
+"""Real models: logits after hits in the prefix tree have the same bits as without them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ CHUNK, EVERY = 128, 256
 DECODED = 3
 ROOM = 1 << 30
 TIGHT = 6
-"""Checkpoints, about, that fit where there is little room."""
+"""About how many checkpoints fit under the tight cap."""
 
 
 @dataclass
-class Desk:
-    """What an engine does with prompts, one after the other; some rows stay while others come."""
+class PromptServer:
+    """Serves prompts one after the other, as an engine does; some rows stay while others run."""
 
     runner: Runner
     tree: PrefixTree | None
     staying: list[Row] = field(default_factory=list)
 
     def serve(self, prompt: list[int], *, stays: bool = False) -> tuple[np.ndarray, list[int]]:
-        """Return the logits of the first tokens behind a prompt, and these, drawn greedily."""
+        """Return the logits after a prompt, and the tokens drawn greedily from them."""
         cache, start, boundaries = self.runner.cache, 0, set()
         row = None
         if self.tree is not None:
@@ -114,12 +114,12 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "states": lambda: tiny_runner("mamba2"),
     "dense at first": lambda: tiny_runner("qwen3", quantized_start=200),
     "bounded": lambda: tiny_runner("qwen3", max_size=200, keep=70),
-    "mlx-lm's own": own_runner,
+    "mlx-lm": own_runner,
 }
 
 
 def prompts(seed: int) -> list[list[int]]:
-    """Random prompts of which many begin alike."""
+    """Return random prompts, many of which share a beginning."""
     rng = np.random.default_rng(seed)
     shared = [rng.integers(0, 97, length).tolist() for length in (300, 420)]
     shared.append(shared[0][:200] + rng.integers(0, 97, 150).tolist())
@@ -135,14 +135,14 @@ def prompts(seed: int) -> list[list[int]]:
 def test_hits_change_nothing(name: str) -> None:
     runner = RUNNERS[name]()
     asked = prompts(len(name))
-    plain = Desk(runner, None)
+    plain = PromptServer(runner, None)
     wanted = [plain.serve(prompt) for prompt in asked]
     biggest = 0
     for cap in (ROOM, None):
         tree = PrefixTree(runner.cache.snapshots, CHUNK, EVERY, cap or TIGHT * biggest)
-        desk = Desk(runner, tree)
+        server = PromptServer(runner, tree)
         for number, (prompt, (logits, tokens)) in enumerate(zip(asked, wanted, strict=True)):
-            got, drawn = desk.serve(prompt, stays=number % 3 == 0)
+            got, drawn = server.serve(prompt, stays=number % 3 == 0)
             np.testing.assert_array_equal(got, logits)
             assert drawn == tokens
             biggest = max(biggest, tree.held_bytes // max(1, len(tree)))
@@ -151,9 +151,9 @@ def test_hits_change_nothing(name: str) -> None:
         assert tree.counts.hit_tokens > 0
         assert (tree.counts.evicted > 0) == (cap is None)
         before = runner.cache.snapshot_charge
-        # Rows that stay hold some of the pages, where there are any.
+        # Rows that stay hold some of the pages.
         assert (tree.freeable_bytes < tree.held_bytes) == (runner.cache.usage.pages_used > 0)
-        desk.leave()
+        server.leave()
         assert tree.freeable_bytes == tree.held_bytes
         assert runner.cache.snapshot_charge >= before
         used = runner.cache.usage.used_bytes + runner.cache.snapshot_bytes
@@ -162,22 +162,22 @@ def test_hits_change_nothing(name: str) -> None:
         assert runner.cache.nbytes == runner.cache.snapshot_charge == 0
 
 
-def test_what_was_stepped_down_is_no_hit_and_comes_back() -> None:
+def test_lowered_checkpoints_are_no_hits_and_are_stored_again() -> None:
     runner = tiny_runner("gpt_oss")
     tree = PrefixTree(runner.cache.snapshots, CHUNK, EVERY, ROOM)
-    desk = Desk(runner, tree)
+    server = PromptServer(runner, tree)
     prompt = prompts(0)[0]
-    logits, _ = desk.serve(prompt, stays=True)
+    logits, _ = server.serve(prompt, stays=True)
     stored = len(tree)
     assert stored >= 2
-    lowering = ModelStepDown(runner.cache, desk.staying, 1)
+    lowering = ModelStepDown(runner.cache, server.staying, 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
     hit = tree.match(prompt)
 
     assert hit.tokens == 0
     assert tree.counts.lowered > 0
-    again, _ = desk.serve(prompt)
+    again, _ = server.serve(prompt)
     np.testing.assert_array_equal(again, logits)
     assert tree.match(prompt).tokens == (len(prompt) - 1) // CHUNK * CHUNK
     tree.drop_lowered()

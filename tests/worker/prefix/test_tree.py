@@ -1,4 +1,4 @@
-"""The tree of prompts, in integers: against a dictionary of all that was ever stored."""
+"""The prefix tree, compared with a dictionary of all checkpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvd.worker.prefix.tree import PrefixTree
 
 CHUNK = 4
 TAIL = 3
-"""Bytes of a checkpoint beside its pages; a page is one token and one byte."""
+"""Bytes of a checkpoint in addition to its pages; a page is one token and one byte."""
 
 
 @dataclass(eq=False)
 class Kept:
-    """A frozen sequence of the fake cache."""
+    """A snapshot of the fake cache."""
 
     pages: tuple[int, ...]
     sound: bool = True
@@ -28,7 +28,7 @@ class Kept:
 
 @dataclass
 class FakeCache:
-    """Pages by number, and how many hold each."""
+    """Page numbers, and the number of holders of each."""
 
     holds: Counter[int] = field(default_factory=Counter)
 
@@ -49,8 +49,8 @@ class FakeCache:
         return TAIL * len(snapshot) + len({page for one in snapshot for page in one.pages})
 
     def freed_bytes(self, snapshot: list[Kept]) -> int:
-        mine = Counter(page for one in snapshot for page in one.pages)
-        return TAIL * len(snapshot) + sum(self.holds[page] == count for page, count in mine.items())
+        held = Counter(page for one in snapshot for page in one.pages)
+        return TAIL * len(snapshot) + sum(self.holds[page] == count for page, count in held.items())
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +63,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 class Prompts(RuleBasedStateMachine):
-    """Prompts come, leave checkpoints, run on and end; memory is taken away."""
+    """Prompts arrive, leave checkpoints, run and end; memory is reclaimed."""
 
     @initialize(cap=st.sampled_from([0, 20, 40, 1000]), every=st.sampled_from([0, 3, 8]))
     def start(self, cap: int, every: int) -> None:
@@ -76,7 +76,7 @@ class Prompts(RuleBasedStateMachine):
         self.cleared = 0
 
     def _pages(self, salt: str, tokens: tuple[int, ...]) -> list[int]:
-        """A page a token: that of everybody who has read the same up to there."""
+        """Return one page per token; prompts with the same beginning share its pages."""
         keys = [(salt, tokens[: end + 1]) for end in range(len(tokens))]
         return [self.pages.setdefault(key, len(self.pages)) for key in keys]
 
@@ -107,7 +107,7 @@ class Prompts(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, salt=SALTS, run=st.booleans())
     def prompt(self, tokens: tuple[int, ...], salt: str, run: bool) -> None:
-        """All that an engine does with one prompt; it may go on running."""
+        """Serve a prompt as an engine does; with ``run`` it keeps running."""
         want = self._longest(salt, tokens)
         hit = self.tree.match(tokens, salt)
         self._prune()
@@ -169,7 +169,7 @@ class Prompts(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(choice=st.integers(0, 99), at_once=st.booleans())
     def lower(self, choice: int, at_once: bool) -> None:
-        """A checkpoint is stepped down: no hit any more, found out sooner or later."""
+        """Step a checkpoint down: it is no hit any more, and is dropped now or later."""
         list(self.stored.values())[choice % len(self.stored)].sound = False
         if at_once:
             unsound = sum(not kept.sound for kept in self.stored.values())
@@ -178,8 +178,8 @@ class Prompts(RuleBasedStateMachine):
             assert all(kept.sound for kept in self.stored.values())
 
     @rule(tokens=TOKENS, salt=SALTS)
-    def distrust(self, tokens: tuple[int, ...], salt: str) -> None:
-        """A request gave bad logits: nothing that it may have read or left stays."""
+    def drop_untrusted(self, tokens: tuple[int, ...], salt: str) -> None:
+        """A request with bad logits leaves no checkpoint on its path."""
         on_its_way = {
             key for key in self.stored if key[0] == salt and tokens[: len(key[1])] == key[1]
         }
@@ -224,7 +224,7 @@ def tree(cap: int = 1000, every: int = 0) -> tuple[PrefixTree, FakeCache]:
     return PrefixTree(cache, CHUNK, every, cap), cache
 
 
-def test_the_third_request_of_a_shared_beginning_hits_where_it_ends() -> None:
+def test_the_third_prompt_hits_at_the_end_of_a_shared_beginning() -> None:
     prefixes, _ = tree(every=100)
     shared = tuple(range(10))
     hits = []
@@ -239,7 +239,7 @@ def test_the_third_request_of_a_shared_beginning_hits_where_it_ends() -> None:
     assert hits == [0, 0, 8]
 
 
-def test_a_prompt_never_hits_whole() -> None:
+def test_a_prompt_never_hits_completely() -> None:
     prefixes, _ = tree()
     prefixes.insert((1, 2, 3, 4), "", (1,))
 
@@ -248,13 +248,13 @@ def test_a_prompt_never_hits_whole() -> None:
     assert prefixes.match((1, 2, 3, 4, 5), "other").tokens == 0
 
 
-def test_the_distance_of_checkpoints_is_rounded_up_to_the_grid() -> None:
+def test_the_distance_of_checkpoints_is_rounded_up_to_chunks() -> None:
     prefixes, _ = tree(every=5)
 
     assert prefixes.boundaries(tuple(range(30))) == {8, 16, 24, 28}
 
 
-def test_what_was_asked_for_goes_after_what_was_not() -> None:
+def test_used_checkpoints_are_evicted_after_unused_ones() -> None:
     prefixes, _ = tree()
     old, new = (1, 1, 1, 1), (2, 2, 2, 2)
     for prompt in (old, new):
@@ -266,8 +266,8 @@ def test_what_was_asked_for_goes_after_what_was_not() -> None:
     assert [prefixes.match((*prompt, 0)).tokens for prompt in (old, new)] == [4, 0]
 
 
-def test_what_saves_more_a_byte_goes_later() -> None:
-    """A checkpoint whose pages others hold frees a tail only, and so is worth more a byte."""
+def test_checkpoints_that_save_more_per_byte_are_evicted_later() -> None:
+    """A checkpoint whose pages rows hold frees only a tail, so its value per byte is higher."""
     prefixes, cache = tree()
     held, alone = (1, 1, 1, 1), (2, 2, 2, 2)
     for prompt, pages in ((held, (1, 2, 3, 4)), (alone, (5, 6, 7, 8))):
@@ -280,12 +280,12 @@ def test_what_saves_more_a_byte_goes_later() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2, 3)])
-def test_only_the_grid_is_stored(tokens: tuple[int, ...]) -> None:
+def test_only_whole_chunks_are_stored(tokens: tuple[int, ...]) -> None:
     prefixes, _ = tree()
     with pytest.raises(ValueError, match="chunk"):
         prefixes.insert(tokens, "", (1,))
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="positive"):
         PrefixTree(FakeCache(), 0, 0, 0)
