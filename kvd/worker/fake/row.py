@@ -108,8 +108,8 @@ class FakeRow:
     def decode(self, choice: FakeChoice) -> tuple[list[Report], FinishReason | None]:
         """Generate one token; return its reports, and the reason if it ends the choice."""
         ends = frozenset(self.submit.stop_tokens)
-        barred = ends if choice.tokens < self.submit.min_tokens else frozenset[int]()
-        token = self.source.token(choice.number, choice.tokens, barred)
+        excluded = ends if choice.tokens < self.submit.min_tokens else frozenset[int]()
+        token = self.source.token(choice.number, choice.tokens, excluded)
         choice.tokens += 1
         self.made += 1
         if token in ends and choice.tokens > self.submit.min_tokens:

@@ -28,15 +28,15 @@ class FakeTokens:
     """One token per byte."""
     seed: int
 
-    def token(self, choice: int, position: int, barred: frozenset[int] = frozenset()) -> int:
-        """Return a completion's token; a barred one only if all tokens are barred."""
+    def token(self, choice: int, position: int, excluded: frozenset[int] = frozenset()) -> int:
+        """Return a completion's token; an excluded one only if all tokens are excluded."""
         number = choice if self.seed else 0
         for attempt in range(_MAX_ATTEMPTS):
             more = b" %d %d" % (number, attempt) if number or attempt else b""
             token = _digest(b"%d %d " % (self.seed, position) + self.prompt + more)
-            if token not in barred:
+            if token not in excluded:
                 return token
-        return next((token for token in range(VOCABULARY) if token not in barred), token)
+        return next((token for token in range(VOCABULARY) if token not in excluded), token)
 
     def token_logprob(self, token: int, position: int, top: int) -> TokenLogprob:
         """Return a token's logprob with the ``top`` most likely ones; prompt positions are < 0."""

@@ -152,13 +152,13 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     """
     draws = []
     if (group := batch.plain) is not None:
-        draws.append(_categorical(keep_likely(group, logits), batch.keys(group, positions)))
+        draws.append(_categorical(filter_plain(group, logits), batch.keys(group, positions)))
     if (group := batch.narrow) is not None:
-        indices, kept = keep_largest(group, logits)
+        indices, kept = filter_narrow(group, logits)
         rank = _categorical(kept, batch.keys(group, positions))
         draws.append(mx.take_along_axis(indices, rank[:, None], axis=-1)[:, 0])
     if (group := batch.ranked) is not None:
-        draws.append(_categorical(keep_above(group, logits), batch.keys(group, positions)))
+        draws.append(_categorical(filter_ranked(group, logits), batch.keys(group, positions)))
     if not draws:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     tokens = draws[0] if len(draws) == 1 else mx.concatenate(draws)
@@ -170,13 +170,13 @@ def sample(logits: Any, batch: BatchSampling, positions: Sequence[int]) -> Any:
     return mx.where(batch.sampled, tokens, mx.argmax(logits, axis=-1).astype(mx.int32))
 
 
-def keep_likely(group: Group, logits: Any) -> Any:
+def filter_plain(group: Group, logits: Any) -> Any:
     """Return logits divided by temperature; minus infinity for tokens that min-p drops."""
     shifted = group.select(logits)
     return mx.where(shifted < group.log_min_p, -math.inf, shifted * group.inverse_temperature)
 
 
-def keep_largest(group: Group, logits: Any) -> tuple[Any, Any]:
+def filter_narrow(group: Group, logits: Any) -> tuple[Any, Any]:
     """Return the most likely tokens, ``[rows, NARROW]``, and their logits divided by temperature.
 
     Dropped tokens have minus infinity. In descending order, each filter keeps a prefix of the row;
@@ -192,7 +192,7 @@ def keep_largest(group: Group, logits: Any) -> tuple[Any, Any]:
     return indices, mx.where(kept, values * group.inverse_temperature, -math.inf)
 
 
-def keep_above(group: Group, logits: Any) -> Any:
+def filter_ranked(group: Group, logits: Any) -> Any:
     """Return logits divided by temperature; minus infinity for tokens that a filter drops."""
     shifted = group.select(logits)
     descending = -mx.sort(-shifted, axis=-1)

@@ -35,8 +35,8 @@ class EditedRow:
     """The settings and progress of one row."""
 
     sampling: Sampling
-    barred: tuple[int, ...]
-    """Tokens excluded until ``min_tokens``."""
+    ends: tuple[int, ...]
+    """Tokens that end the completion; excluded until ``min_tokens``."""
     min_tokens: int
     drawn: int
     """Tokens so far, including those in flight."""
@@ -50,9 +50,9 @@ class EditedRow:
         )
 
     @property
-    def bars(self) -> bool:
+    def excludes_ends(self) -> bool:
         """Whether the next token must not end the completion."""
-        return bool(self.barred) and self.drawn < self.min_tokens
+        return bool(self.ends) and self.drawn < self.min_tokens
 
 
 @dataclass(slots=True)
@@ -165,8 +165,9 @@ class Edits:
 
     bias: _Entries | None
     penalties: _Penalties | None
-    bars: _Entries | None
-    barring: tuple[EditedRow, ...]
+    excluded: _Entries | None
+    excluding: tuple[EditedRow, ...]
+    """Rows for which ``excluded`` excludes the end tokens."""
 
     @staticmethod
     def of(rows: Sequence[EditedRow], keys: Sequence[Hashable], counts: Counts) -> Edits:
@@ -176,30 +177,35 @@ class Edits:
             for at, row in enumerate(rows)
             for token, value in row.sampling.logit_bias.items()
         ]
-        bars = [(at, token, 0.0) for at, row in enumerate(rows) if row.bars for token in row.barred]
+        excluded = [
+            (at, token, 0.0)
+            for at, row in enumerate(rows)
+            if row.excludes_ends
+            for token in row.ends
+        ]
         return Edits(
             _Entries.of(bias),
             _Penalties.of(rows, keys, counts),
-            _Entries.of(bars),
-            tuple(row for row in rows if row.bars),
+            _Entries.of(excluded),
+            tuple(row for row in rows if row.excludes_ends),
         )
 
     @property
     def stale(self) -> bool:
         """Whether a row has reached ``min_tokens`` since the edits were built."""
-        return not all(row.bars for row in self.barring)
+        return not all(row.excludes_ends for row in self.excluding)
 
     def apply(self, logits: Any, counts: Counts) -> Any:
         """Return the edited logits, in float32 if there are edits."""
-        if self.bias is None and self.penalties is None and self.bars is None:
+        if self.bias is None and self.penalties is None and self.excluded is None:
             return logits
         logits = logits.astype(mx.float32)
         if self.bias is not None:
             logits = logits.at[self.bias.rows, self.bias.tokens].add(self.bias.values)
         if self.penalties is not None:
             logits = self.penalties.apply(logits, counts)
-        if self.bars is not None:
-            logits[self.bars.rows, self.bars.tokens] = -mx.inf
+        if self.excluded is not None:
+            logits[self.excluded.rows, self.excluded.tokens] = -mx.inf
         return logits
 
     def count(self, tokens: Any, counts: Counts) -> None:

@@ -55,7 +55,7 @@ class Scores:
 
     def _top(self, ids: list[int], values: list[float], top: int) -> tuple[tuple[int, float], ...]:
         pairs = zip(ids[:top], values[:top], strict=True)
-        # With fewer possible tokens than requested, `largest` returns indices beyond the vocabulary.
+        # With fewer possible tokens than requested, indices may lie beyond the vocabulary.
         return tuple((token, _finite(value)) for token, value in pairs if token < self.vocabulary)
 
 

@@ -162,7 +162,7 @@ class Admission:
 
     def finish_choice(self, rid: str) -> None:
         """Free the row and the pages of one of several choices."""
-        self.scheduler.finish_choice(rid)
+        self.scheduler.states.remove_choice(rid)
         self._note_freed()
 
     def preempt(self, rid: str, kept_pages: int = 0) -> None:
@@ -172,12 +172,12 @@ class Admission:
 
     def reduce_kept(self, rid: str, kept_pages: int) -> None:
         """Lower the pages that a preempted request keeps."""
-        self.scheduler.reduce_kept(rid, kept_pages)
+        self.scheduler.states.reduce_kept(rid, kept_pages)
         self._note_freed()
 
     def requeue_preempted(self, rid: str) -> None:
         """Put a preempted request back into the queue."""
-        self.scheduler.requeue_preempted(rid)
+        self.scheduler.states.requeue_preempted(rid)
         self._positions.mark_changed()
         self._changed = True
 

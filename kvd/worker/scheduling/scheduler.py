@@ -211,10 +211,6 @@ class Scheduler:
         self._choose_level(request)
         self.states.add(request)
 
-    def finish_choice(self, rid: str) -> None:
-        """Free the row and pages of one of several choices. The last one ends with `finish`."""
-        self.states.remove_choice(rid)
-
     def finish(self, rid: str) -> None:
         """Forget a request in any state; free its rows and pages."""
         self.states.remove(self.find(rid))
@@ -375,23 +371,15 @@ class Scheduler:
     def preempt(self, rid: str, kept_pages: int = 0) -> None:
         """Free an admitted request's rows, and its pages except those that stay in memory.
 
-        It keeps its progress, and waits for `requeue_preempted`.
+        It keeps its progress, and waits for `RequestStates.requeue_preempted`.
         """
         self.states.preempt(rid, kept_pages)
         self._planned.pop(rid, None)
-
-    def reduce_kept(self, rid: str, kept_pages: int) -> None:
-        """Lower the pages that a request keeps while it is preempted or queued again."""
-        self.states.reduce_kept(rid, kept_pages)
 
     def restart_prefill(self, rid: str) -> None:
         """Prefill a request from the start of its prompt again: its keys and values are lost."""
         self.states.restart_prefill(self.find(rid))
         self._planned.pop(rid, None)
-
-    def requeue_preempted(self, rid: str) -> None:
-        """Put a preempted request back into the queue, by its original key."""
-        self.states.requeue_preempted(rid)
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""

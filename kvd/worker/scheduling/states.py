@@ -101,7 +101,7 @@ class RequestStates:
         self.reserved_pages -= request.kept_pages
 
     def remove_choice(self, rid: str) -> None:
-        """Free the row and the pages of one of several choices."""
+        """Free the row and the pages of one of several choices. The last one ends with `remove`."""
         request = self.decoding.get(rid)
         if request is None or request.choices == 1:
             raise LocalProtocolError(f"request {rid} does not decode several choices")
@@ -146,7 +146,7 @@ class RequestStates:
         self.preempted[rid] = request
 
     def reduce_kept(self, rid: str, kept_pages: int) -> None:
-        """Lower the pages that a request keeps while it is not admitted."""
+        """Lower the pages that a request keeps while it is preempted or queued again."""
         request = self.find(rid)
         if self.is_admitted(request) or not 0 <= kept_pages <= request.kept_pages:
             raise LocalProtocolError(

@@ -13,8 +13,8 @@ import msgspec
 
 from kvd.worker.text.choices import check_token_ids
 from kvd.worker.text.detokenizer import BytesTable, ContextDecoder, Detokenizer, special_ids
-from kvd.worker.text.names import Names
 from kvd.worker.text.stops import StopFilter
+from kvd.worker.text.token_texts import TokenTexts
 from protocol.errors import ContextTooLong, EmptyPrompt, InvalidRequest
 from protocol.types import TokenLogprob
 from protocol.worker import Tokenized
@@ -88,7 +88,7 @@ class Text:
         self._table = BytesTable.of(self._tokenizer)
         self._special = special_ids(self._tokenizer)
         self._prefix = _prefix_of(self._tokenizer)
-        self._names = Names(self._tokenizer, self._table, self._special)
+        self._token_texts = TokenTexts(self._tokenizer, self._table, self._special)
         self.eos_ids: frozenset[int] = frozenset(tokenizer.eos_token_ids)
         """End-of-sequence tokens."""
 
@@ -125,7 +125,7 @@ class Text:
         else:
             tokens = self._encode_messages(request.messages or [])
         first = tokens[: request.limit]
-        texts = [self._names.of(token)[0] for token in first] if request.texts else []
+        texts = [self._token_texts.of(token)[0] for token in first] if request.texts else []
         return Tokenized(seq=request.seq, count=len(tokens), tokens=first, texts=texts)
 
     def stream(self, request: Submit, prompt: Sequence[int]) -> TextStream:
@@ -146,8 +146,8 @@ class Text:
 
     def token_logprob(self, token: int, logprob: float | None, top: Scores = ()) -> TokenLogprob:
         """Return a token's logprob with the most likely tokens, as the client gets it."""
-        others = [self._names.alternative(*pair) for pair in top]
-        text, raw = self._names.of(token)
+        others = [self._token_texts.alternative(*pair) for pair in top]
+        text, raw = self._token_texts.of(token)
         return TokenLogprob(token, text, logprob, raw, others)
 
     def _encode_prompt(self, prompt: str) -> list[int]:

@@ -10,9 +10,9 @@ import pytest
 
 from kvd.worker.sampling.draws import (
     BatchSampling,
-    keep_above,
-    keep_largest,
-    keep_likely,
+    filter_narrow,
+    filter_plain,
+    filter_ranked,
     sample,
 )
 from kvd.worker.sampling.keys import key_of
@@ -133,11 +133,11 @@ def test_filters_keep_the_same_tokens_as_mlx_lm(sampling):
             kept = sample_utils.apply_top_k(kept, sampling.top_k)
         batch = BatchSampling.of([sampling])
         if batch.plain is not None:
-            mine = keep_likely(batch.plain, mx.array(logits))
+            mine = filter_plain(batch.plain, mx.array(logits))
         elif batch.ranked is not None:
-            mine = keep_above(batch.ranked, mx.array(logits))
+            mine = filter_ranked(batch.ranked, mx.array(logits))
         else:
-            places, values = keep_largest(batch.narrow, mx.array(logits))
+            places, values = filter_narrow(batch.narrow, mx.array(logits))
             mine = mx.put_along_axis(mx.full(logits.shape, -mx.inf), places, values, axis=-1)
         assert mx.isfinite(mine).tolist() == mx.isfinite(kept).tolist()
 
@@ -163,9 +163,9 @@ def test_top_k_is_exact_among_equal_logits(top_k):
         logits = np.round(make_logits(1, vocab, seed=3))
         batch = BatchSampling.of([Sampling(temperature=1.0, top_k=top_k, seed=1)])
         if batch.narrow is not None:
-            kept = keep_largest(batch.narrow, mx.array(logits))[1]
+            kept = filter_narrow(batch.narrow, mx.array(logits))[1]
         else:
-            kept = keep_above(batch.ranked, mx.array(logits))
+            kept = filter_ranked(batch.ranked, mx.array(logits))
         assert np.isfinite(np.array(kept)).sum() == min(top_k, vocab)
 
 

@@ -211,7 +211,7 @@ def test_operations_on_unknown_or_queued_requests_raise(scheduler):
         scheduler.suspend,
         scheduler.resume,
         scheduler.preempt,
-        scheduler.requeue_preempted,
+        scheduler.states.requeue_preempted,
     ):
         with pytest.raises(LocalProtocolError, match="request waiting is not"):
             act("waiting")
@@ -413,7 +413,7 @@ def test_a_preempted_request_frees_its_pages_and_continues_its_prefill(scheduler
     scheduler.submit("c", 640, 64)
     assert scheduler.plan(within(20)).admitted == ("c",)
     scheduler.submit("d", 640, 64)
-    scheduler.requeue_preempted("a")
+    scheduler.states.requeue_preempted("a")
     assert scheduler.head.rid == "a"  # it arrived before d
     scheduler.finish("b")
     plan = scheduler.plan(within(20))
@@ -428,7 +428,7 @@ def test_a_resumed_request_decodes_at_once(scheduler):
     scheduler.suspend("a")
     scheduler.preempt("a")
     assert scheduler.plan(within(PAGES)) == Plan((), (), (), 0)
-    scheduler.requeue_preempted("a")
+    scheduler.states.requeue_preempted("a")
     assert scheduler.plan(within(PAGES)) == Plan(("a",), (), ("a",), 0, 0, ("a",))
 
 
@@ -439,15 +439,15 @@ def test_pages_kept_by_a_preempted_request_are_counted_once(scheduler):
     assert scheduler.reserved_pages == 7
     scheduler.submit("b", 250, 70)
     assert scheduler.plan(within(10)) == Plan((), (), (), 1, 1)
-    scheduler.requeue_preempted("a")
+    scheduler.states.requeue_preempted("a")
     assert scheduler.plan(within(10)).admitted == ("a",)
     assert scheduler.reserved_pages == 10
     scheduler.preempt("a", kept_pages=7)
-    scheduler.reduce_kept("a", 2)
+    scheduler.states.reduce_kept("a", 2)
     assert scheduler.reserved_pages == 2
     assert scheduler.plan(within(10)).admitted == ("b",)
     with pytest.raises(LocalProtocolError, match="not preempted with at least 3"):
-        scheduler.reduce_kept("a", 3)
+        scheduler.states.reduce_kept("a", 3)
     with pytest.raises(LocalProtocolError, match="cannot keep"):
         scheduler.preempt("b", kept_pages=-1)
     assert scheduler.reserved_pages == 2 + 4
@@ -477,14 +477,14 @@ def test_choices_share_the_prompts_pages_and_end_one_by_one():
     assert scheduler.plan(within(10)).admitted == ("a",)
     run_prefill(scheduler)
     assert scheduler.plan(within(10)).decode == ("a",)
-    scheduler.finish_choice("a")
+    scheduler.states.remove_choice("a")
     assert scheduler.reserved_pages == 8
     plan = scheduler.plan(within(10))
     assert (plan.admitted, plan.decode) == (("b",), ("a", "b"))
-    scheduler.finish_choice("a")
+    scheduler.states.remove_choice("a")
     assert (scheduler.reserved_rows, scheduler.reserved_pages) == (2, 6)
     with pytest.raises(LocalProtocolError, match="several choices"):
-        scheduler.finish_choice("a")
+        scheduler.states.remove_choice("a")
     scheduler.finish("a")
     assert scheduler.reserved_pages == 0
 
@@ -642,14 +642,14 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def requeue(self, data):
         rid = data.draw(st.sampled_from(self.of("preempted")))
-        self.scheduler.requeue_preempted(rid)
+        self.scheduler.states.requeue_preempted(rid)
         self.requests[rid]["state"] = "waiting"
 
     @precondition(lambda self: any(self.requests[rid]["kept"] for rid in self.requests))
     @rule(data=st.data())
     def reduce_kept(self, data):
         rid = data.draw(st.sampled_from([rid for rid, one in self.requests.items() if one["kept"]]))
-        self.scheduler.reduce_kept(rid, 0)
+        self.scheduler.states.reduce_kept(rid, 0)
         self.requests[rid]["kept"] = 0
 
     @precondition(lambda self: self.of("running"))
@@ -659,7 +659,7 @@ class Traffic(RuleBasedStateMachine):
         one = self.requests[rid]
         if one["choices"] > 1 and one["at"] == one["end"]:
             reserved = self.scheduler.reserved_pages
-            self.scheduler.finish_choice(rid)
+            self.scheduler.states.remove_choice(rid)
             assert self.scheduler.reserved_pages == reserved - one["more"]
             one["choices"] -= 1
 

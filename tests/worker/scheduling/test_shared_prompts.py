@@ -74,7 +74,7 @@ def test_suspended_preempted_and_finished_requests_are_not_waited_for():
     assert scheduler.cache_candidates == ()
     for leave, come_back in (
         (scheduler.suspend, scheduler.resume),
-        (scheduler.preempt, scheduler.requeue_preempted),
+        (scheduler.preempt, scheduler.states.requeue_preempted),
     ):
         leave("a")
         assert scheduler.cache_candidates == ("b", "c")

@@ -21,7 +21,7 @@ _SPACE = "\u2581"
 """SentencePiece's notation for a space."""
 
 
-class Names:
+class TokenTexts:
     """Texts of one tokenizer's tokens, cached."""
 
     def __init__(self, tokenizer: Any, table: BytesTable | None, special: frozenset[int]) -> None:
