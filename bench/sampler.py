@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from kvd.worker.sampling.sampler import RowSettings, Sampler
+from kvd.worker.sampling.row import RowSettings
+from kvd.worker.sampling.sampler import Sampler
 from kvd.worker.serving.runner import on_cpu
 from protocol.types import Sampling
 

@@ -37,7 +37,8 @@ from kvd.worker.cache.scheme import schemes_of
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.native import activation, build, operations
 from kvd.worker.native.layers import PackedLinear
-from kvd.worker.sampling.sampler import RowSettings, Sampler
+from kvd.worker.sampling.row import RowSettings
+from kvd.worker.sampling.sampler import Sampler
 from kvd.worker.serving import model_files, probe, seam
 from kvd.worker.serving.runner import Row, Runner
 from protocol.types import Sampling

@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from bench.gpu.graph import primitives
-from kvd.worker.sampling.sampler import RowSettings, Sampler, SamplerOutput
+from kvd.worker.sampling.row import RowSettings
+from kvd.worker.sampling.sampler import Sampler, SamplerOutput
 from kvd.worker.serving.runner import Row, Runner
 from protocol.types import Sampling
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvd.worker.core.replay import SentText
 from kvd.worker.prefix.cache import TrackedPrompt
-from kvd.worker.sampling.sampler import RowSettings
+from kvd.worker.sampling.row import RowSettings
 from kvd.worker.serving.runner import Row
 from kvd.worker.text.choices import Choices
 from kvd.worker.text.text import TextStream

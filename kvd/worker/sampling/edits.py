@@ -27,32 +27,7 @@ from kvd.worker.sampling.draws import column
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protocol.types import Sampling
-
-
-@dataclass(slots=True)
-class EditedRow:
-    """The settings and progress of one row."""
-
-    sampling: Sampling
-    ends: tuple[int, ...]
-    """Tokens that end the completion; excluded until ``min_tokens``."""
-    min_tokens: int
-    drawn: int
-    """Tokens so far, including those in flight."""
-
-    @property
-    def penalized(self) -> bool:
-        """Whether the row needs token counts."""
-        settings = self.sampling
-        return settings.repetition_penalty != 1.0 or bool(
-            settings.presence_penalty or settings.frequency_penalty
-        )
-
-    @property
-    def excludes_ends(self) -> bool:
-        """Whether the next token must not end the completion."""
-        return bool(self.ends) and self.drawn < self.min_tokens
+    from kvd.worker.sampling.row import SamplerRow
 
 
 @dataclass(slots=True)
@@ -107,14 +82,14 @@ class _Penalties:
 
     @staticmethod
     def of(
-        rows: Sequence[EditedRow], keys: Sequence[Hashable], counts: Counts
+        rows: Sequence[SamplerRow], keys: Sequence[Hashable], counts: Counts
     ) -> _Penalties | None:
         index = [at for at, row in enumerate(rows) if row.penalized]
         if not index:
             return None
         slot_of = {key: slot for slot, key in enumerate(counts.slots)}
         slots = [slot_of[keys[at]] for at in index]
-        sampling = [rows[at].sampling for at in index]
+        sampling = [rows[at].settings.sampling for at in index]
         return _Penalties(
             None if len(index) == len(rows) else mx.array(index),
             None if slots == list(range(len(counts.slots))) else mx.array(slots),
@@ -166,22 +141,22 @@ class Edits:
     bias: _Entries | None
     penalties: _Penalties | None
     excluded: _Entries | None
-    excluding: tuple[EditedRow, ...]
+    excluding: tuple[SamplerRow, ...]
     """Rows for which ``excluded`` excludes the end tokens."""
 
     @staticmethod
-    def of(rows: Sequence[EditedRow], keys: Sequence[Hashable], counts: Counts) -> Edits:
+    def of(rows: Sequence[SamplerRow], keys: Sequence[Hashable], counts: Counts) -> Edits:
         """Return the edits of these rows; ``keys`` are their keys in ``counts``."""
         bias = [
             (at, token, value)
             for at, row in enumerate(rows)
-            for token, value in row.sampling.logit_bias.items()
+            for token, value in row.settings.sampling.logit_bias.items()
         ]
         excluded = [
             (at, token, 0.0)
             for at, row in enumerate(rows)
             if row.excludes_ends
-            for token in row.ends
+            for token in row.settings.ends
         ]
         return Edits(
             _Entries.of(bias),

@@ -11,52 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 
 from kvd.worker.sampling.draws import BatchSampling, sample
-from kvd.worker.sampling.edits import Counts, EditedRow, Edits
+from kvd.worker.sampling.edits import Counts, Edits
 from kvd.worker.sampling.logprobs import Scored, Scores, score
+from kvd.worker.sampling.row import RowSettings, SamplerRow
 from protocol.errors import LocalProtocolError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from protocol.types import Sampling
-    from protocol.worker import Submit
-
-__all__ = [
-    "BatchSampling",
-    "RowSettings",
-    "SampledToken",
-    "Sampler",
-    "SamplerOutput",
-    "finite_and_varied",
-    "sample",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class RowSettings:
-    """How one row is sampled, and which logprobs it returns."""
-
-    sampling: Sampling
-    """Has a seed unless it is greedy."""
-    choice: int = 0
-    ends: tuple[int, ...] = ()
-    """Tokens that end the completion."""
-    min_tokens: int = 0
-    """Tokens before which the completion cannot end."""
-    logprobs: int | None = None
-    """Number of most likely tokens to return with the sampled one. None: no logprobs."""
-
-    @staticmethod
-    def of(request: Submit, ends: Collection[int], choice: int = 0) -> RowSettings:
-        """Return the settings of one completion; ``ends`` is that of its `TextStream`."""
-        return RowSettings(
-            request.sampling, choice, tuple(sorted(ends)), request.min_tokens, request.logprobs
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +60,12 @@ class SamplerOutput:
         return [SampledToken(*pair, scored.get(row)) for row, pair in enumerate(pairs)]
 
 
-@dataclass(slots=True)
-class _Row:
-    settings: RowSettings
-    edited: EditedRow
-
-
 @dataclass(frozen=True, slots=True)
 class _Batch:
     """Derived settings, built when the rows of a step change."""
 
     keys: tuple[Hashable, ...]
-    rows: tuple[_Row, ...]
+    rows: tuple[SamplerRow, ...]
     sampling: BatchSampling
     tops: dict[int, int]
     with_logprobs: Any
@@ -119,7 +76,7 @@ class Sampler:
     """Samples the rows of an engine: `add` rows, `draw` any of them, `remove` them."""
 
     def __init__(self, vocabulary: int) -> None:
-        self._rows: dict[Hashable, _Row] = {}
+        self._rows: dict[Hashable, SamplerRow] = {}
         self._counts = Counts(vocabulary)
         self._batch: _Batch | None = None
         self._edits: Edits | None = None
@@ -138,11 +95,9 @@ class Sampler:
         """
         if key in self._rows:
             raise LocalProtocolError(f"row {key} is sampled already")
-        sampling = settings.sampling
-        edited = EditedRow(sampling, settings.ends, settings.min_tokens, len(produced))
-        self._rows[key] = _Row(settings, edited)
-        if edited.penalized:
-            seen = prompt if sampling.repetition_penalty != 1.0 else ()
+        row = self._rows[key] = SamplerRow(settings, len(produced))
+        if row.penalized:
+            seen = prompt if settings.sampling.repetition_penalty != 1.0 else ()
             self._counts.add(key, seen, produced)
             self._batch = None
 
@@ -150,7 +105,7 @@ class Sampler:
         """Remove a row. Draws in flight are not affected."""
         self._counts.remove(key)
         row = self._rows.pop(key)
-        if row.edited.penalized or (self._batch is not None and key in self._batch.keys):
+        if row.penalized or (self._batch is not None and key in self._batch.keys):
             self._batch = None  # it may be added again with the same key
 
     def draw(
@@ -166,7 +121,7 @@ class Sampler:
         tokens = sample(edited, batch.sampling, positions)
         edits.count(tokens, self._counts)
         for row in batch.rows:
-            row.edited.drawn += 1
+            row.drawn += 1
         scores = None
         if batch.tops:
             index = batch.with_logprobs
@@ -180,7 +135,7 @@ class Sampler:
         if batch is None or batch.keys != keys:
             batch, edits = self._batch_of(keys), None
         if edits is None or edits.stale:
-            edits = Edits.of([row.edited for row in batch.rows], keys, self._counts)
+            edits = Edits.of(batch.rows, keys, self._counts)
         self._batch, self._edits = batch, edits
         return batch, edits
 

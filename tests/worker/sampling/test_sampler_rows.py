@@ -11,7 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvd.worker.sampling.logprobs import score
-from kvd.worker.sampling.sampler import RowSettings, Sampler
+from kvd.worker.sampling.row import RowSettings
+from kvd.worker.sampling.sampler import Sampler
 from protocol.errors import LocalProtocolError
 from protocol.types import NO_LOGPROB, Sampling
 from protocol.worker import Submit
