@@ -1,10 +1,10 @@
 """A worker's day without tensors: scheduler, admission and ledger are real, the rest is counted.
 
-The engine is a model of the real one: rows fill pages as they grow, pools grow by slabs and shrink
-only when they must, prefixes are cached where there is room. Beside it another model asks for
-memory and gives it back; where it is denied, a governor steps rows here down the ladder and parks
-them, until pressure is over.
-Answers come late, and people cancel. Every rule that is promised is asserted after every step.
+The simulated engine follows the real one: rows fill pages as they grow, pools grow by slabs and
+shrink only when they must, prefixes are cached if memory is free. Another model requests memory and
+gives it back. If it is denied, a simulated governor steps rows down and preempts rows until the
+request is granted. Answers arrive late, and clients cancel. Every promised rule is asserted after
+every step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEVELS = 3
 
 
 def on(level: int, pages: int) -> int:
-    """Pages of a level as pages of the top: three quarters of one, or half."""
+    """Pages at a precision level, counted in pages of level 0: a page is 1, 3/4 or 1/2."""
     return -(-pages * (4 - level) // 4)
 
 
@@ -44,62 +44,62 @@ def pages_for(length: int, level: int) -> int:
 
 
 def own_pages(start: int, end: int, level: int = 0) -> int:
-    """What a choice fills beyond the shared prompt."""
+    """Pages that a choice fills beyond the shared prompt."""
     return on(level, full_pages(end) - full_pages(start))
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request, and what became of it."""
+class SimRequest:
+    """A request and its progress."""
 
     rid: str
     number: int
     prompt_len: int
     lengths: list[int]
-    """Of its choices, in tokens; the longest first."""
+    """Tokens of each choice, longest first."""
     priority: int = 0
     deadline: float | None = None
     prefilled: int = 0
     sent: int = 0
     level: int = 0
     state: str = "waiting"
-    began: bool = False
+    started: bool = False
     ends: list[str] = field(default_factory=list)
-    passed: list[Asked] = field(default_factory=list)
-    """Those that came later and were admitted first."""
-    in_front: int = 0
-    """Groups led by rows that are not behind it, since it last could be prefilled."""
-    behind: int = 0
+    overtaken_by: list[SimRequest] = field(default_factory=list)
+    """Requests that arrived later and were admitted first."""
+    groups_ahead: int = 0
+    """Prefill groups led by rows before it in the order, since it could last be prefilled."""
+    groups_behind: int = 0
 
     @property
     def max_new(self) -> int:
         return self.lengths[0]
 
     @property
-    def work(self) -> int:
+    def total_tokens(self) -> int:
         return self.prompt_len + len(self.lengths) * self.max_new
 
     @property
-    def alive(self) -> int:
-        """Choices that have not ended."""
+    def open_choices(self) -> int:
+        """Number of choices that have not ended."""
         return sum(length > self.sent for length in self.lengths)
 
     @property
     def pages(self) -> int:
-        """What it fills now."""
+        """Pages that it fills now."""
         own = full_pages(self.prefilled + self.sent) - full_pages(self.prefilled)
-        return on(self.level, full_pages(self.prefilled) + self.alive * own)
+        return on(self.level, full_pages(self.prefilled) + self.open_choices * own)
 
 
 class Day:
-    """One seeded day; `run` it, then look at the counts."""
+    """One seeded day. After `run`, `counts` says what happened."""
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.now = 0.0
         self.steps = 0
         self.counts: Counter[str] = Counter()
-        self.asked: dict[str, Asked] = {}
+        self.requests: dict[str, SimRequest] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._names = itertools.count()
@@ -120,9 +120,9 @@ class Day:
             idle_pages=REST,
         )
         self.held = Held()
-        self.running: list[Asked] = []
-        self.waiting: list[Asked] = []
-        """Those that have never been admitted."""
+        self.running: list[SimRequest] = []
+        self.waiting: list[SimRequest] = []
+        """Requests that have never been admitted."""
 
     # The day's events.
 
@@ -133,7 +133,7 @@ class Day:
         self.at(self.now + self.draw.expovariate(1 / mean), act)
 
     def run(self) -> None:
-        """Live through the day, and on until everyone has been served."""
+        """Simulate the day, and then on until every request is over."""
         self._fill()
         while self._events or self.admission.has_work:
             while self._events and self._events[0][0] <= self.now:
@@ -152,34 +152,34 @@ class Day:
         for hour in range(24):
             busy = 120 if 8 <= hour < 20 else 30
             for _ in range(draw.randint(busy // 2, busy)):
-                self.at((hour + draw.random()) * HOUR, self._single)
+                self.at((hour + draw.random()) * HOUR, self._submit_one)
         for _ in range(8):
-            self.at(draw.uniform(8, 20) * HOUR, self._burst)
+            self.at(draw.uniform(8, 20) * HOUR, self._submit_burst)
         for _ in range(60):
-            self.at(draw.uniform(0, 24) * HOUR, self._other_asks)
-            self.at(draw.uniform(0, 24) * HOUR, self._pause_someone)
-            self.at(draw.uniform(0, 24) * HOUR, self._park_someone)
+            self.at(draw.uniform(0, 24) * HOUR, self._other_requests)
+            self.at(draw.uniform(0, 24) * HOUR, self._suspend_one)
+            self.at(draw.uniform(0, 24) * HOUR, self._preempt_one)
         for _ in range(20):
-            self.at(draw.uniform(8, 20) * HOUR, self._park_everyone)
+            self.at(draw.uniform(8, 20) * HOUR, self._preempt_all)
         for _ in range(150):
-            self.at(draw.uniform(0, 24) * HOUR, self._cancel_someone)
+            self.at(draw.uniform(0, 24) * HOUR, self._cancel_one)
 
-    def _single(self) -> None:
+    def _submit_one(self) -> None:
         draw = self.draw
         length = draw.choice([1, 20, 60, 120, 400, 1000, 3000, 6000, 14_000, 40_000, 150_000])
-        self._ask(draw.randint(-(-length // 2), length))
+        self._submit(draw.randint(-(-length // 2), length))
 
-    def _burst(self) -> None:
-        """32 requests with one system prompt, or as many short questions."""
+    def _submit_burst(self) -> None:
+        """32 requests with the same system prompt, or 32 short questions."""
         length = self.draw.choice([1550, 60])
         for _ in range(32):
-            self._ask(length)
+            self._submit(length)
 
-    def _ask(self, prompt_len: int) -> None:
+    def _submit(self, prompt_len: int) -> None:
         draw = self.draw
-        number = len(self.asked)
+        number = len(self.requests)
         choices = draw.choice([1] * 9 + [3])
-        asked = Asked(
+        request = SimRequest(
             rid=f"r{next(self._names)}",
             number=number,
             prompt_len=prompt_len,
@@ -189,133 +189,134 @@ class Day:
         )
         try:
             self.admission.submit(
-                asked.rid,
+                request.rid,
                 prompt_len,
-                asked.max_new,
-                priority=asked.priority,
-                deadline=asked.deadline,
+                request.max_new,
+                priority=request.priority,
+                deadline=request.deadline,
                 choices=choices,
             )
         except InsufficientMemory:
             self.counts["refused"] += 1
             return
-        self.asked[asked.rid] = asked
-        self.waiting.append(asked)
+        self.requests[request.rid] = request
+        self.waiting.append(request)
 
-    def _in(self, *states: str) -> list[Asked]:
-        return [one for one in self.asked.values() if one.state in states]
+    def _in_state(self, *states: str) -> list[SimRequest]:
+        return [request for request in self.requests.values() if request.state in states]
 
-    def _cancel_someone(self) -> None:
-        if someone := self._in("waiting", "running", "parked"):
-            self._end(self.draw.choice(someone), "cancelled")
+    def _cancel_one(self) -> None:
+        if candidates := self._in_state("waiting", "running", "preempted"):
+            self._end(self.draw.choice(candidates), "cancelled")
 
-    def _pause_someone(self) -> None:
-        able = [one for one in self.running if not self.scheduler.find(one.rid).suspended]
+    def _suspend_one(self) -> None:
+        able = [it for it in self.running if not self.scheduler.find(it.rid).suspended]
         if able:
-            one = self.draw.choice(able)
-            self.scheduler.suspend(one.rid)
-            one.in_front = one.behind = 0
-            self.counts["paused"] += 1
-            self.later(60, lambda: self._resume(one))
+            request = self.draw.choice(able)
+            self.scheduler.suspend(request.rid)
+            request.groups_ahead = request.groups_behind = 0
+            self.counts["suspended"] += 1
+            self.later(60, lambda: self._resume(request))
 
-    def _resume(self, one: Asked) -> None:
-        if one.state == "running" and self.scheduler.find(one.rid).suspended:
-            self.scheduler.resume(one.rid)
+    def _resume(self, request: SimRequest) -> None:
+        if request.state == "running" and self.scheduler.find(request.rid).suspended:
+            self.scheduler.resume(request.rid)
 
-    def _park_someone(self) -> None:
+    def _preempt_one(self) -> None:
         if self.running:
-            self._park(self.draw.choice(self.running), in_memory=self.draw.random() < 0.5)
+            self._preempt(self.draw.choice(self.running), in_memory=self.draw.random() < 0.5)
 
-    def _park_everyone(self) -> None:
-        """In memory, and a new request comes before the first of them is back."""
-        for one in list(self.running):
-            self._park(one, in_memory=True)
-        self._ask(14_000)
+    def _preempt_all(self) -> None:
+        """Preempt all rows in memory; a new request arrives before the first of them resumes."""
+        for request in list(self.running):
+            self._preempt(request, in_memory=True)
+        self._submit(14_000)
 
-    def _park(self, one: Asked, *, in_memory: bool) -> None:
-        self.admission.preempt(one.rid, one.pages if in_memory else 0)
-        one.state = "parked"
-        self.running.remove(one)
-        one.in_front = one.behind = 0
-        self.counts["parked"] += 1
-        self.later(120, lambda: self._unpark(one))
+    def _preempt(self, request: SimRequest, *, in_memory: bool) -> None:
+        self.admission.preempt(request.rid, request.pages if in_memory else 0)
+        request.state = "preempted"
+        self.running.remove(request)
+        request.groups_ahead = request.groups_behind = 0
+        self.counts["preempted"] += 1
+        self.later(120, lambda: self._requeue(request))
 
-    def _unpark(self, one: Asked) -> None:
-        if one.state == "parked":
-            self.admission.requeue_preempted(one.rid)
-            one.state = "waiting"
+    def _requeue(self, request: SimRequest) -> None:
+        if request.state == "preempted":
+            self.admission.requeue_preempted(request.rid)
+            request.state = "waiting"
 
     # The daemon.
 
-    def _other_asks(self) -> None:
+    def _other_requests(self) -> None:
         total = self.draw.randint(1000, 5000)
-        self._answer(MemoryRequest("other", 1, total))
+        self._apply(MemoryRequest("other", 1, total))
         if "other" in self.ledger.waiting:
-            self.later(1, self._make_room)
-        self.later(900, lambda: self._answer(WorkerExited("other")))
+            self.later(1, self._serve_other)
+        self.later(900, lambda: self._apply(WorkerExited("other")))
 
-    def _make_room(self) -> None:
-        """The governor: prefixes go first, then precision, then rows, the least valuable first."""
-        wish = self.ledger.waiting.get("other")
-        if wish is None:
+    def _serve_other(self) -> None:
+        """Reclaim for the other model: prefixes, then precision, then the least valuable rows."""
+        wanted = self.ledger.waiting.get("other")
+        if wanted is None:
             return
         held = self.ledger.grants.get("other", 0)
-        lacking = wish.total_bytes - held - self.ledger.available_bytes
-        target = max(0, self.admission.budget.pages - lacking // PAGE - 1)
-        self.held = Held(*self._least(0))
+        missing = wanted.total_bytes - held - self.ledger.available_bytes
+        target = max(0, self.admission.budget.pages - missing // PAGE - 1)
+        self.held = Held(*self._smallest_pools(0))
         for rid in self.scheduler.victims():
             if self._needed() > target:
-                self._lower(self.asked[rid])
-        paused = []
+                self._step_down(self.requests[rid])
+        preempted = []
         for rid in self.scheduler.victims():
             if self._needed() > target:
-                self._park(self.asked[rid], in_memory=False)
-                self.held = Held(*self._least(0))
-                paused.append(self.asked[rid])
+                self._preempt(self.requests[rid], in_memory=False)
+                self.held = Held(*self._smallest_pools(0))
+                preempted.append(self.requests[rid])
         before = self.admission.budget.granted_bytes
         given, freed = self.admission.give_back(target, self.held)
         assert before - self.admission.budget.granted_bytes == freed >= 0
-        self._tell(given)
-        for one in paused:
-            self._unpark(one)
+        self._send(given)
+        for request in preempted:
+            self._requeue(request)
         self.counts["made room"] += 1
 
-    def _lower(self, one: Asked) -> None:
+    def _step_down(self, request: SimRequest) -> None:
         lowest = self.scheduler.sizes.lowest_level
         self.admission.set_start_level(lowest)
         self.later(600, lambda: self.admission.set_start_level(0))
-        if one.level < lowest:
+        if request.level < lowest:
             before, saved = (
                 self.scheduler.reserved_pages,
-                self.scheduler.step_down_savings(one.rid, lowest),
+                self.scheduler.step_down_savings(request.rid, lowest),
             )
-            one.level = lowest
-            self.admission.step_down(one.rid, lowest)
+            request.level = lowest
+            self.admission.step_down(request.rid, lowest)
             assert self.scheduler.reserved_pages == before - saved
-            self.held = Held(*self._least(self.held.cached))
-            self.counts["lowered"] += 1
+            self.held = Held(*self._smallest_pools(self.held.cached))
+            self.counts["stepped down"] += 1
 
     def _needed(self) -> int:
         """Pages that the grant must cover."""
         admission, scheduler = self.admission, self.scheduler
-        lacking = admission.missing_pages(
+        missing = admission.missing_pages(
             scheduler.reserved_pages, scheduler.reserved_rows, self.held
         )
-        return lacking + admission.budget.pages
+        return missing + admission.budget.pages
 
-    def _tell(self, wish: MemoryRequested | None) -> None:
-        if wish is not None:
-            self.later(0.5, lambda: self._answer(MemoryRequest("me", wish.seq, wish.total_bytes)))
+    def _send(self, wanted: MemoryRequested | None) -> None:
+        if wanted is not None:
+            request = MemoryRequest("me", wanted.seq, wanted.total_bytes)
+            self.later(0.5, lambda: self._apply(request))
 
-    def _answer(self, event: MemoryRequest | WorkerExited) -> None:
-        for one in self.ledger.handle(event, self.now):
-            if one.model == "me":
-                self.counts["granted" if one.granted else "denied"] += 1
+    def _apply(self, event: MemoryRequest | WorkerExited) -> None:
+        for decision in self.ledger.handle(event, self.now):
+            if decision.model == "me":
+                self.counts["granted" if decision.granted else "denied"] += 1
                 grant = Grant(
-                    seq=one.seq,
-                    total_bytes=one.total_bytes,
-                    granted=one.granted,
-                    available_bytes=one.available_bytes,
+                    seq=decision.seq,
+                    total_bytes=decision.total_bytes,
+                    granted=decision.granted,
+                    available_bytes=decision.available_bytes,
                     budget_bytes=self.ledger.budget_bytes,
                 )
                 self.later(0.5, lambda grant=grant: self.admission.granted(grant))
@@ -328,18 +329,18 @@ class Day:
             result = self._admit()
         plan = result.plan
         self._check_decode(plan.decode)
-        decoded = sum(max(1, self.asked[rid].alive) for rid in plan.decode)
+        decoded = sum(max(1, self.requests[rid].open_choices) for rid in plan.decode)
         for rid in plan.decode:
-            self._decode(self.asked[rid])
-        self._prefill(self._skip(plan.group), decoded)
+            self._decode(self.requests[rid])
+        self._prefill(self._look_up_prefixes(plan.group), decoded)
         if result.refused is not None:
-            self._end(self.asked[result.refused[0]], "refused")
+            self._end(self.requests[result.refused[0]], "refused")
         elif result.swap_out_kept:
-            self._spill()
+            self._swap_out_kept()
         self._grow()
         if self.admission.idle:
             self.held = Held(self.held.cached, 0, self.held.cached)
-            self._tell(self.admission.give_back_idle(self.held.cached))
+            self._send(self.admission.give_back_idle(self.held.cached))
         self.steps += 1
         self.now += 0.3 + 0.004 * sum(chunk.length for chunk in plan.group)
         self._check()
@@ -347,56 +348,56 @@ class Day:
     def _admit(self) -> AdmissionResult:
         result = self.admission.admit(self.held)
         for rid in result.plan.admitted:
-            self._admitted(self.asked[rid], restored=rid in result.plan.resumed)
-        self._tell(result.memory_request)
+            self._admitted(self.requests[rid], restored=rid in result.plan.resumed)
+        self._send(result.memory_request)
         self._grow()
         if result.evict_pages:
             assert result.refused is None
             assert result.memory_request is None
-            self.held = Held(*self._least(self.held.cached - result.evict_pages))
+            self.held = Held(*self._smallest_pools(self.held.cached - result.evict_pages))
             self.counts["evicted"] += 1
         return result
 
-    def _least(self, cached: int) -> tuple[int, int, int]:
-        """Pools cut to what may be needed."""
+    def _smallest_pools(self, cached: int) -> tuple[int, int, int]:
+        """The smallest pools for what rows have reserved and prefixes fill."""
         return self.scheduler.reserved_pages + cached, self.scheduler.reserved_rows, cached
 
     def _give_up_spare(self) -> bool:
         held = self.held
-        self.held = Held(*self._least(held.cached))
+        self.held = Held(*self._smallest_pools(held.cached))
         return held.pages > self.held.pages
 
     def _grow(self) -> None:
-        """Rows, parked ones and prefixes fill pages; pools grow by slabs as far as they may."""
+        """Cache a prefix if rows leave memory for it."""
         held, scheduler = self.held, self.scheduler
-        used = sum(one.pages for one in self.running) + self._kept() + held.cached
-        may = scheduler.reserved_pages + held.cached
-        assert used <= may, "rows fill more than they reserved"
-        pages = max(held.pages, min(-(-used // SLAB) * SLAB, may))
+        used = sum(request.pages for request in self.running) + self._kept() + held.cached
+        limit = scheduler.reserved_pages + held.cached
+        assert used <= limit, "rows fill more than they reserved"
+        pages = max(held.pages, min(-(-used // SLAB) * SLAB, limit))
         self.held = Held(pages, max(held.rows, scheduler.reserved_rows), held.cached)
 
     def _kept(self) -> int:
-        """Pages of rows that are parked in memory."""
-        reserved = sum(self.scheduler.find(one.rid).pages for one in self.running)
+        """Pages of rows that are preempted in memory."""
+        reserved = sum(self.scheduler.find(request.rid).pages for request in self.running)
         return self.scheduler.reserved_pages - reserved
 
-    def _spill(self) -> None:
-        """Nobody runs, the first does not fit, and more was denied: parked rows go to disk."""
+    def _swap_out_kept(self) -> None:
+        """Swap preempted rows out: no row runs, the first does not fit, and more was denied."""
         assert self._kept()
-        for one in self._in("waiting", "parked"):
-            self.admission.reduce_kept(one.rid, 0)
-        self.counts["spilled"] += 1
+        for request in self._in_state("waiting", "preempted"):
+            self.admission.reduce_kept(request.rid, 0)
+        self.counts["swapped out"] += 1
 
-    def _skip(self, group: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-        """Look each prompt up in the prefixes, once, just before its first chunk."""
-        looked: set[str] = set()
-        while new := [one for one in group if one.start == 0 and one.rid not in looked]:
+    def _look_up_prefixes(self, group: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        """Look each prompt up in the prefix cache, once, just before its first chunk."""
+        looked_up: set[str] = set()
+        while new := [it for it in group if it.start == 0 and it.rid not in looked_up]:
             for chunk in new:
-                looked.add(chunk.rid)
-                most = (self.asked[chunk.rid].prompt_len - 1) // CHUNK
+                looked_up.add(chunk.rid)
+                most = (self.requests[chunk.rid].prompt_len - 1) // CHUNK
                 hit = self.draw.randint(0, most) if self.draw.random() < 0.3 else 0
                 self.scheduler.skip_to(chunk.rid, hit * CHUNK)
-                self.asked[chunk.rid].prefilled = hit * CHUNK
+                self.requests[chunk.rid].prefilled = hit * CHUNK
             group = self.scheduler.next_group()
         return group
 
@@ -406,14 +407,14 @@ class Day:
         self._check_group(group, decoded)
         for chunk in group:
             self.scheduler.mark_prefilled(chunk.rid, chunk.end)
-            one = self.asked[chunk.rid]
-            one.prefilled = chunk.end
-            if chunk.end == one.prompt_len - 1:
+            request = self.requests[chunk.rid]
+            request.prefilled = chunk.end
+            if chunk.end == request.prompt_len - 1:
                 self._cache(full_pages(chunk.end) // 2)
 
     def _cache(self, pages: int) -> None:
-        """Keep what a prompt's prefix fills, if there is room beside what is promised to rows."""
-        before, self.held = self.held, Held(*self._least(self.held.cached + pages))
+        """Cache a prefix if memory is left besides what rows have reserved."""
+        before, self.held = self.held, Held(*self._smallest_pools(self.held.cached + pages))
         if self._needed() > self.admission.budget.pages:
             self.held = before
         else:
@@ -422,52 +423,56 @@ class Day:
             if self._needed() > self.admission.budget.pages:
                 self.held = before
 
-    def _decode(self, one: Asked) -> None:
-        before = one.alive
-        one.sent += 1
-        for _ in range(before - max(1, one.alive)):
-            self.admission.finish_choice(one.rid)
+    def _decode(self, request: SimRequest) -> None:
+        before = request.open_choices
+        request.sent += 1
+        for _ in range(before - max(1, request.open_choices)):
+            self.admission.finish_choice(request.rid)
             self.counts["choices"] += 1
-        if not one.alive:
-            self._end(one, "finished")
+        if not request.open_choices:
+            self._end(request, "finished")
 
-    def _admitted(self, one: Asked, *, restored: bool) -> None:
-        assert restored == one.began
-        assert one.state == "waiting"
-        one.state = "running"
-        one.in_front = one.behind = 0
-        self.running.append(one)
-        if one.began:
-            assert one.level == self.scheduler.find(one.rid).level, "it goes on where it was"
+    def _admitted(self, request: SimRequest, *, restored: bool) -> None:
+        assert restored == request.started
+        assert request.state == "waiting"
+        request.state = "running"
+        request.groups_ahead = request.groups_behind = 0
+        self.running.append(request)
+        if request.started:
+            assert request.level == self.scheduler.find(request.rid).level, (
+                "resumes at the same level"
+            )
             return
-        one.level = self.scheduler.find(one.rid).level
-        assert one.level >= self.scheduler.start_level
-        one.began = True
+        request.level = self.scheduler.find(request.rid).level
+        assert request.level >= self.scheduler.start_level
+        request.started = True
         for other in self.waiting:
-            if other.number < one.number:
-                assert other.priority < one.priority, "within a priority, the first come first"
-                other.passed.append(one)
-        self.waiting.remove(one)
-        self._check_overtaking(one)
+            if other.number < request.number:
+                assert other.priority < request.priority, (
+                    "within a priority, older requests are admitted first"
+                )
+                other.overtaken_by.append(request)
+        self.waiting.remove(request)
+        self._check_overtaking(request)
 
-    def _end(self, one: Asked, how: str) -> None:
-        one.ends.append(how)
-        self.admission.finish(one.rid)
-        if one.state == "running":
-            self.running.remove(one)
-        if one in self.waiting:
-            self.waiting.remove(one)
-        one.state = "over"
+    def _end(self, request: SimRequest, how: str) -> None:
+        request.ends.append(how)
+        self.admission.finish(request.rid)
+        if request.state == "running":
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        request.state = "over"
         self.counts[how] += 1
 
     def _expire(self) -> None:
         for rid in self.scheduler.expired(self.now):
-            one = self.asked[rid]
-            assert one.deadline is not None
-            assert one.deadline <= self.now
-            self._end(one, "expired")
+            request = self.requests[rid]
+            assert request.deadline is not None
+            assert request.deadline <= self.now
+            self._end(request, "expired")
 
-    # What is promised.
+    # Promises.
 
     def _check(self) -> None:
         self.scheduler.check()
@@ -477,44 +482,43 @@ class Day:
         assert holds <= budget.granted_bytes or self.admission.idle, "more held than granted"
         assert budget.granted_bytes <= self.ledger.grants["me"]
 
-    def _check_overtaking(self, one: Asked) -> None:
-        """The bound of `scheduling.queue`."""
-        if one.passed:
-            last = max(one.passed, key=lambda other: other.number)
-            highest = max(other.priority for other in one.passed)
-            brought = sum(other.work for other in one.passed)
-            assert brought < (highest - one.priority) * AGE + last.work, "starved in the line"
+    def _check_overtaking(self, request: SimRequest) -> None:
+        """Check the bound of `scheduling.queue`."""
+        if request.overtaken_by:
+            last = max(request.overtaken_by, key=lambda other: other.number)
+            highest = max(other.priority for other in request.overtaken_by)
+            overtaken_tokens = sum(other.total_tokens for other in request.overtaken_by)
+            limit = (highest - request.priority) * AGE + last.total_tokens
+            assert overtaken_tokens < limit, "starved in the queue"
             self.counts["overtaken"] += 1
 
     def _check_decode(self, decode: tuple[str, ...]) -> None:
-        through = [
-            one.rid
-            for one in self.running
-            if one.prefilled == one.prompt_len - 1 and not self.scheduler.find(one.rid).suspended
-        ]
-        assert sorted(decode) == sorted(through), "each gets a token in each step"
+        prefilled = [it.rid for it in self.running if it.prefilled == it.prompt_len - 1]
+        active = [rid for rid in prefilled if not self.scheduler.find(rid).suspended]
+        assert sorted(decode) == sorted(active), "a row without a token in this step"
 
     def _check_group(self, group: tuple[Chunk, ...], decoded: int) -> None:
-        """The budget of a step, and the bound of `scheduling.prefill_order`."""
+        """Check the token budget of a step and the bound of `scheduling.prefill_order`."""
         longest = max(chunk.length for chunk in group)
         assert longest <= CHUNK
         assert decoded + longest * len(group) <= BUDGET
         lead = self.scheduler.find(group[0].rid).queue_key
-        for one in self.running:
-            row = self.scheduler.find(one.rid)
+        for request in self.running:
+            row = self.scheduler.find(request.rid)
             if row.remaining and not row.suspended:
                 if lead <= row.queue_key:
-                    one.in_front += 1
+                    request.groups_ahead += 1
                 else:
-                    one.behind += 1
-                assert one.behind <= one.in_front + 1, "starved in its prompt"
+                    request.groups_behind += 1
+                assert request.groups_behind <= request.groups_ahead + 1, "starved during prefill"
         self.counts["grouped"] += len(group) > 1
 
     def _check_the_end(self) -> None:
-        for one in self.asked.values():
-            assert len(one.ends) == 1, f"{one.rid} ended {len(one.ends)} times"
-            if one.ends == ["finished"]:
-                assert (one.prefilled, one.sent) == (one.prompt_len - 1, one.max_new)
+        for request in self.requests.values():
+            assert len(request.ends) == 1, f"{request.rid} ended {len(request.ends)} times"
+            if request.ends == ["finished"]:
+                progress = (request.prefilled, request.sent)
+                assert progress == (request.prompt_len - 1, request.max_new)
         assert self.scheduler.states.requests == {}
         assert self.scheduler.reserved_pages == 0
         assert not self.running

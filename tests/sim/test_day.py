@@ -1,4 +1,4 @@
-"""A day of mixed traffic: nobody starves, the grant is kept to, all end exactly once."""
+"""A day of mixed traffic: no starvation, no use above the grant, each request ends exactly once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,24 @@ def test_a_day_of_mixed_traffic(seed: int) -> None:
     day.run()
 
     assert day.now > 23 * 3600
-    assert day.counts["finished"] > 0.7 * len(day.asked)
-    for event in ("paused", "parked", "cancelled", "expired", "refused", "choices", "spilled"):
+    assert day.counts["finished"] > 0.7 * len(day.requests)
+    for event in (
+        "suspended",
+        "preempted",
+        "cancelled",
+        "expired",
+        "refused",
+        "choices",
+        "swapped out",
+    ):
         assert day.counts[event] > 0, f"nothing was {event} on this day"
-    for event in ("denied", "granted", "evicted", "made room", "lowered", "grouped", "overtaken"):
+    for event in (
+        "denied",
+        "granted",
+        "evicted",
+        "made room",
+        "stepped down",
+        "grouped",
+        "overtaken",
+    ):
         assert day.counts[event] > 0, f"nothing was {event} on this day"

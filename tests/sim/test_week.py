@@ -1,4 +1,4 @@
-"""A week under one budget: never exceeded, nobody aborted, all end, no livelock, cheapest first."""
+"""A week under one budget: never exceeded, no aborts, no livelock, cheapest method first."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def test_weeks_of_mixed_traffic(group: int) -> None:
         try:
             week.run()
         except AssertionError as error:
-            error.add_note(f"again: python -m tests.sim.week {seed}")
+            error.add_note(f"run again: python -m tests.sim.week {seed}")
             raise
         assert week.steps > 3000
-        assert week.counts["finished"] > 0.95 * len(week.asked)
+        assert week.counts["finished"] > 0.95 * len(week.requests)
         counts.update(week.counts)
-    for what in ("spare", "prefixes", "precision", "preempt"):
-        assert counts[f"reclaim {what}"] > 0, f"nothing was reclaimed by {what}"
-    for what in ("evicted", "held", "requeued", "parked", "crashed", "start level"):
-        assert counts[what] > 0, f"nothing was {what}"
-    for what in ("tight", "calm", "budget", "excess", "first"):
-        assert counts[f"noted {what}"] > 0, f"nothing was {what}"
+    for method in ("spare", "prefixes", "precision", "preempt"):
+        assert counts[f"reclaim {method}"] > 0, f"nothing was reclaimed by {method}"
+    for event in ("evicted", "held", "requeued", "preempted", "crashed", "start level"):
+        assert counts[event] > 0, f"nothing was {event}"
+    for kind in ("tight", "calm", "budget", "excess", "first"):
+        assert counts[f"event {kind}"] > 0, f"no event {kind}"
 
 
 def test_a_seed_replays() -> None:
-    one, two = Week(3), Week(3)
-    one.run()
-    two.run()
+    first, second = Week(3), Week(3)
+    first.run()
+    second.run()
 
-    assert (one.now, one.counts) == (two.now, two.counts)
+    assert (first.now, first.counts) == (second.now, second.counts)

@@ -1,12 +1,13 @@
-"""A week of mixed traffic: five models, a budget for two, the governor's machine for real.
+"""A week of mixed traffic: five models under a budget for two, and the governor's real machine.
 
-The ladder is the daemon's own. Workers keep its contract (`tests.sim.keeper`), a house around them
-brings requests to them, loads on demand, evicts, holds and replays what a crash has cost. Words
-take their time both ways, users pin models and change the budget, the system complains, workers
-take more than they were granted. Every rule that is promised is asserted after every event.
+Workers keep the governor's contract (`tests.sim.sim_worker`). The simulation around them plays the
+daemon: it brings requests to workers, loads on demand, evicts, holds requests and replays what a
+crash lost. Messages take time both ways, users pin models and change the budget, the system reports
+memory pressure, and workers use more than they were granted. Every promise is asserted after every
+event.
 
-A seed replays: ``python -m tests.sim.week SEED``; ``FIRST LAST`` runs many and prints the counts,
-and the names of files with such counts add them up.
+A seed replays: ``python -m tests.sim.week SEED``. ``FIRST LAST`` runs many seeds and prints the
+counts; names of files with such counts add them up.
 """
 
 from __future__ import annotations
@@ -27,48 +28,47 @@ from actors.machines import governor_events
 from actors.machines.governor import Governor
 from actors.machines.ledger import GrantDecision, Ledger, MemoryRequest, WorkerExited
 from protocol.policy import ModelPolicy
-from tests.sim.keeper import AGAIN, Asked, Keeper, Kind
+from tests.sim.sim_worker import MIN_TOKENS, SimModel, SimRequest, SimWorker
 
 HOUR, DAYS = 3600.0, 7
 BUDGET = 6000
-LINK_S = 0.02
-"""What a word takes on its way."""
-KINDS = (
-    Kind("chat", 2200, (60, 45, 32), 20, 40),
-    Kind("code", 2600, (80, 60, 42), 30, 30),
-    Kind("tiny", 500, (20, 15, 10), 4, 120),
-    Kind("wide", 3200, (150, 110, 76), 45, 20),
-    Kind("talk", 1500, (50, 50, 30), 12, 60),
+LATENCY_S = 0.02
+"""Seconds that a message takes."""
+MODELS = (
+    SimModel("chat", 2200, (60, 45, 32), 20, 40),
+    SimModel("code", 2600, (80, 60, 42), 30, 30),
+    SimModel("tiny", 500, (20, 15, 10), 4, 120),
+    SimModel("wide", 3200, (150, 110, 76), 45, 20),
+    SimModel("talk", 1500, (50, 50, 30), 12, 60),
 )
-RECLAIM_ORDER = ("spare", "prefixes", "expired", "precision", "idle", "preempt")
 LONGEST_S = 4 * HOUR
-"""From a request's arrival to its end, whoever else wants what."""
-ACTIONS = 12
-"""At most so many commands to workers for each request, and as many for each of the rest."""
+"""From a request's arrival to its end."""
+MAX_COMMANDS = 12
+"""Limit of commands to workers, per request and per other change."""
 
 
 @dataclass
-class Seat:
-    """A model that the house knows, loaded or not."""
+class ModelEntry:
+    """A known model, loaded or not."""
 
-    kind: Kind
-    state: str = "asleep"
+    model: SimModel
+    state: str = "unloaded"
     life: int = 0
-    keeper: Keeper | None = None
-    line: list[Asked] = field(default_factory=list)
+    worker: SimWorker | None = None
+    queue: list[SimRequest] = field(default_factory=list)
     """Requests that wait in the daemon."""
     held: bool = False
     pinned: bool = False
     ttl_s: float | None = None
     priority: int = 0
-    offered: bool = False
+    reporting: bool = False
     serving: bool = False
 
 
 class Week:
-    """One seeded week; `run` it, then look at the counts."""
+    """One seeded week. After `run`, `counts` says what happened."""
 
-    def __init__(self, seed: int, requests: int = 170) -> None:
+    def __init__(self, seed: int, request_count: int = 170) -> None:
         self.draw = random.Random(seed)
         self.now = 0.0
         self.steps = 0
@@ -77,17 +77,17 @@ class Week:
         """Seconds from a request's arrival to its end."""
         self.counts: Counter[str] = Counter()
         self.governor = Governor(Ledger(BUDGET))
-        self.seats = {kind.name: Seat(kind) for kind in KINDS}
-        self.asked: list[Asked] = []
-        self.requests = requests
+        self.entries = {model.name: ModelEntry(model) for model in MODELS}
+        self.requests: list[SimRequest] = []
+        self.request_count = request_count
         self.resized = False
         self.ceiling: int | None = None
-        """What the grants may be while a lowered budget is worked off."""
-        self.doings = 0
-        """What users and the system did beside asking."""
+        """Limit of the grants while they are above a lowered budget."""
+        self.changes = 0
+        """What users and the system did besides sending requests."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._rings: float | None = None
+        self._alarm_at: float | None = None
 
     # Time.
 
@@ -107,23 +107,31 @@ class Week:
         self._check_the_end()
 
     def _stuck(self) -> str:
-        left = [(it.number, it.kind.name, it.began) for it in self.asked if not it.ended]
+        left = [(it.number, it.model.name, it.started) for it in self.requests if not it.ended]
         return f"{left[:9]} {self.governor.ledger}"
 
     def _fill(self) -> None:
         draw = self.draw
-        names = [kind.name for kind in KINDS]
+        names = [model.name for model in MODELS]
         for day in range(DAYS):
-            busy = self.requests / DAYS
+            busy = self.request_count / DAYS
             for _ in range(int(busy / 2)):
                 hour = draw.choice([draw.uniform(8, 20), draw.uniform(0, 24)])
-                self.at((day * 24 + hour) * HOUR, lambda: self._ask(draw.choice(names)))
+                self.at((day * 24 + hour) * HOUR, lambda: self._request(draw.choice(names)))
             for _ in range(2):
                 when = (day * 24 + draw.uniform(8, 20)) * HOUR
                 for _ in range(int(busy / 4)):
                     many = draw.sample(names, draw.randint(1, 5))
-                    self.at(when + draw.uniform(0, 120), lambda m=many: self._ask(draw.choice(m)))
-            for act in (self._crash, self._pin, self._overrun, self._press, self._configure):
+                    self.at(
+                        when + draw.uniform(0, 120), lambda m=many: self._request(draw.choice(m))
+                    )
+            for act in (
+                self._crash,
+                self._pin,
+                self._exceed_grant,
+                self._raise_pressure,
+                self._configure,
+            ):
                 self.at((day * 24 + draw.uniform(0, 24)) * HOUR, act)
         for _ in range(3):
             self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._resize)
@@ -131,380 +139,387 @@ class Week:
         for _ in range(2 * DAYS):
             self.at(draw.uniform(0, DAYS) * 24 * HOUR, self._unload)
 
-    # People and the system.
+    # Users and the system.
 
-    def _ask(self, name: str) -> None:
-        draw, seat = self.draw, self.seats[name]
+    def _request(self, name: str) -> None:
+        draw, entry = self.draw, self.entries[name]
         prompt = draw.choice([20, 200, 1000, 4000, 12_000])
         length = draw.choice([20, 100, 400, 2000])
-        asked = Asked(len(self.asked), seat.kind, prompt, length, self.now)
-        self.asked.append(asked)
-        seat.line.append(asked)
-        self._forward(seat)
-        if seat.state == "asleep":
-            self._board(seat, patient=True)
+        request = SimRequest(len(self.requests), entry.model, prompt, length, self.now)
+        self.requests.append(request)
+        entry.queue.append(request)
+        self._forward(entry)
+        if entry.state == "unloaded":
+            self._start_load(entry, patient=True)
 
     def _crash(self) -> None:
-        alive = [it for it in self.seats.values() if it.keeper is not None]
+        alive = [it for it in self.entries.values() if it.worker is not None]
         if alive:
             self.counts["crashed"] += 1
-            self._gone(self.draw.choice(alive), crashed=True)
+            self._exited(self.draw.choice(alive), crashed=True)
 
     def _pin(self) -> None:
-        self.doings += 1
-        for seat in self.seats.values():
-            seat.pinned = False
-        small = [it for it in self.seats.values() if it.kind.base < BUDGET / 4]
+        self.changes += 1
+        for entry in self.entries.values():
+            entry.pinned = False
+        small = [it for it in self.entries.values() if it.model.base < BUDGET / 4]
         chosen = self.draw.choice(small)
         chosen.pinned = self.draw.random() < 0.7
-        for seat in self.seats.values():
-            self._tell(governor_events.PolicyChanged(seat.kind.name, self._policy(seat)))
+        for entry in self.entries.values():
+            self._apply(governor_events.PolicyChanged(entry.model.name, self._policy(entry)))
 
     def _configure(self) -> None:
-        self.doings += 1
-        seat = self.draw.choice(list(self.seats.values()))
-        seat.ttl_s = self.draw.choice([None, 300.0, 3600.0])
-        seat.priority = self.draw.choice([0, 0, 1, -1])
-        self._tell(governor_events.PolicyChanged(seat.kind.name, self._policy(seat)))
+        self.changes += 1
+        entry = self.draw.choice(list(self.entries.values()))
+        entry.ttl_s = self.draw.choice([None, 300.0, 3600.0])
+        entry.priority = self.draw.choice([0, 0, 1, -1])
+        self._apply(governor_events.PolicyChanged(entry.model.name, self._policy(entry)))
 
-    def _policy(self, seat: Seat) -> ModelPolicy:
-        return ModelPolicy(priority=seat.priority, pinned=seat.pinned, idle_ttl_s=seat.ttl_s)
+    def _policy(self, entry: ModelEntry) -> ModelPolicy:
+        return ModelPolicy(priority=entry.priority, pinned=entry.pinned, idle_ttl_s=entry.ttl_s)
 
-    def _overrun(self) -> None:
-        """A worker takes more than it was granted, for a minute."""
-        self.doings += 1
-        alive = [it for it in self.seats.values() if it.keeper is not None]
+    def _exceed_grant(self) -> None:
+        """A worker uses more than it was granted, for a minute."""
+        self.changes += 1
+        alive = [it for it in self.entries.values() if it.worker is not None]
         if not alive:
             return
-        name = self.draw.choice(alive).kind.name
+        name = self.draw.choice(alive).model.name
         held = self.governor.ledger.grants.get(name, 0)
-        self._tell(governor_events.MemoryMeasured({name: held + self.draw.randint(0, 400)}))
-        self.later(60, lambda: self._tell(governor_events.MemoryMeasured({name: 0})))
+        self._apply(governor_events.MemoryMeasured({name: held + self.draw.randint(0, 400)}))
+        self.later(60, lambda: self._apply(governor_events.MemoryMeasured({name: 0})))
 
-    def _press(self) -> None:
-        self.doings += 1
-        self._tell(governor_events.MemoryMeasured({}, self.draw.choice(["warning", "critical"])))
-        self.later(60, lambda: self._tell(governor_events.MemoryMeasured({})))
+    def _raise_pressure(self) -> None:
+        self.changes += 1
+        self._apply(governor_events.MemoryMeasured({}, self.draw.choice(["warning", "critical"])))
+        self.later(60, lambda: self._apply(governor_events.MemoryMeasured({})))
 
     def _resize(self) -> None:
-        self.doings += 1
+        self.changes += 1
         self.resized = True
-        self._tell(governor_events.BudgetChanged(self.draw.randint(4200, 7000)))
-        self.later(HOUR, lambda: self._tell(governor_events.BudgetChanged(BUDGET)))
+        self._apply(governor_events.BudgetChanged(self.draw.randint(4200, 7000)))
+        self.later(HOUR, lambda: self._apply(governor_events.BudgetChanged(BUDGET)))
 
     def _load_by_hand(self) -> None:
-        seat = self.draw.choice(list(self.seats.values()))
-        if seat.state == "asleep":
-            self._board(seat, patient=False)
+        entry = self.draw.choice(list(self.entries.values()))
+        if entry.state == "unloaded":
+            self._start_load(entry, patient=False)
 
     def _unload(self) -> None:
-        """A user wants a model gone: it finishes what it has."""
-        ready = [it for it in self.seats.values() if it.state == "ready"]
+        """A user unloads a model, which finishes its requests first."""
+        ready = [it for it in self.entries.values() if it.state == "ready"]
         if ready:
-            self.doings += 1
-            seat = self.draw.choice(ready)
-            seat.state = "draining"
+            self.changes += 1
+            entry = self.draw.choice(ready)
+            entry.state = "draining"
             self.counts["unloaded"] += 1
-            self._tell(governor_events.UnloadStarted(seat.kind.name))
-            self._end_if_drained(seat)
+            self._apply(governor_events.UnloadStarted(entry.model.name))
+            self._end_if_drained(entry)
 
-    # The house: the supervisor's and the router's part.
+    # The daemon: registry and router.
 
-    def _board(self, seat: Seat, *, patient: bool) -> None:
-        seat.state = "loading"
-        seat.life += 1
-        life = seat.life
-        self._tell(governor_events.LoadRequested(seat.kind.name, self._policy(seat), patient))
-        self.later(1.0, lambda: self._started(seat, life))
+    def _start_load(self, entry: ModelEntry, *, patient: bool) -> None:
+        entry.state = "loading"
+        entry.life += 1
+        life = entry.life
+        self._apply(governor_events.LoadRequested(entry.model.name, self._policy(entry), patient))
+        self.later(1.0, lambda: self._process_started(entry, life))
 
-    def _started(self, seat: Seat, life: int) -> None:
-        if seat.life == life and seat.state == "loading":
-            keeper = seat.keeper = Keeper(
-                seat.kind, lambda kind, it: self._up(seat, life, kind, it)
+    def _process_started(self, entry: ModelEntry, life: int) -> None:
+        if entry.life == life and entry.state == "loading":
+            worker = entry.worker = SimWorker(
+                entry.model, lambda kind, report: self._send(entry, life, kind, report)
             )
-            keeper._ask(seat.kind.base)
+            worker.request(entry.model.base)
 
-    def _answer(self, seat: Seat, life: int, it: GrantDecision, budget: int) -> None:
-        keeper = seat.keeper
-        if keeper is None or seat.life != life:
+    def _answer(self, entry: ModelEntry, life: int, it: GrantDecision, budget: int) -> None:
+        worker = entry.worker
+        if worker is None or entry.life != life:
             return
-        keeper.answered(it.seq, it.total_bytes, budget, granted=it.granted)
-        if seat.state != "loading":
-            self._work(seat)
+        worker.answered(it.seq, it.total_bytes, budget, granted=it.granted)
+        if entry.state != "loading":
+            self._advance(entry)
         elif not it.granted:
             self.counts["load refused"] += 1
-            self._gone(seat, crashed=False, refused=True)
-        elif it.total_bytes == seat.kind.base:
-            self.later(seat.kind.load_s, lambda: self._weights(seat, life))
+            self._exited(entry, crashed=False, refused=True)
+        elif it.total_bytes == entry.model.base:
+            self.later(entry.model.load_s, lambda: self._weights_loaded(entry, life))
         else:
-            self._ready(seat)
+            self._ready(entry)
 
-    def _weights(self, seat: Seat, life: int) -> None:
-        if seat.life == life and seat.state == "loading" and seat.keeper is not None:
-            seat.keeper._ask(seat.kind.base + seat.kind.first)
+    def _weights_loaded(self, entry: ModelEntry, life: int) -> None:
+        if entry.life == life and entry.state == "loading" and entry.worker is not None:
+            entry.worker.request(entry.model.base + entry.model.first)
 
-    def _ready(self, seat: Seat) -> None:
+    def _ready(self, entry: ModelEntry) -> None:
         self.counts["loaded"] += 1
-        seat.state = "ready"
-        self._tell(governor_events.ModelReady(seat.kind.name))
-        self._forward(seat)
-        self._offer(seat)
+        entry.state = "ready"
+        self._apply(governor_events.ModelReady(entry.model.name))
+        self._forward(entry)
+        self._schedule_report(entry)
 
-    def _forward(self, seat: Seat) -> None:
-        if seat.state == "ready" and not seat.held and seat.line:
-            assert seat.keeper is not None
-            for asked in seat.line:
-                seat.keeper.submit(asked)
-            seat.line.clear()
-            self._work(seat)
+    def _forward(self, entry: ModelEntry) -> None:
+        if entry.state == "ready" and not entry.held and entry.queue:
+            assert entry.worker is not None
+            for request in entry.queue:
+                entry.worker.submit(request)
+            entry.queue.clear()
+            self._advance(entry)
 
-    def _evict(self, seat: Seat, *, requeue: bool) -> None:
-        """Drain, as it is said to be idle; a request may have come meanwhile."""
+    def _evict(self, entry: ModelEntry, *, requeue: bool) -> None:
+        """Drain an idle model. A request may have arrived meanwhile."""
         if requeue:
-            assert seat.state in {"ready", "draining"}
+            assert entry.state in {"ready", "draining"}
             self.counts["requeued"] += 1
-            self._gone(seat, crashed=False, requeue=True)
+            self._exited(entry, crashed=False, requeue=True)
             return
-        if seat.state == "loading":
+        if entry.state == "loading":
             self.counts["stuck"] += 1
-            self._gone(seat, crashed=False)
+            self._exited(entry, crashed=False)
             return
-        seat.state = "draining"
+        entry.state = "draining"
         self.counts["evicted"] += 1
-        self._end_if_drained(seat)
+        self._end_if_drained(entry)
 
-    def _end_if_drained(self, seat: Seat) -> None:
-        if seat.state == "draining" and seat.keeper is not None and seat.keeper.idle:
-            life = seat.life
-            self.later(0.5, lambda: seat.life == life and self._gone(seat, crashed=False))
+    def _end_if_drained(self, entry: ModelEntry) -> None:
+        if entry.state == "draining" and entry.worker is not None and entry.worker.idle:
+            life = entry.life
+            self.later(0.5, lambda: entry.life == life and self._exited(entry, crashed=False))
 
-    def _gone(
-        self, seat: Seat, *, crashed: bool, refused: bool = False, requeue: bool = False
+    def _exited(
+        self, entry: ModelEntry, *, crashed: bool, refused: bool = False, requeue: bool = False
     ) -> None:
-        """The process is gone; what a crash has cost is replayed."""
-        keeper = seat.keeper
-        seat.life += 1
-        seat.keeper, seat.serving = None, False
-        if keeper is not None:
-            assert crashed or keeper.idle or requeue, "what is in flight was aborted"
-            assert not (requeue and keeper.running), "a row that ran had to begin anew"
-            lost = [*keeper.running, *keeper.queue]
-            seat.line = [*sorted(lost, key=lambda it: it.number), *seat.line]
-        seat.state = "asleep"
-        self._tell(WorkerExited(seat.kind.name))
+        """The process exited. Requests that a crash lost are replayed."""
+        worker = entry.worker
+        entry.life += 1
+        entry.worker, entry.serving = None, False
+        if worker is not None:
+            assert crashed or worker.idle or requeue, "requests in flight were aborted"
+            assert not (requeue and worker.running), "a running row had to start again"
+            lost = [*worker.running, *worker.queue]
+            entry.queue = [*sorted(lost, key=lambda it: it.number), *entry.queue]
+        entry.state = "unloaded"
+        self._apply(WorkerExited(entry.model.name))
         if refused:
-            for asked in seat.line:
-                self._refused(asked)
-            seat.line.clear()
-        if seat.line or crashed:
-            self._board(seat, patient=True)
+            for request in entry.queue:
+                self._refused(request)
+            entry.queue.clear()
+        if entry.queue or crashed:
+            self._start_load(entry, patient=True)
 
-    def _refused(self, asked: Asked) -> None:
-        kind = asked.kind
-        least = kind.base + kind.first
-        assert least > self.governor.limit_of(kind.name), "refused for a moment's sake"
-        asked.ended = "refused"
+    def _refused(self, request: SimRequest) -> None:
+        model = request.model
+        least = model.base + model.first
+        assert least > self.governor.limit_of(model.name), "refused although it could be granted"
+        request.ended = "refused"
 
     # Between daemon and worker.
 
-    def _up(self, seat: Seat, life: int, kind: str, it: dict[str, object]) -> None:
-        """A word of a worker's, with what it could give back at that moment."""
-        keeper = seat.keeper
+    def _send(self, entry: ModelEntry, life: int, kind: str, report: dict[str, object]) -> None:
+        """Deliver a worker's report later, with what the worker could give back when it sent it."""
+        worker = entry.worker
         reclaimable = (
-            keeper.reclaimable() if keeper is not None and seat.state != "loading" else None
+            worker.reclaimable() if worker is not None and entry.state != "loading" else None
         )
-        self.later(LINK_S, lambda: self._heard(seat, life, kind, it, reclaimable))
+        self.later(LATENCY_S, lambda: self._received(entry, life, kind, report, reclaimable))
 
-    def _heard(self, seat: Seat, life: int, kind: str, it: dict, reclaimable: object) -> None:
-        if seat.life != life:
+    def _received(
+        self, entry: ModelEntry, life: int, kind: str, report: dict, reclaimable: object
+    ) -> None:
+        if entry.life != life:
             return
-        name = seat.kind.name
+        name = entry.model.name
         if reclaimable is not None:
-            self._tell(governor_events.ReclaimableReported(name, reclaimable))
-        if kind == "wanted":
-            self._tell(MemoryRequest(name, it["seq"], it["total"], it["resuming"]))
+            self._apply(governor_events.ReclaimableReported(name, reclaimable))
+        if kind == "requested":
+            self._apply(MemoryRequest(name, report["seq"], report["total"], report["resuming"]))
         elif kind == "reclaimed":
-            self._tell(
-                governor_events.ReclaimFinished(name, it["seq"], it["freed"], it["exhausted"])
+            self._apply(
+                governor_events.ReclaimFinished(
+                    name, report["seq"], report["freed"], report["exhausted"]
+                )
             )
 
-    def _offer(self, seat: Seat) -> None:
-        """Counters are told four times a second at most."""
-        if not seat.offered:
-            seat.offered = True
-            self.later(0.25, lambda: self._offers(seat, seat.life))
+    def _schedule_report(self, entry: ModelEntry) -> None:
+        """Send counters, at most four times a second."""
+        if not entry.reporting:
+            entry.reporting = True
+            self.later(0.25, lambda: self._report(entry))
 
-    def _offers(self, seat: Seat, life: int) -> None:
-        seat.offered = False
-        if seat.keeper is not None and seat.state != "loading":
-            self._up(seat, seat.life, "offered", {})
+    def _report(self, entry: ModelEntry) -> None:
+        entry.reporting = False
+        if entry.worker is not None and entry.state != "loading":
+            self._send(entry, entry.life, "stats", {})
 
-    def _tell(self, event: governor_events.Event) -> None:
-        """Give the machine an event, and do what it says."""
+    def _apply(self, event: governor_events.Event) -> None:
+        """Apply an event to the governor, and perform its commands."""
         self.steps += 1
         commands = self.governor.handle(event, self.now)
         self._check(commands)
         for command in commands:
-            self._do(command)
-        self._alarm()
+            self._perform(command)
+        self._set_alarm()
 
-    def _alarm(self) -> None:
+    def _set_alarm(self) -> None:
         due = self.governor.deadline
-        if due is not None and (self._rings is None or due < self._rings):
-            self._rings = due
-            self.at(due, self._ring)
+        if due is not None and (self._alarm_at is None or due < self._alarm_at):
+            self._alarm_at = due
+            self.at(due, self._alarm_fired)
 
-    def _ring(self) -> None:
-        if self._rings is not None and self.now >= self._rings:
-            self._rings = None
+    def _alarm_fired(self) -> None:
+        if self._alarm_at is not None and self.now >= self._alarm_at:
+            self._alarm_at = None
             due = self.governor.deadline
             if due is not None and due <= self.now:
-                self._tell(governor_events.AlarmFired())
+                self._apply(governor_events.AlarmFired())
             else:
-                self._alarm()
+                self._set_alarm()
 
-    def _do(self, command: governor_events.Command) -> None:
+    def _perform(self, command: governor_events.Command) -> None:
         match command:
             case GrantDecision():
-                seat, budget = self.seats[command.model], self.governor.limit_of(command.model)
-                life = seat.life
-                self.later(LINK_S, lambda: self._answer(seat, life, command, budget))
+                entry, budget = self.entries[command.model], self.governor.limit_of(command.model)
+                life = entry.life
+                self.later(LATENCY_S, lambda: self._answer(entry, life, command, budget))
             case governor_events.Reclaim():
                 self.counts[f"reclaim {command.method}"] += 1
-                seat = self.seats[command.model]
-                life = seat.life
-                self.later(LINK_S, lambda: self._reclaim(seat, life, command))
+                entry = self.entries[command.model]
+                life = entry.life
+                self.later(LATENCY_S, lambda: self._reclaim(entry, life, command))
             case governor_events.StartLevel():
                 self.counts["start level"] += 1
-                seat = self.seats[command.model]
-                if seat.keeper is not None:
-                    seat.keeper.level = command.level
+                entry = self.entries[command.model]
+                if entry.worker is not None:
+                    entry.worker.level = command.level
             case governor_events.Evict():
-                self._evict(self.seats[command.model], requeue=command.requeue)
+                self._evict(self.entries[command.model], requeue=command.requeue)
             case governor_events.HoldRequests():
                 self.counts["held"] += command.held
-                seat = self.seats[command.model]
-                seat.held = command.held
-                self.later(0.0, lambda: self._forward(seat))
+                entry = self.entries[command.model]
+                entry.held = command.held
+                self.later(0.0, lambda: self._forward(entry))
             case governor_events.RecordEvent():
-                self.counts[f"noted {command.kind}"] += 1
+                self.counts[f"event {command.kind}"] += 1
 
-    def _reclaim(self, seat: Seat, life: int, command: governor_events.Reclaim) -> None:
-        if seat.keeper is None or seat.life != life:
+    def _reclaim(self, entry: ModelEntry, life: int, command: governor_events.Reclaim) -> None:
+        if entry.worker is None or entry.life != life:
             return
-        paused = seat.keeper.reclaim(command)
-        self.counts["parked"] += len(paused)
-        for asked in paused:
-            self._stop(asked)
-        self._work(seat)
+        preempted = entry.worker.reclaim(command)
+        self.counts["preempted"] += len(preempted)
+        for request in preempted:
+            self._note_preempted(request)
+        self._advance(entry)
 
-    # The worker's time.
+    # The worker.
 
-    def _work(self, seat: Seat) -> None:
-        keeper = seat.keeper
-        if keeper is None:
+    def _advance(self, entry: ModelEntry) -> None:
+        worker = entry.worker
+        if worker is None:
             return
-        while (head := keeper.hopeless()) is not None:
-            least = head.kind.base + head.size(2)
-            assert least > self.governor.limit_of(head.kind.name) or self.counts["noted budget"]
-            keeper.drop(head)
+        while (head := worker.hopeless()) is not None:
+            least = head.model.base + head.size(2)
+            assert least > self.governor.limit_of(head.model.name) or self.counts["event budget"]
+            worker.drop(head)
             head.ended = "refused"
             self.counts["refused"] += 1
-        for asked in keeper.admit():
-            self._run(seat, asked)
-        self._serves(seat)
-        self._offer(seat)
-        self._end_if_drained(seat)
+        for request in worker.admit():
+            self._start_row(entry, request)
+        self._update_serving(entry)
+        self._schedule_report(entry)
+        self._end_if_drained(entry)
 
-    def _serves(self, seat: Seat) -> None:
-        busy = seat.keeper is not None and not seat.keeper.idle
-        if busy != seat.serving:
-            seat.serving = busy
-            self._tell(governor_events.ServingChanged(seat.kind.name, busy))
+    def _update_serving(self, entry: ModelEntry) -> None:
+        busy = entry.worker is not None and not entry.worker.idle
+        if busy != entry.serving:
+            entry.serving = busy
+            self._apply(governor_events.ServingChanged(entry.model.name, busy))
 
-    def _run(self, seat: Seat, asked: Asked) -> None:
-        asked.began = self.now
-        life, parks = seat.life, asked.parks
-        left = (asked.length - asked.made) / asked.kind.tokens_per_s + asked.prompt / 2000
-        self.later(left, lambda: self._finish(seat, life, asked, parks))
+    def _start_row(self, entry: ModelEntry, request: SimRequest) -> None:
+        request.started = self.now
+        life, preemptions = entry.life, request.preemptions
+        decode_s = (request.length - request.generated) / request.model.tokens_per_s
+        self.later(
+            decode_s + request.prompt / 2000,
+            lambda: self._finish(entry, life, request, preemptions),
+        )
 
-    def _stop(self, asked: Asked) -> None:
-        """It was parked: what it made stays made."""
-        ran = self.now - (asked.began or self.now) - asked.prompt / 2000
-        made = max(0, min(asked.length - 1 - asked.made, int(ran * asked.kind.tokens_per_s)))
-        asked.made += made
+    def _note_preempted(self, request: SimRequest) -> None:
+        """Count the tokens that a preempted row generated before."""
+        ran_s = self.now - (request.started or self.now) - request.prompt / 2000
+        most = request.length - 1 - request.generated
+        request.generated += max(0, min(most, int(ran_s * request.model.tokens_per_s)))
 
-    def _finish(self, seat: Seat, life: int, asked: Asked, parks: int) -> None:
-        if seat.life != life or asked.parks != parks or seat.keeper is None:
+    def _finish(self, entry: ModelEntry, life: int, request: SimRequest, preemptions: int) -> None:
+        if entry.life != life or request.preemptions != preemptions or entry.worker is None:
             return
-        asked.made, asked.ended = asked.length, "finished"
-        self.longest = max(self.longest, self.now - asked.arrived)
+        request.generated, request.ended = request.length, "finished"
+        self.longest = max(self.longest, self.now - request.arrived)
         self.counts["finished"] += 1
-        seat.keeper.finish(asked)
-        self._work(seat)
+        entry.worker.finish(request)
+        self._advance(entry)
 
-    # What is promised.
+    # Promises.
 
     def _check(self, commands: list[governor_events.Command]) -> None:
         ledger = self.governor.ledger
         self.governor.check()
         most = max(ledger.budget_bytes, ledger.ceiling_bytes)
-        assert ledger.granted_bytes <= most, "more granted than there is"
-        assert self.ceiling is None or ledger.granted_bytes <= self.ceiling, "it was to fall only"
+        assert ledger.granted_bytes <= most, "grants above the budget"
+        assert self.ceiling is None or ledger.granted_bytes <= self.ceiling, (
+            "grants grew above the budget"
+        )
         over = ledger.granted_bytes > ledger.budget_bytes
         assert not over or self.resized, "the budget was exceeded"
         self.ceiling = ledger.granted_bytes if over else None
         self.most_granted = max(self.most_granted, ledger.granted_bytes / ledger.budget_bytes)
-        for name, seat in self.seats.items():
-            if seat.keeper is not None and seat.state != "loading":
-                assert seat.keeper.held <= seat.keeper.grant, "more held than granted"
-                assert seat.keeper.grant <= ledger.grants[name], "a grant that nobody gave"
+        for name, entry in self.entries.items():
+            if entry.worker is not None and entry.state != "loading":
+                assert entry.worker.held <= entry.worker.grant, "more held than granted"
+                assert entry.worker.grant <= ledger.grants[name], (
+                    "the worker's grant is above the ledger's"
+                )
         for command in commands:
-            if isinstance(command, governor_events.RecordEvent) and command.kind.startswith(
-                "reclaim_"
-            ):
-                self._check_order(command)
+            match command:
+                case governor_events.RecordEvent(kind=kind) if kind.startswith("reclaim_"):
+                    self._check_order(command)
 
-    def _check_order(self, note: governor_events.RecordEvent) -> None:
-        """No rung is used while a cheaper one has something that nobody asks for yet."""
-        method = note.kind.removeprefix("reclaim_")
+    def _check_order(self, event: governor_events.RecordEvent) -> None:
+        """No method is used while a cheaper one has something that no reclaim asks for."""
+        method = event.kind.removeprefix("reclaim_")
         least = self.governor.view(self.now).min_bytes
         for account in self.governor.accounts.values():
             if account.state != "ready" or account.open is not None:
                 continue
-            others, barren, reclaimable = (
-                account.name != note.requester,
-                account.barren,
-                account.reclaimable,
-            )
+            barren, reclaimable = account.barren, account.reclaimable
+            others = account.name != event.requester
             if method != "spare" and others and "spare" not in barren:
                 assert reclaimable.spare < least, f"{method} before spare memory"
             if method not in {"spare", "prefixes"} and others and "prefixes" not in barren:
                 assert reclaimable.prefixes < least, f"{method} before prefixes"
             if method == "preempt" and "precision" not in barren and not account.is_idle:
-                assert max(reclaimable.levels, default=0) < least, "parked before stepped down"
+                assert max(reclaimable.levels, default=0) < least, "preempted before stepped down"
             if method == "preempt" and others:
-                assert not account.is_evictable(self.now), "parked before evicted"
+                assert not account.is_evictable(self.now), "preempted before evicted"
 
     def _check_the_end(self) -> None:
-        for asked in self.asked:
-            assert asked.ended, f"{asked.number} never ended"
-        assert self.longest < LONGEST_S, f"somebody waited for {self.longest:.0f} s"
-        for asked in self.asked:
-            assert asked.parks <= 1 + asked.length // AGAIN, "parked again and again"
-        causes = len(self.asked) + self.doings + self.counts["crashed"]
-        steps = sum(self.counts[it] for it in self.counts if it.startswith("reclaim "))
-        steps += self.counts["evicted"] + self.counts["held"] + self.counts["stuck"]
-        steps += self.counts["requeued"]
-        self.counts["steps"] = steps
-        assert steps <= ACTIONS * causes, f"{steps} steps for {causes} causes"
+        for request in self.requests:
+            assert request.ended, f"{request.number} never ended"
+        assert self.longest < LONGEST_S, f"a request took {self.longest:.0f} s"
+        for request in self.requests:
+            assert request.preemptions <= 1 + request.length // MIN_TOKENS, "preempted too often"
+        causes = len(self.requests) + self.changes + self.counts["crashed"]
+        actions = sum(self.counts[it] for it in self.counts if it.startswith("reclaim "))
+        actions += self.counts["evicted"] + self.counts["held"] + self.counts["stuck"]
+        actions += self.counts["requeued"]
+        self.counts["actions"] = actions
+        assert actions <= MAX_COMMANDS * causes, f"{actions} actions for {causes} causes"
         self.counts["events"] = self.steps
 
 
 def summary(first: int, last: int) -> dict[str, Any]:
-    """Run the seeds, and say what they came to."""
+    """Run the seeds and return their counts."""
     total: Counter[str] = Counter()
-    began, steps, longest = time.perf_counter(), [], 0.0
+    started, steps, longest = time.perf_counter(), [], 0.0
     for seed in range(first, last + 1):
         week = Week(seed)
         try:
@@ -523,7 +538,7 @@ def summary(first: int, last: int) -> dict[str, Any]:
         "least_events": min(steps),
         "most_events": max(steps),
         "longest_request_s": round(longest),
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - started, 1),
         "counts": dict(sorted(total.items())),
     }
 
@@ -532,23 +547,23 @@ MERGED = {"least_events": min, "most_events": max, "longest_request_s": max}
 
 
 def merge(pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return several runs as one."""
-    whole = dict(pieces[0])
+    """Merge the counts of several runs."""
+    merged = dict(pieces[0])
     for piece in pieces[1:]:
-        counts = Counter(whole["counts"]) + Counter(piece["counts"])
+        counts = Counter(merged["counts"]) + Counter(piece["counts"])
         for key, value in piece.items():
             if key in MERGED:
-                whole[key] = MERGED[key](whole[key], value)
+                merged[key] = MERGED[key](merged[key], value)
             elif key not in {"command", "counts"}:
-                whole[key] = whole[key] + value
-        whole["counts"] = dict(sorted(counts.items()))
-    whole["seconds"] = round(whole["seconds"], 1)
-    whole["events_per_seed"] = round(whole["events"] / whole["seeds"])
-    return whole
+                merged[key] = merged[key] + value
+        merged["counts"] = dict(sorted(counts.items()))
+    merged["seconds"] = round(merged["seconds"], 1)
+    merged["events_per_seed"] = round(merged["events"] / merged["seeds"])
+    return merged
 
 
 def main(arguments: list[str]) -> None:
-    """Run the seeds that are named by numbers, or merge the runs that are named by files."""
+    """Run a range of seeds, or merge the result files that are named."""
     if arguments[0].isdecimal():
         found = summary(int(arguments[0]), int(arguments[-1]))
     else:

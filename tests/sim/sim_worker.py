@@ -1,0 +1,224 @@
+"""A simulated worker that keeps the governor's contract, without tensors and without a process.
+
+It reserves the worst case of each row before the row runs, requests memory before it grows, gives
+back what it is asked for, preempts rows and resumes them. It counts bytes and tokens and knows no
+clock. Pages, pools and prompts are covered by `tests.sim.day`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.machines.governor_events import Reclaim
+from protocol.types import Reclaimable
+
+MIN_TOKENS = 256
+"""Tokens that a row generates before it can be preempted again."""
+MAX_PREFIXES = 120
+
+
+@dataclass(frozen=True)
+class SimModel:
+    """A model. Sizes in MiB; row sizes per 1000 tokens, by precision level."""
+
+    name: str
+    base: int
+    per_1000: tuple[int, ...]
+    load_s: float
+    tokens_per_s: float
+    max_rows: int = 8
+    first: int = 20
+    """Memory that the load requests in addition to the base."""
+
+
+@dataclass(eq=False)
+class SimRequest:
+    """One request and its progress."""
+
+    number: int
+    model: SimModel
+    prompt: int
+    length: int
+    arrived: float
+    generated: int = 0
+    level: int = 0
+    since_preempted: int = MIN_TOKENS
+    preemptions: int = 0
+    ended: str = ""
+    started: float | None = None
+
+    def size(self, level: int) -> int:
+        per_1000 = self.model.per_1000
+        return -(-(self.prompt + self.length) * per_1000[min(level, len(per_1000) - 1)] // 1000)
+
+    @property
+    def reserved(self) -> int:
+        return self.size(self.level)
+
+
+@dataclass
+class SimWorker:
+    """One process of one model."""
+
+    model: SimModel
+    send: Callable[[str, dict[str, object]], None]
+    """Takes ``requested`` and ``reclaimed`` reports, in order. The caller delivers them later."""
+    grant: int = 0
+    seq: int = 0
+    open_total: int | None = None
+    denied: int | None = None
+    """Total of a memory request that waits in the ledger."""
+    budget: int = 0
+    running: list[SimRequest] = field(default_factory=list)
+    queue: list[SimRequest] = field(default_factory=list)
+    prefixes: int = 0
+    level: int = 0
+    preempted: set[int] = field(default_factory=set)
+
+    @property
+    def held(self) -> int:
+        return self.model.base + self.prefixes + sum(row.reserved for row in self.running)
+
+    @property
+    def spare(self) -> int:
+        keep = self.model.base + self.model.first
+        return max(0, self.grant - max(self.held, keep))
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.queue
+
+    def reclaimable(self) -> Reclaimable:
+        lowest = len(self.model.per_1000)
+        levels, before = [], [row.reserved for row in self.running]
+        for level in range(1, lowest):
+            after = [row.size(max(row.level, level)) for row in self.running]
+            levels.append(sum(before) - sum(after))
+            before = after
+        return Reclaimable(
+            spare=self.spare,
+            prefixes=self.prefixes,
+            levels=tuple(levels),
+            preempt=sum(row.size(lowest - 1) for row in self._preemptible()),
+            rows=len(self.running),
+            waiting=len(self.queue),
+            level=self.level,
+            base=self.model.base + self.model.first,
+        )
+
+    # Requests.
+
+    def submit(self, request: SimRequest) -> None:
+        self.queue.append(request)
+
+    def admit(self) -> list[SimRequest]:
+        """Start rows from the head of the queue; return them. Request memory if one lacks it."""
+        started: list[SimRequest] = []
+        while self.queue and len(self.running) < self.model.max_rows:
+            head = self.queue[0]
+            missing = self.held + head.size(self.level) - self.grant
+            if missing > 0 and not self._find(missing):
+                break
+            self.queue.pop(0)
+            head.level = self.level
+            self.preempted.discard(head.number)
+            self.running.append(head)
+            started.append(head)
+        if self.idle:
+            self._give_back_idle()
+        return started
+
+    def hopeless(self) -> SimRequest | None:
+        """Return the head of the queue if the whole budget is too small for it."""
+        if not self.queue or self.denied is None:
+            return None
+        head = self.queue[0]
+        needed = self.model.base + head.size(len(self.model.per_1000) - 1)
+        return head if needed > self.budget and head.started is None else None
+
+    def finish(self, request: SimRequest) -> None:
+        self.running.remove(request)
+        free = self.grant - self.held
+        self.prefixes += max(0, min(free, request.prompt // 100, MAX_PREFIXES - self.prefixes))
+
+    def drop(self, request: SimRequest) -> None:
+        self.queue.remove(request)
+
+    def _find(self, missing: int) -> bool:
+        total = self.grant + missing
+        if self.open_total is None and (self.denied is None or total != self.denied):
+            self.request(total, resuming=self.queue[0].number in self.preempted)
+        elif self.denied == total and self.prefixes:
+            self.prefixes -= min(self.prefixes, missing)
+            return self.held + self.queue[0].size(self.level) <= self.grant
+        return False
+
+    # Memory.
+
+    def request(self, total: int, *, resuming: bool = False) -> None:
+        self.seq += 1
+        self.open_total, self.denied = total, None
+        self.send("requested", {"seq": self.seq, "total": total, "resuming": resuming})
+
+    def answered(self, seq: int, total: int, budget: int, *, granted: bool) -> None:
+        if seq != self.seq:
+            return
+        self.grant, self.budget = total, budget
+        self.denied = None if granted else self.open_total
+        self.open_total = None
+
+    def _give_back(self, nbytes: int) -> None:
+        given = max(0, min(nbytes, self.grant - self.held))
+        if given:
+            self.grant -= given
+            self.request(self.grant)
+
+    def _give_back_idle(self) -> None:
+        keep = self.model.base + self.model.first + self.prefixes
+        if self.open_total is None and (self.grant > keep or self.denied is not None):
+            self.grant = min(self.grant, keep)
+            self.request(self.grant)
+
+    def reclaim(self, reclaim: Reclaim) -> list[SimRequest]:
+        """Give memory back; return the rows that this preempted."""
+        preempted: list[SimRequest] = []
+        before = self.grant
+        match reclaim.method:
+            case "spare":
+                self._give_back(min(self.spare, reclaim.wanted_bytes))
+            case "prefixes":
+                dropped = min(self.prefixes, reclaim.wanted_bytes)
+                self.prefixes -= dropped
+                self._give_back(dropped)
+            case "precision":
+                self.level = max(self.level, reclaim.level)
+                held = self.held
+                for row in self.running:
+                    row.level = max(row.level, reclaim.level)
+                self._give_back(held - self.held)
+            case "preempt":
+                preempted = self._preempt(reclaim.wanted_bytes)
+        freed = before - self.grant
+        exhausted = freed < reclaim.wanted_bytes
+        self.send("reclaimed", {"seq": reclaim.seq, "freed": freed, "exhausted": exhausted})
+        return preempted
+
+    def _preemptible(self) -> list[SimRequest]:
+        return [row for row in self.running if row.since_preempted >= MIN_TOKENS]
+
+    def _preempt(self, wanted: int) -> list[SimRequest]:
+        preempted: list[SimRequest] = []
+        freed = 0
+        for row in sorted(self._preemptible(), key=lambda row: -row.number):
+            if freed >= wanted:
+                break
+            freed += row.reserved
+            self.running.remove(row)
+            self.queue.insert(0, row)
+            self.preempted.add(row.number)
+            row.preemptions += 1
+            row.since_preempted = 0
+            preempted.append(row)
+        self._give_back(freed)
+        return preempted
