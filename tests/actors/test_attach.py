@@ -60,7 +60,7 @@ async def _left(book: Book, tokens: int, **fields: object) -> str:
         await until(lambda: client.count(key) == tokens)
         [accepted] = [one for one in client.events[key] if type(one) is messages.Accepted]
         kept = list(book.records)
-        client.hang_up()
+        client.disconnect()
     book.records[:] = kept  # what came after the death was never written
     return accepted.request
 
@@ -176,7 +176,7 @@ async def test_nobody_comes_for_it_in_time() -> None:
         await asyncio.sleep(50)
         assert late.saved
         await asyncio.sleep(10)
-        assert [notice.fields["rid"] for notice in w.said("request_expired")] == [name]
+        assert [notice.fields["rid"] for notice in w.notices_of("request_expired")] == [name]
         with pytest.raises(errors.UnknownRequest):
             await w.client().ask(messages.Attach, request=name)
     assert name not in book.saved()

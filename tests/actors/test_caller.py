@@ -103,7 +103,7 @@ async def test_who_fails_at_being_told_costs_itself_alone():
 
         assert isinstance(await other.end(), messages.Done)
         await until(lambda: w.model().requests == 0)
-        assert len(w.said("actor_failed")) == 1
+        assert len(w.notices_of("actor_failed")) == 1
 
 
 @simulated

@@ -82,11 +82,11 @@ class Chaos:
             case 4 if alive := self.w.spawn.alive():
                 rng.choice(alive).die(rng.choice([-9, -11, 0, 1]))
             case 5 if alive := self.w.spawn.alive():
-                rng.choice(alive).freeze()
+                rng.choice(alive).suspend()
             case 6:
-                client.hang_up()
+                client.disconnect()
             case 7 if alive := self.w.spawn.alive():
-                rng.choice(alive).want(rng.randint(0, 1100))
+                rng.choice(alive).request_memory(rng.randint(0, 1100))
             case _:
                 client.start(messages.Status)
 

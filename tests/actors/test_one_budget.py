@@ -70,7 +70,7 @@ async def test_a_model_in_use_is_not_evicted_and_the_load_says_who_holds_what():
 
 async def busy(w, name: str) -> None:
     """Have the worker say that it has a request, as the real one does."""
-    w.spawn.last(name).say(
+    w.spawn.last(name).report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
     await until(lambda: w.system._governor.machine.accounts[name].idle_since is None, 1)
@@ -87,8 +87,8 @@ async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others
         await asyncio.sleep(2000)  # far beyond the patience with a silent load
 
         assert w.model("big").state == "loading"
-        assert w.said("worker_terminated") == []
-        w.spawn.last("demo").say(
+        assert w.notices_of("worker_terminated") == []
+        w.spawn.last("demo").report(
             Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
         )
         assert (await client.end(key)).reason == "length"
@@ -112,7 +112,7 @@ async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known
 
         if known:
             assert not [one for one in client.events[key] if messages.is_last(one)]
-            w.spawn.last("demo").say(
+            w.spawn.last("demo").report(
                 Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
             )
             assert (await client.end(key)).reason == "length"
@@ -133,7 +133,7 @@ async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it
         await asyncio.sleep(3)
 
         assert not client.count(demo)
-        w.spawn.last("demo").say(
+        w.spawn.last("demo").report(
             Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
         )
         assert (await client.end(big)).reason == "length"
@@ -154,12 +154,12 @@ async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_ot
             wish = MemoryRequested(
                 seq=seq, total_bytes=800, reason="", reclaimable=Reclaimable(waiting=1)
             )
-            w.spawn.last(name).say(wish)
+            w.spawn.last(name).report(wish)
             await asyncio.sleep(1)
         await until(lambda: happened(w, "requeue"), 100)
 
         assert happened(w, "requeue")[0].model == "demo"
-        w.spawn.last("big").say(MemoryRequested(seq=20, total_bytes=500, reason=""))
+        w.spawn.last("big").report(MemoryRequested(seq=20, total_bytes=500, reason=""))
         assert (await client.end(key)).reason == "length"
         assert len(client.tokens(key)) == 40
 
@@ -168,17 +168,19 @@ async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_ot
 async def test_the_ladder_speaks_to_the_worker_and_hears_what_came_of_it():
     async with world({"demo": [Script(weights=400)]}, load=("demo", "other")) as w:
         demo, other = w.spawn.last("demo"), w.spawn.last("other")
-        demo.want(800)
-        demo.say(Stats(stats=WorkerStats(reclaimable=Reclaimable(rows=2, levels=(300,), base=100))))
+        demo.request_memory(800)
+        demo.report(
+            Stats(stats=WorkerStats(reclaimable=Reclaimable(rows=2, levels=(300,), base=100)))
+        )
         await asyncio.sleep(1)
         reclaimable = Reclaimable(rows=1, waiting=1, base=100)
-        other.say(MemoryRequested(seq=9, total_bytes=400, reason="", reclaimable=reclaimable))
+        other.report(MemoryRequested(seq=9, total_bytes=400, reason="", reclaimable=reclaimable))
         await until(lambda: any(isinstance(it, Reclaim) for it in demo.commands), 5)
         order = next(it for it in demo.commands if isinstance(it, Reclaim))
 
         assert (order.method, order.level) == ("precision", 1)
-        demo.want(500)
-        demo.say(Reclaimed(seq=order.seq, freed_bytes=300, exhausted=True))
+        demo.request_memory(500)
+        demo.report(Reclaimed(seq=order.seq, freed_bytes=300, exhausted=True))
         await until(lambda: other.grant == 400, 5)
         assert w.system.status().granted_bytes == 900
         assert happened(w, "reclaim_precision")[0].requester == "other"
@@ -256,7 +258,7 @@ async def test_a_follower_that_goes_is_forgotten():
         client = w.client()
         client.start(messages.Events, follow=True)
         await asyncio.sleep(0.1)
-        client.hang_up()
+        client.disconnect()
         await asyncio.sleep(0.1)
 
         assert not w.system._events.followers
@@ -268,11 +270,11 @@ async def test_a_violation_is_an_error_that_is_counted_and_never_goes_by_unseen(
         w.system._governor.machine.ledger.grants["demo"] = 5000
         await w.client().ask(messages.Configure, budget_bytes=1001)
         w.system._governor.machine.ledger.ceiling_bytes = 0
-        w.spawn.last("demo").say(Reclaimed(seq=1, freed_bytes=0, exhausted=True))
+        w.spawn.last("demo").report(Reclaimed(seq=1, freed_bytes=0, exhausted=True))
         await until(lambda: happened(w, "violation"), 5)
 
         assert w.system.status().violations >= 1
-        assert w.said("governor_violation")[0].level == "error"
+        assert w.notices_of("governor_violation")[0].level == "error"
         w.system._governor.machine.ledger.grants["demo"] = 100
         w.system._governor.violations = 0
         w.system._governor.history = type(w.system._governor.history)(w.system._governor.machine)

@@ -21,7 +21,7 @@ def told(it: World, model: str) -> int:
 
 
 def say(it: World, model: str, **memory: int) -> None:
-    it.spawn.last(model).say(Stats(stats=WorkerStats(memory=MemoryUse(**memory))))
+    it.spawn.last(model).report(Stats(stats=WorkerStats(memory=MemoryUse(**memory))))
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,10 @@ def strike(process: FakeProcess, rng: random.Random) -> None:
     So what it could have done itself happens only while it makes tokens: in the load it would count
     against the model, and before any token against a request that is alone.
     """
-    if not process.gains:
+    if not process.has_progress:
         process.die(rng.choice(OUTSIDE))
     elif rng.random() < 0.2:
-        process.freeze()
+        process.suspend()
     else:
         process.die(rng.choice(OUTSIDE + OWN))
 

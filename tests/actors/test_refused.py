@@ -28,14 +28,14 @@ def known(source: str = "big", *, listed: bool = True) -> dict[str, KnownModel]:
 
 async def busy(w: World) -> None:
     """Have the other model say that it has a request, as a real one does."""
-    w.spawn.last("demo").say(
+    w.spawn.last("demo").report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
     await until(lambda: w.system._governor.machine.accounts["demo"].idle_since is None, 1)
 
 
 def idle(w: World) -> None:
-    w.spawn.last("demo").say(Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600))))
+    w.spawn.last("demo").report(Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600))))
 
 
 async def start_load(w: World, client: SimClient, source: str = "big", **fields: object) -> str:

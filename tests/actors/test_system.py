@@ -103,9 +103,9 @@ async def test_what_a_worker_tells_of_choices_and_logprobs_reaches_the_client():
         await until(lambda: any(isinstance(c, Submit) for c in process.commands))
         rid = next(c.rid for c in process.commands if isinstance(c, Submit))
         told = [TokenLogprob(5, " a", -0.5, top=[Alternative(5, " a", -0.5)])]
-        process.say(RowPrompt(rid=rid, index=0, logprobs=told))
-        process.say(RowTokens(rid=rid, index=0, tokens=[5], text=" a", choice=1, logprobs=told))
-        process.say(ChoiceFinished(rid=rid, choice=1, reason="length"))
+        process.report(RowPrompt(rid=rid, index=0, logprobs=told))
+        process.report(RowTokens(rid=rid, index=0, tokens=[5], text=" a", choice=1, logprobs=told))
+        process.report(ChoiceFinished(rid=rid, choice=1, reason="length"))
         await client.end(key)
 
         _, prompt, tokens, choice, *_ = client.events[key]
@@ -192,8 +192,8 @@ async def test_a_client_that_goes_away_cancels_its_requests_only():
         gone = [leaver.generate(max_tokens=1000) for _ in range(3)]
         kept = stayer.generate(max_tokens=5)
         await until(lambda: leaver.count(gone[0]) == 2)
-        leaver.hang_up()
-        leaver.hang_up()
+        leaver.disconnect()
+        leaver.disconnect()
 
         assert (await stayer.end(kept)).reason == "length"
         process = w.spawn.last("demo")
@@ -207,7 +207,7 @@ async def test_a_load_goes_on_when_its_client_goes_away():
         client = w.client()
         client.start(messages.Load, model="demo")
         await until(lambda: w.state() == "loading")
-        client.hang_up()
+        client.disconnect()
 
         await until(lambda: w.state() == "ready", 10)
 
@@ -734,7 +734,7 @@ async def test_a_worker_that_breaks_the_protocol_is_killed_and_replaced():
         await until(lambda: w.state() == "backoff", 5)
         await until(lambda: w.state() == "ready", 5)
 
-        (failure,) = w.said("actor_failed")
+        (failure,) = w.notices_of("actor_failed")
         assert "InvalidTransition" in type(failure.error).__name__
         assert "Loaded()" in str(failure.error)
         assert w.spawn.processes["demo"][0].signals == ["kill"]
@@ -768,7 +768,7 @@ async def test_counters_go_on_when_a_model_is_unloaded_and_loaded_again():
         client, seen = w.client(), []
         for _ in range(3):
             await client.ask(messages.Load, model="demo")
-            w.spawn.last("demo").say(Stats(stats=WorkerStats(step=5)))
+            w.spawn.last("demo").report(Stats(stats=WorkerStats(step=5)))
             await asyncio.sleep(0.1)
             seen.append(steps())
             await client.ask(messages.Unload, model="demo")
@@ -790,7 +790,7 @@ async def test_clients_are_told_where_they_wait_and_that_they_rest():
             RowPreempted(rid="1.1", nbytes=7, where="disk"),
             RowResumed(rid="1.1"),
         ):
-            worker.say(report)
+            worker.report(report)
         await asyncio.sleep(0.1)
         assert w.system._router.machine.suspects["demo"].queued == {"1.1"}
         assert (await client.end(key)).reason == "length"
@@ -810,7 +810,7 @@ async def test_a_word_about_a_request_that_is_over_is_late_and_no_fault():
         client = w.client()
         key = client.generate(max_tokens=2)
         late = RowFailed(rid="1.77", error=errors.InternalError("late").info())
-        w.spawn.last("demo").say(late)
+        w.spawn.last("demo").report(late)
 
         assert (await client.end(key)).reason == "length"
 
@@ -885,8 +885,8 @@ async def test_a_deaf_worker_is_unloaded_by_force_in_the_end():
 async def test_grants_are_refused_over_the_budget_and_given_when_there_is_room():
     async with world(load=("demo", "other")) as w:
         demo, other = w.spawn.last("demo"), w.spawn.last("other")
-        demo.want(800)
-        other.want(300)
+        demo.request_memory(800)
+        other.request_memory(300)
         await until(lambda: isinstance(other.commands[-1], Grant) and demo.grant == 800, 1)
         refused = other.commands[-1]
         assert (
@@ -895,7 +895,7 @@ async def test_grants_are_refused_over_the_budget_and_given_when_there_is_room()
             refused.available_bytes,
             refused.budget_bytes,
         ) == (False, 100, 100, 1000)
-        demo.want(100)
+        demo.request_memory(100)
         await until(lambda: other.grant == 300, 1)
 
         assert other.commands[-1].granted
@@ -1030,7 +1030,7 @@ async def test_a_core_actor_survives_a_failure_that_left_it_whole():
         w.system._client_services.router.tell("nonsense")
 
         assert (await client.end(key)).reason == "length"
-        assert w.said("actor_failed")[0].fields["actor"] == "router"
+        assert w.notices_of("actor_failed")[0].fields["actor"] == "router"
         for _ in range(4):
             w.system._client_services.router.tell("nonsense")
         with pytest.raises(SystemFault):

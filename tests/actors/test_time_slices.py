@@ -495,8 +495,8 @@ async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
 async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
-        first.say(wire.TimeSliceRequested())
-        second.say(wire.TimeSliceRequested())
+        first.report(wire.TimeSliceRequested())
+        second.report(wire.TimeSliceRequested())
         await asyncio.sleep(0.1)
         time_slices = defaultdict(list)
         for process in (first, second):
@@ -516,7 +516,7 @@ async def test_a_models_weight_is_that_of_its_policy():
     async with world(load=("b",), known=known) as it:
         await it.client().ask(messages.Load, model="a", policy=known["a"].policy)
         for name in "ab":
-            it.spawn.last(name).say(wire.TimeSliceRequested())
+            it.spawn.last(name).report(wire.TimeSliceRequested())
         await asyncio.sleep(0.1)
 
         assert it.spawn.last("a").commands[-1].slice_s == pytest.approx(3 * SLICE_S)
@@ -527,11 +527,11 @@ async def test_another_weight_holds_from_the_next_turn_of_a_running_process():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
         for process in (first, second):
-            process.say(wire.TimeSliceRequested())
+            process.report(wire.TimeSliceRequested())
         await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
         await asyncio.sleep(0.1)
         turn = first.commands[-1]
-        first.say(wire.TimeSliceOver(seq=turn.seq, used_s=SLICE_S, more=True))
+        first.report(wire.TimeSliceOver(seq=turn.seq, used_s=SLICE_S, more=True))
         await asyncio.sleep(0.1)
 
         assert second.commands[-1].slice_s == pytest.approx(3 * SLICE_S)
@@ -556,7 +556,7 @@ def test_who_gets_another_weight_takes_turns_again():
 async def test_a_process_that_never_ends_its_turn_loses_it():
     async with world(load=("a", "b")) as it:
         for name in "ab":
-            it.spawn.last(name).say(wire.TimeSliceRequested())
+            it.spawn.last(name).report(wire.TimeSliceRequested())
         await asyncio.sleep(GRACE_S + SLICE_S + 0.1)
 
         assert it.spawn.last("b").commands[-1].slice_s is None

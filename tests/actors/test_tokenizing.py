@@ -69,7 +69,7 @@ async def test_texts_of_a_client_that_is_gone_are_dropped_and_those_of_others_ar
             leaves.start(messages.Tokenize, model="demo", prompt="x" * 1000)
         kept = stays.start(messages.Tokenize, model="demo", prompt="x" * 10)
         await until(lambda: held(w) > 3000)
-        leaves.hang_up()
+        leaves.disconnect()
         await until(lambda: held(w) < 100)
         (entry,) = w.system._registry.entries.values()
         assert len(entry.texts) == 1
@@ -81,10 +81,10 @@ async def test_a_text_that_a_process_has_counts_until_it_answers() -> None:
     """Or who leaves and comes back would send it one text after the other."""
     async with world() as w:
         client = bounded(w).client()
-        w.spawn.last("demo").freeze()
+        w.spawn.last("demo").suspend()
         client.start(messages.Tokenize, model="demo", prompt="x" * 1000)
         await until(lambda: held(w) > 1000)
-        client.hang_up()
+        client.disconnect()
         await asyncio.sleep(1.0)
         assert held(w) > 1000
         w.spawn.last("demo").die(-9)

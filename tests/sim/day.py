@@ -368,7 +368,7 @@ class Day:
         return held.pages > self.held.pages
 
     def _grow(self) -> None:
-        """Cache a prefix if rows leave memory for it."""
+        """Grow the pools by slabs for running rows, preempted rows and prefixes."""
         held, scheduler = self.held, self.scheduler
         used = sum(request.pages for request in self.running) + self._kept() + held.cached
         limit = scheduler.reserved_pages + held.cached

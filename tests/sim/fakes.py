@@ -1,7 +1,7 @@
 """Fakes of the ports: worker processes with scripted faults, and memory readings.
 
-A fake process speaks the worker's protocol as a real one does: it loads, asks for grants, makes
-tokens at a speed, and dies or hangs where its script says so.
+A fake process follows the worker's protocol: it loads, requests memory, generates tokens at a fixed
+speed, and dies or hangs where its script requires it.
 """
 
 from __future__ import annotations
@@ -66,25 +66,25 @@ class Script:
     spawn_error: Exception | None = None
     load_error: ErrorInfo | None = None
     exit_at_load: int | None = None
-    """It exits so in the middle of its load."""
+    """Exit status in the middle of the load."""
     crash_after: int | None = None
-    """It exits with SIGSEGV after so many tokens."""
+    """Number of tokens after which it exits with SIGSEGV."""
     poison: dict[str, int] = field(default_factory=dict)
-    """By prompt, the place of the token that it exits for with SIGSEGV, in place of making it."""
+    """By prompt, the position of the token at which it exits with SIGSEGV."""
     hang_at: str | None = None
-    """It stops doing anything at ``start``, ``load`` or ``token``."""
+    """Where it hangs: ``start``, ``load`` or ``token``."""
     deaf: bool = False
-    """It does not hear `Stop` and ignores SIGTERM."""
+    """It ignores `Stop` and SIGTERM."""
     kill_s: float = 0.01
-    """It takes so long to die."""
+    """Seconds from a signal to the exit."""
     early: bool = False
-    """It speaks before the spawn returns."""
+    """It reports before the spawn returns."""
     nonsense: bool = False
-    """It says that it is ready, twice."""
+    """It reports `Ready` twice."""
 
 
 def token(prompt: str, seed: int, position: int) -> int:
-    """Return the token that every fake process makes here."""
+    """Return the token that every fake process generates at this position."""
     digest = hashlib.sha256(f"{prompt}/{seed}/{position}".encode()).digest()
     return int.from_bytes(digest[:2], "big") % 1000
 
@@ -92,9 +92,9 @@ def token(prompt: str, seed: int, position: int) -> int:
 @dataclass
 class Row:
     submit: Submit
-    made: int = 0
+    generated: int = 0
     sent: int = 0
-    """Of these, by processes before this one."""
+    """Tokens that earlier processes generated."""
     cancelled: bool = False
 
 
@@ -118,7 +118,7 @@ class FakeProcess:
         self.ready = False
         self._on_report = on_report
         self._on_exit = on_exit
-        self._frozen = False
+        self._suspended = False
         self._dying = False
         self._rows: dict[str, Row] = {}
         self._answers: asyncio.Queue[Grant] = asyncio.Queue()
@@ -133,11 +133,11 @@ class FakeProcess:
 
     def send(self, command: Command) -> None:
         if self.alive:
-            asyncio.get_running_loop().call_soon(self._hear, command)
+            asyncio.get_running_loop().call_soon(self._receive, command)
 
     def terminate(self) -> None:
         self.signals.append("term")
-        if not self.script.deaf and not self._frozen:
+        if not self.script.deaf and not self._suspended:
             self.die(-15)
 
     def kill(self) -> None:
@@ -145,46 +145,46 @@ class FakeProcess:
         self.die(-9)
 
     @property
-    def gains(self) -> bool:
-        """Whether it has a request that made a new token in it."""
-        return any(row.made > row.sent for row in self._rows.values())
+    def has_progress(self) -> bool:
+        """Whether some request has generated a new token in this process."""
+        return any(row.generated > row.sent for row in self._rows.values())
 
-    # -- what tests do to it --------------------------------------------------------------------
+    # -- controlled by tests --------------------------------------------------------------------
 
     def die(self, returncode: int) -> None:
         if not self._dying:
             self._dying = True
             for task in self._tasks:
                 task.cancel()
-            asyncio.get_running_loop().call_later(self.script.kill_s, self._gone, returncode)
+            asyncio.get_running_loop().call_later(self.script.kill_s, self._exited, returncode)
 
-    def freeze(self) -> None:
-        """Stop it, as SIGSTOP does."""
-        self._frozen = True
+    def suspend(self) -> None:
+        """Stop the process, as SIGSTOP does."""
+        self._suspended = True
 
-    def say(self, report: Report) -> None:
-        if self.alive and not self._frozen and not self._dying:
+    def report(self, report: Report) -> None:
+        if self.alive and not self._suspended and not self._dying:
             self._on_report(report)
 
-    def want(self, total_bytes: int) -> None:
+    def request_memory(self, total_bytes: int) -> None:
         if self.ready:
-            self.say(
+            self.report(
                 MemoryRequested(
                     seq=len(self.commands) + 100, total_bytes=total_bytes, reason="test"
                 )
             )
 
-    # -- its life -------------------------------------------------------------------------------
+    # -- the process ----------------------------------------------------------------------------
 
     def _task(self, coroutine) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(coroutine)
 
-    def _gone(self, returncode: int) -> None:
+    def _exited(self, returncode: int) -> None:
         self.exit = Exit(returncode)
         self._on_exit(self.exit)
 
-    def _hear(self, command: Command) -> None:
-        if not self.alive or self._frozen or self._dying:
+    def _receive(self, command: Command) -> None:
+        if not self.alive or self._suspended or self._dying:
             return
         self.commands.append(command)
         match command:
@@ -197,11 +197,11 @@ class FakeProcess:
                 sent = command.resume[0].tokens if command.resume else []
                 self._rows[command.rid] = Row(command, len(sent), len(sent))
                 length = len(command.prompt or command.tokens or command.messages or "")
-                self.say(RowAccepted(rid=command.rid, prompt_tokens=length))
-                self.say(RowAdmitted(rid=command.rid))
+                self.report(RowAccepted(rid=command.rid, prompt_tokens=length))
+                self.report(RowAdmitted(rid=command.rid))
                 self._work.set()
             case Tokenize():
-                self.say(Tokenized(seq=command.seq, count=len(command.prompt or "")))
+                self.report(Tokenized(seq=command.seq, count=len(command.prompt or "")))
             case CancelRow():
                 if command.rid in self._rows:
                     self._rows[command.rid].cancelled = True
@@ -210,35 +210,35 @@ class FakeProcess:
 
     async def _main(self) -> None:
         if self.script.early:
-            self.say(Started(pid=self.pid))
+            self.report(Started(pid=self.pid))
             return
         await asyncio.sleep(self.script.start_s)
         if self.script.hang_at == "start":
-            self.freeze()
-        self.say(Started(pid=self.pid))
+            self.suspend()
+        self.report(Started(pid=self.pid))
 
     async def _load(self) -> None:
         script = self.script
         for quarter in range(4):
             await asyncio.sleep(script.load_s / 4)
             if quarter == 2 and script.hang_at == "load":
-                self.freeze()
+                self.suspend()
             if quarter == 2 and script.exit_at_load is not None:
                 self.die(script.exit_at_load)
             if quarter == 2 and script.load_error is not None:
-                self.say(LoadFailed(error=script.load_error))
+                self.report(LoadFailed(error=script.load_error))
                 self.die(0)
-            self.say(Progress(stage="weights", fraction=(quarter + 1) / 4))
-        self.say(MemoryRequested(seq=1, total_bytes=script.weights, reason="weights"))
+            self.report(Progress(stage="weights", fraction=(quarter + 1) / 4))
+        self.report(MemoryRequested(seq=1, total_bytes=script.weights, reason="weights"))
         grant = await self._answers.get()
         if not grant.granted:
             error = InsufficientMemory("no room", available=grant.available_bytes).info()
-            self.say(LoadFailed(error=error))
+            self.report(LoadFailed(error=error))
             self.die(0)
         self.ready = True
-        self.say(Ready(info=INFO))
+        self.report(Ready(info=INFO))
         if script.nonsense:
-            self.say(Ready(info=INFO))
+            self.report(Ready(info=INFO))
         await self._steps()
 
     async def _steps(self) -> None:
@@ -251,40 +251,40 @@ class FakeProcess:
                 self._step()
                 rows = len(self._rows)
                 reclaimable = Reclaimable(rows=rows, base=self.script.weights)
-                self.say(
+                self.report(
                     Stats(stats=WorkerStats(step=step, rows_running=rows, reclaimable=reclaimable))
                 )
             await self._work.wait()
 
     def _step(self) -> None:
         for rid, row in list(self._rows.items()):
-            usage = Usage(prompt_tokens=1, completion_tokens=row.made)
+            usage = Usage(prompt_tokens=1, completion_tokens=row.generated)
             submit = row.submit
             if row.cancelled:
                 del self._rows[rid]
-                self.say(RowFinished(rid=rid, reason="cancelled", usage=usage))
+                self.report(RowFinished(rid=rid, reason="cancelled", usage=usage))
                 continue
-            if self.script.poison.get(submit.prompt or "") == row.made:
+            if self.script.poison.get(submit.prompt or "") == row.generated:
                 self.die(-11)
                 return
-            new = token(submit.prompt or "", submit.sampling.seed or 0, row.made)
-            self.say(RowTokens(rid=rid, index=row.made, tokens=[new], text=f"{new} "))
-            row.made += 1
+            new = token(submit.prompt or "", submit.sampling.seed or 0, row.generated)
+            self.report(RowTokens(rid=rid, index=row.generated, tokens=[new], text=f"{new} "))
+            row.generated += 1
             self.tokens += 1
             if self.script.hang_at == "token":
-                self.freeze()
+                self.suspend()
             if self.script.crash_after is not None and self.tokens >= self.script.crash_after:
                 self.die(-11)
                 return
-            if row.made >= (submit.max_tokens or 10):
+            if row.generated >= (submit.max_tokens or 10):
                 del self._rows[rid]
-                done = Usage(prompt_tokens=1, completion_tokens=row.made)
-                self.say(RowFinished(rid=rid, reason="length", usage=done))
+                done = Usage(prompt_tokens=1, completion_tokens=row.generated)
+                self.report(RowFinished(rid=rid, reason="length", usage=done))
 
 
 @dataclass
 class FakeSpawn:
-    """Starts fake processes: the n-th of a model behaves as its n-th script, or as the last."""
+    """Starts fake processes: the n-th one of a model follows its n-th script, or the last."""
 
     scripts: dict[str, list[Script]] = field(default_factory=dict)
     processes: dict[str, list[FakeProcess]] = field(default_factory=lambda: defaultdict(list))
@@ -319,7 +319,7 @@ class FakeSpawn:
 
 
 class FakeMemory:
-    """Memory readings that change only where a test says so."""
+    """Memory readings that only tests change."""
 
     separate = False
 

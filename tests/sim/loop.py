@@ -1,7 +1,7 @@
-"""A simulated event loop: its clock jumps to the next timer when everybody waits.
+"""A simulated event loop: its clock jumps to the next timer when no task can run.
 
-Nothing here sleeps, so minutes of a test pass in milliseconds, and in the same order each time.
-Knows timers and callbacks only: no sockets, no subprocesses, no threads.
+It never sleeps, so minutes of a test pass in milliseconds, and in the same order each time. It
+supports timers and callbacks only: no sockets, no subprocesses, no threads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class DeadlockError(AssertionError):
-    """Everybody waits and no timer is set: nothing would ever happen again."""
+    """Every task waits and no timer is set."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never blocks; tells the loop how long it would have blocked."""
+    """Never blocks. Passes the time that it would have blocked to `jump`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class _JumpingSelector(selectors.SelectSelector):
         if ready:
             return ready
         if timeout is None:
-            raise DeadlockError("everybody waits, and no timer is set")
+            raise DeadlockError("every task waits, and no timer is set")
         if timeout > 0:
             self.jump(timeout)
         return ready
 
 
 class SimLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is its own."""
+    """An event loop with simulated time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -62,7 +62,7 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine function: it runs on the simulated loop."""
+    """Turn a coroutine function into a test that runs on the simulated loop."""
 
     @functools.wraps(test)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -72,7 +72,7 @@ def simulated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 1000.0) -> Any:
-    """Wait, in simulated time, until the condition holds, and return its value."""
+    """Wait in simulated time until the condition holds; return its value."""
     loop = asyncio.get_running_loop()
     end = loop.time() + limit_s
     while not (value := condition()):

@@ -1,7 +1,7 @@
-"""A whole system on fakes, and clients that talk to it in bytes.
+"""A whole system on fakes, with clients that exchange bytes with it.
 
-Leaving a world is a test of its own: every invariant holds, what was counted adds up, every
-request has had its last event, and no process is left.
+At the end of a world every invariant is checked: the metrics add up, every request has had its last
+event, and no process is left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class SimClient:
-    """A client whose socket is a list."""
+    """A client without a socket."""
 
     def __init__(self, system: System) -> None:
         self.session = ClientSession()
@@ -52,7 +52,7 @@ class SimClient:
     def _close(self) -> None:
         self.closed = True
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self.closed = True
         self.connection.closed()
 
@@ -72,14 +72,14 @@ class SimClient:
         return self.events[key][-1]
 
     async def ask(self, kind: type[Request], **fields: Any) -> Any:
-        """Send a request, return its last event; an error is raised."""
+        """Send a request and return its last event; raise its error."""
         event = await self.end(self.start(kind, **fields))
         if isinstance(event, messages.Error):
             raise from_info(event.error)
         return event
 
     def tokens(self, key: str) -> list[int]:
-        """Return the tokens so far, which came without a gap."""
+        """Return the tokens so far; check that none is missing."""
         found: list[int] = []
         for event in self.events[key]:
             if isinstance(event, messages.Tokens):
@@ -92,7 +92,7 @@ class SimClient:
 
 
 class World:
-    """One system and those around it."""
+    """A system with its fakes and clients."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class World:
         self.spawn = FakeSpawn(scripts)
         self.notices: list[Notice] = []
         self.clients: list[SimClient] = []
-        self.metrics = Exposition(lambda: self.system, beside=_here)
+        self.metrics = Exposition(lambda: self.system, beside=_call_directly)
         seeds = count(7)
         self.system = System(
             self.spawn,
@@ -135,7 +135,7 @@ class World:
         model = self.model(name)
         return model.state if model is not None else None
 
-    def said(self, event: str) -> list[Notice]:
+    def notices_of(self, event: str) -> list[Notice]:
         return [notice for notice in self.notices if notice.event == event]
 
     def check(self) -> None:
@@ -144,19 +144,21 @@ class World:
         self._check_metrics()
 
     def _check_metrics(self) -> None:
-        """What came is over or still here."""
+        """Every request that arrived is over or open."""
         models = self.metrics.tally.models.values()
-        came = sum(it.received for it in models)
+        received = sum(it.received for it in models)
         over = sum(sum(it.finished.values()) + sum(it.failed.values()) for it in models)
-        assert came - over == sum(self.system.count_requests().values()), "requests counted wrongly"
+        assert received - over == sum(self.system.count_requests().values()), (
+            "requests counted wrongly"
+        )
 
     def check_tokens(self) -> None:
-        """When all is over: what clients have is what was counted."""
+        """At the end: clients received the tokens that were counted."""
         models = self.metrics.tally.models
         if len(models) > MOST_GONE:
-            return  # some that are gone were forgotten
+            return  # the tally forgot some removed models
         counted = sum(it.generated for it in models.values())
-        had = sum(
+        received = sum(
             len(event.tokens)
             for client in self.clients
             for events in client.events.values()
@@ -164,13 +166,13 @@ class World:
             if isinstance(event, messages.Tokens)
         )
         others = next(self.system._numbers) - 1 - len(self.clients)
-        assert had <= counted, "tokens that nobody counted"
+        assert received <= counted, "tokens that were not counted"
         if not others and not any(client.closed for client in self.clients):
-            assert had == counted, "tokens counted wrongly"
+            assert received == counted, "tokens counted wrongly"
 
 
-async def _here(call: Callable[[], R]) -> R:
-    """Call it on the simulated loop, which knows no threads."""
+async def _call_directly(call: Callable[[], R]) -> R:
+    """Call a function on the simulated loop, which has no threads."""
     return call()
 
 
@@ -186,13 +188,13 @@ async def world(
     faults: bool = False,
     archive: SavedRequests | None = None,
 ) -> AsyncIterator[World]:
-    """Start a world with these models loaded; `faults`: actors are allowed to fail in it."""
+    """Start a world with these models loaded. ``faults``: actors may fail."""
     it = World(scripts or {}, budget, settings or Settings(), archive, known, estimate_model)
     await it.system.start()
     await asyncio.gather(*(it.system.load(name) for name in load))
     yield it
     it.check()
-    assert faults or not it.said("actor_failed"), it.said("actor_failed")
+    assert faults or not it.notices_of("actor_failed"), it.notices_of("actor_failed")
     if not it.system.finished.done():
         await it.system.stop(force=True)
     await asyncio.sleep(0.1)
