@@ -1,7 +1,7 @@
 """A whole system on fakes, with clients that exchange bytes with it.
 
-At the end of a world every invariant is checked: the metrics add up, every request has had its last
-event, and no process is left.
+At the end of a world, every invariant is checked: the metrics add up, every request has had its
+last event, and no process is left.
 """
 
 from __future__ import annotations
