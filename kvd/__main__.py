@@ -10,7 +10,7 @@ import rich_click as click
 import kvd
 from kvd.cli.common import standard_panels
 from kvd.cli.options import kv_options, parse_size
-from kvd.config.http import HttpSettings, laid_over
+from kvd.config.http import HttpSettings, with_command_line
 from kvd.config.options import Attention, Options
 from kvd.daemon.serve import become
 from kvd.host import exits
@@ -21,7 +21,7 @@ from protocol.types import KVSpec
 
 def _check_address(_: click.Context, __: click.Parameter, text: str | None) -> str | None:
     try:
-        laid_over(HttpSettings(), text)
+        with_command_line(HttpSettings(), text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
     return text

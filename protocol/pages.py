@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 PAGE_TOKENS = 64
 """Tokens in a page."""
+TAIL_TOKENS = 2 * PAGE_TOKENS
+"""Capacity of a row's tail: up to 127 tokens, and the one that commits the oldest 64 to a page."""
+SLAB_PAGES = 64
+"""Pools grow by at least this many pages, because growing copies them."""
+FIRST_ROWS = 4
+"""Rows whose tails a worker's first grant covers."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The configuration: `config.toml`, each setting's origin, and changes while the daemon runs."""
+"""The configuration: `config.toml`, the origin of each setting, and changes while running."""

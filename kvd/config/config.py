@@ -1,8 +1,4 @@
-"""`config.toml`: read once at start, into values that hold.
-
-Covers the file's shape, its defaults and errors that name the key. Does not cover the command
-line, whose options `kvd.daemon.daemon` lays over the result.
-"""
+"""`config.toml`: its settings, their defaults, and errors that name the key."""
 
 from __future__ import annotations
 
@@ -30,24 +26,24 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 CUDA_CHUNK = 1024
-"""Of Qwen3-0.6B on an H200: 37 ms for 256 tokens, 41 for 1024; 1024 pass while 7 rows wait once."""
+"""Qwen3-0.6B on an H200 takes 37 ms for 256 tokens and 41 ms for 1024. A prompt of 1024 tokens thus
+delays decoding rows once instead of four times."""
 
 
 class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
-    """One model that the daemon knows, and how it stands beside the others."""
+    """One model of the configuration."""
 
     source: Name
-    """An embedded name (``demo``), a folder's absolute path, or a Hub id."""
+    """The embedded model (``demo``), the path of a folder, or a Hub id."""
     alias: Alias | None = None
-    """The name that requests use; absent: the model's own short name."""
+    """Name for requests. Default: the short name of the source."""
     kv: str | KVText = "k8v8"
-    """A scheme, or a table with ``scheme`` and the other settings."""
+    """A KV scheme, or a table with ``scheme`` and other settings."""
     load: Literal["start", "demand"] = "start"
-    """``start``: when the daemon starts; ``demand``: when a request names it."""
+    """``start``: loaded with the daemon. ``demand``: loaded by the first request that names it."""
 
     @property
     def policy(self) -> ModelPolicy:
-        """How it stands beside the others."""
         return ModelPolicy(
             priority=self.priority,
             pinned=self.pinned,
@@ -58,7 +54,7 @@ class ModelEntry(ModelPolicy, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kv_spec(self) -> KVSpec:
-        """The settings as they travel; `load` has checked them."""
+        """The settings of the protocol; `load` has checked them."""
         return parse_kv(self.kv) if isinstance(self.kv, str) else self.kv.spec
 
 
@@ -66,70 +62,70 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All of `config.toml`."""
 
     budget: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
-    """For all models together; absent: three quarters of what Metal recommends, of the CUDA
-    device's memory, or of RAM (or the cgroup's limit)."""
+    """Bytes for all models together. Default: three quarters of the memory that Metal recommends,
+    of the CUDA device's memory, or of RAM (or the cgroup's limit)."""
     models: list[str | ModelEntry] = []
-    """Names, folders and Hub ids, or tables; ``./x`` is relative to the home, ``~/x`` to yours."""
+    """Sources or tables. ``./x`` is relative to the daemon's home, ``~/x`` to the user's."""
     max_rows: Annotated[int, Meta(ge=1, le=512)] = 32
-    """The most rows in one decode step of a model."""
+    """Maximum rows in one decode step of a model."""
     prefill_chunk: Annotated[int, Meta(ge=64, le=8192, multiple_of=64)] | None = None
-    """Prompt tokens in one step. Part of what decides the output, so change it knowingly; absent:
-    256, on CUDA 1024."""
+    """Prompt tokens per step. Affects the output. Default: 256, with CUDA 1024."""
     time_slices: TimeSlicesMode = "auto"
-    """Whether models that compute at once take turns; ``auto``: where there is an accelerator."""
+    """Whether models share the accelerator in time slices. ``auto``: if there is an accelerator."""
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
-    """How long a stop waits for what runs before it ends it; launchd's ``ExitTimeOut`` is above."""
+    """Seconds that a stop waits for running requests. Must be below launchd's ``ExitTimeOut``."""
     blas: str = "auto"
-    """Linux without an accelerator: ``auto``, ``off``, or the library to preload into workers."""
+    """BLAS for workers on Linux without an accelerator: ``auto``, ``off``, or the path of a library
+    to preload."""
     native: Literal["auto", "off"] = "auto"
-    """The same machines, and CUDA: whether workers build and use operations of kvd's own."""
+    """Whether workers compile and use kvd's own operations, on Linux without an accelerator and on
+    CUDA."""
     attention: Attention = "auto"
-    """``reference``: decode attention by MLX's plain operations, on any device."""
+    """``reference`` computes decode attention with MLX's own operations, on any device."""
     watchdog: WatchdogTimeouts = WatchdogTimeouts()
-    """Seconds after which a silent worker is ended, by what it does: ``decode_s`` and so on."""
+    """Seconds after which a silent worker is ended, by phase: ``decode_s`` and so on."""
     journal: Literal["memory", "disk"] = "memory"
-    """Where requests are kept so that they go on: ``disk`` outlives the daemon too."""
+    """Where requests are kept, so that they continue after a crash. ``disk`` also survives a crash
+    of the daemon."""
     journal_limit: str | Annotated[int, Meta(ge=1, le=MAX_BYTES)] = "256MiB"
-    """Of the file on the disk; beyond it requests are served and not kept."""
+    """Maximum size of the journal's file. Requests beyond it are served, but not kept."""
     journal_keep_s: Annotated[float, Meta(gt=0)] = KEEP_S
-    """How long a request of a daemon that died waits for its client."""
+    """Seconds that a request waits for its client after the daemon died."""
     swap_limit: str | Annotated[int, Meta(ge=0, le=MAX_BYTES)] = "16GiB"
-    """Of one model's parked rows on the disk; beyond it they are computed again. 0: all are."""
+    """Maximum size of one model's swapped-out rows on disk. Rows beyond it are recomputed; with 0,
+    all of them."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least that goes to the log."""
+    """Lowest level that is logged."""
     http: HttpSettings = HttpSettings()
-    """Where and for whom OpenAI's HTTP interface answers."""
+    """Where the HTTP server listens, and who may use it."""
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens in one step: on CUDA a chunk takes about as long with 256 as with 1024."""
+        """Prompt tokens per step, with the device's default."""
         return self.prefill_chunk or (CUDA_CHUNK if nvidia.total_memory() else CHUNK)
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget as a number; `load` has checked it."""
         return parse_bytes(self.budget) if isinstance(self.budget, str) else self.budget
 
     @property
     def journal_bytes(self) -> int:
-        """The journal's limit as a number; `load` has checked it."""
         limit = self.journal_limit
         return parse_bytes(limit) if isinstance(limit, str) else limit
 
     @property
     def swap_bytes(self) -> int:
-        """That limit as a number; `load` has checked it."""
         limit = self.swap_limit
         return parse_bytes(limit) if isinstance(limit, str) else limit
 
     @property
     def entries(self) -> list[ModelEntry]:
-        """The models to load, all as tables."""
+        """All models as tables."""
         return [ModelEntry(m) if isinstance(m, str) else m for m in self.models]
 
 
 def load(path: Path) -> Config:
-    """Return the configuration of this file, or the defaults if there is none."""
+    """Read a file; without a file, return the defaults."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -140,7 +136,7 @@ def load(path: Path) -> Config:
 
 
 def parse(text: str, path: str = "config.toml") -> Config:
-    """Return the configuration that this text stands for; errors name the key."""
+    """Parse TOML; raises `ConfigError` with the key."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -149,7 +145,7 @@ def parse(text: str, path: str = "config.toml") -> Config:
 
 
 def convert(data: dict[str, Any], path: str) -> Config:
-    """Return the configuration that these values stand for; errors name the key."""
+    """Convert parsed TOML; raises `ConfigError` with the key."""
     try:
         config = msgspec.convert(data, Config, str_keys=True)
     except msgspec.ValidationError as error:

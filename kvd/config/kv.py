@@ -1,6 +1,6 @@
-"""KV settings as people write them: those of the protocol, but with the start scheme by its name.
+"""KV settings as users write them: those of the protocol, with the first scheme given by name.
 
-The configuration and both command lines read them through `KVText`, so that they mean the same.
+The configuration and both command lines share this type.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from protocol.types import KVRules, KVSpec
 
 
 class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`KVSpec` with a scheme such as ``k8v4`` or ``k4v4g32`` in place of its bits."""
+    """`KVSpec` with a scheme such as ``k8v4`` or ``k4v4g32`` instead of bits."""
 
     scheme: str = "k8v8"
-    """What new rows start with; ``k16v16`` is not quantized."""
+    """KV scheme of new rows; ``k16v16`` is not quantized."""
     group_size: Literal[32, 64] | None = None
-    """Absent: what the scheme's name says, or 64."""
+    """Elements per quantization group of keys. Default: from the scheme's name, or 64."""
     value_group_size: Literal[32, 64, 128] | None = None
-    """The same of values; absent: as keys have it."""
+    """Elements per quantization group of values. Default: as for keys."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -27,16 +27,16 @@ class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def spec(self) -> KVSpec:
-        """The settings as they travel; raises ``ValueError`` with ``field: what is wrong``."""
+        """The settings of the protocol; raises ``ValueError`` with ``field: reason``."""
         try:
             named = Scheme.parse(self.scheme)
         except ValueError as error:
             raise ValueError(f"scheme: {error}") from None
         groups = groups_in(self.scheme)
         if groups and (self.group_size or self.value_group_size):
-            raise ValueError(f"group_size: is said by {self.scheme} too; say it once")
+            raise ValueError(f"group_size: the scheme {self.scheme} sets it too; set it once")
         k_group, v_group = groups or (self.group_size or GROUP, self.value_group_size)
-        k_group = min(k_group, GROUP)  # 128 speaks of values alone: their keys are dense
+        k_group = min(k_group, GROUP)  # 128 applies only to values, whose keys are dense
         return KVSpec(
             named.k_bits,  # type: ignore[arg-type]  # `Scheme` has checked them
             named.v_bits,  # type: ignore[arg-type]
@@ -47,6 +47,6 @@ class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse_kv(text: str) -> KVSpec:
-    """Return the KV settings that a scheme such as ``k8v4`` stands for; `ValueError` if none."""
+    """Return the KV settings of a scheme such as ``k8v4``; raises `ValueError` if unknown."""
     Scheme.parse(text)
     return KVText(scheme=text).spec

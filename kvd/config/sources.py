@@ -1,4 +1,4 @@
-"""What people write for a model, and what the daemon gets: it runs in another folder."""
+"""Model sources: makes folders absolute, because the daemon runs in another working folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _PATH_STARTS = ("/", "./", "../", "~")
 
 
 def absolute(text: str, base: Path | None = None) -> str:
-    """Return a folder as an absolute path; names and Hub ids as they are.
+    """Return a folder as an absolute path; names and Hub ids unchanged.
 
-    A folder is what starts like one (``/``, ``./``, ``../``, ``~``), or what holds a slash and is
-    there. So ``demo`` is always the embedded model, and ``org/name`` a Hub id unless it exists.
+    A text is a folder if it starts with ``/``, ``./``, ``../`` or ``~``, or if it contains a slash
+    and exists. So ``demo`` is always the embedded model, and ``org/name`` a Hub id unless that
+    folder exists.
     """
     path = (base or Path.cwd()) / os.path.expanduser(text)  # noqa: PTH111 - `~nobody` stays
     is_path = text in {".", ".."} or text.startswith(_PATH_STARTS)

@@ -1,8 +1,8 @@
-"""What a model would cost that is not loaded: from its files, without MLX.
+"""Estimates the memory of a model that is not loaded, from its files and without MLX.
 
-Weights are exact, from the headers of the safetensors files; so are pages of models whose layers
-attend to everything or to a window, as their config says. What the interpreter and its libraries
-take was measured once. Does not cover recurrent states.
+Weights are exact, from the headers of the safetensors files. So are pages of models with full or
+sliding-window attention, from the config. The memory of the interpreter and its libraries is a
+measured constant. Recurrent states are not covered.
 """
 
 from __future__ import annotations
@@ -22,57 +22,60 @@ from kvd.host.memory.nvidia import has_cuda_build
 from protocol import memory_bounds
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
-from protocol.pages import LayerGeometry, floors_of, schemes_of
+from protocol.pages import (
+    FIRST_ROWS,
+    SLAB_PAGES,
+    TAIL_TOKENS,
+    LayerGeometry,
+    floors_of,
+    schemes_of,
+)
 from protocol.schemes import Scheme
 from protocol.types import KVSpec
 from protocol.weights import BrokenFileError, Weights, read_header
 
 INTERPRETER_BYTES = 95 * 1024 * 1024
-"""Python, MLX, mlx-lm's libraries and what the checks at load leave (measured on Linux)."""
+"""Python, MLX, mlx-lm's libraries and what the checks at load leave behind, measured on Linux."""
 SHARED_BYTES = 39 * 1024 * 1024
-"""Of these, pages of files: on Linux each process is charged its share of them."""
+"""The part of `INTERPRETER_BYTES` that is file pages, which Linux charges to processes by share."""
 DEFAULT_CONTEXT = 4096
-SLAB_PAGES = 64
-FIRST_ROWS = 4
-TAIL_TOKENS = 128
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What decides how models are kept here."""
+    """The properties of this machine that affect a model's memory."""
 
     on_cpu: bool
     native: bool
-    """Whether workers compute with kvd's own operations."""
+    """Whether workers use kvd's own operations."""
     prefill_chunk: int
     max_rows: int
     attention_scratch: int
     plain_attention: bool = False
-    """Whether decode attention is MLX's plain operations all the same."""
+    """Whether decode attention uses MLX's operations despite ``native``."""
     sharers: int = 0
     """Other processes that use the same libraries."""
 
     @property
     def native_attention(self) -> bool:
-        """Whether attention is one of kvd's own operations."""
         return self.native and not self.plain_attention
 
     @property
     def interpreter(self) -> int:
-        """What a worker takes before its weights."""
+        """Bytes of a worker before it loads weights."""
         return INTERPRETER_BYTES - SHARED_BYTES + SHARED_BYTES // (1 + self.sharers)
 
 
-class Files:
-    """The port `actors.ports.EstimateModel` on this machine."""
+class FileEstimate:
+    """Implements `actors.ports.EstimateModel`."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
     async def __call__(self, source: str, kv: KVSpec) -> Estimate:
-        """Read a model's files in a thread."""
+        """Read and estimate a model's files in a thread."""
         return await asyncio.to_thread(self._estimate, source, kv)
 
     def _estimate(self, source: str, kv: KVSpec) -> Estimate:
@@ -81,7 +84,7 @@ class Files:
 
 
 def machine(native: str, settings: Settings, attention: str = "auto") -> Machine:
-    """Return how models are kept here; ``native`` and ``attention``: as in `kvd.config.config`."""
+    """Return this machine; ``native`` and ``attention`` as in `kvd.config.config`."""
     on_cpu = sys.platform != "darwin" and not has_cuda_build()
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     return Machine(
@@ -95,20 +98,20 @@ def machine(native: str, settings: Settings, attention: str = "auto") -> Machine
 
 
 def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
-    """Reckon what a folder's model would cost; raises `InvalidModel` for one that is none."""
+    """Estimate the model in a folder; raises `InvalidModel` if it has none."""
     config = _config(folder)
     text = config.get("text_config") or config
     itemsize = 4 if machine.on_cpu else 2
     weights = _weights(folder).in_memory(4 if machine.on_cpu else None, packed=machine.native)
     schemes = schemes_of(kv)
     kinds, tail = _kinds(text, kv, itemsize)
-    unit = next((one.charges[0] for one in kinds if one.window is None), tail)
+    unit = next((kind.charges[0] for kind in kinds if kind.window is None), tail)
     row = tail + (-(-tail // 2) if kv.prefix_cache else 0)  # with its first checkpoint
-    layers = sum(one.layers for one in kinds)
+    layers = sum(kind.layers for kind in kinds)
     parts = 0
     if not (machine.on_cpu or machine.plain_attention):
         parts = memory_bounds.parts_bytes(config, machine.max_rows, _context(text))
-    beside = (
+    overhead = (
         machine.interpreter
         + memory_bounds.freed_bytes(on_cpu=machine.on_cpu)
         + memory_bounds.LOOSE_BYTES
@@ -122,7 +125,7 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
     )
     costs = Costs(
         weights_bytes=weights,
-        base_bytes=weights + beside,
+        base_bytes=weights + overhead,
         unit_bytes=max(1, unit),
         row_bytes=row,
         first_units=SLAB_PAGES + FIRST_ROWS * -(-row // max(1, unit)),
@@ -132,42 +135,42 @@ def estimate(folder: Path, kv: KVSpec, machine: Machine) -> Estimate:
         kinds=kinds,
     )
     return Estimate(
-        costs=costs, schemes=[one.name for one in schemes], context_length=_context(text)
+        costs=costs, schemes=[scheme.name for scheme in schemes], context_length=_context(text)
     )
 
 
 def sharers(proc: Path = Path("/proc")) -> int:
-    """Return how many processes of ours have MLX's library mapped; 0 where nobody says so."""
+    """Return how many processes of this user map MLX's library; 0 without ``/proc``."""
     found = 0
     for maps in proc.glob("[0-9]*/maps"):
         try:
             found += "/libmlx" in maps.read_text("utf-8")
-        except OSError:  # gone, or somebody else's
+        except OSError:  # ended, or another user's
             continue
     return found
 
 
 def folder_of(source: str) -> Path:
-    """Return a source's folder, if it is on this machine; nothing is fetched."""
+    """Return a source's folder on this machine; nothing is downloaded."""
     if source == "demo":
-        from kvd import demo  # noqa: PLC0415 - only who asks about it needs it
+        from kvd import demo  # noqa: PLC0415 - rarely needed
 
         return demo.path()
     if source.startswith("/"):
         if not Path(source).is_dir():
             raise UnknownModel(f"there is no folder {source}", source=source)
         return Path(source)
-    if _HUB_ID.fullmatch(source) and (found := _fetched(source)) is not None:
+    if _HUB_ID.fullmatch(source) and (found := _downloaded(source)) is not None:
         return found
     raise UnknownModel(
-        f"{source!r} is no model of this machine: give a loaded one's name, demo, the path of a"
-        " folder, or a Hub id that was loaded before",
+        f"{source!r} is not a model on this machine: use the name of a loaded model, demo, the path"
+        " of a folder, or a Hub id that was loaded before",
         source=source,
     )
 
 
-def _fetched(hub_id: str) -> Path | None:
-    """Return where the Hub's client keeps the newest snapshot of a model."""
+def _downloaded(hub_id: str) -> Path | None:
+    """Return the newest snapshot of a model in the Hub client's cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     repository = cache / f"models--{hub_id.replace('/', '--')}"
@@ -206,7 +209,7 @@ def _weights(folder: Path) -> Weights:
 
 
 def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost], int]:
-    """Return the layers by kind, and the bytes of one row's tail in all of them."""
+    """Return the layers by attention kind, and the bytes of one row's tail in all of them."""
     try:
         layers = int(text["num_hidden_layers"])
         heads = int(text["num_attention_heads"])
@@ -214,8 +217,8 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
         kv_heads = int(text.get("num_key_value_heads") or heads)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise InvalidModel(
-            f"its config.json does not say how large keys and values are ({error}): load it, and"
-            " ask again"
+            f"its config.json does not contain the sizes of keys and values ({error}); load the"
+            " model first"
         ) from error
     geometry = LayerGeometry(kv_heads, dim, dim, itemsize)
     floors = floors_of(kv, layers)
@@ -239,25 +242,25 @@ def _kinds(text: dict[str, Any], kv: KVSpec, itemsize: int) -> tuple[list[KVCost
                 keep=kv.keep if window is None and kv.max_kv_size else 0,
                 layers=len(members),
                 page_bytes=tuple(map(sum, by_level)),
-                charges=tuple(sum(one) + max(one) for one in by_level),
+                charges=tuple(sum(sizes) + max(sizes) for sizes in by_level),
             )
         )
     return kinds, layers * geometry.dense_bytes(TAIL_TOKENS)
 
 
 def _schemes(kv: KVSpec) -> list[Scheme]:
-    """Return the levels of pages: those of rows that are not quantized yet come first."""
+    """Return the KV schemes by precision level, after the one of rows that are still dense."""
     return [*([Scheme(16, 16)] if kv.quantized_kv_start else []), *schemes_of(kv)]
 
 
 def _windows(text: dict[str, Any], layers: int) -> list[int | None]:
-    """Return each layer's window; None: it attends to everything. No keys, no entry."""
+    """Return the window of each layer that has keys; None means full attention."""
     window = text.get("sliding_window")
     window = window if isinstance(window, int) and window > 0 else None
     types = text.get("layer_types")
     if isinstance(types, list):
-        caches = [one for one in types if one in {"full_attention", "sliding_attention"}]
-        return [window if one == "sliding_attention" else None for one in caches]
+        kinds = [kind for kind in types if kind in {"full_attention", "sliding_attention"}]
+        return [window if kind == "sliding_attention" else None for kind in kinds]
     if window is None or text.get("use_sliding_window") is False:
         return [None] * layers
     pattern = text.get("sliding_window_pattern")

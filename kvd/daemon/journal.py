@@ -1,14 +1,14 @@
-r"""The journal on disk: requests and what was sent of them survive the daemon.
+r"""The journal on disk: requests and their sent events survive the daemon.
 
-One file of records, only ever appended to, and written anew without what nobody needs any more
-(`_compact`). A record is there when `write` returns: in the system's cache, so it outlives this
-process, and not a loss of power, which ends the clients too::
+One file of records. Records are appended; `_compact` rewrites the file without expired ones. When
+`write` returns, the record is in the system's cache. It survives this process, but not a power
+loss, which ends the clients too::
 
     kvd journal 1\n  then for each record  | length | crc32 | MessagePack ... |   big-endian
 
-Reading stops at the first record that is cut off or damaged: what a dying daemon was writing.
-Where the disk is full or the file as large as it may be, a request is no longer written down, and
-served as ever. Does not cover: what the records mean (`actors.request_journal`).
+Reading stops at the first truncated or damaged record, which a dying daemon was writing. If the
+disk is full or the file reaches its limit, further requests are served but not journaled.
+`actors.request_journal` defines the records.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from protocol.worker import RowFailed, RowFinished
 
 MAGIC = b"kvd journal 1\n"
 LEAST_DEAD_BYTES = 4 * 1024 * 1024
-"""What nobody needs may take so much before the file is written anew, or as much as the rest."""
+"""The file is compacted when its dead bytes exceed this and the live bytes."""
 _HEADER = struct.Struct(">II")
 _MAX_RECORD = 64 * 1024 * 1024
-"""Above a worker's frames; a length beyond it is damage."""
+"""Larger than any frame of a worker, so a longer record is damaged."""
 
 
-class _Whose(msgspec.Struct):
+class _RequestId(msgspec.Struct):
     rid: str
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
-_whose = msgspec.msgpack.Decoder(_Whose).decode
+_decode_rid = msgspec.msgpack.Decoder(_RequestId).decode
 
 
 class DiskJournal:
-    """`actors.request_journal.RequestJournal` in a file: make it, take what `read` finds, then `write`."""
+    """A request journal in a file. Opening it restores `saved`; then it accepts `write`."""
 
     def __init__(
         self,
@@ -62,20 +62,19 @@ class DiskJournal:
         keep_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the journal of this folder; raises `ConfigError` where that cannot be."""
+        """Open the journal in this folder; raises `ConfigError` if that fails."""
         self._path = folder / "requests"
         self._limit = limit_bytes
         self._keep_s = keep_s
         self._clock = clock
         self._log = structlog.get_logger("kvd.daemon.journal")
         self._sizes: dict[str, int] = {}
-        """Bytes of the requests that are kept."""
+        """Bytes of each kept request."""
         self._live = 0
-        """Of all these."""
+        """Sum of ``_sizes``."""
         self._ended: dict[str, float] = {}
-        """Those that are over, and since when: their clients may not have read the end."""
-        self._refused = False
-        """Whether that was said already."""
+        """End times of finished requests, whose clients may still attach to read the end."""
+        self._warned = False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -85,11 +84,10 @@ class DiskJournal:
             raise unusable(self._path, error) from error
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def write(self, record: Record) -> None:
-        """Append a record; one of a request that is not kept is dropped."""
+        """Append a record; records of requests that are not kept are ignored."""
         match record:
             case RequestReceived():
                 record = msgspec.structs.replace(record, at=self._clock())
@@ -103,7 +101,7 @@ class DiskJournal:
         frame = _frame(_encode(record))
         room = isinstance(record, RequestDropped) or self._has_room(len(frame))
         if not room or not self._append(frame):
-            self._let_go(record.rid)
+            self._stop_keeping(record.rid)
             return
         self._size += len(frame)
         if isinstance(record, RequestDropped):
@@ -114,11 +112,11 @@ class DiskJournal:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return self._size
 
-    def _let_go(self, rid: str) -> None:
-        """Keep a request no longer that has a gap."""
+    def _stop_keeping(self, rid: str) -> None:
+        """Drop a request that misses a record."""
         frame = _frame(_encode(RequestDropped(rid)))
         if rid in self._sizes and self._append(frame):
             self._size += len(frame)
@@ -129,7 +127,7 @@ class DiskJournal:
         self._ended.pop(rid, None)
 
     def _expire(self) -> None:
-        """Drop those that were over long ago."""
+        """Drop requests that finished more than ``keep_s`` ago."""
         due = self._clock() - self._keep_s
         while self._ended:
             rid, at = next(iter(self._ended.items()))
@@ -137,19 +135,19 @@ class DiskJournal:
                 return
             self._drop(rid)
 
-    # Room.
+    # Space.
 
     def _has_room(self, size: int) -> bool:
         self._expire()
         dead = self._size - self._live
         full = self._size + size > self._limit
-        # Not for little: to write it anew takes as long as it is large.
+        # Not for a few bytes, because compaction writes the whole file.
         if dead > max(LEAST_DEAD_BYTES, self._live) or (full and dead > self._limit // 8):
-            with contextlib.suppress(OSError):  # the old file is whole
+            with contextlib.suppress(OSError):  # the old file stays intact
                 self._compact()
         if self._size + size <= self._limit:
             return True
-        self._refuse(f"it has {self._size} bytes, and journal_bytes is {self._limit}")
+        self._warn(f"it has {self._size} bytes, and journal_limit is {self._limit}")
         return False
 
     def _append(self, frame: bytes) -> bool:
@@ -161,18 +159,19 @@ class DiskJournal:
             reason = error.strerror or str(error)
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, self._size)
-        self._refuse(reason)
+        self._warn(reason)
         return False
 
-    def _refuse(self, reason: str) -> None:
-        if not self._refused:
-            self._refused = True
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
             self._log.warning(
-                "requests are served and no longer kept: the journal cannot grow", reason=reason
+                "requests are served but no longer journaled: the journal cannot grow",
+                reason=reason,
             )
 
     def _compact(self) -> None:
-        """Write the file anew, without requests that nobody can come for any more."""
+        """Rewrite the file with the kept requests only."""
         sizes: dict[str, int] = {}
         fresh = self._path.with_suffix(".new")
         fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -180,7 +179,7 @@ class DiskJournal:
             with os.fdopen(os.dup(fd), "wb") as stream:
                 stream.write(MAGIC)
                 for payload in self._payloads():
-                    rid = _whose(payload).rid
+                    rid = _decode_rid(payload).rid
                     if rid in self._sizes:
                         frame = _frame(payload)
                         stream.write(frame)
@@ -193,12 +192,12 @@ class DiskJournal:
         os.close(self._fd)
         self._fd, self._sizes, self._live = fd, sizes, sum(sizes.values())
         self._size = len(MAGIC) + self._live
-        self._refused = False
+        self._warned = False
 
     # Reading.
 
     def _payloads(self) -> Iterator[bytes]:
-        """Yield the records that are whole, from the beginning."""
+        """Yield the intact records in order."""
         with os.fdopen(os.dup(self._fd), "rb") as stream:
             stream.seek(0)
             if stream.read(len(MAGIC)) != MAGIC:
@@ -213,27 +212,27 @@ class DiskJournal:
                 yield payload
 
     def _read(self) -> dict[str, SavedRequest]:
-        """Return the requests that a client may come for."""
-        there = os.fstat(self._fd).st_size
+        """Return the requests that clients may attach to."""
+        size = os.fstat(self._fd).st_size
         found: dict[str, SavedRequest] = {}
-        whole, now = len(MAGIC), self._clock()
+        intact, now = len(MAGIC), self._clock()
         for payload in self._payloads():
-            whole += _HEADER.size + len(payload)
+            intact += _HEADER.size + len(payload)
             try:
-                self._take(found, _decode(payload), now)
-            except msgspec.MsgspecError as error:  # of another version
-                self._log.warning("a record of the journal is not understood", reason=str(error))
+                self._restore(found, _decode(payload), now)
+            except msgspec.MsgspecError as error:  # written by another version
+                self._log.warning("journal record cannot be decoded", reason=str(error))
         for rid in [rid for rid, at in self._ended.items() if at + self._keep_s < now]:
             del found[rid], self._ended[rid]
-        self._size = whole
+        self._size = intact
         self._sizes = dict.fromkeys(found, 0)
-        if there > whole:
-            self._log.warning("the journal's end was damaged", lost_bytes=there - whole)
+        if size > intact:
+            self._log.warning("the journal's end is damaged", lost_bytes=size - intact)
         if found:
-            self._log.info("requests wait for their clients", count=len(found))
+            self._log.info("requests wait for their clients to attach", count=len(found))
         return found
 
-    def _take(self, found: dict[str, SavedRequest], record: Record, now: float) -> None:
+    def _restore(self, found: dict[str, SavedRequest], record: Record, now: float) -> None:
         match record:
             case RequestReceived(rid=rid, model=model, submit=submit, at=at):
                 left = None if submit.deadline_s is None else submit.deadline_s - (now - at)

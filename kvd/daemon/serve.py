@@ -1,7 +1,7 @@
 """The daemon's process: ``python -m kvd.daemon.serve OPTIONS``.
 
-`kvd serve` becomes it under the process id that it has. What reads command lines would otherwise
-stay in memory for the daemon's whole life: 10 of 45 MB.
+`kvd serve` replaces itself with it and keeps its process id. Otherwise the modules of the command
+line would stay in memory: 10 of 45 MB.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def become(options: Options) -> NoReturn:
-    """Replace this process by one that serves."""
-    # -P: the working folder must not decide what is imported.
+    """Replace this process with the daemon's."""
+    # -P: do not import modules from the working folder.
     command = [sys.executable, "-P", "-m", "kvd.daemon.serve", options.packed()]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -29,8 +29,8 @@ def become(options: Options) -> NoReturn:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until told to stop; return the exit code. Errors of ours become a line on stderr."""
-    from kvd.daemon import daemon  # noqa: PLC0415 - not in the process that becomes this one
+    """Serve until stopped; return the exit code. A `KvdError` is printed to stderr."""
+    from kvd.daemon import daemon  # noqa: PLC0415 - `become` does not need it
 
     try:
         return daemon.run(Options.unpacked(arguments[0]))

@@ -1,8 +1,7 @@
-"""Engine processes: one child per worker over a socketpair.
+"""Worker processes: starts them, and exchanges frames with them over a socketpair.
 
-Implements `actors.ports.SpawnWorker`. Knows how a worker is started, spoken to and heard; when
-and why it is started or killed is the actors' business. A child stays in our process group and
-session, so that launchd and a terminal's hang-up reach it too.
+Implements `actors.ports.SpawnWorker`. A worker stays in the daemon's process group and session, so
+that launchd and the hang-up of a terminal reach it.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from protocol.worker import Command, Report
 
 _LINE_BYTES = 8192
-"""Longer lines of a worker's output are cut into several log lines."""
+"""Longer lines of a worker's output become several log lines."""
 _BURST_LINES, _LINES_PER_S = 1000, 20
-"""Of one worker's output into the log: a whole traceback or report, and then what can be read."""
-_LAST_WORDS_S = 1.0
-"""How long after the exit we wait for the ends of socket and output; a grandchild that inherited
-them must not keep a dead worker alive for us."""
+"""Limits on one worker's output in the log: a burst for tracebacks, then a readable rate."""
+_FINAL_OUTPUT_S = 1.0
+"""Seconds after the exit to wait for the end of socket and output. A grandchild that inherited them
+could keep them open."""
 _BROKE_PROTOCOL = 76
-"""EX_PROTOCOL: the exit status we report for a worker that we killed because of a bad frame."""
+"""EX_PROTOCOL: the reported exit status of a worker that was killed because of an invalid frame."""
 
 
 class Spawner:
-    """Starts workers; one for the daemon's life."""
+    """Starts worker processes."""
 
     def __init__(
         self,
@@ -70,38 +69,40 @@ class Spawner:
         on_report: Callable[[Report], None],
         on_exit: Callable[[Exit], None],
     ) -> Worker:
-        """Start the process of the model called `name`."""
-        ours, theirs = socket.socketpair()
-        output, their_output = os.pipe()
-        with contextlib.closing(theirs), os.fdopen(their_output, "wb") as sink:
+        """Start the process of the model ``name``."""
+        daemon_end, worker_end = socket.socketpair()
+        output, worker_output = os.pipe()
+        with contextlib.closing(worker_end), os.fdopen(worker_output, "wb") as sink:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self._arguments(theirs.fileno()),
+                    *self._arguments(worker_end.fileno()),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sink,
                     stderr=sink,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(worker_end.fileno(),),
                     env=self._environment,
                 )
             except BaseException:
-                ours.close()
+                daemon_end.close()
                 os.close(output)
                 raise
-        self._oom.began()
+        self._oom.process_started()
         worker = Worker(name, process, on_report, self._oom)
-        watcher = asyncio.create_task(worker.live(ours, output, on_exit), name=f"worker {name}")
+        watcher = asyncio.create_task(
+            worker.run(daemon_end, output, on_exit), name=f"worker {name}"
+        )
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
         return worker
 
     def _arguments(self, fd: int) -> list[str]:
-        # -P: the daemon's working folder must not decide what the worker imports.
+        # -P: do not import modules from the daemon's working folder.
         arguments = [sys.executable, "-P", "-m", "kvd.worker", str(fd)]
         return [*arguments, "--engine", "fake"] if self._fake else arguments
 
 
 class Worker:
-    """One engine process, alive or dead."""
+    """One worker process, alive or dead."""
 
     def __init__(
         self,
@@ -112,64 +113,65 @@ class Worker:
     ) -> None:
         self._name = name
         self._process = process
-        self._link = _Link(on_report, self._broken)
+        self._frames = _Frames(on_report, self._on_invalid_frame)
         self._log = structlog.get_logger("kvd.worker").bind(model=name, worker_pid=process.pid)
         self._oom = oom
         self._killed = False
-        """By us."""
+        """Killed by the daemon."""
         self._status: int | None = None
 
     @property
     def pid(self) -> int:
-        """The process id, also after its death."""
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Buffer a command for the process; after its death do nothing."""
-        self._link.send(encode_frame(command))
+        """Buffer a command for the process; ignored after its death."""
+        self._frames.send(encode_frame(command))
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def live(self, ours: socket.socket, output: int, on_exit: Callable[[Exit], None]) -> None:
-        """Carry bytes until the process has exited and all that it wrote is delivered."""
+    async def run(
+        self, daemon_end: socket.socket, output: int, on_exit: Callable[[Exit], None]
+    ) -> None:
+        """Transfer frames and output until the process has exited and both have ended."""
         loop = asyncio.get_running_loop()
-        lines = _Lines(self._log.info)
+        lines = _OutputLines(self._log.info)
         pipe, _ = await loop.connect_read_pipe(lambda: lines, os.fdopen(output, "rb", 0))
-        await loop.create_unix_connection(lambda: self._link, sock=ours)
+        await loop.create_unix_connection(lambda: self._frames, sock=daemon_end)
         returncode = await self._process.wait()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_S):
-                await self._link.ended.wait()
+            async with asyncio.timeout(_FINAL_OUTPUT_S):
+                await self._frames.ended.wait()
                 await lines.ended.wait()
-        self._link.close()
+        self._frames.close()
         pipe.close()
-        starved = returncode == -signal.SIGKILL and not self._killed and self._oom.took()
-        on_exit(Exit(returncode if self._status is None else self._status, starved))
+        out_of_memory = (
+            returncode == -signal.SIGKILL and not self._killed and self._oom.killed_process()
+        )
+        on_exit(Exit(returncode if self._status is None else self._status, out_of_memory))
 
-    def _broken(self, error: RemoteProtocolError) -> None:
+    def _on_invalid_frame(self, error: RemoteProtocolError) -> None:
         self._log.error("worker broke the protocol", reason=error.message)
         self._status = _BROKE_PROTOCOL
         self.kill()
 
 
-class _Link(asyncio.Protocol):
-    """Frames over the socketpair; commands given before it is connected wait."""
+class _Frames(asyncio.Protocol):
+    """Frames over the socketpair; commands before it is connected are buffered."""
 
     def __init__(
-        self, on_report: Callable[[Report], None], on_broken: Callable[[RemoteProtocolError], None]
+        self, on_report: Callable[[Report], None], on_invalid: Callable[[RemoteProtocolError], None]
     ) -> None:
         self.ended = asyncio.Event()
         self._on_report = on_report
-        self._on_broken = on_broken
+        self._on_invalid = on_invalid
         self._decoder = FrameDecoder()
         self._early = b""
         self._transport: asyncio.Transport | None = None
@@ -190,7 +192,7 @@ class _Link(asyncio.Protocol):
             for frame in self._decoder.receive(data):
                 self._on_report(decode_report(frame))
         except RemoteProtocolError as error:
-            self._on_broken(error)
+            self._on_invalid(error)
             self.close()
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -201,8 +203,8 @@ class _Link(asyncio.Protocol):
             self._transport.abort()
 
 
-class _Lines(asyncio.Protocol):
-    """What a worker prints, line by line into the log; not so much that all else is lost there."""
+class _OutputLines(asyncio.Protocol):
+    """Logs a worker's output line by line, at a limited rate."""
 
     def __init__(
         self, log: Callable[..., object], clock: Callable[[], float] = time.monotonic
@@ -211,8 +213,8 @@ class _Lines(asyncio.Protocol):
         self._log = log
         self._rest = b""
         self._clock = clock
-        self._room, self._since = float(_BURST_LINES), clock()
-        self._left_out = 0
+        self._allowed, self._since = float(_BURST_LINES), clock()
+        self._omitted = 0
 
     def data_received(self, data: bytes) -> None:
         # Progress bars end their lines with a carriage return.
@@ -221,28 +223,27 @@ class _Lines(asyncio.Protocol):
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
-            self._say(line)
+            self._log_line(line)
 
     def connection_lost(self, _: Exception | None) -> None:
-        self._say(self._rest)
-        self._own_up()
+        self._log_line(self._rest)
+        self._log_omitted()
         self.ended.set()
 
-    def _say(self, line: bytes) -> None:
+    def _log_line(self, line: bytes) -> None:
         if not (text := line.decode("utf-8", "replace").rstrip()):
             return
         now = self._clock()
-        self._room = min(_BURST_LINES, self._room + _LINES_PER_S * (now - self._since))
+        self._allowed = min(_BURST_LINES, self._allowed + _LINES_PER_S * (now - self._since))
         self._since = now
-        if self._room < 1:
-            self._left_out += 1
+        if self._allowed < 1:
+            self._omitted += 1
             return
-        self._room -= 1
-        self._own_up()
-        self._log("worker says", line=text)
+        self._allowed -= 1
+        self._log_omitted()
+        self._log("worker output", line=text)
 
-    def _own_up(self) -> None:
-        """Say what was left out, once there is room again."""
-        if self._left_out:
-            self._log("worker says too much", lines_left_out=self._left_out)
-            self._left_out = 0
+    def _log_omitted(self) -> None:
+        if self._omitted:
+            self._log("worker output omitted", lines=self._omitted)
+            self._omitted = 0

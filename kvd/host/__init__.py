@@ -1,1 +1,1 @@
-"""What the operating system provides: sockets, logs, files, memory readings, exit codes."""
+"""The operating system: sockets, logs, files, memory readings and exit codes."""

@@ -1,7 +1,7 @@
-"""Which BLAS library workers preload on Linux.
+"""The BLAS library that workers preload on Linux.
 
-MLX's CPU wheel carries reference BLAS; OpenBLAS in its place is 6 to 80 times faster for what a
-model does, so a worker that computes on the CPU starts with it when the machine has it.
+MLX's CPU wheel contains reference BLAS. OpenBLAS is 6 to 80 times faster for the products of a
+model, so workers that compute on the CPU preload it if it is installed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ _FOLDERS = (
 
 
 def choose(setting: str) -> Path | None:
-    """Return the library for the setting ``auto``, ``off`` or a path; None preloads nothing."""
+    """Return the library to preload for ``auto``, ``off`` or a path; None for no preload."""
     if setting == "off" or sys.platform != "linux":
         return None
     if setting != "auto":
         path = Path(setting).expanduser()
         if not path.is_file():
-            raise ConfigError(f"blas: no library at {path}; use auto, off or a path", key="blas")
+            raise ConfigError(
+                f"blas: no library at {path}; set auto, off or an existing path", key="blas"
+            )
         return path
-    if nvidia.total_memory() is not None:  # the device computes
+    if nvidia.total_memory() is not None:  # workers compute on the device
         return None
     return find()
 
 
 def find(root: Path = Path("/")) -> Path | None:
-    """Return the machine's OpenBLAS, the first in the order of the folders above."""
+    """Return the machine's OpenBLAS, searching the folders in their order."""
     for folder in _FOLDERS:
         for path in sorted(root.glob(f"{folder}/{_NAME}")):
             return path

@@ -1,6 +1,6 @@
-"""The exit codes of `kvd` and `kvctl`, and which error gives which.
+"""The exit codes of `kvd` and `kvctl`, and their errors.
 
-Scripts rely on them: numbers are never reused for another meaning.
+Scripts rely on the numbers, so none is ever reused for another meaning.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from protocol.errors import (
 
 
 class Exit(enum.IntEnum):
-    """What a command says by its end."""
+    """Exit codes."""
 
     OK = 0
     FAILED = 1
-    """Anything that is not below, such as a model that does not fit; the message says what."""
+    """All other errors, such as a model that does not fit."""
     USAGE = 2
-    """The command line is wrong."""
+    """The command line is invalid."""
     NOT_RUNNING = 3
     """No daemon answers on the socket."""
     ALREADY_RUNNING = 4
-    """Another daemon holds the home."""
+    """Another daemon uses the home."""
     CONFIG = 5
-    """The configuration or the home is wrong."""
+    """The configuration or the home is invalid."""
     REFUSED = 6
-    """The request asks for what cannot be: no such model, a prompt too long."""
+    """The request is invalid, such as an unknown model or a prompt that is too long."""
     RETRY = 7
-    """It may work as it is in a moment: the worker died, the daemon drains, too much waits."""
+    """A retry may succeed: the worker died, the daemon drains, or the queue is full."""
     INTERRUPTED = 130
     """Ctrl-C."""
     PIPE = 141
-    """Whoever read our output has hung up."""
+    """The reader of the output closed the pipe."""
     TERMINATED = 143
     """SIGTERM."""
 

@@ -1,7 +1,7 @@
-"""How many files this process may have open: each connection is one, and each worker.
+"""The limit on open files; each connection and each worker needs one.
 
-Systems start a process with a soft limit of 256 (macOS) or 1024 (Linux) for the sake of programs
-that are older than `poll`, and leave it to those that need more to ask for it.
+The default soft limit is 256 (macOS) or 1024 (Linux), for programs that use `select`. Programs that
+need more raise it themselves.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ WANTED = 8192
 
 
 def raise_limit() -> None:
-    """Ask for as many as we may need, as far as the system lets us."""
+    """Raise the soft limit to `WANTED`, or as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has a second limit
+        with contextlib.suppress(OSError, ValueError):  # macOS has a second, lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def limit() -> int:
-    """Return how many there may be now."""
+    """Return the current soft limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return WANTED if soft == resource.RLIM_INFINITY else soft

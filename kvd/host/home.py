@@ -1,7 +1,6 @@
-"""Where kvd keeps its things: one folder, private to its user.
+"""The daemon's home: its paths, its mode, and the limit on socket paths.
 
-Covers the paths, the folder's mode and the limit on socket paths. Does not open, lock or
-listen: that is `kvd.host.listen`.
+`kvd.host.listen` locks the home and opens its sockets.
 """
 
 from __future__ import annotations
@@ -17,76 +16,75 @@ from pathlib import Path
 from protocol.errors import ConfigError
 
 SOCKET_PATH_LIMIT = 103 if sys.platform == "darwin" else 107
-"""Bytes in `sun_path`, less the closing zero: 104 on macOS, 108 on Linux."""
+"""Size of `sun_path` without the final zero byte: 104 on macOS, 108 on Linux."""
 
 
 _OURS = {
     "kvd.sock", "http.sock", "kvd.lock", "config.toml", "logs", "cache", "models", "calibration",
     "chat_history", "journal", "swap", ".DS_Store",
 }  # fmt: skip
-"""What may lie in a home before its first start: `config.toml` and `models` are the user's."""
+"""Names that may exist in a home before the first start, such as the user's `config.toml`."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """The folder and the places in it."""
+    """The home folder and the paths in it."""
 
     root: Path
 
     @property
     def socket(self) -> Path:
-        """The Unix socket, mode 0600."""
+        """The Unix socket of the protocol, mode 0600."""
         return self.root / "kvd.sock"
 
     @property
     def http_socket(self) -> Path:
-        """The same for HTTP."""
+        """The Unix socket of HTTP, mode 0600."""
         return self.root / "http.sock"
 
     @property
     def lock(self) -> Path:
-        """The file that the daemon holds locked for life."""
+        """The file that the daemon keeps locked while it runs."""
         return self.root / "kvd.lock"
 
     @property
     def config(self) -> Path:
-        """The configuration, if there is one."""
         return self.root / "config.toml"
 
     @property
     def logs(self) -> Path:
-        """The folder of `kvd.log` and its older generations."""
+        """The folder of `kvd.log` and its rotated files."""
         return self.root / "logs"
 
     @property
     def cache(self) -> Path:
-        """The folder of everything that may be deleted while no daemon runs."""
+        """Files that may be deleted while no daemon runs."""
         return self.root / "cache"
 
     @property
     def journal(self) -> Path:
-        """The folder of requests that outlive the daemon, with ``journal = "disk"``."""
+        """The folder of the journal, with ``journal = "disk"``."""
         return self.root / "journal"
 
     @property
     def chat_history(self) -> Path:
-        """What was typed in `kvctl chat`."""
+        """The input history of `kvctl chat`."""
         return self.root / "chat_history"
 
     @property
     def swap(self) -> Path:
-        """The folder of rows that gave their memory back, a folder a model; workers clear it."""
+        """The folder of swapped-out rows, with a folder per model that its worker clears."""
         return self.root / "swap"
 
     @property
     def calibration(self) -> Path:
-        """The folder of what `kvctl calibrate` has found, a file a model."""
+        """The results of `kvctl calibrate`, one file per model."""
         return self.root / "calibration"
 
     def create(self) -> None:
-        """Make the folders, private to the user; an existing home of ours is made private.
+        """Create the folders, private to the user; an existing home is made private.
 
-        A folder that is there and is no home of kvd stays as it is: `ConfigError`.
+        Raises `ConfigError` for an existing folder that is not a home of kvd, without changing it.
         """
         try:
             self._check_root()
@@ -98,7 +96,7 @@ class Home:
             raise unusable(self.root, error) from error
 
     def _check_root(self) -> None:
-        """Refuse a folder of somebody else's, or one that holds something else."""
+        """Refuse a folder of another user, or one with other content."""
         if not self.root.exists():
             return
         found = self.root.stat()
@@ -107,40 +105,40 @@ class Home:
         if found.st_uid != os.geteuid():
             raise ConfigError(
                 f"{self.root} belongs to another user (uid {found.st_uid}); "
-                "give kvd a folder of your own with KVD_HOME or --home",
+                "choose a folder of your own with KVD_HOME or --home",
                 key="home",
             )
         strange = sorted({entry.name for entry in self.root.iterdir()} - _OURS)
         if strange and not self.lock.exists():
             raise ConfigError(
-                f"{self.root} holds other things ({strange[0]}) and was never a home of kvd; give "
-                "a new or an empty folder with KVD_HOME or --home, or, if it is to be this one, "
+                f"{self.root} contains other files ({strange[0]}) and is not a home of kvd; choose "
+                "a new or empty folder with KVD_HOME or --home, or make this one a home with "
                 f"`touch {shlex.quote(str(self.lock))}`",
                 key="home",
             )
 
 
 def locate(explicit: str | os.PathLike[str] | None = None) -> Home:
-    """Return the home: what the caller says, else ``KVD_HOME``, else ``~/.kvd``."""
+    """Return the home: ``explicit``, else ``KVD_HOME``, else ``~/.kvd``."""
     chosen = explicit or os.environ.get("KVD_HOME") or "~/.kvd"
-    # os.path keeps symlinks, and leaves `~nobody` as it is.
+    # os.path keeps symlinks, and leaves the names of unknown users unchanged.
     return Home(Path(os.path.abspath(os.path.expanduser(chosen))))  # noqa: PTH100, PTH111
 
 
 def unusable(path: Path, error: OSError) -> ConfigError:
-    """Return the error for a part of the home that the system does not let us use."""
+    """Return the error for an inaccessible part of the home."""
     return ConfigError(
         f"cannot use {path}: {error.strerror or error}; set KVD_HOME or --home", key="home"
     )
 
 
 def check_socket_path(path: Path) -> Path:
-    """Return the path, or say that the system cannot bind or connect to one so long."""
+    """Return the path; raises `ConfigError` if it is too long for a Unix socket."""
     size = len(os.fsencode(path))
     if size > SOCKET_PATH_LIMIT:
         raise ConfigError(
-            f"the socket's path has {size} bytes, and this system allows {SOCKET_PATH_LIMIT}: "
-            f"{path}; choose a shorter KVD_HOME",
+            f"the socket's path has {size} bytes, but this system allows only "
+            f"{SOCKET_PATH_LIMIT}: {path}; choose a shorter KVD_HOME",
             key="home",
         )
     return path

@@ -1,7 +1,7 @@
-"""The Unix socket: lock, bind, accept, and bytes between a client and its `Connection`.
+"""The Unix socket: lock, bind, accept, and transfer bytes between clients and the actors.
 
-The lock comes first and is held for life: binding alone would silently take a live daemon's
-socket away. Knows nothing of messages, except for the one that turns another user away.
+The lock is taken first and held while the daemon runs, because binding alone would silently replace
+a live daemon's socket.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from kvd.host.home import Home
 
 BACKLOG = 512
-"""Clients that may come at once: asyncio takes a connect that finds no room for one that worked."""
-_FAREWELL_S = 0.5
-"""How long the answers to a client may take that has said its last word (`nc -N`)."""
+"""Connections that may wait for accept. asyncio treats a connect to a full queue as successful."""
+_HALF_CLOSED_S = 0.5
+"""Seconds to answer a client that has closed its writing side (`nc -N`)."""
 _LINGER_S = 2.0
-"""How long a connection that we end may take to read its last lines."""
+"""Seconds for a client to read the last lines after the daemon closes the connection."""
 
 
 @contextlib.contextmanager
 def hold_lock(home: Home) -> Iterator[None]:
-    """Hold the home for this process, or raise `AlreadyRunning` with the holder's pid."""
+    """Lock the home for this process, or raise `AlreadyRunning` with the holder's pid."""
     try:
         fd = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -53,7 +53,7 @@ def hold_lock(home: Home) -> Iterator[None]:
             holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
             raise AlreadyRunning(
                 f"a daemon (pid {holder}) already serves {home.root}; stop it with "
-                "`kvctl shutdown`, or give this one another home with --home",
+                "`kvctl shutdown`, or choose another home with --home",
                 pid=holder,
             ) from None
         os.ftruncate(fd, 0)
@@ -64,32 +64,32 @@ def hold_lock(home: Home) -> Iterator[None]:
 
 
 def holder(home: Home) -> int | None:
-    """Return who holds the home, None if nobody does."""
+    """Return the pid of the process that holds the lock (0 if unknown), or None."""
     try:
         with home.lock.open("rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                said = lock.read(32).strip()
-                return int(said) if said.isdigit() else 0
+                pid = lock.read(32).strip()
+                return int(pid) if pid.isdigit() else 0
     except OSError:
         pass
     return None
 
 
 def bind(path: Path) -> socket.socket:
-    """Return a listening socket, mode 0600. The caller holds the home's lock.
+    """Return a listening socket with mode 0600. The caller holds the home's lock.
 
-    A socket that lies there is therefore a dead daemon's, or the service manager's own.
+    An existing socket therefore belongs to a dead daemon, or to the service manager.
     """
     check_socket_path(path)
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"{path} is in the way and no socket; move it", key="home")
+            raise ConfigError(f"{path} exists and is not a socket; move it away", key="home")
         if _is_open(path):
             raise ConfigError(
-                f"somebody listens on {path} already: the service manager, if this home has a "
-                "service; then `kvctl service stop` comes first",
+                f"another process listens on {path}, such as the service manager of this home; "
+                "run `kvctl service stop` first",
                 key="home",
             )
         path.unlink()
@@ -108,9 +108,10 @@ def bind(path: Path) -> socket.socket:
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether anybody has this socket open, without waking who waits for its clients.
+    """Return whether a process has this socket open, without activating its service.
 
-    A connect of another kind never arrives; whether nobody is there is looked at before the kind.
+    A connect with another socket type never arrives. The kernel checks for a listener before it
+    checks the type.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         try:
@@ -121,42 +122,42 @@ def _is_open(path: Path) -> bool:
 
 
 def peer_uid(peer: socket.socket) -> int:
-    """Return the user on the other end, as the kernel knows it; `ConnectionError`: nobody is there.
+    """Return the peer's user id from the kernel.
 
-    Linux remembers who it was.
+    Raises `ConnectionError` on macOS if the peer has disconnected; Linux still returns the id.
     """
     if sys.platform == "darwin":
         # struct xucred: version, uid, count of groups and 16 groups; LOCAL_PEERCRED of SOL_LOCAL.
         try:
             credentials = peer.getsockopt(0, 1, 76)
         except OSError as error:  # ENOTCONN
-            raise ConnectionResetError("the client is gone") from error
+            raise ConnectionResetError("the client has disconnected") from error
         return int(struct.unpack_from("II", credentials)[1])
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])
 
 
 def is_ours(uid: int) -> bool:
-    """Return whether this user may talk to the daemon; root could become us anyway."""
+    """Return whether this user may use the daemon; root could become the user anyway."""
     return uid in {os.geteuid(), 0}
 
 
 def hung_up(peer: socket.socket) -> bool:
-    """Return whether the other end is closed for good, and not just for writing."""
+    """Return whether the peer has closed the connection, not only its writing side."""
     poll = select.poll()
     poll.register(peer.fileno(), 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))
 
 
-class Conversation(Protocol):
-    """What `actors.system.Connection` is to a socket."""
+class Connection(Protocol):
+    """A client's connection to the actors: `actors.system.Connection`."""
 
     def receive(self, data: bytes) -> None:
-        """Take bytes that the client sent."""
+        """Handle bytes from the client."""
         ...
 
     def closed(self) -> None:
-        """Take note that the client is gone."""
+        """Handle the client's disconnect."""
         ...
 
 
@@ -169,20 +170,18 @@ class Connect(Protocol):
         write: Callable[[bytes], None],
         close: Callable[[], None],
         backlog: Callable[[], int],
-    ) -> Conversation:
-        """Take a new client."""
-        ...
+    ) -> Connection: ...
 
 
 async def serve(listener: socket.socket, connect: Connect) -> asyncio.Server:
-    """Accept clients until the server is closed."""
-    return await accept(listener, lambda: ClientPort(connect))
+    """Accept clients of the protocol until the server is closed."""
+    return await accept(listener, lambda: ClientProtocol(connect))
 
 
 async def accept(
     listener: socket.socket, connected: Callable[[], asyncio.BaseProtocol]
 ) -> asyncio.Server:
-    """Accept connections; the path of a Unix socket stays: it may be the service manager's."""
+    """Accept connections. Closing keeps the socket's path, which may be the service manager's."""
     loop = asyncio.get_running_loop()
     if listener.family != socket.AF_UNIX:
         return await loop.create_server(connected, sock=listener, backlog=BACKLOG)
@@ -195,18 +194,17 @@ async def accept(
     return server
 
 
-class ClientPort(asyncio.Protocol):
-    """One client's socket."""
+class ClientProtocol(asyncio.Protocol):
+    """One client of the protocol."""
 
     def __init__(self, connect: Connect, uid_of: Callable[[socket.socket], int] = peer_uid) -> None:
         self._connect = connect
         self._uid_of = uid_of
-        self._conversation: Conversation | None = None
+        self._connection: Connection | None = None
         self._closing = False
-        self._cut: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Check who it is, and hand the client to the actors."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         try:
@@ -215,52 +213,52 @@ class ClientPort(asyncio.Protocol):
             transport.abort()
             return
         if is_ours(uid):
-            self._conversation = self._connect(
+            self._connection = self._connect(
                 write=self.write, close=self.close, backlog=transport.get_write_buffer_size
             )
             return
-        structlog.get_logger("kvd.host.listen").warning("another user was refused", uid=uid)
+        structlog.get_logger("kvd.host.listen").warning(
+            "refused a connection of another user", uid=uid
+        )
         refusal = PermissionDenied("this daemon serves another user", uid=uid)
         self.write(encode_line(Error(id="", error=refusal.info())))
         self.close()
 
     def data_received(self, data: bytes) -> None:
-        """Pass bytes on; those after the end are read and dropped, so that it can be seen."""
-        if self._conversation is not None and not self._closing:
-            self._conversation.receive(data)
+        """Pass bytes to the actors; after `close`, read and drop them to notice the disconnect."""
+        if self._connection is not None and not self._closing:
+            self._connection.receive(data)
 
     def eof_received(self) -> bool:
-        """Stay for a moment if the client still reads; what it waits for may be on its way."""
+        """Keep a half-closed connection for a moment, so that its answers are sent."""
         if self._closing or hung_up(self._transport.get_extra_info("socket")):
             return False
         loop = asyncio.get_running_loop()
-        self._cut = loop.call_later(_FAREWELL_S, self._part)
+        self._timer = loop.call_later(_HALF_CLOSED_S, self._close_half_closed)
         return True
 
-    def _part(self) -> None:
-        """End a connection whose client writes no more; it may not read either."""
+    def _close_half_closed(self) -> None:
+        """Close the connection; abort it later if the client does not read."""
         self._transport.close()
         loop = asyncio.get_running_loop()
-        self._cut = loop.call_later(_LINGER_S, self._transport.abort)
+        self._timer = loop.call_later(_LINGER_S, self._transport.abort)
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Tell the actors; also after an end of ours."""
-        if self._cut is not None:
-            self._cut.cancel()
-        if self._conversation is not None:
-            self._conversation.closed()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._connection is not None:
+            self._connection.closed()
 
     def write(self, data: bytes) -> None:
-        """Buffer bytes for the client."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:
-        """End the connection once the client has read what is buffered, or after a while."""
+        """Close the connection after the client has read all buffered bytes, or `_LINGER_S`."""
         if self._closing or self._transport.is_closing():
             return
         self._closing = True
-        # Closing at once would reset a client that is still sending, and lose our last words.
+        # Closing at once would reset a client that still sends, and lose the buffered bytes.
         self._transport.write_eof()
         loop = asyncio.get_running_loop()
-        self._cut = loop.call_later(_LINGER_S, self._transport.abort)
+        self._timer = loop.call_later(_LINGER_S, self._transport.abort)

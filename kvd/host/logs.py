@@ -1,7 +1,7 @@
-"""Logging: structlog in front, the standard library behind.
+"""Logging: structlog over the standard library, including messages of libraries.
 
-To a person (a terminal on stderr) in colour, to anything else as JSON lines; and always as JSON
-lines into a rotating file of the home. What the libraries log passes through the same two.
+Logs go to stderr, in colour on a terminal and else as JSON lines, and as JSON lines to a rotating
+file in the home.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from structlog.typing import EventDict
 
 FILE_BYTES = 8 * 1024 * 1024
-"""Of one generation; launchd's own files never rotate, so the daemon does it itself."""
+"""Size at which the log rotates. The daemon rotates it because launchd does not."""
 FILES_KEPT = 5
 
 
-def setup(folder: Path | None, level: str = "info", *, aloud: bool = True) -> None:
-    """Send logs to stderr, and to `kvd.log` in this folder unless it is None.
-
-    Not `aloud`: to the file alone.
-    """
+def setup(folder: Path | None, level: str = "info", *, to_stderr: bool = True) -> None:
+    """Log to stderr, and to `kvd.log` in this folder unless it is None."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -42,9 +39,9 @@ def setup(folder: Path | None, level: str = "info", *, aloud: bool = True) -> No
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     handlers: list[logging.Handler] = []
-    if aloud:
+    if to_stderr:
         console = logging.StreamHandler(sys.stderr)
-        console.setFormatter(_formatter(shared, _person() if sys.stderr.isatty() else _machine()))
+        console.setFormatter(_formatter(shared, _console() if sys.stderr.isatty() else _json()))
         handlers.append(console)
     if folder is not None:
         path = folder / "kvd.log"
@@ -54,7 +51,7 @@ def setup(folder: Path | None, level: str = "info", *, aloud: bool = True) -> No
             )
         except OSError as error:
             raise unusable(path, error) from error
-        file.setFormatter(_formatter(shared, _machine()))
+        file.setFormatter(_formatter(shared, _json()))
         handlers.append(file)
     logging.basicConfig(level=level.upper(), handlers=handlers, force=True)
     structlog.configure(
@@ -69,38 +66,37 @@ def setup(folder: Path | None, level: str = "info", *, aloud: bool = True) -> No
     )
 
 
-def bound(fd: int, most: int = FILE_BYTES) -> None:
-    """Empty the file behind a descriptor, if there is one and it has grown beyond `most`.
+def truncate_if_large(fd: int, limit: int = FILE_BYTES) -> None:
+    """Empty the file behind a descriptor if it is a regular file larger than the limit.
 
-    For the file that launchd gives us as stderr, which nobody else keeps small.
+    For the file that launchd opens as stderr and never rotates.
     """
     with contextlib.suppress(OSError):
         found = os.fstat(fd)
-        if stat.S_ISREG(found.st_mode) and found.st_size > most:
+        if stat.S_ISREG(found.st_mode) and found.st_size > limit:
             os.ftruncate(fd, 0)
-            # Or the next line would stand behind a hole of the old size.
+            # Without O_APPEND, the next line would follow a hole of the old size.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
 
 
 def set_level(level: str) -> None:
-    """Log from this level on, from now on."""
     logging.getLogger().setLevel(level.upper())
 
 
-def _person() -> list[Any]:
+def _console() -> list[Any]:
     colours = "NO_COLOR" not in os.environ
-    # The default shows what variables hold: prompts, and who asks with which key.
+    # The default formatter shows the values of variables, such as prompts and API keys.
     plain = structlog.dev.plain_traceback
     return [_brief, structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=plain)]
 
 
 def _brief(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Leave out what a person at a terminal need not read."""
+    """Shorten the timestamp, and drop fields without a value."""
     event["timestamp"] = datetime.now().astimezone().strftime("%H:%M:%S")
     return {key: value for key, value in event.items() if value is not None}
 
 
-def _machine() -> list[Any]:
+def _json() -> list[Any]:
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 
 

@@ -1,6 +1,6 @@
-"""What people write and read, and the values behind it: byte counts and durations.
+"""Byte counts and durations as text.
 
-Raises `ValueError` with a text for people; callers say which option or key it was.
+Errors are `ValueError` with a message for users; callers add the option or key.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _FACTORS = {
     "TIB": 2**40,
 }
 MAX_BYTES = 2**63 - 1
-"""More fits no message, and no machine."""
+"""The protocol's limit for integers."""
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that ``8GiB``, ``500 MB`` or ``1073741824`` stand for."""
+    """Parse sizes such as ``8GiB``, ``500 MB`` or ``1073741824``."""
     found = _BYTES.fullmatch(text)
     factor = _FACTORS.get(found[2].upper()) if found else None
     if found is None or factor is None:
-        raise ValueError(f"{text!r} is no size; write it like 8GiB, 500MB or 1073741824")
+        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
     count = float(found[1]) * factor
     if not 1 <= count <= MAX_BYTES:
         raise ValueError(f"{text[:40]!r} is out of range; sizes are 1 byte to 8 million TiB")

@@ -75,7 +75,10 @@ def test_options_become_settings(asked, options: str, spec: KVSpec):
     [
         ("--kv k7v8", "--kv 'k7v8' is no KV scheme: key bits must be one of"),
         ("--kv-group-size 16", "--kv-group-size must be one of 32, 64, not 16"),
-        ("--kv k4v4g32 --kv-group-size 64", "--kv-group-size is said by k4v4g32 too; say it once"),
+        (
+            "--kv k4v4g32 --kv-group-size 64",
+            "--kv-group-size the scheme k4v4g32 sets it too; set it once",
+        ),
         ("--kv-value-group-size 16", "--kv-value-group-size must be one of 32, 64, 128"),
         ("--kv-schemes k4v4,k8v8", "--kv-schemes must go down"),
         ("--kv-schemes ,", "--kv-schemes must hold KV schemes"),

@@ -104,7 +104,7 @@ def kv(settings: str) -> str:
         (kv("scheme = 'k7v8'"), "models[0].kv.scheme", "key bits must be one of 2, 3, 4, 5, 6, 8"),
         (kv("schem = 'k8v8'"), "models[0].kv.schem", "did you mean scheme?"),
         (kv("group_size = 16"), "models[0].kv.group_size", "must be one of 32, 64, not 16"),
-        (kv("scheme = 'k4v4g32', group_size = 64"), "models[0].kv.group_size", "say it once"),
+        (kv("scheme = 'k4v4g32', group_size = 64"), "models[0].kv.group_size", "set it once"),
         (kv("schemes = ['k4v4', 'k8v4']"), "models[0].kv.schemes", "must go down"),
         (kv("floors = {x = 'k8v8'}"), "models[0].kv.floors", "must be a whole number, not a text"),
         (kv("max_kv_size = 100"), "models[0].kv.max_kv_size", "must be at least 256"),

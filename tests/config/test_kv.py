@@ -36,7 +36,9 @@ def test_groups_are_said_by_the_name_or_beside_it():
     assert KVText(scheme="k4v4", value_group_size=128).spec.name == "k4g64v4g128"
     assert KVText(scheme="k16v16", group_size=32).spec.scheme_of("k8v8").name == "k8v8g32"
     for said in ({"group_size": 64}, {"group_size": 32}, {"value_group_size": 32}):
-        with pytest.raises(ValueError, match="group_size: is said by k4v4g32 too; say it once"):
+        with pytest.raises(
+            ValueError, match="group_size: the scheme k4v4g32 sets it too; set it once"
+        ):
             KVText(scheme="k4v4g32", **said)
 
 

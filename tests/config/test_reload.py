@@ -46,12 +46,12 @@ class Reloading:
             parse(text),
             self.running,
             default_budget=lambda: DEFAULT,
-            bring=lambda entry: self.brought.append(entry.source),
+            load=lambda entry: self.brought.append(entry.source),
         )
 
     async def take(self, text: str) -> list[Change]:
-        async with self.reloader.turn:
-            return await self.reloader.take(parse(text))
+        async with self.reloader.lock:
+            return await self.reloader.apply(parse(text))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ async def test_the_command_line_wins_also_later(home: Home):
         ("attention", "command_line"),
     ]
     assert it.running.said == []
-    assert it.reloader.waiting == ()
+    assert it.reloader.pending == ()
 
 
 async def test_the_log_level_holds_at_once(home: Home):
@@ -97,11 +97,11 @@ async def test_what_needs_a_restart_waits_until_it_is_taken_back(home: Home):
     wanted = "max_rows = 4\ndrain_timeout_s = 5.0"
     for _ in range(2):  # a second reload says it again
         assert Change("max_rows", 32, 4, "start") in await it.take(wanted)
-        assert it.reloader.waiting == ("max_rows",)
+        assert it.reloader.pending == ("max_rows",)
     assert it.reloader.settings.max_rows == 32
     assert it.reloader.settings.drain_timeout_s == 5.0
     await it.take("drain_timeout_s = 5.0")
-    assert it.reloader.waiting == ()
+    assert it.reloader.pending == ()
 
 
 async def test_of_a_model_only_what_changed_is_said(home: Home):
@@ -140,11 +140,11 @@ async def test_how_a_loaded_model_is_loaded_waits_for_its_unload(home: Home):
         changes = await it.take(wanted)
         assert Change("models[demo].kv", "k8v8", "k8v4", "unload") in changes
         assert (Change("models[demo].priority", 0, 3) in changes) is once
-        assert it.reloader.waiting == ("models[demo].kv",)
+        assert it.reloader.pending == ("models[demo].kv",)
     it.running.loaded = set()
     assert await it.take(wanted) == [Change("models[demo].kv", "k8v8", "k8v4")]
     assert it.brought == ["demo"]
-    assert it.reloader.waiting == ()
+    assert it.reloader.pending == ()
 
 
 async def test_a_name_that_another_model_has_is_found_again(home: Home):
@@ -173,7 +173,7 @@ async def test_a_wrong_file_is_refused_as_a_whole(home: Home, text, monkeypatch)
 async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(home: Home):
     admitted = []
     it = Reloading(home)
-    it.reloader._admit = admitted.append
+    it.reloader._apply_http = admitted.append
     key = "sha256:" + "0" * 64
     changes = await it.take(f'[http]\nport = 1\norigins = ["https://a.example"]\nkeys.me = "{key}"')
 
@@ -184,7 +184,7 @@ async def test_who_may_use_http_changes_at_once_and_where_it_listens_does_not(ho
     ]
     assert [http.keys for http in admitted] == [{"me": key}]
     assert it.reloader.settings.http == admitted[0]
-    assert it.reloader.waiting == ("http.port",)
+    assert it.reloader.pending == ("http.port",)
     assert await it.take(f'[http]\norigins = ["https://a.example"]\nkeys.me = "{key}"') == []
 
 
@@ -193,7 +193,7 @@ async def test_a_guard_that_lets_in_too_many_changes_nothing(home: Home):
         raise ConfigError("no key", key="http.keys")
 
     it = Reloading(home, "log_level = 'info'")
-    it.reloader._admit = refuses
+    it.reloader._apply_http = refuses
     with pytest.raises(ConfigError, match="no key"):
         await it.take("log_level = 'debug'\n[http]\nhosts = ['a']")
     assert it.reloader.settings == parse("log_level = 'info'")

@@ -15,7 +15,7 @@ from kvd.cli.config_file import edited_text
 from kvd.config.config import Config, load, parse
 from kvd.config.options import Options
 from kvd.config.reload import Reloader
-from kvd.config.settings import LiveSettings, flat, said_in, table, with_value
+from kvd.config.settings import LiveSettings, flat, keys_in, table, with_value
 from kvd.host.home import Home
 from protocol.errors import ConfigError
 
@@ -65,7 +65,7 @@ class Live:
         given = Options(home, **options)
         self.running = running or Running()
         self.reloader = Reloader(
-            given, load(home.config), self.running, default_budget=lambda: 7, bring=lambda _: None
+            given, load(home.config), self.running, default_budget=lambda: 7, load=lambda _: None
         )
         self.settings = LiveSettings(given, self.reloader, self.running, lambda: 7)
 
@@ -196,7 +196,7 @@ async def test_a_model_of_the_file_is_changed_alone(home: Home):
         ({"budgets": 1}, "no setting 'budgets'"),
         ({"decode_s": 1}, "did you mean watchdog.decode_s"),
         ({"watchdog": {}}, "did you mean watchdog.spawning_s"),
-        ({"models[x].priority": 1}, "no model 'x' is in the configuration"),
+        ({"models[x].priority": 1}, "the configuration has no model 'x'"),
         ({"models[q].sauce": 1}, "no setting"),
         ({"budget": "much"}, "budget"),
         ({"log_level": "debug", "max_rows": 0}, "max_rows"),
@@ -251,12 +251,12 @@ def test_an_edited_file_says_it_and_keeps_all_else(home: Home, key, value):
     home.config.write_text(TEXT)
     text = edited_text(home.config, key, value)
     assert flat(parse(text)) == flat(with_value(parse(TEXT), key, value))
-    assert key in said_in(text)
+    assert key in keys_in(text)
     for comment in ("# mine", "# half of it"):
         assert comment in text
     home.config.write_text(text)
-    assert said_in(edited_text(home.config, key, None)) == said_in(text) - {key}
-    assert said_in(text) == said_in(TEXT) | {key}
+    assert keys_in(edited_text(home.config, key, None)) == keys_in(text) - {key}
+    assert keys_in(text) == keys_in(TEXT) | {key}
 
 
 def test_a_file_that_is_not_there_is_made_and_a_broken_one_stays(home: Home):

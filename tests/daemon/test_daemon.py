@@ -11,7 +11,8 @@ from actors.ports import Notice
 from kvd.config.config import Config, parse
 from kvd.config.http import HttpSettings
 from kvd.config.options import Options
-from kvd.daemon.daemon import Daemon, Start, _notify, welcome
+from kvd.daemon.daemon import Daemon, ModelToLoad, _notify
+from kvd.daemon.welcome import welcome
 from kvd.host.home import Home
 from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
@@ -29,12 +30,12 @@ def test_models_of_the_configuration_are_relative_to_the_home(home: Home, monkey
     text = (
         'models = ["demo", "org/name", "~/x", "./y", {source = "../z", alias = "z", kv = "k8v4"}]'
     )
-    assert daemon(home, parse(text))._starts() == [
-        Start("demo"),
-        Start("org/name"),
-        Start("/home/someone/x"),
-        Start(str(home.root / "y")),
-        Start(str(home.root.parent / "z"), alias="z", kv=KVSpec(8, 4)),
+    assert daemon(home, parse(text))._models_to_load() == [
+        ModelToLoad("demo"),
+        ModelToLoad("org/name"),
+        ModelToLoad("/home/someone/x"),
+        ModelToLoad(str(home.root / "y")),
+        ModelToLoad(str(home.root.parent / "z"), alias="z", kv=KVSpec(8, 4)),
     ]
 
 
@@ -49,10 +50,10 @@ def test_notices_may_have_fields_of_any_name():
 
 def test_models_of_the_command_line_are_relative_to_where_it_is(home: Home, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    entries = daemon(home, Config(models=["other"]), models=("./y",))._starts()
-    assert entries == [Start(str(tmp_path / "y"))]
+    entries = daemon(home, Config(models=["other"]), models=("./y",))._models_to_load()
+    assert entries == [ModelToLoad(str(tmp_path / "y"))]
     dense = daemon(home, Config(models=["other"]), models=("demo",), kv=KVSpec(16, 16))
-    assert dense._starts() == [Start("demo", kv=KVSpec(16, 16))]
+    assert dense._models_to_load() == [ModelToLoad("demo", kv=KVSpec(16, 16))]
 
 
 def test_the_command_lines_budget_wins_and_then_the_configurations(home: Home):
@@ -92,9 +93,9 @@ async def test_keys_that_come_while_http_starts_are_asked_for(home: Home, monkey
     monkeypatch.setattr(Server, "start", meanwhile)
     await one._system.configuration.change({"http.keys": early})
     await one._serve_http(starting=lambda: False)
-    assert one._web is not None
-    assert one._web._guard.settings.keys == late
-    await one._web.close()
+    assert one._http is not None
+    assert one._http._guard.settings.keys == late
+    await one._http.close()
     listener.close()
 
 

@@ -73,7 +73,7 @@ def test_a_multimodal_config_has_its_language_model_one_level_down(tmp_path):
 def test_what_a_config_does_not_say_is_an_error_that_says_so(tmp_path, config):
     config = {**config}
     config.pop("head_dim", None)
-    with pytest.raises(InvalidModel, match="load it"):
+    with pytest.raises(InvalidModel, match="load the model first"):
         estimate(folder(tmp_path, config), KVSpec(), MACHINE)
 
 

@@ -100,7 +100,7 @@ say(Progress(stage=' '.join(type(c).__name__ for c in seen), fraction=len(seen[0
 async def test_the_end_of_the_daemon_is_the_end_of_the_stream(heard):
     worker = await heard.spawn("assert link.recv(1) == b''\nsys.exit(9)")
     await heard.first.wait()
-    worker._link.close()
+    worker._frames.close()
     assert await heard.exit == Exit(9)
 
 
@@ -133,12 +133,12 @@ async def test_a_kill_for_want_of_memory_is_told_from_others(heard, tmp_path, ou
 def test_one_kill_of_the_kernel_explains_one_death(tmp_path):
     vmstat = tmp_path / "vmstat"
     watch = OomWatch(vmstat)
-    assert not watch.took()  # nothing there to read
+    assert not watch.killed_process()  # nothing there to read
     vmstat.write_text("oom_kill 1\n")
-    assert [watch.took(), watch.took()] == [True, False]
+    assert [watch.killed_process(), watch.killed_process()] == [True, False]
     vmstat.write_text("oom_kill 2\n")
-    watch.began()
-    assert not watch.took()
+    watch.process_started()
+    assert not watch.killed_process()
 
 
 @pytest.mark.parametrize("garbage", [r"b'\0\0\0\3abc'", r"b'\xff\xff\xff\xff'"])

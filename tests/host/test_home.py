@@ -43,7 +43,7 @@ def test_a_home_that_cannot_be_made_says_what_to_do(tmp_path):
 def test_a_folder_of_other_things_is_left_as_it_is(home: Home):
     home.root.mkdir(mode=0o755)
     (home.root / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match=r"thesis\.tex.*never a home of kvd.*touch") as caught:
+    with pytest.raises(ConfigError, match=r"thesis\.tex.*not a home of kvd.*touch") as caught:
         home.create()
     assert caught.value.detail["key"] == "home"
     assert mode(home.root) == 0o755

@@ -110,7 +110,7 @@ async def test_the_path_is_not_the_servers_to_remove(made: Home):
 
 def test_a_file_in_the_sockets_place_is_not_deleted(made: Home):
     made.socket.write_text("precious")
-    with pytest.raises(ConfigError, match="in the way"):
+    with pytest.raises(ConfigError, match="is not a socket"):
         listen.bind(made.socket)
     assert made.socket.read_text() == "precious"
 
@@ -145,7 +145,7 @@ async def test_a_client_that_only_stops_writing_still_gets_its_answer(door):
 
 
 async def test_a_client_that_closes_is_gone_at_once(door, monkeypatch):
-    monkeypatch.setattr(listen, "_FAREWELL_S", 3600)
+    monkeypatch.setattr(listen, "_HALF_CLOSED_S", 3600)
     door.writer.write(b"question\n")
     await door.talked.wait()
     door.writer.close()
@@ -176,7 +176,7 @@ async def test_a_client_that_never_reads_is_cut_off(door, monkeypatch):
 
 
 async def test_a_client_that_stops_writing_and_never_reads_is_cut_off(door, monkeypatch):
-    monkeypatch.setattr(listen, "_FAREWELL_S", 0.01)
+    monkeypatch.setattr(listen, "_HALF_CLOSED_S", 0.01)
     monkeypatch.setattr(listen, "_LINGER_S", 0.05)
     door.reader._transport.pause_reading()
     door.write(b"x" * 4_000_000)
@@ -194,7 +194,7 @@ async def test_a_client_that_was_gone_before_we_looked_is_no_fault(made: Home):
     loop.set_exception_handler(lambda _, context: faults.append(context))
     listener = listen.bind(made.socket)
     server = await loop.create_unix_server(
-        lambda: listen.ClientPort(recorder.connect, uid_of=uid_of), sock=listener
+        lambda: listen.ClientProtocol(recorder.connect, uid_of=uid_of), sock=listener
     )
     reader, writer = await asyncio.open_unix_connection(str(made.socket))
     async with asyncio.timeout(10):
@@ -221,7 +221,7 @@ async def test_another_user_is_turned_away_with_a_reason(made: Home):
     loop = asyncio.get_running_loop()
     listener = listen.bind(made.socket)
     server = await loop.create_unix_server(
-        lambda: listen.ClientPort(recorder.connect, uid_of=lambda _: 12345), sock=listener
+        lambda: listen.ClientProtocol(recorder.connect, uid_of=lambda _: 12345), sock=listener
     )
     reader, writer = await asyncio.open_unix_connection(str(made.socket))
     async with asyncio.timeout(10):

@@ -11,7 +11,7 @@ import sys
 import pytest
 import structlog
 
-from kvd.daemon.spawn import _Lines
+from kvd.daemon.spawn import _OutputLines
 from kvd.host import logs
 
 
@@ -33,10 +33,10 @@ def test_files_are_bounded_in_size_and_number(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logs, "FILES_KEPT", 2)
     before = os.umask(0o077)
     try:
-        logs.setup(tmp_path, aloud=False)
+        logs.setup(tmp_path, to_stderr=False)
         log = structlog.get_logger("kvd.worker")
         for number in range(500):
-            log.info("worker says", line="x" * 40, number=number)
+            log.info("worker output", line="x" * 40, number=number)
     finally:
         os.umask(before)
     files = sorted(tmp_path.iterdir())
@@ -46,11 +46,11 @@ def test_files_are_bounded_in_size_and_number(tmp_path, monkeypatch, capsys):
     lines = [json.loads(line) for file in reversed(files) for line in file.read_text().splitlines()]
     numbers = [line["number"] for line in lines]
     assert numbers == list(range(500 - len(numbers), 500))
-    assert capsys.readouterr().err == ""  # not aloud
+    assert capsys.readouterr().err == ""  # only the file
 
 
 def test_the_level_may_change(tmp_path):
-    logs.setup(tmp_path, "info", aloud=False)
+    logs.setup(tmp_path, "info", to_stderr=False)
     log = structlog.get_logger("kvd.x")
     log.debug("before")
     logs.set_level("debug")
@@ -89,10 +89,10 @@ def test_a_file_that_launchd_gave_is_emptied_when_it_has_grown(tmp_path):
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
         os.write(fd, b"x" * 100)
-        logs.bound(fd, 100)
+        logs.truncate_if_large(fd, 100)
         assert path.stat().st_size == 100
         os.write(fd, b"x")
-        logs.bound(fd, 100)
+        logs.truncate_if_large(fd, 100)
         os.write(fd, b"next\n")
     finally:
         os.close(fd)
@@ -101,26 +101,26 @@ def test_a_file_that_launchd_gave_is_emptied_when_it_has_grown(tmp_path):
 
 def test_what_is_no_file_is_let_be():
     reading, writing = os.pipe()
-    logs.bound(writing, 0)
+    logs.truncate_if_large(writing, 0)
     os.close(reading)
     os.close(writing)
-    logs.bound(writing, 0)
+    logs.truncate_if_large(writing, 0)
 
 
 async def test_a_worker_that_prints_without_end_does_not_drown_the_rest():
     said, now = [], [0.0]
-    lines = _Lines(lambda event, **fields: said.append((event, fields)), lambda: now[0])
+    lines = _OutputLines(lambda event, **fields: said.append((event, fields)), lambda: now[0])
     lines.data_received(b"line\n" * 5000)
     assert len(said) == 1000
     now[0] += 0.1  # room for two
     lines.data_received(b"more\nand more\nand more\n")
     assert said[1000:] == [
-        ("worker says too much", {"lines_left_out": 4000}),
-        ("worker says", {"line": "more"}),
-        ("worker says", {"line": "and more"}),
+        ("worker output omitted", {"lines": 4000}),
+        ("worker output", {"line": "more"}),
+        ("worker output", {"line": "and more"}),
     ]
     lines.connection_lost(None)
-    assert said[-1] == ("worker says too much", {"lines_left_out": 1})
+    assert said[-1] == ("worker output omitted", {"lines": 1})
     now[0] += 3600
     lines.data_received(b"line\n" * 5000)
-    assert len([event for event, _ in said if event == "worker says"]) == 2002
+    assert len([event for event, _ in said if event == "worker output"]) == 2002

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 import kvd.http.listeners
 from kvd.config.config import parse
-from kvd.config.http import HttpSettings, laid_over
+from kvd.config.http import HttpSettings, with_command_line
 from kvd.host.home import Home
 from kvd.http import keys
 from kvd.http.listeners import open_listeners
@@ -128,7 +128,7 @@ def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(home: Home):
     with opened(home):
         pass
     home.http_socket.write_text("mine")
-    with pytest.raises(ConfigError, match="in the way"), opened(home):
+    with pytest.raises(ConfigError, match="is not a socket"), opened(home):
         pass
     assert home.http_socket.read_text() == "mine"
 
@@ -145,14 +145,14 @@ def test_a_dead_daemons_socket_is_replaced_and_a_file_is_not(home: Home):
     ],
 )
 def test_the_command_line_says_where(said, is_):
-    assert laid_over(HttpSettings(keys=KEYS), said) == HttpSettings(keys=KEYS, **is_)
-    assert laid_over(HttpSettings(enabled=False, tcp=False), "1") == HttpSettings(port=1)
+    assert with_command_line(HttpSettings(keys=KEYS), said) == HttpSettings(keys=KEYS, **is_)
+    assert with_command_line(HttpSettings(enabled=False, tcp=False), "1") == HttpSettings(port=1)
 
 
 @pytest.mark.parametrize("said", ["", "on", "host", "1:x", "70000", "-1", "1.5"])
 def test_the_command_line_may_be_wrong(said):
     with pytest.raises(ValueError, match="PORT"):
-        laid_over(HttpSettings(), said)
+        with_command_line(HttpSettings(), said)
 
 
 @pytest.mark.parametrize(

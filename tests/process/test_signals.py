@@ -24,8 +24,8 @@ def events(daemon: Daemon, name: str) -> list[dict[str, Any]]:
 
 def hang_up(daemon: Daemon) -> None:
     """Send SIGHUP and wait until the daemon has read its configuration."""
-    before = len(events(daemon, "reads the configuration again"))
-    done = ("configuration read", "configuration refused")
+    before = len(events(daemon, "reloading the configuration"))
+    done = ("configuration reloaded", "configuration refused")
     daemon.signal(signal.SIGHUP)
     wait_for("it was read", lambda: sum(len(events(daemon, one)) for one in done) > before)
 
@@ -102,7 +102,7 @@ def test_the_end_of_its_terminal_stops_it_and_what_runs_is_finished(make_daemon)
     assert running.finished().error is None
     assert len(running.completion.tokens) == 30
     assert not alive(worker)
-    assert not events(daemon, "reads the configuration again")
+    assert not events(daemon, "reloading the configuration")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a terminal is had by opening it")
@@ -112,7 +112,7 @@ def test_nohup_lets_it_stay(make_daemon):
     daemon.load(source(tps=50), "m")
     worker = daemon.worker_pid("m")
     terminal.close()
-    wait_for("it heard of it", lambda: events(daemon, "configuration read"))
+    wait_for("it heard of it", lambda: events(daemon, "configuration reloaded"))
     assert daemon.answers()
     assert daemon.worker_pid("m") == worker
 
@@ -165,7 +165,7 @@ def test_the_manager_hears_of_start_life_reload_and_stop(
     home.config.write_text("max_rows = 3")
     daemon.signal(signal.SIGHUP)
     assert int(manager.hear("RELOADING")["MONOTONIC_USEC"]) > 0
-    assert manager.hear("READY")["STATUS"] == "serves; max_rows hold from the next start on"
+    assert manager.hear("READY")["STATUS"] == "serving; restart to apply max_rows"
     daemon.signal(signal.SIGTERM)
     stopping = manager.hear("STOPPING")
     assert stopping["EXTEND_TIMEOUT_USEC"] == str(int((30 + 15) * 1e6))

@@ -94,7 +94,7 @@ def test_a_drain_has_an_end(home: Home, make_daemon):
     daemon.signal(signal.SIGTERM)
     assert daemon.wait(10) == 0
     assert running.finished().error is not None
-    assert "drain took too long" in [line["event"] for line in daemon.log()]
+    assert "drain timed out" in [line["event"] for line in daemon.log()]
 
 
 def test_a_second_daemon_on_the_home_says_so_and_leaves_the_first_alone(daemon: Daemon):

@@ -85,7 +85,7 @@ def test_a_life(kvctl: Played, home: Home):
     assert again["pid"] != state["pid"]
 
     logs = kvctl("logs", "-n", "200")
-    assert "reads the configuration again" in logs
+    assert "reloading the configuration" in logs
     assert "daemon started" in kvctl("logs", "--json")
     assert kvctl("stop").startswith("stopped")
     assert "stopped" in kvctl("status", status=3)

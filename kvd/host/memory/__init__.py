@@ -1,8 +1,4 @@
-"""Memory readings: one function set over Linux, macOS and NVIDIA.
-
-`reader` returns the one for this machine; `default_budget` turns a reading into a budget. Reads
-only: who may use how much is the governor's business.
-"""
+"""Memory readings of Linux, macOS and NVIDIA devices, and the default budget."""
 
 from __future__ import annotations
 
@@ -13,22 +9,20 @@ if TYPE_CHECKING:
     from protocol.types import HostMemory
 
 BUDGET_SHARE = 0.75
-"""Of what the models may use at most: leaves room for the system and for what is not counted."""
+"""Share of the memory that models may use, leaving the rest to the system."""
 
 
 class Reader(Protocol):
-    """What one machine can say about its memory."""
+    """Memory readings of one machine."""
 
-    def host(self) -> HostMemory:
-        """Return what the machine has, in total and now."""
-        ...
+    def host(self) -> HostMemory: ...
 
     def footprint(self, pid: int) -> int:
-        """Return the bytes that are this process's own; 0 if it is gone or not readable."""
+        """Return the bytes that a process holds; 0 if it has ended or is not readable."""
         ...
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
-        """Return the same of several, read in a thread: 25 ms for each GiB on Linux."""
+        """Return the footprints of live processes, read in a thread (25 ms per GiB on Linux)."""
         ...
 
     @property
@@ -38,16 +32,16 @@ class Reader(Protocol):
 
 
 def reader() -> Reader:
-    """Return the readings of this machine."""
+    """Return the reader for this machine."""
     if sys.platform == "darwin":
         from kvd.host.memory.darwin import DarwinMemory  # noqa: PLC0415 - binds macOS libraries
 
         return DarwinMemory()
-    from kvd.host.memory.linux import LinuxMemory  # noqa: PLC0415 - the other half of the choice
+    from kvd.host.memory.linux import LinuxMemory  # noqa: PLC0415 - only where it is needed
 
     return LinuxMemory()
 
 
 def default_budget(host: HostMemory) -> int:
-    """Return a safe budget: a share of the accelerator's memory, else of the machine's."""
+    """Return `BUDGET_SHARE` of the accelerator's memory, or of the machine's if it has none."""
     return int(BUDGET_SHARE * (host.accelerator_limit or host.total))

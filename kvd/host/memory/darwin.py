@@ -1,7 +1,7 @@
-"""macOS: phys_footprint, the system's own pressure level and Metal's recommended working set.
+"""macOS: phys_footprint, the system's pressure level and Metal's recommended working set.
 
-All through libSystem with ctypes. The recommended working set is computed from sysctl, since only
-a process that opens the device can ask for it, and the daemon does not.
+All through libSystem with ctypes. The recommended working set is computed from sysctl values,
+because reading it requires opening the device, which the daemon does not do.
 """
 
 from __future__ import annotations
@@ -10,34 +10,33 @@ import ctypes
 import ctypes.util
 from typing import Literal
 
-from kvd.host.memory import beside
+from kvd.host.memory import in_thread
 from protocol.types import HostMemory
 
 _RUSAGE_INFO_V4 = 4
 _RUSAGE_WORDS = 64
-"""More than `struct rusage_info_v4` has: 16 bytes of uuid, then 35 64-bit counters."""
+"""More 64-bit words than `struct rusage_info_v4` has: a uuid of 16 bytes, then 35 counters."""
 _PHYS_FOOTPRINT = 9
-"""ri_phys_footprint as a 64-bit word of the struct: uuid takes two, then user_time, system_time,
-pkg_idle_wkups, interrupt_wkups, pageins, wired_size, resident_size."""
+"""The 64-bit word of ri_phys_footprint: after the uuid (two words), user_time, system_time,
+pkg_idle_wkups, interrupt_wkups, pageins, wired_size and resident_size."""
 _HOST_VM_INFO64 = 4
 _VM_WORDS = 64
-"""More than `struct vm_statistics64` has, in 32-bit words; the kernel says how many it wrote."""
+"""More 32-bit words than `struct vm_statistics64` has; the kernel returns how many it wrote."""
 _FREE, _INACTIVE = 0, 2
-"""free_count (speculative pages are in it) and inactive_count as 32-bit words of that struct."""
+"""The 32-bit words of free_count (includes speculative pages) and inactive_count."""
 
 _SMALL, _LARGE = 2 / 3, 3 / 4
-"""Metal recommends two thirds of memory below 36 GiB, and three quarters from there."""
+"""Metal recommends two thirds of the memory below 36 GiB, and three quarters above."""
 _LARGE_FROM = 36 * 2**30
 
 
 class DarwinMemory:
-    """Readings of the running system; `libsystem` is replaced by tests."""
+    """Readings of the running system; tests replace ``libsystem``."""
 
     def __init__(self, libsystem: ctypes.CDLL | None = None) -> None:
         self._lib = libsystem or ctypes.CDLL(ctypes.util.find_library("System"), use_errno=True)
 
     def host(self) -> HostMemory:
-        """Return the machine's memory, Metal's share of it and the pressure level."""
         total = self._sysctl("hw.memsize", 8)
         wired_mb = self._sysctl("iogpu.wired_limit_mb", 4)
         return HostMemory(
@@ -48,22 +47,20 @@ class DarwinMemory:
         )
 
     def footprint(self, pid: int) -> int:
-        """Return phys_footprint, the ledger that the system itself judges by."""
+        """Return phys_footprint, the value that the system's own limits use."""
         words = (ctypes.c_uint64 * _RUSAGE_WORDS)()
         failed = self._lib.proc_pid_rusage(pid, _RUSAGE_INFO_V4, ctypes.byref(words))
         return 0 if failed else int(words[_PHYS_FOOTPRINT])
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
-        """Return the same of several."""
-        return await beside.footprints(self.footprint, pids)
+        return await in_thread.footprints(self.footprint, pids)
 
     @property
     def separate(self) -> bool:
-        """Whether the accelerator has memory of its own: never on Apple Silicon."""
         return False
 
     def _sysctl(self, name: str, size: int) -> int:
-        """Return an integer setting, 0 if this system does not have it."""
+        """Return an integer setting; 0 if this system does not have it."""
         value, length = ctypes.c_uint64(0), ctypes.c_size_t(size)
         failed = self._lib.sysctlbyname(
             name.encode(), ctypes.byref(value), ctypes.byref(length), None, ctypes.c_size_t(0)
@@ -71,7 +68,7 @@ class DarwinMemory:
         return 0 if failed else int(value.value)
 
     def _available(self) -> int:
-        """Return what is free or can be had without writing anything out."""
+        """Return the bytes that are free or reclaimable without writing to disk."""
         words, count = (ctypes.c_uint32 * _VM_WORDS)(), ctypes.c_uint32(_VM_WORDS)
         host = self._lib.mach_host_self()
         failed = self._lib.host_statistics64(
@@ -84,7 +81,7 @@ class DarwinMemory:
 
 
 def recommended(total: int) -> int:
-    """Return what Metal recommends as the largest working set of a machine with this memory."""
+    """Return Metal's recommended maximum working set for a machine with this memory."""
     return int(total * (_LARGE if total >= _LARGE_FROM else _SMALL))
 
 

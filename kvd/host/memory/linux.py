@@ -1,11 +1,11 @@
-"""Linux: what /proc and the cgroup say, and NVIDIA's limit where MLX runs on CUDA."""
+"""Linux: readings of /proc and the cgroup, and NVIDIA's limit if MLX runs on CUDA."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from kvd.host.memory import beside, nvidia
+from kvd.host.memory import in_thread, nvidia
 from protocol.types import HostMemory
 
 _WARNING, _CRITICAL = 10.0, 40.0
@@ -13,7 +13,7 @@ _WARNING, _CRITICAL = 10.0, 40.0
 
 
 class LinuxMemory:
-    """Readings below a root that tests replace; files that are not there read as nothing."""
+    """Readings below a root folder, which tests replace. Missing files read as empty."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._proc = root / "proc"
@@ -21,7 +21,7 @@ class LinuxMemory:
         self._accelerator = nvidia.total_memory() if root == Path("/") else None
 
     def host(self) -> HostMemory:
-        """Return the smaller of machine and cgroup, and how hard memory is to get."""
+        """Return the smaller of machine and cgroup, and the memory pressure."""
         meminfo = _table(self._proc / "meminfo")
         total, available = meminfo.get("MemTotal", 0), meminfo.get("MemAvailable", 0)
         for limit, used in self._cgroup_levels():
@@ -34,20 +34,19 @@ class LinuxMemory:
         )
 
     def footprint(self, pid: int) -> int:
-        """Return the proportional set size: shared pages count by their share."""
+        """Return the proportional set size."""
         return _table(self._proc / str(pid) / "smaps_rollup").get("Pss", 0)
 
     async def footprints(self, pids: list[int]) -> dict[int, int]:
-        """Return the same of several, read in a thread: the kernel walks all their page tables."""
-        return await beside.footprints(self.footprint, pids)
+        """Read in a thread, because the kernel walks the page tables of each process."""
+        return await in_thread.footprints(self.footprint, pids)
 
     @property
     def separate(self) -> bool:
-        """Whether MLX computes on a card with memory of its own."""
         return self._accelerator is not None
 
     def _cgroup_levels(self) -> list[tuple[int, int]]:
-        """Return limit and use of our cgroup and of each one above it (cgroup v2, then v1)."""
+        """Return limit and use of this process's cgroup and its ancestors (v2, then v1)."""
         own = _read(self._proc / "self/cgroup")
         path = next((x[3:] for x in own.splitlines() if x.startswith("0::")), "/").strip("/")
         folder, levels = self._cgroup / path, []
@@ -66,7 +65,7 @@ class LinuxMemory:
 
     def _pressure(self) -> Literal["normal", "warning", "critical"]:
         for word in _read(self._proc / "pressure/memory").split():
-            if word.startswith("avg10="):  # the first one is of the line `some`
+            if word.startswith("avg10="):  # the first is on the line `some`
                 share = float(word.removeprefix("avg10="))
                 return _level(share)
         return "normal"
@@ -81,17 +80,17 @@ def _level(share: float) -> Literal["normal", "warning", "critical"]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:  # not there, not ours, or the process has gone
+    except OSError:  # missing, another user's, or the process has ended
         return ""
 
 
 def _number(path: Path) -> int | None:
     text = _read(path).strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
+    return int(text) if text.isdigit() else None  # "max" means no limit
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return the lines `Name:  123 kB` of a file, in bytes."""
+    """Return the lines `Name:  123 kB` of a file as bytes by name."""
     lines = (line.split() for line in _read(path).splitlines())
     return {
         words[0].rstrip(":"): int(words[1]) * 1024

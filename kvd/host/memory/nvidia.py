@@ -1,6 +1,6 @@
-"""NVIDIA: the memory of the first device, asked of the driver's own library.
+"""NVIDIA: the memory of the first device, read through the driver's library.
 
-Only where MLX's CUDA build is installed: a card that MLX does not use is no limit.
+Only with MLX's CUDA build: a device that MLX does not use limits nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Memory(ctypes.Structure):
 
 
 def has_cuda_build() -> bool:
-    """Return whether the installed MLX computes on CUDA; does not import it."""
+    """Return whether the installed MLX is a CUDA build, without importing it."""
     for name in ("mlx-cuda-13", "mlx-cuda-12", "mlx-cuda"):
         try:
             importlib.metadata.distribution(name)
@@ -29,7 +29,7 @@ def has_cuda_build() -> bool:
 
 
 def total_memory() -> int | None:
-    """Return the bytes of the first device, or None if MLX has none to compute on."""
+    """Return the first device's memory in bytes, or None if MLX cannot use one."""
     if not has_cuda_build():
         return None
     try:

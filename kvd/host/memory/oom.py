@@ -1,4 +1,4 @@
-"""Whether it was the kernel that killed a process, for want of memory. Linux says so; macOS not."""
+"""Detects kills by the kernel's out-of-memory killer, on Linux."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def kills(vmstat: Path = VMSTAT) -> int:
-    """Return how many processes the kernel has killed for want of memory since it was started.
+    """Return the number of out-of-memory kills since boot; 0 if the system does not count them.
 
-    0 where it does not say. In a container too it counts all of the machine.
+    Includes all processes of the machine, also from inside a container.
     """
     try:
         lines = vmstat.read_text(encoding="ascii").splitlines()
@@ -21,18 +21,21 @@ def kills(vmstat: Path = VMSTAT) -> int:
 
 
 class OomWatch:
-    """Tells kills for want of memory from others, for several processes."""
+    """Attributes out-of-memory kills to processes."""
 
     def __init__(self, vmstat: Path = VMSTAT) -> None:
         self._vmstat = vmstat
         self._seen = kills(vmstat)
 
-    def began(self) -> None:
-        """Note that a process starts: what was killed before was not it."""
+    def process_started(self) -> None:
+        """Ignore all kills so far."""
         self._seen = max(self._seen, kills(self._vmstat))
 
-    def took(self) -> bool:
-        """Return whether a process that has just been killed may have been the kernel's choice."""
+    def killed_process(self) -> bool:
+        """Return whether the out-of-memory killer may have killed a process that just died.
+
+        Each kill is attributed to one process.
+        """
         if kills(self._vmstat) <= self._seen:
             return False
         self._seen += 1

@@ -25,10 +25,10 @@ from kvd.worker.cache.rectangle import (
     gathering_bytes,
     prefill_rectangle,
 )
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import DecodeStep, PrefillStep
 from kvd.worker.cache.store import KVStore
+from protocol.pages import TAIL_TOKENS
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import mlx.core as mx
 from kvd.worker.cache.packed import Packed, take
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
+from protocol.pages import TAIL_TOKENS
 
 Sides = tuple[Packed, Packed]
 """Packed keys and packed values."""

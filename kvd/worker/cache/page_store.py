@@ -13,10 +13,7 @@ from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.pages import PageAllocator, PageId
 from kvd.worker.cache.rows import Row
-
-SLAB_PAGES = 64
-"""Pools grow by at least this many pages, so that growing (a copy) stays rare."""
-
+from protocol.pages import SLAB_PAGES
 
 SLICE_PAGES = 16
 """Pages that are converted at once. The scratch holds dense copies of them, for one layer."""

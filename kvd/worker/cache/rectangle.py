@@ -17,9 +17,9 @@ from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.packed import unpacking_bytes
 from kvd.worker.cache.page_tables import LevelTable
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.steps import DecodeStep, PrefillStep
+from protocol.pages import TAIL_TOKENS
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd.worker.cache.rectangle import gathering_bytes
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.store import KVStore
+from protocol.pages import TAIL_TOKENS
 
 
 class RectangleScratch:

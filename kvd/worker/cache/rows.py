@@ -7,9 +7,7 @@ from typing import ClassVar
 
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
-
-TAIL_TOKENS = 2 * PAGE_TOKENS
-"""Capacity of a tail: up to 127 exact tokens, and the token that commits 64 of them to a page."""
+from protocol.pages import TAIL_TOKENS
 
 
 @dataclass(eq=False)

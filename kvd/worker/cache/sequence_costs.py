@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kvd.worker.cache.rectangle_scratch import RectangleScratch
 from kvd.worker.cache.recurrent_states import StateStore
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
 from kvd.worker.cache.settings import CacheSettings
 from kvd.worker.cache.store import KVStore
+from protocol.pages import TAIL_TOKENS
 
 
 class SequenceCosts:

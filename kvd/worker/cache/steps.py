@@ -17,8 +17,9 @@ from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.layer import Chunk, LayerStore
 from kvd.worker.cache.page_list import PageList, page_locations
 from kvd.worker.cache.page_tables import LevelTable, level_tables
-from kvd.worker.cache.rows import TAIL_TOKENS, Row
+from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from protocol.pages import TAIL_TOKENS
 
 
 class BackendStep(Protocol):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd.worker.cache.layer import LayerStore
-from kvd.worker.cache.rows import TAIL_TOKENS, Row
+from kvd.worker.cache.rows import Row
+from protocol.pages import TAIL_TOKENS
 
 
 class TailSlots:

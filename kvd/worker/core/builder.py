@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.cache.model_cache import ModelCache
-from kvd.worker.cache.page_store import SLAB_PAGES
 from kvd.worker.engine import AskGrant, ReportProgress
 from kvd.worker.native import activation
 from kvd.worker.prefix.cache import PrefixCache
@@ -21,10 +20,8 @@ from kvd.worker.serving import calibration, loading, model_files, probe
 from kvd.worker.serving.costs import costs_of
 from kvd.worker.text.text import Text
 from protocol.costs import Costs
+from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.worker import LoadModel
-
-FIRST_ROWS = 4
-"""Rows whose tails the first grant covers."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import mlx.core as mx
 from msgspec.structs import replace
 
-from kvd.worker.cache.page_store import SLAB_PAGES
 from kvd.worker.core import builder
 from kvd.worker.core.batch import Batch
 from kvd.worker.core.memory_account import MemoryAccount
@@ -41,6 +40,7 @@ from kvd.worker.scheduling.scheduler import Plan
 from kvd.worker.serving import loading
 from kvd.worker.text.choices import Choices, deadline_exceeded
 from protocol.errors import ContextTooLong, InsufficientMemory
+from protocol.pages import FIRST_ROWS, SLAB_PAGES
 from protocol.types import MemoryUse, ModelInfo, WorkerStats
 from protocol.worker import (
     Grant,
@@ -318,7 +318,7 @@ class MLXEngine:
         cache = self._runner.cache
         cached = self._memory.cached_pages
         slab = max(0, min(SLAB_PAGES, self._admission.budget.pages - cached))
-        if self._memory.charged_pages > slab + cached or cache.tail_slots > builder.FIRST_ROWS:
+        if self._memory.charged_pages > slab + cached or cache.tail_slots > FIRST_ROWS:
             self._enter_phase("pools")
             cache.shrink(slab)
             loading.give_back()

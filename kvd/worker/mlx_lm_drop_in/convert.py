@@ -19,9 +19,10 @@ from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.packed import Packed
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.rows import TAIL_TOKENS, Row
+from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedRow, SharedStore
+from protocol.pages import TAIL_TOKENS
 
 FORMAT = 1
 """Format of saved states. It increases when an older reader would misread a newer file."""

@@ -36,13 +36,13 @@ from kvd.worker.attention.decode import decode_attention
 from kvd.worker.attention.prefill import prefill_attention
 from kvd.worker.cache.attention_kind import FULL, Kind
 from kvd.worker.cache.batch import DecodeHandle, OpaqueKV, PrefillHandle
-from kvd.worker.cache.page_store import SLAB_PAGES
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.steps import PrefillStep
 from kvd.worker.cache.store import KVStore
 from kvd.worker.mlx_lm_drop_in.padding import Span
+from protocol.pages import SLAB_PAGES
 
 
 @dataclass(eq=False)

@@ -20,9 +20,9 @@ from kvd.worker.attention.kernels.launch import Launch
 from kvd.worker.attention.kernels.shape import Shape, Side
 from kvd.worker.cache import packed as pk
 from kvd.worker.cache.pool import PagePool
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.splits import PADDING, Splits
+from protocol.pages import TAIL_TOKENS
 from tests.worker.kernels.wrap import Language
 
 LANGUAGES = {"metal": METAL, "cuda": CUDA}

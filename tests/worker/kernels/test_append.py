@@ -11,7 +11,7 @@ import pytest
 from kvd.worker.attention.kernels.arguments import Append
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import append_launch
-from kvd.worker.cache.rows import TAIL_TOKENS
+from protocol.pages import TAIL_TOKENS
 from tests.worker.kernels.run import check_rules, run
 
 TAILS, HEADS, K_DIM, V_DIM = 3, 2, 80, 64

@@ -13,7 +13,7 @@ import pytest
 from kvd.worker.attention.kernels.arguments import Rotate, Rotation
 from kvd.worker.attention.kernels.language import CUDA, METAL, Language
 from kvd.worker.attention.kernels.launch import Launch, rotate_launch
-from kvd.worker.cache.rows import TAIL_TOKENS
+from protocol.pages import TAIL_TOKENS
 from tests.worker.kernels import build
 from tests.worker.kernels.run import check_rules, run
 from tests.worker.kernels.wrap import wrap

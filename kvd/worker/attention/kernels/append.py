@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.text import Text
-from kvd.worker.cache.rows import TAIL_TOKENS
+from protocol.pages import TAIL_TOKENS
 
 THREADS = 256
 PIECE = 16

@@ -30,8 +30,8 @@ from kvd.worker.attention.kernels.scores import add_scores, add_softmax, add_tai
 from kvd.worker.attention.kernels.shape import LANES, Shape
 from kvd.worker.attention.kernels.text import RUN, Text, literal
 from kvd.worker.attention.kernels.values import Values
-from kvd.worker.cache.rows import TAIL_TOKENS
 from kvd.worker.cache.scheme import PAGE_TOKENS
+from protocol.pages import TAIL_TOKENS
 
 _LOG2_E = 1.4426950408889634
 _LEAST = "-1e30f"
