@@ -33,7 +33,6 @@ from protocol.worker import (
     Submit,
 )
 from tests.worker.process.peer import submit
-from tests.worker.process.received import Received
 
 
 def grant_of(wanted, granted=True):
@@ -415,105 +414,6 @@ def test_mixed_traffic_ends_every_request_exactly_once(seed):
         assert reports[last] is end
     assert engine.stats().pages_used == 0
     assert len(submitted) > 100
-
-
-# Prompts with the same beginning.
-
-SHARED = "The same beginning of every request. " * 40
-
-
-def cached_of(reports):
-    return {one.rid: one.usage.cached_tokens for one in ends_of(reports)}
-
-
-def test_cached_tokens_count_prefix_hits_with_the_same_salt():
-    engine = loaded()
-    for number, salt in enumerate([None, None, "other"]):
-        prompt = f"{SHARED}{number}"
-        engine.submit(submit("a", prompt=prompt, max_tokens=2, prefix_salt=salt))
-        assert cached_of(run(engine)) == {"a": [0, 1280, 0][number]}
-    stats = engine.stats()
-    assert (stats.prefix.queries, stats.prefix.hit_tokens) == (3, 1280)
-    assert stats.prefix.query_tokens == stats.prompt_tokens == 3 * len(SHARED) + 3
-    assert stats.computed_tokens + stats.prefix.hit_tokens == stats.prompt_tokens - 3
-    assert stats.prefix.held == (20 + 20) * 64 * 1024  # of each salt
-
-
-def test_simultaneous_requests_prefill_a_shared_prefix_once():
-    engine = loaded()
-    for number in range(32):
-        engine.submit(submit(f"{number:02}", prompt=f"{SHARED}{number:02}", max_tokens=2))
-    cached = cached_of(run(engine))
-    assert sorted(cached.values()) == [0] + [1280] * 31
-    stats = engine.stats()
-    assert stats.computed_tokens == 1280 + 32 * (len(SHARED) + 1 - 1280)
-
-
-def test_without_a_prefix_cache_there_are_no_checkpoints():
-    engine = loaded(kv=KVSpec(prefix_cache=0))
-    for number in range(2):
-        engine.submit(submit(f"{number}", prompt=SHARED, max_tokens=2))
-    assert set(cached_of(run(engine)).values()) == {0}
-    assert engine.stats().prefix.checkpoints == 0
-
-
-def test_checkpoints_are_evicted_for_requests():
-    engine = loaded("tps=0,pages=40")
-    engine.submit(submit("a", prompt=SHARED, max_tokens=2))
-    run(engine)
-    assert engine.stats().prefix.checkpoints
-    engine.submit(submit("b", prompt="another " * 300, max_tokens=2))
-    ends = []
-    while engine.has_work:
-        for report in engine.step():
-            if isinstance(report, MemoryRequested):
-                total = engine._admission.budget.granted_bytes
-                less = report.total_bytes <= total
-                total = report.total_bytes if less else total
-                engine.granted(Grant(seq=report.seq, total_bytes=total, granted=less))
-            ends.append(report)
-    assert [type(one) for one in ends_of(ends)] == [RowFinished]
-    assert engine.stats().prefix.evicted
-
-
-HELD_BACK = ["a#", "e#", "i#", "o#"]
-"""Stop strings that hold the last letter back, so that the end of a row has text."""
-REQUESTS = [
-    submit("plain", max_tokens=9, logprobs=2),
-    submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
-    submit("stops", max_tokens=40, n=2, stop=["a b", "lo"], min_tokens=3),
-    submit("ends", max_tokens=300, stop_tokens=list(range(0, 256, 7)), min_tokens=2),
-    submit("held", max_tokens=300, stop=HELD_BACK, stop_tokens=list(range(0, 256, 9))),
-    submit("held to the end", max_tokens=5, n=2, stop=HELD_BACK),
-    submit("scored", prompt="x" * 600, max_tokens=2, prompt_logprobs=1),
-]
-
-
-@pytest.mark.parametrize("settings", ["tps=0", "tps=0,eos_after=6"])
-def test_streams_continue_from_any_report(settings):
-    def reports_of(requests):
-        engine = loaded(settings)
-        for request in requests:
-            engine.submit(request)
-        kinds = (RowTokens, RowPrompt, ChoiceFinished, RowFinished, RowFailed)
-        return [one for one in run(engine) if isinstance(one, kinds)]
-
-    def received_of(reports):
-        received = {one.rid: Received(one) for one in REQUESTS}
-        for report in reports:
-            received[report.rid].add(report)
-        return received
-
-    undisturbed = reports_of(REQUESTS)
-    expected = {rid: one.all() for rid, one in received_of(undisturbed).items()}
-    assert all(one.end for one in received_of(undisturbed).values())
-    for cut in range(len(undisturbed)):
-        received = received_of(undisturbed[:cut])
-        for report in reports_of(
-            [one.resubmission() for one in received.values() if one.end is None]
-        ):
-            received[report.rid].add(report)
-        assert {rid: one.all() for rid, one in received.items()} == expected, f"cut at {cut}"
 
 
 def test_queued_requests_do_not_count_as_prefill():

@@ -8,23 +8,15 @@ from hypothesis import strategies as st
 
 from kvd.worker.cache.scheme import full_pages
 from kvd.worker.scheduling.prefill_order import PrefillOrder
-from kvd.worker.scheduling.request import Chunk, QueueKey, ScheduledRequest
+from kvd.worker.scheduling.request import Chunk, QueueKey
+from tests.worker.scheduling.helpers import request_of
 
 C = 256
 
 
 def request(rid, prefill, number=0, priority=0, start=0):
     """Return a request with this many tokens to prefill."""
-    return ScheduledRequest(
-        rid=rid,
-        prompt_len=prefill + 1,
-        max_new=1,
-        queue_key=QueueKey(number - 1000 * priority, number),
-        priority=priority,
-        deadline=None,
-        choices=1,
-        prefilled=start,
-    )
+    return request_of(rid, prefill + 1, number, priority, prefilled=start)
 
 
 def requests_of(*sizes):

@@ -1,4 +1,4 @@
-"""Prompts with the same beginning: waiting, its bound, and where checkpoints are needed."""
+"""Prompts with the same beginning: waiting and its bound."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.worker.prefix.queued_paths import QueuedPaths, path_of
+from kvd.worker.prefix.queued_paths import path_of
 from kvd.worker.scheduling.prefill_order import PrefillOrder
-from kvd.worker.scheduling.request import QueueKey, ScheduledRequest
 from kvd.worker.scheduling.scheduler import Scheduler
 from kvd.worker.scheduling.shared_prompts import without_waiting
+from tests.worker.scheduling.helpers import request_of
 
 C = 4
 
 
 def request(number, prompt, priority=0, prompt_started=None):
     """Return a request with this many prefilled tokens; None: its prompt has not started."""
-    return ScheduledRequest(
-        rid=f"{number:02}",
-        prompt_len=len(prompt),
-        max_new=1,
-        queue_key=QueueKey(number - 1000 * priority, number),
-        priority=priority,
-        deadline=None,
-        choices=1,
+    return request_of(
+        f"{number:02}",
+        len(prompt),
+        number,
+        priority,
         prefilled=prompt_started or 0,
         prompt_started=prompt_started is not None,
         path=path_of(prompt, "", C),
@@ -124,51 +121,3 @@ def test_the_bound_of_the_prefill_order_includes_waiting(crowd, cancelled, group
             here = [one for one in here if int(one.rid) not in cancelled]
     assert not any(one.remaining for one in here)
     assert all(groups <= allowed[rid] for rid, groups in waited.items())
-
-
-# Where prompts diverge.
-
-
-@given(
-    waiting=st.lists(st.tuples(PROMPTS, st.sampled_from(["", "salt"])), max_size=8),
-    removed=st.integers(0, 8),
-    reads=PROMPTS,
-)
-def test_checkpoints_are_made_where_a_queued_prompt_diverges(waiting, removed, reads):
-    paths = QueuedPaths()
-    for prompt, salt in waiting:
-        paths.add(path_of(prompt, salt, C))
-    for prompt, salt in waiting[:removed]:
-        paths.remove(path_of(prompt, salt, C))
-    common = set()
-    for prompt, salt in waiting[removed:]:
-        whole = min(len(prompt) - 1, len(reads) - 1) // C
-        shared = 0
-        while shared < whole and prompt[: C * shared + C] == reads[: C * shared + C]:
-            shared += 1
-        common |= {shared} - {0} if not salt else set()
-    path = path_of(reads, "", C)
-
-    assert paths.divergences(path) == common
-    assert not any(paths.diverges_at(path, chunks) for chunks in (0, len(path) + 1))
-    for prompt, salt in waiting[removed:]:
-        paths.remove(path_of(prompt, salt, C))
-    assert not len(paths)
-
-
-def test_a_lookup_among_ten_thousand_queued_prompts_reads_only_the_path():
-    """One stored name per distinct beginning, and a lookup for each name of the path."""
-    paths, shared = QueuedPaths(), [1] * 1500
-    for number in range(10_000):
-        paths.add(path_of([*shared, number, number], "", 256))
-    assert len(paths) == 5
-    lookups = Counter()
-
-    class Counted(Counter):
-        def __getitem__(self, name):
-            lookups[name] += 1
-            return super().__getitem__(name)
-
-    paths._counts = Counted(paths._counts)
-    assert paths.divergences(path_of([*shared, *range(600)], "", 256)) == {5}
-    assert lookups.total() <= 2 * 8

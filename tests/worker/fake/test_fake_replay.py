@@ -1,0 +1,50 @@
+"""Requests of the fake engine continue in a new worker from any report."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol.types import Sampling
+from protocol.worker import ChoiceFinished, RowFailed, RowFinished, RowPrompt, RowTokens
+from tests.worker.fake.test_fake_engine import loaded, run
+from tests.worker.process.peer import submit
+from tests.worker.process.received import Received
+
+HELD_BACK = ["a#", "e#", "i#", "o#"]
+"""Stop strings that hold the last letter back, so that the end of a row has text."""
+REQUESTS = [
+    submit("plain", max_tokens=9, logprobs=2),
+    submit("warm", max_tokens=9, n=3, sampling=Sampling(temperature=1.0, seed=4)),
+    submit("stops", max_tokens=40, n=2, stop=["a b", "lo"], min_tokens=3),
+    submit("ends", max_tokens=300, stop_tokens=list(range(0, 256, 7)), min_tokens=2),
+    submit("held", max_tokens=300, stop=HELD_BACK, stop_tokens=list(range(0, 256, 9))),
+    submit("held to the end", max_tokens=5, n=2, stop=HELD_BACK),
+    submit("scored", prompt="x" * 600, max_tokens=2, prompt_logprobs=1),
+]
+
+
+@pytest.mark.parametrize("settings", ["tps=0", "tps=0,eos_after=6"])
+def test_streams_continue_from_any_report(settings):
+    def reports_of(requests):
+        engine = loaded(settings)
+        for request in requests:
+            engine.submit(request)
+        kinds = (RowTokens, RowPrompt, ChoiceFinished, RowFinished, RowFailed)
+        return [one for one in run(engine) if isinstance(one, kinds)]
+
+    def received_of(reports):
+        received = {one.rid: Received(one) for one in REQUESTS}
+        for report in reports:
+            received[report.rid].add(report)
+        return received
+
+    undisturbed = reports_of(REQUESTS)
+    expected = {rid: one.all() for rid, one in received_of(undisturbed).items()}
+    assert all(one.end for one in received_of(undisturbed).values())
+    for cut in range(len(undisturbed)):
+        received = received_of(undisturbed[:cut])
+        for report in reports_of(
+            [one.resubmission() for one in received.values() if one.end is None]
+        ):
+            received[report.rid].add(report)
+        assert {rid: one.all() for rid, one in received.items()} == expected, f"cut at {cut}"
