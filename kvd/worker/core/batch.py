@@ -125,7 +125,7 @@ class Batch:
         request.completions.remove(completion)
         rest = "" if stream.stopped else completion.sent_text.remove_from(stream.finish())
         return finish_replayed(
-            request.over,
+            request.choices,
             completion.key[1],
             resumed,
             reason,
@@ -136,7 +136,7 @@ class Batch:
     def set_level(self, request: Request, level: int) -> None:
         """Set the precision level at which an admitted request starts or continues."""
         request.level = level
-        request.over.record_level(level)
+        request.choices.record_level(level)
         request.tracked.lowered = level > 0
 
     def step_down(self, request: Request, level: int) -> None:
@@ -171,7 +171,7 @@ class Batch:
         if previous is None:
             return False
         self._enter_phase("decode")
-        self._read(previous)
+        self._read_step(previous)
         return True
 
     def _launch(self, rids: Sequence[str]) -> DecodeStep | None:
@@ -186,7 +186,7 @@ class Batch:
         rows = [completion.row for completion in live]
         if self.cache.needs_flush(rows):
             self._enter_phase("flush")
-            self.drain()
+            self.synchronize()
             self.cache.flush()
         self._enter_phase("decode")
         tokens = input_tokens(
@@ -206,24 +206,24 @@ class Batch:
         row, request.row = request.row, None
         first, *others = request.completions
         if others:
-            self.drain()
+            self.synchronize()
             snapshot = self.cache.snapshots.take(row)
             for completion in others:
                 self._join(request, completion, self.cache.restore(snapshot))
             self.cache.snapshots.drop(snapshot)
         self._join(request, first, row)
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the step in flight without reading it."""
         if self._step is not None:
             mx.eval(self._step.arrays, self.cache.arrays())
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Wait for the step in flight and read it; completions may end."""
         step, self._step = self._step, None
         if step is not None:
             mx.eval(step.arrays, self.cache.arrays())
-            self._read(step)
+            self._read_step(step)
 
     def discard_step(self) -> None:
         """Drop the step in flight after a failure, and release completions that have ended."""
@@ -232,7 +232,7 @@ class Batch:
             for completion in [one for one in request.completions if one.ended]:
                 self._release(request, completion)
 
-    def _read(self, step: DecodeStep) -> None:
+    def _read_step(self, step: DecodeStep) -> None:
         for completion in step.replaying:
             if completion.ended and not completion.released:
                 self._end(self.requests[completion.key[0]], completion)
@@ -291,7 +291,7 @@ class Batch:
                 self._finish(request, completion, "cancelled")
 
     def _finish(self, request: Request, completion: Completion, reason: FinishReason) -> None:
-        self.reports += request.over.finish(completion.key[1], reason, len(completion.tokens))
+        self.reports += request.choices.finish(completion.key[1], reason, len(completion.tokens))
         self._end(request, completion)
 
     def fail(self, request: Request, error: KvdError) -> None:
@@ -353,7 +353,7 @@ class Batch:
 
         No step may be in flight. The request is not queued before `Admission.requeue_preempted`.
         """
-        self.drain()
+        self.synchronize()
         for completion in request.completions:
             if completion.row is not None:
                 completion.snapshot = self.cache.snapshots.take(completion.row)

@@ -5,7 +5,7 @@ One step, in order::
     plan      admit requests; choose what to prefill and what to decode    integers (`scheduling`)
     decode    launch step n+1 from the lazy tokens of step n; read step n  the only wait
     prefill   one chunk of a prompt, or one chunk of each of several       device idle
-    pools     return memory to the daemon, grow pools                      device idle, in slices
+    pools     return memory to the daemon, grow pools                      device idle, for 10 ms
 
 The host processes the tokens of step n while the device computes step n+1.
 """
@@ -142,7 +142,7 @@ class MLXEngine:
                 Completion((request.rid, choice), self._text.stream(request, prompt))
                 for choice in range(request.n)
             ],
-            over=Choices(request, len(prompt)),
+            choices=Choices(request, len(prompt)),
             tracked=tracked,
         )
         deadline = None if request.deadline_s is None else self._clock() + request.deadline_s
@@ -192,8 +192,8 @@ class MLXEngine:
     def step(self) -> list[Report]:
         """Launch step n+1, read step n, prefill one chunk; return the reports.
 
-        A step that runs out of memory is repeated from the last settled state, so clients see only
-        the delay. After repeated failures requests fail, one at a time.
+        If a step runs out of memory, its rows are rebuilt, and clients see only the delay. After
+        repeated failures requests fail, one at a time.
         """
         short = shortage.attempt(self._work)
         if short is None:
@@ -216,7 +216,7 @@ class MLXEngine:
             self._rates.note("decode", 1, time.monotonic() - start)
         if plan.group:
             self._enter_phase("prefill")
-            self._batch.drain()
+            self._batch.synchronize()
             self._prompts.prefill_next()
         if self._reclaiming.active:
             self._enter_pools()
@@ -232,7 +232,7 @@ class MLXEngine:
 
     def _enter_pools(self) -> None:
         self._enter_phase("pools")
-        self._batch.drain()
+        self._batch.synchronize()
 
     def _plan(self) -> Plan:
         result = self._admit()
@@ -261,7 +261,7 @@ class MLXEngine:
             self._enter_phase("pools")
             self._preemption.resume(self._batch.requests[rid])
         if result.swap_out_kept:
-            self._preemption.spill()
+            self._preemption.move_out_kept()
         return result
 
     # Memory.
@@ -283,7 +283,7 @@ class MLXEngine:
         """Drop checkpoints of about so many pages; return whether that freed memory."""
         if not self._prefix_cache.evict(pages * self._admission.budget.page_bytes):
             return False
-        self._batch.drain()
+        self._batch.synchronize()
         self._enter_phase("pools")
         self._runner.cache.compact(self._memory.needed_pages)
         return True
@@ -305,7 +305,7 @@ class MLXEngine:
         needed_with_head = needed + (head.missing_pages if head else 0)
         if self._reclaiming.active or self._memory.charged_pages <= needed_with_head:
             return False
-        self._batch.drain()
+        self._batch.synchronize()
         self._enter_phase("pools")
         freed: int = cache.compact(needed)
         return freed > 0
@@ -359,7 +359,7 @@ class MLXEngine:
     def close(self) -> None:
         """Wait for the device and delete swap files; the process's exit frees everything else."""
         if self._loaded:
-            self._batch.drain()
+            self._batch.synchronize()
             self._transfers.folder.clear()
         mx.synchronize()
 

@@ -86,7 +86,7 @@ class Preemption:
         for rid in batch.scheduler.victims():
             if wanted <= 0:
                 return
-            batch.settle()  # requests may end
+            batch.finish_step()  # requests may end
             running = batch.requests.get(rid)
             if running is not None and can_preempt(running):
                 wanted -= yield from self._preempt(running, wanted)
@@ -124,7 +124,7 @@ class Preemption:
             if rid in self._batch.requests:
                 self._batch.admission.requeue_preempted(rid)
 
-    def spill(self) -> None:
+    def move_out_kept(self) -> None:
         """Move the snapshots of one queued request out of memory, for the head of the queue.
 
         No request is admitted meanwhile, so that none needs these snapshots.
@@ -135,9 +135,9 @@ class Preemption:
         ]
         if behind and not self._jobs:
             self._batch.admission.closed = True
-            self._jobs[behind[0].rid] = self._spill(behind[0])
+            self._jobs[behind[0].rid] = self._move_out_and_admit(behind[0])
 
-    def _spill(self, request: Request) -> Iterator[None]:
+    def _move_out_and_admit(self, request: Request) -> Iterator[None]:
         yield from self._move_out(request)
         self._batch.admission.closed = False
 

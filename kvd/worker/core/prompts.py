@@ -67,7 +67,7 @@ class Prompts:
         hit = self._prefix_cache.begin_prefill(request.tracked)
         self._batch.open_row(request, hit)
         if request.resumed_at is None:
-            request.over.cached_tokens = hit.tokens
+            request.choices.cached_tokens = hit.tokens
         return hit.tokens
 
     def begin_single_tokens(self, rids: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""Returns memory to the daemon by the method that it asks for, in slices between decode steps.
+"""Returns memory to the daemon by the method that it asks for, piece by piece between decode steps.
 
 ::
 
-    Reclaim --> drop checkpoints, step rows down, or preempt rows     slices between steps
-                --> shrink the pools to what is used                  slices between steps
+    Reclaim --> drop checkpoints, step rows down, or preempt rows
+                --> shrink the pools to what is used
                     --> MemoryRequested with a smaller total --> Reclaimed
 
 No request is admitted meanwhile, so that the memory goes to the daemon and not to the queue.
@@ -30,12 +30,12 @@ from kvd.worker.prefix.cache import PrefixCache
 from kvd.worker.process import memory as process_memory
 from protocol.worker import Reclaim, Reclaimed
 
-SLICE_SECONDS = 0.010
-"""Minimum seconds that a step works on returning memory."""
+MIN_WORK_SECONDS = 0.010
+"""Seconds that each step works on returning memory, at least."""
 STEP_SHARE = 0.1
-"""Share of the step's duration that a slice may take, if that is more: prefill makes steps long."""
+"""Share of the step's duration for this work, if that is more: prefill makes steps long."""
 _TRIM_ROUNDS = 3
-"""Rounds of shrinking the pools: flushes between slices may make them grow again."""
+"""Rounds of shrinking the pools: flushes of the steps between may make them grow again."""
 
 
 class Reclaiming:
@@ -55,9 +55,9 @@ class Reclaiming:
         self._commands: deque[Reclaim] = deque()
         self._work: Iterator[None] | None = None
         """The work on the first command."""
-        self._slice_end = 0.0
-        self._last_slice_at: float | None = None
-        """End of the previous slice of the same command."""
+        self._work_until = 0.0
+        self._last_worked_at: float | None = None
+        """When the previous step ended its work on the same command."""
 
     @property
     def active(self) -> bool:
@@ -77,18 +77,18 @@ class Reclaiming:
             self._finish()
 
     def advance(self) -> None:
-        """Work on the first command for a slice; report when it is done. The device is idle."""
+        """Work on the first command for a while; report when it is done. The device is idle."""
         command = self._commands[0]
         if self._work is None:
             self._batch.admission.closed = True
             self._memory.promised_bytes = command.wanted_bytes
             self._work = self._reclaim(command)
         now = time.monotonic()
-        step_seconds = 0.0 if self._last_slice_at is None else now - self._last_slice_at
-        self._slice_end = now + max(SLICE_SECONDS, STEP_SHARE * step_seconds)
+        step_seconds = 0.0 if self._last_worked_at is None else now - self._last_worked_at
+        self._work_until = now + max(MIN_WORK_SECONDS, STEP_SHARE * step_seconds)
         while next(self._work, self) is None:
             if self._seconds_left() <= 0:
-                self._last_slice_at = time.monotonic()
+                self._last_worked_at = time.monotonic()
                 return
         self._commands.popleft()
         self._return_memory(command)
@@ -96,7 +96,7 @@ class Reclaiming:
         self._finish()
 
     def _finish(self) -> None:
-        self._work = self._last_slice_at = None
+        self._work = self._last_worked_at = None
         self._batch.admission.closed = False
         self._memory.promised_bytes = 0
 
@@ -123,9 +123,9 @@ class Reclaiming:
         return -(-nbytes // self._batch.admission.budget.page_bytes)
 
     def _seconds_left(self) -> float:
-        return self._slice_end - time.monotonic()
+        return self._work_until - time.monotonic()
 
-    # The work on one command. A slice may end at each yield.
+    # The work on one command. A step may end its part at each yield.
 
     def _reclaim(self, command: Reclaim) -> Iterator[None]:
         while self._preemption.busy:
@@ -154,7 +154,7 @@ class Reclaiming:
         for request in chosen:
             batch.step_down(request, level)
         while above := [row for row in self._rows_of(chosen) if _is_above(cache, row, level)]:
-            batch.drain()
+            batch.synchronize()
             work = ModelStepDown(cache, above, level)
             while not work.over:
                 work.advance(self._seconds_left(), time.monotonic)
@@ -187,13 +187,12 @@ class Reclaiming:
         if not self._must_trim(wanted):
             return
         if cache.tail_slots > batch.scheduler.reserved_rows:
-            batch.settle()
-            batch.drain()
+            batch.finish_step()
             cache.cut_tails()
         for _ in range(_TRIM_ROUNDS):
             if not self._must_trim(wanted) or not isinstance(cache, ModelCache):
                 return
-            batch.drain()
+            batch.synchronize()
             trimming = PoolTrimming(cache)
             while not trimming.over:
                 trimming.advance(self._seconds_left(), time.monotonic)

@@ -84,7 +84,7 @@ class Recovery:
 
     def _free_spare(self) -> None:
         self._drop_checkpoints()
-        self._batch.drain()
+        self._batch.synchronize()
         gc.collect()  # frames of the traceback hold arrays of the failed step
         self._cache.compact()
         mx.clear_cache()

@@ -37,7 +37,7 @@ class SentText:
 
 
 def finish_replayed(
-    over: Choices,
+    choices: Choices,
     choice: int,
     resumed: ChoiceProgress,
     reason: FinishReason,
@@ -53,11 +53,11 @@ def finish_replayed(
     count = len(resumed.tokens)
     if resumed.reason is not None:
         # A token that ends a completion is counted, and not sent.
-        return over.finish_reported(choice, reason, count + (reason == "stop" and not stopped))
+        return choices.finish_reported(choice, reason, count + (reason == "stop" and not stopped))
     reports: list[Report] = []
     if rest:
-        reports.append(RowTokens(rid=over.rid, index=count, tokens=[], text=rest, choice=choice))
-    return reports + over.finish(choice, reason, count)
+        reports.append(RowTokens(rid=choices.rid, index=count, tokens=[], text=rest, choice=choice))
+    return reports + choices.finish(choice, reason, count)
 
 
 def check_resume(request: Submit, vocabulary: int) -> None:

@@ -70,7 +70,7 @@ class Request:
     max_new: int
     completions: list[Completion]
     """Completions that are not released."""
-    over: Choices
+    choices: Choices
     """Counts the completions that have ended."""
     tracked: TrackedPrompt
     row: Row | None = None

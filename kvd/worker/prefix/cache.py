@@ -42,12 +42,12 @@ def next_chunks(
     while True:
         group = scheduler.next_group()
         # Begin one prompt at a time: the next may have to wait for what this one prefills.
-        fresh = next(
+        unstarted = next(
             (chunk.rid for chunk in group if not scheduler.find(chunk.rid).prompt_started), None
         )
-        if fresh is None:
+        if unstarted is None:
             return group
-        scheduler.skip_to(fresh, begin(fresh))
+        scheduler.skip_to(unstarted, begin(unstarted))
 
 
 @dataclass(eq=False)

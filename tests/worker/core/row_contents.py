@@ -7,7 +7,7 @@ import mlx.core as mx
 from kvd.worker.serving.runner import Row, Runner
 
 
-def held(runner: Runner, row: Row) -> list[mx.array]:
+def contents_of(runner: Runner, row: Row) -> list[mx.array]:
     """Return keys and values of each layer, ``[heads, tokens, dim]``."""
     return [
         side

@@ -18,7 +18,7 @@ from protocol.errors import InsufficientMemory
 from protocol.types import Sampling, TokenLogprob
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import LATE, UNABLE, memory_runs_out
-from tests.worker.core.test_mlx_engine import prompt_of
+from tests.worker.core.prompts import prompt_of
 
 pytestmark = pytest.mark.mlx
 

@@ -74,7 +74,7 @@ class Side:
 
 
 class Sides:
-    """The same rows of one model over several backends; the first uses plain operations."""
+    """Equal rows of one model over several backends; the first uses plain operations."""
 
     def __init__(self, name: str, *backends: Backend) -> None:
         model = build(name)[0]

@@ -23,8 +23,8 @@ from protocol.types import Sampling
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
 from tests.worker.core.driver import Driver, Outcome
-from tests.worker.core.row_contents import held
-from tests.worker.core.test_mlx_engine import prompt_of
+from tests.worker.core.prompts import prompt_of
+from tests.worker.core.row_contents import contents_of
 
 pytestmark = pytest.mark.mlx
 SCHEMES = (Scheme(8, 8), Scheme(4, 4))
@@ -72,7 +72,7 @@ def two_runners(
 
 def assert_same(alone: Runner, row: Row, together: Runner, grouped: Row) -> None:
     assert row.length == grouped.length
-    for expected, actual in zip(held(alone, row), held(together, grouped), strict=True):
+    for expected, actual in zip(contents_of(alone, row), contents_of(together, grouped), strict=True):
         assert mx.isfinite(expected).all()
         assert mx.array_equal(expected, actual)
 

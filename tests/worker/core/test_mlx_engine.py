@@ -16,15 +16,11 @@ from protocol.errors import ContextTooLong, EmptyPrompt, InsufficientMemory, Inv
 from protocol.types import ChatMessage, KVSpec, Sampling
 from protocol.worker import Submit
 from tests.worker.core.driver import GIB, Driver
+from tests.worker.core.prompts import prompt_of
 
 pytestmark = pytest.mark.mlx
 
 WORDS = "The function returns a list of all values that the iterator has produced so far. "
-
-
-def prompt_of(tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(300, 2000) for _ in range(tokens)]
 
 
 def test_dense_pages_give_the_tokens_of_mlx_lm() -> None:
@@ -203,7 +199,7 @@ def test_nan_in_the_cache_fails_its_row_and_not_the_next_row_in_its_slot(demo: D
     demo.run(until=lambda: len(demo.outcomes["bad"].tokens) > 3)
     request = demo.engine._batch.requests["bad"]
     slot = request.completions[0].row.rows[0].slot
-    demo.engine._batch.drain()
+    demo.engine._batch.synchronize()
     for layer in demo.engine._runner.cache.stores[0].layers:
         layer.tail_values[slot, :, 70:90] = mx.nan
     demo.run()

@@ -17,6 +17,7 @@ from protocol.types import KVSpec, Sampling
 from protocol.worker import Reclaim
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import memory_runs_out
+from tests.worker.core.prompts import periodic_prompt
 
 pytestmark = pytest.mark.mlx
 
@@ -24,10 +25,6 @@ WARM = Sampling(temperature=0.9, seed=5)
 EVERYTHING = 1 << 40
 QUICK = 1e15
 """Amount per second of work that takes no time."""
-
-
-def prompt_of(length: int, start: int) -> list[int]:
-    return [(start * 31 + 7 * position) % 4000 + 10 for position in range(length)]
 
 
 def prefer(driver: Driver, where: str) -> None:
@@ -65,11 +62,11 @@ def driver(loaded: Driver) -> Iterator[Driver]:
 
 def submit_three(driver: Driver) -> None:
     """One is greedy, one has a seed, two choices and penalties, and one has a long prompt."""
-    driver.submit("greedy", prompt_of(500, 1), max_tokens=70, ignore_eos=True)
+    driver.submit("greedy", periodic_prompt(500, 1), max_tokens=70, ignore_eos=True)
     penalized = Sampling(temperature=0.9, seed=3, frequency_penalty=0.5)
-    driver.submit("two", prompt_of(330, 2), penalized, max_tokens=70, ignore_eos=True, n=2)
+    driver.submit("two", periodic_prompt(330, 2), penalized, max_tokens=70, ignore_eos=True, n=2)
     driver.run(until=lambda: len(driver.outcomes["two"].tokens) > 7)
-    driver.submit("long", prompt_of(1700, 3), WARM, max_tokens=40, prompt_logprobs=0)
+    driver.submit("long", periodic_prompt(1700, 3), WARM, max_tokens=40, prompt_logprobs=0)
 
 
 def undisturbed(driver: Driver) -> dict[str, Outcome]:
@@ -107,7 +104,7 @@ def test_preempted_rows_continue_with_the_same_tokens(driver: Driver, where: str
 
 def test_snapshots_stay_in_memory_if_that_frees_enough(driver: Driver) -> None:
     prefer(driver, "disk")
-    prompt = prompt_of(300, 4)
+    prompt = periodic_prompt(300, 4)
     wanted = driver.alone(prompt, WARM, max_tokens=200, ignore_eos=True)
     driver.submit("a", prompt, WARM, max_tokens=200, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 5)
@@ -120,7 +117,7 @@ def test_snapshots_stay_in_memory_if_that_frees_enough(driver: Driver) -> None:
 
 def test_a_resumed_row_generates_tokens_before_it_is_preempted_again(driver: Driver) -> None:
     prefer(driver, "disk")
-    driver.submit("a", prompt_of(300, 4), WARM, max_tokens=330, ignore_eos=True)
+    driver.submit("a", periodic_prompt(300, 4), WARM, max_tokens=330, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 20)
     driver.reclaim("preempt", EVERYTHING)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) == 270)
@@ -147,7 +144,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("harm", [cut, flip, Path.unlink, lambda path: path.write_bytes(b"")])
 def test_a_damaged_file_costs_time_and_no_request(driver: Driver, harm) -> None:
     prefer(driver, "disk")
-    prompt = prompt_of(400, 6)
+    prompt = periodic_prompt(400, 6)
     wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     driver.submit("a", prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["a"].tokens) > 9)
@@ -164,7 +161,7 @@ def test_a_damaged_file_costs_time_and_no_request(driver: Driver, harm) -> None:
 
 def test_a_full_disk_loses_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(driver, "disk")
-    prompt = prompt_of(400, 7)
+    prompt = periodic_prompt(400, 7)
     wanted = driver.alone(prompt, WARM, max_tokens=40, ignore_eos=True)
 
     def full(self: swap.SwapFile, record: bytes) -> None:
@@ -189,7 +186,7 @@ def test_beyond_the_folders_limits_rows_are_recomputed(
     for bound, value in (("_limit_bytes", 1000), ("_free_bytes", lambda _: swap.SPARE_DISK_BYTES)):
         with monkeypatch.context() as patch:
             patch.setattr(folder, bound, value)
-            driver.submit(bound, prompt_of(400, 8), WARM, max_tokens=30, ignore_eos=True)
+            driver.submit(bound, periodic_prompt(400, 8), WARM, max_tokens=30, ignore_eos=True)
             driver.run(until=lambda rid=bound: len(driver.outcomes[rid].tokens) > 3)
             driver.reclaim("preempt", EVERYTHING)
             assert driver.preemptions[bound][0] == "recompute"
@@ -201,14 +198,14 @@ def test_beyond_the_folders_limits_rows_are_recomputed(
 def test_a_request_can_end_while_it_is_written_or_read(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
-    driver.submit("b", prompt_of(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
+    driver.submit("b", periodic_prompt(300, 1), WARM, max_tokens=60, ignore_eos=True, priority=1)
     preemption, transfers = driver.engine._preemption, driver.engine._transfers
     for rid, under_way in (("written", transfers.writing), ("read", transfers.reading)):
-        driver.submit(rid, prompt_of(900, 9), WARM, max_tokens=60, ignore_eos=True)
+        driver.submit(rid, periodic_prompt(900, 9), WARM, max_tokens=60, ignore_eos=True)
         driver.run(until=lambda rid=rid: len(driver.outcomes[rid].tokens) > 3)
         driver.engine.reclaim(_reclaim_one(driver))
         driver.run(until=lambda under_way=under_way: bool(under_way))
@@ -234,7 +231,7 @@ def test_snapshots_of_queued_requests_are_moved_out_for_the_head_of_the_queue(
     """No request runs, and the snapshots of others hold the memory that the head needs."""
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
-    requests = {rid: prompt_of(500, seed) for seed, rid in enumerate("abc")}
+    requests = {rid: periodic_prompt(500, seed) for seed, rid in enumerate("abc")}
     wanted = {rid: driver.alone(requests[rid], max_tokens=30, ignore_eos=True) for rid in "abc"}
     driver.engine._prefix_cache.tree.clear()
     for rid, prompt in requests.items():
@@ -270,13 +267,13 @@ def test_snapshots_of_queued_requests_are_moved_out_for_the_head_of_the_queue(
 
 
 def test_queued_requests_get_reports_of_their_position(driver: Driver) -> None:
-    driver.submit("runs", prompt_of(20, 1), max_tokens=40, ignore_eos=True)
+    driver.submit("runs", periodic_prompt(20, 1), max_tokens=40, ignore_eos=True)
     driver.run(until=lambda: bool(driver.outcomes["runs"].tokens))
     assert driver.positions == {}
     driver.others = driver.budget - driver.total
     try:
         for rid in "ab":
-            driver.submit(rid, prompt_of(2000, 1), max_tokens=3)
+            driver.submit(rid, periodic_prompt(2000, 1), max_tokens=3)
         driver.run(until=lambda: not driver.engine.has_work)
         assert driver.positions == {"a": [1], "b": [2]}
         driver.engine.cancel("a")
@@ -297,7 +294,7 @@ def _request(rng: random.Random, index: int) -> tuple[list[int], dict]:
         "priority": rng.choice([0, 0, 1]),
         "ignore_eos": True,
     }
-    return prompt_of(rng.choice([1, 40, 300, 600]), 20 + index % 5), more
+    return periodic_prompt(rng.choice([1, 40, 300, 600]), 20 + index % 5), more
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -308,7 +305,7 @@ def test_random_reclaims_change_no_tokens(
     requests = [_request(rng, index) for index in range(9)]
     alone = [driver.alone(prompt, **more) for prompt, more in requests]
     driver.engine._prefix_cache.tree.clear()
-    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     monkeypatch.setattr(memory_account, "MIN_TOKENS_BETWEEN_PREEMPTIONS", 4)
@@ -338,11 +335,11 @@ def test_random_reclaims_change_no_tokens(
 def test_swapping_out_does_not_stop_other_rows_and_leaves_no_file_at_the_end(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     prefer(driver, "disk")
-    driver.submit("stays", prompt_of(300, 1), max_tokens=200, ignore_eos=True, priority=1)
-    driver.submit("goes", prompt_of(900, 2), max_tokens=200, ignore_eos=True)
+    driver.submit("stays", periodic_prompt(300, 1), max_tokens=200, ignore_eos=True, priority=1)
+    driver.submit("goes", periodic_prompt(900, 2), max_tokens=200, ignore_eos=True)
     driver.run(until=lambda: len(driver.outcomes["goes"].tokens) > 3)
     driver.engine.reclaim(_reclaim_one(driver))
     driver.others = driver.budget  # prevents an early resume
@@ -366,11 +363,11 @@ def test_swapping_out_does_not_stop_other_rows_and_leaves_no_file_at_the_end(
 def test_a_shortage_during_transfers_changes_no_tokens(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, nth: int
 ) -> None:
-    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     monkeypatch.setattr(mlx_engine, "POOL_SECONDS", 0.0)
     prefer(driver, "disk")
-    requests = {"a": prompt_of(300, 1), "b": prompt_of(500, 2)}
+    requests = {"a": periodic_prompt(300, 1), "b": periodic_prompt(500, 2)}
     wanted = {rid: driver.alone(one, WARM, max_tokens=40, n=2) for rid, one in requests.items()}
     driver.engine._prefix_cache.tree.clear()
     for rid, prompt in requests.items():
@@ -412,7 +409,7 @@ def test_files_of_an_earlier_process_are_deleted(tmp_path: Path) -> None:
 )
 def test_rows_of_every_kv_layout_are_restored_from_disk(kv: KVSpec, tmp_path: Path) -> None:
     driver = Driver("demo", kv=kv, swap_folder=str(tmp_path), swap_bytes=1 << 30)
-    prompt = prompt_of(420, 5)
+    prompt = periodic_prompt(420, 5)
     wanted = driver.alone(prompt, WARM, max_tokens=40, n=2, ignore_eos=True)
     for where in ("disk", "recompute"):
         prefer(driver, where)

@@ -22,6 +22,7 @@ from protocol.worker import (
     Submit,
 )
 from tests.worker.core.driver import Driver
+from tests.worker.core.prompts import prompt_of
 from tests.worker.process.received import Received
 
 pytestmark = pytest.mark.mlx
@@ -31,11 +32,6 @@ HOLDS = [f"{letter}#" for letter in "aeiou tnsrlh.,"]
 """Stop strings that hold back any last letter, so that the end of a stream flushes text."""
 
 
-def tokens_of(count: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(300, 2000) for _ in range(count)]
-
-
 def asked() -> list[Submit]:
     greedy, warm = Sampling(seed=0), Sampling(temperature=0.9, seed=3)
     strict = Sampling(
@@ -43,13 +39,13 @@ def asked() -> list[Submit]:
     )
     return [
         Submit(rid="greedy", prompt=WORDS, sampling=greedy, max_tokens=150, ignore_eos=True),
-        Submit(rid="warm", tokens=tokens_of(300, 1), sampling=warm, max_tokens=90, logprobs=2),
+        Submit(rid="warm", tokens=prompt_of(300, 1), sampling=warm, max_tokens=90, logprobs=2),
         Submit(rid="three", prompt=WORDS, sampling=warm, max_tokens=40, n=3),
         Submit(rid="strict", prompt="Hi", sampling=strict, max_tokens=70, min_tokens=40),
         Submit(rid="stops", prompt=WORDS, sampling=warm, max_tokens=80, n=2, stop=["e", "the"]),
         Submit(
             rid="scored",
-            tokens=tokens_of(290, 2),
+            tokens=prompt_of(290, 2),
             sampling=greedy,
             max_tokens=30,
             prompt_logprobs=1,

@@ -14,14 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from protocol.types import KVSpec, Sampling
 from tests.worker.core.driver import Driver, Outcome
+from tests.worker.core.prompts import prompt_of
 
 pytestmark = pytest.mark.mlx
 WARM = Sampling(temperature=0.9, seed=3)
-
-
-def prompt_of(tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(300, 2000) for _ in range(tokens)]
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from protocol.types import KVSpec, Sampling
 from tests.worker.core.driver import GIB, Driver, Outcome
+from tests.worker.core.prompts import prompt_of
 
 pytestmark = pytest.mark.mlx
 CHUNK = 64
 WARM = Sampling(temperature=0.9, seed=3)
-
-
-def prompt_of(tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(300, 2000) for _ in range(tokens)]
 
 
 SHARED = prompt_of(375, 0)

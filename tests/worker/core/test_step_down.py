@@ -12,12 +12,9 @@ from protocol.errors import InsufficientMemory
 from protocol.types import KVSpec
 from protocol.worker import Reclaim, StartLevel
 from tests.worker.core.driver import Driver
+from tests.worker.core.prompts import periodic_prompt
 
 pytestmark = pytest.mark.mlx
-
-
-def prompt_of(length: int, start: int) -> list[int]:
-    return [(start * 31 + 7 * position) % 4000 + 10 for position in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +28,7 @@ def reclaim(driver: Driver, method: str, wanted: int, level: int = 0) -> None:
 
 def run_two(driver: Driver, *, lower: bool) -> dict[str, list[int]]:
     for rid, seed in (("kept", 1), ("lowered", 2)):
-        driver.submit(rid, prompt_of(900, seed), max_tokens=60)
+        driver.submit(rid, periodic_prompt(900, seed), max_tokens=60)
     driver.run(until=lambda: all(len(driver.outcomes[rid].tokens) > 5 for rid in driver.outcomes))
     store = driver.engine._runner.cache.stores[0]
     before = store.pages.nbytes
@@ -71,7 +68,7 @@ def test_a_lowered_request_continues_and_others_are_not_affected(stepping: Drive
 
 
 def test_a_request_that_ends_during_a_step_down_leaves_nothing(stepping: Driver) -> None:
-    stepping.submit("short", prompt_of(700, 3), max_tokens=3)
+    stepping.submit("short", periodic_prompt(700, 3), max_tokens=3)
     stepping.run(until=lambda: bool(stepping.outcomes["short"].tokens))
     reclaim(stepping, "precision", 1 << 40, level=1)
     stepping.run()
@@ -85,16 +82,16 @@ def test_a_request_that_ends_during_a_step_down_leaves_nothing(stepping: Driver)
 def test_a_queued_request_does_not_take_the_freed_memory(
     stepping: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaiming, "SLICE_SECONDS", 0.0)  # one piece a step
+    monkeypatch.setattr(reclaiming, "MIN_WORK_SECONDS", 0.0)  # one piece a step
     monkeypatch.setattr(reclaiming, "STEP_SHARE", 0.0)
     stepping.outcomes.clear()
     budget = stepping.budget
     for rid, seed in (("a", 1), ("b", 2)):
-        stepping.submit(rid, prompt_of(900, seed), max_tokens=400)
+        stepping.submit(rid, periodic_prompt(900, seed), max_tokens=400)
     stepping.run(until=lambda: all(len(one.tokens) > 3 for one in stepping.outcomes.values()))
     try:
         stepping.budget = stepping.total
-        stepping.submit("waits", prompt_of(9000, 6), max_tokens=100)
+        stepping.submit("waits", periodic_prompt(9000, 6), max_tokens=100)
         reclaim(stepping, "precision", 1 << 40, level=2)
         stepping.run(until=lambda: not stepping.engine._reclaiming.active)
         requests = stepping.engine._batch.requests
@@ -112,7 +109,7 @@ def test_a_queued_request_does_not_take_the_freed_memory(
 def pressed() -> Iterator[Driver]:
     driver = Driver("demo", kv=KVSpec(prefix_every=256))
     for rid, seed in (("a", 1), ("b", 2), ("c", 3)):
-        driver.submit(rid, prompt_of(1500, seed), max_tokens=300, ignore_eos=True)
+        driver.submit(rid, periodic_prompt(1500, seed), max_tokens=300, ignore_eos=True)
     driver.run(until=lambda: all(len(one.tokens) > 9 for one in driver.outcomes.values()))
     yield driver
     driver.run()
@@ -161,7 +158,7 @@ def test_only_as_many_rows_step_down_as_needed_and_new_ones_start_there(pressed:
     answer = pressed.reclaim("precision", 1, level=1)
     assert [scheduler.find(rid).level for rid in "abc"] == [0, 0, 1]
     assert not answer.exhausted
-    pressed.submit("d", prompt_of(300, 4), max_tokens=300, ignore_eos=True)
+    pressed.submit("d", periodic_prompt(300, 4), max_tokens=300, ignore_eos=True)
     pressed.step()
     assert scheduler.find("d").level == 1
     pressed.run(until=lambda: len(pressed.outcomes["d"].tokens) > 3)
@@ -169,14 +166,14 @@ def test_only_as_many_rows_step_down_as_needed_and_new_ones_start_there(pressed:
     assert {page.level for page in held.pages} == {1}
     assert pressed.engine.stats().reclaimable.level == 1
     pressed.engine.start_level(StartLevel(level=0))
-    pressed.submit("e", prompt_of(300, 5), max_tokens=300, ignore_eos=True)
+    pressed.submit("e", periodic_prompt(300, 5), max_tokens=300, ignore_eos=True)
     pressed.step()
     assert scheduler.find("e").level == 0
 
 
 def test_a_request_that_fits_only_at_a_lower_level_runs_there(stepping: Driver) -> None:
     stepping.outcomes.clear()
-    prompt = prompt_of(9000, 7)
+    prompt = periodic_prompt(9000, 7)
     base, unit = (
         getattr(stepping.engine._admission.budget, one) for one in ("base_bytes", "page_bytes")
     )
@@ -190,7 +187,7 @@ def test_a_request_that_fits_only_at_a_lower_level_runs_there(stepping: Driver) 
         stepping.run()
         assert len(stepping.outcomes.pop("large").tokens) == 20
         with pytest.raises(InsufficientMemory):
-            stepping.submit("larger", prompt_of(12000, 7), max_tokens=20)
+            stepping.submit("larger", periodic_prompt(12000, 7), max_tokens=20)
     finally:
         stepping.budget = budget
         stepping.outcomes.clear()

@@ -18,7 +18,7 @@ from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.test_group import Group, bench_of
-from tests.worker.core.row_contents import held
+from tests.worker.core.row_contents import contents_of
 
 pytestmark = pytest.mark.mlx
 
@@ -113,7 +113,7 @@ def test_what_is_stored_and_said_does_not_change(request: pytest.FixtureRequest,
     assert mx.abs(few_logits - logits).max() <= 1e-4 * mx.abs(logits).max()
     for one, other in zip(rows, few_rows, strict=True):
         assert one.length == other.length
-        for mine, theirs in zip(held(plain, one), held(few, other), strict=True):
+        for mine, theirs in zip(contents_of(plain, one), contents_of(few, other), strict=True):
             assert mine.shape == theirs.shape
             assert mx.isfinite(theirs).all()
             assert mx.abs(mine - theirs).max() <= 1e-4 * mx.abs(mine).max()
