@@ -72,7 +72,8 @@ def two_runners(
 
 def assert_same(alone: Runner, row: Row, together: Runner, grouped: Row) -> None:
     assert row.length == grouped.length
-    for expected, actual in zip(contents_of(alone, row), contents_of(together, grouped), strict=True):
+    contents, grouped_contents = contents_of(alone, row), contents_of(together, grouped)
+    for expected, actual in zip(contents, grouped_contents, strict=True):
         assert mx.isfinite(expected).all()
         assert mx.array_equal(expected, actual)
 
