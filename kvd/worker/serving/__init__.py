@@ -1,1 +1,1 @@
-"""Loading a model and choosing how to serve it: files, probes, checks, forward passes."""
+"""Loading a model and deciding how to serve it: files, probe, checks, forward passes."""

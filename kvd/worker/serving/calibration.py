@@ -1,10 +1,10 @@
-"""Verdicts of `kvctl calibrate`: where they are kept, whose they are, and what they forbid.
+"""Results of `kvctl calibrate`: where they are stored, which model they belong to, what they allow.
 
-One JSON file a model, named by a key of its content, so that a verdict follows the model through
-renames and copies and is void for any other one. A load lifts its ladder to the lowest level that
-the verdict allows. A file that cannot be read is no verdict, and the log says so.
+One JSON file per model, named after a hash of its content. So a result follows the model through
+renames and copies, and does not apply to any other model. A load raises all precision levels below
+the quality floor to it. An unreadable file counts as no result, and is logged.
 
-Does not cover the measuring (`kvd.worker.tools.fidelity`).
+Does not cover measuring (`kvd.worker.tools.fidelity`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvd.worker.cache.scheme import Scheme
 from kvd.worker.serving.model_files import Headers
 
 FOLDER_VARIABLE = "KVD_CALIBRATION"
-"""Environment variable: the folder of the verdicts that a worker obeys; absent: none."""
+"""Environment variable with the folder of the results that a worker applies; without it, none."""
 DENSE = Scheme(16, 16)
-"""What is left where not even the top of the measured ladder keeps the floor."""
+"""The quality floor if not even the top measured level is good enough."""
 _SAMPLE_BYTES = 4096
-"""Of each tensor: fine-tunes of one model differ in nothing else."""
+"""Bytes per tensor that the key covers. Fine-tunes of one model differ in nothing else."""
 
 _log = logging.getLogger(__name__)
 
 
 class MeasuredLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """One level's numbers, as in `kvd.worker.tools.fidelity.Agreement`; null where not finite."""
+    """One level's numbers, as in `kvd.worker.tools.fidelity.Agreement`; null if not finite."""
 
     scheme: str
     allowed: bool
-    """Whether it keeps the floor, for itself."""
+    """Whether this level alone is good enough."""
     kl: float | None
     top1: float | None
     perplexity_change: float | None
@@ -46,19 +46,19 @@ class MeasuredLevel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a calibration found. Raises ``ValueError`` where ``lowest`` is no scheme."""
+    """What a calibration found. Raises ``ValueError`` if ``lowest`` is not a scheme."""
 
     key: str
     model: str
-    """As the user wrote it; the key decides."""
+    """The name that the user gave. Only the key decides."""
     lowest: str
-    """The scheme that pages of this model do not go below."""
+    """The quality floor: the scheme that pages of this model do not go below."""
     max_kl: float
     min_top1: float
     levels: list[MeasuredLevel]
     prompts: int
     tokens: int
-    """Of the longest prompt."""
+    """Tokens of the longest prompt."""
     date: str
     """ISO 8601, UTC."""
     device: str
@@ -69,7 +69,7 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def content_key(headers: Headers) -> str:
-    """Return 32 hex digits that name a model's content.
+    """Return 32 hex digits that identify a model's content.
 
     Covers ``config.json``, the headers and sizes of all weight files, and the first 4 KiB of each
     tensor. Raises ``OSError``.
@@ -90,7 +90,7 @@ def content_key(headers: Headers) -> str:
 
 
 def store(folder: Path, verdict: CalibrationResult) -> Path:
-    """Write a verdict whole or not at all, in place of an older one; return its file.
+    """Write a result atomically, replacing an older one; return its file.
 
     Raises ``OSError``.
     """
@@ -112,9 +112,9 @@ def store(folder: Path, verdict: CalibrationResult) -> Path:
 
 
 def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | None:
-    """Return the model's verdict in the folder, by default that of the environment.
+    """Return the model's result from the folder, by default the environment's.
 
-    A file that is damaged, or whose key is not that of its name, counts for nothing.
+    A file that is damaged, or whose key does not match its name, is ignored.
     """
     if folder is None:
         folder = Path(named) if (named := os.environ.get(FOLDER_VARIABLE)) else None
@@ -126,19 +126,19 @@ def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | No
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        _log.warning("the calibration of %s is ignored: %s", headers.path, error)
+        _log.warning("ignoring the calibration of %s: %s", headers.path, error)
         return None
     if verdict.key != file.stem:
-        _log.warning("the calibration %s is ignored: it is of another model", file)
+        _log.warning("ignoring the calibration %s: it belongs to another model", file)
         return None
     return verdict
 
 
 def apply_floor(schemes: Sequence[Scheme], verdict: CalibrationResult | None) -> list[Scheme]:
-    """Return the ladder without what lies below the verdict's lowest level.
+    """Return the schemes, each raised to the result's quality floor, without duplicates.
 
-    A level that does is lifted to it, each side apart, so that a model whose own scheme lies below
-    starts with the lowest one allowed.
+    Keys and values are raised separately, so a model whose own scheme lies below the floor starts
+    with the lowest scheme allowed.
     """
     if verdict is None:
         return list(schemes)

@@ -1,13 +1,13 @@
-"""Decode steps as compiled functions: the host builds a step's graph once for each of few shapes.
+"""Decode steps as compiled functions: the host builds a step's graph once per shape.
 
-A decode step of a small model is a thousand small operations, and building them in Python takes as
-long as running them. Here the step is a function of arrays alone (tokens, the step's tables, tails
-and pools), which `mx.compile` traces once, fuses, and replays. What changes the trace is part of
-its key: the number of rows, of pages on each level (rounded up, the rest is padding that nobody
-sees) and of slots in tails and pools.
+A decode step of a small model has about a thousand small operations. Building them in Python takes
+as long as running them. Here the step is a function of arrays only (tokens, the step's tables,
+tails and pools), which `mx.compile` traces once, fuses, and replays. A trace's key contains
+everything that would change it: the number of rows, of pages on each level (rounded up, so that
+there are few shapes; padding is never read) and of slots in tails and pools.
 
-Fused or not, an element is computed by the same operations in the same order, so a row gets the
-same numbers from a compiled step as from a plain one; a test holds this to the bit on the CPU.
+Fused or not, an element is computed by the same operations in the same order. So a row gets the
+same numbers from a compiled step as from a plain one; a test verifies this to the bit on the CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Arrays = list[mx.array]
 
 
 def can_compile(cache: Any) -> bool:
-    """Return whether a step over this cache depends on arrays alone."""
+    """Return whether a step over this cache depends on arrays only."""
     return (
         isinstance(cache, ModelCache)
         and cache.batched
@@ -50,7 +50,7 @@ class CompiledDecode:
         self._cache = cache
         self._traces: OrderedDict[tuple[Any, ...], _Trace] = OrderedDict()
         self.traced = 0
-        """How many shapes were traced so far."""
+        """Shapes traced so far."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
@@ -77,7 +77,7 @@ class CompiledDecode:
         return trace
 
     def _called(self, trace: _Trace, inputs: Arrays) -> tuple[mx.array, Arrays]:
-        """Replay a trace, or make it, and count the kernels that are launched for it."""
+        """Replay or create a trace, and count the kernels that it launches."""
         backend = self._cache.backend
         if backend is None:
             return trace.function(inputs)
@@ -92,11 +92,11 @@ class CompiledDecode:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one store brings to a step."""
+    """One store's part of a step."""
 
     store: KVStore
     step: DecodeStep
-    """With tables that are padded."""
+    """The step, with padded tables."""
 
     @staticmethod
     def of(store: KVStore) -> _Part:
@@ -106,6 +106,7 @@ class _Part:
         if step.backend is not None:
             return _Part(store, replace(step, backend=step.backend.padded()))
         tables = [table.padded(padded_work(len(table.owners))) for table in step.tables]
+        """The pages, by level."""
         return _Part(store, _with_tables(step, tables))
 
     @property
@@ -115,7 +116,7 @@ class _Part:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a trace depends on: all that gives its arrays their shapes."""
+        """What a trace depends on: everything that determines the shapes of its arrays."""
         step = self.step
         capacities = tuple(
             layer.pools[level].capacities for layer in self.store.layers for level in self.levels
@@ -137,7 +138,7 @@ class _Part:
         return tuple(table.level for table in self.tables)
 
     def arrays(self) -> Arrays:
-        """Return all that the step reads, in the order of `put`."""
+        """Return all arrays that the step reads, in the order of `put`."""
         found = self._described()
         for layer in self.store.layers:
             found += [layer.tail_keys, layer.tail_values]
@@ -146,7 +147,7 @@ class _Part:
         return found
 
     def _described(self) -> Arrays:
-        """Return the arrays that say what the step reads of tails and pools."""
+        """Return the arrays that address tails and pools."""
         step = self.step
         if step.backend is not None:
             return step.backend.arrays(step)
@@ -163,7 +164,7 @@ class _Part:
         return found
 
     def put(self, given: Iterator[mx.array]) -> None:
-        """Put other arrays in the place of all these."""
+        """Replace all these arrays with others."""
         self.store.step = self._redescribed(given)
         for layer in self.store.layers:
             _put_tails(layer, given)
@@ -194,7 +195,7 @@ class _Part:
         return _with_tables(step, tables)
 
     def take_tails(self, given: Iterator[mx.array]) -> None:
-        """Take the tails that the step leaves."""
+        """Store the tails that the step returns."""
         for layer in self.store.layers:
             _put_tails(layer, given)
 
@@ -204,13 +205,13 @@ class _Part:
 
 
 class _Traced:
-    """The function that is traced: puts the tracers where the model's layers look."""
+    """The function that is traced: puts the tracers where the model's layers read."""
 
     def __init__(self, model: Any, cache: ModelCache) -> None:
         self._model = model
         self._cache = cache
         self.parts: list[_Part] = []
-        """Of the step that is under way."""
+        """The parts of the step under way."""
 
     def __call__(self, inputs: Arrays) -> tuple[mx.array, Arrays]:
         before = [array for part in self.parts for array in part.arrays()]
@@ -237,7 +238,7 @@ class _Trace:
     traced: _Traced
     function: Callable[[Arrays], tuple[mx.array, Arrays]]
     launches: int = 0
-    """Kernels of ours in it."""
+    """Kernels that it launches."""
 
 
 def _with_tables(step: DecodeStep, tables: list[LevelTable]) -> DecodeStep:

@@ -1,4 +1,4 @@
-"""What this worker's rows cost, told to the daemon: its forecasts count as the worker does."""
+"""What this worker's rows cost, for the daemon's forecasts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from protocol.costs import Costs, KVCost
 def costs_of(
     cache: ModelCache | MlxLmCache, *, weights: int, base: int, row: int, first: int, step: int
 ) -> Costs | None:
-    """Return the costs; None where a row takes what no formula of its length says.
+    """Return the costs; None if a row's memory is no function of its length.
 
-    ``row``: bytes of every row beside its pages; ``first``: units of an idle worker; ``step``:
-    tokens that are prefilled at once. Models that read rectangles take scratch by the rows that
-    run together.
+    ``row``: bytes of every row besides its pages. ``first``: units of an idle worker. ``step``:
+    tokens prefilled at once. Models with `Access.RECTANGLES` need scratch that depends on the rows
+    of the batch.
     """
     kinds = []
     if isinstance(cache, ModelCache):

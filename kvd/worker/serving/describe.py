@@ -1,4 +1,4 @@
-"""What status says of a model's cache: each kind of layer, how it is served, and what it costs."""
+"""Describes a model's cache for ``status``: each kind of layer, how it is served, what it costs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvd.worker.serving.probe import Served
 from protocol.types import KVPart
 
 PREFILL_CHUNK = 256
-"""What `LoadModel.prefill_chunk` is unless somebody sets it."""
+"""Default of `LoadModel.prefill_chunk`."""
 _VERY_LONG = 1 << 40
-"""Tokens of a row that is as long as can be."""
+"""Tokens of a row that exceeds every bound."""
 
 
 def parts(served: Served, prefill_chunk: int = PREFILL_CHUNK) -> list[KVPart]:
-    """Return how each kind of a model's layers keeps what it has seen.
+    """Return how each kind of a model's layers keeps earlier tokens.
 
-    ``prefill_chunk``: tokens that are prefilled at once, whose pages a window holds for a moment.
+    ``prefill_chunk``: tokens prefilled at once, whose pages a window temporarily holds.
     """
     cache = served.runner.cache
     if isinstance(cache, MlxLmCache):
@@ -67,15 +67,15 @@ def _attention(
 
 
 def _most_held(store: KVStore, chunk: int) -> int:
-    """Return the most bytes that one row of a bounded kind holds: its pages and its tail.
+    """Return the most bytes of pages and tail that one row of a bounded kind holds.
 
-    Not `KVStore.most_bytes`, which counts the copies as well that growing pools takes.
+    Unlike `KVStore.most_bytes`, this does not count the copies made when pools grow.
     """
     first = 1 if store.quantized_start else 0
     pages = store.kind.max_pages(_VERY_LONG, chunk) * store.pages.page_bytes(first)
     if first:
         dense = store.kind.max_pages(store.quantized_start + chunk, chunk)
-        # For a moment both: dense pages, and what they become.
+        # Temporarily both: dense pages, and the quantized pages they become.
         pages = max(pages, dense * (store.pages.page_bytes(0) + store.pages.page_bytes(1)))
     return pages + store.tails.row_bytes
 
@@ -101,7 +101,7 @@ def schemes(cache: ModelCache | MlxLmCache) -> list[str]:
 
 
 def layout(cache: ModelCache | MlxLmCache) -> str:
-    """Return how keys and values lie in pages, in words."""
+    """Return a text on how keys and values are grouped in pages."""
     stores = cache.stores if isinstance(cache, ModelCache) else []
     per_token = {
         pool.value_packing.per_token
@@ -118,7 +118,7 @@ def layout(cache: ModelCache | MlxLmCache) -> str:
 
 
 def dtype_name(model: Any) -> str:
-    """Return the dtype that most of a model's floating weights have."""
+    """Return the most frequent dtype of a model's floating-point weights."""
     counts: dict[str, int] = {}
     for _, array in tree_flatten(model.parameters()):
         if isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating):

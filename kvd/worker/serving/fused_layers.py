@@ -1,4 +1,4 @@
-"""A model with kernels, and with whole layers as blocks where they are right too."""
+"""Serves a model with kernels, and with whole layers as blocks if these are right too."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvd.worker.serving import probe
 def serve(
     model: Any, settings: CacheSettings, vocab_size: int, kernels: FusedBackend, *, products: bool
 ) -> probe.Served:
-    """Do as `probe.serve` does; ``products``: few rows are multiplied by kernels of our own.
+    """Serve as `probe.serve` does; ``products``: kvd's own kernels multiply few rows.
 
-    The probe's comparisons with mlx-lm's caches, in which layers run as they were written, are what
-    blocks must pass. If they do not, the model is probed again without them.
+    The probe compares with mlx-lm's caches, where layers run their own code, and blocks must pass
+    that. If they do not, the model is probed again without them.
     """
     count = blocks.fuse(model) if products else 0
     found = probe.serve(model, settings, vocab_size, kernels=kernels)

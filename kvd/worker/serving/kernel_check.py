@@ -1,4 +1,4 @@
-"""Whether kernels attend in decode steps: only where they are right here, and faster."""
+"""Decides whether kernels run decode attention: only if they are right here, and faster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvd.worker.serving.timed_kernels import TimedKernels, first_line
 from protocol.types import FusedAttention
 
 Check = Callable[[Backend], float]
-"""Serves the model with a backend in all ways that it may come to; returns the error, or raises
-`Refused`."""
+"""Serves the model with a backend in every way that may occur; returns the error, or raises
+`SelfCheckFailed`."""
 
 
 def check_kernels(
@@ -27,8 +27,8 @@ def check_kernels(
 ) -> tuple[FusedAttention, float]:
     """Return the verdict on kernels, and their error.
 
-    ``stores``: what they would serve, with the plain operations that they have to beat. In this
-    order: they must run at all, be right, and be faster.
+    ``stores``: the stores that they would serve, with the plain operations to compare with. The
+    kernels must run at all, be right, and be faster, in this order.
     """
     watched = TimedKernels(backend.kernels)
     for geometry in (layer.geometry for store in stores for layer in store.layers):
@@ -41,10 +41,10 @@ def check_kernels(
         return _unused(str(refused), watched), 0.0
     try:
         times = kernel_timing.compare(stores, backend, watched.compiled)
-    except Exception as failed:  # drivers raise what they like
+    except Exception as failed:  # drivers raise any type
         if shortage_of(failed) is not None:
             raise
-        return _unused(f"on longer rows they fail: {first_line(failed)}", watched), error
+        return _unused(f"the kernels fail on longer rows: {first_line(failed)}", watched), error
     if times is None:
         return _unused("no kernel was launched", watched), error
     faster = times.fused_s < times.reference_s
@@ -61,7 +61,7 @@ def check_kernels(
 
 
 def has_kernels_for(geometry: LayerGeometry) -> bool:
-    """Return whether there are kernels for heads of these sizes: whole runs, one a lane at most."""
+    """Return whether there are kernels for these head sizes: whole runs, at most one per lane."""
     sizes = geometry.k_dim, geometry.v_dim
     return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
 
@@ -71,7 +71,7 @@ def _unused(reason: str, watched: TimedKernels) -> FusedAttention:
 
 
 def describe_verdict(verdict: FusedAttention) -> str:
-    """Return the verdict in words, for the log."""
+    """Return the verdict as text, for the log."""
     parts = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
     if verdict.call_ms is not None and verdict.reference_ms is not None:
         parts.append(
@@ -79,7 +79,7 @@ def describe_verdict(verdict: FusedAttention) -> str:
             f" ({verdict.rows} rows of {verdict.keys} keys)"
         )
     if verdict.layers:
-        parts.append(f"{verdict.layers} layers are kernels as a whole")
+        parts.append(f"{verdict.layers} whole layers run as kernels")
     if verdict.compile_s:
         parts.append(f"compiled in {verdict.compile_s:.1f} s")
     return "; ".join(parts)

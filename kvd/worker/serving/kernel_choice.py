@@ -1,4 +1,4 @@
-"""Which decode attention is tried in this process: the environment's ``KVD_ATTENTION``."""
+"""Which kernels this process tries for decode attention: the environment's ``KVD_ATTENTION``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ VARIABLE = "KVD_ATTENTION"
 
 
 def plain_only() -> bool:
-    """Return whether only plain operations may attend: ``reference``."""
+    """Return whether only plain operations may run attention: ``reference``."""
     return os.environ.get(VARIABLE) == "reference"
 
 
 def find_kernels() -> FusedBackend | None:
-    """Return kernels for the default device; None where it has no language for them."""
+    """Return kernels for the default device; None if there are none."""
     language = find_language()
     return None if language is None else FusedBackend(Fused(language), language.most_buffers)

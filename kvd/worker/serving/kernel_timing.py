@@ -1,7 +1,7 @@
-"""How long one layer's decode attention takes here, by kernels and by plain operations.
+"""Times one layer's decode attention on this device, in kernels and in plain operations.
 
-On a made-up step of the model's own shape: a few rows of some thousand keys, in pages of zeros.
-Several calls are evaluated at once, each behind the one before it.
+The step has the model's own shape: four rows of a few thousand keys, in pages of zeros. Several
+calls are evaluated at once, each after the one before it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that a layer's attention takes, on average over the layers."""
+    """Seconds of a layer's attention, on average over the layers."""
 
     fused_s: float
     reference_s: float
     keys: int
-    """Of each of `ROWS` rows, where no window hides some."""
+    """Keys of each of the `ROWS` rows, if no window hides some."""
 
 
 def compare(
     stores: Sequence[KVStore], backend: FusedBackend, variants: Collection[KernelVariant]
 ) -> Times | None:
-    """Time both for the layers of these stores; None where nobody has asked for any of them.
+    """Time both for the layers of these stores; None if no kernel variant fits any layer.
 
-    ``asked``: what a model has asked kernels for. Takes no more of memory than half of the
-    stores' scratch.
+    ``variants``: the kernels that the model has requested. Uses at most half of the stores'
+    scratch.
     """
     fused = reference = 0.0
     layers, keys = 0, KEYS
@@ -77,11 +77,11 @@ def _is_for(variants: KernelVariant, geometry: LayerGeometry) -> bool:
 def _handle(
     geometry: LayerGeometry, scheme: Scheme, like: KVStore, backend: FusedBackend
 ) -> tuple[DecodeHandle, int]:
-    """Return a decode step over one layer, and how many keys its rows have."""
+    """Return a decode step over one layer, and the number of keys of its rows."""
     store = KVStore([geometry], scheme, like.dtype, kind=like.kind)
     store.page_product, store.backend = like.page_product, backend
-    store.pages.spare = lambda: 0  # no more pages than these
-    # Pools are copied when they grow, so that half of this half is theirs.
+    store.pages.spare = lambda: 0  # the pools must not grow further
+    # Growing copies a pool, so pages may use half of this half.
     fitting = like.scratch.limit // 4 // (ROWS * store.pages.page_bytes())
     length = PAGE_TOKENS * max(1, min(KEYS // PAGE_TOKENS, fitting))
     count = length // PAGE_TOKENS
@@ -90,7 +90,7 @@ def _handle(
     rows: list[Row] = [store.new_row() for _ in range(ROWS)]
     pages = store.pages.take(0, ROWS * count)
     for index, row in enumerate(rows):
-        # Slots as they come to lie: those of all rows among each other.
+        # Slots in the order of serving: those of all rows interleaved.
         row.pages = pages[index::ROWS]
         row.skipped = length // PAGE_TOKENS - count
         row.length = length + TAIL
@@ -98,7 +98,7 @@ def _handle(
 
 
 def _seconds(handle: DecodeHandle, variants: KernelVariant) -> float:
-    """Return the median of what a call takes."""
+    """Return the median seconds of a call."""
     queries = mx.zeros((ROWS, variants.q_heads, 1, variants.k_dim), variants.dtype)
     sinks = None if variants.sinks is None else mx.zeros((variants.q_heads,), variants.sinks)
 
@@ -113,7 +113,7 @@ def _seconds(handle: DecodeHandle, variants: KernelVariant) -> float:
     mx.eval(queries, chain())
     times = []
     for _ in range(REPEATS):
-        lazy = chain()  # serving builds it once, and compiles it
+        lazy = chain()  # not timed: serving builds the graph once and compiles it
         start = time.perf_counter()
         mx.eval(lazy)
         times.append(time.perf_counter() - start)

@@ -1,7 +1,7 @@
-"""What loading a model asks of the daemon and tells it: grants, settings, and what it got.
+"""Loading a model: memory requests, settings, and the description that the daemon gets.
 
-A worker's *base* is charged for good: what the process holds once it has loaded, and what it may
-take for a moment or grow by beside its pages. It is measured where that is possible.
+A worker's *base* is charged permanently: what the process holds once it has loaded, and what it may
+use temporarily or grow by besides its pages. It is measured where possible.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from protocol.types import FusedAttention, ModelInfo
 from protocol.worker import Grant, LoadModel
 
 CHECKS_BYTES = 32 * 1024 * 1024
-"""What converting weights and checking attention may take at least (measured: 16 MB)."""
+"""Least memory reserved for converting weights and checking attention (measured: 16 MB)."""
 
 
 _log = logging.getLogger("kvd.worker")
 
 
 def settings_of(command: LoadModel, verdict: calibration.CalibrationResult | None) -> CacheSettings:
-    """Return how the model's cache is kept; a calibration may lift the ladder."""
+    """Return the settings of the model's cache; a calibration may raise precision levels."""
     kv = command.kv
     return CacheSettings(
         schemes=tuple(calibration.apply_floor(schemes_of(kv), verdict)),
@@ -93,7 +93,7 @@ def info_of(
     has_chat_template: bool,
     costs: Costs | None,
 ) -> ModelInfo:
-    """Return what is told of a loaded model."""
+    """Return the description of a loaded model."""
     cache = served.runner.cache
     parts = describe.parts(served, command.prefill_chunk)
     growing = sum(part.bytes_per_token for part in parts)
@@ -128,10 +128,10 @@ def freed_bytes() -> int:
 
 
 def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
-    """Return what loading takes at most, from what the process holds before; an estimate.
+    """Return an upper estimate of the process's bytes while it loads the model.
 
-    Weights as they are stored lie beside some that are converted, and checks beside all of them:
-    both fit in the scratch, which nothing else uses yet.
+    Stored weights coexist with some that are already converted, and checks need memory besides all
+    of them. Both fit in the scratch, which nothing else uses yet.
     """
     weights = headers.packed_bytes if packed else headers.weights_bytes
     native = packed and not kernel_choice.plain_only()
@@ -142,19 +142,19 @@ def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool
 
 
 def give_back() -> None:
-    """Return what is free to the system: MLX's freed buffers, and what malloc keeps of them."""
+    """Return free memory to the system: MLX's freed buffers, and those that malloc keeps."""
     mx.clear_cache()
     memory.trim_malloc()
 
 
 def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
-    """Return what this worker is charged for beside its pages, measured when all is loaded.
+    """Return the bytes that this worker is charged besides its pages, measured after loading.
 
-    The cache must have no pages. Gives what loading has freed back to the system.
+    The cache must have no pages. Returns free memory to the system first.
     """
     give_back()
     held = memory.footprint_now()
-    if not _on_cpu() and not mx.metal.is_available():  # a device with memory of its own
+    if not _on_cpu() and not mx.metal.is_available():  # a device with separate memory
         held += mx.get_active_memory()
     return (
         held
@@ -169,7 +169,7 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
 
 
 def scratch_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runner) -> int:
-    """Return what of a step's scratch this model is charged with."""
+    """Return the bytes of a step's scratch that this model is charged."""
     parts = 0
     if isinstance(runner.cache, ModelCache) and isinstance(runner.cache.backend, FusedBackend):
         parts = memory_bounds.parts_bytes(loaded.config, command.max_rows, loaded.context_length)
@@ -186,7 +186,7 @@ def _traces_bytes(runner: Runner) -> int:
 
 
 def _is_native(runner: Runner) -> bool:
-    """Return whether all attention is an operation of our own."""
+    """Return whether the native library runs all attention."""
     cache = runner.cache
     return isinstance(cache, ModelCache) and all(
         isinstance(store.backend, Library) for store in cache.stores
@@ -198,14 +198,14 @@ def _on_cpu() -> bool:
 
 
 def bounded(loaded: model_files.LoadedModel, most: int | None) -> model_files.LoadedModel:
-    """Return the model with a context of at most so many tokens."""
+    """Return the model with a context of at most this many tokens."""
     if most is None or most >= loaded.context_length:
         return loaded
     return replace(loaded, context_length=most)
 
 
 def require_grant(ask_grant: AskGrant, total_bytes: int, reason: str) -> Grant:
-    """Return the grant of so many bytes; raises `InsufficientMemory` if it is denied."""
+    """Return the grant of this many bytes; raises `InsufficientMemory` if it is denied."""
     grant = ask_grant(total_bytes, reason)
     if not grant.granted:
         raise InsufficientMemory(

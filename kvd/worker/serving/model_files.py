@@ -1,11 +1,11 @@
-"""Finding a model, looking at it without loading it, and loading it through mlx-lm.
+"""Finds a model, inspects it without loading it, and loads it through mlx-lm.
 
-`resolve` turns a name into a folder, `inspect` reads the folder's headers and says what is wrong
-with it while that is cheap, `load` makes the model. What mlx-lm or transformers raise about a
-broken folder becomes a typed error that names the file.
+`resolve` turns a name into a folder. `inspect` reads the folder's headers and reports problems
+while that is cheap. `load` creates the model. Errors of mlx-lm or transformers about a broken
+folder become typed errors that name the file.
 
-Does not cover: the seam into mlx-lm's attention (installed before any model module is imported,
-so before `load`), and what the model's cache must be.
+The seam into mlx-lm's attention must be installed before `load`, because `load` imports model
+modules.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from kvd.worker.engine import ReportProgress
 
 EMBEDDED = ("demo",)
-"""Models in the package itself."""
+"""Models included in the package."""
 
 DEFAULT_CONTEXT = 4096
-"""For the few models that do not say how long their context is."""
+"""Context length of the few models that do not state theirs."""
 
 _T = TypeVar("_T")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -47,12 +47,12 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions")
 _EVAL_BYTES = 256 * 1024 * 1024
-"""Weights that are read between two signs of life."""
+"""Weights that are read between two progress reports."""
 
 
 @dataclass(frozen=True)
 class Headers:
-    """What a model's folder says about itself."""
+    """Configuration and weight headers of a model's folder."""
 
     path: Path
     config: dict[str, Any]
@@ -66,7 +66,7 @@ class Headers:
 
     @property
     def packed_bytes(self) -> int:
-        """The same with the native library, where all matrices are of linear layers."""
+        """Bytes with the native library, if all matrices belong to linear layers."""
         return self.weights.in_memory(_itemsize(), packed=True)
 
 
@@ -83,10 +83,10 @@ class LoadedModel:
     weights_bytes: int
     context_length: int
     vocab_size: int
-    """Logits of one token; tokenizers often have less tokens."""
+    """Logits per token; tokenizers often have fewer tokens."""
     eos_ids: frozenset[int]
     own_products: bool = False
-    """Whether products of few rows are our own (`kvd.worker.gpu.products`)."""
+    """Whether kvd's own kernel multiplies few rows (`kvd.worker.gpu.products`)."""
 
 
 def resolve(
@@ -97,10 +97,10 @@ def resolve(
 ) -> Path:
     """Return the folder of an embedded model, an absolute path or a Hub id.
 
-    ``files``: patterns of what is fetched for a Hub id; None: all that `load` needs.
+    ``files``: patterns of the files to download for a Hub id; None: all that `load` needs.
     """
     if source in EMBEDDED:
-        from kvd import demo  # noqa: PLC0415 - only the worker that serves it needs it
+        from kvd import demo  # noqa: PLC0415 - only its own worker needs it
 
         return Path(demo.path())
     if source.startswith("/"):
@@ -120,7 +120,7 @@ def resolve(
 
 
 def _download(source: str, progress: ReportProgress, files: Sequence[str] | None) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and seldom needed
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, rarely needed
     from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS  # noqa: PLC0415
 
@@ -129,11 +129,11 @@ def _download(source: str, progress: ReportProgress, files: Sequence[str] | None
     # The Hub's own client falls back to its cache without a network.
     download = _in_background(
         lambda: snapshot_download(source, allow_patterns=patterns),
-        lambda: progress("download", 0.0),  # may raise: the daemon wants us to stop
+        lambda: progress("download", 0.0),  # may raise: the daemon cancelled the load
     )
     try:
         folder = download.result()
-    except Exception as error:  # of several libraries
+    except Exception as error:  # several libraries raise here
         raise UnknownModel(
             f"cannot get {source} from the Hub: {_first_line(error)}; check the id and the "
             "network, or give the absolute path of a folder that has the model",
@@ -143,13 +143,13 @@ def _download(source: str, progress: ReportProgress, files: Sequence[str] | None
 
 
 def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> Future[_T]:
-    """Run ``work`` in a thread and ``tick`` once a second; return when it is over."""
+    """Run ``work`` in a thread and ``tick`` once a second; return when ``work`` has ended."""
     future: Future[_T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             future.set_exception(error)
 
     threading.Thread(target=run, name="download", daemon=True).start()
@@ -158,13 +158,13 @@ def _in_background(work: Callable[[], _T], tick: Callable[[], None]) -> Future[_
             future.exception(timeout=1.0)
         except TimeoutError:
             tick()
-        except Exception:  # noqa: BLE001, S110 - the caller takes it from the future
+        except Exception:  # noqa: BLE001, S110 - the caller gets it from the future
             pass
     return future
 
 
 def inspect(path: Path) -> Headers:
-    """Read the folder's config and headers; raise what `load` would fail with, but early."""
+    """Read the folder's config and headers; raise early what `load` would raise."""
     config = _read_object(path / "config.json")
     _check_architecture(config)
     files = _weight_files(path)
@@ -256,22 +256,22 @@ def load(
     progress: ReportProgress = lambda _stage, _fraction: None,
     library: ModuleType | None = None,
 ) -> LoadedModel:
-    """Load the model of an inspected folder, its floats in this machine's `default_dtype`.
+    """Load the model of an inspected folder, with floats in this machine's `default_dtype`.
 
     Quantized weights stay quantized; their scales are converted. With the library
-    (`kvd.worker.native`) dense weights stay as they are stored, in its own order.
+    (`kvd.worker.native`), dense weights keep their stored dtype, in the library's own order.
     """
     from mlx_lm.utils import get_total_parameters, load_model, load_tokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
-    logging.set_verbosity_error()  # it warns of prompts that are longer than its own limit
+    logging.set_verbosity_error()  # it warns about prompts longer than its own limit
     try:
         model, config = load_model(path, lazy=True)
-    except Exception as error:  # mlx-lm's loaders and models raise what they like
+    except Exception as error:  # mlx-lm's loaders and models raise any type
         raise _invalid(path, f"cannot be loaded: {_first_line(error)}") from error
     try:
         tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # so do tokenizers
+    except Exception as error:  # tokenizers raise any type too
         raise _invalid(path, f"has a tokenizer that cannot be loaded: {_first_line(error)}") from (
             error
         )
@@ -308,7 +308,7 @@ def _weights(model: Any) -> list[mx.array]:
 
 
 def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
-    """Read the weights from disk, some at a time."""
+    """Read the weights from disk in batches, and report progress."""
     arrays = _weights(model)
     total = sum(array.nbytes for array in arrays) or 1
     done = pending = 0
@@ -323,7 +323,7 @@ def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
                 progress("weights", done / total)
     except RuntimeError as error:
         raise _unreadable(path, error) from error
-    mx.clear_cache()  # of what was converted
+    mx.clear_cache()  # buffers of converted weights
 
 
 def _context_length(config: dict[str, Any], tokenizer: Any) -> int:
@@ -331,12 +331,12 @@ def _context_length(config: dict[str, Any], tokenizer: Any) -> int:
         if isinstance(found := _setting(config, key), int) and found > 0:
             return found
     found = getattr(tokenizer, "model_max_length", None)
-    # transformers says 1e30 for "unknown".
+    # transformers uses 1e30 for "unknown".
     return int(found) if isinstance(found, int) and 0 < found < 10**9 else DEFAULT_CONTEXT
 
 
 def _setting(config: dict[str, Any], key: str) -> Any:
-    """Return a setting of the language model; multimodal configurations have it one level down."""
+    """Return a setting of the language model; multimodal configurations nest it one level down."""
     return config.get(key) or (config.get("text_config") or {}).get(key)
 
 
@@ -349,6 +349,6 @@ def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what the error says, short: loaders list all tensors of a model."""
+    """Return a short error text: loaders list all tensors of a model."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,20 +1,21 @@
-"""How a model can be served: found out at every load, before the first request.
+"""How a model can be served: determined at every load, before the first request.
 
-First, what does it keep: a forward pass over mlx-lm's own caches shows each layer's kind, heads and
-sizes (`find_layout`). Then, how does it read that: the ways are tried in order, the best first,
-each with the self-check, and the first that gives the model's own logits is taken:
+First, a forward pass over mlx-lm's own caches shows what the model keeps: each layer's kind, heads
+and sizes (`find_layout`). Then the ways to read that are tried, the best first, each with the
+self-check. The first one that gives the model's own logits is used:
 
-1. **pages**, several rows a pass: our attention over opaque handles;
-2. **dequantize-on-read**, several rows a pass, for the kinds that need it or for all: plain arrays
-   and array masks, for models that work on keys and values themselves (MLA, soft caps, indexers);
-3. the same two, **one row a pass**: models that take a position as an int;
+1. **pages**, several rows per pass: kvd's attention over opaque handles;
+2. **dequantize-on-read**, several rows per pass, for the kinds that need it or for all: plain
+   arrays and array masks, for models that work on keys and values themselves (MLA, soft caps,
+   indexers);
+3. the same two, **one row per pass**: for models that take a position as an int;
 4. **dense**: mlx-lm's own caches. Always right, never quantized.
 
-On an accelerator pages are then attended to by kernels, if these are right too, and faster
+On an accelerator, kernels then attend to pages if they are right too, and faster
 (`kvd.worker.serving.kernel_check`).
 
-Every packing that a way may come to on the ladder is checked, not only that of new rows; so are a
-dense start and a bounded size, at lengths that the check's short rows pass.
+Every packing that may occur on any precision level is checked, in addition to that of new rows. So
+are a dense start and a bounded size, at lengths that the check's short rows exceed.
 """
 
 from __future__ import annotations
@@ -60,18 +61,18 @@ from protocol.errors import UnsupportedModel
 from protocol.types import FusedAttention
 
 MEASURED_TOKENS = (8, 520)
-"""Lengths at which the cost of caches that are not ours is measured."""
+"""Lengths at which the memory of mlx-lm's own caches is measured."""
 CHECKED_START = 128
-"""Where rows of the check leave the dense top: one of them on the way, one before."""
+"""Length at which rows of the check leave the dense start: one row during the steps, one before."""
 PAGELESS = (2, 40)
 """Lengths of rows that are too short for a page."""
 CHECKED_WINDOW = 96
-"""Tokens behind the first ones that rows of a bounded size see in the check."""
+"""Tokens besides the first ones that rows of a bounded size see in the check."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """How a model is served, and how that was found."""
+    """How a model is served, and the results of the probe."""
 
     runner: Runner
     path: str
@@ -81,18 +82,18 @@ class Served:
     reasons: Mapping[Kind, str]
     """Why a kind is not on pages, or why rows do not share a pass."""
     fused: FusedAttention | None = None
-    """What came of kernels, where they were tried."""
+    """The verdict on kernels, if they were tried."""
 
 
 class UnknownCacheError(Exception):
-    """The model makes a cache that no store of ours stands for."""
+    """The model creates a cache that kvd has no store for."""
 
 
 def find_layout(model: Any) -> Layout:
-    """Find out what a model keeps, by forward passes of a few tokens over its own caches.
+    """Find out what a model keeps, with forward passes of a few tokens over its own caches.
 
-    Raises `UnknownCacheError` for caches of a class that we do not know, and `UnsupportedModel`
-    where mlx-lm itself cannot run the model.
+    Raises `UnknownCacheError` for caches of an unknown class, and `UnsupportedModel` if mlx-lm
+    itself cannot run the model.
     """
     caches = make_prompt_cache(model)
     try:
@@ -100,14 +101,14 @@ def find_layout(model: Any) -> Layout:
         finite = all(bool(mx.isfinite(one).all().item()) for one in logits)
     except (MemoryError, UnsupportedModel):
         raise
-    except Exception as failed:  # models raise what they like
+    except Exception as failed:  # models raise any type
         raise UnsupportedModel(
             f"mlx-lm cannot run this model here: {selfcheck.explain_failure(failed)}"
         ) from failed
     if not finite:
         raise UnsupportedModel(
-            "the model's logits are not finite (NaN or infinite): its weights are damaged, or not "
-            "those of this configuration"
+            "the model's logits are not finite (NaN or infinite): its weights are damaged, or do "
+            "not belong to this configuration"
         )
     entries = tuple(_entry(cache) for cache in caches)
     dtypes = {
@@ -150,9 +151,9 @@ def _part(cache: Any) -> Part:
         return UnusedPart()
     _, heads, _, k_dim = keys.shape
     values = cache.values
-    # Some models write values that nobody reads: an indexer over keys alone.
+    # Some models write values that are never read: an indexer over keys alone.
     empty = not values.size or not bool(mx.any(values != 0).item())
-    # One channel stays: MLX divides by zero, and the process dies, where arrays are empty.
+    # Keep one channel: with empty arrays MLX divides by zero, and the process dies.
     v_dim = 1 if empty else values.shape[-1]
     return AttentionPart(kind, LayerGeometry(heads, k_dim, v_dim, keys.dtype.size))
 
@@ -176,11 +177,11 @@ def serve(
 ) -> Served:
     """Choose the best way to serve the model that is right here, and return a runner for it.
 
-    ``library``: kvd's own operations (`kvd.worker.native`), and ``kernels``, where they are to be
-    tried.
+    ``library``: kvd's own operations (`kvd.worker.native`), if they are to be tried; likewise
+    ``kernels``.
 
-    Raises `UnsupportedModel` if mlx-lm itself cannot run it, its logits are not finite, or not even
-    mlx-lm's own caches give the same logits twice.
+    Raises `UnsupportedModel` if mlx-lm itself cannot run the model, if its logits are not finite,
+    or if even mlx-lm's own caches do not give the same logits twice.
     """
     try:
         layout = find_layout(model)
@@ -198,13 +199,13 @@ def serve(
                 alone = str(refused)
         else:
             return served if way.batched else _with_reason(served, alone)
-    return _own(model, vocab_size, next(iter(reasons.values()), "no way over pages is right"))
+    return _own(model, vocab_size, next(iter(reasons.values()), "no way to read pages is right"))
 
 
 def _with_reason(served: Served, alone: str) -> Served:
-    """Add why rows do not share a pass where another reason hides it."""
+    """Add why rows do not share a pass, if another reason hides it."""
     reasons = {
-        kind: why if alone in why else f"{why}; and rows do not share a pass, since {alone}"
+        kind: why if alone in why else f"{why}; and rows do not share a pass, because {alone}"
         for kind, why in served.reasons.items()
     }
     return replace(served, reasons=reasons)
@@ -246,7 +247,7 @@ def _try_way(
     def runner(schemes: CacheSettings) -> Runner:
         return Runner(model, ModelCache(layout, schemes, access=way.access, batched=way.batched))
 
-    # As the model is, not as it is limited: `max_size` is ours, mlx-lm's caches do not have it.
+    # Without `max_size`, which mlx-lm's caches do not have.
     dense = replace(
         settings, schemes=(Scheme(16, 16),), floors=no_floors, quantized_start=0, max_size=None
     )
@@ -268,7 +269,7 @@ def _try_way(
             failed.append(f"{path}: {refused}" if paged else str(refused))
             continue
         if not layout.kinds:
-            path = "recurrent states"  # noqa: PLW2901 - there is no attention to name
+            path = "recurrent states"  # noqa: PLW2901 - the model has no attention
         kept = {
             kind: why
             for kind, why in reasons.items()
@@ -283,7 +284,7 @@ def _try_way(
 
 
 def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Check) -> Served:
-    """Let kernels attend, if they are right and faster; what they cannot take stays as it was."""
+    """Let kernels attend if they are right and faster; what they cannot run stays as it was."""
     cache = found.runner.cache
     paged = [
         store
@@ -294,7 +295,7 @@ def _with_kernels(found: Served, kernels: FusedBackend, check: kernel_check.Chec
     if not verdict.used:
         return replace(found, fused=verdict)
     cache.use(paged[0].page_product, kernels)
-    kernels.kernels.launches = 0  # those of the check are not the engine's
+    kernels.kernels.launches = 0  # do not count the launches of the check
     error = max(error, found.error)
     return replace(found, path="fused", error=error, fused=verdict)
 
@@ -306,9 +307,9 @@ def _check_kernels(
     checks: Sequence[tuple[CacheSettings, Sequence[int]]],
     kernels: Backend,
 ) -> float:
-    """Check all that plain operations were checked on, and what is a kernel of its own.
+    """Run all checks of plain operations over kernels, and those that only kernels need.
 
-    Those are rows without a page, each level alone, and rows with pages on several.
+    The latter are rows without a page, each level alone, and rows with pages on several levels.
     """
     settings = checks[0][0]
     seen = {limits.schemes for limits, _ in checks}
@@ -325,7 +326,7 @@ def _check_kernels(
     if len(settings.store_schemes) > 1:
         mixed = runner(settings)
         mixed.cache.use(product, kernels)
-        # A page on each level, and 64 to 127 exact tokens behind them.
+        # A page on each level, and 64 to 127 exact tokens after them.
         lengths = (2, PAGE_TOKENS * (len(settings.store_schemes) + 1) + 6)
         errors.append(selfcheck.against_dequantized(mixed, vocab_size, lengths, mixed=True))
     return max(errors)
@@ -357,7 +358,7 @@ def _error(
 
 
 def _check_settings(settings: CacheSettings) -> CacheSettings:
-    """Return settings whose dense start and bound the rows of a check reach."""
+    """Return settings whose dense start and bound the rows of a check exceed."""
     keep = min(settings.keep, PAGE_TOKENS)
     return replace(
         settings,
@@ -368,9 +369,10 @@ def _check_settings(settings: CacheSettings) -> CacheSettings:
 
 
 def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
-    """Return settings with lower levels as the top: as few as have all packings of the ladder.
+    """Return settings with lower levels as the top: as few as contain all packings.
 
-    From the bottom up, since levels between two others often have nothing of their own.
+    Searches from the bottom up, because levels between two others often have no packing of their
+    own.
     """
     top, *rest = cache.settings.schemes
     seen = _packings(cache, top)
@@ -384,7 +386,7 @@ def _lower_levels(cache: ModelCache) -> list[CacheSettings]:
 
 
 def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing]]:
-    """Return what products a scheme takes: whether of keys, the head's size, the packing."""
+    """Return the products that a scheme needs: whether of keys, the head's size, the packing."""
     floors = cache.settings.floors(len(cache.layout.entries))
     found: set[tuple[bool, int, Packing]] = set()
     for entry, part in cache.layout.attention():
@@ -406,13 +408,13 @@ def _own(model: Any, vocab_size: int, why: str) -> Served:
         error = selfcheck.against_own_caches(runner, vocab_size)
     except SelfCheckFailed as refused:
         raise UnsupportedModel(
-            f"not even mlx-lm's own caches serve this model rightly: {refused}"
+            f"even mlx-lm's own caches do not serve this model correctly: {refused}"
         ) from refused
     return Served(runner, "dense, mlx-lm's own caches", error, {FULL: why})
 
 
 def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[int, int]:
-    """Return what a sequence costs: bytes however short, and bytes a token."""
+    """Return the bytes of the shortest sequence, and the bytes per token."""
     sizes = []
     for length in MEASURED_TOKENS:
         probe = MlxLmCache(make_caches, fixed_bytes=0, token_bytes=0)
@@ -422,7 +424,7 @@ def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[in
             mx.eval(probe.arrays())
         except MemoryError:
             raise
-        except Exception as failed:  # models raise what they like
+        except Exception as failed:  # models raise any type
             raise SelfCheckFailed(selfcheck.explain_failure(failed)) from failed
         sizes.append(probe.nbytes)
     short, long = sizes

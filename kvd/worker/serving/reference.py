@@ -1,4 +1,4 @@
-"""What a model's output must be: its own forward pass over dense copies of what a sequence holds.
+"""The reference for a model's output: its own forward pass over dense copies of a sequence's cache.
 
 For the self-check at load, for tests, and for measuring fidelity. Slow and simple.
 """
@@ -18,7 +18,7 @@ from kvd.worker.cache.sequence import SequenceRow
 
 
 class DenseKVCache:
-    """One sequence's keys and values of one layer as mlx-lm's caches would hold them, dense.
+    """One sequence's keys and values of one layer, dense, with the interface of mlx-lm's caches.
 
     ``keys`` and ``values``: ``[1, heads, tokens, dim]`` of the tokens at ``positions``.
     """
@@ -33,9 +33,9 @@ class DenseKVCache:
         self._positions = positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take new tokens; return all that is held."""
+        """Append new tokens; return all keys and values."""
         self.keys = mx.concatenate([self.keys, keys], axis=2)
-        if values.shape[-1] != self.values.shape[-1]:  # nobody reads them
+        if values.shape[-1] != self.values.shape[-1]:  # values that the model never reads
             values = mx.zeros((*keys.shape[:-1], self.values.shape[-1]), keys.dtype)
         self.values = mx.concatenate([self.values, values], axis=2)
         end = self.offset + keys.shape[2]
@@ -44,21 +44,20 @@ class DenseKVCache:
         return self.keys, self.values
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all that is held."""
         return self.keys, self.values
 
     @property
     def start_position(self) -> int:
-        """Position of the oldest token that is held."""
+        """Position of the oldest token."""
         return self._positions[0] if self._positions else self.offset
 
     def maybe_trim_front(self) -> None:
-        """Do nothing: only what is seen is held."""
+        """Do nothing: only visible tokens are held."""
 
     def make_mask(
         self, n: int, *, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> mx.array | str | None:
-        """Return who sees whom, as mlx-lm's own caches say it."""
+        """Return the attention mask, in the form of mlx-lm's own caches."""
         bounded = self._kind.bounded or window_size is not None
         if not bounded and n == 1:
             return None
@@ -66,7 +65,7 @@ class DenseKVCache:
             return "causal"
         queries = mx.arange(self.offset, self.offset + n)[:, None]
         keys = mx.array([*self._positions, *range(self.offset, self.offset + n)])
-        # As mlx-lm's caches: what the model says counts, over what the cache still has.
+        # Like mlx-lm's caches: the model's window applies to the tokens that the cache still has.
         kind = (
             self._kind
             if window_size is None
@@ -80,7 +79,7 @@ def dense_caches(
 ) -> list[Any]:
     """Return caches that hold what a sequence attends to, without its newest ``but`` tokens.
 
-    ``states``: those from before these tokens (`StateStore.state_of`).
+    ``states``: recurrent states from before these tokens (`StateStore.state_of`).
     """
     taken = dict.fromkeys(cache.layout.kinds, 0)
     found = iter(states)

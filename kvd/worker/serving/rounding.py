@@ -1,10 +1,10 @@
-"""From how many rows on a product's rounding no longer depends on their number.
+"""Finds the batch size from which rounding of a product no longer depends on the batch.
 
-BLAS has kernels of its own for small products, with another order of summing. A row of a batch
-gets the same logits to the bit whoever shares it only if all batches are computed by one kernel:
-small batches are padded up to where the large ones begin. Where that is depends on the library and
-on the model's own shapes, so it is measured (OpenBLAS 0.3.21: 10 rows for a weight of 128 x 256,
-none for 3072 x 1024).
+BLAS has separate kernels for small products, with another order of summation. A row of a batch gets
+the same logits to the bit, whatever rows share it, only if one kernel computes all batches. So
+small batches are padded to the size where the large kernels begin. That size depends on the library
+and on the model's shapes, so it is measured (OpenBLAS 0.3.21: 10 rows for a weight of 128 x 256, no
+padding for 3072 x 1024).
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 USUAL_FLOOR = 16
-"""For what is not measured: products other than of dense linear layers."""
+"""Rows for products that are not measured: all except those of dense linear layers."""
 MOST_ELEMENTS = 4 * 1024 * 1024
-"""Larger weights are beyond BLAS's small kernels; that is checked, but not where they begin."""
+"""Larger weights do not use BLAS's small kernels; that is verified, without searching for the
+floor."""
 MOST_TOKENS = 32
-"""Short chunks of prompts are padded up to so many tokens at most."""
+"""Short prefills are padded to at most this many tokens."""
 _LARGE = (17, 24, 33, 64)
 _LARGE_CHUNKS = (40, 64, 100, 151, 300)
 _MOST_CHUNK = 4096
 _BEYOND = 2 * 1024 * 1024
-"""Multiplications of a product that is beyond BLAS's small kernels, whatever its shape."""
+"""Multiplications of a product that never uses BLAS's small kernels, whatever its shape."""
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
 
@@ -33,7 +34,7 @@ _PRODUCTS = (nn.Linear, nn.QuantizedLinear, *_EMBEDDINGS)
 def batch_floor(model: Any) -> int:
     """Return the number of rows that smaller batches of this model are padded to.
 
-    On the CPU only: accelerators choose kernels in ways that no padding evens out.
+    On the CPU only: accelerators choose kernels in ways that padding cannot even out.
     """
     leaves = [module for _, module in model.named_modules() if not module.children()]
     products = {
@@ -46,12 +47,18 @@ def batch_floor(model: Any) -> int:
 
 
 def token_floor(model: Any) -> int | None:
-    """Return the tokens that shorter prefills are padded to, so that all are rounded alike.
+    """Return the tokens that shorter prefills are padded to, so that all round alike.
 
-    None if `MOST_TOKENS` are too few, as for a router of few experts. Not measured are logits (they
-    leave nothing in the cache), quantized layers (a row at a time), weights beyond `MOST_ELEMENTS`,
-    and what is no linear layer: experts sort 64 choices or more, which 32 tokens have if each takes
-    two. The whole model is tried with groups behind this (`kvd.worker.serving.runner`). On the CPU only.
+    None if more than `MOST_TOKENS` are needed, as for a router of few experts. Not measured:
+
+    * logits, which leave nothing in the cache;
+    * quantized layers, which compute a row at a time;
+    * weights beyond `MOST_ELEMENTS`;
+    * layers other than linear ones: experts sort 64 choices or more, which 32 tokens have if each
+      takes two.
+
+    The runner then checks groups with the whole model (`kvd.worker.serving.runner`). On the CPU
+    only.
     """
     leaves = [module for _, module in model.named_modules() if not module.children()]
     layers = {
@@ -66,8 +73,8 @@ def token_floor(model: Any) -> int | None:
 
 
 def _token_floor(layer: Any) -> int:
-    """Return from how many tokens on a layer's products are the same, wherever a token stands."""
-    large = -(-_BEYOND // layer.weight.size)  # narrow weights: a router's few experts
+    """Return the tokens from which a layer's products do not depend on a token's place."""
+    large = -(-_BEYOND // layer.weight.size)  # for narrow weights, such as a router's
     tokens = _inputs(layer, max(_LARGE_CHUNKS[-1], min(large, _MOST_CHUNK)))
     right = layer(tokens)
     last = right[MOST_TOKENS:]
@@ -104,7 +111,7 @@ def _floor(layer: Any) -> int:
 
     right = first_row(_LARGE[-1])
     if not all(_same(right, first_row(count)) for count in _LARGE):
-        return USUAL_FLOOR  # no number of rows is right; most shapes are content with this one
+        return USUAL_FLOOR  # no number of rows is right; this one suffices for most shapes
     if layer.weight.size > MOST_ELEMENTS:
         return 1 if _same(right, first_row(1)) else USUAL_FLOOR
     wrong = (count for count in range(USUAL_FLOOR, 0, -1) if not _same(right, first_row(count)))

@@ -17,17 +17,17 @@ from kvd.worker.serving.compiled import CompiledDecode, can_compile
 from kvd.worker.serving.rounding import batch_floor, token_floor
 
 _CHECKED = (3, 200)
-"""Tokens of the rows that compiled steps are checked on: one has a tail alone, one has pages."""
+"""Tokens of the rows that compiled steps are checked on: one has only a tail, one has pages."""
 _CHECKED_STEPS = 2
 _GROUPED = ((3, 70), (20, 9))
-"""Tokens that two rows are given together, to check groups: at first, and then behind those."""
+"""Tokens per pass of the two rows that groups are checked on: a first pass and a second one."""
 
 Row = Any
-"""A sequence of the runner's own cache: `SequenceRow` or `MlxLmRow`."""
+"""A sequence of the runner's cache: `SequenceRow` or `OwnRow`."""
 
 
 def on_cpu() -> bool:
-    """Return whether MLX computes on the CPU here."""
+    """Return whether MLX computes on the CPU."""
     return mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -42,15 +42,16 @@ class Runner:
             access is Access.PAGES for access in cache.access.values()
         )
         self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
-        # Rectangles change their shape with the rows that share them anyway.
+        # `Access.RECTANGLES` depends on the other rows anyway, so it gets no padding.
         self._floor = batch_floor(model) if on_cpu() and paged and cache.batched else 1
-        """Smaller batches are padded to so many rows, so that all are rounded alike."""
+        """Smaller batches are padded to this many rows, so that all round alike."""
         self.groups = False
-        """Whether several rows can be prefilled in a pass."""
+        """Whether a pass can prefill several rows."""
         self._least = 1
-        """Then smaller passes are padded to so many tokens, for the same reason."""
+        """Minimum tokens in a grouped prefill pass. Smaller passes are padded, so that rounding
+        does not depend on the group's size."""
         self._widens = False
-        """And all of them to one of few widths, where the device plans for each."""
+        """Whether passes are padded to one of few widths, because the device plans for each."""
 
     @property
     def compiled(self) -> bool:
@@ -59,14 +60,14 @@ class Runner:
 
     @property
     def launches(self) -> int:
-        """Attention kernels of our own that steps have launched so far, as far as can be known."""
+        """Attention kernels that steps have launched so far, as far as can be known."""
         backend = self.cache.backend if isinstance(self.cache, ModelCache) else None
         return 0 if backend is None else backend.launched()
 
     def compile(self) -> bool:
-        """Run decode steps as compiled functions from now on, if they do the same; return whether.
+        """Run decode steps as compiled functions if their results agree; return whether.
 
-        The cache must be empty, and is again.
+        The cache must be empty, and is empty again afterwards.
         """
         if not can_compile(self.cache):
             return False
@@ -81,7 +82,7 @@ class Runner:
             mx.eval(fused, cache.arrays())
             agree = all(map(_agree, plain, fused))
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            agree = False  # the model does in Python what a trace cannot follow
+            agree = False  # the model's Python code cannot be traced
         if not agree:
             self._compiled = None
         for pair in pairs:
@@ -91,12 +92,12 @@ class Runner:
         return agree
 
     def group(self) -> bool:
-        """Let `prefill_group` take several rows, if that does the same; return whether.
+        """Allow several rows in `prefill_group` if the results agree; return whether.
 
-        On the CPU the same to the bit, elsewhere but for rounding. Not where shapes are planned:
-        several rows come in many, take as long as one after the other, and a row's numbers would
-        depend on its company; there passes of one row become wider. The cache must be empty, and
-        is again.
+        On the CPU they must agree to the bit, elsewhere except for rounding. Devices that plan for
+        each shape do not group: groups have many shapes, take as long as one row after another, and
+        a row's numbers would depend on the other rows. There, passes of one row become wider. The
+        cache must be empty, and is empty again afterwards.
         """
         cache = self.cache
         least = token_floor(self.model) if on_cpu() else 1
@@ -122,7 +123,7 @@ class Runner:
             mx.eval(alone, together, cache.arrays())
             agree = _agree(alone, together, exactly=on_cpu())
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-            agree = False  # the model takes several rows of one token each, and no more
+            agree = False  # the model accepts several rows only with one token each
         cache.end_pass()
         for row in (row for pair in pairs for row in pair):
             cache.free(row)
@@ -133,9 +134,9 @@ class Runner:
         return self.groups
 
     def width(self, tokens: int) -> int:
-        """Return the tokens of each row that a pass computes where its longest chunk has so many.
+        """Return the tokens per row that a pass computes if its longest chunk has this many.
 
-        On the CPU a pass of a few tokens may be wider (`group`).
+        On the CPU a pass of few tokens may be wider (`group`).
         """
         return padded_sizes.padded_width(tokens) if self._widens else tokens
 
@@ -145,17 +146,18 @@ class Runner:
         return row
 
     def prefill(self, row: Row, tokens: list[int]) -> None:
-        """Run a chunk of a prompt into the row; evaluated and flushed when it returns.
+        """Run a chunk of a prompt into the row; evaluated and flushed on return.
 
-        The device must be idle. Logits are neither needed nor computed.
+        The device must be idle. Logits are not computed.
         """
         self.prefill_group([row], [tokens])
 
     def prefill_group(self, rows: list[Row], chunks: list[list[int]]) -> None:
-        """Do the same for a chunk of each row, in one forward pass; several only if `groups`.
+        """Prefill a chunk of each row in one forward pass; several rows only if `groups`.
 
-        Chunks should be of about one length: all are padded to the longest, or a little further
-        (`width`). On the CPU a row gets the same to the bit whoever shares its pass.
+        Chunks should have about the same length: all are padded to the longest, or a little further
+        (`width`). On the CPU a row's results do not depend on the rows that share its pass, to the
+        bit.
         """
         self.model(self._begin_prefill(rows, chunks), cache=self.cache.views(rows))
         self.cache.end_pass()
@@ -166,7 +168,7 @@ class Runner:
         padded = self._begin_prefill([row], [tokens])
         logits: mx.array = self.model(padded, cache=self.cache.views([row]))[0, : len(tokens)]
         self.cache.end_pass()
-        # Before the flush: what is lazy holds the pools, and a held pool is copied when written.
+        # Before the flush: lazy arrays refer to the pools, and writing such a pool copies it.
         mx.eval(logits)
         self.cache.finish_prefill()
         return logits
@@ -184,8 +186,8 @@ class Runner:
     def decode(self, rows: list[Row], tokens: mx.array) -> mx.array:
         """Run one token of each row, ``[rows]`` int32; return logits ``[rows, vocab]``, lazy.
 
-        Flush the cache before where its `needs_flush` says so. Evaluate the result together with
-        the cache's `arrays`.
+        Flush the cache before if its `needs_flush` is true. Evaluate the result together with the
+        cache's `arrays`.
         """
         passes = self._passes(rows)
         if len(passes) == 1:
@@ -195,14 +197,14 @@ class Runner:
             logits = self._decode(
                 [rows[place] for place in places], tokens[mx.array(places)], floor
             )
-            # In this order: what a pass takes for a moment is gone when the next one takes it.
+            # In this order, a pass's temporary memory is free before the next pass needs it.
             mx.async_eval(logits, self.cache.arrays())  # type: ignore[no-untyped-call]
             found.append(logits)
             order += places
         return mx.concatenate(found)[mx.array([order.index(place) for place in range(len(rows))])]
 
     def _passes(self, rows: list[Row]) -> list[tuple[list[int], int]]:
-        """Return who runs together, by place, and the fewest rows that such a batch has."""
+        """Return the rows of each pass, by index, and the fewest rows that its batch may have."""
         together = [place for place, row in enumerate(rows) if self._shares(row)]
         passes = [([place], 1) for place in range(len(rows)) if place not in together]
         if together:
@@ -211,7 +213,7 @@ class Runner:
         return passes
 
     def _shares(self, row: Row) -> bool:
-        """Return whether a row can share a pass; its recurrent state may not be whole yet."""
+        """Return whether a row can share a pass; its recurrent state may be incomplete."""
         return bool(self.cache.batched and (not self._recurrent or self.cache.states.complete(row)))
 
     def _decode(self, rows: list[Row], tokens: mx.array, floor: int) -> mx.array:
@@ -233,7 +235,7 @@ def _some_tokens(count: int) -> list[int]:
 
 
 def _agree(one: mx.array, other: mx.array, *, exactly: bool = False) -> bool:
-    """Return whether logits are finite and the same, but for rounding unless ``exactly``."""
+    """Return whether logits are finite and equal, except for rounding unless ``exactly``."""
     if not bool((mx.isfinite(one) & mx.isfinite(other)).all().item()):
         return False
     if exactly:

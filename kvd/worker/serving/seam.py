@@ -1,8 +1,8 @@
 """The single seam into mlx-lm: its `scaled_dot_product_attention`, replaced once.
 
 Model modules import that function by name, so `install` must run before any of them is imported.
-Dispatch is on the handle and not on the cache, since some models share keys and values between
-layers with ``cache=None``. What is not ours passes straight through.
+Dispatch is on the handle instead of the cache, because some models share keys and values between
+layers with ``cache=None``. All other arguments go to mlx-lm's function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attend to pages where ``keys`` is a handle of ours, else as mlx-lm does."""
+    """Attend to pages if ``keys`` is one of kvd's handles, otherwise call mlx-lm's function."""
     if isinstance(keys, DecodeHandle):
         _refuse_mask(mask, keys)
         return decode_attention(queries, keys, scale, sinks)
@@ -51,16 +51,16 @@ def scaled_dot_product_attention(
 
 def _refuse_mask(mask: Any, handle: KVHandle | OpaqueKV) -> None:
     kind = handle.kind if isinstance(handle, OpaqueKV) else handle.store.kind
-    # A model with chunked attention passes a mask of its own. The self-check has verified that it
-    # hides what the cache's kind hides.
+    # A model with chunked attention passes its own mask. The self-check has verified that it hides
+    # what the cache's kind hides.
     if mask is not None and kind.chunk is None:
-        raise TypeError(f"the model brings its own attention mask ({type(mask).__name__})")
+        raise TypeError(f"the model passes its own attention mask ({type(mask).__name__})")
 
 
 def install() -> None:
-    """Put our function in the place of mlx-lm's; once, before model modules are imported.
+    """Replace mlx-lm's function once, before model modules are imported.
 
-    Raises ``RuntimeError`` if a model module has already taken the original.
+    Raises ``RuntimeError`` if a model module has already imported the original.
     """
     if base.scaled_dot_product_attention is scaled_dot_product_attention:
         return

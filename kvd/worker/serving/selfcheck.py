@@ -1,14 +1,14 @@
-"""Whether a runner gives the model's own logits, here and now.
+"""The self-check: whether a runner gives the model's own logits on this machine.
 
-Two questions, each with its own reference on the model's own shapes:
+It answers two questions, each with its own reference on the model's own shapes:
 
-* does the model work with our caches at all: rows of unequal length with pages that are *not*
-  quantized, against mlx-lm's own caches, one sequence at a time;
-* is attention over quantized pages right on this device: the same steps over our pages, and over
-  dense copies of what the pages stand for (`kvd.worker.serving.reference`).
+* Does the model work with kvd's caches at all? Rows of unequal length with dense pages are
+  compared with mlx-lm's own caches, one sequence at a time.
+* Is attention over quantized pages right on this device? The same steps run over kvd's pages and
+  over dequantized copies of them (`kvd.worker.serving.reference`).
 
-Trust nothing that was not checked: MLX has been seen to return wrong numbers from quantized
-products on one backend while all others were right.
+Nothing is trusted unchecked: on one backend, MLX returned wrong numbers from quantized products
+while all other backends were right.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from kvd.worker.serving.reference import dense_caches
 from kvd.worker.serving.runner import Row, Runner
 
 LENGTHS = (2, 126, 200)
-"""The second row seals its first page within the steps, the third has pages from the start."""
+"""Prompt lengths. The second row commits its first page during the steps; the third starts with
+pages."""
 SHORT_LENGTHS = (2, 128)
-"""Enough for a product: one row has a page, the other none."""
+"""Lengths that suffice for a product: one row has a page, the other has none."""
 LONGEST_WINDOW = 512
-"""Windows up to this are passed by a row of the check; longer ones would cost too much."""
+"""A row of the check passes windows up to this length; longer ones would cost too much."""
 CHUNK = 128
 STEPS = 3
 
@@ -43,29 +44,29 @@ _MEANINGS = {
     r"asks for a mask array": "the model masks its scores itself (it asks for a mask array)",
     r"cannot be broadcast": "the model's own arrays do not fit this batch",
 }
-"""What an error says, and what it means."""
+"""Causes of failures, by a pattern of the error's text."""
 
 
 class SelfCheckFailed(Exception):
-    """The model cannot be served this way; the text says why."""
+    """The model cannot be served this way; the text gives the reason."""
 
 
 class Reference(Protocol):
-    """Where the right logits of one row come from, step by step."""
+    """Source of one row's right logits, step by step."""
 
     def before(self) -> None:
-        """Note what must be known from before the runner's step."""
+        """Record the state that is needed from before the runner's step."""
 
     def caches(self) -> list[Any]:
-        """Return the caches for the same step of the model itself."""
+        """Return caches for the model's own run of the same step."""
 
 
 MakeReference = Callable[[Runner, Row, list[int]], Reference]
-"""Of a row whose prompt is given and has been prefilled."""
+"""Creates the reference of a row from its prompt, which has been prefilled."""
 
 
 class _Own:
-    """mlx-lm's own caches, which go along."""
+    """mlx-lm's own caches, updated with every step."""
 
     def __init__(self, runner: Runner, _row: Row, prompt: list[int]) -> None:
         self._caches: list[Any] = make_prompt_cache(runner.model)
@@ -79,7 +80,7 @@ class _Own:
 
 
 class _Held:
-    """Dense copies of what the row holds."""
+    """Dense copies of the row's pages and tail."""
 
     def __init__(self, runner: Runner, row: Row, _prompt: list[int]) -> None:
         self._cache = runner.cache
@@ -98,7 +99,7 @@ def tolerance(dtype: mx.Dtype) -> float:
 
 
 def lengths_for(kinds: Sequence[Kind]) -> tuple[int, ...]:
-    """Return prompt lengths of which the longest passes every window that is not too long."""
+    """Return prompt lengths; the longest exceeds every window up to `LONGEST_WINDOW`."""
     bounds = [kind.window or kind.chunk or 0 for kind in kinds]
     passed = max((bound for bound in bounds if bound <= LONGEST_WINDOW), default=0)
     *short, long = LENGTHS
@@ -106,16 +107,16 @@ def lengths_for(kinds: Sequence[Kind]) -> tuple[int, ...]:
 
 
 def against_own_caches(runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS) -> float:
-    """Compare with mlx-lm's own caches; return the error. Raises `Refused`."""
+    """Compare with mlx-lm's own caches; return the error, or raise `SelfCheckFailed`."""
     return _check(runner, vocab_size, lengths, _Own)
 
 
 def against_dequantized(
     runner: Runner, vocab_size: int, lengths: Sequence[int] = LENGTHS, *, mixed: bool = False
 ) -> float:
-    """Compare with dense copies of what the rows hold; return the error. Raises `Refused`.
+    """Compare with dense copies of the rows; return the error, or raise `SelfCheckFailed`.
 
-    ``mixed``: with pages on all levels of the ladder in each row that is long enough.
+    ``mixed``: each row that is long enough has pages on all precision levels.
     """
     return _check(runner, vocab_size, lengths, _Held, mixed=mixed)
 
@@ -132,7 +133,7 @@ def _check(
         error, dtype = _run(runner, vocab_size, lengths, reference, mixed=mixed)
     except (SelfCheckFailed, MemoryError):
         raise
-    except Exception as failed:  # models raise what they like about a cache that is not theirs
+    except Exception as failed:  # models raise any type over a cache that they do not know
         raise SelfCheckFailed(explain_failure(failed)) from failed
     if math.isinf(error):
         raise SelfCheckFailed("its logits are not finite")
@@ -142,7 +143,7 @@ def _check(
 
 
 def explain_failure(error: Exception) -> str:
-    """Return what a model's failure over our caches means, in words for people."""
+    """Return the meaning of a model's failure over kvd's caches, for people."""
     text = str(error).strip()
     if _OPAQUE.search(text):
         return f"the model works on its keys and values itself ({_use(error)})"
@@ -150,21 +151,21 @@ def explain_failure(error: Exception) -> str:
         if re.search(sign, text, re.IGNORECASE):
             return meaning
     first = text.split("\n")[0][:200]
-    if first.startswith("the model "):  # our own views say what they were asked for
+    if first.startswith("the model "):  # kvd's own views describe the failed request
         return first
     return f"the model fails over these caches: {type(error).__name__}: {first}".removesuffix(": ")
 
 
 def _use(error: Exception) -> str:
-    """Return what was tried with a handle in the place of keys or values."""
+    """Return how the model used a handle that stands for keys or values."""
     if isinstance(error, AttributeError):
-        return f"it asks for their `{error.name}`"
+        return f"it reads their `{error.name}`"
     function = re.match(r"(\w+)\(\)", str(error))
-    return f"it gives them to `{function[1]}`" if function else "it computes with them"
+    return f"it passes them to `{function[1]}`" if function else "it computes with them"
 
 
 def _mix(cache: Any, rows: list[Row]) -> None:
-    """Bring each row's pages to its own level and all lower ones, in turn."""
+    """Convert each row's pages to its own level and all lower ones, in rotation."""
     for index, store in enumerate(cache.stores):
         for row in (one.rows[index] for one in rows):
             levels = range(row.level, len(store.schemes))
@@ -184,8 +185,8 @@ def _run(
 ) -> tuple[float, mx.Dtype]:
     """Prefill rows, decode them as one batch; return the error, and the logits' dtype.
 
-    The error is the worst row's; of a row's steps the middle one counts, since one expert that a
-    router chooses by a rounding is no fault of the cache.
+    The error is the worst row's. Of a row's steps the median counts, because a router that chooses
+    another expert due to rounding is no fault of the cache.
     """
     cache = runner.cache
     prompts = [

@@ -1,4 +1,4 @@
-"""Kernels that are looked at while they are checked: what is asked of them, and compiling them."""
+"""Kernels under check: which variants a model requests, and how long compiling them takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvd.worker.serving.selfcheck import SelfCheckFailed
 
 @dataclass(frozen=True)
 class KernelVariant:
-    """What a kernel's text depends on."""
+    """What the text of an attention kernel depends on."""
 
     dtype: mx.Dtype
     q_heads: int
@@ -31,20 +31,20 @@ class KernelVariant:
 
 
 class TimedKernels:
-    """`kernels`, each of which is called twice before it serves, to see how long compiling takes.
+    """Calls each kernel variant twice before its first use, to measure how long compiling takes.
 
-    Raises `Refused` where they fail.
+    Raises `SelfCheckFailed` if a kernel fails.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.compiled: dict[KernelVariant, float] = {}
-        """Seconds that the first call took beyond the second."""
+        """Seconds by which the first call exceeded the second."""
         self._appends: dict[tuple[object, ...], float] = {}
 
     @property
     def launches(self) -> int:
-        """As the kernels count them."""
+        """The count of the wrapped kernels."""
         return self._kernels.launches
 
     @launches.setter
@@ -53,11 +53,10 @@ class TimedKernels:
 
     @property
     def compile_s(self) -> float:
-        """Seconds that all of it took."""
+        """Seconds of compiling all variants."""
         return sum(self.compiled.values()) + sum(self._appends.values())
 
     def decode_attention(self, given: Attention) -> mx.array:
-        """As the kernels do."""
         variants = KernelVariant(
             given.queries.dtype,
             given.queries.shape[1],
@@ -78,7 +77,6 @@ class TimedKernels:
         return self._called(call, self.compiled, variants, arrays)[0]
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
-        """As the kernels do."""
         tails = given.tail_keys, given.tail_values
 
         def call() -> list[mx.array]:
@@ -91,7 +89,6 @@ class TimedKernels:
         return new_keys, new_values
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
-        """As the kernels do."""
         tails = given.tail_keys, given.tail_values
 
         def call() -> list[mx.array]:
@@ -110,7 +107,7 @@ class TimedKernels:
         text: object,
         given: list[mx.array],
     ) -> list[mx.array]:
-        """Call kernels, the first time that their text is asked for twice more."""
+        """Call a kernel; on the first call of its variant, call it twice more and time that."""
         before = self.launches
         try:
             if text not in compiled:
@@ -120,7 +117,7 @@ class TimedKernels:
             found = call()
         except MemoryError:
             raise
-        except Exception as failed:  # compilers and drivers raise what they like
+        except Exception as failed:  # compilers and drivers raise any type
             raise SelfCheckFailed(first_line(failed)) from failed
         if self.launches <= before:
             raise SelfCheckFailed("no kernel was launched")
@@ -128,7 +125,7 @@ class TimedKernels:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, without the log that may follow."""
+    """Return an error's type and its first line, without any log after it."""
     said = str(error).strip().split("\n")[0][:200]
     return f"{type(error).__name__}: {said}".removesuffix(": ")
 

@@ -123,7 +123,7 @@ def test_a_model_is_served_with_them_in_compiled_steps_too(counted: Counted) -> 
     assert found.fused is not None
     assert found.fused.used
     assert found.fused.layers == len(model.layers)
-    assert "layers are kernels as a whole" in describe_verdict(found.fused)
+    assert "whole layers run as kernels" in describe_verdict(found.fused)
     assert found.error < 1e-4
 
     before = counted.gated

@@ -349,7 +349,7 @@ def test_a_model_that_is_wrong_over_its_own_caches_is_refused(
     make = lambda _: [Forgetful() for _ in model.layers]  # noqa: E731
     monkeypatch.setattr(type(model), "make_cache", make, raising=False)
 
-    with pytest.raises(UnsupportedModel, match="not even mlx-lm's own caches"):
+    with pytest.raises(UnsupportedModel, match="even mlx-lm's own caches do not"):
         probe.serve(model, CacheSettings(), VOCAB)
 
 
