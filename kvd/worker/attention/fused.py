@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvd.worker.cache.steps import DecodeStep
 
 OWN_BUFFERS = 7
-"""Arrays that a kernel reads or writes besides the pools (see `kernels.shape.Shape.buffers`)."""
+"""Arrays that the larger kernel reads or writes besides the pools."""
 MIN_SPLITS = 16
 """Compiled steps reserve at least this many splits. Shorter lists would take as long."""
 

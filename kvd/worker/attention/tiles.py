@@ -92,7 +92,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much one call covers."""
+    """The part of the work that one call covers."""
 
     heads: int
     """KV heads."""

@@ -54,7 +54,7 @@ def load_model(command: LoadModel, progress: ReportProgress, ask_grant: AskGrant
     loaded = model_files.load(
         path, lambda stage, part: progress(stage, 0.1 + 0.7 * part), native.library
     )
-    loaded = loading.bounded(loaded, command.max_context)
+    loaded = loading.limit_context(loaded, command.max_context)
     weights_bytes = mx.get_active_memory()
     progress("checking attention", 0.8)
     verdict = calibration.find(headers)

@@ -143,7 +143,7 @@ def _block_of(layer: Any) -> Block | None:
 def _has(module: Any, names: frozenset[str], optional: frozenset[str] = frozenset()) -> bool:
     """Return whether a module has exactly these submodules and no arrays.
 
-    Of the optional submodules it has all or none.
+    It may also have the optional submodules, all or none of them.
     """
     if not isinstance(module, nn.Module):
         return False

@@ -46,7 +46,7 @@ class _Packed(nn.Module):  # type: ignore[misc]
 
     @property
     def weight(self) -> mx.array:
-        """``[outputs, inputs]`` float32, made anew; for models that look at it."""
+        """``[outputs, inputs]`` float32, created on each access; for models that read it."""
         panels, inputs, _ = self.packed.shape
         whole = self.packed.swapaxes(1, 2).reshape(panels * PANEL, inputs)
         return whole[: self.outputs].astype(mx.float32)

@@ -49,8 +49,6 @@ class CompiledDecode:
         self._model = model
         self._cache = cache
         self._traces: OrderedDict[tuple[Any, ...], _Trace] = OrderedDict()
-        self.traced = 0
-        """Shapes traced so far."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """Run the step for tokens, ``[batch]``; return logits ``[batch, vocab]``, lazy."""
@@ -68,7 +66,6 @@ class CompiledDecode:
         if key not in self._traces:
             traced = _Traced(self._model, self._cache)
             self._traces[key] = _Trace(traced, mx.compile(traced))
-            self.traced += 1
             if len(self._traces) > MAX_TRACES:
                 self._traces.popitem(last=False)
         self._traces.move_to_end(key)

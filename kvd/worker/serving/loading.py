@@ -197,7 +197,7 @@ def _on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
-def bounded(loaded: model_files.LoadedModel, most: int | None) -> model_files.LoadedModel:
+def limit_context(loaded: model_files.LoadedModel, most: int | None) -> model_files.LoadedModel:
     """Return the model with a context of at most this many tokens."""
     if most is None or most >= loaded.context_length:
         return loaded

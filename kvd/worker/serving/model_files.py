@@ -78,7 +78,6 @@ class LoadedModel:
     tokenizer: Any
     """An `mlx_lm.tokenizer_utils.TokenizerWrapper`."""
     config: dict[str, Any]
-    architecture: str
     parameters: int
     weights_bytes: int
     context_length: int
@@ -292,7 +291,6 @@ def load(
         model=model,
         tokenizer=tokenizer,
         config=config,
-        architecture=str((config.get("architectures") or [config["model_type"]])[0]),
         parameters=parameters,
         weights_bytes=sum(array.nbytes for array in _weights(model)),
         context_length=_context_length(config, tokenizer),

@@ -76,7 +76,7 @@ class Served:
 
     runner: Runner
     path: str
-    """Such as ``reference, gathered pages``."""
+    """For example ``reference, gathered pages``."""
     error: float
     """Largest difference of a logit to the reference, relative to the largest logit."""
     reasons: Mapping[Kind, str]

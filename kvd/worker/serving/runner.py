@@ -43,14 +43,14 @@ class Runner:
         )
         self._recurrent = isinstance(cache, ModelCache) and bool(cache.states.parts)
         # `Access.RECTANGLES` depends on the other rows anyway, so it gets no padding.
-        self._floor = batch_floor(model) if on_cpu() and paged and cache.batched else 1
+        self._min_batch = batch_floor(model) if on_cpu() and paged and cache.batched else 1
         """Smaller batches are padded to this many rows, so that all round alike."""
         self.groups = False
         """Whether a pass can prefill several rows."""
-        self._least = 1
+        self._min_tokens = 1
         """Minimum tokens in a grouped prefill pass. Smaller passes are padded, so that rounding
         does not depend on the group's size."""
-        self._widens = False
+        self._pads_width = False
         """Whether passes are padded to one of few widths, because the device plans for each."""
 
     @property
@@ -100,21 +100,21 @@ class Runner:
         cache must be empty, and is empty again afterwards.
         """
         cache = self.cache
-        least = token_floor(self.model) if on_cpu() else 1
-        if not isinstance(cache, ModelCache) or not cache.can_group or least is None:
+        min_tokens = token_floor(self.model) if on_cpu() else 1
+        if not isinstance(cache, ModelCache) or not cache.can_group or min_tokens is None:
             return False
-        self._least = least
-        widens = padded_sizes.attention_is_planned()
+        self._min_tokens = min_tokens
+        pads_width = padded_sizes.attention_is_planned()
         pairs = [[cache.new_row() for _ in _GROUPED[0]] for _ in range(2)]
         tokens = mx.array([1] * len(pairs[0]), mx.int32)
         try:
             for lengths in _GROUPED:
                 chunks = [_some_tokens(length) for length in lengths]
-                self._widens = False
+                self._pads_width = False
                 for row, chunk in zip(pairs[0], chunks, strict=True):
                     self.prefill(row, chunk)
-                self._widens = widens
-                if widens:
+                self._pads_width = pads_width
+                if pads_width:
                     for row, chunk in zip(pairs[1], chunks, strict=True):
                         self.prefill(row, chunk)
                 else:
@@ -129,8 +129,8 @@ class Runner:
             cache.free(row)
         cache.shrink()
         if not agree:
-            self._least, self._widens = 1, False
-        self.groups = agree and not widens
+            self._min_tokens, self._pads_width = 1, False
+        self.groups = agree and not pads_width
         return self.groups
 
     def width(self, tokens: int) -> int:
@@ -138,7 +138,7 @@ class Runner:
 
         On the CPU a pass of few tokens may be wider (`group`).
         """
-        return padded_sizes.padded_width(tokens) if self._widens else tokens
+        return padded_sizes.padded_width(tokens) if self._pads_width else tokens
 
     def _checked_row(self, length: int) -> Row:
         row = self.cache.new_row()
@@ -176,8 +176,8 @@ class Runner:
     def _begin_prefill(self, rows: list[Row], chunks: list[list[int]]) -> mx.array:
         """Start a pass over chunks; return its tokens, ``[rows, width]``, padded on the right."""
         counts = [len(chunk) for chunk in chunks]
-        width = self.width(max(*counts, -(-self._least // len(rows))))
-        if counts == [width] and not self._widens:
+        width = self.width(max(*counts, -(-self._min_tokens // len(rows))))
+        if counts == [width] and not self._pads_width:
             self.cache.begin_prefill(rows[0], width)
         else:
             self.cache.begin_group(rows, counts, width)
@@ -205,14 +205,14 @@ class Runner:
 
     def _passes(self, rows: list[Row]) -> list[tuple[list[int], int]]:
         """Return the rows of each pass, by index, and the fewest rows that its batch may have."""
-        together = [place for place, row in enumerate(rows) if self._shares(row)]
+        together = [place for place, row in enumerate(rows) if self._can_share(row)]
         passes = [([place], 1) for place in range(len(rows)) if place not in together]
         if together:
             groups = self.cache.rectangles.passes([rows[place] for place in together])
-            passes += [([together[one] for one in group], self._floor) for group in groups]
+            passes += [([together[index] for index in group], self._min_batch) for group in groups]
         return passes
 
-    def _shares(self, row: Row) -> bool:
+    def _can_share(self, row: Row) -> bool:
         """Return whether a row can share a pass; its recurrent state may be incomplete."""
         return bool(self.cache.batched and (not self._recurrent or self.cache.states.complete(row)))
 
@@ -234,11 +234,11 @@ def _some_tokens(count: int) -> list[int]:
     return [1 + position % 64 for position in range(count)]
 
 
-def _agree(one: mx.array, other: mx.array, *, exactly: bool = False) -> bool:
+def _agree(logits: mx.array, expected: mx.array, *, exactly: bool = False) -> bool:
     """Return whether logits are finite and equal, except for rounding unless ``exactly``."""
-    if not bool((mx.isfinite(one) & mx.isfinite(other)).all().item()):
+    if not bool((mx.isfinite(logits) & mx.isfinite(expected)).all().item()):
         return False
     if exactly:
-        return bool(mx.array_equal(one, other).item())
-    bound = mx.abs(one).max() * (1e-4 if one.dtype == mx.float32 else 2e-2)
-    return bool((mx.abs(one - other).max() <= bound).item())
+        return bool(mx.array_equal(logits, expected).item())
+    bound = mx.abs(logits).max() * (1e-4 if logits.dtype == mx.float32 else 2e-2)
+    return bool((mx.abs(logits - expected).max() <= bound).item())

@@ -87,7 +87,7 @@ def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
 
     assert pair.compiled.compiled
     assert pair.compiled._compiled is not None
-    assert 1 < pair.compiled._compiled.traced < 40
+    assert 1 < len(pair.compiled._compiled._traces) < 40
 
 
 def test_rows_on_several_levels(library: Backend | None) -> None:

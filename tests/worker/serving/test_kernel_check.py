@@ -129,7 +129,9 @@ def test_kernels_that_fail_when_they_are_timed_are_not_used(
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(kernel_timing, "compare", failing)
-    assert_unused(served(StandIn()), "the kernels fail on longer rows: RuntimeError: an illegal memory")
+    assert_unused(
+        served(StandIn()), "the kernels fail on longer rows: RuntimeError: an illegal memory"
+    )
 
 
 def test_lack_of_memory_is_no_verdict_on_kernels() -> None:

@@ -230,7 +230,6 @@ def test_a_model_is_loaded_as_float32_on_the_cpu(folder):
     loaded = model_files.load(folder, lambda stage, part: seen.append((stage, part)))
     assert model_files.default_dtype() == mx.float32
     assert describe.dtype_name(loaded.model) == "float32"
-    assert loaded.architecture == "Qwen3ForCausalLM"
     assert loaded.context_length == 1024
     assert loaded.vocab_size == 512
     assert loaded.eos_ids == {2, 7}

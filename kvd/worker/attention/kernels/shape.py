@@ -8,7 +8,6 @@ from functools import cached_property
 import mlx.core as mx
 
 from kvd.worker.attention.kernels.language import Language
-from kvd.worker.attention.kernels.text import RUN
 from kvd.worker.attention.kernels.unpacking import Run, dense_run, packed_run
 from kvd.worker.cache.scheme import PAGE_TOKENS
 
@@ -134,19 +133,3 @@ class Shape:
             else:
                 raise ValueError(f"heads of {self.k_dim} and {self.v_dim} exceed shared memory")
         return tiles, warps
-
-    @property
-    def buffers(self) -> int:
-        """Arrays that the larger kernel reads and writes."""
-        return 7 + sum(3 if side.packed else 1 for side in (*self.keys, *self.values))
-
-
-def fits(shape: Shape, language: Language) -> bool:
-    """Return whether there are kernels for this shape."""
-    if shape.k_dim % RUN or shape.v_dim % RUN or not 0 < shape.v_dim <= RUN * LANES:
-        return False
-    try:
-        shape.plan(language)
-    except ValueError:
-        return False
-    return shape.buffers <= language.most_buffers
