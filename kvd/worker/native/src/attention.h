@@ -1,9 +1,9 @@
-// Decode attention over pages and tails, block after block of 64 tokens, in float32.
+// Decode attention over pages and tails, in blocks of 64 tokens, in float32.
 //
-// A block is brought into one form, keys [dim, 64] and values [64, dim], whether it comes from a
-// page of any packing or from a tail, and then always goes through the same loops (online softmax,
-// arXiv 1805.02867, FlashAttention's form, arXiv 2205.14135). So a sealed page gives the same numbers
-// to the bit from the tail that still shows it and from the pool behind a flush.
+// Every block is converted to one form, keys [dim, 64] and values [64, dim], whether it comes from
+// a page of any packing or from a tail, and then goes through the same loops (online softmax,
+// arXiv 1805.02867, in FlashAttention's form, arXiv 2205.14135). So tokens of a committed page give
+// the same numbers to the bit, read from the tail or, after a flush, from the pool.
 
 #pragma once
 
@@ -40,7 +40,7 @@ inline uint64_t word(const uint8_t* from) {
   return found;
 }
 
-// The bits of eight codes, which are BITS bytes.
+// The bits of eight codes: BITS bytes.
 template <int BITS>
 inline uint64_t eight(const uint8_t* from) {
   static_assert(BITS >= 2 && BITS <= 6);
@@ -70,7 +70,7 @@ inline F8 codes(const uint8_t* from) {
   }
 }
 
-// As MLX dequantizes: a product and a sum, each rounded.
+// Dequantizes like MLX: a product and a sum, each rounded.
 template <int BITS>
 inline void unpack(const Packed& side, int64_t page, float* to) {
   const int64_t count = side.elements();
@@ -84,7 +84,7 @@ inline void unpack(const Packed& side, int64_t page, float* to) {
   }
 }
 
-// Return a page's [a, b] floats: in `room`, or where they are.
+// Return a page's [a, b] floats: in `room`, or in place.
 inline const float* dense(const Packed& side, int64_t page, float* room) {
   switch (side.bits) {
     case 2: unpack<2>(side, page, room); return room;
@@ -97,7 +97,7 @@ inline const float* dense(const Packed& side, int64_t page, float* room) {
   }
 }
 
-// An 8 x 8 corner of a transposition.
+// Transposes an 8 x 8 block.
 inline void transpose_lanes(const float* from, int64_t pitch, float* to, int64_t to_pitch) {
   F8 r[LANES], s[LANES];
   for (int i = 0; i < LANES; ++i) {
@@ -121,7 +121,7 @@ inline void transpose_lanes(const float* from, int64_t pitch, float* to, int64_t
   }
 }
 
-// [rows, columns] to [columns, rows], of which a row begins every `pitch` elements.
+// [rows, columns] to [columns, rows], whose rows begin every `pitch` elements.
 inline void transpose(const float* from, int64_t rows, int64_t columns, int64_t pitch, float* to) {
   const int64_t whole_rows = rows / LANES * LANES, whole_columns = columns / LANES * LANES;
   for (int64_t r = 0; r < whole_rows; r += LANES) {
@@ -136,7 +136,7 @@ inline void transpose(const float* from, int64_t rows, int64_t columns, int64_t 
   }
 }
 
-// What heads attend to; all arrays contiguous.
+// The keys and values that heads attend to; all arrays are contiguous.
 struct Held {
   int64_t q_heads, kv_heads, k_dim, v_dim;
   float scale;
@@ -145,18 +145,18 @@ struct Held {
   const int32_t* pages; // [pages, 3]: level, slot in its pools, position of its first token
   std::vector<Packed> keys, values;  // by level
 
-  // Dense tokens behind the pages: tails of all rows, or a chunk.
-  int64_t room;  // tokens that there is place for
+  // Dense tokens after the pages: tails of all rows, or a chunk.
+  int64_t room;  // tokens of capacity
   const float* dense_keys;  // [slots, kv_heads, room, k_dim]
   const float* dense_values;
 };
 
-// A query of one head: it sees the positions from `low` to `last`, and those before `keep`.
+// A query of one head. It sees the positions from `low` to `last`, and those before `keep`.
 struct Line {
   int64_t low, last;
 };
 
-// The queries of one row that share a head of keys and values: repeats, and those of a chunk.
+// Queries of one row that share a KV head: its query heads, times the tokens of a chunk.
 class HeadAttention {
  public:
   explicit HeadAttention(const Held& held) : held_(held) {
@@ -166,7 +166,7 @@ class HeadAttention {
     spare_.resize(size);
   }
 
-  // Take a query: element d at query[d * stride].
+  // Add a query; element d is at query[d * stride].
   void add(const float* query, int64_t stride, Line line, const float* sink) {
     for (int64_t d = 0; d < held_.k_dim; ++d) {
       queries_.push_back(query[d * stride] * held_.scale);
@@ -208,7 +208,7 @@ class HeadAttention {
     }
   }
 
-  // Attend to the first `count` dense tokens of a slot, which begin at `position`.
+  // Attend to the first `count` dense tokens of a slot; the first has this `position`.
   void tokens(int64_t slot, int64_t count, int64_t position, int64_t head) {
     const int64_t at = (slot * held_.kv_heads + head) * held_.room;
     for (int64_t first = 0; first < count && position + first <= last_; first += BLOCK) {
@@ -244,7 +244,7 @@ class HeadAttention {
     return position > line.last || (position < line.low && position >= held_.keep);
   }
 
-  // keys: [k_dim, 64]; values: [64, v_dim]; of both the first `count` tokens, from `position` on.
+  // keys: [k_dim, 64]; values: [64, v_dim]; the first `count` tokens of both, from `position` on.
   void attend(const float* keys, const float* values, int64_t count, int64_t position) {
     const int64_t lines = static_cast<int64_t>(lines_.size());
     for (int64_t one = 0; one < lines; one += 2) {
@@ -280,7 +280,7 @@ class HeadAttention {
     }
   }
 
-  // Scores of some queries: every one is summed over the channels one after the other.
+  // Scores of some queries; each is summed over the channels one after another.
   template <int LINES>
   void score(const float* keys, int64_t first) {
     constexpr int WIDTH = 4;
@@ -311,8 +311,8 @@ class HeadAttention {
     }
   }
 
-  // Turn scores into weights against the largest score so far; return by how much what came before
-  // fades, or UNSEEN where nothing of the block is.
+  // Convert scores to weights relative to the largest score so far. Return the factor for the
+  // earlier results, or UNSEEN if the query sees nothing of the block.
   float soften(int64_t line, float* weights) {
     F8 most = load(weights);
     I8 some = most != splat(NEVER);
@@ -378,8 +378,8 @@ class HeadAttention {
     }
   }
 
-  // The same where a query does not see all: a token that is not seen is left out, since what stands
-  // in its place may be anything.
+  // Like `gather`, for a query that does not see all tokens: hidden tokens are skipped, because
+  // their memory may hold anything.
   void gather_some(int64_t line, const float* values, int64_t count, int64_t position) {
     const float* weights = weights_.data() + line * BLOCK;
     float* out = output_.data() + line * held_.v_dim;
@@ -406,7 +406,7 @@ class HeadAttention {
   }
 
   const Held& held_;
-  int64_t low_ = 0, last_ = 0;  // the least and the greatest of the lines
+  int64_t low_ = 0, last_ = 0;  // least `low` and greatest `last` of the lines
   std::vector<Line> lines_;
   std::vector<float> keys_, values_, spare_, queries_, output_, top_, total_, fades_, weights_;
 };

@@ -1,4 +1,4 @@
-// Norms, rotary positions and the gate of an MLP, a row or a token at a time.
+// Norms, RoPE and the gate of an MLP, one row or token at a time.
 
 #pragma once
 
@@ -47,7 +47,7 @@ inline void swiglu(const float* gate, const float* x, int64_t size, float* y) {
   }
 }
 
-// Cosines and sines of tokens' angles; kept, because the layers of a pass ask for the same ones.
+// Cosines and sines of tokens' angles; cached, because the layers of a pass use the same ones.
 class Angles {
  public:
   // positions * scale * frequencies: [tokens, pairs] of each.
@@ -75,7 +75,7 @@ class Angles {
   std::vector<float> positions_, frequencies_;
 };
 
-// Turn the first 2 * pairs elements of a token's head (arXiv 2104.09864); the others stay.
+// Rotate the first 2 * pairs elements of a token's head (arXiv 2104.09864); the others stay.
 inline void rotate(
     const float* x, const float* cosines, const float* sines, int64_t pairs, int64_t size,
     bool interleaved, float* y) {

@@ -1,7 +1,7 @@
-// MLX operations of kvd's own for the CPU, and their Python functions.
+// kvd's own MLX operations for the CPU, and their Python functions.
 //
-// Every one is a node of MLX's graph like any other: lazy, in the stream's order, and part of
-// compiled functions. Inputs are float32 where nothing else is said; Python checks what it passes.
+// Each is a regular node of MLX's graph: lazy, in the stream's order, and usable in compiled
+// functions. Inputs are float32 unless stated otherwise; Python checks what it passes.
 
 #include <algorithm>
 #include <memory>
@@ -30,7 +30,7 @@ namespace {
 
 using Arrays = std::vector<mx::array>;
 
-// Of the calling thread: MLX has default streams for each.
+// The calling thread's stream: MLX has default streams per thread.
 mx::Stream cpu() {
   return mx::default_stream(mx::Device(mx::Device::cpu));
 }
@@ -41,7 +41,7 @@ void check(bool holds, const char* what) {
   }
 }
 
-// As float32, and where its elements lie side by side: no operation where it is so already.
+// As contiguous float32; no operation if the array already is.
 mx::array plain(const mx::array& x) {
   return mx::contiguous(mx::astype(x, mx::float32));
 }
@@ -66,7 +66,7 @@ class Operation : public mx::Primitive {
   }
 };
 
-// Where the rows of an array, [..., size], begin; whether their elements lie side by side.
+// Where the rows of an array, [..., size], begin, and whether their elements are contiguous.
 class Rows {
  public:
   explicit Rows(const mx::array& from) : data_(from.data<float>()), size_(from.shape(-1)) {
@@ -95,7 +95,7 @@ class Rows {
     return data_ + at;
   }
 
-  // A row's elements side by side: where they are, or copied to `room`.
+  // A row's contiguous elements: in place, or copied to `room`.
   const float* row(int64_t row, std::vector<float>& room) const {
     const float* from = begin(row);
     if (stride_ == 1) {
@@ -108,7 +108,7 @@ class Rows {
     return room.data();
   }
 
-  // All rows behind each other, where they are or copied to `room`.
+  // All rows contiguous: in place, or copied to `room`.
   const float* all(std::vector<float>& room) const {
     if (whole_) {
       return data_;
@@ -261,15 +261,15 @@ class Rotate : public Operation {
   float scale_;
 };
 
-// Tails with one more token a row: the same buffers, written in place. Nobody sees the new places
-// before, since the lengths of a row say how much of its tail there is.
+// Tails with one more token per row: the same buffers, written in place. The new places are not
+// read before, because a row's length bounds what is read of its tail.
 class Append : public Operation {
  public:
   using Operation::Operation;
   DEFINE_NAME(KvdAppend)
   DEFINE_DEFAULT_IS_EQUIVALENT()
 
-  // tails of keys and of values, [slots, heads, tokens, dim]; what is new, [rows or more, heads, 1,
+  // Tails of keys and of values, [slots, heads, tokens, dim]; new tokens, [rows or more, heads, 1,
   // dim]; rows, [rows, 6] int32.
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     const mx::array& about = inputs[4];
@@ -298,7 +298,7 @@ struct Packing {
   bool turned;  // values that are stored [dim, 64]
 };
 
-// What decode and prefill attention have in common: pages of some levels, and their packings.
+// Common to decode and prefill attention: pages of some levels, and their packings.
 class Attention : public Operation {
  public:
   Attention(
@@ -312,8 +312,8 @@ class Attention : public Operation {
   }
 
  protected:
-  // inputs: queries, [pages, 3], dense keys and values, [.., heads, tokens, dim], then sinks if there
-  // are any, then the pools' arrays level by level.
+  // Inputs: queries, [pages, 3], dense keys and values, [.., heads, tokens, dim], then sinks if
+  // there are any, then the pools' arrays level by level.
   kvd::Held held(const Arrays& inputs, int64_t v_dim) const {
     const mx::array& queries = inputs[0];
     kvd::Held found;
@@ -361,14 +361,14 @@ class Attention : public Operation {
   std::vector<Packing> keys_, values_;
 };
 
-// One query a row.
+// One query per row.
 class Decode : public Attention {
  public:
   using Attention::Attention;
   DEFINE_NAME(KvdDecodeAttention)
 
-  // The fifth input: [rows, 6] int32, a row's tail (slot, tokens in it, position of the first one),
-  // its pages (first, last + 1), and the first position that its query sees beyond `keep`.
+  // The fifth input: [rows, 6] int32: a row's tail (slot, tokens in it, position of the first one),
+  // its pages (first, last + 1), and the first position that its query sees, besides `keep`.
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     mx::array& out = outputs[0];
     make(out);
@@ -402,7 +402,7 @@ class Decode : public Attention {
         tokens += rows[row * 6 + 1] + (rows[row * 6 + 4] - rows[row * 6 + 3]) * kvd::BLOCK;
       }
       const int heads_of_rows = static_cast<int>(count * held.kv_heads);
-      // Each is as long as three of a product: pages are unpacked, and softened on the way.
+      // Each takes as long as three of a product: pages are unpacked and go through softmax.
       if (3 * tokens * held.q_heads * (held.k_dim + held.v_dim) < kvd::SHARED_WORK) {
         some(0, heads_of_rows);
       } else {
@@ -423,7 +423,7 @@ class Prefill : public Attention {
         offset_(offset), start_(start) {}
   DEFINE_NAME(KvdPrefillAttention)
 
-  // The fifth input: [tokens] int32, the first position that each query sees beyond `keep`.
+  // The fifth input: [tokens] int32, the first position that each query sees, besides `keep`.
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     mx::array& out = outputs[0];
     make(out);
@@ -439,7 +439,7 @@ class Prefill : public Attention {
       auto some = [&](int first, int last) {
         kvd::HeadAttention attention(held);
         for (int one = first; one < last; ++one) {
-          // The last tokens see most: whoever is free takes the long pieces first.
+          // The last tokens see most, so free threads take the long pieces first.
           const int64_t part = parts - 1 - one / held.kv_heads, head = one % held.kv_heads;
           const int64_t from = part * at_once, to = std::min(count, from + at_once);
           attention.clear();
@@ -502,7 +502,7 @@ class LookUp : public Operation {
          weights = static_cast<const W*>(packed.data<void>()), inputs = int64_t{packed.shape(1)},
          rows = int64_t{rows_}, y = out.data<float>()] {
       for (int64_t i = 0; i < count; ++i) {
-        // MLX does not check either; here nothing is read that is not the weight's.
+        // MLX does not check ids either; here nothing outside the weight is read.
         const int64_t id = std::clamp<int64_t>(ids[i] < 0 ? ids[i] + rows : ids[i], 0, rows - 1);
         const W* from = weights + id / kvd::PANEL * inputs * kvd::PANEL + id % kvd::PANEL;
         for (int64_t k = 0; k < inputs; ++k) {

@@ -1,8 +1,8 @@
-// A few threads that share a loop with the thread that calls.
+// A few threads that share a loop with the calling thread.
 //
-// The caller waits for nobody to begin: it takes pieces itself until none is left, then waits only
-// for pieces that another one has taken. Helpers look for work for a moment before they sleep,
-// because the next product of a layer is microseconds away.
+// The caller does not wait for helpers to begin: it takes pieces itself until none is left, then
+// waits only for pieces that helpers have taken. Helpers poll for work briefly before they sleep,
+// because the next product of a layer follows within microseconds.
 
 #pragma once
 
@@ -21,8 +21,8 @@
 
 namespace kvd {
 
-// Multiplications below which threads are no help: to wake one takes as long, and on a small machine
-// the processor that it would run on has the host's own work to do.
+// Multiplications below which threads do not help: waking one takes as long, and on a small machine
+// its processor is busy with the host's own work.
 constexpr int64_t SHARED_WORK = 4'000'000;
 
 inline void pause() {
@@ -35,13 +35,13 @@ inline void pause() {
 
 class Pool {
  public:
-  // Of the process; its threads end with it.
+  // The process's pool; its threads end with the process.
   static Pool& shared() {
     static Pool* pool = new Pool();
     return *pool;
   }
 
-  // How many threads work, the caller counted.
+  // Number of working threads, including the caller.
   int threads() const {
     return static_cast<int>(helpers_.size()) + 1;
   }
@@ -53,7 +53,7 @@ class Pool {
     }
   }
 
-  // Call work(first, last) over pieces of [0, count) of `grain` each.
+  // Call work(first, last) over pieces of [0, count), `grain` each.
   template <typename Work>
   void share(int count, int grain, Work&& work) {
     std::lock_guard<std::mutex> alone(callers_);
@@ -83,7 +83,7 @@ class Pool {
       if (spins < 2000) {
         pause();
       } else {
-        std::this_thread::yield();  // a helper was put aside in the middle of its piece
+        std::this_thread::yield();  // a helper was preempted during its piece
       }
     }
   }
@@ -94,8 +94,8 @@ class Pool {
     void* what = nullptr;
   };
 
-  // The number of a piece of this round, or -1 if all are taken. How many are left stands beside the
-  // round, in one word: a helper that comes late must not judge one round by another one's pieces.
+  // The number of a piece of this round, or -1 if all are taken. One word holds the round and the
+  // pieces left, so that a late helper never applies one round's count to another round.
   int take(uint64_t round) {
     uint64_t seen = next_.load(std::memory_order_acquire);
     while (seen >> 32 == round) {
@@ -104,7 +104,7 @@ class Pool {
         return -1;
       }
       if (next_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
-        // The round cannot end before this piece has, so the number of pieces is its own.
+        // The round cannot end before this piece does, so the number of pieces belongs to it.
         return pieces_.load(std::memory_order_relaxed) - static_cast<int>(left);
       }
     }
@@ -118,7 +118,7 @@ class Pool {
       int finished = 0;
       for (int piece = take(last); piece >= 0; piece = take(last)) {
         job_.call(job_.what, piece);
-        // One by one: the caller's job ends with the last piece, and so does `job_`.
+        // Count down one by one: the caller's job, and with it `job_`, ends with the last piece.
         done_.fetch_add(1, std::memory_order_acq_rel);
         ++finished;
       }
@@ -166,7 +166,7 @@ class Pool {
   std::mutex bed_;
   std::condition_variable wake_;
   Job job_;
-  // The round in the upper half, the pieces that are left in the lower one.
+  // The round in the upper half, the remaining pieces in the lower half.
   std::atomic<uint64_t> next_{0};
   std::atomic<int> pieces_{0};
   std::atomic<int> done_{0};

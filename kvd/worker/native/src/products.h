@@ -1,8 +1,8 @@
-// x @ W.T over weights in panels of 16 outputs: [outputs / 16][inputs][16], as they are stored.
+// x @ W.T over weights in panels of 16 outputs: [outputs / 16][inputs][16], in their stored dtype.
 //
-// Every output is summed over the inputs one after the other, whatever the number of rows, threads
-// and panels: a row's numbers do not depend on its company. Half floats are widened exactly, in
-// registers for a few rows and once a panel for many.
+// Every output is summed over the inputs one after another, whatever the number of rows, threads
+// and panels, so a row's numbers do not depend on its batch. Half floats are widened exactly: in
+// registers for few rows, once per panel for many.
 
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr int MOST_ROWS = 12;  // 24 sums, 2 weights and an input: 32 registers
 #else
 constexpr int MOST_ROWS = 6;  // 12 sums, 2 weights and an input: 16 registers
 #endif
-constexpr int WIDENED_ROWS = 2 * MOST_ROWS + 1;  // from here on a panel is widened once
+constexpr int WIDENED_ROWS = 2 * MOST_ROWS + 1;  // from this number on, a panel is widened once
 
 template <int ROWS, typename W>
 inline void multiply_rows(
@@ -94,7 +94,7 @@ void multiply(
     const float* x, int64_t rows, int64_t inputs, const W* packed, const float* bias, float* y,
     int64_t outputs) {
   const int panels = static_cast<int>((outputs + PANEL - 1) / PANEL);
-  const int64_t work = rows * inputs * PANEL;  // of a panel
+  const int64_t work = rows * inputs * PANEL;  // per panel
   const int grain = static_cast<int>(
       std::max<int64_t>(1, std::min<int64_t>(panels, SHARED_WORK / 16 / std::max<int64_t>(1, work))));
   auto some = [=](int first, int last) {

@@ -1,6 +1,6 @@
-// Vectors of eight floats, and what is converted to them: GCC's and Clang's vector extensions.
+// Vectors of eight floats and conversions to them, with GCC's and Clang's vector extensions.
 //
-// Compiled without contraction of a * b + c: where a product is fused says `fma`, and nothing else.
+// Compiled without contraction of a * b + c: a product is fused only where the code says `fma`.
 
 #pragma once
 
@@ -52,7 +52,7 @@ inline F8 max(F8 a, F8 b) {
   return a > b ? a : b;
 }
 
-// Always in this order.
+// The order of summation is fixed.
 inline float sum(F8 x) {
   return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
@@ -65,7 +65,7 @@ inline float greatest(F8 x) {
   return found;
 }
 
-// Eight bytes. GCC takes a conversion of vectors of different sizes apart.
+// Eight bytes. GCC splits a conversion between vectors of different sizes.
 inline F8 widen(const uint8_t* from) {
 #if defined(__AVX2__)
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
@@ -87,7 +87,7 @@ inline bool any(I8 mask) {
   return found != 0;
 }
 
-// Half floats, as safetensors have them; to a float without rounding.
+// Half floats, as in safetensors; exact as floats.
 
 struct Half {
   uint16_t bits;
@@ -138,8 +138,8 @@ inline float widen(Half x) {
   return static_cast<float>(found);
 }
 
-// e to the x: 0 below -87, infinite above 88; NaN stays. Relative error below 2e-7 (Cody and
-// Waite's reduction, then the polynomial of degree 6 that Cephes uses for floats).
+// e to the power of x: 0 below -87, infinite above 88; NaN stays NaN. Relative error below 2e-7
+// (Cody and Waite's reduction, then the polynomial of degree 6 that Cephes uses for floats).
 inline F8 exp(F8 x) {
   const F8 least = splat(-87.0f), most = splat(88.0f);
   const I8 low = x < least, high = x > most;
