@@ -1,4 +1,4 @@
-"""One row of the zoo: a tiny configuration of one model file, and what is special about it.
+"""One model of the zoo: a tiny configuration of one model file, and its peculiarities.
 
 Knows nothing of MLX; the tables of configurations build on it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Every model takes from these the keys it knows: `ModelArgs.from_dict` drops the others.
+# Every model uses the keys it knows: `ModelArgs.from_dict` drops the others.
 COMMON: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 64,
@@ -34,12 +34,11 @@ COMMON: dict[str, Any] = {
 class Entry:
     """A configuration and the few numbers in which its model differs from the others.
 
-    ``reach`` is how many tokens back the last logits must still feel a changed token. ``gains``
-    scales weights whose path contains the key, after the usual scaling; ``seed`` picks another
-    draw. ``chunked`` bounds the relative difference between a sequence read in chunks and single
-    tokens and one read at once; ``unread`` are the arrays of its caches, counted through, that
-    nothing reads. Whatever
-    is not the default has its reason in ``why``.
+    ``reach``: how many tokens back a changed token must still affect the last logits. ``gains``:
+    factors of weights whose path contains the key, after the usual scaling. ``seed``: picks other
+    weights. ``chunked``: bound of the relative difference between a sequence read in chunks and
+    single tokens and one read at once. ``unread``: indices of the arrays of its caches that are
+    never read. ``why``: the reason for every value that is not the default.
     """
 
     config: dict[str, Any]

@@ -35,12 +35,12 @@ def _forward(model: nn.Module, ids: mx.array, cache: list[Any]) -> mx.array:
 
 
 def difference(got: mx.array, expected: mx.array) -> float:
-    """Largest absolute difference, relative to the largest logit; NaN where anything is."""
+    """Largest absolute difference, relative to the largest logit; NaN if any value is."""
     return (mx.abs(got - expected).max() / mx.abs(expected).max()).item()
 
 
 def parts(cache: Any) -> list[tuple[Any, Any]]:
-    """Where the arrays of one cache are: (owner, key), an attribute's name or a list's index."""
+    """The places of one cache's arrays: (owner, key), an attribute's name or a list's index."""
     if hasattr(cache, "caches"):
         return [part for inner in cache.caches for part in parts(inner)]
     if hasattr(cache, "cache"):

@@ -1,7 +1,7 @@
-"""Writes docs/models.md: what each model file of mlx-lm gets from kvd, and why.
+"""Writes docs/models.md: how kvd serves each model file of mlx-lm, and why.
 
-``python -m tests.worker.architectures.table`` rewrites the table; tests hold the page to what the probe
-finds.
+``python -m tests.worker.architectures.table`` rewrites the table. Tests compare the page with the
+probe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RULE = "|---|---|---|---|---|"
 def line(name: str, served: Served) -> str:
     """Return a model's line of the table."""
     parts = describe.parts(served)
-    # Sizes are those of the tiny configuration.
+    # Sizes belong to the tiny configuration.
     kinds = ", ".join(dict.fromkeys(part.kind.split(" ")[0] for part in parts))
     paths = ", ".join(dict.fromkeys(part.path for part in parts))
     together = "yes" if all(part.batched for part in parts) else "no"
@@ -42,7 +42,7 @@ def table() -> list[str]:
 
 
 def main() -> None:
-    """Rewrite the page behind its introduction."""
+    """Rewrite the page after its introduction."""
     text = PAGE.read_text()
     introduction = text[: text.index(HEAD)]
     PAGE.write_text(introduction + "\n".join(table()) + "\n")

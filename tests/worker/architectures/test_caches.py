@@ -1,8 +1,8 @@
-"""Every architecture over kvd's caches gives what mlx-lm gives over its own.
+"""Every architecture gives the same logits over kvd's caches as over mlx-lm's own.
 
-Three sequences in one batch, one joining and one leaving in mid-flight: with pages that are not
-quantized the logits are those of mlx-lm's own single-sequence runs; with quantized ones those of
-the same passes over dense copies of what the pages stand for.
+Three sequences in one batch, of which one joins and one leaves later. With dense pages the logits
+must equal mlx-lm's own single-sequence runs. With quantized pages they must equal the same passes
+over dequantized copies of the pages.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ pytestmark = pytest.mark.mlx
 CHUNK = 64
 PROMPTS = (1, 70, 310)
 STEPS = 14
-"""The longest sequence seals a page, and the pages before it are several."""
+"""The longest sequence commits a page during the steps, and has several pages before."""
 JOINS, LEAVES = 3, 6
-"""When the longest sequence comes, and the shortest goes."""
+"""The step at which the longest sequence joins and the shortest leaves."""
 CLOSE = 1e-4
 SCHEME, CHUNK_SCHEME = "k8v4", "k4v8"
-"""Keys and values are not mistaken for each other, and both are on both numbers of bits."""
+"""Different bits for keys and values, so that mixing them up shows, and both bits on both sides."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how the probe says that it is served."""
+    """A model, and how the probe serves it."""
 
     name: str
     model: Any
@@ -57,7 +57,7 @@ class Case:
 
 
 class Batch:
-    """Sequences whose tokens are given, in a runner's cache."""
+    """Sequences with given tokens, in a runner's cache."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -81,7 +81,7 @@ class Batch:
         self.rows[index] = None
 
     def step(self) -> dict[int, mx.array]:
-        """Decode one token of every sequence that is there; return its logits by index."""
+        """Decode one token of every sequence; return the logits by index."""
         there = [index for index, row in enumerate(self.rows) if row is not None]
         rows = [self.rows[index] for index in there]
         if self.runner.cache.needs_flush(rows):
@@ -108,7 +108,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
     batch = Batch(case.runner("k16v16"))
-    # A chunk is the cheaper way to the same logits, but for caches whose chunks see their own.
+    # A chunk gives the same logits at less cost, except with caches whose chunks see themselves.
     decoded = STEPS + 1 if ZOO[case.name].chunked > CLOSE else 0
     wanted = [run(case.model, ids, chunk=CHUNK, decoded=decoded) for ids in batch.ids]
     prefilled = {index: batch.join(index) for index in (0, 1)}
@@ -176,7 +176,7 @@ def test_the_table_of_models_is_kept(case: Case) -> None:
 
 
 NOT_QUANTIZED = {"deepseek_v41": "a cache of its own, LayerCache"}
-"""Models with attention that are served dense, and why: no store of ours stands for what they keep.
+"""Models with attention that are served dense, and why: kvd has no store for their caches.
 
 LayerCache is a window, groups that the model compresses itself, their index keys and an open group.
 """
@@ -204,7 +204,7 @@ def test_most_models_use_pages_and_all_with_attention_are_quantized() -> None:
     assert dense == NOT_QUANTIZED
 
 
-def test_reasons_are_sentences_and_no_python_errors() -> None:
+def test_reasons_are_sentences_instead_of_python_errors() -> None:
     text, _, _ = table.PAGE.read_text().partition("## Not run here")
     whys = {line.split("|")[5].strip() for line in text.splitlines() if line.startswith("| `")}
     assert len(whys) > 5

@@ -1,6 +1,6 @@
-"""Every model of the zoo is worth comparing with: its logits are sane and depend on far context.
+"""Every model of the zoo is a useful reference: its logits are sane and depend on far context.
 
-Runs on mlx-lm's own caches only; what kvd makes of these models is tested elsewhere.
+Runs on mlx-lm's own caches only; other tests run these models with kvd.
 """
 
 from __future__ import annotations

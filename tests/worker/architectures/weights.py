@@ -1,8 +1,8 @@
 """Random weights that make a tiny model worth testing: attention is sharp and reaches far back.
 
-mlx-lm's own initial weights give attention that is nearly uniform and logits that hardly depend on
-the context, so that a wrong cache would pass. Here every linear map keeps its input's size, norms
-are near one, and queries and keys are a little larger, which makes the attention pick.
+mlx-lm's own initial weights give nearly uniform attention, and logits that hardly depend on the
+context, so a wrong cache would pass. Here every linear map preserves its input's size, norms are
+near one, and queries and keys are a little larger, which makes attention selective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Draw = Callable[[mx.array, mx.array], mx.array]
 
 
 def redraw(model: nn.Module, seed: int, gains: dict[str, float]) -> None:
-    """Replace all parameters of ``model`` (float32), the same for the same ``seed``.
+    """Replace all parameters of ``model`` (float32), reproducibly for a ``seed``.
 
     ``gains`` maps a part of a parameter's path to a factor, applied last.
     """
@@ -46,20 +46,20 @@ def _draw(path: str, old: mx.array, key: mx.array) -> mx.array:
         if path.endswith(end):
             return draw(old, key)
     owner = path.rpartition(".")[0].rpartition(".")[2]
-    norm = "norm" in owner  # and not further up: dbrx has its attention in norm_attn_norm
-    if norm and old.ndim == 2:  # one norm a head; some start at zero
+    norm = "norm" in owner  # the last part only: dbrx has its attention in norm_attn_norm
+    if norm and old.ndim == 2:  # one norm per head; some start at zero
         return 1 + 0.1 * _normal(old, key)
     if old.ndim >= 2 and not norm:
         return _normal(old, key) * (GAIN / math.sqrt(_fan_in(path, old)))
     return old.astype(mx.float32) + 0.1 * _normal(old, key)
 
 
-# Above one, so that what a layer adds weighs as much as what it got.
+# Above one, so that a layer's addend weighs as much as its input.
 GAIN = 1.4
 
 
 def _fan_in(path: str, old: mx.array) -> int:
-    """Of a convolution's [channels, taps, inputs], or of the last axis."""
+    """Return the inputs per output: a convolution's [channels, taps, inputs], or the last axis."""
     return old.shape[1] * old.shape[2] if "conv" in path and old.ndim == 3 else old.shape[-1]
 
 
@@ -71,14 +71,14 @@ def _near(value: float, width: float) -> Draw:
     return lambda old, key: value + width * _normal(old, key)
 
 
-# Parameters, by the end of their path, whose sign or size decides whether a state lives or dies.
+# Parameters, by the end of their path, whose sign or size decides whether a state persists.
 SPECIAL: dict[str, Draw] = {
     # Decay of a state space: exp(-exp(A_log) * softplus(dt)), a few percent a step.
     "A_log": _uniform(-2.0, 0.5),
     "dt_bias": _uniform(-4.0, -2.0),
     "dt_proj.bias": _uniform(-4.0, -2.0),
     ".D": _near(1.0, 0.1),
-    # RWKV 7: how much of the token before, decay exp(-0.6 sigmoid(bias)).
+    # RWKV 7: share of the previous token, decay exp(-0.6 sigmoid(bias)).
     **{f"attn.x_{name}": _uniform(0.2, 0.8) for name in "rwkvag"},
     "ffn.x_k": _uniform(0.2, 0.8),
     "w_lora.lora.2.bias": _near(-5.0, 0.5),
@@ -87,7 +87,7 @@ SPECIAL: dict[str, Draw] = {
     # Griffin: decay exp(-4 softplus(p)).
     "recurrent_param": _near(-4.5, 0.5),
     "sinks": _near(0.5, 0.5),
-    # Two bits a weight: (0..3) * scale + bias, around zero.
+    # Two bits per weight: (0..3) * scale + bias, around zero.
     ".scales": _near(0.08, 0.0),
     ".biases": _near(-0.12, 0.0),
 }

@@ -1,7 +1,7 @@
 """Tiny random models of every model file of mlx-lm that runs here; `ZOO` and `NOT_RUNNABLE`.
 
-The configurations stand in one file per family. Models are made so that their logits depend on far
-context (`weights.py`), which `test_zoo.py` checks: a wrong cache cannot pass unnoticed.
+There is one file of configurations per family. The models' logits depend on far context
+(`weights.py`), which `test_zoo.py` verifies, so a wrong cache cannot pass unnoticed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ NOT_RUNNABLE: dict[str, str] = {
 def build(
     name: str, seed: int = 0, config: dict[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The tiny model of model file ``name`` with random float32 weights, and its configuration.
+    """Return model ``name`` with random float32 weights, and its configuration.
 
-    Another ``seed`` gives other weights; 0 is the one that the tests know. ``config`` takes the
-    place of the zoo's; parameters of the same path and shape get the same weights.
+    Another ``seed`` gives other weights; the tests use 0. ``config`` replaces the zoo's
+    configuration; parameters of the same path and shape get the same weights.
     """
     seam.install()
     from tests.worker.architectures.weights import redraw
@@ -46,7 +46,7 @@ def build(
     entry = ZOO[name]
     config = {"model_type": name} | (config or entry.config)
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    # Some configurations are changed in place by their own __post_init__.
+    # The __post_init__ of some configurations changes them in place.
     model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
     redraw(model, entry.seed + seed, entry.gains)
     model.eval()
@@ -54,7 +54,7 @@ def build(
 
 
 def leaves(model: nn.Module) -> list[str]:
-    """A description of each cache that mlx-lm makes for ``model``, in its order."""
+    """Return a description of each cache that mlx-lm creates for ``model``, in order."""
     from mlx_lm.models.cache import make_prompt_cache
 
     return [_describe(cache) for cache in make_prompt_cache(model)]

@@ -1,4 +1,4 @@
-"""Attention over pages is tested twice: with MLX's operations, and with the library's."""
+"""Attention over pages is tested twice: with MLX's operations, and with the native library's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.worker.cache.helpers import Bench
 
 
 def library() -> Backend | None:
-    """The library, where there is a compiler."""
+    """The library, if there is a compiler."""
     return Library(build.load()) if build.compiler() is not None else None
 
 
 PLAIN_ONLY = ("test_fused", "test_prefill", "test_seam", "test_tiles")
-"""What has nothing to do with how decode steps attend."""
+"""Tests that do not depend on how decode steps attend."""
 
 
 @pytest.fixture(autouse=True)
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Which attention a `Bench` decodes with."""
+    """The attention that a `Bench` decodes with."""
     chosen: str = getattr(request, "param", "plain")
     Bench.backend = library() if chosen == "native" else None
     if chosen == "native" and Bench.backend is None:

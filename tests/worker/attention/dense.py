@@ -1,4 +1,4 @@
-"""The truth: attention as the textbook has it, in float32, over dense keys and values."""
+"""The reference: textbook attention in float32 over dense keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dense_attention(
 ) -> mx.array:
     """Attend one row's newest tokens, causally.
 
-    ``queries``: ``[q_heads, n, k_dim]``, of the last ``n`` of ``length`` tokens; ``keys`` and
+    ``queries``: ``[q_heads, n, k_dim]`` of the last ``n`` of ``length`` tokens; ``keys`` and
     ``values``: ``[kv_heads, length, dim]``. Returns ``[q_heads, n, v_dim]`` in float32.
     """
     q, k, v = (array.astype(mx.float32) for array in (queries, keys, values))

@@ -1,7 +1,7 @@
-"""What the fused kernels compute, from the arrays that they are given and nothing else.
+"""Computes the results of the fused kernels from the arrays that they get, and nothing else.
 
 In plain operations, so that it runs on the CPU and can be traced: dense copies of the pages, and
-for each row what its splits say that it has.
+for each row the pages that its splits list.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, Packing
 
 
 class StandIn:
-    """In the place of `kvd.worker.attention.kernels.launch.Fused`."""
+    """Replaces `kvd.worker.attention.kernels.launch.Fused`."""
 
     def __init__(self, error: float = 0.0) -> None:
         self.launches = 0
         self.attended = 0
         self.rotated = 0
-        """Calls of `decode_attention`; compiled steps make some when they are traced."""
+        """Calls of `decode_attention`, including those while a compiled step is traced."""
         self.error = error
-        """By how much its results are too large, relative."""
+        """Relative error added to all results."""
 
     def backend(self) -> FusedBackend:
         """A backend that attends with it."""
         return FusedBackend(self, METAL.most_buffers)
 
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
-        """As the kernel."""
         self.launches += 1
         tails = given.tail_keys.shape
         which = mx.arange(tails[0]) if given.givers is None else given.givers
@@ -46,7 +45,6 @@ class StandIn:
         return found[0], found[1]
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
-        """As the kernel."""
         self.rotated += 1
         batch = given.qkv.shape[0]
         _, heads, _, k_dim = given.tail_keys.shape
@@ -62,7 +60,6 @@ class StandIn:
         return queries, *self.append(Append(*tails, keys, values, given.places, given.givers))
 
     def decode_attention(self, given: Attention) -> mx.array:
-        """As the kernels."""
         self.launches += 2
         self.attended += 1
         queries, pages, rows, splits = given.queries, given.pages, given.rows, given.splits
@@ -71,12 +68,12 @@ class StandIn:
         )  # fmt: skip
         batch, q_heads, _, k_dim = queries.shape
         count, heads = rows.shape[0], tail_keys.shape[1]
-        # [rows, splits]: whose each split is, by what both of them say.
+        # [rows, splits]: the row of each split, according to both arrays.
         places = mx.arange(splits.shape[0])
         mine = (splits[:, 0] == mx.arange(count)[:, None]) & (
             (places >= rows[:, 6:7]) & (places < rows[:, 7:8])
         )
-        # [rows, pages]: in how many of a row's splits a page is.
+        # [rows, pages]: the number of a row's splits that contain a page.
         index = mx.arange(pages.shape[0])
         inside = (index >= splits[:, 1:2]) & (index < splits[:, 2:3]) & (splits[:, 3:4] == 0)
         held = mine.astype(mx.float32) @ inside.astype(mx.float32)

@@ -74,7 +74,7 @@ def test_keys_and_values_of_different_size() -> None:
     assert_decodes(bench, [bench.new(300), bench.new(5)], repeats=4)
 
 
-def test_through_seals_flushes_joins_and_leaves() -> None:
+def test_through_page_commits_flushes_joins_and_leaves() -> None:
     bench = Bench(layers=2)
     rows = [bench.new(length) for length in UNEQUAL]
     for step in range(260):
@@ -103,7 +103,7 @@ def test_sinks() -> None:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("scheme", [Scheme(8, 8), Scheme(16, 16)])
 def test_sharp_attention_in_half_precision(dtype: mx.Dtype, scheme: Scheme) -> None:
-    """Keys with a bias of their own per channel, as Qwen2's: scores of about 50."""
+    """Keys with a bias per channel, like Qwen2's: scores of about 50."""
     store = KVStore([LayerGeometry(2, 64, 64, itemsize=2)], scheme, dtype)
     (cache,) = make_caches(store)
     rng = np.random.default_rng(3)
@@ -120,7 +120,7 @@ def test_sharp_attention_in_half_precision(dtype: mx.Dtype, scheme: Scheme) -> N
     queries = mx.array(3 * rng.normal(size=(1, 8, 1, 64))).astype(dtype)
     got = decode_attention(queries, handle, 0.125)
     pool = store.layers[0].pools[0]
-    if scheme.k_bits < 16:  # what the pages stand for, before half precision rounds it
+    if scheme.k_bits < 16:  # dequantized pages, before half precision rounds them
         words = [
             tuple(array.astype(mx.float32) if index else array for index, array in enumerate(side))
             for side in (pool.keys, pool.values)
@@ -147,7 +147,7 @@ def test_both_page_products_agree(scheme: Scheme, dim: int) -> None:
 
 
 def test_row_alone_is_the_same_row_in_a_batch_to_the_bit() -> None:
-    """On the CPU: every operation of decode is per page or per row."""
+    """On the CPU, every operation of decode is per page or per row."""
     outputs = []
     for others in ((), (1, 640, 65, 1000)):
         bench = Bench(layers=1)
@@ -170,7 +170,7 @@ def test_prefill_sees_pages_before_and_itself_exactly(dim: int, chunks: tuple[in
     scale = dim**-0.5
     for count in chunks:
         before_keys, before_values = (mx.array(side) for side in row.shown(0, bench.store))
-        # finish_prefill has run, but the handle still knows the step it was made in.
+        # finish_prefill has run, but the handle still refers to its step.
         bench.store.begin_prefill(row.row, count)
         keys, values = bench._add(row, 0, count)
         handle, same = bench.caches[0].update_and_fetch(keys, values)

@@ -1,7 +1,7 @@
-"""From a store's steps to the kernels: what they are given says all that plain operations see.
+"""From a store's steps to the kernels: their arguments describe all that plain operations see.
 
-The kernels are `stand_in.StandIn`, which reads the same arrays, and for a few steps those of Metal
-themselves, run by the shim (`tests.metal`).
+The kernels are `stand_in.StandIn`, which reads the same arrays, and for a few steps Metal's own,
+run by the shim (`tests.metal`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bench_of(kernels: StandIn, **how: object) -> Bench:
 
 
 def lower(bench: Bench, row: DenseRow) -> None:
-    """Bring a row's pages to the levels of the ladder in turn."""
+    """Distribute a row's pages over all levels, in rotation."""
     for level in bench.store.pages.levels[1:]:
         due = row.row.pages[level :: len(bench.store.schemes)]
         if due:
@@ -99,8 +99,8 @@ def test_sinks_and_heads_of_different_size() -> None:
     assert_as_plainly(bench, [bench.new(300), bench.new(5)], sinks)
 
 
-def test_more_levels_than_a_kernel_takes_arrays_are_left_to_plain_operations() -> None:
-    """Metal's 31 buffers: three levels fit, and a dense one beside them."""
+def test_steps_with_too_many_levels_use_plain_operations() -> None:
+    """Metal has 31 buffers: three levels and a dense one fit."""
     schemes = [Scheme(16, 16), *SCHEMES, Scheme(2, 2)]
     bench = bench_of(StandIn(), scheme=schemes)
     row = bench.new(64 * 7)
@@ -121,7 +121,7 @@ def test_prefill_stays_with_plain_operations() -> None:
 
 
 class Listening(Fused):
-    """Notes the shapes of what kernels leave, and runs none."""
+    """Records the shapes of the kernels' outputs, and runs no kernel."""
 
     def __init__(self) -> None:
         super().__init__(METAL)
@@ -133,7 +133,7 @@ class Listening(Fused):
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 40_000), (3, 2_000), (2, 0)])
-def test_what_is_reserved_covers_what_kernels_leave_to_be_joined(rows: int, length: int) -> None:
+def test_reserved_memory_covers_the_kernels_outputs(rows: int, length: int) -> None:
     kernels = Listening()
     bench = Bench(LayerGeometry(2, 64, 128), Scheme(4, 4), layers=1)
     bench.store.backend = FusedBackend(kernels, METAL.most_buffers)

@@ -1,4 +1,4 @@
-"""Prefill attention in parts: the same as dense attention in float32, within its scratch."""
+"""Prefill attention in parts: equal to dense attention in float32, within its scratch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.mlx
 
 KIB, MIB = 1 << 10, 1 << 20
 SLACK = 128 * KIB
-"""Small arrays, such as positions, and what is rounded up."""
+"""Bytes of small arrays, such as positions, and of rounding up."""
 
 
 @dataclass
 class Chunk:
-    """A chunk under way: its handle in one layer, and the dense twin of all that is held."""
+    """A chunk in prefill: its handle in one layer, and a dense copy of the row."""
 
     store: KVStore
     handle: PrefillHandle
@@ -38,7 +38,7 @@ class Chunk:
 
     def attend(self, scratch: int, sinks: mx.array | None = None) -> mx.array:
         self.store.scratch.limit = scratch
-        self.store.scratch.add(scratch)  # whatever was counted before is over
+        self.store.scratch.add(scratch)  # reset the count
         return prefill_attention(self.queries, self.handle, self.scale, sinks)
 
     def truth(self, sinks: mx.array | None = None) -> mx.array:
@@ -63,7 +63,7 @@ def chunk_of(
     dtype: mx.Dtype = mx.float32,
     kind: Kind = FULL,
 ) -> Chunk:
-    """Begin ``count`` tokens of a row of ``length``, whose pages are on all levels in turn."""
+    """Begin ``count`` tokens of a row of ``length``, whose pages are on all levels in rotation."""
     store = KVStore([geometry], scheme or Scheme(8, 8), dtype, kind=kind)
     (cache,) = make_caches(store)
     mx.random.seed(length + count)
@@ -102,7 +102,7 @@ def chunk_of(
 
 
 def peak_over(run: Callable[[], mx.array]) -> int:
-    """Return the most bytes alive during a run beyond those before it and its result's."""
+    """Return the peak of bytes during a run, beyond those before it and those of its result."""
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -114,7 +114,7 @@ def peak_over(run: Callable[[], mx.array]) -> int:
 
 
 TILED, SPLIT = 800 * KIB, 250 * KIB
-"""Scratch with room for all queries beside some keys, and for some queries only."""
+"""Scratch with room for all queries and some keys, and for some queries only."""
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_what_fits_is_one_call_of_the_dense_kernel_to_the_bit() -> None:
 def test_some_heads_at_a_time_are_the_same_to_the_bit(
     monkeypatch: pytest.MonkeyPatch, kind: Kind, heads: int
 ) -> None:
-    """On the CPU; the plan asks for it only where the dense kernel is fused."""
+    """On the CPU; the plan requires it only if the dense kernel is fused."""
     case = chunk_of(LayerGeometry(3, 64, 64), 700, 100, kind=kind)
     sinks = mx.random.normal((6,))
     want = case.attend(256 * MIB, sinks)
@@ -222,7 +222,7 @@ def _arguments(case: Chunk) -> tuple[mx.array, PrefillHandle, float, None]:
 
 
 def test_pages_that_no_query_sees_are_not_read() -> None:
-    """A row that may be trimmed, or lagged behind with its flush, still holds some."""
+    """A row that may be trimmed, or whose flush is late, still holds some."""
     case = chunk_of(LayerGeometry(1, 64, 64), 1000, 10)
     case.store.kind = Kind(window=200, keep=70)
     asked = prefill._Task.of(*_arguments(case))
@@ -273,7 +273,7 @@ def test_one_call_stays_within_its_bound(dtype: mx.Dtype, kind: Kind, bits: int)
         )
 
 
-def test_layers_before_are_evaluated_where_the_next_would_not_fit_beside_them() -> None:
+def test_earlier_layers_are_evaluated_if_the_next_does_not_fit() -> None:
     case = chunk_of(LayerGeometry(2, 64, 64), 3000, 64)
     one = prefill._Task.of(*_arguments(case)).work.dense_bytes(2)
     scratch = one * 3 // 2

@@ -1,4 +1,4 @@
-"""How prefill attention is cut: the plan alone."""
+"""The plan that cuts prefill attention."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_fused_kernel_never_runs_for_seconds() -> None:
 
 
 def test_no_score_matrix_of_a_long_context() -> None:
-    """A million tokens take what a hundred thousand take."""
+    """A million tokens need no more than a hundred thousand."""
     work = Work(8, 4, 256, 100_000, 256, 256, itemsize=2)
 
     assert plan(work, 256 * MIB) == plan(replace(work, keys=1_000_000), 256 * MIB)

@@ -1,4 +1,4 @@
-"""Sliding windows, kept first tokens and chunks: pages fall out, and what is seen stays exact."""
+"""Sliding windows, kept first tokens and chunks: dropped pages, and exact visible tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def decode_and_compare(bench: Bench, rows: list[DenseRow]) -> None:
 def test_decode_over_unequal_rows(kind: Kind) -> None:
     bench = Bench(LayerGeometry(2, 64, 64), Scheme(8, 8), layers=1, kind=kind)
     rows = [bench.new(length, chunk=64) for length in (0, 1, 63, 64, 65, 700)]
-    # The row that begins with nothing loses pages, and all are flushed and seal on the way.
+    # The row that begins empty loses pages, and all rows commit and flush pages meanwhile.
     span = kind.window or kind.chunk or 0
     for step in range(max(200, span + 130)):
         if step % 7 == 0:
@@ -125,7 +125,7 @@ def test_windows_step_down_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [FULL, Kind(window=150), Kind(window=200, keep=4)])
-def test_trimmed_rows_go_on_from_where_they_are(kind: Kind) -> None:
+def test_trimmed_rows_continue(kind: Kind) -> None:
     bench = Bench(LayerGeometry(1, 64, 64), Scheme(16, 16), layers=1, kind=kind)
     row = bench.new(137)
     for back in (0, 5, 20, 60, 3):
@@ -140,7 +140,7 @@ def test_trimmed_rows_go_on_from_where_they_are(kind: Kind) -> None:
     bench.check()
 
 
-def test_what_fell_out_cannot_come_back() -> None:
+def test_dropped_pages_do_not_return() -> None:
     bench = Bench(LayerGeometry(1, 8, 8), Scheme(8, 8), layers=1, kind=Kind(window=70))
     row = bench.new(600)
     assert row.row.skipped
@@ -170,7 +170,7 @@ def test_rows_stay_dense_until_the_start(start: int) -> None:
     keep=st.integers(0, 100),
     queries=st.lists(st.integers(0, 1000), min_size=1, max_size=5),
 )
-def test_kinds_see_what_they_say(window: int, keep: int, queries: list[int]) -> None:
+def test_visible_positions(window: int, keep: int, queries: list[int]) -> None:
     kind = Kind(window=window, keep=min(keep, window - 1))
     keys = mx.arange(1001)
     seen = np.array(kind.visible(mx.array(queries)[:, None], keys))

@@ -1,4 +1,4 @@
-"""Whole decoder layers as blocks: which layers are taken for such, and that they do the same.
+"""Whole decoder layers as blocks: which layers qualify, and that the results are the same.
 
 There is no GPU where tests run: products are MLX's own here, and kernels are `stand_in.StandIn`.
 """
@@ -34,7 +34,7 @@ LLAMA3 = {
 
 
 class Counted:
-    """Products of our own, as plain operations."""
+    """kvd's own products, as plain operations."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gated = 0
@@ -90,9 +90,7 @@ def joined(name: str, counted: Counted, **config: Any) -> tuple[Any, dict[str, A
     [("llama", {"rope_scaling": LLAMA3}), ("qwen2", {}), ("qwen3", {})],
     ids=["llama, scaled positions", "qwen2, biases", "qwen3, norms of heads"],
 )
-def test_layers_are_blocks_and_do_the_same(
-    name: str, config: dict[str, Any], counted: Counted
-) -> None:
+def test_blocks_give_the_same_results(name: str, config: dict[str, Any], counted: Counted) -> None:
     model, _ = joined(name, counted, **config)
     count = len(model.layers)
     plain, kernels = Side(model, None), StandIn()
@@ -114,7 +112,7 @@ def test_layers_are_blocks_and_do_the_same(
     assert type(model.layers[0]).__mro__[1] is nn.Module
 
 
-def test_a_model_is_served_with_them_in_compiled_steps_too(counted: Counted) -> None:
+def test_compiled_steps_use_blocks(counted: Counted) -> None:
     model, config = joined("qwen3", counted, num_hidden_layers=1)
     kernels = StandIn()
     found = fused_layers.serve(
@@ -131,10 +129,10 @@ def test_a_model_is_served_with_them_in_compiled_steps_too(counted: Counted) -> 
     assert counted.gated > before
 
 
-def test_layers_that_look_so_and_compute_otherwise_are_left_as_they_were(
+def test_layers_with_other_arithmetic_keep_their_code(
     counted: Counted,
 ) -> None:
-    """Granite's residuals have a factor, in code and not in the layers' parts."""
+    """Granite's residuals have a factor, in code and not in the layers' submodules."""
     model, config = joined("granite", counted, num_hidden_layers=1)
     assert blocks.fuse(model) == len(model.layers)
     blocks.unfuse(model)
@@ -153,15 +151,15 @@ def test_layers_that_look_so_and_compute_otherwise_are_left_as_they_were(
 
 
 @pytest.mark.parametrize("name", ["gemma2", "cohere", "phi3", "olmo2", "stablelm"])
-def test_layers_of_other_parts_are_none(name: str, counted: Counted) -> None:
+def test_layers_with_other_submodules_are_not_blocks(name: str, counted: Counted) -> None:
     model, _ = joined(name, counted)
     assert blocks.fuse(model) == 0
 
 
-def test_a_dense_layer_among_layers_of_experts_is_one(counted: Counted) -> None:
+def test_a_dense_layer_among_expert_layers_is_a_block(counted: Counted) -> None:
     model, _ = joined("qwen3_moe", counted)
     assert blocks.fuse(model) == 1 < len(model.layers)
 
 
-def test_weights_that_are_not_joined_are_none() -> None:
+def test_layers_without_joined_weights_are_not_blocks() -> None:
     assert blocks.fuse(build("qwen3")[0]) == 0

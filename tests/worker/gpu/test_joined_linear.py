@@ -1,4 +1,4 @@
-"""Joined products: what the layers give one by one."""
+"""Joined products: equal to those of the single layers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_product_serves_all_that_read_one_input() -> None:
     assert (group._input, group._left) == (None, {})
 
 
-def test_an_input_of_its_own_gets_its_own_product() -> None:
+def test_a_different_input_gets_its_own_product() -> None:
     plain, joined = two(bias=True)
     x, other = mx.random.normal((3, 1, 32)), mx.random.normal((3, 1, 32))
 
@@ -95,7 +95,7 @@ def test_an_input_of_its_own_gets_its_own_product() -> None:
     assert (group._input, group._left) == (None, {})
 
 
-def test_a_model_that_does_not_ask_all_leaves_nothing_behind() -> None:
+def test_nothing_is_kept_if_a_model_skips_a_layer() -> None:
     plain, joined = two(bias=True)
     for seed in range(3):
         x = mx.random.normal((3, 1, 32), key=mx.random.key(seed))
@@ -106,7 +106,7 @@ def test_a_model_that_does_not_ask_all_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_few_rows_go_to_the_product_that_is_given(*, bias: bool) -> None:
+def test_few_rows_use_the_given_product(*, bias: bool) -> None:
     plain, joined = Wide(bias=bias), Wide(bias=bias)
     joined.update(plain.parameters())
     taken: list[tuple[int, ...]] = []
@@ -121,7 +121,7 @@ def test_few_rows_go_to_the_product_that_is_given(*, bias: bool) -> None:
         x = mx.random.normal(shape)
         assert_same(joined(x), plain(x))
 
-    assert taken == [(8, 1, 32)]  # down_proj has 48 inputs: not for the kernel
+    assert taken == [(8, 1, 32)]  # down_proj has 48 inputs, which the kernel does not accept
 
 
 def test_compiled_steps_join_too() -> None:
@@ -132,7 +132,7 @@ def test_compiled_steps_join_too() -> None:
         assert_same(compiled(x), plain.layers[0](x))
 
 
-def test_weights_are_counted_and_can_be_looked_at() -> None:
+def test_weights_are_counted_and_readable() -> None:
     plain, joined = two(bias=False)
     sizes = [array.size for array in joined_linear.joined_arrays(joined)]
 
@@ -156,7 +156,7 @@ def _arrays(model: Any) -> list[mx.array]:
     return [array for _, array in nn.utils.tree_flatten(model.parameters())]
 
 
-def test_logits_of_few_rows_are_our_product_too() -> None:
+def test_logits_of_few_rows_use_the_product_too() -> None:
     asked = []
 
     def product(x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:

@@ -1,4 +1,4 @@
-"""Products of few rows on CUDA: right, and the same alone and in company."""
+"""Products of few rows on CUDA: right, and the same alone and in a batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_like_float32(rows: int, inputs: int, dtype: mx.Dtype) -> None:
 
 
 @cuda
-def test_the_same_to_the_bit_alone_and_in_company() -> None:
+def test_the_same_to_the_bit_alone_and_in_a_batch() -> None:
     x = mx.random.normal((17, 1, 512), key=mx.random.key(1)).astype(mx.bfloat16)
     weight = mx.random.normal((64, 512), key=mx.random.key(2)).astype(mx.bfloat16)
     (together,) = products.multiply(x, weight, (64,))
@@ -69,14 +69,14 @@ def test_without_cuda_there_is_none() -> None:
     [
         ((8, 1, 64), (32, 16), True),
         ((32, 1, 32), (16,), True),
-        ((33, 1, 64), (16,), False),  # many rows are MLX's
+        ((33, 1, 64), (16,), False),  # MLX multiplies many rows
         ((8, 2, 64), (16,), False),  # a chunk of a prompt
         ((8, 64), (16,), False),
         ((8, 1, 80), (16,), False),
         ((8, 1, 64), (16, 24), False),
     ],
 )
-def test_what_it_takes(shape: tuple[int, ...], sizes: tuple[int, ...], *, fits: bool) -> None:
+def test_accepted_inputs(shape: tuple[int, ...], sizes: tuple[int, ...], *, fits: bool) -> None:
     assert products.fits(mx.zeros(shape), sizes) == fits
 
 
@@ -97,7 +97,7 @@ def assert_close(got: mx.array, want: mx.array, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 @pytest.mark.parametrize("inputs", [64, 1024])
 @pytest.mark.parametrize("rows", [1, 8, 17])
-def test_with_what_a_layer_does_before_and_after(rows: int, inputs: int, dtype: mx.Dtype) -> None:
+def test_with_norm_bias_and_residual(rows: int, inputs: int, dtype: mx.Dtype) -> None:
     keys = mx.random.split(mx.random.key(rows), 5)
     x = 3 * mx.random.normal((rows, 1, inputs), key=keys[0]).astype(dtype)
     weight = mx.random.normal((96, inputs), key=keys[1]).astype(dtype)

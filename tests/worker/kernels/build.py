@@ -1,6 +1,6 @@
-"""Compiles a kernel's text as C++ against `shim/`, each text once a session.
+"""Compiles a kernel's text as C++ against `shim/`, each text once per session.
 
-Knows nothing of MLX's arrays and runs nothing but the compiler.
+Uses only the compiler: no MLX arrays, and runs no kernel.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _CHECKS = (
 )
 _COMMON = (
     "-std=c++20",
-    "-O0",  # kernels are compiled more often than they are run for long
-    "-g1",  # lines, for faults that know an address only
+    "-O0",  # compile time matters more than run time
+    "-g1",  # line numbers, for faults with only an address
     "-fPIC",
     "-fno-exceptions",
     "-fno-rtti",
-    "-fno-strict-aliasing",  # words are read as numbers
+    "-fno-strict-aliasing",  # words are reinterpreted as numbers
     f"-fsanitize={_CHECKS}",
-    "-fno-threadsafe-statics",  # threadgroup arrays are no statics that wait to be made
+    "-fno-threadsafe-statics",  # threadgroup arrays need no guarded initialization
     "-fno-sanitize-recover=all",
     "-Wno-attributes",  # [[kernel]], [[buffer(0)]]
-    "-Werror=vla",  # neither language has arrays of a length that is no constant
+    "-Werror=vla",  # neither language has arrays of variable length
 )
 _RACES = ("-fsanitize=thread",)
-"""Calls before each access (`shim/races.h`): half as much again to compile."""
+"""Calls before each access (`shim/races.h`): 50 % more compile time."""
 _WISHED = (
     "-march=native",
     "-fcf-protection=none",
     "-fexcess-precision=16",  # half rounds after each operation
-    "-ftrivial-auto-var-init=pattern",  # locals without a value are not zero by chance
+    "-ftrivial-auto-var-init=pattern",  # uninitialized locals must not be zero by chance
 )
 _BY_LANGUAGE: dict[str, tuple[str, ...]] = {
     "metal": ("-fsingle-precision-constant",),  # Metal has no double
@@ -54,16 +54,18 @@ _BY_LANGUAGE: dict[str, tuple[str, ...]] = {
 
 
 class BuildFailed(Exception):
-    """The compiler refuses a kernel: its own words."""
+    """The compiler rejects a kernel; the text is the compiler's output."""
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler, or None where there is none or no ELF (a Mac runs the kernels)."""
+    """Return the C++ compiler; None without one or without ELF (a Mac runs the kernels itself)."""
     return shutil.which("g++") if sys.platform == "linux" else None
 
 
 def environment() -> dict[str, str]:
-    """Return what children get: a BLAS that is preloaded for MLX would start threads in each."""
+    """Return the environment of child processes: a BLAS preloaded for MLX would start threads in
+    each.
+    """
     return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
 
 
@@ -83,7 +85,7 @@ def _call(*arguments: str) -> None:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    """Return those of the wished flags that this compiler knows."""
+    """Return the flags that this compiler supports."""
     found = []
     for flag in _WISHED:
         try:
@@ -99,7 +101,7 @@ _guard = threading.Lock()
 
 
 def _once(path: Path, *arguments: str) -> Path:
-    """Make a file by a call of the compiler, unless it is there; two threads do it once."""
+    """Create a file with a call of the compiler unless it exists; safe for two threads."""
     with _guard:
         lock = _locks.setdefault(path, threading.Lock())
     with lock:
@@ -124,35 +126,35 @@ def runner() -> Path:
 
 
 def _header(language: Language, flags: tuple[str, ...], races: bool) -> Path:
-    """Return the language's header, compiled beside: half of a small kernel's time else."""
+    """Return the language's precompiled header: it halves a small kernel's compile time."""
     path = _written(f"{language}{races:d}.h", f'#include "{SHIM / language}.h"\n')
     _once(path.with_suffix(".h.gch"), *flags, "-x", "c++-header", str(path))
     return path
 
 
 def library(wrapped: Wrapped, language: Language, *, races: bool = True) -> Path:
-    """Return a kernel's library, from cache where the same text was compiled before.
+    """Return a kernel's library, from the cache if the same text was compiled before.
 
-    Raises `BuildFailed` where the compiler refuses it.
+    Raises `BuildFailed` if the compiler rejects it.
     """
     with _guard:
         flags = _COMMON + _flags() + _BY_LANGUAGE[language] + (_RACES if races else ())
     text = _text(wrapped, language)
     name = hashlib.sha256("\0".join((*flags, text)).encode()).hexdigest()[:24]
     source = _written(f"{name}.cpp", text)
-    # Without start files and sanitizer libraries nothing but the kernel has variables.
+    # Without start files and sanitizer libraries, only the kernel has variables.
     link = ("-shared", "-nostdlib", str(source), "-lm", "-lgcc")
     header = str(_header(language, flags, races))
     return _once(source.with_suffix(".so"), *flags, "-include", header, *link)
 
 
 def refused_by_clang(wrapped: Wrapped) -> str:
-    """Return what clang has against a Metal text whose address spaces are types; "": nothing.
+    """Return clang's errors for a Metal text whose address spaces are types; empty if none.
 
     Metal's own compiler is a clang, for C++14.
     """
     path = _folder() / f"{hashlib.sha256(wrapped.text.encode()).hexdigest()[:24]}.metal.cpp"
-    # Attributes at that place are Apple's own.
+    # Attributes at that place are specific to Apple.
     path.write_text(re.sub(r"^template \[\[.*\]\] ", "template ", wrapped.text, flags=re.MULTILINE))
     clang = find_clang()
     assert clang is not None
@@ -161,7 +163,7 @@ def refused_by_clang(wrapped: Wrapped) -> str:
 
 @functools.cache
 def find_clang() -> str | None:
-    """Return a clang that computes with both half formats on this machine: 17 and newer."""
+    """Return a clang that computes with both half formats on this machine: 17 or newer."""
     path = _folder() / "halves.cpp"
     path.write_text("float widened(__bf16 x, _Float16 y) { return float(x) + float(y); }\n")
     names = ("clang++", *(f"clang++-{version}" for version in range(30, 16, -1)))
@@ -170,7 +172,7 @@ def find_clang() -> str | None:
 
 
 def _clang(clang: str, *arguments: str) -> str:
-    """Return what it has against a file; "": nothing."""
+    """Return clang's errors for a file; empty if none."""
     flags = ("-std=c++14", "-nostdinc", "-Wno-unknown-attributes", "-Wno-ignored-attributes")
     command = [clang, *flags, "-fsyntax-only", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -178,7 +180,7 @@ def _clang(clang: str, *arguments: str) -> str:
 
 
 def _text(wrapped: Wrapped, language: Language) -> str:
-    """Return MLX's text, with lines counted from the body's first, and a way in behind it."""
+    """Return MLX's text, with line numbers relative to the body, and an entry function after it."""
     before = wrapped.body_line - 1
     lines = wrapped.text.split("\n")
     front, rest = "\n".join(lines[:before]), "\n".join(lines[before:])
@@ -186,7 +188,7 @@ def _text(wrapped: Wrapped, language: Language) -> str:
 
 
 def _entry(wrapped: Wrapped, language: Language) -> str:
-    """Return the function that the runner calls once for every thread."""
+    """Return the function that the runner calls once per thread."""
     given = []
     for index, buffer in enumerate(wrapped.buffers):
         kind, sign = buffer.type, "const "

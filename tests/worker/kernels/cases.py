@@ -1,7 +1,7 @@
-"""Which variants of the decode kernels are run: few that cover much, or all.
+"""Which variants of the decode kernels run: few that cover much, or all.
 
-Values of each dimension are paired with those of all others as far as the number of cases
-allows; language is one of the dimensions, so each value is run in both.
+Values of each dimension are paired with those of all others as far as the number of cases allows.
+Language is one of the dimensions, so each value runs in both.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "levels": (1, 2),
 }
 _TRIED = 250
-"""Random cases, of which the one with the most new pairs is taken."""
+"""Random cases, of which the one with the most new pairs is chosen."""
 
 _ALONE = 20
-"""What the first case of a value in a language counts, in pairs."""
+"""Weight, in pairs, of the first case of a value in a language."""
 
 MATRIX = (
     Case(mx.bfloat16, 64, 64, 2, 4, 1, ("k4v4",), ROWS[0], sinks=True),
@@ -60,15 +60,15 @@ MATRIX = (
     Case(mx.bfloat16, 128, 128, 1, 5, 1, ("k4v4", "k8v8", "k4v8"), ((6, 65),), sinks=True),
     Case(mx.bfloat16, 64, 64, 2, 1, 5, ("k8v8", "k4v4"), ((4, 4), (1, 63)), window=100),
 )
-"""What CUDA's tensor cores take: only some bits, head sizes and groups; and all queries are in
-the tail, as they are where the newest 64 tokens are in no page."""
+"""Cases for CUDA's tensor cores, which accept only some bits, head sizes and groups. All queries
+are in the tail, as they are if the newest 64 tokens are in no page."""
 
 Values = dict[str, Any]
 
 
 def values_of(count: int) -> list[Values]:
-    """Return so many cases' values that have many pairs in common with no other."""
-    source = random.Random(6)  # one with which 20 cases have all values
+    """Return the values of this many cases, with as many distinct pairs as possible."""
+    source = random.Random(6)  # a seed with which 20 cases have all values
     seen: set[Any] = set()
     found = []
     for _ in range(count):
@@ -88,7 +88,7 @@ def all_values() -> Iterator[Values]:
 
 
 def missing(chosen: list[Values]) -> list[tuple[str, Any, Language]]:
-    """Return which values no case has in some language."""
+    """Return the values that no case has in some language."""
     there = {(name, one[name], one["language"]) for one in chosen for name in VALUES}
     return [
         (name, value, language)
@@ -100,7 +100,7 @@ def missing(chosen: list[Values]) -> list[tuple[str, Any, Language]]:
 
 
 def case_of(values: Values, number: int) -> Case:
-    """Return the case that has these values; levels beside the first are random ones."""
+    """Return the case with these values; levels besides the first are random."""
     source = random.Random(number)
     first = (values["k_bits"], values["k_group"], values["v_bits"], values["v_group"])
     levels = [first]

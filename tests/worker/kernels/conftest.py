@@ -1,4 +1,4 @@
-"""Kernels run as C++ here: without a compiler there is nothing to show."""
+"""Kernels run as C++ here; without a compiler these tests are skipped."""
 
 from __future__ import annotations
 

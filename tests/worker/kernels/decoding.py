@@ -1,7 +1,7 @@
-"""A decode step over random pages for the kernels, and what dense attention makes of it.
+"""A decode step over random pages for the kernels, and its result by dense attention.
 
-Slots, and the order of pages, are random; slots and tokens that nobody refers to hold NaN. What
-is expected is float64, over the pages as MLX dequantizes them in float32.
+Slots, and the order of pages, are random. Unused slots and tokens hold NaN. The expected result is
+computed in float64 over the pages as MLX dequantizes them in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LANGUAGES = {"metal": METAL, "cuda": CUDA}
 
 @dataclass(frozen=True)
 class Case:
-    """What attends to what."""
+    """One decode step's shape."""
 
     dtype: mx.Dtype = mx.float32
     k_dim: int = 64
@@ -39,20 +39,20 @@ class Case:
     repeats: int = 1
     queries: int = 1
     schemes: tuple[str, ...] = ("K4V4",)
-    """By level; pages take the levels in turn."""
+    """By level; pages use the levels in rotation."""
     rows: tuple[tuple[int, int], ...] = ((2, 70), (0, 8), (5, 127))
-    """Pages' worth of tokens before the tail, and tokens in it."""
+    """For each row, pages of tokens before the tail, and tokens in the tail."""
     window: int | None = None
-    """Every other page that a window hides whole is not there any more."""
+    """Every other page that a window hides completely is already dropped."""
     keep: int = 0
     sinks: bool = False
     padding: int = 0
-    """How many rows of the batch, splits, and entries in the list of pages are nobody's."""
+    """Rows of the batch, splits, and entries in the list of pages that are padding."""
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """For pytest."""
+        """The case's name in pytest."""
         told = [str(self.dtype).rpartition(".")[2], f"{self.k_dim}x{self.v_dim}"]
         told += [f"{self.kv_heads}x{self.repeats}x{self.queries}", "+".join(self.schemes)]
         told += [f"{pages}p{tail}" for pages, tail in self.rows]
@@ -85,7 +85,7 @@ class Step:
         return mx.array(self._numpy.normal(size=shape).astype(np.float32)).astype(self.case.dtype)
 
     def _low(self, row: int) -> int:
-        """Return the first position, beside the kept ones, that a row's newest token sees."""
+        """Return the first position that a row's newest token sees, besides the kept ones."""
         pages, tail = self.case.rows[row]
         newest = pages * PAGE_TOKENS + tail - 1
         window = self.case.window
@@ -113,7 +113,7 @@ class Step:
         return [[(level, slots[level][slot], start) for level, slot, start in row] for row in rows]
 
     def _make_pools(self) -> None:
-        """Fill the pages that somebody has; NaN elsewhere, in scales where there are such."""
+        """Fill the pages in use; NaN elsewhere, in scales if there are any."""
         for level, pool in enumerate(self.pools):
             taken = [slot for row in self._pages for which, slot, _ in row if which == level]
             room = self._capacities[level]
@@ -165,7 +165,7 @@ class Step:
         return mx.where(mx.array(there), noise, float("nan")).astype(self.case.dtype)
 
     def shape(self) -> Shape:
-        """Return what the kernels are generated for."""
+        """Return the shape that the kernels are generated for."""
         case = self.case
         sides = [(pool.key_packing, pool.value_packing) for pool in self.pools]
         keys, values = (
@@ -178,7 +178,7 @@ class Step:
         )  # fmt: skip
 
     def given(self) -> Attention:
-        """Return what the kernels are given."""
+        """Return the kernels' arguments."""
         shape = self.shape()
         keys, values = (
             [(one.bits, one.group, one.along_tokens) for one in side]
@@ -195,7 +195,7 @@ class Step:
         return launches.split_launch(self.shape(), LANGUAGES[language], self.given())
 
     def combine(self, language: Language, parts: Any) -> Launch:
-        """Return the second launch, over what the first one has written."""
+        """Return the second launch, over the first one's output."""
         return launches.combine_launch(
             self.shape(), LANGUAGES[language], self.given(), mx.array(parts)
         )
@@ -247,5 +247,5 @@ def _float64(array: mx.array) -> np.ndarray:
 
 
 def _widened(packed: pk.Packed) -> pk.Packed:
-    """Return packed pages with scales and biases in float32: what they stand for, not rounded."""
+    """Return packed pages with scales and biases in float32, so that values are not rounded."""
     return tuple(one if one.dtype == mx.uint32 else one.astype(mx.float32) for one in packed)

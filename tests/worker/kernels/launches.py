@@ -13,7 +13,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Small:
-    """A kernel of a few lines; one threadgroup of one simdgroup and one float32 output `y`."""
+    """A kernel of a few lines: one threadgroup of one simdgroup, and one float32 output `y`."""
 
     source: str
     inputs: list[mx.array] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Small:
     name: str = "small"
 
 
-# The two languages differ in these words; the rest of the kernels below is C++.
+# The two languages differ in these words; the rest of the kernels is C++.
 WORDS: dict[Language, dict[str, str]] = {
     "metal": {
         "@shared": "threadgroup",
@@ -50,7 +50,7 @@ WORDS: dict[Language, dict[str, str]] = {
 
 
 def small(language: Language, source: str, x: mx.array | None = None, **about) -> Small:
-    """Return a kernel over `x` (0 to 31 else) whose source is in neither language."""
+    """Return a kernel over `x` (0 to 31 by default) whose source fits both languages."""
     for word, meaning in WORDS[language].items():
         source = source.replace(word, meaning)
     x = mx.arange(32, dtype=mx.float32) if x is None else x

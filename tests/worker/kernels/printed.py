@@ -11,7 +11,7 @@ import mlx.core as mx
 
 
 def printed_by_mlx(launch: Any) -> str:
-    """Let MLX print what it would compile: it writes it while it exports, Metal or not."""
+    """Return the text that MLX would compile: it prints it during an export, without Metal too."""
     kernel = mx.fast.metal_kernel(
         launch.name, list(launch.input_names), list(launch.output_names), launch.source,
         launch.header,

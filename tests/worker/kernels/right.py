@@ -1,4 +1,4 @@
-"""What the decode kernels' results are held to."""
+"""Bounds of the decode kernels' errors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 from tests.worker.kernels.decoding import Step
 
 BOUNDS = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-3}
-"""Of the relative error, results rounded to the dtype included."""
+"""Bounds of the relative error, including the rounding of results to the dtype."""
 
 
 def assert_right(step: Step, got: np.ndarray) -> None:
-    """Compare with dense attention: finite, zero for the padding, row by row within the bound."""
+    """Compare with dense attention: finite, zero for padding, each row within the bound."""
     want, rows = step.expected(), len(step.case.rows)
     assert got.shape == want.shape
     assert np.isfinite(got).all()
@@ -21,7 +21,7 @@ def assert_right(step: Step, got: np.ndarray) -> None:
     wanted = want[:rows].reshape(rows, -1, want.shape[-1])
     difference = got[:rows].reshape(wanted.shape) - wanted
     assert (_norm(difference, (1, 2)) <= bound * _norm(wanted, (1, 2))).all()
-    # Rounding alone can take a single vector a little beyond.
+    # Rounding alone can push a single vector slightly over the bound.
     assert (_norm(difference, 2) <= 2 * bound * _norm(wanted, 2)).all()
 
 

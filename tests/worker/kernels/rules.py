@@ -1,4 +1,4 @@
-"""Metal's limits, read off a kernel's source: nothing here compiles or runs.
+"""Metal's limits, checked against a kernel's source; nothing here compiles or runs.
 
 For Apple's GPU families 7 and newer (M1 and newer).
 """
@@ -29,7 +29,7 @@ _CONSTANTS = re.compile(r"\bconstexpr\s+(?:int|uint)\s+([^;]+);")
 
 
 def check_rules(launch: Any) -> None:
-    """Assert that Metal would take a launch: limits, no double, an address space to a pointer."""
+    """Assert that Metal accepts a launch: limits, no double, an address space for each pointer."""
     source = _plain(launch.header + "\n" + launch.source)
     name = launch.name
     buffers = len(wrap(launch, "metal").buffers)
@@ -52,7 +52,7 @@ def check_rules(launch: Any) -> None:
 
 
 def threadgroup_memory(launch: Any) -> int:
-    """Return the bytes of all `threadgroup T name[N];` of a launch, each from 16 on."""
+    """Return the bytes of all `threadgroup T name[N];` of a launch, each aligned to 16."""
     source = _plain(launch.header + "\n" + launch.source)
     known = {key: value for key, value in launch.template if isinstance(value, int)}
     sizes = dict(_SIZES)
@@ -77,17 +77,20 @@ def threadgroup_memory(launch: Any) -> int:
 def _size(kind: str, sizes: dict[str, int]) -> int:
     if kind in sizes:
         return sizes[kind]
-    base, width = kind[:-1], int(kind[-1])  # uint2 and the like; three take the room of four
+    base, width = (
+        kind[:-1],
+        int(kind[-1]),
+    )  # vectors such as uint2; three elements take the space of four
     return sizes[base] * (4 if width == 3 else width)
 
 
 def _number(text: str, known: dict[str, int]) -> int:
-    """Compute a constant's expression: C's division is Python's, for what is not negative."""
+    """Compute a constant expression: C's division equals Python's for non-negative numbers."""
     return int(eval(text.replace("/", "//"), {"__builtins__": {}}, known))
 
 
 def _plain(source: str) -> str:
-    """Return the source without comments, its macros without arguments written out."""
+    """Return the source without comments, with its argument-free macros expanded."""
     source = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
     macros = dict(re.findall(r"^[ \t]*#define[ \t]+(\w+)[ \t]+(.*)$", source, re.MULTILINE))
     source = re.sub(r"^[ \t]*#.*$", "", source, flags=re.MULTILINE)

@@ -1,8 +1,8 @@
-"""Runs a kernel without a GPU: `run(launch, language)` gives the outputs, or says what is wrong.
+"""Runs a kernel without a GPU: `run(launch, language)` returns the outputs, or reports the fault.
 
-Each launch runs twice, with threads in ascending order and buffers that end where addresses
-fault, then in descending order and buffers that begin there; memory that nobody has written holds
-different bytes. Both must agree to the bit. What this shows and what not: docs/kernels.md.
+Each launch runs twice: with threads in ascending order and buffers that end at an unmapped page,
+then in descending order and buffers that begin after one. Unwritten memory holds different bytes.
+Both runs must agree to the bit. docs/kernels.md explains what this proves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.worker.kernels.wrap import Buffer, Language, Wrapped, wrap
 __all__ = ["KernelFault", "check_rules", "run"]
 
 _TIMEOUT = 120
-"""Seconds for one run: a loop without an end is a failure, not a hang."""
+"""Seconds for one run, so that an endless loop fails instead of hanging."""
 
 _NUMPY: dict[mx.Dtype, Any] = {
     mx.float32: np.float32,
@@ -43,12 +43,12 @@ _NUMPY: dict[mx.Dtype, Any] = {
 
 
 class KernelFault(AssertionError):
-    """A kernel does what no GPU promises to bear; the message says what, where and which thread."""
+    """A kernel does what no GPU supports; the message names fault, place and thread."""
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """One way to run the same launch."""
+    """One way to run a launch."""
 
     descending: bool
     at_end: bool
@@ -56,17 +56,17 @@ class _Pass:
     output_poison: int
 
 
-# Bytes 0xff are NaN in every floating type, 0x7b a large number: a maximum passes over NaN.
+# Bytes 0xff are NaN in every floating type. 0x7b is a large number, because a maximum ignores NaN.
 _ASCENDING = _Pass(descending=False, at_end=True, poison=0xFF, output_poison=0xA5)
 _DESCENDING = _Pass(descending=True, at_end=False, poison=0x7B, output_poison=0x5A)
 _DIRTY = replace(_ASCENDING, poison=0x7B)
 
 
 def run(launch: Any, language: Language, *, races: bool = True) -> list[np.ndarray]:
-    """Return the outputs of a launch: float32 for floating types, else as they are.
+    """Return the outputs of a launch: float32 for floating types, otherwise unchanged.
 
-    What a kernel has not written comes back as bytes of 0xff: NaN, or -1. Without ``races`` those
-    are found only that make the two runs differ; it compiles faster. Raises `KernelFault`.
+    Elements that the kernel has not written have bytes of 0xff: NaN, or -1. Without ``races``, only
+    races that make the two runs differ are found, but compiling is faster. Raises `KernelFault`.
     """
     wrapped = wrap(launch, language)
     try:
@@ -140,7 +140,7 @@ def _run(
     inputs: list[np.ndarray],
     how: _Pass,
 ) -> list[np.ndarray]:
-    """Run once; return the outputs as flat arrays of what numpy has for their types."""
+    """Run once; return the outputs as flat arrays of numpy's types."""
     request = b"".join(_request(launch, language, wrapped, inputs, how))
     command = [str(build.runner()), str(library)]
     try:
@@ -156,7 +156,9 @@ def _run(
         raise KernelFault(f"{language}: {launch.name} does not end") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()
-        raise KernelFault(f"{language}: {launch.name}: {_told(said, launch.source, library)}")
+        raise KernelFault(
+            f"{language}: {launch.name}: {_describe_fault(said, launch.source, library)}"
+        )
     found, at = [], 0
     for shape, dtype in zip(launch.output_shapes, launch.output_dtypes, strict=True):
         kind = np.dtype(_NUMPY[dtype])
@@ -166,8 +168,8 @@ def _run(
     return found
 
 
-def _told(said: str, source: str, library: Path) -> str:
-    """Put the runner's report of a fault into words: it knows lines, not their text."""
+def _describe_fault(said: str, source: str, library: Path) -> str:
+    """Describe the runner's report of a fault, adding the text of its line."""
     if not said.startswith("FAULT "):
         return said or "the runner was killed"
     _, number, offset, text = said.split(" ", 3)
@@ -183,9 +185,9 @@ def _told(said: str, source: str, library: Path) -> str:
 def _request(
     launch: Any, language: Language, wrapped: Wrapped, inputs: list[np.ndarray], how: _Pass
 ) -> Sequence[bytes]:
-    """Return what the runner reads: `Request`, then each `RequestBuffer` and an input's bytes."""
+    """Return the runner's input: `Request`, then each `RequestBuffer` and an input's bytes."""
     metal = language == "metal"
-    # MLX asks Metal for no group larger than the grid.
+    # MLX never requests a group larger than the grid from Metal.
     group = [
         min(of) if metal else of[0] for of in zip(launch.threadgroup, launch.grid, strict=True)
     ]

@@ -40,7 +40,7 @@ PLACES = [
     ([TAIL_TOKENS + 63, 5, TAIL_TOKENS], None),
     ([TAIL_TOKENS + 63, -1, 9], [2, 0, 1]),
 ]
-"""Places in tails, and whose tokens go there."""
+"""Places in tails, and the rows that their tokens come from."""
 NAMES = ["rows are tails", "rows give", "some turn a page", "who gives turns a page"]
 
 
@@ -66,7 +66,7 @@ def check(
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("places", "givers"), PLACES, ids=NAMES)
-def test_each_tail_takes_its_token_and_is_else_what_it_was(
+def test_each_tail_gets_its_token_and_is_otherwise_unchanged(
     language: Language, dtype: mx.Dtype, places: list[int], givers: list[int] | None
 ) -> None:
     def run_it(it: Append) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """The decode kernels without a GPU: both languages, against dense attention in float64.
 
 `KVD_KERNELS=all` runs every head size with all bits of keys and values and all dtypes, in both
-languages (an hour on two cores); a number runs so many random cases.
+languages (an hour on two cores). A number runs that many random cases.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fits(shape: Shape, language: Primitives) -> bool:
 
 
 def launches(step: Step, language: Language) -> list[Launch]:
-    """Both launches of a step; what the first one writes is zero in the second one."""
+    """Return both launches of a step; the second one's input is zero."""
     first = step.split(language)
     (shape,) = first.output_shapes
     return [first, step.combine(language, mx.zeros(shape, mx.float32))]
@@ -65,13 +65,13 @@ def attend(step: Step, language: Language, *, races: bool = True) -> np.ndarray:
 
 
 def looks_for_races(number: int) -> bool:
-    """Return whether a case does: a third, since that takes its time."""
+    """Return whether a case looks for races: a third does, because it takes long."""
     return WANTED == "all" or number % 3 == 0
 
 
 @pytest.fixture(scope="module")
 def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile ahead of the tests that were asked for, two kernels at a time."""
+    """Compile the kernels of the selected tests ahead, two at a time."""
     items = [one for one in request.session.items if "_compiled" in one.fixturenames]
     chosen = [one.callspec.params["number"] for one in items]
     with ThreadPoolExecutor(2) as pool:
@@ -87,13 +87,13 @@ def _compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_compiled")
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
-def test_kernels_attend_as_dense_attention_does(number):
+def test_kernels_match_dense_attention(number):
     step, language = Step(cases.case_of(CHOSEN[number], number)), CHOSEN[number]["language"]
     assert_right(step, attend(step, language, races=looks_for_races(number)))
 
 
 @pytest.mark.parametrize("case", cases.MATRIX, ids=lambda case: case.name)
-def test_tensor_cores_attend_as_dense_attention_does(case):
+def test_tensor_cores_match_dense_attention(case):
     step = Step(case)
     assert matrix.fits(step.shape(), LANGUAGES["cuda"])
     assert_right(step, attend(step, "cuda", races=case == cases.MATRIX[0] or WANTED == "all"))
@@ -124,7 +124,7 @@ def test_every_value_of_each_dimension_is_run_in_both_languages():
 
 
 @pytest.mark.parametrize("language", ["metal", "cuda"])
-def test_a_row_does_not_depend_on_its_company(language):
+def test_a_row_does_not_depend_on_its_batch(language):
     rows = ((1, 70), (6, 127))
     case = Case(dtype=mx.bfloat16, v_dim=96, repeats=2, schemes=("k4v8g32",), rows=rows, sinks=True)
     together = Step(case)
@@ -141,7 +141,7 @@ def test_a_row_does_not_depend_on_its_company(language):
 
 
 @pytest.mark.parametrize("foreign", ["k16v16", "k6v6g32", "k8v4"])
-def test_nor_on_the_levels_of_its_company(foreign):
+def test_a_row_does_not_depend_on_the_levels_of_its_batch(foreign):
     shape = Step(Case(mx.bfloat16, 128, 128, schemes=("k4v4", foreign))).shape()
     mixed = replace(shape, schemes=tuple(zip(shape.keys, shape.values, strict=True)))
     alone = replace(mixed, keys=shape.keys[:1], values=shape.values[:1])
@@ -159,7 +159,7 @@ def test_mlx_writes_the_same_text_around_the_kernels(part):
 
 
 def test_metal_would_take_every_variant():
-    """Head sizes and bits all paired, groups of 32 (the most scales), few vectors and many."""
+    """All pairs of head size and bits, groups of 32 (the most scales), few vectors and many."""
     taken = 0
     for (k_dim, v_dim), bits, (repeats, queries) in product(cases.DIMS, BITS, ((1, 1), (16, 8))):
         case = Case(

@@ -1,4 +1,4 @@
-"""The decode kernels on this machine's GPU, where it has one: the same cases, and long rows."""
+"""The decode kernels on this machine's GPU, if it has one: the same cases, and long rows."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def made(make: Callable[[Language, Any], Launch], given: Any) -> list[np.ndarray
 
 
 @pytest.mark.parametrize("number", range(len(CHOSEN)))
-def test_kernels_attend_as_dense_attention_does(number: int) -> None:
+def test_kernels_match_dense_attention(number: int) -> None:
     step = Step(cases.case_of(CHOSEN[number], number))
     assert_right(step, attend(step))
 
 
 @pytest.mark.parametrize("case", cases.MATRIX, ids=lambda case: case.name)
-def test_tensor_cores_attend_as_dense_attention_does(case: Case) -> None:
+def test_tensor_cores_match_dense_attention(case: Case) -> None:
     step = Step(case)
     assert_right(step, attend(step))
 
@@ -63,13 +63,13 @@ def test_rows_may_be_long_and_very_unequal(dtype: mx.Dtype, schemes: tuple[str, 
 
 
 @pytest.mark.parametrize("case", test_rotate.CASES.values(), ids=test_rotate.CASES.keys())
-def test_queries_and_keys_are_turned_as_float64_does(case: tuple[Any, ...]) -> None:
+def test_queries_and_keys_are_rotated_as_in_float64(case: tuple[Any, ...]) -> None:
     test_rotate.check(partial(made, rotate_launch), *case)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize(("places", "givers"), test_append.PLACES, ids=test_append.NAMES)
-def test_each_tail_takes_its_token_and_is_else_what_it_was(
+def test_each_tail_gets_its_token_and_is_otherwise_unchanged(
     dtype: mx.Dtype, places: list[int], givers: list[int] | None
 ) -> None:
     test_append.check(partial(made, append_launch), dtype, places, givers)

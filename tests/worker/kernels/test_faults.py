@@ -1,4 +1,4 @@
-"""Each kind of wrong kernel is told, in both languages, with a message that says what."""
+"""Each kind of wrong kernel is reported, in both languages, with a clear message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wrong(language: Language, source: str, match: str, x: mx.array | None = None
         run(small(language, source, x, **about), language)
 
 
-def test_reading_behind_an_end_is_told(language):
+def test_reading_past_the_end_is_reported(language):
     wrong(
         language,
         "\ny[@thread] = x[@thread + 1];",
@@ -26,7 +26,7 @@ def test_reading_behind_an_end_is_told(language):
     )
 
 
-def test_reading_before_a_beginning_is_told(language):
+def test_reading_before_a_beginning_is_reported(language):
     wrong(
         language,
         "int i = int(@thread) - 1; y[@thread] = x[i];",
@@ -34,7 +34,7 @@ def test_reading_before_a_beginning_is_told(language):
     )
 
 
-def test_a_stray_index_is_told_with_its_buffer(language):
+def test_a_stray_index_is_reported_with_its_buffer(language):
     wrong(
         language,
         "y[@thread] = x[@thread * 100000];",
@@ -42,7 +42,7 @@ def test_a_stray_index_is_told_with_its_buffer(language):
     )
 
 
-def test_reading_the_few_bytes_behind_an_odd_end_is_told(language):
+def test_reading_the_few_bytes_past_an_odd_end_is_reported(language):
     wrong(
         language,
         "y[@thread] = float(x[@thread] > 5.0f);",
@@ -51,7 +51,7 @@ def test_reading_the_few_bytes_behind_an_odd_end_is_told(language):
     )
 
 
-def test_writing_behind_an_end_is_told(language):
+def test_writing_past_the_end_is_reported(language):
     wrong(
         language,
         "y[@thread + 1] = x[@thread];",
@@ -59,7 +59,7 @@ def test_writing_behind_an_end_is_told(language):
     )
 
 
-def test_writing_before_a_beginning_is_told(language):
+def test_writing_before_a_beginning_is_reported(language):
     wrong(
         language,
         "int i = int(@thread) - 1; y[i] = 0.0f;",
@@ -67,7 +67,7 @@ def test_writing_before_a_beginning_is_told(language):
     )
 
 
-def test_writing_the_few_bytes_behind_an_odd_end_is_told(language):
+def test_writing_the_few_bytes_past_an_odd_end_is_reported(language):
     wrong(
         language,
         "y[@thread] = x[@thread];",
@@ -76,7 +76,7 @@ def test_writing_the_few_bytes_behind_an_odd_end_is_told(language):
     )
 
 
-def test_writing_to_an_input_is_told(language):
+def test_writing_to_an_input_is_reported(language):
     wrong(
         language,
         "((@device float*)x)[@thread] = 1.0f; y[@thread] = 1.0f;",
@@ -84,7 +84,7 @@ def test_writing_to_an_input_is_told(language):
     )
 
 
-def test_an_index_outside_of_a_threadgroup_array_is_told(language):
+def test_an_index_outside_of_a_threadgroup_array_is_reported(language):
     source = """
     @shared float sums[16];
     sums[@thread] = 1.0f;
@@ -93,12 +93,12 @@ def test_an_index_outside_of_a_threadgroup_array_is_told(language):
     wrong(language, source, r"index 16 is outside of an array of type .*float.*\[16\].*line 3")
 
 
-def test_an_index_outside_of_a_local_array_is_told(language):
+def test_an_index_outside_of_a_local_array_is_reported(language):
     source = "float own[4]; for (int i = 0; i <= int(x[4]); ++i) { own[i] = 1.0f; } y[0] = own[1];"
     wrong(language, source, r"index 4 is outside of an array")
 
 
-def test_a_barrier_that_some_threads_pass_by_is_told(language):
+def test_a_barrier_that_some_threads_pass_by_is_reported(language):
     source = "\nif (@thread < 7) {\n@barrier;\n}\ny[@thread] = 1.0f;"
     wrong(
         language,
@@ -107,7 +107,7 @@ def test_a_barrier_that_some_threads_pass_by_is_told(language):
     )
 
 
-def test_a_barrier_that_a_simdgroup_passes_by_is_told(language):
+def test_a_barrier_that_a_simdgroup_passes_by_is_reported(language):
     source = "if (@thread < 32) { @barrier; } y[@thread] = 1.0f;"
     wide = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "output_shapes": [(64,)]}
     wrong(language, source, r"is reached by 32 of 64 threads of a threadgroup", **wide)
@@ -118,7 +118,7 @@ def test_two_barriers_are_not_one(language):
     wrong(language, source, r"is reached by 7 of 32 threads.* waits at .* on line 4")
 
 
-def test_a_shuffle_that_some_lanes_pass_by_is_told(language):
+def test_a_shuffle_that_some_lanes_pass_by_is_reported(language):
     word = {"metal": "simd_max(x[0])"}.get(language, "__shfl_xor_sync(0xffffffff, x[0], 1)")
     source = f"y[@thread] = 0.0f; if (@thread > 0) {{ y[@thread] = {word}; }}"
     wrong(language, source, r"(simd_max|__shfl_xor_sync) is reached by 31 of 32 threads")
@@ -133,7 +133,7 @@ y[@thread] = sums[31 - @thread];
 """
 
 
-def test_a_missing_barrier_is_told(language):
+def test_a_missing_barrier_is_reported(language):
     wrong(
         language,
         MISSING,
@@ -142,7 +142,7 @@ def test_a_missing_barrier_is_told(language):
     )
 
 
-def test_a_missing_barrier_is_told_by_the_order_too(language):
+def test_a_missing_barrier_is_reported_by_the_order_too(language):
     with pytest.raises(KernelFault, match="depends on the order in which threads run: a barrier"):
         run(small(language, MISSING), language, races=False)
 
@@ -159,7 +159,7 @@ def test_a_shuffle_is_no_barrier(language):
     wrong(language, source, "race: reads threadgroup memory that thread .* has written.* line 5")
 
 
-def test_two_threads_that_write_the_same_are_told(language):
+def test_two_threads_that_write_the_same_are_reported(language):
     wrong(language, "y[@thread / 2] = 1.0f;", "race: two threads use byte 0 of output 'y'")
 
 
@@ -189,7 +189,7 @@ def test_simdgroups_need_a_barrier_between_them(language):
 
 
 @pytest.mark.parametrize("read", ["sums[@lane]", "max(sums[@lane], 1.0f)"])
-def test_threadgroup_memory_that_nobody_has_written_is_told(language, read):
+def test_unwritten_threadgroup_memory_is_reported(language, read):
     source = f"@shared float sums[32]; if (@lane == 0) sums[0] = 1.0f; @barrier; y[@lane] = {read};"
     wrong(language, source, "depends on memory that nobody has written")
 
@@ -207,7 +207,7 @@ def test_threadgroups_leave_each_other_nothing(language):
     wrong(language, source, "depends on memory that nobody has written", **wide)
 
 
-def test_a_misaligned_load_is_told(language):
+def test_a_misaligned_load_is_reported(language):
     source = """
     const @device uint2* pairs = (const @device uint2*)(x + 1);
     y[@thread] = float(pairs[@thread / 4].x);
@@ -220,7 +220,7 @@ def test_a_misaligned_load_is_told(language):
     )
 
 
-def test_a_shift_by_the_whole_width_is_told(language):
+def test_a_shift_by_the_whole_width_is_reported(language):
     wrong(
         language,
         "y[@thread] = float(x[@thread] << @thread + 1);",
@@ -229,7 +229,7 @@ def test_a_shift_by_the_whole_width_is_told(language):
     )
 
 
-def test_a_sum_that_overflows_is_told(language):
+def test_a_sum_that_overflows_is_reported(language):
     source = "int big = 2147483647 - 30; y[@thread] = float(big + int(@thread));"
     wrong(language, source, "a sum overflows type 'int'")
 
@@ -239,7 +239,7 @@ def test_a_loop_without_progress_is_no_hang(language, monkeypatch):
     wrong(language, "while (x[0] == 0.0f) { y[0] = 1.0f; }", "does not end")
 
 
-def test_what_the_compiler_says_is_passed_on(language):
+def test_compiler_errors_are_passed_on(language):
     wrong(language, "y[@thread] = missing;", r"does not compile:\n(?s:.)*missing")
 
 

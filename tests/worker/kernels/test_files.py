@@ -1,4 +1,4 @@
-"""CUDA kernels as MLX compiles them: with lines that include files, in the place of their text."""
+"""CUDA kernels as MLX compiles them: with lines that include files instead of their text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CUDA kernels' text in files: what is in them, whose they are, and what MLX gets instead of it."""
+"""CUDA kernels' text in files: content, permissions, and the lines that MLX gets instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = "#define TWO 2\n"
 
 @dataclass
 class KernelRecorder:
-    """In the place of `mx.fast.cuda_kernel`: what MLX was given for each kernel."""
+    """Replaces `mx.fast.cuda_kernel` and records its arguments."""
 
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class KernelRecorder:
 
     @property
     def texts(self) -> tuple[str, str]:
-        """The last one's source and header."""
+        """Source and header of the last kernel."""
         return self.kernels[-1]["source"], self.kernels[-1]["header"]
 
 
@@ -71,7 +71,7 @@ def test_files_have_the_text_and_mlx_their_names(recorder: KernelRecorder, folde
     assert included(header).read_text() == HEADER
     assert {included(text).parent for text in recorder.texts} == {folder}
     assert header.count("\n") == 1
-    # All that MLX would have found in the text, and it looks for parts of words.
+    # All names that MLX would find in the text, where it searches for substrings.
     assert source.split("\n")[1:] == ["// x_shape w_strides w_ndim long_w_ndim", ""]
     assert len(source) < 400
     given = recorder.kernels[0]
@@ -79,7 +79,7 @@ def test_files_have_the_text_and_mlx_their_names(recorder: KernelRecorder, folde
     assert given["output_names"] == ["out"]
 
 
-def test_they_are_the_users_alone(recorder: KernelRecorder, folder: Path) -> None:
+def test_files_belong_to_the_user_only(recorder: KernelRecorder, folder: Path) -> None:
     before = os.umask(0)
     try:
         make()
@@ -104,7 +104,7 @@ def test_one_text_has_one_file_and_another_one_has_its_own(
 
 
 def test_another_process_has_the_same_files(tmp_path: Path) -> None:
-    """Nobody clears up behind a worker."""
+    """Workers leave the files behind for other processes."""
     code = (
         "import mlx.core as mx\n"
         "mx.fast.cuda_kernel = lambda **given: print(given)\n"
@@ -128,9 +128,7 @@ def test_another_process_has_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["cut", "gone", "all gone"])
-def test_what_is_not_as_it_was_written_is_written_anew(
-    recorder: KernelRecorder, folder: Path, end: str
-) -> None:
+def test_a_changed_file_is_written_again(recorder: KernelRecorder, folder: Path, end: str) -> None:
     make()
     source = included(recorder.texts[0])
     if end == "cut":
@@ -145,7 +143,7 @@ def test_what_is_not_as_it_was_written_is_written_anew(
     assert included(recorder.texts[1]).read_text() == HEADER
 
 
-def test_files_are_looked_at_for_each_template_that_mlx_compiles(
+def test_files_are_verified_for_each_template_that_mlx_compiles(
     recorder: KernelRecorder, folder: Path
 ) -> None:
     weight = mx.zeros((32, 64), mx.bfloat16)
@@ -163,7 +161,7 @@ def test_files_are_looked_at_for_each_template_that_mlx_compiles(
 @pytest.mark.parametrize(
     "why", ["no folder", "others can write", "others can write above", "others can write it"]
 )
-def test_where_no_file_can_be_mlx_gets_the_text(
+def test_without_a_file_mlx_gets_the_text(
     why: str, recorder: KernelRecorder, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if why == "no folder":
@@ -187,7 +185,7 @@ def test_where_no_file_can_be_mlx_gets_the_text(
     assert str(folder.parent) in caplog.text
 
 
-def test_nor_where_nobody_has_a_home(
+def test_without_a_home_mlx_gets_the_text(
     recorder: KernelRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def homeless() -> Path:
@@ -198,7 +196,7 @@ def test_nor_where_nobody_has_a_home(
     assert recorder.texts == (BODY, HEADER)
 
 
-def test_nor_where_its_name_would_end_the_line(
+def test_mlx_gets_the_text_if_the_folders_name_breaks_the_line(
     recorder: KernelRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_files, "folder", lambda: tmp_path / 'a"b')

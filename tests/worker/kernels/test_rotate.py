@@ -59,8 +59,8 @@ def given(
     )
 
 
-def turned(it: Rotate, vectors: mx.array, heads: int, weight: int) -> np.ndarray:
-    """Return ``[batch, heads, dim]``, normed and rotated as RoFormer has it."""
+def rotated_in_float64(it: Rotate, vectors: mx.array, heads: int, weight: int) -> np.ndarray:
+    """Return ``[batch, heads, dim]`` after norm and RoPE, as in the RoFormer paper."""
     rotation = it.rotation
     x = wide(vectors).reshape(len(OFFSETS), heads, -1)
     if it.weights is not None:
@@ -68,7 +68,7 @@ def turned(it: Rotate, vectors: mx.array, heads: int, weight: int) -> np.ndarray
     half = rotation.dims // 2
     first = slice(0, rotation.dims, 2) if rotation.traditional else slice(half)
     second = slice(1, rotation.dims, 2) if rotation.traditional else slice(half, rotation.dims)
-    # An angle is a float32, as in every implementation; what follows from it is exact here.
+    # An angle is a float32, as in every implementation; the rest is exact here.
     frequencies = np.array(it.frequencies)
     angles = (np.array(OFFSETS, np.float32)[:, None, None] * frequencies).astype(np.float64)
     a, b = x[..., first].copy(), x[..., second].copy()
@@ -91,7 +91,7 @@ CASES = {
         [1, 0, 2],
     ),
 }
-"""How they are turned, head size, dtype, places in tails, and whose tokens go there."""
+"""Rotation, head size, dtype, places in tails, and the rows that their tokens come from."""
 
 
 def check(
@@ -108,10 +108,10 @@ def check(
 
     queries, keys, values = run(it)
 
-    want = turned(it, old_queries, Q_HEADS, 0)
+    want = rotated_in_float64(it, old_queries, Q_HEADS, 0)
     assert np.isfinite(queries).all()
     assert np.abs(queries[:, :, 0] - want).max() <= BOUNDS[dtype] * np.abs(want).max()
-    new_keys = turned(it, old_keys, HEADS, 1)
+    new_keys = rotated_in_float64(it, old_keys, HEADS, 1)
     new_values = wide(old_values).reshape(len(OFFSETS), HEADS, V_DIM)
     for got, before, new, bound in (
         (keys, it.tail_keys, new_keys, BOUNDS[dtype]),
@@ -131,7 +131,7 @@ def check(
 
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_as_float64_does(language: Language, case: tuple[Any, ...]) -> None:
+def test_results_match_float64(language: Language, case: tuple[Any, ...]) -> None:
     def run_it(it: Rotate) -> list[np.ndarray]:
         launch = rotate_launch(language, it)
         if language is METAL:
@@ -147,7 +147,7 @@ def test_clang_takes_the_text_with_its_address_spaces() -> None:
     assert build.refused_by_clang(wrap(rotate_launch(METAL, it), "metal")) == ""
 
 
-def test_text_depends_on_all_that_is_in_it() -> None:
+def test_text_depends_on_all_parameters() -> None:
     one = given(Rotation(64, False, True, 1e-6), 64, mx.bfloat16, [1, 2, 3], None)
     others = [
         replace(one, rotation=replace(one.rotation, eps=1e-5)),

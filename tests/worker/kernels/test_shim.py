@@ -1,4 +1,4 @@
-"""The machinery itself: right kernels run, as MLX would have them compiled, in both languages."""
+"""The shim itself: right kernels run as MLX compiles them, in both languages."""
 
 from __future__ import annotations
 
@@ -175,12 +175,12 @@ def test_threadgroup_memory_is_added_up():
         ("threadgroup float a[4]; threadgroup float* p = a;", {}, "pointer into threadgroup"),
     ],
 )
-def test_what_metal_would_refuse_is_told(source, about, match):
+def test_what_metal_refuses_is_reported(source, about, match):
     with pytest.raises(AssertionError, match=match):
         check_rules(Small(source, [mx.zeros(8)], **about))
 
 
-def test_too_many_buffers_are_told():
+def test_too_many_buffers_are_reported():
     names = tuple(f"x{i}" for i in range(31))
     with pytest.raises(AssertionError, match="32 buffers"):
         check_rules(Small("", [mx.zeros(8)] * 31, names))

@@ -1,8 +1,8 @@
 """The text that MLX compiles for a custom kernel: the signature it writes around a body.
 
 Facts of MLX 0.32.4 (mlx/backend/common/metal_kernel.cpp, mlx/backend/cuda/custom_kernel.cpp).
-`test_shim.py` holds the Metal text against the one that MLX itself prints. It does not cover
-`atomic_outputs`, nor the text of MLX's own headers that goes in front: `shim/` stands for that.
+`test_shim.py` compares the Metal text with MLX's own. Does not cover `atomic_outputs`, nor MLX's
+own headers before the text, which `shim/` replaces.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import mlx.core as mx
 Language = Literal["metal", "cuda"]
 
 _CONSTANT_BELOW = 8
-"""Metal inputs of fewer elements come in the constant address space."""
+"""Metal inputs with fewer elements are in the constant address space."""
 
 _METAL_TYPES = {
     mx.float32: "float",
@@ -55,7 +55,7 @@ ATTRIBUTES = (
     ("threads_per_simdgroup", "uint"),
     ("threads_per_threadgroup", "uint3"),
 )
-"""What a Metal thread may ask about itself, in the order in which MLX lists them."""
+"""Attributes of a Metal thread that a kernel may use, in MLX's order."""
 
 _CUDA_HEADER = """
 #include "mlx/backend/cuda/device/utils.cuh"
@@ -73,10 +73,10 @@ class Buffer:
 
     name: str
     type: str
-    """Its element's C++ type."""
+    """C++ type of an element."""
     role: Literal["input", "output", "shape", "strides", "ndim"]
     place: int
-    """Which of the launch's inputs, or outputs, it belongs to."""
+    """Index of the launch's input or output."""
     constant: bool = False
     by_reference: bool = False
 
@@ -89,7 +89,7 @@ class Wrapped:
     body_line: int
     """The line of `text` on which the body begins, from 1."""
     call: str
-    """What a caller writes for the kernel: its qualified name with its template arguments."""
+    """The kernel's qualified name with its template arguments."""
     buffers: tuple[Buffer, ...]
     attributes: tuple[str, ...]
 
@@ -139,7 +139,7 @@ def _metal(launch: Any) -> Wrapped:
 
 
 def _metal_name(launch: Any) -> str:
-    """Return the name that a pipeline is cached by: one name, one source."""
+    """Return the name that MLX caches a pipeline by: one name, one source."""
     name = f"custom_kernel_{launch.name}"
     if launch.template:
         name += "__" + "_".join(_metal_argument(value) for _, value in launch.template)

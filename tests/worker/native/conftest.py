@@ -1,4 +1,4 @@
-"""The library, built here: a machine without a compiler skips, a failing build fails."""
+"""The library, built here: without a compiler tests are skipped, and a failing build fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building: once, whole or not at all, and a reason where it cannot be had."""
+"""Building the library: once, atomically, and with a reason if it is not available."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.mlx
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "load", build.load.__wrapped__)  # what is loaded stays so
+    monkeypatch.setattr(build, "load", build.load.__wrapped__)  # the loaded library stays loaded
     return tmp_path
 
 
-def test_without_a_compiler_it_says_what_to_install(
+def test_without_a_compiler_the_reason_names_the_package(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.shutil, "which", lambda _: None)
@@ -57,7 +57,7 @@ def _keep(content: bytes, *, digest: str | None = None) -> Path:
     return path
 
 
-def test_a_library_that_was_cut_off_is_built_anew(
+def test_a_truncated_library_is_built_again(
     empty_cache: Path, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Path(str(library.__file__)).read_bytes()

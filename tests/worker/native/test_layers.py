@@ -111,7 +111,7 @@ def test_embeddings(library: ModuleType, dtype: mx.Dtype) -> None:
     assert mx.allclose(packed.as_linear(x), x @ layer.weight.astype(mx.float32).T, atol=1e-4)
 
 
-def test_what_is_not_finite_is_seen(library: ModuleType) -> None:
+def test_non_finite_values_propagate(library: ModuleType) -> None:
     packed = layers.PackedLinear(library, linear(32, 64, mx.float16))
     x = mx.zeros((3, 64)).at[1, 5].add(float("nan"))
 

@@ -1,4 +1,4 @@
-"""Norms, rotary positions and gates against MLX's own, on shapes that hurt."""
+"""Norms, RoPE and gates compared with MLX's own, on difficult shapes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_norms(functions: operations._Functions, size: int) -> None:
     assert_close(functions.rms_norm(x, None, 1e-5), operations._rms_norm(x, None, 1e-5))
     turned = x.swapaxes(0, 1)
     assert_close(functions.rms_norm(turned, weight, 0.1), operations._rms_norm(turned, weight, 0.1))
-    strided = normal(size, 4).T  # elements that do not lie side by side
+    strided = normal(size, 4).T  # not contiguous
     assert_close(
         functions.rms_norm(strided, weight, 0.1), operations._rms_norm(strided, weight, 0.1)
     )
@@ -82,7 +82,7 @@ def test_gates_at_the_ends(functions: operations._Functions) -> None:
     assert_close(functions.swiglu(gate, mx.ones_like(gate)), mx.maximum(gate, 0.0), 1e-30)
 
 
-def test_what_is_not_finite_stays_so(functions: operations._Functions) -> None:
+def test_non_finite_values_stay(functions: operations._Functions) -> None:
     for bad in (float("nan"), float("inf")):
         x = mx.array([[bad] + [1.0] * 15])
         assert not mx.isfinite(functions.rms_norm(x, None, 0.0)).all().item()
@@ -103,7 +103,7 @@ def test_half_precision_goes_to_mlx(functions: operations._Functions, dtype: mx.
     assert functions.rope(x, 64, traditional=False, base=1e4, scale=1.0, offset=3).dtype == dtype
 
 
-def test_compiled_functions_have_them_too(library: ModuleType) -> None:
+def test_compiled_functions_use_them_too(library: ModuleType) -> None:
     functions = operations._Functions(library)
     weight = normal(64, seed=1)
 
@@ -116,7 +116,7 @@ def test_compiled_functions_have_them_too(library: ModuleType) -> None:
         assert mx.array_equal(compiled(some), work(some))
 
 
-def test_installed_and_taken_back(library: ModuleType) -> None:
+def test_install_and_uninstall(library: ModuleType) -> None:
     try:
         operations.install(library)
         assert mx.fast.rms_norm is not operations._rms_norm
@@ -127,7 +127,7 @@ def test_installed_and_taken_back(library: ModuleType) -> None:
     assert mx.fast.rope is operations._rope
 
 
-def test_what_mlx_refuses_is_refused_and_what_it_takes_is_taken(
+def test_accepts_and_refuses_the_same_arguments_as_mlx(
     functions: operations._Functions,
 ) -> None:
     x = normal(3, 2, 1, 64)

@@ -1,4 +1,4 @@
-"""Compiled decode steps: the numbers of plain ones, to the bit, whatever the batch does."""
+"""Compiled decode steps equal plain ones to the bit, however the batch changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMES = (Scheme(8, 8), Scheme(4, 4))
 
 
 class Pair:
-    """The same rows over two caches: steps of one are compiled."""
+    """The same rows over two caches, one of which runs compiled steps."""
 
     def __init__(self, name: str, settings: CacheSettings, backend: Backend | None = None) -> None:
         model = build(name)[0]
@@ -72,7 +72,7 @@ def library(request: pytest.FixtureRequest) -> Backend | None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
-def test_the_same_to_the_bit_through_joins_leaves_seals_and_flushes(
+def test_the_same_to_the_bit_through_joins_leaves_commits_and_flushes(
     name: str, library: Backend | None
 ) -> None:
     pair = Pair(name, CacheSettings(SCHEMES), library)

@@ -1,4 +1,4 @@
-"""Forecasts count as the worker does: for every kind of cache, length and level."""
+"""Forecasts equal the worker's accounting for every kind of cache, length and level."""
 
 from __future__ import annotations
 

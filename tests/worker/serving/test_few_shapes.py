@@ -1,4 +1,4 @@
-"""Passes over prompts on devices that plan for each shape: few widths, and the same results."""
+"""Prefill on devices that plan for each shape: few widths, and the same results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = ((130, 7, 64), (1, 70, 33), (64, 64, 64), (63, 5, 200))
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """A device that plans for each shape; the shapes of queries and keys that it was asked for."""
+    """A device that plans for each shape; yields the shapes of queries and keys it computed."""
     monkeypatch.setattr(padded_sizes, "attention_is_planned", lambda: True)
     for module, name in ((group, "_on_cpu"), (runners, "on_cpu")):
         monkeypatch.setattr(module, name, lambda: False)
@@ -61,7 +61,7 @@ def test_a_chunk_attends_to_the_same_with_its_padding(kind: Kind) -> None:
 @pytest.mark.usefixtures("planned")
 @pytest.mark.parametrize("share", [4, 24])
 def test_in_parts_too(share: int) -> None:
-    """Heads by heads, and in tiles."""
+    """Some heads at a time, and in tiles."""
     bench = bench_of()
     case = Group(bench, [bench.new(2000), bench.new(1500)], (100, 30))
     bench.store.scratch.limit = bench.geometry.dense_bytes(2100) * share // 4
@@ -75,12 +75,12 @@ def runner_of(name: str) -> Runner:
     runner = Runner(model, cache)
     assert (
         runner.group() != padded_sizes.attention_is_planned()
-    )  # several rows come in too many shapes
+    )  # several rows have too many shapes
     return runner
 
 
 def read(runner: Runner) -> tuple[list[Row], mx.array]:
-    """Prefill three rows, together and alone, with a token in between; return them and logits."""
+    """Prefill three rows, together and alone, with a token in between; return rows and logits."""
     rows = [runner.cache.new_row() for _ in range(3)]
     found = []
     for turn, counts in enumerate(LENGTHS):
@@ -99,7 +99,7 @@ def read(runner: Runner) -> tuple[list[Row], mx.array]:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_what_is_stored_and_said_does_not_change(request: pytest.FixtureRequest, name: str) -> None:
+def test_cache_and_logits_do_not_change(request: pytest.FixtureRequest, name: str) -> None:
     plain = runner_of(name)
     rows, logits = read(plain)
     seen = request.getfixturevalue("planned")

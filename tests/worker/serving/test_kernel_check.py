@@ -1,4 +1,4 @@
-"""Kernels serve a model where they are right at every level, and faster; else the reason is logged."""
+"""Kernels serve a model if they are right at every level, and faster; else the reason is logged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMES = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
 
 @pytest.fixture(autouse=True)
 def timed(monkeypatch: pytest.MonkeyPatch) -> Times:
-    """Kernels are twice as fast, unless a test says otherwise."""
+    """Kernels are twice as fast, unless a test sets other times."""
     times = Times(fused_s=1e-3, reference_s=2e-3, keys=64)
     monkeypatch.setattr(kernel_timing, "compare", lambda *_: times)
     return times
@@ -63,7 +63,7 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
     assert found.path == "fused"
     assert 0 <= found.error < 1e-4
     assert kernels.attended > 0
-    assert kernels.launches == 0  # those of the check are not counted
+    assert kernels.launches == 0  # launches of the check are not counted
     assert found.fused is not None
     assert found.fused.used
     assert found.fused.reason is None
@@ -85,7 +85,7 @@ def test_wrong_kernels_are_not_used() -> None:
 
 
 class Picky(StandIn):
-    """Wrong, or failing, for steps that some test tells by their levels."""
+    """Wrong or failing for steps that a test selects by their levels."""
 
     def __init__(self, is_picked: Any, failure: Exception | None = None) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_lack_of_memory_is_no_verdict_on_kernels() -> None:
 
 
 class Silent(StandIn):
-    """Right, but nothing was launched for it."""
+    """Right, but launches no kernel."""
 
     def decode_attention(self, given: Attention) -> mx.array:
         found = super().decode_attention(given)
@@ -152,7 +152,7 @@ def test_right_numbers_without_a_launch_are_not_trusted() -> None:
     assert_unused(served(Silent()), "no kernel was launched")
 
 
-def test_heads_that_kernels_do_not_take_are_left_to_plain_operations() -> None:
+def test_unsupported_head_sizes_use_plain_operations() -> None:
     kernels = StandIn()
     model = model_of("llama", head_dim=60)
     found = probe.serve(model, CacheSettings(SCHEMES), VOCAB, kernels=kernels.backend())
@@ -274,7 +274,7 @@ def test_an_engine_serves_with_kernels_and_counts_them(
 ) -> None:
     kernels = StandIn()
     monkeypatch.setattr(kernel_choice, "find_kernels", kernels.backend)
-    # Compiled ones are in `test_fused`; a compiler for the CPU takes its time over them.
+    # `test_fused` covers compiled steps, which take long to compile for the CPU.
     monkeypatch.setattr(runner, "can_compile", lambda _: False)
     fused = Driver("demo")
     loaded = kernels.launches
@@ -285,7 +285,7 @@ def test_an_engine_serves_with_kernels_and_counts_them(
     assert demo.engine.stats().kernel_launches == 0
     assert fused.info.attention_path.startswith("fused")
     assert fused.info.fused is not None
-    # Two a layer and step.
+    # Two per layer and step.
     assert kernels.launches - loaded >= 2 * fused.info.layers * 19
     assert fused.engine.stats().kernel_launches == kernels.launches
 

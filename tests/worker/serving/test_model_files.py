@@ -1,4 +1,4 @@
-"""Finding, inspecting and loading models: every kind of broken folder says what is wrong."""
+"""Finding, inspecting and loading models: every kind of broken folder has a clear error."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_hub_without_a_network_says_what_to_do(monkeypatch):
     assert "LocalEntryNotFoundError: cannot reach;" in caught.value.message
 
 
-def test_a_download_shows_life_and_ends_in_its_folder(monkeypatch, folder):
+def test_a_download_reports_progress_and_returns_its_folder(monkeypatch, folder):
     import huggingface_hub
 
     ticked = threading.Event()
@@ -99,7 +99,7 @@ def test_only_what_is_asked_for_is_fetched(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_headers_tell_what_the_weights_take(tmp_path, shards):
+def test_memory_of_weights_from_headers(tmp_path, shards):
     folder = tiny_model.save(tmp_path / "tiny", shards=shards)
     headers = model_files.inspect(folder)
     loaded = model_files.load(folder)
@@ -108,7 +108,7 @@ def test_headers_tell_what_the_weights_take(tmp_path, shards):
     assert headers.weights.stored_bytes * 2 == headers.weights_bytes == loaded.weights_bytes
 
 
-def test_headers_tell_what_packed_weights_take(tmp_path):
+def test_memory_of_packed_weights_from_headers(tmp_path):
     if build.compiler() is None:
         pytest.skip("no C++ compiler")
     folder = tiny_model.save(tmp_path / "tiny")
@@ -178,7 +178,7 @@ def test_truncated_weights(folder, keep):
     assert caught.value.detail == {"path": str(file)}
 
 
-def test_weights_with_something_behind(folder):
+def test_weights_with_trailing_bytes(folder):
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"x")
     with pytest.raises(InvalidModel, match="longer than its header says"):
@@ -251,7 +251,7 @@ def test_quantized_weights_stay_quantized_with_float32_scales(tmp_path):
     assert loaded.parameters == full.parameters
 
 
-def test_signs_of_life_while_weights_are_read(folder, monkeypatch):
+def test_progress_while_weights_are_read(folder, monkeypatch):
     monkeypatch.setattr(model_files, "_EVAL_BYTES", 50_000)
     seen = []
     model_files.load(folder, lambda _stage, part: seen.append(part))

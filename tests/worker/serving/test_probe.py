@@ -1,4 +1,4 @@
-"""The probe at load: each model gets the best way that is right, and the reason is kept."""
+"""The probe at load: each model gets the best way that is right, and the reason is recorded."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_full_attention_models_pass(kind: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4", "k16v4"])
 def test_head_sizes_and_schemes(head_dim: int, scheme: str) -> None:
-    kv_heads = 4 if (head_dim // 16 + len(scheme)) % 2 else 1  # every pair of two is there
+    kv_heads = 4 if (head_dim // 16 + len(scheme)) % 2 else 1  # every pair of two occurs
     found = served("llama", scheme, head_dim=head_dim, num_key_value_heads=kv_heads)
 
     assert found.error < 1e-4
@@ -134,10 +134,10 @@ def test_a_model_that_works_on_its_keys_gets_arrays_and_the_reason_is_kept() -> 
 
 
 class Stranger(KVCache):
-    """A cache of a class that nobody knows."""
+    """A cache of an unknown class."""
 
 
-def test_a_cache_that_nobody_knows_is_served_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_cache_is_served_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("qwen3")
     make = lambda: [Stranger() for _ in model.layers]  # noqa: E731
     monkeypatch.setattr(type(model), "make_cache", lambda _: make(), raising=False)
@@ -180,7 +180,7 @@ def test_without_any_right_product_pages_are_dequantized(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("chunk", "start"), [(describe.PREFILL_CHUNK, 0), (64, 200)])
-def test_status_says_the_most_that_a_bounded_row_holds(
+def test_status_reports_the_bound_of_a_bounded_row(
     monkeypatch: pytest.MonkeyPatch, chunk: int, start: int
 ) -> None:
     settings = CacheSettings(max_size=256, keep=4, quantized_start=start)
@@ -209,11 +209,11 @@ def test_status_says_the_most_that_a_bounded_row_holds(
     assert most <= part.bound_bytes <= 1.3 * most
 
 
-# What is checked beyond what new rows start with.
+# Checks beyond the packing of new rows.
 
 
 def wrong_below(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    """Make the products of pages with fewer bits than this wrong, but for those that copy."""
+    """Make products of pages with fewer bits than this wrong, except those that copy."""
 
     def product(x: mx.array, packed_: Any, packing: Any, index: Any, **rest: Any) -> mx.array:
         got = packed.page_product(x, packed_, packing, index, **rest)
@@ -262,7 +262,7 @@ def test_a_wrong_product_behind_a_dense_start_is_found(
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]:
-    """The settings and lengths of the checks over quantized pages, as they are made."""
+    """The settings and lengths of the checks over quantized pages, in order."""
     made: list[tuple[Any, tuple[int, ...]]] = []
     check = selfcheck.against_dequantized
 
@@ -274,7 +274,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, tuple[int, ...]]]
     return made
 
 
-def test_the_ladder_costs_one_check_for_what_is_new_on_it(checks: list[Any]) -> None:
+def test_each_new_packing_costs_one_check(checks: list[Any]) -> None:
     schemes = (Scheme(8, 8), Scheme(8, 4), Scheme(4, 4))
     probe.serve(model_of("llama"), CacheSettings(schemes=schemes), VOCAB)
 
@@ -356,7 +356,7 @@ def test_a_model_that_is_wrong_over_its_own_caches_is_refused(
 @pytest.mark.parametrize(
     "error", [AssertionError("no state"), KeyError("state"), ZeroDivisionError(), OSError("disk")]
 )
-def test_whatever_a_model_raises_about_our_caches_it_is_served_dense(
+def test_a_model_that_fails_over_kvds_caches_is_served_dense(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     model = model_of("llama")

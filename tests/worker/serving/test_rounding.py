@@ -1,4 +1,4 @@
-"""From how many tokens on a prefill's products are rounded alike: what is measured holds."""
+"""The measured number of tokens from which a prefill's products round alike."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_from_the_floor_on_a_token_is_rounded_alike_wherever_it_stands(
         assert mx.array_equal(layer(tokens[start:]), right[start:])
 
 
-def test_the_least_content_layer_decides() -> None:
+def test_the_layer_with_the_highest_floor_decides() -> None:
     floors = [token_floor(Model(shape)) for shape in ((256, 256), (96, 64))]
 
     assert token_floor(Model((256, 256), (96, 64))) == max(floors)
 
 
 def test_where_padding_would_be_long_there_is_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a router of few experts, where the library has a kernel of its own for it."""
+    """Such as a router of few experts, if BLAS has a separate kernel for it."""
     right = nn.Linear.__call__
 
     def small(layer: nn.Linear, x: mx.array) -> mx.array:

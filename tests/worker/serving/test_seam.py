@@ -1,4 +1,4 @@
-"""The one place where kvd reaches into mlx-lm: the canary for a new version of it."""
+"""The one place where kvd changes mlx-lm: the canary for new versions of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.mlx
 
 
-def test_signature_of_the_function_that_we_replace() -> None:
+def test_signature_of_the_replaced_function() -> None:
     from mlx_lm.models import base
 
     from kvd.worker.serving import seam
@@ -23,7 +23,7 @@ def test_signature_of_the_function_that_we_replace() -> None:
     assert base.scaled_dot_product_attention is not None
 
 
-def test_models_take_our_function_and_install_refuses_to_be_late() -> None:
+def test_models_import_kvds_function_and_install_fails_if_late() -> None:
     code = """
 from kvd.worker.serving import seam
 seam.install()

@@ -1,4 +1,4 @@
-"""The measuring process of `kvctl bench-kv`: numbers against what is known, and its memory."""
+"""The measuring process of `kvctl bench-kv`: known numbers, and its memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_never_more_than_one_dense_layer_is_alive() -> None:
     mx.reset_peak_memory()
     measure(shape, [Scheme(16, 16), Scheme(8, 8), Scheme(4, 4)], [tokens], silent)
 
-    # The dense layer, the pages that it is being stepped down to, and a few chunks on their way.
+    # The dense layer, the pages it is stepped down to, and a few temporary chunks.
     pages = tokens // 64 * shape.geometry.page_bytes(Scheme(8, 8))
     assert layer <= mx.get_peak_memory() - before < layer + pages + 4 * chunk < 2 * layer
     assert mx.get_active_memory() - before < chunk
@@ -110,7 +110,7 @@ def test_the_shape_is_read_from_the_configuration(config, given, want) -> None:
     assert shape_of(config, **given) == want
 
 
-def test_what_the_configuration_does_not_say_is_asked_for() -> None:
+def test_missing_configuration_is_requested_as_options() -> None:
     with pytest.raises(UnsupportedModel, match="--head-dim, --layers"):
         shape_of({"num_attention_heads": 4})
     with pytest.raises(UnsupportedModel, match="latents"):
@@ -140,7 +140,7 @@ def test_an_odd_configuration_is_refused_with_its_field(change, field) -> None:
     assert caught.value.detail == {"field": field}
 
 
-def test_what_is_given_goes_before_what_is_odd() -> None:
+def test_given_values_override_odd_ones() -> None:
     config = {"num_attention_heads": [8, 4], "hidden_size": 512, "num_hidden_layers": 2}
     config["torch_dtype"] = ["float32"]
     shape = shape_of(config, heads=8, kv_heads=2, dtype="float32")
@@ -172,7 +172,7 @@ def test_lengths_are_tokens_or_thousands_of_them(text, tokens) -> None:
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("1m", "4096 or 4k"), ("", "not a context length"), ("-512", "not a context"), ("64", "below 128"),
+    [("1m", "4096 or 4k"), ("", "not a context"), ("-512", "not a context"), ("64", "below 128"),
      ("1.5k", "not a context"), ("0k", "too short"), ("\u0661k", "not a context")],
 )  # fmt: skip
 def test_a_wrong_length_is_refused_by_name(text, says) -> None:

@@ -1,4 +1,4 @@
-"""Verdicts: made by the process, kept in the home, obeyed at load, and void for other models."""
+"""Calibration results: measured by the process, stored in the home, applied at load."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def folder(tmp_path, monkeypatch):
     return place
 
 
-def verdict_of(path, lowest: str) -> CalibrationResult:
+def result_with(path, lowest: str) -> CalibrationResult:
     return CalibrationResult(
-        key=content_key(model_files.inspect(path)), model=str(path), lowest=lowest, max_kl=0.02, min_top1=0.95,
-        levels=[], prompts=1, tokens=400, date="2025-01-01T00:00:00+00:00", device="cpu",
+        key=content_key(model_files.inspect(path)), model=str(path), lowest=lowest, max_kl=0.02,
+        min_top1=0.95, levels=[], prompts=1, tokens=400, date="2025-01-01T00:00:00+00:00", device="cpu",
         versions={},
     )  # fmt: skip
 
 
-# What a verdict does.
+# Effects of a result.
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,13 @@ def verdict_of(path, lowest: str) -> CalibrationResult:
     ],
 )
 def test_nothing_stays_below_the_lowest_level(tiny, lowest, schemes, left):
-    assert apply_floor(schemes, verdict_of(tiny, lowest)) == left
+    assert apply_floor(schemes, result_with(tiny, lowest)) == left
     assert apply_floor(schemes, None) == schemes
 
 
-def test_a_load_obeys_it_and_says_so(tiny, folder):
+def test_a_load_applies_and_reports_it(tiny, folder):
     assert Driver(str(tiny)).info.kv_schemes == ["k8v8", "k8v4", "k4v4"]
-    store(folder, verdict_of(tiny, "k8v4"))
+    store(folder, result_with(tiny, "k8v4"))
 
     cut = Driver(str(tiny))
     assert cut.info.kv_schemes == ["k8v8", "k8v4"]
@@ -82,12 +82,12 @@ def test_a_load_obeys_it_and_says_so(tiny, folder):
     assert (lifted.kv_scheme, lifted.kv_schemes) == ("k8v4", ["k8v4"])
     assert {part.scheme for part in lifted.kv} == {"k8v4"}
 
-    store(folder, verdict_of(tiny, "k16v16"))
+    store(folder, result_with(tiny, "k16v16"))
     dense = Driver(str(tiny)).info
     assert (dense.kv_schemes, dense.kv_layout) == (["k16v16"], "not quantized")
 
 
-# Whose it is.
+# The model it belongs to.
 
 
 def test_another_model_has_none_even_with_the_same_shapes(tiny, tmp_path, folder):
@@ -101,14 +101,14 @@ def test_another_model_has_none_even_with_the_same_shapes(tiny, tmp_path, folder
     weights[name] = weights[name] + 1
     mx.eval(weights)
     mx.save_safetensors(str(file), weights, metadata=metadata)
-    store(folder, verdict_of(tiny, "k8v8"))
+    store(folder, result_with(tiny, "k8v8"))
 
     assert find(model_files.inspect(tiny)).lowest == "k8v8"
     assert find(model_files.inspect(other)) is None
 
 
 def test_another_configuration_is_another_model(tiny, folder):
-    store(folder, verdict_of(tiny, "k8v8"))
+    store(folder, result_with(tiny, "k8v8"))
     config = json.loads((tiny / "config.json").read_text()) | {"rope_theta": 5000.0}
     (tiny / "config.json").write_text(json.dumps(config))
     assert find(model_files.inspect(tiny)) is None
@@ -116,27 +116,27 @@ def test_another_configuration_is_another_model(tiny, folder):
 
 def test_without_a_folder_there_is_none(tiny, folder, monkeypatch):
     assert find(model_files.inspect(tiny)) is None
-    store(folder, verdict_of(tiny, "k8v8"))
+    store(folder, result_with(tiny, "k8v8"))
     monkeypatch.delenv(calibration.FOLDER_VARIABLE)
     assert find(model_files.inspect(tiny)) is None
 
 
-# What is stored.
+# Storage.
 
 
 @pytest.mark.parametrize(
     "text",
     [b"", b"{", b"\xff\xfe", b"[]", b"{}", b'"lowest"'],
 )
-def test_a_damaged_file_is_ignored_and_the_log_says_so(tiny, folder, caplog, text):
-    store(folder, verdict_of(tiny, "k8v8")).write_bytes(text)
+def test_a_damaged_file_is_ignored_and_logged(tiny, folder, caplog, text):
+    store(folder, result_with(tiny, "k8v8")).write_bytes(text)
     with caplog.at_level(logging.WARNING):
         assert find(model_files.inspect(tiny)) is None
     assert "is ignored" in caplog.text
 
 
-def test_so_is_one_with_no_scheme_or_another_models_key(tiny, folder, caplog):
-    whole = verdict_of(tiny, "k8v8")
+def test_a_file_without_a_scheme_or_with_another_key_is_ignored(tiny, folder, caplog):
+    whole = result_with(tiny, "k8v8")
     file = store(folder, whole)
     for change in ({"lowest": "k9v9"}, {"key": "0" * 32}):
         file.write_bytes(msgspec.json.encode(msgspec.to_builtins(whole) | change))
@@ -146,9 +146,9 @@ def test_so_is_one_with_no_scheme_or_another_models_key(tiny, folder, caplog):
         assert "is ignored" in caplog.text
 
 
-def test_a_new_verdict_replaces_the_old_one_and_a_failed_write_leaves_it(tiny, folder, monkeypatch):
-    store(folder, verdict_of(tiny, "k8v8"))
-    file = store(folder, verdict_of(tiny, "k8v4"))
+def test_a_new_result_replaces_the_old_one_unless_writing_fails(tiny, folder, monkeypatch):
+    store(folder, result_with(tiny, "k8v8"))
+    file = store(folder, result_with(tiny, "k8v4"))
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
 
     def full(_handle):
@@ -156,12 +156,12 @@ def test_a_new_verdict_replaces_the_old_one_and_a_failed_write_leaves_it(tiny, f
 
     monkeypatch.setattr(calibration.os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
-        store(folder, verdict_of(tiny, "k4v4"))
+        store(folder, result_with(tiny, "k4v4"))
     assert find(model_files.inspect(tiny)).lowest == "k8v4"
     assert list(folder.iterdir()) == [file]
 
 
-# The measuring.
+# Measuring.
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_texts_that_are_too_short_are_refused(monkeypatch, tokens, why):
     assert caught.value.detail == {"field": "tokens"}
 
 
-def test_a_fault_of_the_measuring_is_not_blamed_on_the_texts(monkeypatch):
+def test_an_error_of_measuring_is_not_reported_as_short_prompts(monkeypatch):
     def broken(*_):
         raise ValueError("shapes do not match")
 

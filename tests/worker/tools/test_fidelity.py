@@ -1,4 +1,4 @@
-"""Measuring levels for calibration, and the verdict."""
+"""Measuring levels for calibration, and the lowest allowed level."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_perplexity_change_is_relative():
     assert Agreement(1, 0.0, 1.0, 2.0, 2.0 + math.log(1.5)).perplexity_change == pytest.approx(0.5)
 
 
-def test_no_position_is_no_verdict():
+def test_no_position_is_an_error():
     with pytest.raises(TooShortError, match="longer prompts"):
         Tally().agreement()
 
@@ -74,14 +74,14 @@ def test_each_level_is_worse_than_the_one_above():
     assert kls[0] < 1e-3
     assert measured[0].agreement.top1 > measured[3].agreement.top1
     assert lowest_level(measured, Floor(max_kl=(kls[1] + kls[2]) / 2, min_top1=0)) == 1
-    # The first chunk of a prompt sees nothing quantized; the rest counts once.
+    # The first chunk of a prompt sees no quantized page; the rest counts once.
     assert measured[0].agreement.positions == sum(len(p) - 1 - 256 for p in prompts)
 
 
 @pytest.mark.parametrize(
     ("name", "why"), [("deepseek_v41", "dense caches .*LayerCache"), ("mamba", "recurrent states")]
 )
-def test_a_model_without_quantized_keys_gets_no_verdict(name, why):
+def test_a_model_without_quantized_keys_is_refused(name, why):
     model, _ = build(name)
     with pytest.raises(UnsupportedModel, match=f"{why}.*nothing to calibrate"):
         fidelity.measure(model, [list(range(300))], SCHEMES[:1])
