@@ -104,13 +104,13 @@ class FusedStep:
     def of(kernels: Kernels, kind: Kind, rows: Sequence[Row], pages: PageList) -> FusedStep:
         """Describe rows whose lengths include the new token."""
         splits = pages.splits
-        told = [
+        row_data = [
             (*row, first, end)
             for row, first, end in zip(
                 rows_of(kind, rows, pages), (0, *splits.ends), splits.ends, strict=False
             )
         ]
-        return FusedStep(kernels, kind, pages, splits, mx.array(told, mx.int32))
+        return FusedStep(kernels, kind, pages, splits, mx.array(row_data, mx.int32))
 
     def append(self, layer: LayerStore, step: DecodeStep, keys: mx.array, values: mx.array) -> None:
         """Write one token per row into its tail, ``[rows or more, heads, 1, dim]``; lazy."""

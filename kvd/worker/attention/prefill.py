@@ -282,8 +282,8 @@ def _tiles(task: _Task, head: int, some: slice, size: int) -> Iterator[Tile]:
     keys, values = task.handle.chunk.keys[head], task.handle.chunk.values[head]
     for start in range(step.tail_start, queries[-1] + 1, size):
         place = range(start, min(start + size, queries[-1] + 1))
-        here = slice(place[0] - step.tail_start, place[-1] + 1 - step.tail_start)
-        yield keys[here].T, values[here], _visible(kind, queries, [place])
+        chunk_slice = slice(place[0] - step.tail_start, place[-1] + 1 - step.tail_start)
+        yield keys[chunk_slice].T, values[chunk_slice], _visible(kind, queries, [place])
 
 
 def _visible(kind: Kind, queries: range, keys: list[range]) -> mx.array | None:

@@ -68,23 +68,23 @@ class Work:
 
     def tile_bytes(self, queries: int, keys: int) -> int:
         """Return an upper bound of a tile's memory for one KV head, without the output."""
-        return self._beside_keys(queries) + self._one_key(queries) * keys
+        return self._fixed_bytes(queries) + self._bytes_per_key(queries) * keys
 
     def tile_keys(self, queries: int, scratch: int) -> int:
         """Return the most keys of a tile with this many queries, in whole pages; 0 if none fits."""
-        page = PAGE_TOKENS * self._one_key(queries)
+        page = PAGE_TOKENS * self._bytes_per_key(queries)
         pages = min(
-            (scratch - self._beside_keys(queries)) // page,
+            (scratch - self._fixed_bytes(queries)) // page,
             max(1, TILE_SCORES // (queries * self.repeats * PAGE_TOKENS)),
             -(-self.keys // PAGE_TOKENS),
         )
         return PAGE_TOKENS * max(0, pages)
 
-    def _beside_keys(self, queries: int) -> int:
+    def _fixed_bytes(self, queries: int) -> int:
         # Scaled queries; the output before and after, and the addend; maximum and sum.
         return 4 * queries * self.repeats * (2 * self.k_dim + 4 * self.v_dim + 8)
 
-    def _one_key(self, queries: int) -> int:
+    def _bytes_per_key(self, queries: int) -> int:
         converted = 0 if self.itemsize == 4 else 4 * (self.k_dim + self.v_dim)
         scores = 3 * 4 * queries * self.repeats  # raw, masked, as weights
         return self._key_bytes(TILE_COPIES) + converted + scores + MASK_BYTES * queries

@@ -135,8 +135,8 @@ def _block_of(layer: Any) -> Block | None:
     if gate_up.bias is not None or down.bias is not None:
         return None
     return Block(
-        before, qkv.whole, qkv.bias, rotary, scale, out.whole, out.bias, after,
-        gate_up.whole, down.whole,
+        before, qkv.stored, qkv.bias, rotary, scale, out.stored, out.bias, after,
+        gate_up.stored, down.stored,
     )  # fmt: skip
 
 
@@ -147,9 +147,9 @@ def _has(module: Any, names: frozenset[str], optional: frozenset[str] = frozense
     """
     if not isinstance(module, nn.Module):
         return False
-    there = frozenset(module.children())
-    arrays = any(isinstance(one, mx.array) for one in module.values())
-    return not arrays and there - optional == names and there & optional in {frozenset(), optional}
+    children = frozenset(module.children())
+    arrays = any(isinstance(value, mx.array) for value in module.values())
+    return not arrays and children in {names, names | optional}
 
 
 def _norm(module: Any) -> products.Norm | None:
@@ -167,7 +167,7 @@ def _joined(parent: Any, *names: str) -> Any:
     if any(part.joined is not joined for part in parts) or len(joined.sizes) != len(parts):
         return None
     odd = any(size % products.OUTPUTS for size in joined.sizes)
-    return None if odd or joined.whole.shape[1] % products.INPUTS else joined
+    return None if odd or joined.stored.shape[1] % products.INPUTS else joined
 
 
 def _rotary_settings(attention: Any, sizes: list[int]) -> RotarySettings | None:

@@ -29,15 +29,15 @@ class _Joined:
     def __init__(self, layers: Sequence[nn.Linear], product: Product | None) -> None:
         self._product = product
         self.sizes = [layer.weight.shape[0] for layer in layers]
-        whole = mx.concatenate([layer.weight for layer in layers])
-        self.whole = whole
+        stored = mx.concatenate([layer.weight for layer in layers])
+        self.stored = stored
         """``[outputs of all, inputs]``, as stored."""
-        self.weight = whole[None].swapaxes(1, 2)
+        self.weight = stored[None].swapaxes(1, 2)
         """``[1, inputs, outputs of all]``, a view."""
         biases = [layer.bias for layer in layers if "bias" in layer]
         self.bias = mx.concatenate(biases) if biases else None
         self._views: dict[int, mx.array] = {}
-        self._apart = False
+        self._separate = False
         """Whether each layer multiplies alone, because the model does not call all of them alike.
         """
         self._input: mx.array | None = None
@@ -55,12 +55,12 @@ class _Joined:
 
     def part(self, x: mx.array, member: int) -> mx.array:
         """Return one layer's product, ``[..., outputs]``."""
-        if self._apart:
-            return self._one(x, member)
+        if self._separate:
+            return self._multiply_alone(x, member)
         if x is not self._input or member not in self._left:
             if self._left:  # the model did not call all of them with the same input
-                self._apart, self._input, self._left = True, None, {}
-                return self._one(x, member)
+                self._separate, self._input, self._left = True, None, {}
+                return self._multiply_alone(x, member)
             self._input, self._left = x, dict(enumerate(self._all(x)))
         found = self._left.pop(member)
         if not self._left:  # keep nothing of a pass after it
@@ -68,8 +68,8 @@ class _Joined:
         return found
 
     def _all(self, x: mx.array) -> list[mx.array]:
-        if self._product is not None and fits(x, self.sizes) and x.dtype == self.whole.dtype:
-            return self._with_bias(self._product(x, self.whole, self.sizes))
+        if self._product is not None and fits(x, self.sizes) and x.dtype == self.stored.dtype:
+            return self._with_bias(self._product(x, self.stored, self.sizes))
         product = x @ self._wide(x.shape[0]) if x.ndim == 3 else x @ self.weight[0]
         if self.bias is not None:
             product = product + self.bias
@@ -87,11 +87,11 @@ class _Joined:
         biases = mx.split(self.bias, self._ends)
         return [product + bias for product, bias in zip(products, biases, strict=True)]
 
-    def _one(self, x: mx.array, member: int) -> mx.array:
+    def _multiply_alone(self, x: mx.array, member: int) -> mx.array:
         end = sum(self.sizes[: member + 1])
-        mine = slice(end - self.sizes[member], end)
-        product = x @ self.weight[0, :, mine]
-        return product if self.bias is None else product + self.bias[mine]
+        columns = slice(end - self.sizes[member], end)
+        product = x @ self.weight[0, :, columns]
+        return product if self.bias is None else product + self.bias[columns]
 
 
 class JoinedLinear(nn.Module):  # type: ignore[misc]
@@ -149,7 +149,7 @@ def join(model: Any, product: Product | None = None) -> None:
             continue
         for names in JOINED_NAMES:
             layers = [module[name] for name in names if _is_plain(module.get(name))]
-            if len(layers) == len(names) and _alike(layers):
+            if len(layers) == len(names) and _can_join(layers):
                 _replace(module, names, layers, product)
         for name, child in list(module.items()):
             if _is_plain(child):
@@ -178,9 +178,9 @@ def _is_plain(child: Any) -> bool:
     return type(child) is nn.Linear
 
 
-def _alike(layers: Sequence[nn.Linear]) -> bool:
-    looks = {(layer.weight.shape[1], layer.weight.dtype, "bias" in layer) for layer in layers}
-    return len(looks) == 1
+def _can_join(layers: Sequence[nn.Linear]) -> bool:
+    layouts = {(layer.weight.shape[1], layer.weight.dtype, "bias" in layer) for layer in layers}
+    return len(layouts) == 1
 
 
 def _replace(

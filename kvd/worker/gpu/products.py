@@ -203,9 +203,9 @@ def multiply(
     """
     extra = {"norm": None if norm is None else norm.weight, "bias": bias, "residual": residual}
     given = {name: array for name, array in extra.items() if array is not None}
-    how = _How(weight.dtype, tuple(sizes), tuple(given), None if norm is None else norm.eps)
+    variant = _Variant(weight.dtype, tuple(sizes), tuple(given), None if norm is None else norm.eps)
     shapes = [(x.shape[0], 1, size) for size in sizes]
-    return _run(how, x, weight, list(given.values()), sum(sizes) // OUTPUTS, shapes)
+    return _run(variant, x, weight, list(given.values()), sum(sizes) // OUTPUTS, shapes)
 
 
 def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
@@ -215,13 +215,13 @@ def multiply_gated(x: mx.array, weight: mx.array, norm: Norm) -> mx.array:
     of 8.
     """
     size = weight.shape[0] // 2
-    how = _How(weight.dtype, (size,), ("norm",), norm.eps, gated=True)
-    (found,) = _run(how, x, weight, [norm.weight], size // 8, [(x.shape[0], 1, size)])
+    variant = _Variant(weight.dtype, (size,), ("norm",), norm.eps, gated=True)
+    (found,) = _run(variant, x, weight, [norm.weight], size // 8, [(x.shape[0], 1, size)])
     return found
 
 
 @dataclass(frozen=True)
-class _How:
+class _Variant:
     """Everything that a kernel's text depends on."""
 
     dtype: mx.Dtype
@@ -269,7 +269,7 @@ class _How:
 
 
 def _run(
-    how: _How,
+    variant: _Variant,
     x: mx.array,
     weight: mx.array,
     extra: list[mx.array],
@@ -278,7 +278,7 @@ def _run(
 ) -> list[mx.array]:
     inputs = weight.shape[1]
     template = ("K", inputs), ("TILES", -(-x.shape[0] // _ROWS)), ("WARPS", WARPS)
-    found: list[mx.array] = _kernel(how, template)(
+    found: list[mx.array] = _kernel(variant, template)(
         inputs=[x, weight, *extra],
         template=list(template),
         grid=(blocks * WARPS * 32, 1, 1),
@@ -290,13 +290,13 @@ def _run(
 
 
 @lru_cache
-def _kernel(how: _How, _template: tuple[tuple[str, int], ...]) -> Any:
-    ptx = _PTX[how.dtype]  # `cuda_kernel` must be called once per template
+def _kernel(variant: _Variant, _template: tuple[tuple[str, int], ...]) -> Any:
+    ptx = _PTX[variant.dtype]  # `cuda_kernel` must be called once per template
     return cuda_kernel(
-        name=how.name,
-        input_names=["x", "w", *how.extra],
-        output_names=[f"out{number}" for number in range(len(how.sizes))],
-        source=how.source,
+        name=variant.name,
+        input_names=["x", "w", *variant.extra],
+        output_names=[f"out{number}" for number in range(len(variant.sizes))],
+        source=variant.source,
         header=_HEADER % ({"type": ptx} | _PAIRS[ptx]),
     )
 

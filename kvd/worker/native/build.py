@@ -87,7 +87,7 @@ def library() -> Path:
     path = _path()
     if not _is_sound(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_ours(path.parent)
+        _check_owner(path.parent)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = _compiled(Path(folder))
             with built.open("rb") as file:
@@ -98,7 +98,7 @@ def library() -> Path:
             # Atomic, also if two processes build at once.
             digest.replace(path.with_suffix(".sha256"))
             built.replace(path)
-    _check_ours(path)
+    _check_owner(path)
     return path
 
 
@@ -113,7 +113,7 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _check_ours(path: Path) -> None:
+def _check_owner(path: Path) -> None:
     """Raise `NotBuiltError` for code that other users could have written."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:

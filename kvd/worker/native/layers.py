@@ -48,8 +48,8 @@ class _Packed(nn.Module):  # type: ignore[misc]
     def weight(self) -> mx.array:
         """``[outputs, inputs]`` float32, created on each access; for models that read it."""
         panels, inputs, _ = self.packed.shape
-        whole = self.packed.swapaxes(1, 2).reshape(panels * PANEL, inputs)
-        return whole[: self.outputs].astype(mx.float32)
+        unpacked = self.packed.swapaxes(1, 2).reshape(panels * PANEL, inputs)
+        return unpacked[: self.outputs].astype(mx.float32)
 
     def _product(self, x: mx.array, bias: mx.array | None) -> mx.array:
         found: mx.array = self._library.multiply(x, self.packed, self.outputs, bias)
@@ -108,16 +108,17 @@ def pack_weights(model: Any, library: ModuleType) -> None:
     for module in list(model.modules()):
         for name, child in list(module.items()):
             if isinstance(child, nn.Module):
-                module[name] = _taken(child, library, replaced, originals)
+                module[name] = _packed_layer(child, library, replaced, originals)
             elif isinstance(child, list):
-                module[name] = [_taken(one, library, replaced, originals) for one in child]
+                module[name] = [_packed_layer(item, library, replaced, originals) for item in child]
             elif isinstance(child, dict):
                 module[name] = {
-                    key: _taken(one, library, replaced, originals) for key, one in child.items()
+                    key: _packed_layer(item, library, replaced, originals)
+                    for key, item in child.items()
                 }
 
 
-def _taken(
+def _packed_layer(
     child: Any, library: ModuleType, replaced: dict[int, _Packed], originals: list[Any]
 ) -> Any:
     if id(child) in replaced:  # a shared layer stays shared

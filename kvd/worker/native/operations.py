@@ -29,8 +29,8 @@ class _Functions:
     def rms_norm(
         self, x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None
     ) -> mx.array:
-        mine = x.dtype == mx.float32 and (weight is None or _fits(weight, x.shape[-1:]))
-        if not mine or stream is not None or not x.size:
+        supported = x.dtype == mx.float32 and (weight is None or _fits(weight, x.shape[-1:]))
+        if not supported or stream is not None or not x.size:
             return _rms_norm(x, weight, eps, stream=stream)
         found: mx.array = self._library.rms_norm(x, weight, eps)
         return found
@@ -47,11 +47,11 @@ class _Functions:
         freqs: mx.array | None = None,
         stream: Any = None,
     ) -> mx.array:
-        turns = None
+        rates = None
         if a.dtype == mx.float32 and a.ndim == 4 and a.size and stream is None:
-            turns = _turns(dims, base, freqs, a.shape[-1])
-        where = None if turns is None else _where(offset, a.shape[0])
-        if turns is None or where is None:  # MLX handles it or raises
+            rates = _rotation_rates(dims, base, freqs, a.shape[-1])
+        positions = None if rates is None else _positions(offset, a.shape[0])
+        if rates is None or positions is None:  # MLX handles it or raises
             return _rope(
                 a,
                 dims,
@@ -62,12 +62,12 @@ class _Functions:
                 freqs=freqs,
                 stream=stream,
             )
-        found: mx.array = self._library.rope(a, where, turns, traditional, scale)
+        found: mx.array = self._library.rope(a, positions, rates, traditional, scale)
         return found
 
     def swiglu(self, gate: mx.array, x: mx.array) -> mx.array:
-        mine = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
-        if not mine or not x.size or not x.ndim:
+        supported = gate.dtype == x.dtype == mx.float32 and gate.shape == x.shape
+        if not supported or not x.size or not x.ndim:
             other: mx.array = _swiglu(gate, x)
             return other
         found: mx.array = self._library.swiglu(gate, x)
@@ -78,7 +78,9 @@ def _fits(weight: mx.array, shape: tuple[int, ...]) -> bool:
     return weight.dtype == mx.float32 and weight.shape == shape
 
 
-def _turns(dims: int, base: float | None, freqs: mx.array | None, size: int) -> mx.array | None:
+def _rotation_rates(
+    dims: int, base: float | None, freqs: mx.array | None, size: int
+) -> mx.array | None:
     """Return radians per position of each pair, ``[dims / 2]``; None for invalid arguments."""
     if not 0 < dims <= size or dims % 2 or (base is None) == (freqs is None):
         return None
@@ -89,7 +91,7 @@ def _turns(dims: int, base: float | None, freqs: mx.array | None, size: int) -> 
     return mx.reciprocal(freqs.astype(mx.float32))
 
 
-def _where(offset: Any, batch: int) -> mx.array | None:
+def _positions(offset: Any, batch: int) -> mx.array | None:
     """Return positions as one int32 or one per sequence; None for anything else."""
     if not isinstance(offset, mx.array):
         return mx.array([int(offset)], mx.int32)

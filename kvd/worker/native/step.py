@@ -96,8 +96,8 @@ class NativeStep:
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
         """Return the step with other arrays."""
         offsets, rows, pages = (next(given) for _ in range(3))
-        mine = replace(self, rows=rows, pages=self.pages.with_array(pages))
-        return replace(step, backend=mine, shared={"offsets": offsets})
+        backend = replace(self, rows=rows, pages=self.pages.with_array(pages))
+        return replace(step, backend=backend, shared={"offsets": offsets})
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def main() -> None:
         _print({"outcome": outcome})
 
 
-def _print(what: dict[str, object]) -> None:
-    sys.stdout.write(msgspec.json.encode(what).decode() + "\n")
+def _print(message: dict[str, object]) -> None:
+    sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
     sys.stdout.flush()
 
 

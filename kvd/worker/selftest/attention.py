@@ -99,7 +99,7 @@ class Step:
             self.store.flush()
         self.store.begin_decode(self.rows)
         new = [self._noise(1) for _ in self.rows]
-        sides = (mx.concatenate([one[side] for one in new]) for side in (0, 1))
+        sides = (mx.concatenate([noise[side] for noise in new]) for side in (0, 1))
         handle, _ = self._cache.update_and_fetch(*sides)
         assert isinstance(handle, DecodeHandle)
         self.handle = handle
@@ -142,11 +142,11 @@ class Step:
     def error(self, got: mx.array) -> float:
         """Return the largest difference to dense attention, relative to its largest value."""
         found = np.array(got.astype(mx.float32), np.float64)
-        wanted = np.concatenate([self._dense(index) for index in range(len(self.rows))])
-        wanted = wanted.reshape(found.shape)
+        expected = np.concatenate([self._dense(index) for index in range(len(self.rows))])
+        expected = expected.reshape(found.shape)
         if not np.isfinite(found).all():
             return float("inf")
-        return float(np.abs(found - wanted).max() / np.abs(wanted).max())
+        return float(np.abs(found - expected).max() / np.abs(expected).max())
 
     def _dense(self, index: int) -> Array:
         row, case = self.rows[index], self.case

@@ -102,8 +102,8 @@ def footprint() -> Outcome:
     before, outside = memory.footprint_now(), reader.footprint(os.getpid())
     array = mx.ones((size // 4,)) + 1
     mx.eval(array)
-    with_it = memory.footprint_now()
-    outside_with_it = reader.footprint(os.getpid())
+    with_array = memory.footprint_now()
+    outside_with_array = reader.footprint(os.getpid())
     del array
     mx.clear_cache()
     memory.trim_malloc()
@@ -111,17 +111,17 @@ def footprint() -> Outcome:
     numbers: dict[str, float | int | str] = {
         "array_bytes": size,
         "before_bytes": before,
-        "with_array_bytes": with_it,
+        "with_array_bytes": with_array,
         "after_bytes": after,
         "outside_before_bytes": outside,
-        "outside_with_array_bytes": outside_with_it,
+        "outside_with_array_bytes": outside_with_array,
     }
-    grew, outside_grew = with_it - before, outside_with_it - outside
+    grew, outside_grew = with_array - before, outside_with_array - outside
     text = (
         f"{size / _MIB:.0f} MiB of arrays: the worker reads {grew / _MIB:+.0f} MiB, the daemon "
         f"{outside_grew / _MIB:+.0f} MiB; {(after - before) / _MIB:+.0f} MiB after freeing them"
     )
-    shows = all(0.9 * size < one < 1.25 * size for one in (grew, outside_grew))
+    shows = all(0.9 * size < growth < 1.25 * size for growth in (grew, outside_grew))
     return outcome_of(name, text, numbers, right=shows and after - before < 0.2 * size)
 
 

@@ -83,21 +83,21 @@ def content_key(headers: Headers) -> str:
             digest.update(header)
             tensors = json.loads(header)
             tensors.pop("__metadata__", None)
-            for start, end in sorted(one["data_offsets"] for one in tensors.values()):
+            for start, end in sorted(tensor["data_offsets"] for tensor in tensors.values()):
                 stream.seek(8 + length + start)
                 digest.update(stream.read(min(end - start, _SAMPLE_BYTES)))
     return digest.hexdigest()[:32]
 
 
-def store(folder: Path, verdict: CalibrationResult) -> Path:
+def store(folder: Path, result: CalibrationResult) -> Path:
     """Write a result atomically, replacing an older one; return its file.
 
     Raises ``OSError``.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = folder / f"{verdict.key}.json"
-    text = msgspec.json.format(msgspec.json.encode(verdict), indent=2) + b"\n"
-    handle, name = tempfile.mkstemp(prefix=f".{verdict.key}", dir=folder)
+    file = folder / f"{result.key}.json"
+    text = msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"
+    handle, name = tempfile.mkstemp(prefix=f".{result.key}", dir=folder)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(text)
@@ -122,25 +122,25 @@ def find(headers: Headers, folder: Path | None = None) -> CalibrationResult | No
         return None
     try:
         file = folder / f"{content_key(headers)}.json"
-        verdict = msgspec.json.decode(file.read_bytes(), type=CalibrationResult)
+        result = msgspec.json.decode(file.read_bytes(), type=CalibrationResult)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         _log.warning("ignoring the calibration of %s: %s", headers.path, error)
         return None
-    if verdict.key != file.stem:
+    if result.key != file.stem:
         _log.warning("ignoring the calibration %s: it belongs to another model", file)
         return None
-    return verdict
+    return result
 
 
-def apply_floor(schemes: Sequence[Scheme], verdict: CalibrationResult | None) -> list[Scheme]:
+def apply_floor(schemes: Sequence[Scheme], result: CalibrationResult | None) -> list[Scheme]:
     """Return the schemes, each raised to the result's quality floor, without duplicates.
 
     Keys and values are raised separately, so a model whose own scheme lies below the floor starts
     with the lowest scheme allowed.
     """
-    if verdict is None:
+    if result is None:
         return list(schemes)
-    lowest = Scheme.parse(verdict.lowest)
+    lowest = Scheme.parse(result.lowest)
     return list(dict.fromkeys(scheme.at_least(lowest) for scheme in schemes))

@@ -123,9 +123,9 @@ class _Part:
         if step.backend is not None:
             return *sizes, *step.backend.shapes(step)
         pages = tuple(len(table.owners) for table in self.tables)
-        seen = [step.visible_pages(table) for table in self.tables]
-        sight = tuple(None if one is None else one.shape for one in seen)
-        return *sizes, step.all_tails, pages, sight
+        masks = [step.visible_pages(table) for table in self.tables]
+        mask_shapes = tuple(None if mask is None else mask.shape for mask in masks)
+        return *sizes, step.all_tails, pages, mask_shapes
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class _Part:
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
         tables = []
         for table in self.tables:
-            here, rows = next(given), next(given)
+            page_slots, rows = next(given), next(given)
             indices = {
                 heads: (
                     PageIndex(next(given), next(given)),
@@ -185,9 +185,9 @@ class _Part:
                 )
                 for heads in self._heads
             }
-            tables.append(table.with_arrays(here, rows, indices))
-            there = None if step.visible_pages(table) is None else next(given)
-            shared[step.pages_key(table)] = there
+            tables.append(table.with_arrays(page_slots, rows, indices))
+            visible = None if step.visible_pages(table) is None else next(given)
+            shared[step.pages_key(table)] = visible
         step = replace(step, slots=slots, token_places=places, token_rows=givers, shared=shared)
         return _with_tables(step, tables)
 
@@ -219,7 +219,7 @@ class _Traced:
                 part.put(given)
             logits = self._model(tokens[:, None], cache=self._cache.views([]))[:, -1]
             layers = [layer for part in self.parts for layer in part.store.layers]
-            tails = [tail for one in layers for tail in (one.tail_keys, one.tail_values)]
+            tails = [tail for layer in layers for tail in (layer.tail_keys, layer.tail_values)]
         finally:
             real = iter(before)
             for part in self.parts:

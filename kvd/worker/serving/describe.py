@@ -113,7 +113,7 @@ def layout(cache: ModelCache | MlxLmCache) -> str:
     if not stores or cache.scheme.name == "k16v16":
         return "not quantized"
     values = {True: "per token", False: "per channel"}
-    found = " or ".join(values[one] for one in sorted(per_token, reverse=True))
+    found = " or ".join(values[is_per_token] for is_per_token in sorted(per_token, reverse=True))
     return f"keys per channel, values {found}" if found else "keys per channel"
 
 

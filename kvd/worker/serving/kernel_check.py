@@ -30,28 +30,28 @@ def check_kernels(
     ``stores``: the stores that they would serve, with the plain operations to compare with. The
     kernels must run at all, be right, and be faster, in this order.
     """
-    watched = TimedKernels(backend.kernels)
+    timed = TimedKernels(backend.kernels)
     for geometry in (layer.geometry for store in stores for layer in store.layers):
         if not has_kernels_for(geometry):
             sizes = f"{geometry.k_dim} and {geometry.v_dim}"
-            return _unused(f"there are no kernels for heads of {sizes}", watched), 0.0
+            return _unused(f"there are no kernels for heads of {sizes}", timed), 0.0
     try:
-        error = check(replace(backend, kernels=watched))
+        error = check(replace(backend, kernels=timed))
     except SelfCheckFailed as refused:
-        return _unused(str(refused), watched), 0.0
+        return _unused(str(refused), timed), 0.0
     try:
-        times = kernel_timing.compare(stores, backend, watched.compiled)
+        times = kernel_timing.compare(stores, backend, timed.compiled)
     except Exception as failed:  # drivers raise any type
         if shortage_of(failed) is not None:
             raise
-        return _unused(f"the kernels fail on longer rows: {first_line(failed)}", watched), error
+        return _unused(f"the kernels fail on longer rows: {first_line(failed)}", timed), error
     if times is None:
-        return _unused("no kernel was launched", watched), error
+        return _unused("no kernel was launched", timed), error
     faster = times.fused_s < times.reference_s
     found = FusedAttention(
         used=faster,
         reason=None if faster else "slower than plain operations",
-        compile_s=watched.compile_s,
+        compile_s=timed.compile_s,
         call_ms=times.fused_s * 1e3,
         reference_ms=times.reference_s * 1e3,
         rows=kernel_timing.ROWS,
@@ -66,8 +66,8 @@ def has_kernels_for(geometry: LayerGeometry) -> bool:
     return not any(size % RUN for size in sizes) and 0 < geometry.v_dim <= RUN * LANES
 
 
-def _unused(reason: str, watched: TimedKernels) -> FusedAttention:
-    return FusedAttention(used=False, reason=reason, compile_s=watched.compile_s)
+def _unused(reason: str, timed: TimedKernels) -> FusedAttention:
+    return FusedAttention(used=False, reason=reason, compile_s=timed.compile_s)
 
 
 def describe_verdict(verdict: FusedAttention) -> str:

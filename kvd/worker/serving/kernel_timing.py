@@ -54,13 +54,15 @@ def compare(
         level = 1 if store.quantized_start else 0
         sorts = Counter(_sort(layer, level) for layer in store.layers)
         for (geometry, scheme), count in sorts.items():
-            wanted = next((one for one in variants if _is_for(one, geometry)), None)
-            if wanted is None:
+            variant = next(
+                (candidate for candidate in variants if _is_for(candidate, geometry)), None
+            )
+            if variant is None:
                 continue
             handle, its_keys = _handle(geometry, scheme, store, backend)
             plain = replace(handle, step=replace(handle.step, backend=None))
-            fused += count * _seconds(handle, wanted)
-            reference += count * _seconds(plain, wanted)
+            fused += count * _seconds(handle, variant)
+            reference += count * _seconds(plain, variant)
             layers, keys = layers + count, min(keys, its_keys)
     return Times(fused / layers, reference / layers, keys) if layers else None
 
@@ -69,9 +71,9 @@ def _sort(layer: LayerStore, level: int) -> tuple[LayerGeometry, Scheme]:
     return layer.geometry, layer.pools[level].scheme
 
 
-def _is_for(variants: KernelVariant, geometry: LayerGeometry) -> bool:
-    mine = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
-    return mine == (variants.kv_heads, variants.k_dim, variants.v_dim)
+def _is_for(variant: KernelVariant, geometry: LayerGeometry) -> bool:
+    sizes = (geometry.kv_heads, geometry.k_dim, geometry.v_dim)
+    return sizes == (variant.kv_heads, variant.k_dim, variant.v_dim)
 
 
 def _handle(
@@ -97,17 +99,17 @@ def _handle(
     return DecodeHandle(store, store.layers[0], store.begin_decode(rows)), length
 
 
-def _seconds(handle: DecodeHandle, variants: KernelVariant) -> float:
+def _seconds(handle: DecodeHandle, variant: KernelVariant) -> float:
     """Return the median seconds of a call."""
-    queries = mx.zeros((ROWS, variants.q_heads, 1, variants.k_dim), variants.dtype)
-    sinks = None if variants.sinks is None else mx.zeros((variants.q_heads,), variants.sinks)
+    queries = mx.zeros((ROWS, variant.q_heads, 1, variant.k_dim), variant.dtype)
+    sinks = None if variant.sinks is None else mx.zeros((variant.q_heads,), variant.sinks)
 
     def chain() -> mx.array:
         found = queries
-        behind = queries
+        chained = queries
         for _ in range(CALLS):
-            found = decode_attention(behind, handle, variants.scale, sinks)
-            (behind,) = mx.depends([queries], [found])
+            found = decode_attention(chained, handle, variant.scale, sinks)
+            (chained,) = mx.depends([queries], [found])
         return found
 
     mx.eval(queries, chain())

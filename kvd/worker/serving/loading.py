@@ -44,11 +44,13 @@ CHECKS_BYTES = 32 * 1024 * 1024
 _log = logging.getLogger("kvd.worker")
 
 
-def settings_of(command: LoadModel, verdict: calibration.CalibrationResult | None) -> CacheSettings:
+def settings_of(
+    command: LoadModel, calibrated: calibration.CalibrationResult | None
+) -> CacheSettings:
     """Return the settings of the model's cache; a calibration may raise precision levels."""
     kv = command.kv
     return CacheSettings(
-        schemes=tuple(calibration.apply_floor(schemes_of(kv), verdict)),
+        schemes=tuple(calibration.apply_floor(schemes_of(kv), calibrated)),
         floors=lambda layers: floors_of(kv, layers),
         quantized_start=kv.quantized_kv_start,
         max_size=kv.max_kv_size,
@@ -87,7 +89,7 @@ def info_of(
     command: LoadModel,
     loaded: model_files.LoadedModel,
     served: probe.Served,
-    verdict: calibration.CalibrationResult | None,
+    calibrated: calibration.CalibrationResult | None,
     *,
     native: str | None,
     has_chat_template: bool,
@@ -113,7 +115,7 @@ def info_of(
         fused=served.fused,
         kv=parts,
         kv_schemes=describe.schemes(cache),
-        kv_calibrated=None if verdict is None else verdict.lowest,
+        kv_calibrated=None if calibrated is None else calibrated.lowest,
         has_chat_template=has_chat_template,
         device=_device(),
         blas=os.environ.get("KVD_BLAS_PRELOADED"),

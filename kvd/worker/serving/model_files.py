@@ -338,8 +338,8 @@ def _setting(config: dict[str, Any], key: str) -> Any:
     return config.get(key) or (config.get("text_config") or {}).get(key)
 
 
-def _invalid(path: Path, what: str) -> InvalidModel:
-    return InvalidModel(f"{path} {what}", path=str(path))
+def _invalid(path: Path, problem: str) -> InvalidModel:
+    return InvalidModel(f"{path} {problem}", path=str(path))
 
 
 def _unreadable(path: Path, error: RuntimeError) -> InvalidModel:

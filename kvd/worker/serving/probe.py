@@ -391,9 +391,9 @@ def _packings(cache: ModelCache, scheme: Scheme) -> set[tuple[bool, int, Packing
     found: set[tuple[bool, int, Packing]] = set()
     for entry, part in cache.layout.attention():
         floor, geometry = floors[entry], part.geometry
-        mine = scheme if floor is None else scheme.at_least(floor)
-        found.add((True, geometry.k_dim, geometry.keys(mine)))
-        found.add((False, geometry.v_dim, geometry.values(mine)))
+        effective = scheme if floor is None else scheme.at_least(floor)
+        found.add((True, geometry.k_dim, geometry.keys(effective)))
+        found.add((False, geometry.v_dim, geometry.values(effective)))
     return {one for one in found if one[2].bits < 16}
 
 

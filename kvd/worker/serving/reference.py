@@ -75,21 +75,23 @@ class DenseKVCache:
 
 
 def dense_caches(
-    cache: ModelCache, sequence: SequenceRow, states: State, *, but: int = 0
+    cache: ModelCache, sequence: SequenceRow, states: State, *, without_newest: int = 0
 ) -> list[Any]:
-    """Return caches that hold what a sequence attends to, without its newest ``but`` tokens.
+    """Return caches of what a sequence attends to, except the last ``without_newest`` tokens.
 
     ``states``: recurrent states from before these tokens (`StateStore.state_of`).
     """
-    taken = dict.fromkeys(cache.layout.kinds, 0)
+    layers_used = dict.fromkeys(cache.layout.kinds, 0)
     found = iter(states)
     caches: list[Any] = []
     for entry in cache.layout.entries:
         parts: list[Any] = []
         for part in entry.parts:
             if isinstance(part, AttentionPart):
-                parts.append(_dense_cache(cache, sequence, part.kind, taken[part.kind], but))
-                taken[part.kind] += 1
+                parts.append(
+                    _dense_cache(cache, sequence, part.kind, layers_used[part.kind], without_newest)
+                )
+                layers_used[part.kind] += 1
             elif isinstance(part, StatePart):
                 arrays = ArraysCache(len(part.shapes))
                 arrays.cache = list(next(found))
@@ -101,11 +103,11 @@ def dense_caches(
 
 
 def _dense_cache(
-    cache: ModelCache, sequence: SequenceRow, kind: Kind, layer: int, but: int
+    cache: ModelCache, sequence: SequenceRow, kind: Kind, layer: int, without_newest: int
 ) -> DenseKVCache:
     index = cache.layout.kinds.index(kind)
     store, row = cache.stores[index], sequence.rows[index]
-    offset = row.length - but
+    offset = row.length - without_newest
     low = store.kind.low(offset)
     keys, values = store.read(row, layer)
     positions = store.positions(row)

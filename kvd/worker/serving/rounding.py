@@ -78,10 +78,10 @@ def _token_floor(layer: Any) -> int:
     tokens = _inputs(layer, max(_LARGE_CHUNKS[-1], min(large, _MOST_CHUNK)))
     right = layer(tokens)
     last = right[MOST_TOKENS:]
-    alike = _same(layer(tokens[MOST_TOKENS:]), last) and all(
+    agree = _same(layer(tokens[MOST_TOKENS:]), last) and all(
         _same(layer(tokens[:count]), right[:count]) for count in _LARGE_CHUNKS
     )
-    if not alike:
+    if not agree:
         return MOST_TOKENS + 1
     counts = range(MOST_TOKENS, 0, -1)
     wrong = (count for count in counts if not _same(layer(tokens[:count]), right[:count]))
@@ -118,5 +118,5 @@ def _floor(layer: Any) -> int:
     return next(wrong, 0) + 1
 
 
-def _same(one: mx.array, other: mx.array) -> bool:
-    return bool(mx.array_equal(one, other).item())
+def _same(result: mx.array, expected: mx.array) -> bool:
+    return bool(mx.array_equal(result, expected).item())

@@ -64,13 +64,13 @@ def install() -> None:
     """
     if base.scaled_dot_product_attention is scaled_dot_product_attention:
         return
-    taken = [
+    late = [
         name
         for name, module in sys.modules.items()
         if name.startswith("mlx_lm.models.")
         and name != base.__name__
         and getattr(module, "scaled_dot_product_attention", None) is _original
     ]
-    if taken:
-        raise RuntimeError(f"install the seam before importing {', '.join(taken)}")
+    if late:
+        raise RuntimeError(f"install the seam before importing {', '.join(late)}")
     base.scaled_dot_product_attention = scaled_dot_product_attention

@@ -90,7 +90,7 @@ class _Held:
         self._states = self._cache.states.state_of(self._row)
 
     def caches(self) -> list[Any]:
-        return dense_caches(self._cache, self._row, self._states, but=1)
+        return dense_caches(self._cache, self._row, self._states, without_newest=1)
 
 
 def tolerance(dtype: mx.Dtype) -> float:
@@ -213,8 +213,8 @@ def _run(
             mx.eval(got, cache.arrays())
             dtype = got.dtype
             for index, (one, token) in enumerate(zip(references, tokens, strict=True)):
-                wanted = runner.model(mx.array([[token]]), cache=one.caches())[0, -1]
-                errors[index].append(_difference(got[index], wanted))
+                expected = runner.model(mx.array([[token]]), cache=one.caches())[0, -1]
+                errors[index].append(_difference(got[index], expected))
     finally:
         for row in rows:
             cache.free(row)
@@ -222,7 +222,7 @@ def _run(
     return max(statistics.median(one) for one in errors), dtype
 
 
-def _difference(got: mx.array, wanted: mx.array) -> float:
-    got, wanted = got.astype(mx.float32), wanted.astype(mx.float32)
-    error = float((mx.abs(got - wanted).max() / mx.abs(wanted).max()).item())  # type: ignore[arg-type]
+def _difference(got: mx.array, expected: mx.array) -> float:
+    got, expected = got.astype(mx.float32), expected.astype(mx.float32)
+    error = float((mx.abs(got - expected).max() / mx.abs(expected).max()).item())  # type: ignore[arg-type]
     return math.inf if math.isnan(error) else error  # NaN is not a small error

@@ -126,8 +126,8 @@ class TimedKernels:
 
 def first_line(error: Exception) -> str:
     """Return an error's type and its first line, without any log after it."""
-    said = str(error).strip().split("\n")[0][:200]
-    return f"{type(error).__name__}: {said}".removesuffix(": ")
+    line = str(error).strip().split("\n")[0][:200]
+    return f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
 def _seconds(call: Callable[[], list[mx.array]]) -> float:

@@ -226,10 +226,10 @@ class Case:
                 seconds.append((time.perf_counter() - start) / count)
                 del pages
             last = row.length + keys.shape[2] == self.source.tokens
-            whole = keys.shape[2] - last
-            if whole:
-                self.store.begin_prefill(row, whole)
-                self.cache.update_and_fetch(keys[:, :, :whole], values[:, :, :whole])
+            prefilled = keys.shape[2] - last
+            if prefilled:
+                self.store.begin_prefill(row, prefilled)
+                self.cache.update_and_fetch(keys[:, :, :prefilled], values[:, :, :prefilled])
                 self.store.finish_prefill()
         return row, seconds
 

@@ -68,7 +68,7 @@ def calibrate(
         lowest=(DENSE if lowest is None else schemes[lowest]).name,
         max_kl=floor.max_kl,
         min_top1=floor.min_top1,
-        levels=[_in_user_units(one, floor) for one in measured],
+        levels=[_level_result(level, floor) for level in measured],
         prompts=len(prompts),
         tokens=max(map(len, prompts)),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,10 +83,10 @@ def _counted(prompts: list[list[int]], report: _Report) -> Iterator[list[int]]:
         yield prompt
 
 
-def _in_user_units(one: LevelAgreement, floor: Floor) -> MeasuredLevel:
-    found = one.agreement
+def _level_result(level: LevelAgreement, floor: Floor) -> MeasuredLevel:
+    found = level.agreement
     return MeasuredLevel(
-        scheme=one.scheme.name,
+        scheme=level.scheme.name,
         allowed=floor.allows(found),
         kl=_finite(found.kl),
         top1=_finite(found.top1),
@@ -140,14 +140,14 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         sys.stderr.flush()
 
     count, tokens = arguments.prompts, arguments.tokens
-    verdict = calibrate(arguments.source, schemes, floor, report, count=count, tokens=tokens)
+    result = calibrate(arguments.source, schemes, floor, report, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
     try:
-        file = calibration.store(folder, verdict)
+        file = calibration.store(folder, result)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}", key="home") from error
-    said: dict[str, Any] = msgspec.to_builtins(verdict)
-    return said | {"file": str(file)}
+    fields: dict[str, Any] = msgspec.to_builtins(result)
+    return fields | {"file": str(file)}
 
 
 def main() -> None:

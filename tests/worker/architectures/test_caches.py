@@ -149,7 +149,7 @@ def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
         places = list(batch.done)
         logits = batch.step()
         for index, state in states.items():
-            caches = dense_caches(cache, batch.rows[index], state, but=1)
+            caches = dense_caches(cache, batch.rows[index], state, without_newest=1)
             token = batch.ids[index][places[index]].reshape(1, 1)
             close(logits[index], case.model(token, cache=caches)[0, -1])
     cache.check()

@@ -25,7 +25,7 @@ SCHEMES = (Scheme(8, 8), Scheme(4, 4))
 
 
 class Pair:
-    """The same rows over two caches, one of which runs compiled steps."""
+    """Identical rows over two caches, one of which runs compiled steps."""
 
     def __init__(self, name: str, settings: CacheSettings, backend: Backend | None = None) -> None:
         model = build(name)[0]

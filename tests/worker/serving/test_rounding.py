@@ -41,7 +41,7 @@ def test_the_layer_with_the_highest_floor_decides() -> None:
 
 
 def test_where_padding_would_be_long_there_is_no_floor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a router of few experts, if BLAS has a separate kernel for it."""
+    """An example is a router of few experts, if BLAS has a separate kernel for it."""
     right = nn.Linear.__call__
 
     def small(layer: nn.Linear, x: mx.array) -> mx.array:

@@ -53,26 +53,26 @@ def add_copies(text: Text, language: Language, rows: dict[str, str], *, givers: 
     elsewhere. When a row commits its oldest 64 tail tokens to a page, the copy starts after those
     tokens.
     """
-    for what, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
-        condition = "at < keys_end" if what == "keys" else f"at < tails * HEADS * TAIL * {pieces}"
+    for side, pieces in (("keys", "K_PIECES"), ("values", "V_PIECES")):
+        condition = "at < keys_end" if side == "keys" else f"at < tails * HEADS * TAIL * {pieces}"
         text.add(f"""
 if ({condition}) {{
   const int piece = at % {pieces}, token = at / {pieces} % TAIL;
   const int head = at / ({pieces} * TAIL) % HEADS, tail = at / ({pieces} * TAIL * HEADS);
   const int told = places[tail];
   const int behind = told >= TAIL && token < TAIL / 2 ? TAIL / 2 * {pieces} : 0;
-  GLOBAL uint4* old = (GLOBAL uint4*)tail_{what} + at + behind;
+  GLOBAL uint4* old = (GLOBAL uint4*)tail_{side} + at + behind;
 """)
-        if what in rows:
+        if side in rows:
             text.add(f"""
   const int giver = {giver_of("tail", givers=givers)};
-  GLOBAL uint4* taken = (GLOBAL uint4*)({rows[what]}) + head * {pieces} + piece;
+  GLOBAL uint4* taken = (GLOBAL uint4*)({rows[side]}) + head * {pieces} + piece;
   if (told >= 0 && told % TAIL == token) old = taken;
 """)
         else:
             text.add("  if (told >= 0 && told % TAIL == token) return;")
         text.add(f"""
-  {language.output} uint4* to = ({language.output} uint4*)new_{what} + at;
+  {language.output} uint4* to = ({language.output} uint4*)new_{side} + at;
   *to = *old;
   return;
 }}

@@ -67,8 +67,8 @@ def _included(text: str) -> str:
 
 def _is_sound(path: Path, text: str) -> bool:
     try:
-        for one in (path.parent.parent, path.parent, path):
-            _check_owner(one)
+        for checked_path in (path.parent.parent, path.parent, path):
+            _check_owner(checked_path)
         return path.read_bytes() == text.encode()
     except FileNotFoundError:
         return False
@@ -76,9 +76,10 @@ def _is_sound(path: Path, text: str) -> bool:
 
 def _write(path: Path, text: str) -> None:
     """Write a file atomically, also if two processes write it at once."""
-    for one in (path.parent.parent, path.parent):  # one by one: `mkdir`'s mode is the last one's
-        one.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(one)
+    for checked_path in (path.parent.parent, path.parent):
+        # One by one: `mkdir` applies the mode to the last folder only.
+        checked_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owner(checked_path)
     handle, new = tempfile.mkstemp(dir=path.parent)  # readable and writable by this user only
     try:
         with os.fdopen(handle, "wb") as file:

@@ -79,8 +79,8 @@ class Fused:
         return run(launch, self.language)
 
 
-def _sides(told: LevelPackings) -> tuple[Side, ...]:
-    return tuple(Side(*one) for one in told)
+def _sides(packings: LevelPackings) -> tuple[Side, ...]:
+    return tuple(Side(*packing) for packing in packings)
 
 
 def split_launch(shape: Shape, language: Language, given: Attention) -> Launch:
@@ -240,10 +240,10 @@ def find_language() -> Language | None:
 def _pool_names(shape: Shape) -> list[str]:
     names = []
     for level, sides in enumerate(zip(shape.keys, shape.values, strict=True)):
-        for side, what in zip(sides, ("key", "value"), strict=True):
-            names.append(f"{what}s{level}")
+        for side, side_name in zip(sides, ("key", "value"), strict=True):
+            names.append(f"{side_name}s{level}")
             if side.packed:
-                names += [f"{what}_scales{level}", f"{what}_biases{level}"]
+                names += [f"{side_name}_scales{level}", f"{side_name}_biases{level}"]
     return names
 
 

@@ -48,15 +48,15 @@ def prefetch_values(text: Text, shape: Shape, level: str, page: str) -> None:
     _prefetch(text, shape, "value", level, page)
 
 
-def _prefetch(text: Text, shape: Shape, what: str, level: str, page: str) -> None:
-    sides, dim = (shape.keys, shape.k_dim) if what == "key" else (shape.values, shape.v_dim)
+def _prefetch(text: Text, shape: Shape, side_name: str, level: str, page: str) -> None:
+    sides, dim = (shape.keys, shape.k_dim) if side_name == "key" else (shape.values, shape.v_dim)
     for number, side in enumerate(sides):
         elements = dim * PAGE_TOKENS
         scales = elements // side.group * shape.dtype.size
         text.add(f"if ({level} == {number}) {{")
-        _prefetch_array(text, f"{what}_scales{number}", page, scales)
-        _prefetch_array(text, f"{what}_biases{number}", page, scales)
-        _prefetch_array(text, f"{what}s{number}", page, elements * side.bits // 8)
+        _prefetch_array(text, f"{side_name}_scales{number}", page, scales)
+        _prefetch_array(text, f"{side_name}_biases{number}", page, scales)
+        _prefetch_array(text, f"{side_name}s{number}", page, elements * side.bits // 8)
         text.add("}")
 
 
@@ -65,5 +65,5 @@ def _prefetch_array(text: Text, array: str, page: str, size: int) -> None:
     place = f"reinterpret_cast<const char*>({array}) + {page} * {size}"
     lines = -(-size // _LINE)
     for first in range(0, lines, LANES):
-        ask = f"PREFETCH({place} + (lane + {first}) * {_LINE});"
-        text.add(ask if lines - first >= LANES else f"if (lane < {lines - first}) {ask}")
+        prefetch = f"PREFETCH({place} + (lane + {first}) * {_LINE});"
+        text.add(prefetch if lines - first >= LANES else f"if (lane < {lines - first}) {prefetch}")

@@ -106,11 +106,11 @@ class Shape:
     @cached_property
     def region(self) -> int:
         """Entries of shared memory per warp, each a vector of the tile's size."""
-        keys = [one.groups(self.k_dim) * self.k_dim for one, _ in self.every_level if one.packed]
+        keys = [side.groups(self.k_dim) * self.k_dim for side, _ in self.every_level if side.packed]
         weights = [
-            PAGE_TOKENS * one.groups(self.v_dim)
-            for _, one in self.every_level
-            if one.packed and not one.along_tokens
+            PAGE_TOKENS * side.groups(self.v_dim)
+            for _, side in self.every_level
+            if side.packed and not side.along_tokens
         ]
         fewest = -(-FLOATS // self.tile)
         return max([self.v_dim, PAGE_TOKENS, fewest, *keys, *weights])

@@ -25,7 +25,7 @@ class Text:
         """Add lines."""
         for line in text.strip("\n").split("\n"):
             if "@" in line:
-                self._lines += [line.replace("@", one).replace("#", n) for one, n in self._parts]
+                self._lines += [line.replace("@", name).replace("#", n) for name, n in self._parts]
             else:
                 self._lines.append(line)
 

@@ -125,12 +125,12 @@ GLOBAL {run.kind}* runs = (GLOBAL {run.kind}*)(values{level}) + page * (PAGE * R
             steps = PAGE_TOKENS // self.at_once
             run.add_stream(text, steps, "(AT_ONCE * RUNS)", f"{first}weight = {weight};", use)
             return
-        ours = f"t < {count} && pass < AT_ONCE" if self._idle else f"t < {count}"
+        condition = f"t < {count} && pass < AT_ONCE" if self._idle else f"t < {count}"
         text.add(f"""
 for (int step = 0; step * AT_ONCE < {count}; ++step) {{
 constexpr int from = 0;
 {first}
-if ({ours}) {{
+if ({condition}) {{
 weight = {weight};
 {run.kind} now[{run.count}];
 """)
