@@ -178,18 +178,17 @@ class FusedStep:
 
     def arrays(self, step: DecodeStep) -> list[mx.array]:
         """Return the arrays that a compiled step reads, besides tails and pools."""
-        givers = [] if step.token_rows is None else [step.token_rows]
+        token_rows = [] if step.token_rows is None else [step.token_rows]
         return [
             step.offsets,
             step.token_places,
             self.rows,
             self.pages.array,
             self.splits.array,
-            *givers,
+            *token_rows,
         ]
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
-        """Return the step with other arrays."""
         offsets, places, rows, pages, splits = (next(given) for _ in range(5))
         return replace(
             step,

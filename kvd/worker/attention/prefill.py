@@ -82,7 +82,6 @@ class _Pages:
         return max(unpacking_bytes(one.bits, self.pool.dtype.size) for one in packings)
 
     def some(self, which: list[int]) -> _Pages:
-        """Return the pages at these indices of the list."""
         if len(which) == len(self.starts):
             return self
         starts = tuple(self.starts[index] for index in which)
@@ -169,7 +168,6 @@ class _Task:
             self.handle.store.scratch.add(cut.nbytes)
 
     def query_heads(self, heads: slice) -> slice:
-        """Return the query heads of some KV heads."""
         return slice(heads.start * self.work.repeats, heads.stop * self.work.repeats)
 
 
@@ -226,7 +224,6 @@ def _padding(task: _Task, dense: mx.array) -> list[mx.array]:
 
 
 def _mask(task: _Task) -> mx.array | str:
-    """Return a mask ``[queries, keys]``, or ``causal``."""
     step, kind = task.handle.step, task.handle.store.kind
     if not kind.bounded:
         return "causal"

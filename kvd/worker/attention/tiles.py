@@ -95,7 +95,6 @@ class Plan:
     """The part of the work that one call covers."""
 
     heads: int
-    """KV heads."""
     queries: int
     keys: int | None
     """Keys of a tile, a multiple of 64; None: all keys, in the dense kernel."""

@@ -115,7 +115,6 @@ class JoinedLinear(nn.Module):  # type: ignore[misc]
         return self.joined.weight[0, :, end - self.joined.sizes[self._member] : end].T
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Multiply ``[..., inputs]`` to ``[..., outputs]``."""
         return self.joined.part(x, self._member)
 
 
@@ -128,7 +127,6 @@ class TiedEmbedding(nn.Embedding):  # type: ignore[misc]
         self._product = product
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Multiply ``[..., inputs]`` to logits, ``[..., vocab]``."""
         sizes = [self.weight.shape[0]]
         if fits(x, sizes) and x.dtype == self.weight.dtype:
             return self._product(x, self.weight, sizes)[0]

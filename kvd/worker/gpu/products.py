@@ -244,7 +244,6 @@ class _Variant:
 
     @property
     def source(self) -> str:
-        """The kernel's body."""
         normed = "norm" in self.extra
         return _SOURCE % {
             "made": 8 if self.gated else OUTPUTS,

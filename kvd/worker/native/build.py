@@ -121,7 +121,6 @@ def _check_owner(path: Path) -> None:
 
 
 def compiler() -> str | None:
-    """Return the path of the C++ compiler; None if there is none."""
     return shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 

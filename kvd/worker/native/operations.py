@@ -118,7 +118,6 @@ def install(library: ModuleType) -> None:
 
 
 def uninstall() -> None:
-    """Put MLX's own functions back."""
     mx.fast.rms_norm = _rms_norm
     mx.fast.rope = _rope
     activations.swiglu = _swiglu

@@ -38,7 +38,6 @@ class Library:
         return NativePrefill.of(self.module, kind, row, count)
 
     def launched(self, _: int = 0) -> int:
-        """Return 0: there are no kernels."""
         return 0
 
 
@@ -94,7 +93,6 @@ class NativeStep:
         return [step.offsets, self.rows, self.pages.array]
 
     def with_arrays(self, step: DecodeStep, given: Iterator[mx.array]) -> DecodeStep:
-        """Return the step with other arrays."""
         offsets, rows, pages = (next(given) for _ in range(3))
         backend = replace(self, rows=rows, pages=self.pages.with_array(pages))
         return replace(step, backend=backend, shared={"offsets": offsets})
@@ -111,7 +109,6 @@ class NativePrefill:
     """``[count]`` int32: the first position that each query sees, besides the first tokens that a
     window keeps."""
     offset: int
-    """Position of the first query."""
     tail_start: int
     """Position of the first token that is in no page."""
 

@@ -32,7 +32,6 @@ def checks(*, quick: bool) -> dict[str, Callable[[], Outcome]]:
 
 
 def main() -> None:
-    """Run the checks that are not skipped."""
     parser = argparse.ArgumentParser(prog="kvd.worker.selftest")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--skip", action="append", default=[], help="name of a check")

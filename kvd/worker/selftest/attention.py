@@ -53,7 +53,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case in one line."""
         parts = [str(self.dtype).rpartition(".")[2], f"{self.dim}x{self.v_dim or self.dim}"]
         parts += [f"{self.kv_heads}x{self.repeats} heads", "+".join(self.schemes)]
         parts += [str(self.kind)] if self.kind != FULL else []
@@ -218,7 +217,6 @@ def kernels(*, quick: bool) -> Outcome:
 
 
 def _worst(steps: Sequence[tuple[Step, bool]]) -> dict[mx.Dtype, tuple[float, str]]:
-    """Return the largest error by dtype, and the case that has it."""
     worst: dict[mx.Dtype, tuple[float, str]] = {}
     for step, plain in steps:
         error = step.error(step.attend(plain=plain))

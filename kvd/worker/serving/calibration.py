@@ -58,7 +58,6 @@ class CalibrationResult(msgspec.Struct, frozen=True, kw_only=True):
     levels: list[MeasuredLevel]
     prompts: int
     tokens: int
-    """Tokens of the longest prompt."""
     date: str
     """ISO 8601, UTC."""
     device: str

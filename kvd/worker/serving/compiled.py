@@ -103,7 +103,6 @@ class _Part:
         if step.backend is not None:
             return _Part(store, replace(step, backend=step.backend.padded()))
         tables = [table.padded(padded_work(len(table.owners))) for table in step.tables]
-        """The pages, by level."""
         return _Part(store, _with_tables(step, tables))
 
     @property
@@ -129,7 +128,6 @@ class _Part:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels of the pages."""
         if self.step.backend is not None:
             return self.step.backend.pages.levels
         return tuple(table.level for table in self.tables)
@@ -161,7 +159,7 @@ class _Part:
         return found
 
     def put(self, given: Iterator[mx.array]) -> None:
-        """Replace all these arrays with others."""
+        """Replace all arrays of `arrays`."""
         self.store.step = self._redescribed(given)
         for layer in self.store.layers:
             _put_tails(layer, given)
@@ -173,7 +171,7 @@ class _Part:
         if step.backend is not None:
             return step.backend.with_arrays(step, given)
         slots, places, offsets, tails = (next(given) for _ in range(4))
-        givers = None if step.token_rows is None else next(given)
+        token_rows = None if step.token_rows is None else next(given)
         shared: dict[str, Any] = {"offsets": offsets, "tails": tails}
         tables = []
         for table in self.tables:
@@ -188,11 +186,10 @@ class _Part:
             tables.append(table.with_arrays(page_slots, rows, indices))
             visible = None if step.visible_pages(table) is None else next(given)
             shared[step.pages_key(table)] = visible
-        step = replace(step, slots=slots, token_places=places, token_rows=givers, shared=shared)
+        step = replace(step, slots=slots, token_places=places, token_rows=token_rows, shared=shared)
         return _with_tables(step, tables)
 
     def take_tails(self, given: Iterator[mx.array]) -> None:
-        """Store the tails that the step returns."""
         for layer in self.store.layers:
             _put_tails(layer, given)
 
@@ -208,7 +205,6 @@ class _Traced:
         self._model = model
         self._cache = cache
         self.parts: list[_Part] = []
-        """The parts of the step under way."""
 
     def __call__(self, inputs: Arrays) -> tuple[mx.array, Arrays]:
         before = [array for part in self.parts for array in part.arrays()]
@@ -235,7 +231,6 @@ class _Trace:
     traced: _Traced
     function: Callable[[Arrays], tuple[mx.array, Arrays]]
     launches: int = 0
-    """Kernels that it launches."""
 
 
 def _with_tables(step: DecodeStep, tables: list[LevelTable]) -> DecodeStep:

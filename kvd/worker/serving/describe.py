@@ -94,7 +94,6 @@ def _own(cache: MlxLmCache, reason: str) -> KVPart:
 
 
 def schemes(cache: ModelCache | MlxLmCache) -> list[str]:
-    """Return the schemes that pages may have, from the top down."""
     if not isinstance(cache, ModelCache) or not cache.stores:
         return []
     return [scheme.name for scheme in cache.settings.schemes]
@@ -118,7 +117,6 @@ def layout(cache: ModelCache | MlxLmCache) -> str:
 
 
 def dtype_name(model: Any) -> str:
-    """Return the most frequent dtype of a model's floating-point weights."""
     counts: dict[str, int] = {}
     for _, array in tree_flatten(model.parameters()):
         if isinstance(array, mx.array) and mx.issubdtype(array.dtype, mx.floating):

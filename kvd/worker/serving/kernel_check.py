@@ -71,7 +71,6 @@ def _unused(reason: str, timed: TimedKernels) -> FusedAttention:
 
 
 def describe_verdict(verdict: FusedAttention) -> str:
-    """Return the verdict as text, for the log."""
     parts = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
     if verdict.call_ms is not None and verdict.reference_ms is not None:
         parts.append(

@@ -100,7 +100,6 @@ def _handle(
 
 
 def _seconds(handle: DecodeHandle, variant: KernelVariant) -> float:
-    """Return the median seconds of a call."""
     queries = mx.zeros((ROWS, variant.q_heads, 1, variant.k_dim), variant.dtype)
     sinks = None if variant.sinks is None else mx.zeros((variant.q_heads,), variant.sinks)
 

@@ -30,7 +30,7 @@ from kvd.worker.serving import (
     probe,
 )
 from kvd.worker.serving.kernel_check import describe_verdict
-from kvd.worker.serving.runner import Runner
+from kvd.worker.serving.runner import Runner, on_cpu
 from protocol import memory_bounds
 from protocol.costs import Costs
 from protocol.errors import InsufficientMemory
@@ -95,7 +95,6 @@ def info_of(
     has_chat_template: bool,
     costs: Costs | None,
 ) -> ModelInfo:
-    """Return the description of a loaded model."""
     cache = served.runner.cache
     parts = describe.parts(served, command.prefill_chunk)
     growing = sum(part.bytes_per_token for part in parts)
@@ -126,7 +125,7 @@ def info_of(
 
 def freed_bytes() -> int:
     """Return how many bytes of freed buffers MLX may keep for reuse on this device."""
-    return memory_bounds.freed_bytes(on_cpu=_on_cpu())
+    return memory_bounds.freed_bytes(on_cpu=on_cpu())
 
 
 def load_bytes(headers: model_files.Headers, command: LoadModel, *, packed: bool = False) -> int:
@@ -156,7 +155,7 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
     """
     give_back()
     held = memory.footprint_now()
-    if not _on_cpu() and not mx.metal.is_available():  # a device with separate memory
+    if not on_cpu() and not mx.metal.is_available():  # a device with separate memory
         held += mx.get_active_memory()
     return (
         held
@@ -164,7 +163,7 @@ def base_bytes(loaded: model_files.LoadedModel, command: LoadModel, runner: Runn
         + memory_bounds.LOOSE_BYTES
         + _traces_bytes(runner)
         + memory_bounds.step_bytes(
-            loaded.config, command.prefill_chunk + command.max_rows, on_cpu=_on_cpu()
+            loaded.config, command.prefill_chunk + command.max_rows, on_cpu=on_cpu()
         )
         + scratch_bytes(loaded, command, runner)
     )
@@ -188,15 +187,10 @@ def _traces_bytes(runner: Runner) -> int:
 
 
 def _is_native(runner: Runner) -> bool:
-    """Return whether the native library runs all attention."""
     cache = runner.cache
     return isinstance(cache, ModelCache) and all(
         isinstance(store.backend, Library) for store in cache.stores
     )
-
-
-def _on_cpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
 def limit_context(loaded: model_files.LoadedModel, most: int | None) -> model_files.LoadedModel:
@@ -232,6 +226,6 @@ def _path(served: probe.Served) -> str:
 
 
 def _device() -> str:
-    if _on_cpu():
+    if on_cpu():
         return "cpu"
     return str(mx.device_info().get("device_name", "gpu"))

@@ -306,7 +306,6 @@ def _weights(model: Any) -> list[mx.array]:
 
 
 def _read_weights(path: Path, model: Any, progress: ReportProgress) -> None:
-    """Read the weights from disk in batches, and report progress."""
     arrays = _weights(model)
     total = sum(array.nbytes for array in arrays) or 1
     done = pending = 0

@@ -414,7 +414,7 @@ def _own(model: Any, vocab_size: int, why: str) -> Served:
 
 
 def _measured_cost(model: Any, make_caches: Callable[[], list[Any]]) -> tuple[int, int]:
-    """Return the bytes of the shortest sequence, and the bytes per token."""
+    """Return the bytes of the shortest sequence, and the bytes per further token."""
     sizes = []
     for length in MEASURED_TOKENS:
         probe = MlxLmCache(make_caches, fixed_bytes=0, token_bytes=0)

@@ -48,7 +48,6 @@ class DenseKVCache:
 
     @property
     def start_position(self) -> int:
-        """Position of the oldest token."""
         return self._positions[0] if self._positions else self.offset
 
     def maybe_trim_front(self) -> None:

@@ -27,7 +27,6 @@ Row = Any
 
 
 def on_cpu() -> bool:
-    """Return whether MLX computes on the CPU."""
     return mx.default_device().type == mx.DeviceType.cpu
 
 
@@ -55,7 +54,6 @@ class Runner:
 
     @property
     def compiled(self) -> bool:
-        """Whether decode steps run as compiled functions."""
         return self._compiled is not None
 
     @property

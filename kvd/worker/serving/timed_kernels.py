@@ -53,7 +53,6 @@ class TimedKernels:
 
     @property
     def compile_s(self) -> float:
-        """Seconds of compiling all variants."""
         return sum(self.compiled.values()) + sum(self._appends.values())
 
     def decode_attention(self, given: Attention) -> mx.array:
@@ -83,7 +82,7 @@ class TimedKernels:
             return list(self._kernels.append(given))
 
         shapes = (tuple(tail.shape[1:]) for tail in tails)
-        text = given.tail_keys.dtype, *shapes, given.givers is None
+        text = given.tail_keys.dtype, *shapes, given.token_rows is None
         arrays = [*tails, given.keys, given.values]
         new_keys, new_values = self._called(call, self._appends, text, arrays)
         return new_keys, new_values
@@ -95,7 +94,13 @@ class TimedKernels:
             return list(self._kernels.rotate(given))
 
         shapes = (tuple(tail.shape[1:]) for tail in tails)
-        text = given.rotation, given.q_heads, given.tail_keys.dtype, *shapes, given.givers is None
+        text = (
+            given.rotation,
+            given.q_heads,
+            given.tail_keys.dtype,
+            *shapes,
+            given.token_rows is None,
+        )
         arrays = [*tails, given.qkv]
         queries, keys, values = self._called(call, self._appends, text, arrays)
         return queries, keys, values

@@ -17,7 +17,6 @@ import gc
 import json
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 
 from kvd.worker.attention.decode import decode_attention
 from kvd.worker.cache.batch import DecodeHandle, make_caches
@@ -34,7 +32,8 @@ from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
 from kvd.worker.serving.model_files import default_dtype, resolve
-from protocol.errors import InvalidModel, InvalidRequest, KvdError, UnsupportedModel
+from kvd.worker.tools.output import Report, print_result, progress
+from protocol.errors import InvalidModel, InvalidRequest, UnsupportedModel
 
 CHUNK = 1024
 """Tokens generated, quantized or compared at once."""
@@ -46,7 +45,6 @@ _KEYS = {
 }
 """The configuration's names of options; the other options have the same name there."""
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-_Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ class Shape:
 
     @property
     def geometry(self) -> LayerGeometry:
-        """One layer's keys and values."""
         return LayerGeometry(
             self.kv_heads, self.head_dim, self.head_dim, int(_DTYPES[self.dtype].size)
         )
@@ -141,7 +138,6 @@ def _count(text: dict[str, Any], name: str) -> int | None:
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Return the configuration of an embedded model, a folder or a Hub id."""
     file = Path(resolve(model, files=("config.json",))) / "config.json"
     try:
         found = json.loads(file.read_bytes())
@@ -322,7 +318,7 @@ def _dense(source: Source) -> float:
 
 
 def measure(
-    shape: Shape, schemes: list[Scheme], lengths: list[int], report: _Report
+    shape: Shape, schemes: list[Scheme], lengths: list[int], report: Report
 ) -> dict[str, Any]:
     """Measure all schemes at all context lengths; times cover all layers together."""
     results = []
@@ -372,8 +368,6 @@ def _measure_one(
 
 
 def _in_user_units(one: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Return a result for all layers, in user-facing units."""
-
     def ms(value: float | None, tokens: int = 1) -> float | None:
         return None if value is None else value * 1e3 * tokens * shape.layers
 
@@ -434,26 +428,13 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidRequest(f"schemes: {error}", field="schemes") from error
     lengths = [_tokens(text) for text in arguments.lengths.split(",")]
-    total, done = len(lengths) * (1 + len(schemes)), 0
-
-    def report(text: str) -> None:
-        nonlocal done
-        done += 1
-        sys.stderr.write(f"{done}/{total} {text}\n")
-        sys.stderr.flush()
-
+    report = progress(len(lengths) * (1 + len(schemes)))
     return {"model": arguments.model} | measure(shape, schemes, lengths, report)
 
 
 def main() -> None:
     """Print the result, or ``{"error": …}`` with exit status 1."""
-    status = 0
-    try:
-        result: dict[str, Any] = _run(_arguments())
-    except KvdError as error:
-        result, status = {"error": error.info()}, 1
-    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
-    sys.exit(status)
+    print_result(lambda: _run(_arguments()))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -27,16 +26,15 @@ from kvd.worker.serving import calibration, model_files, seam
 from kvd.worker.serving.calibration import DENSE, CalibrationResult, MeasuredLevel
 from kvd.worker.tools import fidelity
 from kvd.worker.tools.fidelity import Floor, LevelAgreement, TooShortError
-from protocol.errors import ConfigError, InvalidRequest, KvdError
-
-_Report = Callable[[str], None]
+from kvd.worker.tools.output import Report, print_result, progress
+from protocol.errors import ConfigError, InvalidRequest
 
 
 def calibrate(
     source: str,
     schemes: Sequence[Scheme],
     floor: Floor,
-    report: _Report,
+    report: Report,
     *,
     count: int = 4,
     tokens: int = 1024,
@@ -77,7 +75,7 @@ def calibrate(
     )
 
 
-def _counted(prompts: list[list[int]], report: _Report) -> Iterator[list[int]]:
+def _counted(prompts: list[list[int]], report: Report) -> Iterator[list[int]]:
     for number, prompt in enumerate(prompts, 1):
         report(f"prompt {number}, {len(prompt)} tokens")
         yield prompt
@@ -131,14 +129,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         schemes = [Scheme.parse(name) for name in arguments.schemes.split(",")]
     except ValueError as error:
         raise InvalidRequest(f"schemes: {error}", field="schemes") from error
-    done = 0
-
-    def report(text: str) -> None:
-        nonlocal done
-        done += 1
-        sys.stderr.write(f"{done}/{1 + arguments.prompts} {text}\n")
-        sys.stderr.flush()
-
+    report = progress(1 + arguments.prompts)
     count, tokens = arguments.prompts, arguments.tokens
     result = calibrate(arguments.source, schemes, floor, report, count=count, tokens=tokens)
     folder = Home(arguments.home).calibration
@@ -152,13 +143,7 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Print the result and its file, or ``{"error": …}`` with exit status 1."""
-    status = 0
-    try:
-        result = _run(_arguments())
-    except KvdError as error:
-        result, status = {"error": error.info()}, 1
-    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
-    sys.exit(status)
+    print_result(lambda: _run(_arguments()))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from kvd.worker.native import build
 
 
 def examine() -> dict[str, Any]:
-    """Return the device, and whether it computes."""
     device = mx.default_device()
     on_cpu = device.type == mx.DeviceType.cpu
     matrix = mx.arange(64 * 64).reshape(64, 64).astype(mx.float32) / 4096
@@ -43,7 +42,6 @@ def _kind() -> str:
 
 
 def main() -> None:
-    """Print the object."""
     sys.stdout.write(msgspec.json.encode(examine()).decode() + "\n")
 
 

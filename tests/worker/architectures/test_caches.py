@@ -82,16 +82,16 @@ class Batch:
 
     def step(self) -> dict[int, mx.array]:
         """Decode one token of every sequence; return the logits by index."""
-        there = [index for index, row in enumerate(self.rows) if row is not None]
-        rows = [self.rows[index] for index in there]
+        active = [index for index, row in enumerate(self.rows) if row is not None]
+        rows = [self.rows[index] for index in active]
         if self.runner.cache.needs_flush(rows):
             self.runner.cache.flush()
-        inputs = mx.array([self.ids[index][self.done[index]].item() for index in there], mx.int32)
+        inputs = mx.array([self.ids[index][self.done[index]].item() for index in active], mx.int32)
         logits = self.runner.decode(rows, inputs).astype(mx.float32)
         mx.eval(logits, self.runner.cache.arrays())
-        for index in there:
+        for index in active:
             self.done[index] += 1
-        return dict(zip(there, logits, strict=True))
+        return dict(zip(active, logits, strict=True))
 
 
 def close(got: mx.array, want: mx.array, bound: float = CLOSE) -> None:
@@ -110,7 +110,7 @@ def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
     batch = Batch(case.runner("k16v16"))
     # A chunk gives the same logits at less cost, except with caches whose chunks see themselves.
     decoded = STEPS + 1 if ZOO[case.name].chunked > CLOSE else 0
-    wanted = [run(case.model, ids, chunk=CHUNK, decoded=decoded) for ids in batch.ids]
+    expected = [run(case.model, ids, chunk=CHUNK, decoded=decoded) for ids in batch.ids]
     prefilled = {index: batch.join(index) for index in (0, 1)}
     for step in range(STEPS):
         if step == JOINS:
@@ -119,10 +119,10 @@ def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
             batch.leave(0)
         places = list(batch.done)
         for index, logits in batch.step().items():
-            close(logits, wanted[index][places[index]])
+            close(logits, expected[index][places[index]])
     for index, chunks in prefilled.items():
         for start, logits in chunks:
-            close(logits, wanted[index][start : start + len(logits)])
+            close(logits, expected[index][start : start + len(logits)])
     assert batch.done[2] == PROMPTS[2] - 1 + STEPS - JOINS
     batch.runner.cache.check()
 
@@ -140,11 +140,11 @@ def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
             batch.join(2)
         if step == LEAVES:
             batch.leave(0)
-        looks = step in {JOINS - 1, JOINS, LEAVES, STEPS - 1}
+        compares = step in {JOINS - 1, JOINS, LEAVES, STEPS - 1}
         states = {
             index: cache.states.state_of(row)
             for index, row in enumerate(batch.rows)
-            if row is not None and looks
+            if row is not None and compares
         }
         places = list(batch.done)
         logits = batch.step()

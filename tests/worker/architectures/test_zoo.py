@@ -57,8 +57,8 @@ def test_logits_are_finite_and_not_constant(case):
 
 def test_chunks_and_single_tokens_give_what_all_at_once_gives(case):
     for length, logits in case.logits.items():
-        whole = run(case.model, tokens(length + 3), chunk=None, decoded=0)
-        assert difference(logits, whole) < case.entry.chunked
+        at_once = run(case.model, tokens(length + 3), chunk=None, decoded=0)
+        assert difference(logits, at_once) < case.entry.chunked
 
 
 def test_the_last_logits_feel_a_far_token(case):

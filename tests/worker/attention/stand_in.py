@@ -33,15 +33,15 @@ class StandIn:
     def append(self, given: Append) -> tuple[mx.array, mx.array]:
         self.launches += 1
         tails = given.tail_keys.shape
-        which = mx.arange(tails[0]) if given.givers is None else given.givers
-        places = given.places[:, None]
-        taken = ((mx.arange(tails[2]) == places % tails[2]) & (places >= 0))[:, None, :, None]
+        which = mx.arange(tails[0]) if given.token_rows is None else given.token_rows
+        places = given.token_places[:, None]
+        written = ((mx.arange(tails[2]) == places % tails[2]) & (places >= 0))[:, None, :, None]
         moved = (places >= tails[2])[:, :, None, None]
         half = tails[2] // 2
         found = []
         for new, tail in ((given.keys, given.tail_keys), (given.values, given.tail_values)):
-            behind = mx.concatenate([tail[:, :, half:], tail[:, :, half:]], axis=2)
-            found.append(mx.where(taken, new[which], mx.where(moved, behind, tail)))
+            shifted = mx.concatenate([tail[:, :, half:], tail[:, :, half:]], axis=2)
+            found.append(mx.where(written, new[which], mx.where(moved, shifted, tail)))
         return found[0], found[1]
 
     def rotate(self, given: Rotate) -> tuple[mx.array, mx.array, mx.array]:
@@ -57,7 +57,9 @@ class StandIn:
         )
         values = values.reshape(batch, heads, 1, -1)
         tails = given.tail_keys, given.tail_values
-        return queries, *self.append(Append(*tails, keys, values, given.places, given.givers))
+        return queries, *self.append(
+            Append(*tails, keys, values, given.token_places, given.token_rows)
+        )
 
     def decode_attention(self, given: Attention) -> mx.array:
         self.launches += 2
@@ -70,14 +72,14 @@ class StandIn:
         count, heads = rows.shape[0], tail_keys.shape[1]
         # [rows, splits]: the row of each split, according to both arrays.
         places = mx.arange(splits.shape[0])
-        mine = (splits[:, 0] == mx.arange(count)[:, None]) & (
+        of_row = (splits[:, 0] == mx.arange(count)[:, None]) & (
             (places >= rows[:, 6:7]) & (places < rows[:, 7:8])
         )
         # [rows, pages]: the number of a row's splits that contain a page.
         index = mx.arange(pages.shape[0])
         inside = (index >= splits[:, 1:2]) & (index < splits[:, 2:3]) & (splits[:, 3:4] == 0)
-        held = mine.astype(mx.float32) @ inside.astype(mx.float32)
-        tails = (mine & (splits[:, 3] == 1)).sum(1)
+        held = of_row.astype(mx.float32) @ inside.astype(mx.float32)
+        tails = (of_row & (splits[:, 3] == 1)).sum(1)
 
         if given.pools:
             keys, values = _dense(given)
@@ -136,8 +138,8 @@ def _dense(given: Attention) -> tuple[mx.array, mx.array]:
     """Return all pages dense, ``[pages, heads, 64, dim]`` of keys and of values."""
     left, pages = iter(given.pools), given.pages
     sides: list[list[mx.array]] = [[], []]
-    for told in zip(given.key_packings, given.value_packings, strict=True):
-        for side, (bits, group, along_tokens) in enumerate(told):
+    for packings in zip(given.key_packings, given.value_packings, strict=True):
+        for side, (bits, group, along_tokens) in enumerate(packings):
             level = len(sides[side])
             packing = Packing(bits, group, per_token=not along_tokens)
             packed = tuple(next(left) for _ in range(1 if bits == 16 else 3))

@@ -137,17 +137,17 @@ def test_reserved_memory_covers_the_kernels_outputs(rows: int, length: int) -> N
     kernels = Listening()
     bench = Bench(LayerGeometry(2, 64, 128), Scheme(4, 4), layers=1)
     bench.store.backend = FusedBackend(kernels, METAL.most_buffers)
-    mine = [bench.store.new_row() for _ in range(rows)]
-    for row in mine:
+    own_rows = [bench.store.new_row() for _ in range(rows)]
+    for row in own_rows:
         row.pages = bench.store.pages.take(0, length // 64)
         row.length = length
-    step = bench.store.begin_decode(mine)
+    step = bench.store.begin_decode(own_rows)
     assert step.backend is not None
     step.backend.padded().attend(mx.zeros((rows, 8, 1, 64)), bench.store.layers[0], 1.0, None)
-    taken = sum(4 * math.prod(shape) for shape in kernels.left[0])
+    nbytes = sum(4 * math.prod(shape) for shape in kernels.left[0])
     config = {"num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
 
-    assert 0 < taken <= memory_bounds.parts_bytes(config, rows, length)
+    assert 0 < nbytes <= memory_bounds.parts_bytes(config, rows, length)
 
 
 def test_lists_are_made_once_between_flushes() -> None:

@@ -135,12 +135,12 @@ def test_on_the_cpu_a_row_equals_its_own_run_to_the_bit(
     case = Group(bench, [bench.new(length) for _ in counts], counts)
     together = case.attend()
     for row, (count, part) in enumerate(zip(counts, case.handle.parts, strict=True)):
-        mine = mx.contiguous(case.queries[row : row + 1, :, :count])
+        row_queries = mx.contiguous(case.queries[row : row + 1, :, :count])
         chunk = Chunk(mx.contiguous(part.chunk.keys), mx.contiguous(part.chunk.values))
         alone = PrefillHandle(bench.store, part.layer, part.step, chunk)
-        wanted = prefill_attention(mine, alone, case.scale)
-        assert mx.isfinite(wanted).all()
-        assert mx.array_equal(together[row, :, :count], wanted[0])
+        expected = prefill_attention(row_queries, alone, case.scale)
+        assert mx.isfinite(expected).all()
+        assert mx.array_equal(together[row, :, :count], expected[0])
 
 
 def test_nan_padding_affects_no_row_and_is_not_stored() -> None:

@@ -212,9 +212,9 @@ def test_some_heads_at_a_time_are_the_same_to_the_bit(
 
 
 def test_mlx_is_asked_whether_its_kernel_is_fused() -> None:
-    asked = prefill._Task.of(*_arguments(chunk_of(LayerGeometry(2, 64, 64), 100, 30)))
+    task = prefill._Task.of(*_arguments(chunk_of(LayerGeometry(2, 64, 64), 100, 30)))
 
-    assert asked.is_fused_available() == (mx.default_device().type != mx.DeviceType.cpu)
+    assert task.is_fused_available() == (mx.default_device().type != mx.DeviceType.cpu)
 
 
 def _arguments(case: Chunk) -> tuple[mx.array, PrefillHandle, float, None]:
@@ -225,9 +225,9 @@ def test_pages_that_no_query_sees_are_not_read() -> None:
     """A row that may be trimmed, or whose flush is late, still holds some."""
     case = chunk_of(LayerGeometry(1, 64, 64), 1000, 10)
     case.store.kind = Kind(window=200, keep=70)
-    asked = prefill._Task.of(*_arguments(case))
+    task = prefill._Task.of(*_arguments(case))
 
-    assert [pages.starts for pages in asked.pages] == [(0, 64, *range(832, 896, 64))]
+    assert [pages.starts for pages in task.pages] == [(0, 64, *range(832, 896, 64))]
     case.check(64 * MIB)
     case.check(SPLIT)
 
@@ -264,10 +264,10 @@ def test_one_call_stays_within_its_bound(dtype: mx.Dtype, kind: Kind, bits: int)
     geometry = LayerGeometry(2, 64, 64, itemsize=dtype.size)
     case = chunk_of(geometry, 2000, 64, scheme=Scheme(bits, bits), dtype=dtype, kind=kind)
     for sinks in (None, mx.zeros((4,), dtype)):
-        asked = prefill._Task.of(case.queries, case.handle, case.scale, sinks)
-        bound = asked.work.dense_bytes(2)
-        assert asked.fits_one_call(plan(asked.work, bound))
-        assert not asked.fits_one_call(plan(asked.work, bound - 1))
+        task = prefill._Task.of(case.queries, case.handle, case.scale, sinks)
+        bound = task.work.dense_bytes(2)
+        assert task.fits_one_call(plan(task.work, bound))
+        assert not task.fits_one_call(plan(task.work, bound - 1))
         assert peak_over(lambda sinks=sinks, bound=bound: case.attend(bound, sinks)) <= (
             bound + SLACK
         )

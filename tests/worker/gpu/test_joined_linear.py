@@ -65,8 +65,8 @@ def assert_same(got: list[mx.array], want: list[mx.array]) -> None:
 def test_the_same_products(shape: tuple[int, ...], *, bias: bool) -> None:
     plain, joined = two(bias=bias)
     x = mx.random.normal(shape)
-    for mine, its in zip(joined.layers, plain.layers, strict=True):
-        assert_same(mine(x), its(x))
+    for joined_layer, plain_layer in zip(joined.layers, plain.layers, strict=True):
+        assert_same(joined_layer(x), plain_layer(x))
     assert_same([joined.head(x)], [plain.head(x)])
 
 
@@ -109,10 +109,10 @@ def test_nothing_is_kept_if_a_model_skips_a_layer() -> None:
 def test_few_rows_use_the_given_product(*, bias: bool) -> None:
     plain, joined = Wide(bias=bias), Wide(bias=bias)
     joined.update(plain.parameters())
-    taken: list[tuple[int, ...]] = []
+    shapes: list[tuple[int, ...]] = []
 
     def product(x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-        taken.append(x.shape)
+        shapes.append(x.shape)
         ends = [sum(sizes[: count + 1]) for count in range(len(sizes) - 1)]
         return list(mx.split(x @ weight.T, ends, axis=-1))
 
@@ -121,7 +121,7 @@ def test_few_rows_use_the_given_product(*, bias: bool) -> None:
         x = mx.random.normal(shape)
         assert_same(joined(x), plain(x))
 
-    assert taken == [(8, 1, 32)]  # down_proj has 48 inputs, which the kernel does not accept
+    assert shapes == [(8, 1, 32)]  # down_proj has 48 inputs, which the kernel does not accept
 
 
 def test_compiled_steps_join_too() -> None:
@@ -139,8 +139,8 @@ def test_weights_are_counted_and_readable() -> None:
     assert sum(sizes) == sum(array.size for array in _arrays(plain))
     assert not _arrays(joined)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        mine, its = joined.layers[1][name], plain.layers[1][name]
-        assert mx.array_equal(mine.weight, its.weight)
+        joined_layer, plain_layer = joined.layers[1][name], plain.layers[1][name]
+        assert mx.array_equal(joined_layer.weight, plain_layer.weight)
 
 
 def test_layers_that_differ_are_not_joined() -> None:
@@ -157,10 +157,10 @@ def _arrays(model: Any) -> list[mx.array]:
 
 
 def test_logits_of_few_rows_use_the_product_too() -> None:
-    asked = []
+    calls = []
 
     def product(x: mx.array, weight: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-        asked.append((x.shape, list(sizes)))
+        calls.append((x.shape, list(sizes)))
         return [x @ weight.T]
 
     class Tied(nn.Module):
@@ -176,4 +176,4 @@ def test_logits_of_few_rows_use_the_product_too() -> None:
     assert_same([joined.embed_tokens(tokens)], [plain.embed_tokens(tokens)])
     for x in (few, many, few.astype(mx.float16)):
         assert_same([joined.embed_tokens.as_linear(x)], [plain.embed_tokens.as_linear(x)])
-    assert asked == [((8, 1, 32), [48])]
+    assert calls == [((8, 1, 32), [48])]

@@ -54,9 +54,9 @@ def test_it_is_found_and_compiles_in_a_trace() -> None:
     x = mx.random.normal((4, 1, 64), key=mx.random.key(2)).astype(mx.bfloat16)
     traced = mx.compile(lambda one: product(one, weight, (16, 32)))
     for _ in range(2):
-        for mine, its in zip(traced(x), product(x, weight, (16, 32)), strict=True):
-            assert mx.isfinite(mine).all()
-            assert mx.array_equal(mine, its)
+        for got, expected in zip(traced(x), product(x, weight, (16, 32)), strict=True):
+            assert mx.isfinite(got).all()
+            assert mx.array_equal(got, expected)
 
 
 @pytest.mark.skipif(mx.cuda.is_available(), reason="what is so without CUDA")

@@ -167,8 +167,8 @@ def find_clang() -> str | None:
     path = _folder() / "halves.cpp"
     path.write_text("float widened(__bf16 x, _Float16 y) { return float(x) + float(y); }\n")
     names = ("clang++", *(f"clang++-{version}" for version in range(30, 16, -1)))
-    there = (found for name in names if (found := shutil.which(name)))
-    return next((clang for clang in there if not _clang(clang, str(path))), None)
+    installed = (found for name in names if (found := shutil.which(name)))
+    return next((clang for clang in installed if not _clang(clang, str(path))), None)
 
 
 def _clang(clang: str, *arguments: str) -> str:
@@ -212,8 +212,8 @@ def line_of(path: Path, offset: int) -> int | None:
     if tool is None:
         return None
     command = [tool, "-e", str(path), "-i", hex(offset)]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    for place in told.splitlines():
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    for place in output.splitlines():
         file, _, line = place.rpartition(":")
         if file.endswith("body") and line.split()[0].isdigit():
             return int(line.split()[0])

@@ -89,13 +89,13 @@ def all_values() -> Iterator[Values]:
 
 def missing(chosen: list[Values]) -> list[tuple[str, Any, Language]]:
     """Return the values that no case has in some language."""
-    there = {(name, one[name], one["language"]) for one in chosen for name in VALUES}
+    covered = {(name, one[name], one["language"]) for one in chosen for name in VALUES}
     return [
         (name, value, language)
         for name, of in VALUES.items()
         for value in of
         for language in VALUES["language"]
-        if name != "language" and (name, value, language) not in there
+        if name != "language" and (name, value, language) not in covered
     ]
 
 

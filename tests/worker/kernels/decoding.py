@@ -53,14 +53,14 @@ class Case:
     @property
     def name(self) -> str:
         """The case's name in pytest."""
-        told = [str(self.dtype).rpartition(".")[2], f"{self.k_dim}x{self.v_dim}"]
-        told += [f"{self.kv_heads}x{self.repeats}x{self.queries}", "+".join(self.schemes)]
-        told += [f"{pages}p{tail}" for pages, tail in self.rows]
-        told += [f"window{self.window}"] if self.window else []
-        told += [f"keep{self.keep}"] if self.keep else []
-        told += ["sinks"] if self.sinks else []
-        told += [f"padding{self.padding}"] if self.padding else []
-        return "-".join(told)
+        parts = [str(self.dtype).rpartition(".")[2], f"{self.k_dim}x{self.v_dim}"]
+        parts += [f"{self.kv_heads}x{self.repeats}x{self.queries}", "+".join(self.schemes)]
+        parts += [f"{pages}p{tail}" for pages, tail in self.rows]
+        parts += [f"window{self.window}"] if self.window else []
+        parts += [f"keep{self.keep}"] if self.keep else []
+        parts += ["sinks"] if self.sinks else []
+        parts += [f"padding{self.padding}"] if self.padding else []
+        return "-".join(parts)
 
 
 class Step:
@@ -115,11 +115,11 @@ class Step:
     def _make_pools(self) -> None:
         """Fill the pages in use; NaN elsewhere, in scales if there are any."""
         for level, pool in enumerate(self.pools):
-            taken = [slot for row in self._pages for which, slot, _ in row if which == level]
+            used = [slot for row in self._pages for which, slot, _ in row if which == level]
             room = self._capacities[level]
             heads, k_dim, v_dim = self.case.kv_heads, self.case.k_dim, self.case.v_dim
             dense = (self._noise(room, heads, PAGE_TOKENS, dim) for dim in (k_dim, v_dim))
-            free = mx.array([slot not in taken for slot in range(room)])[:, None, None, None]
+            free = mx.array([slot not in used for slot in range(room)])[:, None, None, None]
             arrays = [array for packed in pool.pack(*dense) for array in packed]
             pool.put(
                 array
@@ -159,10 +159,10 @@ class Step:
 
     def _tail(self, tails: list[int], dim: int) -> mx.array:
         noise = self._noise(len(tails) + 1, self.case.kv_heads, TAIL_TOKENS, dim)
-        there = np.zeros((len(tails) + 1, 1, TAIL_TOKENS, 1), bool)
+        filled = np.zeros((len(tails) + 1, 1, TAIL_TOKENS, 1), bool)
         for slot, (_, tokens) in zip(tails, self.case.rows, strict=True):
-            there[slot, :, :tokens] = True
-        return mx.where(mx.array(there), noise, float("nan")).astype(self.case.dtype)
+            filled[slot, :, :tokens] = True
+        return mx.where(mx.array(filled), noise, float("nan")).astype(self.case.dtype)
 
     def shape(self) -> Shape:
         """Return the shape that the kernels are generated for."""

@@ -30,12 +30,12 @@ def printed_by_mlx(launch: Any) -> str:
         )
 
     with tempfile.TemporaryFile() as caught, tempfile.TemporaryDirectory() as folder:
-        ours = os.dup(1)
+        stdout = os.dup(1)
         os.dup2(caught.fileno(), 1)  # C++ prints it
         try:
             mx.export_function(str(Path(folder) / "f"), call, *launch.inputs)
         finally:
-            os.dup2(ours, 1)
-            os.close(ours)
+            os.dup2(stdout, 1)
+            os.close(stdout)
         caught.seek(0)
         return caught.read().decode().split("```\n")[1]

@@ -18,11 +18,11 @@ def assert_right(step: Step, got: np.ndarray) -> None:
     assert np.isfinite(got).all()
     assert (got[rows:] == 0).all()
     bound = BOUNDS[step.case.dtype]
-    wanted = want[:rows].reshape(rows, -1, want.shape[-1])
-    difference = got[:rows].reshape(wanted.shape) - wanted
-    assert (_norm(difference, (1, 2)) <= bound * _norm(wanted, (1, 2))).all()
+    expected = want[:rows].reshape(rows, -1, want.shape[-1])
+    difference = got[:rows].reshape(expected.shape) - expected
+    assert (_norm(difference, (1, 2)) <= bound * _norm(expected, (1, 2))).all()
     # Rounding alone can push a single vector slightly over the bound.
-    assert (_norm(difference, 2) <= 2 * bound * _norm(wanted, 2)).all()
+    assert (_norm(difference, 2) <= 2 * bound * _norm(expected, 2)).all()
 
 
 def _norm(of: np.ndarray, axes: int | tuple[int, ...]) -> np.ndarray:

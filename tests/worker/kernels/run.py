@@ -155,9 +155,9 @@ def _run(
     except subprocess.TimeoutExpired:
         raise KernelFault(f"{language}: {launch.name} does not end") from None
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
+        report = done.stderr.decode(errors="replace").strip()
         raise KernelFault(
-            f"{language}: {launch.name}: {_describe_fault(said, launch.source, library)}"
+            f"{language}: {launch.name}: {_describe_fault(report, launch.source, library)}"
         )
     found, at = [], 0
     for shape, dtype in zip(launch.output_shapes, launch.output_dtypes, strict=True):
@@ -168,11 +168,11 @@ def _run(
     return found
 
 
-def _describe_fault(said: str, source: str, library: Path) -> str:
+def _describe_fault(report: str, source: str, library: Path) -> str:
     """Describe the runner's report of a fault, adding the text of its line."""
-    if not said.startswith("FAULT "):
-        return said or "the runner was killed"
-    _, number, offset, text = said.split(" ", 3)
+    if not report.startswith("FAULT "):
+        return report or "the runner was killed"
+    _, number, offset, text = report.split(" ", 3)
     line: int | None = int(number)
     if not line and offset != "ffffffffffffffff":
         line = build.line_of(library, int(offset, 16))

@@ -21,12 +21,12 @@ def _noise(*shape: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
 
 
-def given(dtype: mx.Dtype, places: list[int], givers: list[int] | None) -> Append:
+def given(dtype: mx.Dtype, token_places: list[int], token_rows: list[int] | None) -> Append:
     return Append(
         *(_noise(TAILS, HEADS, TAIL_TOKENS, dim, dtype=dtype) for dim in (K_DIM, V_DIM)),
         *(_noise(TAILS + 1, HEADS, 1, dim, dtype=dtype) for dim in (K_DIM, V_DIM)),
-        mx.array(places, mx.int32),
-        None if givers is None else mx.array(givers, mx.int32),
+        mx.array(token_places, mx.int32),
+        None if token_rows is None else mx.array(token_rows, mx.int32),
     )
 
 
@@ -41,38 +41,38 @@ PLACES = [
     ([TAIL_TOKENS + 63, -1, 9], [2, 0, 1]),
 ]
 """Places in tails, and the rows that their tokens come from."""
-NAMES = ["rows are tails", "rows give", "some turn a page", "who gives turns a page"]
+NAMES = ["rows are tails", "rows give", "some commit a page", "the source row commits a page"]
 
 
 def check(
     run: Callable[[Append], Sequence[np.ndarray]],
     dtype: mx.Dtype,
-    places: list[int],
-    givers: list[int] | None,
+    token_places: list[int],
+    token_rows: list[int] | None,
 ) -> None:
-    it = given(dtype, places, givers)
-    tails, new = (it.tail_keys, it.tail_values), (it.keys, it.values)
-    for before, tokens, got in zip(tails, new, run(it), strict=True):
+    arguments = given(dtype, token_places, token_rows)
+    tails, new = (arguments.tail_keys, arguments.tail_values), (arguments.keys, arguments.values)
+    for before, tokens, got in zip(tails, new, run(arguments), strict=True):
         want = _floats(before)
-        for tail, place in enumerate(places):
+        for tail, place in enumerate(token_places):
             if place >= TAIL_TOKENS:
                 want[tail, :, : TAIL_TOKENS // 2] = want[tail, :, TAIL_TOKENS // 2 :]
             if place >= 0:
-                giver = tail if givers is None else givers[tail]
+                giver = tail if token_rows is None else token_rows[tail]
                 want[tail, :, place % TAIL_TOKENS] = _floats(tokens)[giver, :, 0]
         assert np.array_equal(got, want)
 
 
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize(("places", "givers"), PLACES, ids=NAMES)
+@pytest.mark.parametrize(("token_places", "token_rows"), PLACES, ids=NAMES)
 def test_each_tail_gets_its_token_and_is_otherwise_unchanged(
-    language: Language, dtype: mx.Dtype, places: list[int], givers: list[int] | None
+    language: Language, dtype: mx.Dtype, token_places: list[int], token_rows: list[int] | None
 ) -> None:
-    def run_it(it: Append) -> list[np.ndarray]:
-        launch = append_launch(language, it)
+    def run_append(arguments: Append) -> list[np.ndarray]:
+        launch = append_launch(language, arguments)
         if language is METAL:
             check_rules(launch)
         return run(launch, language.name)
 
-    check(run_it, dtype, places, givers)
+    check(run_append, dtype, token_places, token_rows)

@@ -68,8 +68,8 @@ def test_queries_and_keys_are_rotated_as_in_float64(case: tuple[Any, ...]) -> No
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize(("places", "givers"), test_append.PLACES, ids=test_append.NAMES)
+@pytest.mark.parametrize(("token_places", "token_rows"), test_append.PLACES, ids=test_append.NAMES)
 def test_each_tail_gets_its_token_and_is_otherwise_unchanged(
-    dtype: mx.Dtype, places: list[int], givers: list[int] | None
+    dtype: mx.Dtype, token_places: list[int], token_rows: list[int] | None
 ) -> None:
-    test_append.check(partial(made, append_launch), dtype, places, givers)
+    test_append.check(partial(made, append_launch), dtype, token_places, token_rows)

@@ -35,7 +35,11 @@ def wide(array: mx.array) -> np.ndarray:
 
 
 def given(
-    rotation: Rotation, k_dim: int, dtype: mx.Dtype, places: list[int], givers: list[int] | None
+    rotation: Rotation,
+    k_dim: int,
+    dtype: mx.Dtype,
+    token_places: list[int],
+    token_rows: list[int] | None,
 ) -> Rotate:
     tails = [noise(TAILS, HEADS, TAIL_TOKENS, dim, dtype=dtype) for dim in (k_dim, V_DIM)]
     batch = TAILS + 1
@@ -54,22 +58,26 @@ def given(
         mx.array(frequencies, mx.float32),
         weights if rotation.normed else None,
         *tails,
-        mx.array(places, mx.int32),
-        None if givers is None else mx.array(givers, mx.int32),
+        mx.array(token_places, mx.int32),
+        None if token_rows is None else mx.array(token_rows, mx.int32),
     )
 
 
-def rotated_in_float64(it: Rotate, vectors: mx.array, heads: int, weight: int) -> np.ndarray:
+def rotated_in_float64(arguments: Rotate, vectors: mx.array, heads: int, weight: int) -> np.ndarray:
     """Return ``[batch, heads, dim]`` after norm and RoPE, as in the RoFormer paper."""
-    rotation = it.rotation
+    rotation = arguments.rotation
     x = wide(vectors).reshape(len(OFFSETS), heads, -1)
-    if it.weights is not None:
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + rotation.eps) * wide(it.weights[weight])
+    if arguments.weights is not None:
+        x = (
+            x
+            / np.sqrt((x**2).mean(-1, keepdims=True) + rotation.eps)
+            * wide(arguments.weights[weight])
+        )
     half = rotation.dims // 2
     first = slice(0, rotation.dims, 2) if rotation.traditional else slice(half)
     second = slice(1, rotation.dims, 2) if rotation.traditional else slice(half, rotation.dims)
     # An angle is a float32, as in every implementation; the rest is exact here.
-    frequencies = np.array(it.frequencies)
+    frequencies = np.array(arguments.frequencies)
     angles = (np.array(OFFSETS, np.float32)[:, None, None] * frequencies).astype(np.float64)
     a, b = x[..., first].copy(), x[..., second].copy()
     x[..., first] = a * np.cos(angles) - b * np.sin(angles)
@@ -82,8 +90,8 @@ CASES = {
     "normed": (Rotation(128, False, True, 1e-6), 128, mx.bfloat16, [5, 6, 7], None),
     "partial": (Rotation(64, True, True, 1e-3), 96, mx.float16, [7, -1, 100], [1, 0, 0]),
     "traditional": (Rotation(64, True), 64, mx.bfloat16, [-1, -1, 9], [0, 0, 3]),
-    "turning": (PLAIN, 80, mx.float32, [TAIL_TOKENS + 63, 127, TAIL_TOKENS], None),
-    "one turns": (
+    "all commit a page": (PLAIN, 80, mx.float32, [TAIL_TOKENS + 63, 127, TAIL_TOKENS], None),
+    "one commits a page": (
         Rotation(128, False, True),
         128,
         mx.bfloat16,
@@ -99,31 +107,31 @@ def check(
     rotation: Rotation,
     k_dim: int,
     dtype: mx.Dtype,
-    places: list[int],
-    givers: list[int] | None,
+    token_places: list[int],
+    token_rows: list[int] | None,
 ) -> None:
-    it = given(rotation, k_dim, dtype, places, givers)
+    arguments = given(rotation, k_dim, dtype, token_places, token_rows)
     ends = [Q_HEADS * k_dim, (Q_HEADS + HEADS) * k_dim]
-    old_queries, old_keys, old_values = mx.split(it.qkv, ends, axis=-1)
+    old_queries, old_keys, old_values = mx.split(arguments.qkv, ends, axis=-1)
 
-    queries, keys, values = run(it)
+    queries, keys, values = run(arguments)
 
-    want = rotated_in_float64(it, old_queries, Q_HEADS, 0)
+    want = rotated_in_float64(arguments, old_queries, Q_HEADS, 0)
     assert np.isfinite(queries).all()
     assert np.abs(queries[:, :, 0] - want).max() <= BOUNDS[dtype] * np.abs(want).max()
-    new_keys = rotated_in_float64(it, old_keys, HEADS, 1)
+    new_keys = rotated_in_float64(arguments, old_keys, HEADS, 1)
     new_values = wide(old_values).reshape(len(OFFSETS), HEADS, V_DIM)
     for got, before, new, bound in (
-        (keys, it.tail_keys, new_keys, BOUNDS[dtype]),
-        (values, it.tail_values, new_values, 0),
+        (keys, arguments.tail_keys, new_keys, BOUNDS[dtype]),
+        (values, arguments.tail_values, new_values, 0),
     ):
         tails = wide(before)
-        for tail, told in enumerate(places):
-            place = told % TAIL_TOKENS
-            if told >= TAIL_TOKENS:
+        for tail, token_place in enumerate(token_places):
+            place = token_place % TAIL_TOKENS
+            if token_place >= TAIL_TOKENS:
                 tails[tail, :, : TAIL_TOKENS // 2] = tails[tail, :, TAIL_TOKENS // 2 :]
-            if told >= 0:
-                token = new[tail if givers is None else givers[tail]]
+            if token_place >= 0:
+                token = new[tail if token_rows is None else token_rows[tail]]
                 assert np.abs(got[tail, :, place] - token).max() <= bound * np.abs(token).max()
                 tails[tail, :, place] = got[tail, :, place]
         assert np.array_equal(got, tails)  # nothing else was touched
@@ -132,19 +140,19 @@ def check(
 @pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_results_match_float64(language: Language, case: tuple[Any, ...]) -> None:
-    def run_it(it: Rotate) -> list[np.ndarray]:
-        launch = rotate_launch(language, it)
+    def run_rotate(arguments: Rotate) -> list[np.ndarray]:
+        launch = rotate_launch(language, arguments)
         if language is METAL:
             check_rules(launch)
         return run(launch, language.name)
 
-    check(run_it, *case)
+    check(run_rotate, *case)
 
 
 @pytest.mark.skipif(build.find_clang() is None, reason="no clang++ 17 to know address spaces")
 def test_clang_takes_the_text_with_its_address_spaces() -> None:
-    it = given(Rotation(64, False, True, 1e-6), 64, mx.bfloat16, [1, 2, 3], [0, 1, 2])
-    assert build.refused_by_clang(wrap(rotate_launch(METAL, it), "metal")) == ""
+    arguments = given(Rotation(64, False, True, 1e-6), 64, mx.bfloat16, [1, 2, 3], [0, 1, 2])
+    assert build.refused_by_clang(wrap(rotate_launch(METAL, arguments), "metal")) == ""
 
 
 def test_text_depends_on_all_parameters() -> None:
@@ -154,7 +162,7 @@ def test_text_depends_on_all_parameters() -> None:
         replace(one, rotation=replace(one.rotation, traditional=True)),
         replace(one, rotation=replace(one.rotation, dims=32)),
         replace(one, rotation=replace(one.rotation, normed=False), weights=None),
-        replace(one, givers=mx.array([0, 1, 2])),
+        replace(one, token_rows=mx.array([0, 1, 2])),
     ]
-    launches: list[Launch] = [rotate_launch(CUDA, it) for it in (one, *others)]
+    launches: list[Launch] = [rotate_launch(CUDA, arguments) for arguments in (one, *others)]
     assert len({launch.name for launch in launches}) == len(launches)

@@ -63,10 +63,10 @@ def test_threadgroups_sum_with_lanes_shared_memory_and_a_barrier(language, dtype
         template=(("T", dtype), ("N", 4), ("B", True)),
     )
     (found,) = run(launch, language)
-    wanted = np.array(x.astype(mx.float32), np.float64).reshape(2, 128).sum(1) + 3
+    expected = np.array(x.astype(mx.float32), np.float64).reshape(2, 128).sum(1) + 3
     rounding = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}[dtype]
     assert np.isfinite(found).all()
-    np.testing.assert_allclose(found.reshape(2, 128), np.tile(wanted[:, None], 128), rounding)
+    np.testing.assert_allclose(found.reshape(2, 128), np.tile(expected[:, None], 128), rounding)
 
 
 def test_lanes_exchange_by_xor(language):

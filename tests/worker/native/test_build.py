@@ -60,17 +60,17 @@ def _keep(content: bytes, *, digest: str | None = None) -> Path:
 def test_a_truncated_library_is_built_again(
     empty_cache: Path, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Path(str(library.__file__)).read_bytes()
-    path = _keep(whole[:300_000], digest=hashlib.sha256(whole).hexdigest())
+    content = Path(str(library.__file__)).read_bytes()
+    path = _keep(content[:300_000], digest=hashlib.sha256(content).hexdigest())
 
     def compiled(folder: Path) -> Path:
-        (folder / path.name).write_bytes(whole)
+        (folder / path.name).write_bytes(content)
         return folder / path.name
 
     monkeypatch.setattr(build, "_compiled", compiled)
     assert not build.is_built()
     assert build.library() == path
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
     assert build.is_built()
 
 

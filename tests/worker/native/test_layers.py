@@ -55,8 +55,8 @@ def test_products(
         assert mx.array_equal(packed(x[:rows]), got[:rows])
         assert mx.array_equal(packed(x[-rows:]), got[-rows:])
     assert mx.array_equal(packed(x.reshape(7, 10, inputs)), got.reshape(7, 10, outputs))
-    turned = mx.contiguous(x.T).T
-    assert mx.array_equal(packed(turned), got)
+    transposed = mx.contiguous(x.T).T
+    assert mx.array_equal(packed(transposed), got)
 
 
 def test_threads_do_not_change_a_bit(library: ModuleType) -> None:

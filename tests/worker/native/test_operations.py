@@ -38,8 +38,10 @@ def test_norms(functions: operations._Functions, size: int) -> None:
 
     assert_close(functions.rms_norm(x, weight, 1e-6), operations._rms_norm(x, weight, 1e-6))
     assert_close(functions.rms_norm(x, None, 1e-5), operations._rms_norm(x, None, 1e-5))
-    turned = x.swapaxes(0, 1)
-    assert_close(functions.rms_norm(turned, weight, 0.1), operations._rms_norm(turned, weight, 0.1))
+    transposed = x.swapaxes(0, 1)
+    assert_close(
+        functions.rms_norm(transposed, weight, 0.1), operations._rms_norm(transposed, weight, 0.1)
+    )
     strided = normal(size, 4).T  # not contiguous
     assert_close(
         functions.rms_norm(strided, weight, 0.1), operations._rms_norm(strided, weight, 0.1)

@@ -31,7 +31,7 @@ def cache_of(*kinds: Kind, access: Access = Access.PAGES, **settings) -> ModelCa
     return ModelCache(layout, settings, access=dict.fromkeys(kinds, access))
 
 
-def told(cache: ModelCache) -> Costs | None:
+def worker_costs(cache: ModelCache) -> Costs | None:
     row = cache.row_bytes + cache.costs.checkpoint_bytes
     return costs_of(cache, weights=10, base=1000, row=row, first=70, step=256)
 
@@ -48,7 +48,7 @@ def told(cache: ModelCache) -> Costs | None:
     ids=["full", "windows", "chunks", "dense start", "bounded rows"],
 )
 def test_costs_are_the_workers_own(cache):
-    costs = told(cache)
+    costs = worker_costs(cache)
     assert costs is not None
     for level in range(3):
         for length in LENGTHS:
@@ -56,7 +56,7 @@ def test_costs_are_the_workers_own(cache):
 
 
 def test_a_grant_covers_what_idles_or_what_rows_need():
-    costs = told(cache_of(FULL, FULL))
+    costs = worker_costs(cache_of(FULL, FULL))
     assert costs is not None
     unit, row = costs.unit_bytes, costs.row_units(5000, 0)
 
@@ -70,4 +70,4 @@ def test_a_grant_covers_what_idles_or_what_rows_need():
 
 
 def test_rectangles_have_no_formula():
-    assert told(cache_of(FULL, access=Access.RECTANGLES)) is None
+    assert worker_costs(cache_of(FULL, access=Access.RECTANGLES)) is None

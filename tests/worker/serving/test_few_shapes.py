@@ -83,9 +83,9 @@ def read(runner: Runner) -> tuple[list[Row], mx.array]:
     """Prefill three rows, together and alone, with a token in between; return rows and logits."""
     rows = [runner.cache.new_row() for _ in range(3)]
     found = []
-    for turn, counts in enumerate(LENGTHS):
+    for number, counts in enumerate(LENGTHS):
         chunks = [[(7 * at + count) % 60 for at in range(count)] for count in counts]
-        if turn % 2:
+        if number % 2:
             for row, chunk in zip(rows, chunks, strict=True):
                 runner.prefill(row, chunk)
         else:
@@ -113,10 +113,10 @@ def test_cache_and_logits_do_not_change(request: pytest.FixtureRequest, name: st
     assert mx.abs(few_logits - logits).max() <= 1e-4 * mx.abs(logits).max()
     for one, other in zip(rows, few_rows, strict=True):
         assert one.length == other.length
-        for mine, theirs in zip(contents_of(plain, one), contents_of(few, other), strict=True):
-            assert mine.shape == theirs.shape
-            assert mx.isfinite(theirs).all()
-            assert mx.abs(mine - theirs).max() <= 1e-4 * mx.abs(mine).max()
+        for exact, padded in zip(contents_of(plain, one), contents_of(few, other), strict=True):
+            assert exact.shape == padded.shape
+            assert mx.isfinite(padded).all()
+            assert mx.abs(exact - padded).max() <= 1e-4 * mx.abs(exact).max()
 
 
 def test_prompts_of_many_lengths_have_few_shapes(

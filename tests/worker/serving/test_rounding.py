@@ -63,8 +63,8 @@ def test_narrow_weights_are_compared_with_chunks_that_are_long_enough() -> None:
     floor = token_floor(model)
     tokens = mx.random.normal((2048, 64))
     right = model.layers[0](tokens)
-    alike = [
+    agree = [
         bool(mx.array_equal(model.layers[0](tokens[:count]), right[:count]).item())
         for count in range(MOST_TOKENS, 600, 20)
     ]
-    assert floor is None or all(alike)
+    assert floor is None or all(agree)

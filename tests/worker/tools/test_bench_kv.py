@@ -26,12 +26,12 @@ def silent(_: str) -> None:
 
 
 def test_bytes_errors_and_times_by_scheme() -> None:
-    said: list[str] = []
-    result = measure(SHAPE, SCHEMES, [256, 1100], said.append)
+    messages: list[str] = []
+    result = measure(SHAPE, SCHEMES, [256, 1100], messages.append)
     rows = {(one["scheme"], one["tokens"]): one for one in result["results"]}
 
     assert len(rows) == 8
-    assert len(said) == 10
+    assert len(messages) == 10
     for (scheme, _), one in rows.items():
         assert all(math.isfinite(one[name]) for name in ("k_error", "v_error", "output_error"))
         assert one["attend_ms"] > 0
@@ -154,15 +154,15 @@ def test_of_a_hub_id_only_the_configuration_is_fetched(monkeypatch, tmp_path) ->
     import huggingface_hub
 
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
-    asked: list[list[str]] = []
+    patterns: list[list[str]] = []
 
     def download(_source: str, *, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
+        patterns.append(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert bench_kv.read_config("some/model") == {"num_attention_heads": 8}
-    assert asked == [["config.json"]]
+    assert patterns == [["config.json"]]
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("1024", 1024), (" 4k", 4096), ("16K", 16384)])

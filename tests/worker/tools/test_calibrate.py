@@ -137,10 +137,10 @@ def test_a_damaged_file_is_ignored_and_logged(tiny, folder, caplog, text):
 
 
 def test_a_file_without_a_scheme_or_with_another_key_is_ignored(tiny, folder, caplog):
-    whole = result_with(tiny, "k8v8")
-    file = store(folder, whole)
+    result = result_with(tiny, "k8v8")
+    file = store(folder, result)
     for change in ({"lowest": "k9v9"}, {"key": "0" * 32}):
-        file.write_bytes(msgspec.json.encode(msgspec.to_builtins(whole) | change))
+        file.write_bytes(msgspec.json.encode(msgspec.to_builtins(result) | change))
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert find(model_files.inspect(tiny)) is None
@@ -174,15 +174,15 @@ def test_the_process_stores_what_it_prints(tmp_path, folder):
     done = subprocess.run([*command, *place], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     assert done.stderr.splitlines()[-1].startswith("2/2 prompt 1, ")
-    assert [one["scheme"] for one in said["levels"]] == schemes.split(",")
-    assert said["levels"][0]["allowed"]
-    assert not said["levels"][2]["allowed"]
-    assert 0 < said["levels"][0]["kl"] < said["levels"][2]["kl"]
-    assert said["lowest"] in {"k8v8", "k4v4"}
+    assert [one["scheme"] for one in printed["levels"]] == schemes.split(",")
+    assert printed["levels"][0]["allowed"]
+    assert not printed["levels"][2]["allowed"]
+    assert 0 < printed["levels"][0]["kl"] < printed["levels"][2]["kl"]
+    assert printed["lowest"] in {"k8v8", "k4v4"}
     found = find(model_files.inspect(demo.path()), Home(tmp_path).calibration)
-    assert said == msgspec.to_builtins(found) | {"file": said["file"]}
+    assert printed == msgspec.to_builtins(found) | {"file": printed["file"]}
 
 
 def test_not_even_the_top_means_dense(monkeypatch):

@@ -16,9 +16,9 @@ PIECE = 16
 
 
 def append_source(
-    language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, *, givers: bool
+    language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, *, token_rows: bool
 ) -> str:
-    """Return the kernel's body; ``givers``: an array maps tails to rows."""
+    """Return the kernel's body; ``token_rows``: an array maps tails to rows."""
     text = Text(1)
     text.add(language.prologue)
     add_sizes(text, heads, k_dim, v_dim, itemsize)
@@ -27,12 +27,11 @@ def append_source(
         "keys": f"keys + giver * {heads * k_dim}",
         "values": f"values + giver * {heads * v_dim}",
     }
-    add_copies(text, language, rows, givers=givers)
+    add_copies(text, language, rows, token_rows=token_rows)
     return str(text)
 
 
 def add_sizes(text: Text, heads: int, k_dim: int, v_dim: int, itemsize: int) -> None:
-    """Add the constants that the copying uses."""
     text.add(f"""
 constexpr int HEADS = {heads}, TAIL = {TAIL_TOKENS};
 constexpr int K_PIECES = {k_dim * itemsize // PIECE}, V_PIECES = {v_dim * itemsize // PIECE};
@@ -41,12 +40,12 @@ const int keys_end = tails * HEADS * TAIL * K_PIECES;
 """)
 
 
-def giver_of(tail: str, *, givers: bool) -> str:
+def token_row_of(tail: str, *, token_rows: bool) -> str:
     """Return the row from which a tail takes its token."""
-    return f"givers[{tail}]" if givers else tail
+    return f"givers[{tail}]" if token_rows else tail
 
 
-def add_copies(text: Text, language: Language, rows: dict[str, str], *, givers: bool) -> None:
+def add_copies(text: Text, language: Language, rows: dict[str, str], *, token_rows: bool) -> None:
     """Add the code that copies piece ``at``.
 
     ``rows``: where a ``giver``'s new keys and new values begin. A side that is not in it is written
@@ -65,7 +64,7 @@ if ({condition}) {{
 """)
         if side in rows:
             text.add(f"""
-  const int giver = {giver_of("tail", givers=givers)};
+  const int giver = {token_row_of("tail", token_rows=token_rows)};
   GLOBAL uint4* taken = (GLOBAL uint4*)({rows[side]}) + head * {pieces} + piece;
   if (told >= 0 && told % TAIL == token) old = taken;
 """)

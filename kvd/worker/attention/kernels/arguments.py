@@ -53,10 +53,10 @@ class Append:
     """``[rows or more, kv_heads, 1, k_dim]``."""
     values: mx.array
     """``[rows or more, kv_heads, 1, v_dim]``."""
-    places: mx.array
+    token_places: mx.array
     """``[tails]`` int32: the place of each tail's new token, or -1. 128 is added if the tokens
     after the tail's first 64 move to the front before."""
-    givers: mx.array | None
+    token_rows: mx.array | None
     """``[tails]``: the row that each tail's token comes from; None if rows are the tails in their
     order."""
 
@@ -90,10 +90,7 @@ class Rotate:
     weights: tuple[mx.array, mx.array] | None
     """Norm weights of queries and keys, ``[k_dim]`` each; None without norms."""
     tail_keys: mx.array
-    """``[tails, kv_heads, 128, k_dim]``."""
     tail_values: mx.array
-    """``[tails, kv_heads, 128, v_dim]``."""
-    places: mx.array
-    """See `Append.places`."""
-    givers: mx.array | None
-    """See `Append.givers`."""
+    """Tails and places as in `Append`."""
+    token_places: mx.array
+    token_rows: mx.array | None

@@ -170,7 +170,6 @@ SYNC_BLOCK();
 
 
 def _end(text: Text, language: Language) -> None:
-    """Combine the block's warps and write the result."""
     text.add(f"""
 SYNC_BLOCK();
 for (int at = me; at < TILES * V_DIM; at += THREADS) {{

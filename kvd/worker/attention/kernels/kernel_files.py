@@ -51,7 +51,6 @@ def cuda_kernel(
 
 
 def folder() -> Path:
-    """Return the folder of the kernel files."""
     return platformdirs.user_cache_path("kvd").absolute() / "kernels"
 
 

@@ -139,15 +139,15 @@ def append_launch(language: Language, given: Append) -> Launch:
     """Return the launch that copies tails and writes a token of each row into its place."""
     _, heads, _, k_dim = given.tail_keys.shape
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
-    text = _append_text(language, heads, k_dim, v_dim, dtype.size, given.givers is not None)
+    text = _append_text(language, heads, k_dim, v_dim, dtype.size, given.token_rows is not None)
     pieces = (given.tail_keys.nbytes + given.tail_values.nbytes) // append.PIECE
     arrays = {
         "tail_keys": given.tail_keys,
         "tail_values": given.tail_values,
         "keys": given.keys,
         "values": given.values,
-        "places": given.places,
-        **({} if given.givers is None else {"givers": given.givers}),
+        "places": given.token_places,
+        **({} if given.token_rows is None else {"givers": given.token_rows}),
     }
     return Launch(
         name=_name("append", text),
@@ -170,7 +170,7 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
     dtype, v_dim = given.tail_keys.dtype, given.tail_values.shape[-1]
     batch = given.qkv.shape[0]
     about = (given.q_heads, heads, k_dim, v_dim, dtype.size)
-    text = _rotate_text(language, about, given.rotation, given.givers is not None)
+    text = _rotate_text(language, about, given.rotation, given.token_rows is not None)
     copied = given.tail_keys.nbytes + given.tail_values.nbytes
     blocks = rotate.blocks(batch * given.q_heads, tails * heads, copied, append.PIECE)
     weights = {} if given.weights is None else dict(zip(_NORMS, given.weights, strict=True))
@@ -180,9 +180,9 @@ def rotate_launch(language: Language, given: Rotate) -> Launch:
         "frequencies": given.frequencies,
         "tail_keys": given.tail_keys,
         "tail_values": given.tail_values,
-        "places": given.places,
+        "places": given.token_places,
         **weights,
-        **({} if given.givers is None else {"givers": given.givers}),
+        **({} if given.token_rows is None else {"givers": given.token_rows}),
     }
     return Launch(
         name=_name("rotate", text),
@@ -255,16 +255,16 @@ def _split_text(shape: Shape, language: Language) -> tuple[str, int, int]:
 
 @lru_cache(64)
 def _append_text(
-    language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, givers: bool
+    language: Language, heads: int, k_dim: int, v_dim: int, itemsize: int, token_rows: bool
 ) -> str:
-    return append.append_source(language, heads, k_dim, v_dim, itemsize, givers=givers)
+    return append.append_source(language, heads, k_dim, v_dim, itemsize, token_rows=token_rows)
 
 
 @lru_cache(64)
 def _rotate_text(
-    language: Language, about: tuple[int, int, int, int, int], rotation: Rotation, givers: bool
+    language: Language, about: tuple[int, int, int, int, int], rotation: Rotation, token_rows: bool
 ) -> str:
-    return rotate.rotate_source(language, *about, rotation, givers=givers)
+    return rotate.rotate_source(language, *about, rotation, token_rows=token_rows)
 
 
 @lru_cache(64)

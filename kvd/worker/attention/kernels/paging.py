@@ -18,7 +18,6 @@ def find_first_page(text: Text) -> None:
 
 
 def find_next_page(text: Text) -> None:
-    """Find the warp's next page."""
     text.add("int next_level = -1, next_start = 0;\nsize_t next_page = 0;")
     text.add("if (!is_tail && item + PARTS < last) {")
     _find(text, "item + PARTS", "next_level", "next_page", "next_start")
@@ -44,7 +43,6 @@ def prefetch_keys(text: Text, shape: Shape, level: str, page: str) -> None:
 
 
 def prefetch_values(text: Text, shape: Shape, level: str, page: str) -> None:
-    """Prefetch a page's values."""
     _prefetch(text, shape, "value", level, page)
 
 

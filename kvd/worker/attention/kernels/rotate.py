@@ -9,7 +9,7 @@ result goes to its place in the tail. Other blocks copy the earlier contents of 
 
 from __future__ import annotations
 
-from kvd.worker.attention.kernels.append import THREADS, add_copies, add_sizes, giver_of
+from kvd.worker.attention.kernels.append import THREADS, add_copies, add_sizes, token_row_of
 from kvd.worker.attention.kernels.arguments import Rotation
 from kvd.worker.attention.kernels.language import Language
 from kvd.worker.attention.kernels.shape import LANES
@@ -27,9 +27,9 @@ def rotate_source(
     itemsize: int,
     rotation: Rotation,
     *,
-    givers: bool,
+    token_rows: bool,
 ) -> str:
-    """Return the kernel's body; ``givers``: an array maps tails to rows."""
+    """Return the kernel's body; ``token_rows``: an array maps tails to rows."""
     text = Text(1)
     text.add(language.prologue)
     add_sizes(text, kv_heads, k_dim, v_dim, itemsize)
@@ -45,7 +45,7 @@ if (int(block.x) < vector_blocks) {{
   const bool is_query = vector < q_vectors;
   const int tail = (vector - q_vectors) / HEADS, kv_head = (vector - q_vectors) % HEADS;
   if (!is_query && places[tail] < 0) return;
-  const int row = is_query ? vector / Q_HEADS : {giver_of("tail", givers=givers)};
+  const int row = is_query ? vector / Q_HEADS : {token_row_of("tail", token_rows=token_rows)};
   const int head = is_query ? vector % Q_HEADS : Q_HEADS + kv_head;
   GLOBAL T* from = qkv + row * ROW + head * K_DIM;
   {language.output} T* to = new_queries + vector * K_DIM;
@@ -76,7 +76,7 @@ if (int(block.x) < vector_blocks) {{
 }}
 int at = (int(block.x) - vector_blocks) * {THREADS} + me;
 """)
-    add_copies(text, language, {"values": "qkv + giver * ROW + VALUES"}, givers=givers)
+    add_copies(text, language, {"values": "qkv + giver * ROW + VALUES"}, token_rows=token_rows)
     return str(text)
 
 

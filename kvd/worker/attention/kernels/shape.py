@@ -41,7 +41,6 @@ class Side:
         return (PAGE_TOKENS if self.along_tokens else dim) // self.group
 
     def run(self, dtype: mx.Dtype) -> Run:
-        """Return how eight elements are read."""
         return packed_run(self.bits) if self.packed else dense_run(dtype)
 
 
@@ -100,7 +99,6 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Tiles per KV head."""
         return -(-self.vectors // self.tile)
 
     @cached_property
@@ -116,7 +114,6 @@ class Shape:
         return max([self.v_dim, PAGE_TOKENS, fewest, *keys, *weights])
 
     def shared_bytes(self, tiles: int, warps: int) -> int:
-        """Return the bytes of shared memory of a block."""
         return 4 * self.tile * (tiles * self.k_dim + warps * (self.region + 2))
 
     def plan(self, language: Language) -> tuple[int, int]:

@@ -22,7 +22,6 @@ class Text:
         self._lines: list[str] = []
 
     def add(self, text: str) -> None:
-        """Add lines."""
         for line in text.strip("\n").split("\n"):
             if "@" in line:
                 self._lines += [line.replace("@", name).replace("#", n) for name, n in self._parts]
@@ -35,12 +34,10 @@ class Text:
             self.add(text.replace("$", str(number)))
 
     def zero(self, *names: str) -> None:
-        """Declare vectors of zeros."""
         for name in names:
             self.add(f"{self.vector} {name};\n{name}@ = 0;")
 
     def scale(self, name: str, exponent: int) -> None:
-        """Multiply a vector by a power of two."""
         if exponent:
             self.add(f"{name}@ *= {power(exponent)};")
 
@@ -49,7 +46,6 @@ class Text:
 
 
 def power(exponent: int) -> str:
-    """Return a power of two."""
     return f"0x1p{exponent}f"
 
 

@@ -50,7 +50,6 @@ class Values:
         return [f"sum{number}" for number in range(RUN)] + [name for name, *_ in self.spreads]
 
     def declare(self) -> None:
-        """Declare all sums as zero."""
         self._text.zero(*self.sums)
         if self._forms:
             self._text.add("int form = 0;  // by what sums are raised")
@@ -64,7 +63,6 @@ channel[step]@ = 0;
 """)
 
     def add_page(self, level: int) -> None:
-        """Sum the values of a page on one level."""
         side = self._shape.values[level]
         if not side.packed:
             self._dense(f"values{level} + page * (PAGE * V_DIM)", "PAGE")
@@ -74,7 +72,6 @@ channel[step]@ = 0;
             self._by_token(level)
 
     def add_tail(self) -> None:
-        """Sum the values of tail tokens."""
         line = "tail_values + ((size_t(tail) * HEADS + head) * TAIL + item * PAGE) * V_DIM"
         self._dense(line, "count")
 
@@ -182,7 +179,6 @@ found@ = 0;
         self._text.add(f"form = {form};\n}}")
 
     def unscale(self) -> None:
-        """Undo the scaling of the sums."""
         for form, shifts in enumerate(self._forms, 1):
             self._text.add(f"if (form == {form}) {{")
             for number, shift in enumerate(shifts):
