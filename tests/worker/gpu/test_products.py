@@ -129,14 +129,14 @@ def test_a_row_of_a_gated_product_is_the_same_alone() -> None:
 
 def test_kernels_of_different_texts_have_different_names() -> None:
     """MLX compiles by name."""
-    how = products._How(mx.bfloat16, (64, 32), ("norm",), 1e-6)
+    how = products._Variant(mx.bfloat16, (64, 32), ("norm",), 1e-6)
     others = [
-        products._How(mx.float16, (64, 32), ("norm",), 1e-6),
-        products._How(mx.bfloat16, (64,), ("norm",), 1e-6),
-        products._How(mx.bfloat16, (64, 32), ("norm",), 1e-5),
-        products._How(mx.bfloat16, (64, 32), ("norm", "bias"), 1e-6),
-        products._How(mx.bfloat16, (64, 32), ("residual",)),
-        products._How(mx.bfloat16, (64,), ("norm",), 1e-6, gated=True),
+        products._Variant(mx.float16, (64, 32), ("norm",), 1e-6),
+        products._Variant(mx.bfloat16, (64,), ("norm",), 1e-6),
+        products._Variant(mx.bfloat16, (64, 32), ("norm",), 1e-5),
+        products._Variant(mx.bfloat16, (64, 32), ("norm", "bias"), 1e-6),
+        products._Variant(mx.bfloat16, (64, 32), ("residual",)),
+        products._Variant(mx.bfloat16, (64,), ("norm",), 1e-6, gated=True),
     ]
     assert len({one.name for one in (how, *others)}) == 1 + len(others)
     assert how.name.replace("_", "").isalnum()
