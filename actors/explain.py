@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from actors.machines.forecast import Question, forecast
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 
 if TYPE_CHECKING:
     from actors.known_models import KnownModels

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

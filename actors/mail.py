@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from actors.ports import Exit, WorkerProcess
     from actors.runtime.actor import Ref
     from protocol.errors import ErrorInfo
+    from protocol.kv import KVSpec
     from protocol.messages import Attach, Event, Generate
     from protocol.policy import ModelPolicy
-    from protocol.types import KVSpec, ModelState, Reclaimable
+    from protocol.types import ModelState, Reclaimable
     from protocol.worker import (
         Grant,
         Reclaim,

@@ -12,8 +12,9 @@ from typing import Any, Literal, Protocol
 
 from actors.telemetry import Observation
 from protocol.costs import Estimate
+from protocol.kv import KVSpec
 from protocol.settings import Changed, Setting
-from protocol.types import HostMemory, KVSpec
+from protocol.types import HostMemory
 from protocol.worker import Command, Report
 
 

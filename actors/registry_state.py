@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from actors.known_models import KnownModel, KnownModels
 from protocol.errors import InvalidRequest, ModelExists
-from protocol.types import ALIAS_PATTERN, ALIAS_RULE
+from protocol.fields import ALIAS_PATTERN, ALIAS_RULE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

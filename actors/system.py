@@ -40,7 +40,8 @@ from actors.time_slices import TimeSlicesActor, TimeSlicesState
 from actors.tokenizing import TokenizeRequests
 from actors.worker import Worker, WorkerServices, WorkerState
 from protocol.errors import InvalidRequest, UnknownModel
-from protocol.types import DaemonStatus, KVSpec, ModelStatus
+from protocol.kv import KVSpec
+from protocol.types import DaemonStatus, ModelStatus
 from protocol.worker import LoadModel
 
 if TYPE_CHECKING:

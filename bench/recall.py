@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from kvd import demo
 from kvd.client import AsyncClient
 from kvd.demo.recall import DIGITS, RecallTask, make_recall_prompt
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 
 LENGTHS = (2048, 2048, 4096, 4096, 8192)
 """Cycled through."""

@@ -16,7 +16,7 @@ from kvd.daemon.serve import become
 from kvd.host import exits
 from kvd.host.home import locate
 from protocol.errors import KvdError
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 
 
 def _check_address(_: click.Context, __: click.Parameter, text: str | None) -> str | None:

@@ -1,1 +1,1 @@
-"""The words of kvd: messages, framing, sessions and errors. Imports msgspec and nothing of ours."""
+"""The protocols of kvd: messages, framing, sessions and errors. Depends on msgspec only."""

@@ -1,11 +1,11 @@
-"""Every error that kvd can say, with its wire code.
+"""All errors of kvd, with their codes in messages.
 
-The tree (`code` in brackets; * = worth a retry as it is)::
+The hierarchy (codes in brackets; * = retryable without changes)::
 
     KvdError
      ├── ProtocolError
-     │    ├── LocalProtocolError                  we broke the rules of a machine of ours
-     │    └── RemoteProtocolError                 the peer did
+     │    ├── LocalProtocolError                  by this side
+     │    └── RemoteProtocolError                 by the peer
      │         ├── MalformedFrame                 [malformed_frame]
      │         ├── FrameTooLarge                  [frame_too_large]
      │         ├── UnknownOp                      [unknown_op]
@@ -44,16 +44,20 @@ import msgspec
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it travels: on the socket, from the worker, in ``status``."""
+    """An error as a value: on the socket, from the worker, and in ``status``."""
 
     code: str
+    """Code such as ``unknown_model``."""
     message: str
+    """What happened, for people."""
     retryable: bool = False
+    """Whether the same request may succeed later."""
     detail: dict[str, Any] = {}
+    """Further values, by error."""
 
 
 class KvdError(Exception):
-    """Base of everything below; ``code`` is the wire code of the class."""
+    """Base of all errors; ``code`` is the class's code in messages."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
@@ -64,50 +68,49 @@ class KvdError(Exception):
         self.detail = detail
 
     def info(self) -> ErrorInfo:
-        """Return the error as a value for the wire."""
         return ErrorInfo(self.code, self.message, self.retryable, self.detail)
 
 
 class ProtocolError(KvdError):
-    """Somebody broke the rules of a framing or session machine."""
+    """A violation of the protocol."""
 
 
 class LocalProtocolError(ProtocolError):
-    """We did: a bug on this side."""
+    """A violation by this side: a bug."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer did: it gets the error, and loses at most its connection."""
+    """A violation by the peer: it gets the error, and loses its connection at most."""
 
     code = "malformed_frame"
 
 
 class MalformedFrame(RemoteProtocolError):
-    """The bytes are not a message: bad UTF-8, bad JSON, not an object, no id."""
+    """The bytes are not a message: invalid UTF-8 or JSON, not an object, or without an id."""
 
     code = "malformed_frame"
 
 
 class FrameTooLarge(RemoteProtocolError):
-    """A frame is larger than the limit."""
+    """A frame exceeds the limit."""
 
     code = "frame_too_large"
 
 
 class UnknownOp(RemoteProtocolError):
-    """The op is not one that this version knows."""
+    """This version has no such op."""
 
     code = "unknown_op"
 
 
 class UnsupportedVersion(RemoteProtocolError):
-    """The peer speaks another version of the protocol."""
+    """The peer uses another version of the protocol."""
 
     code = "unsupported_version"
 
 
 class InvalidRequest(KvdError):
-    """A field is missing, of the wrong type or out of range; ``detail["field"]`` names it."""
+    """A field is missing, has the wrong type or is out of range; ``detail["field"]`` names it."""
 
     code = "invalid_request"
 
@@ -119,110 +122,110 @@ class EmptyPrompt(InvalidRequest):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and completion do not fit the model's context."""
+    """Prompt and completion exceed the model's context."""
 
     code = "context_too_long"
 
 
 class ModelError(KvdError):
-    """Something about a model rather than about one request."""
+    """An error of a model rather than of one request."""
 
 
 class UnknownModel(ModelError):
-    """No such model is loaded, or no such model can be found."""
+    """No model of this name is loaded or can be found."""
 
     code = "unknown_model"
 
 
 class ModelExists(ModelError):
-    """The name is taken by another model."""
+    """Another model has this name."""
 
     code = "model_exists"
 
 
 class InvalidModel(ModelError):
-    """The model's folder is broken: a file is missing, truncated or contradicts another."""
+    """The model's folder is broken: a file is missing, truncated or inconsistent with others."""
 
     code = "invalid_model"
 
 
 class UnsupportedModel(ModelError):
-    """The model is whole, but this version cannot serve it correctly."""
+    """The model is intact, but this version cannot serve it correctly."""
 
     code = "unsupported_model"
 
 
 class ModelFailed(ModelError):
-    """The model's worker was given up; ``unload`` and ``load`` start afresh."""
+    """The model's worker failed too often; ``unload`` and ``load`` it to start again."""
 
     code = "model_failed"
 
 
 class InsufficientMemory(KvdError):
-    """It does not fit the budget; ``detail`` has the arithmetic in bytes."""
+    """The request exceeds the memory budget; ``detail`` has the numbers in bytes."""
 
     code = "insufficient_memory"
 
 
 class UnknownRequest(KvdError):
-    """No request of this id waits for its client: it is over, expired, or was never kept."""
+    """No saved request has this id: it ended, expired, or was not journaled."""
 
     code = "unknown_request"
 
 
 class Overloaded(KvdError):
-    """It would fit later; ``detail["retry_after_s"]`` says when to come back."""
+    """The daemon is busy; ``detail["retry_after_s"]`` says when to retry."""
 
     code = "overloaded"
     retryable = True
 
 
 class Draining(KvdError):
-    """The daemon or the model takes no new work."""
+    """The daemon or the model accepts no new work."""
 
     code = "draining"
     retryable = True
 
 
 class DeadlineExceeded(KvdError):
-    """The time that the request gave itself (``deadline_s``) is over; it may be quicker later."""
+    """The request's ``deadline_s`` has passed."""
 
     code = "deadline_exceeded"
     retryable = True
 
 
 class WorkerDied(KvdError):
-    """The model's process ended, and the request does not go on in another one."""
+    """The model's process ended, and the request does not continue in another one."""
 
     code = "worker_died"
     retryable = True
 
 
 class Quarantined(KvdError):
-    """The model's process died of this request, twice, the second time with no other in it.
+    """The request made the model's process die twice, the second time while it ran alone.
 
-    ``detail["story"]`` tells it. It is not tried again; the model goes on.
+    ``detail["story"]`` lists the deaths. The request is not retried; the model continues.
     """
 
     code = "quarantined"
 
 
 class SlowReader(KvdError):
-    """The client did not read its events; the request was ended for the batch's sake."""
+    """The client did not read its events, so its requests were cancelled."""
 
     code = "slow_reader"
     retryable = True
 
 
 class NumericalError(KvdError):
-    """The model's logits for this row were not finite, or all the same."""
+    """The model's logits for this row were not finite, or all equal."""
 
     code = "numerical_error"
     retryable = True
 
 
 class PermissionDenied(KvdError):
-    """The peer is another user."""
+    """The peer runs as another user."""
 
     code = "permission_denied"
 
@@ -235,19 +238,19 @@ class NotRunning(KvdError):
 
 
 class AlreadyRunning(KvdError):
-    """Another daemon holds this home."""
+    """Another daemon uses this home."""
 
     code = "already_running"
 
 
 class ConfigError(KvdError):
-    """The configuration is wrong; ``detail["key"]`` names the place."""
+    """The configuration is invalid; ``detail["key"]`` names the setting."""
 
     code = "config_error"
 
 
 class ServiceError(KvdError):
-    """The service manager, launchd or systemd, is not there or did not do it."""
+    """The service manager, launchd or systemd, is missing or failed."""
 
     code = "service_error"
 
@@ -258,18 +261,18 @@ class InternalError(KvdError):
     code = "internal"
 
 
-def _leaves(base: type[KvdError]) -> dict[str, type[KvdError]]:
+def _by_code(base: type[KvdError]) -> dict[str, type[KvdError]]:
     found = {base.code: base} if "code" in vars(base) else {}
-    for sub in base.__subclasses__():
-        found |= _leaves(sub)
+    for subclass in base.__subclasses__():
+        found |= _by_code(subclass)
     return found
 
 
-_BY_CODE = _leaves(KvdError) | {"malformed_frame": MalformedFrame, "internal": InternalError}
+_BY_CODE = _by_code(KvdError) | {"malformed_frame": MalformedFrame, "internal": InternalError}
 
 
 def from_info(info: ErrorInfo) -> KvdError:
-    """Turn a wire error back into an exception; unknown codes become ``KvdError``."""
+    """Return the exception for an error value; unknown codes become ``KvdError``."""
     cls = _BY_CODE.get(info.code, KvdError)
     error = cls(info.message, **info.detail)
     if cls is KvdError:

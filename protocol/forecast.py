@@ -1,4 +1,4 @@
-"""What `explain` answers: what rows of a model would take, and what would be done to make room."""
+"""The reply to `explain`: what rows of a model would take, and how their memory would be freed."""
 
 from __future__ import annotations
 
@@ -7,71 +7,74 @@ from typing import Literal
 import msgspec
 
 Verdict = Literal["fits", "makes_room", "waits", "never"]
-"""Of the rows that were asked about:
+"""Whether the rows fit:
 
-* ``fits``: there is room now;
-* ``makes_room``: there is once the steps are taken;
-* ``waits``: not all of it can be freed now; requests would wait until others end;
-* ``never``: not even at the lowest level with the whole budget.
+* ``fits``: the memory is free now;
+* ``makes_room``: it is free after `Forecast.steps`;
+* ``waits``: not all of it can be freed now, so requests would wait until others end;
+* ``never``: the rows exceed the whole budget even at the lowest precision level.
 """
 
 
 class LevelCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Those rows on one level of the ladder."""
+    """Costs of the rows on one precision level."""
 
     scheme: str
     token_bytes: float
-    """Of a long row; 0 where rows are bounded."""
+    """Bytes of a token of a long row; 0 if a row's bytes are bounded."""
     row_bytes: int
-    """What is reserved for one of them: its worst case."""
+    """Bytes reserved for one row: its worst case."""
     total_bytes: int
-    """The grant that the model needs for all of them, beside the rows that it has."""
+    """Grant that the model needs for all rows, in addition to the rows that it has."""
     max_rows: int
-    """How many of them the whole budget holds, with nothing else in it."""
+    """Rows that the whole budget holds without other models."""
 
 
 class ReclaimStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that would be done, in this order."""
+    """One step that frees memory."""
 
     method: str
-    """``spare``, ``prefixes``, ``expired``, ``level``, ``idle`` or ``park``; docs/operations.md."""
+    """Reclaim method: ``spare``, ``prefixes``, ``expired``, ``precision``, ``idle`` or ``preempt``;
+    see docs/operations.md."""
     model: str
     nbytes: int
-    """What it frees, as far as it is needed; models that are unloaded give all."""
+    """Bytes freed, as far as needed; a model that is evicted frees everything."""
     level: int = 0
-    """That rows step down to."""
+    """Precision level that rows step down to."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. Bytes are those that the budget counts."""
+    """The whole forecast. Bytes are counted as in the budget."""
 
     model: str
     source: str
     state: str
-    """As `status` says it; ``not loaded`` for one that is not there."""
+    """State as in `status`; ``not loaded`` for a model without a worker."""
     measured: bool
-    """Whether the worker has told what it costs; else it is reckoned from the model's files."""
+    """Whether the costs come from the worker; if not, they are estimated from the model's files."""
     context: int
     """Tokens of each row, prompt and completion together."""
     rows: int
+    """Number of rows that the forecast is about."""
     weights_bytes: int
     base_bytes: int
-    """Weights, scratch, the interpreter and what an allocator keeps: for good."""
+    """Bytes held permanently: weights, scratch, interpreter and the allocator's cache."""
     idle_bytes: int
-    """What the model holds when nobody asks it anything: the base, and its first pages."""
+    """Bytes that the model holds without requests: `base_bytes` and its first pages."""
     levels: list[LevelCost]
-    """From the top of the ladder down."""
+    """Costs by precision level, from level 0 down."""
     level: int = 0
-    """Where new rows start now."""
+    """Precision level of new rows now."""
     budget_bytes: int
     available_bytes: int
-    """Granted to nobody."""
+    """Bytes of the budget that are not granted."""
     held_bytes: int
-    """Granted to this model now."""
+    """Bytes granted to this model now."""
     missing_bytes: int
-    """What it would have to get beyond what is available."""
+    """Bytes needed in addition to `available_bytes`."""
     steps: list[ReclaimStep]
-    """What would make room for that."""
+    """Steps that would free the missing bytes, in order."""
     shortfall_bytes: int
-    """What is still lacking after all of it."""
+    """Bytes still missing after all steps."""
     verdict: Verdict
+    """Whether the rows fit."""

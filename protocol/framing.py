@@ -1,8 +1,7 @@
-"""Bytes to messages and back: lines of JSON for clients, length-prefixed msgpack for workers.
+"""Framing: lines of JSON for clients, length-prefixed msgpack for workers.
 
-Sans-io: bytes come in as arguments, messages go out as values. Knows the limits of a frame, and
-nothing of conversations (`protocol.session`) or of sockets. Whatever the peer sends, only
-`RemoteProtocolError` comes out.
+Sans-io: bytes are arguments, and messages are return values. Conversations are in
+`protocol.session`. Invalid input raises `RemoteProtocolError` and nothing else.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HEADER = 4
-"""Bytes of a frame's length, big-endian."""
+"""Bytes of a frame's length field, big-endian."""
 
 
 class _Decoder(ABC):
-    """What both framings share: once a frame was too large, the stream cannot be trusted."""
+    """Base of both decoders: after a frame that is too large, the stream is unusable."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.fault: FrameTooLarge | None = None
-        """Set once a frame is over the limit; nothing more comes out then."""
+        """Set after a frame exceeded the limit; no more frames are returned then."""
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take bytes and return the frames that are complete; look at `fault` afterwards."""
+        """Add bytes and return the complete frames; check `fault` afterwards."""
         if self.fault is not None:
             return []
         self._buffer += data
@@ -46,15 +45,15 @@ class _Decoder(ABC):
         if too_large:
             self._buffer.clear()
             self.fault = FrameTooLarge(
-                f"a frame has more than {self.limit} bytes; send less in one message",
+                f"a message exceeds the limit of {self.limit} bytes; send less in one message",
                 limit_bytes=self.limit,
             )
         return frames
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Do as `feed` does, but raise the fault.
+        """Call `feed`, and raise the fault if there is one.
 
-        The complete frames before the fault are lost then; who needs them uses `feed`.
+        Complete frames before the fault are lost then; use `feed` to keep them.
         """
         frames = self.feed(data)
         if self.fault is not None:
@@ -63,16 +62,16 @@ class _Decoder(ABC):
 
     @abstractmethod
     def _split(self) -> tuple[list[bytes], bool]:
-        """Return the complete frames, and whether one that is too large follows them."""
+        """Return the complete frames, and whether a frame that is too large follows."""
 
 
 class LineDecoder(_Decoder):
-    r"""Splits a byte stream into lines: without the ``\n`` or ``\r\n``, empty lines left out."""
+    r"""Splits a byte stream into lines without ``\n`` or ``\r\n``; skips empty lines."""
 
     def __init__(self, limit: int = messages.MAX_FRAME_BYTES) -> None:
         super().__init__(limit)
         self._searched = 0
-        """No newline before this index: long lines are not searched twice."""
+        """Index without a newline before it, so that long lines are searched once."""
 
     def _split(self) -> tuple[list[bytes], bool]:
         lines: list[bytes] = []
@@ -89,7 +88,7 @@ class LineDecoder(_Decoder):
 
 
 class FrameDecoder(_Decoder):
-    """Splits a byte stream into frames: four bytes of length, then that many bytes."""
+    """Splits a byte stream into frames of a four-byte length and that many bytes."""
 
     def __init__(self, limit: int | None = None) -> None:
         from protocol.worker import MAX_FRAME_BYTES  # noqa: PLC0415 - as below
@@ -116,7 +115,7 @@ _json = msgspec.json.Encoder()
 _msgpack = msgspec.msgpack.Encoder()
 
 
-# A decoder takes some milliseconds to make; a client needs one of them, and no words of workers.
+# Each decoder takes milliseconds to construct, and a client needs only one of them.
 
 
 @functools.cache
@@ -144,35 +143,32 @@ def _reports() -> msgspec.msgpack.Decoder[Report]:
 
 
 def encode_line(message: Request | Event) -> bytes:
-    """Encode a message for a client or a daemon, newline included."""
+    """Encode a message between client and daemon, with its newline."""
     return _json.encode(message) + b"\n"
 
 
 def encode_frame(message: Command | Report) -> bytes:
-    """Encode a message for a worker or a daemon, length included."""
+    """Encode a message between daemon and worker, with its length."""
     body = _msgpack.encode(message)
     return len(body).to_bytes(_HEADER, "big") + body
 
 
 def decode_request(line: bytes) -> Request:
-    """Decode what a client sent; `msgspec.ValidationError` says that it is JSON, but no request."""
+    """Decode a client's line; `msgspec.ValidationError` means valid JSON, but no request."""
     _check_utf8(line)
     return _guard(_requests().decode, line, let_through=msgspec.ValidationError)
 
 
 def decode_event(line: bytes) -> Event:
-    """Decode what a daemon sent."""
     _check_utf8(line)
     return _guard(_events().decode, line)
 
 
 def decode_command(frame: bytes) -> Command:
-    """Decode what the daemon sent to its worker."""
     return _guard(_commands().decode, frame)
 
 
 def decode_report(frame: bytes) -> Report:
-    """Decode what a worker sent."""
     return _guard(_reports().decode, frame)
 
 
@@ -187,14 +183,14 @@ def _guard(
         return decode(data)
     except let_through:
         raise
-    except RecursionError as error:  # msgspec's own guard against nests of brackets
+    except RecursionError as error:  # msgspec's guard against deep nesting
         raise MalformedFrame("a message is nested too deeply") from error
     except ValueError as error:  # msgspec.DecodeError and UnicodeDecodeError
         raise MalformedFrame(f"not a message: {error}") from error
 
 
 def _check_utf8(line: bytes) -> None:
-    # msgspec skips unknown fields unread, so their bytes would pass.
+    # msgspec skips unknown fields without reading them, so invalid bytes there would pass.
     if line.isascii():
         return
     try:

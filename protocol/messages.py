@@ -1,8 +1,7 @@
-"""Client <-> daemon, version 1: what travels as NDJSON over the Unix socket.
+"""Messages between client and daemon, version 1, as NDJSON over the Unix socket.
 
-Requests carry ``{"v": 1, "id": …, "op": …}``; events carry ``{"id": …, "event": …}`` with the
-id of the request that they answer. A request is over with its *last* event (`is_last`);
-``generate`` and ``load`` have several before it.
+Requests are ``{"v": 1, "id": …, "op": …}``. Events are ``{"id": …, "event": …}``, with the id of the
+request that they answer. A request ends with its *last* event (`is_last`).
 """
 
 from __future__ import annotations
@@ -13,77 +12,71 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ErrorInfo
-from protocol.forecast import Forecast
-from protocol.policy import ModelPolicy
-from protocol.settings import Changed, Setting
-from protocol.types import (
+from protocol.fields import (
     MAX_BYTES,
     MAX_CHOICES,
     MAX_INT,
     Alias,
-    ChatMessage,
     Choices,
-    DaemonStatus,
     DeadlineSeconds,
-    KVSpec,
-    ModelStatus,
     Name,
     Priority,
     Salt,
-    Sampling,
     StopTexts,
     StopTokens,
     TokenId,
-    TokenLogprob,
     TopLogprobs,
-    Usage,
 )
+from protocol.forecast import Forecast
+from protocol.kv import KVSpec
+from protocol.policy import ModelPolicy
+from protocol.settings import Changed, Setting
+from protocol.types import ChatMessage, DaemonStatus, ModelStatus, Sampling, TokenLogprob, Usage
 
 VERSION = 1
 MAX_FRAME_BYTES = 8 * 1024 * 1024
-"""Bounds what one line can make the daemon hold; a 16K-token prompt is about 64 KiB."""
+"""Limits the memory that one line takes in the daemon; a prompt of 16K tokens is about 64 KiB."""
+MAX_FORECAST_ROWS = 65_536
+MAX_LISTED_TOKENS = 65_536
+"""Maximum token ids in a reply to `Tokenize`."""
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
-
-
-MAX_FORECAST_ROWS = 65_536
-"""That `explain` reckons with."""
-MAX_LISTED_TOKENS = 65_536
-"""Token ids that `tokenize` tells."""
+Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INT)]
 
 
 class _Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
     id: RequestId
-    """Yours; unique among those of the connection that are not over."""
+    """The client's id of the request, unique among the connection's open requests."""
     v: int = VERSION
 
 
 class Hello(_Request, tag="hello", frozen=True, kw_only=True):
-    """Ask who is there."""
+    """Return the daemon's version and process id."""
 
     client: str = ""
-    """Who you are."""
+    """Name of the client."""
 
 
 class Status(_Request, tag="status", frozen=True, kw_only=True):
-    """Ask for everything that `kvctl status` shows."""
+    """Return the status of the daemon and all models."""
 
 
 class Metrics(_Request, tag="metrics", frozen=True, kw_only=True):
-    """Ask for what Prometheus reads."""
+    """Return metrics for Prometheus."""
 
 
 class Load(_Request, tag="load", frozen=True, kw_only=True):
-    """Load a model: an embedded name, a folder's absolute path, or a Hub id."""
+    """Load a model."""
 
     model: Name
-    """Embedded name, absolute folder or Hub id."""
+    """Source: an embedded name, a folder's absolute path, or a Hub id."""
     alias: Alias | None = None
-    """The name that requests use; absent: the model's own short name."""
+    """Name that requests use; absent: the last part of the source."""
     kv: KVSpec = KVSpec()
-    """How its KV cache is kept."""
+    """Settings of the KV cache."""
     policy: ModelPolicy | None = None
-    """How it stands beside other models; absent: as before, if it is known."""
+    """Policy relative to other models; absent: unchanged for a known model."""
 
 
 class Unload(_Request, tag="unload", frozen=True, kw_only=True):
@@ -91,44 +84,44 @@ class Unload(_Request, tag="unload", frozen=True, kw_only=True):
 
     model: Name
     force: bool = False
-    """End them at once."""
+    """Whether running requests end at once."""
 
 
 class Generate(_Request, tag="generate", frozen=True, kw_only=True):
-    """Complete a prompt. Exactly one of ``prompt``, ``messages`` and ``tokens`` is given."""
+    """Complete a prompt, given as exactly one of ``prompt``, ``messages`` and ``tokens``."""
 
     model: Name
-    """The name under which it was loaded, or is known."""
+    """Name of a loaded or known model."""
     prompt: str | None = None
-    """Raw text: no chat template."""
+    """Raw text, without a chat template."""
     messages: list[ChatMessage] | None = None
-    """A conversation, for the model's chat template."""
+    """Conversation, for the model's chat template."""
     tokens: list[TokenId] | None = None
-    """Token ids, as they are."""
+    """Token ids."""
     sampling: Sampling = Sampling()
-    """How tokens are drawn."""
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
-    """Absent: as much as fits the context, at most 512."""
+    """Sampling settings."""
+    max_tokens: PositiveCount | None = None
+    """Maximum tokens of each choice; absent: what fits the context, at most 512."""
     n: Choices = 1
-    """Completions of the one prompt; choice 0 is that of n = 1."""
+    """Number of choices; choice 0 is the same as with n = 1."""
     stop: StopTexts = []
-    """The completion ends before the first of these; none of it is sent."""
+    """Texts that end a choice; neither they nor anything after them is sent."""
     stop_tokens: StopTokens = []
-    """The same, of token ids."""
+    """Token ids that end a choice; they are not sent."""
     ignore_eos: bool = False
-    """The model's own end is a token like any other."""
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    """Nothing that could end the completion is drawn, and no stop text heeded, before so many."""
+    """Whether the model's end token is treated as any other token."""
+    min_tokens: Count = 0
+    """Tokens of a choice before which end tokens are not drawn and stop texts are ignored."""
     logprobs: TopLogprobs | None = None
-    """Tell each token's logprob, with so many of the most likely ones; absent: nothing."""
+    """Number of likeliest tokens to report with each token's logprob; absent: no logprobs."""
     prompt_logprobs: TopLogprobs | None = None
-    """The same of the prompt's tokens, in ``prompt_logprobs`` events."""
+    """Number of likeliest tokens to report for each prompt token, in ``prompt_logprobs`` events."""
     priority: Priority = 0
-    """Higher ones are taken first."""
+    """Priority in the queue; higher values are admitted first."""
     deadline_s: DeadlineSeconds | None = None
-    """From its arrival; then it ends with ``deadline_exceeded``, also while it waits."""
+    """Seconds from arrival after which the request ends with ``deadline_exceeded``, even queued."""
     prefix_salt: Salt | None = None
-    """Prompts share cached beginnings only with those that have the same one."""
+    """Isolation key: prompts share cached prefixes only with prompts of the same salt."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -136,101 +129,103 @@ class Generate(_Request, tag="generate", frozen=True, kw_only=True):
 
 
 class ReceivedChoice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a client has of one completion."""
+    """What a client has received of one choice."""
 
-    tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    text_bytes: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    """Of its text, in UTF-8."""
+    tokens: Count = 0
+    """Number of tokens."""
+    text_bytes: Count = 0
+    """Bytes of text in UTF-8."""
 
 
 class Attach(_Request, tag="attach", frozen=True, kw_only=True):
-    """Get the rest of a request that a daemon before this one has left in the journal."""
+    """Continue a request that an earlier daemon accepted and wrote to its journal."""
 
     request: RequestId
-    """As ``accepted`` named it."""
+    """Name of the request, from its ``accepted`` event."""
     received: Annotated[list[ReceivedChoice], Meta(max_length=MAX_CHOICES)] = []
-    """One for each completion; empty: nothing."""
-    received_prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    """Tokens of the prompt whose logprobs have come."""
+    """What the client has of each choice; empty: nothing."""
+    received_prompt_logprobs: Count = 0
+    """Tokens of the prompt whose logprobs the client has."""
 
 
 class Cancel(_Request, tag="cancel", frozen=True, kw_only=True):
-    """End another request of this connection; it gets ``done`` with reason ``cancelled``."""
+    """Cancel another request of this connection, which ends with reason ``cancelled``."""
 
     target: RequestId
-    """The other one's ``id``."""
+    """Id of the other request."""
 
 
 class Pin(_Request, tag="pin", frozen=True, kw_only=True):
-    """Never unload this model to make room."""
+    """Pin a model, so that it is never evicted."""
 
     model: Name
 
 
 class Unpin(_Request, tag="unpin", frozen=True, kw_only=True):
-    """Take that back."""
+    """Unpin a model."""
 
     model: Name
 
 
 class Configure(_Request, tag="config", frozen=True, kw_only=True):
-    """Change what may change while the daemon runs, until it ends; without fields: tell it."""
+    """Change settings until the daemon ends; without fields, return the budget."""
 
     budget_bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)] | None = None
-    """A lower budget is worked off: nothing that runs is ended for it."""
+    """New memory budget. A lower budget ends no requests; memory is reclaimed over time."""
     settings: dict[str, Any] = {}
-    """New values by key, all or none of which are taken; ``null``: what the file says."""
+    """New values by key, applied all or none; ``null`` restores the file's value."""
     table: bool = False
-    """Tell every setting."""
+    """Whether the reply lists every setting."""
 
 
 class Events(_Request, tag="events", frozen=True, kw_only=True):
-    """Tell what the governor and others did, and why: the newest some thousand things."""
+    """Return what the governor and other parts did, and why: the newest 4096 records."""
 
     model: Name | None = None
-    """Only what was done to this one, or for it."""
-    since: Annotated[int, Meta(ge=0, le=MAX_INT)] = 0
-    """Only what came after the one of this number."""
+    """Filter: records about this model, or on its behalf."""
+    since: Count = 0
+    """Number of the last record that the client has."""
     follow: bool = False
-    """Go on with what happens from now on, until a ``cancel``."""
+    """Whether new records follow until a ``cancel``."""
 
 
 class Explain(_Request, tag="explain", frozen=True, kw_only=True):
-    """Tell what rows of a model would take, and what would make room for them."""
+    """Return what rows of a model would take, and how their memory would be freed."""
 
     model: Name
-    """The name of one that is loaded or known; else what it would be loaded from."""
+    """Name of a loaded or known model, or the source of another one."""
     rows: Annotated[int, Meta(ge=0, le=MAX_FORECAST_ROWS)] = 1
-    context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
-    """Tokens of each, prompt and completion together; absent: the model's whole context."""
+    """Number of rows."""
+    context: PositiveCount | None = None
+    """Tokens of each row, prompt and completion together; absent: the model's whole context."""
     kv: KVSpec | None = None
-    """Of a model that is neither loaded nor known; absent: what ``load`` has without it."""
+    """KV settings for a model that is neither loaded nor known; absent: the defaults of ``load``."""
 
 
 class Tokenize(_Request, tag="tokenize", frozen=True, kw_only=True):
-    """Tell the tokens of a text, as ``generate`` would read it; nothing runs for it.
+    """Return the tokens of a text as ``generate`` would use them, without running anything.
 
-    Exactly one of ``prompt`` and ``messages`` is given.
+    The text is exactly one of ``prompt`` and ``messages``.
     """
 
     model: Name
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     limit: Annotated[int, Meta(ge=0, le=MAX_LISTED_TOKENS)] = MAX_LISTED_TOKENS
-    """Tell so many of the first tokens at most; 0: only how many there are."""
+    """Maximum tokens in the reply; 0: only their number."""
     texts: bool = False
-    """Tell each token's text too."""
+    """Whether the reply includes each token's text."""
 
 
 class Drain(_Request, tag="drain", frozen=True, kw_only=True):
-    """Take no new work, finish what runs; the daemon stays up."""
+    """Accept no new work and finish running requests; the daemon stays up."""
 
 
 class Shutdown(_Request, tag="shutdown", frozen=True, kw_only=True):
-    """Drain, then exit 0."""
+    """Drain, then exit with status 0."""
 
     force: bool = False
-    """Do not wait for what runs."""
+    """Whether running requests end at once."""
 
 
 Request = (
@@ -255,11 +250,11 @@ Request = (
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", omit_defaults=True):
     id: str
-    """Of the request that it answers."""
+    """Id of the request that the event answers."""
 
 
 class HelloReply(_Event, tag="hello", frozen=True, kw_only=True):
-    """Who is there."""
+    """Answers ``hello``."""
 
     version: str
     protocol: int
@@ -268,7 +263,7 @@ class HelloReply(_Event, tag="hello", frozen=True, kw_only=True):
 
 
 class StatusReply(_Event, tag="status", frozen=True, kw_only=True):
-    """Everything that `kvctl status` shows."""
+    """Answers ``status``."""
 
     status: DaemonStatus
 
@@ -277,20 +272,20 @@ class MetricsReply(_Event, tag="metrics", frozen=True, kw_only=True):
     """Answers ``metrics``."""
 
     text: str
-    """In Prometheus's text format."""
+    """Metrics in Prometheus's text format."""
 
 
 class Loading(_Event, tag="loading", frozen=True, kw_only=True):
-    """How far a load is."""
+    """Progress of a load."""
 
     model: str
     stage: str
     fraction: float
-    """0 to 1 of the whole load."""
+    """Fraction of the whole load, 0 to 1."""
 
 
 class Loaded(_Event, tag="loaded", frozen=True, kw_only=True):
-    """The model answers requests."""
+    """The model is ready."""
 
     model: ModelStatus
 
@@ -303,54 +298,55 @@ class Unloaded(_Event, tag="unloaded", frozen=True, kw_only=True):
 
 
 class Accepted(_Event, tag="accepted", frozen=True, kw_only=True):
-    """The worker has the request; ``seed`` is the one that it samples with."""
+    """The worker has accepted the request."""
 
     prompt_tokens: int
     seed: int
+    """Seed of the sampling, drawn by the daemon if the request has none."""
     request: str = ""
-    """The daemon's name for it, to ``attach`` by; empty where the journal is not on disk."""
+    """Name for ``attach``; empty if the journal is not on disk."""
 
 
 class Queued(_Event, tag="queued", frozen=True, kw_only=True):
     """The request waits for a place or for memory."""
 
     position: int
-    """1: it is next."""
+    """Position in the queue; 1 is next."""
 
 
 class Paused(_Event, tag="paused", frozen=True, kw_only=True):
-    """The request rests, and goes on by itself: nothing of it is lost."""
+    """The request is paused; it resumes later without loss."""
 
     reason: Literal["restart", "memory"]
-    """Its model's process is started again, or others need its memory."""
+    """Reason: the model's worker restarts, or other requests need the memory."""
 
 
 class Resumed(_Event, tag="resumed", frozen=True, kw_only=True):
-    """A request that was parked goes on; its next token is the one after its last."""
+    """A paused request continues with its next token."""
 
 
 class Tokens(_Event, tag="tokens", frozen=True, kw_only=True):
-    """The next tokens of a completion, with the text that they complete.
+    """The next tokens of a choice, with the text that they complete.
 
-    ``text`` never ends inside a character and never shows what may become a stop string; the
-    tokens may therefore run ahead of it.
+    ``text`` never ends inside a character or inside a possible stop text, so it may lag behind the
+    tokens.
     """
 
     index: int
-    """Of the first of these tokens, in the completion."""
+    """Position of the first of these tokens in the choice."""
     tokens: list[int]
     text: str
     choice: int = 0
-    """Which of the n completions."""
+    """Number of the choice."""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of ``tokens``, if asked for."""
+    """One entry per token, if requested."""
 
 
 class PromptLogprobs(_Event, tag="prompt_logprobs", frozen=True, kw_only=True):
-    """The next tokens of the prompt and how likely the model found them."""
+    """Logprobs of the next tokens of the prompt."""
 
     index: int
-    """Of the first of these tokens, in the prompt."""
+    """Position of the first of these tokens in the prompt."""
     logprobs: list[TokenLogprob]
 
 
@@ -358,19 +354,19 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class ChoiceFinished(_Event, tag="choice_finished", frozen=True, kw_only=True):
-    """One of n > 1 completions is over; ``done`` follows the last of them."""
+    """One of several choices ended; ``done`` follows the last of them."""
 
     choice: int
     reason: FinishReason
 
 
 class Done(_Event, tag="done", frozen=True, kw_only=True):
-    """The completion is over; with n > 1, all of them are."""
+    """The request ended, with all its choices."""
 
     reason: FinishReason
-    """With n > 1 ``cancelled`` or ``length`` if that is the reason of any, else ``stop``."""
+    """Reason; with several choices ``cancelled`` or ``length`` if any of them ended so."""
     usage: Usage
-    """Of all completions together; the prompt counts once."""
+    """Tokens of all choices together; the prompt counts once."""
 
 
 class Pinned(_Event, tag="pinned", frozen=True, kw_only=True):
@@ -381,40 +377,40 @@ class Pinned(_Event, tag="pinned", frozen=True, kw_only=True):
 
 
 class Configured(_Event, tag="config", frozen=True, kw_only=True):
-    """What holds now."""
+    """Answers ``config``."""
 
     budget_bytes: int
     granted_bytes: int
-    """More than the budget, while a lower one is being worked off."""
+    """Bytes granted; more than the budget while memory is reclaimed after the budget was lowered."""
     settings: list[Setting] = []
-    """All of them, if asked for."""
+    """Every setting, if requested."""
     changes: list[Changed] = []
-    """What came of ``settings``."""
+    """Changes that ``settings`` caused."""
 
 
 class EventRecord(_Event, tag="record", frozen=True, kw_only=True):
-    """One thing that was done, or seen."""
+    """One record of what was done or observed."""
 
     seq: int
-    """Counts from 1, without gaps; those before the first one that is told are forgotten."""
+    """Number of the record, from 1 without gaps; older records than the first were dropped."""
     at: float
     """Seconds since 1970."""
     kind: str
-    """Such as ``evict``, ``reclaim_precision``, ``load_refused``."""
+    """Kind such as ``evict``, ``reclaim_precision`` or ``load_refused``."""
     model: str | None = None
-    """To which it was done."""
+    """Model that was affected."""
     reason: str = ""
     requester: str | None = None
-    """The model for which it was done."""
+    """Model on whose behalf it was done."""
     numbers: dict[str, int] = {}
-    """Bytes (``_bytes``) and levels: those that were reckoned with."""
+    """Bytes (``_bytes``), levels and counts that the decision used."""
 
 
 class EventsReply(_Event, tag="events", frozen=True, kw_only=True):
-    """These were all."""
+    """Answers ``events``, after all records."""
 
     last: int
-    """The number of the newest; 0: there was none."""
+    """Number of the newest record; 0 if there is none."""
 
 
 class Explained(_Event, tag="explain", frozen=True, kw_only=True):
@@ -427,23 +423,23 @@ class Tokenized(_Event, tag="tokenized", frozen=True, kw_only=True):
     """Answers ``tokenize``."""
 
     count: int
-    """Of all tokens."""
+    """Number of all tokens."""
     tokens: list[int] = []
-    """The first of them, as many as were asked for."""
+    """First tokens, up to ``limit``."""
     texts: list[str] = []
-    """Theirs, if asked for; bytes that are no UTF-8 show as U+FFFD."""
+    """Texts of these tokens, if requested; bytes that are not UTF-8 appear as U+FFFD."""
 
 
 class Cancelled(_Event, tag="cancelled", frozen=True, kw_only=True):
-    """Answers ``cancel``; the target itself ends with ``done``, reason ``cancelled``."""
+    """Answers ``cancel``; the target itself ends with ``done`` and reason ``cancelled``."""
 
     target: str
     found: bool
-    """False: it was over already."""
+    """Whether the target was still open."""
 
 
 class Drained(_Event, tag="drained", frozen=True, kw_only=True):
-    """Nothing runs any more."""
+    """All requests have ended."""
 
 
 class ShutdownReply(_Event, tag="shutdown", frozen=True, kw_only=True):
@@ -451,7 +447,7 @@ class ShutdownReply(_Event, tag="shutdown", frozen=True, kw_only=True):
 
 
 class Error(_Event, tag="error", frozen=True, kw_only=True):
-    """The request failed. An empty ``id`` speaks of the connection; it closes then."""
+    """The request failed. With an empty ``id`` the connection failed, and closes."""
 
     error: ErrorInfo
 
@@ -485,7 +481,7 @@ Event = (
 
 
 def is_last(event: Event) -> bool:
-    """Return whether no further event of the same request follows."""
+    """Return whether this is the last event of its request."""
     return not isinstance(event, _NOT_LAST)
 
 

@@ -1,25 +1,21 @@
-"""What pages of keys and values cost: pure arithmetic, the same for workers and for forecasts.
+"""Sizes of KV pages in bytes, for workers and forecasts.
 
-A page holds the keys and values of 64 tokens in one layer. MLX's affine quantization stores, for
-every group of elements, a scale and a bias in the activations' dtype.
+A page holds the keys and values of 64 tokens in one layer. MLX's affine quantization stores a
+scale and a bias for every group of elements, in the dtype of the activations.
 
-* Keys are quantized **per channel**: the page is full when it is quantized, so groups run along
-  its 64 tokens (KIVI, arXiv 2402.02750). Every head size fits.
-* Values are quantized **per token** where the head size is a multiple of the value group, since
-  then a page's product with the attention weights needs no reshuffling; else per channel.
-* 16 bits stand for "not quantized": the activations' dtype as it is.
+* Keys are quantized **per channel**. A page is full when it is quantized, so groups run along its
+  64 tokens (KIVI, arXiv 2402.02750), and every head size fits.
+* Values are quantized **per token** if the head size is a multiple of the value group. The product
+  of such a page with the attention weights needs no transposition. Other values are quantized per
+  channel.
+* 16 bits mean "not quantized": the dtype of the activations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from protocol.errors import InvalidRequest
 from protocol.schemes import Scheme
-
-if TYPE_CHECKING:
-    from protocol.types import KVSpec
 
 PAGE_TOKENS = 64
 """Tokens in a page."""
@@ -33,16 +29,19 @@ FIRST_ROWS = 4
 
 @dataclass(frozen=True)
 class Packing:
-    """How one side of a layer's pages is stored."""
+    """How the keys or the values of a layer's pages are stored."""
 
     bits: int
     group: int = PAGE_TOKENS
-    """Elements that share a scale and a bias; says nothing at 16 bits."""
+    """Elements that share a scale and a bias; ignored at 16 bits."""
     per_token: bool = False
-    """Whether groups run along a token's channels; else along the page's tokens."""
+    """Whether groups run along a token's channels, or along the page's tokens."""
 
     def page_bytes(self, dim: int, itemsize: int) -> int:
-        """Bytes of one head's page of ``dim`` channels, with dense elements of ``itemsize``."""
+        """Return the bytes of one head's page of ``dim`` channels.
+
+        A dense element has ``itemsize`` bytes.
+        """
         elements = dim * PAGE_TOKENS
         if self.bits == 16:
             return elements * itemsize
@@ -51,9 +50,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One layer's keys and values: heads, head sizes, bytes of one dense element.
+    """Heads, head sizes and bytes of a dense element in one layer.
 
-    ``v_dim`` is 0 where a model keeps all that it needs on the key side.
+    ``v_dim`` is 0 for models that keep everything on the key side.
     """
 
     kv_heads: int
@@ -62,11 +61,9 @@ class LayerGeometry:
     itemsize: int = 4
 
     def keys(self, scheme: Scheme) -> Packing:
-        """Return how a scheme stores this layer's keys."""
         return Packing(scheme.k_bits, scheme.k_group)
 
     def values(self, scheme: Scheme) -> Packing:
-        """Return how a scheme stores this layer's values."""
         if scheme.v_bits == 16 or self.v_dim == 0:  # there is nothing to quantize
             return Packing(16, per_token=True)
         if self.v_dim % scheme.v_group == 0:
@@ -74,11 +71,11 @@ class LayerGeometry:
         return Packing(scheme.v_bits, min(scheme.v_group, PAGE_TOKENS))
 
     def dense_bytes(self, tokens: int) -> int:
-        """Bytes of that many tokens' keys and values, not quantized."""
+        """Return the bytes of keys and values that are not quantized."""
         return self.kv_heads * (self.k_dim + self.v_dim) * tokens * self.itemsize
 
     def page_bytes(self, scheme: Scheme) -> int:
-        """Bytes of one page of this layer: exactly what its arrays hold."""
+        """Return the exact bytes of the arrays of one page."""
         return self.kv_heads * (
             self.keys(scheme).page_bytes(self.k_dim, self.itemsize)
             + self.values(scheme).page_bytes(self.v_dim, self.itemsize)
@@ -86,40 +83,12 @@ class LayerGeometry:
 
 
 def full_pages(length: int) -> int:
-    """Return how many pages a row of this length has: its newest 64 to 127 tokens stay dense.
+    """Return the pages of a row of this length; its newest 64 to 127 tokens stay dense.
 
-    A function of the length alone, so that what a token attends to never depends on when pools
-    are flushed or who shares the batch.
+    Depends on the length alone, so that attention depends neither on the time of a flush nor on
+    the other rows of the batch.
     """
     return max(0, length // PAGE_TOKENS - 1)
-
-
-def schemes_of(spec: KVSpec) -> list[Scheme]:
-    """Return the schemes of a model's pages, the one that new rows start with first.
-
-    Each takes fewer bytes than the one before it, and on neither side more.
-    """
-    return [spec.scheme, *spec.steps]
-
-
-def floors_of(spec: KVSpec, layers: int) -> list[Scheme | None]:
-    """Return each layer's floor, None where it may go all the way down.
-
-    A layer's scheme is `Scheme.at_least` its floor on every level. Raises `InvalidRequest` for a
-    layer that the model does not have, or has been named twice.
-    """
-    floors: list[Scheme | None] = [None] * layers
-    for layer, name in spec.floors.items():
-        if not -layers <= layer < layers:
-            raise InvalidRequest(
-                f"kv.floors names layer {layer}; the model's layers are 0 to {layers - 1}, or -1 "
-                f"to -{layers} from the end",
-                field="kv.floors",
-            )
-        if floors[layer] is not None:
-            raise InvalidRequest(f"kv.floors names layer {layer} twice", field="kv.floors")
-        floors[layer] = spec.scheme_of(name)
-    return floors
 
 
 def max_pages(
@@ -130,11 +99,11 @@ def max_pages(
     chunk: int | None = None,
     step: int = 0,
 ) -> int:
-    """Return the most pages that a row ever holds on its way to ``length`` tokens.
+    """Return the maximum pages that a row holds while it grows to ``length`` tokens.
 
-    `full_pages`, and one that is written before its time. ``window``, ``keep`` and ``chunk``: what
-    a layer attends to (`kvd.worker.cache.attention_kind`); without, everything. Pages fall out once in 64
-    tokens, or behind ``step`` prefilled ones.
+    This is `full_pages` plus one page that is written early. ``window``, ``keep`` and ``chunk``
+    limit what a layer attends to (`kvd.worker.cache.attention_kind`). Pages leave the window once
+    in 64 tokens, or after ``step`` prefilled tokens.
     """
     pages = length // PAGE_TOKENS
     if window is None and chunk is None:

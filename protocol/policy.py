@@ -1,4 +1,4 @@
-"""What a user says of one model beside its source and its KV cache: who pays first, who stays."""
+"""A model's policy: its priority, pinning and limits relative to other models."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.types import MAX_INT, Priority
+from protocol.fields import MAX_INT, Priority
 
 MAX_TTL_S = 365 * 24 * 3600.0
 
 
 class ModelPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model stands beside the others under the one budget."""
+    """How a model is treated relative to other models under the memory budget."""
 
     priority: Priority = 0
-    """When memory is short, models of lower priority give first."""
+    """Priority when memory is short: models of lower priority give memory back first."""
     pinned: bool = False
-    """Never unloaded to make room."""
+    """Whether the model is never evicted."""
     idle_ttl_s: Annotated[float, Meta(gt=0.0, le=MAX_TTL_S)] | None = None
-    """Unloaded when nobody asked for it for so long; absent: only when room is needed."""
+    """Seconds without requests after which the model is unloaded; absent: no limit."""
     max_context: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
-    """The most tokens of prompt and completion; absent: what the model says of itself."""
+    """Maximum tokens of prompt and completion together; absent: the model's own limit."""
     weight: Annotated[float, Meta(ge=0.1, le=10.0)] = 1.0
-    """Of its turns on an accelerator that several share: twice as much, twice as long."""
+    """Share of a shared accelerator: twice the weight gives time slices of twice the length."""

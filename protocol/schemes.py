@@ -1,37 +1,41 @@
-"""KV schemes by name: how many bits keys and values have, and how many elements share a scale.
+"""KV schemes by name: bits of keys and values, and the elements that share a scale.
 
-A pure value that clients, daemon and workers write alike, such as ``k8v4`` or ``k4v4g32``. What a
-scheme means in bytes and arrays is the worker's matter (`kvd.worker.cache.scheme`).
+Clients, daemon and workers write schemes alike, such as ``k8v4`` or ``k4v4g32``. Bytes follow from
+a scheme in `protocol.pages`, arrays in `kvd.worker.cache.scheme`.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-BITS = (2, 3, 4, 5, 6, 8, 16)
-K_GROUPS = (32, 64)
+Bits = Literal[2, 3, 4, 5, 6, 8, 16]
+KeyGroup = Literal[32, 64]
 """Keys are quantized along a page's 64 tokens, so no group is longer."""
-V_GROUPS = (32, 64, 128)
-GROUP = 64
-"""What a name without a group means."""
+ValueGroup = Literal[32, 64, 128]
+DEFAULT_GROUP = 64
+"""Group size of names without a group."""
 
+BITS: tuple[int, ...] = get_args(Bits)
+K_GROUPS: tuple[int, ...] = get_args(KeyGroup)
+V_GROUPS: tuple[int, ...] = get_args(ValueGroup)
 _NAME = re.compile(r"\s*k(\d+)(?:g(\d+))?v(\d+)(?:g(\d+))?\s*", re.IGNORECASE)
 _SCALE_BITS = 32
-"""Of a group's scale and bias together, in half precision, as accelerators have them."""
+"""Bits of a group's scale and bias together, in half precision as on accelerators."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bits and group sizes of keys and of values; 16 bits are "not quantized" and have no group.
+    """Bits and group sizes of keys and values. 16 bits mean "not quantized", without a group.
 
-    ``k_group``: 32 or 64; ``v_group``: 32, 64 or 128. Raises ``ValueError`` for anything else.
+    ``k_group`` is 32 or 64, ``v_group`` is 32, 64 or 128. Raises ``ValueError`` for other values.
     """
 
     k_bits: int = 8
     v_bits: int = 8
-    k_group: int = GROUP
-    v_group: int = GROUP
+    k_group: int = DEFAULT_GROUP
+    v_group: int = DEFAULT_GROUP
 
     def __post_init__(self) -> None:
         for side, bits, group, groups in (
@@ -42,18 +46,18 @@ class Scheme:
                 raise ValueError(f"{side} bits must be one of {_listed(BITS)}, not {bits}")
             if bits < 16 and group not in groups:
                 raise ValueError(f"the {side} group must be one of {_listed(groups)}, not {group}")
-        # One scheme, one value: what is not quantized differs by no group.
+        # Schemes that differ only in the group of a side that is not quantized are equal.
         if self.k_bits == 16:
-            object.__setattr__(self, "k_group", GROUP)
+            object.__setattr__(self, "k_group", DEFAULT_GROUP)
         if self.v_bits == 16:
-            object.__setattr__(self, "v_group", GROUP)
+            object.__setattr__(self, "v_group", DEFAULT_GROUP)
 
     @classmethod
-    def parse(cls, text: str, k_group: int = GROUP, v_group: int | None = None) -> Scheme:
-        """Read ``k8v4``, ``k4v4g32`` (both groups) or ``k4g32v4g128`` (each its own).
+    def parse(cls, text: str, k_group: int = DEFAULT_GROUP, v_group: int | None = None) -> Scheme:
+        """Parse ``k8v4``, ``k4v4g32`` (one group size) or ``k4g32v4g128`` (two).
 
-        ``k_group`` and ``v_group`` (as ``k_group`` if absent) are for names that say no group.
-        Raises ``ValueError`` with a text for people.
+        ``k_group`` and ``v_group`` (default: ``k_group``) apply to names without a group.
+        Raises ``ValueError`` with a message for users.
         """
         found = _NAME.fullmatch(text)
         if found is None or (found[2] and not found[4]):
@@ -70,7 +74,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """Such as ``k8v4``; `parse` reads it back."""
+        """Name such as ``k8v4``, which `parse` accepts."""
         groups = {
             group
             for bits, group in ((self.k_bits, self.k_group), (self.v_bits, self.v_group))
@@ -78,31 +82,31 @@ class Scheme:
         }
         if len(groups) > 1:
             return f"k{self.k_bits}g{self.k_group}v{self.v_bits}g{self.v_group}"
-        suffix = "".join(f"g{group}" for group in groups - {GROUP})
+        suffix = "".join(f"g{group}" for group in groups - {DEFAULT_GROUP})
         return f"k{self.k_bits}v{self.v_bits}{suffix}"
 
     @property
     def costs(self) -> tuple[float, float]:
-        """Bits of a key's and of a value's element, their share of the scales included."""
+        """Bits per element of keys and of values, including their share of the scales."""
         return _cost(self.k_bits, self.k_group), _cost(self.v_bits, self.v_group)
 
     def is_below(self, other: Scheme) -> bool:
-        """Return whether this one takes fewer bytes, and on neither side more.
+        """Return whether this scheme takes fewer bytes, and more on neither side.
 
-        Stepping a side up would cost bytes and bring nothing back.
+        Raising the bits of one side would cost bytes and restore nothing.
         """
         (k, v), (other_k, other_v) = self.costs, other.costs
         return k <= other_k and v <= other_v and (k, v) != (other_k, other_v)
 
     def at_least(self, floor: Scheme) -> Scheme:
-        """Return this scheme with each side lifted to the floor's where it lies below that."""
+        """Return this scheme with each side raised to the floor's, where it is below that."""
         (k, v), (floor_k, floor_v) = self.costs, floor.costs
         keys, values = (self if k >= floor_k else floor), (self if v >= floor_v else floor)
         return Scheme(keys.k_bits, values.v_bits, keys.k_group, values.v_group)
 
 
 def groups_in(name: str) -> tuple[int, int] | None:
-    """Return the groups of keys and of values that a scheme's name says, None if it says none."""
+    """Return the group sizes of keys and values in a scheme's name, or None without any."""
     found = _NAME.fullmatch(name)
     return (int(found[2] or found[4]), int(found[4])) if found and found[4] else None
 

@@ -1,14 +1,14 @@
-"""One conversation between a client and the daemon, from either end. Sans-io.
+"""One connection between client and daemon, from either end. Sans-io.
 
-Keeps which request ids are in use, and turns what the peer sends into requests (events) or into
-the error that answers it. Does not run requests and knows nothing of models.
+Tracks open request ids, and turns bytes into requests or events, or into the error that answers
+them.
 
-Two kinds of fault on the server's side:
+The server distinguishes two kinds of faults:
 
-* of a *frame* (too large, not UTF-8, not JSON, no object, no usable id): the answer has an empty
-  id, and `ServerSession.closing` is true: send the answer, then close;
-* of a *message* (unknown op, wrong field, other version, id in use): the answer carries the
-  request's id, and the conversation goes on.
+* faults of a *frame* (too large, not UTF-8, not JSON, not an object, no usable id). The error has an
+  empty id and `ServerSession.closing` becomes true: send the error, then close;
+* faults of a *message* (unknown op, invalid field, other version, id in use). The error has the
+  request's id, and the connection continues.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from protocol.messages import (
     RequestId,
     is_last,
 )
-from protocol.validation import explain
+from protocol.validation import describe_error
 
 OPS = tuple(str(kind.__struct_config__.tag) for kind in Request.__args__)
 
 
 class _Envelope(msgspec.Struct):
-    """What can be read of a request that is not one."""
+    """The readable part of an invalid request."""
 
     id: RequestId
     v: int = VERSION
@@ -55,9 +55,9 @@ _envelope = msgspec.json.Decoder(_Envelope)
 class ServerSession:
     """The daemon's end.
 
-    Call `receive` with what came in; write `refuse(error)` for each `Error` that it returns, and
-    run the requests. Write `send(event)` for each event of a request. When `closing` is true,
-    close after writing.
+    Pass incoming bytes to `receive`. Write `refuse(error)` for each returned `Error`, and run each
+    returned request. Write `send(event)` for each event of a request. When `closing` is true, close
+    the connection after writing.
     """
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ class ServerSession:
 
     @property
     def open(self) -> dict[str, Request]:
-        """The requests that still owe their last event, by id."""
+        """Requests without their last event, by id."""
         return self._open
 
     def receive(self, data: bytes) -> list[Request | Error]:
-        """Take bytes; return the new requests, now in use, and the errors to `refuse` with."""
+        """Decode bytes; return new requests, whose ids are now in use, and errors for `refuse`."""
         if self.closing:
             return []
         found: list[Request | Error] = []
@@ -85,7 +85,7 @@ class ServerSession:
         return found
 
     def send(self, event: Event) -> bytes:
-        """Encode an event of a request in use; its last event frees the id."""
+        """Encode an event of an open request; the last event closes the request."""
         if event.id not in self._open:
             raise LocalProtocolError(f"no request {event.id!r} is open for {event!r}")
         if is_last(event):
@@ -93,7 +93,7 @@ class ServerSession:
         return encode_line(event)
 
     def refuse(self, error: Error) -> bytes:
-        """Encode an error that answers no open request (its id may be one that is in use)."""
+        """Encode an error that does not close a request, even if its id is in use."""
         return encode_line(error)
 
     def _take(self, line: bytes) -> Request | Error:
@@ -117,27 +117,27 @@ class ServerSession:
 
 
 class ClientSession:
-    """The client's end: `request` encodes, `receive` decodes. Raises `RemoteProtocolError` only."""
+    """The client's end: `request` encodes, `receive` decodes and raises `RemoteProtocolError`."""
 
     def __init__(self) -> None:
         self._lines = LineDecoder()
         self._open: set[str] = set()
 
     def request(self, request: Request) -> bytes:
-        """Encode a request; its id must not be in use."""
+        """Encode a request, whose id must not be in use."""
         if request.id in self._open:
             raise LocalProtocolError(f"id {request.id!r} is in use")
         line = encode_line(request)
         if len(line) - 1 > self._lines.limit:
             raise FrameTooLarge(
-                f"the request has {len(line) - 1} bytes; the limit is {self._lines.limit}",
+                f"the request has {len(line) - 1} bytes; the limit is {self._lines.limit}; send less text",
                 limit_bytes=self._lines.limit,
             )
         self._open.add(request.id)
         return line
 
     def receive(self, data: bytes) -> list[Event]:
-        """Take bytes and return the events; an `Error` with an empty id ends the connection."""
+        """Decode bytes to events; an `Error` with an empty id ends the connection."""
         events = [self._take(decode_event(line)) for line in self._lines.feed(data)]
         if self._lines.fault is not None:
             raise self._lines.fault
@@ -146,14 +146,14 @@ class ClientSession:
     def _take(self, event: Event) -> Event:
         of_connection = isinstance(event, Error) and not event.id
         if not of_connection and event.id not in self._open:
-            raise RemoteProtocolError(f"an event for {event.id!r}, which is not open")
+            raise RemoteProtocolError(f"an event for request {event.id!r}, which is not open")
         if is_last(event):
             self._open.discard(event.id)
         return event
 
 
 class _MessageFault(Exception):
-    """The line has an id to answer to, and something else is wrong with it."""
+    """The line has an id for the answer, but is not a valid request."""
 
     def __init__(self, request_id: str, error: KvdError) -> None:
         super().__init__(error.message)
@@ -174,26 +174,26 @@ def _parse(line: bytes) -> Request:
 
 
 def _diagnose(line: bytes, error: msgspec.ValidationError) -> Exception:
-    """Say what is wrong with a line that is JSON and no request."""
+    """Return the fault of a line that is valid JSON, but no request."""
     try:
         envelope = _envelope.decode(line)
     except msgspec.ValidationError as fault:
-        return MalformedFrame(f"not a request: {explain(str(fault), _Envelope)[1]}")
+        return MalformedFrame(f"not a request: {describe_error(str(fault), _Envelope)[1]}")
     except (ValueError, RecursionError) as fault:
-        # Bytes behind the first error that are not even JSON.
+        # Bytes after the first error may be invalid JSON.
         return MalformedFrame(f"not a request: {fault}")
     if envelope.v != VERSION:
         return _MessageFault(envelope.id, _version(envelope.v))
     if envelope.op is not None and envelope.op not in OPS:
         unknown = UnknownOp(f"unknown op {envelope.op!r}; known: {', '.join(OPS)}", op=envelope.op)
         return _MessageFault(envelope.id, unknown)
-    field, text = explain(str(error), Request)
+    field, text = describe_error(str(error), Request)
     return _MessageFault(envelope.id, InvalidRequest(text, field=field))
 
 
 def _version(version: int) -> UnsupportedVersion:
     return UnsupportedVersion(
-        f"this daemon speaks version {VERSION}, the request is of version {version}",
+        f"the request uses protocol version {version}; this daemon supports version {VERSION}",
         supported=[VERSION],
     )
 
@@ -203,9 +203,9 @@ def _check_prompt(request: Generate) -> None:
         name for name in ("prompt", "messages", "tokens") if getattr(request, name) is not None
     ]
     if len(given) != 1:
-        what = " and ".join(given) if given else "none"
+        found = " and ".join(given) if given else "none"
         wrong = InvalidRequest(
-            f"give exactly one of prompt, messages and tokens; got {what}", field="prompt"
+            f"give exactly one of prompt, messages and tokens; got {found}", field="prompt"
         )
         raise _MessageFault(request.id, wrong)
     if not getattr(request, given[0]):

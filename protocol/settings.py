@@ -1,4 +1,4 @@
-"""The configuration as it travels: each setting with where its value comes from, and changes."""
+"""The configuration in messages: settings with the origin of their values, and changes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from typing import Any, Literal
 import msgspec
 
 Origin = Literal["default", "file", "command_line", "live"]
-"""``live``: it was changed while the daemon runs, and until that ends or reads its file again."""
+"""Where a value comes from. ``live`` values were changed in the running daemon. They last until it
+ends or reads its file again."""
 TakesEffect = Literal["now", "unload", "start", "command_line"]
-"""From when on: ``unload`` when the model has been unloaded and the configuration is read again,
-``start`` from the daemon's next one; ``command_line``: never, since that says something else."""
+"""When a change takes effect: ``now``; after the model is unloaded and the configuration reloaded
+(``unload``); at the daemon's next start (``start``); or never, because the command line overrides
+it (``command_line``)."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One setting of `config.toml`, or of a model in it."""
 
     key: str
-    """Such as ``budget``, ``watchdog.decode_s`` or ``models[demo].priority``."""
+    """Key such as ``budget``, ``watchdog.decode_s`` or ``models[demo].priority``."""
     value: Any = None
-    """What holds; absent: the daemon decides."""
+    """Value in force; absent: the daemon decides."""
     default: Any = None
     origin: Origin = "default"
+    """Source of the value."""
     live: bool = False
-    """It may be changed while the daemon runs."""
+    """Whether the setting can change while the daemon runs."""
     pending: bool = False
-    """The file says ``next`` since the daemon started: that holds from its next start on."""
+    """Whether ``next`` is in the file and takes effect at the daemon's next start."""
     next: Any = None
+    """Value after the next start."""
 
 
 class Changed(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One setting that is another."""
+    """A change of one setting."""
 
     key: str
     before: Any = None
     after: Any = None
     takes_effect: TakesEffect = "now"
+    """Time at which the change takes effect."""

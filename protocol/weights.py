@@ -1,7 +1,7 @@
-"""What a model's weights take, from the headers of its safetensors files: nothing is loaded.
+"""Sizes of a model's weights, from the headers of its safetensors files.
 
-The format: 8 bytes of header length, the header in JSON, then the tensors' bytes. For workers, who
-refuse broken files with it, and for the daemon's forecasts.
+A file has 8 bytes of header length, the header in JSON, and the tensors' bytes. Workers reject
+broken files with this module, and the daemon estimates models with it. No tensor is loaded.
 """
 
 from __future__ import annotations
@@ -13,54 +13,54 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Types that a change of dtype converts; packed weights and their 8-bit scales stay."""
 _HALVES = {"F16", "BF16"}
-"""What a change of dtype resizes; packed weights and their 8-bit scales stay."""
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the format itself."""
+"""Limit of the format."""
 
 Tensors = dict[str, dict[str, Any]]
-"""By name: ``dtype``, ``shape`` and ``data_offsets``, as the header says."""
+"""The header's entries by tensor name: ``dtype``, ``shape`` and ``data_offsets``."""
 
 
 class BrokenFileError(Exception):
-    """The file is none, or not whole; the text goes on from the file's name."""
+    """The file is incomplete or no safetensors file. The text continues after the file's name."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model."""
+    """Sizes of all tensors of a model."""
 
     tensors: int
     stored_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors as stored."""
     float_bytes: int
-    """Of the tensors in a floating type, as stored: a change of dtype resizes them."""
+    """Bytes of floating-point tensors as stored; a change of dtype converts them."""
     float_elements: int
-    """Of the same."""
+    """Elements of floating-point tensors."""
     half_elements: int
-    """Of those, in matrices of half floats: the native library keeps them as they are stored."""
+    """Elements of half-precision matrices, which the native library keeps as stored."""
 
     @classmethod
     def of(cls, tensors: Iterable[dict[str, Any]]) -> Weights:
-        """Sum them up."""
-        everything = list(tensors)
-        floats = [one for one in everything if one["dtype"] in _FLOATS]
+        """Sum up header entries."""
+        entries = list(tensors)
+        floats = [entry for entry in entries if entry["dtype"] in _FLOATS]
         return cls(
-            tensors=len(everything),
-            stored_bytes=sum(map(nbytes, everything)),
+            tensors=len(entries),
+            stored_bytes=sum(map(nbytes, entries)),
             float_bytes=sum(map(nbytes, floats)),
-            float_elements=sum(math.prod(one["shape"]) for one in floats),
+            float_elements=sum(math.prod(entry["shape"]) for entry in floats),
             half_elements=sum(
-                math.prod(one["shape"])
-                for one in floats
-                if one["dtype"] in _HALVES and len(one["shape"]) == 2
+                math.prod(entry["shape"])
+                for entry in floats
+                if entry["dtype"] in _HALVES and len(entry["shape"]) == 2
             ),
         )
 
     def in_memory(self, itemsize: int | None, *, packed: bool = False) -> int:
-        """Return the bytes when floats are converted to so many bytes each; None: as stored.
+        """Return the bytes after floats are converted to ``itemsize`` bytes; None: as stored.
 
-        ``packed``: the native library keeps matrices of half floats as they are.
+        ``packed``: the native library keeps half-precision matrices as stored.
         """
         if itemsize is None:
             return self.stored_bytes
@@ -75,19 +75,20 @@ def nbytes(tensor: dict[str, Any]) -> int:
 
 
 def read_header(stream: BinaryIO, size: int) -> Tensors:
-    """Return the tensors of a file of so many bytes, after a look at whether all of them exist.
+    """Return the header of a file of ``size`` bytes, after checking that the file is complete.
 
-    Raises `BrokenFileError`, and `OSError` of the stream.
+    Raises `BrokenFileError`, and the stream's `OSError`.
     """
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise BrokenFileError(f"is truncated or no safetensors file ({size} bytes)")
     try:
         header = json.loads(stream.read(length))
-        tensors = {name: one for name, one in header.items() if name != "__metadata__"}
-        expected = 8 + length + max((one["data_offsets"][1] for one in tensors.values()), default=0)
-        for one in tensors.values():
-            _ = math.prod(one["shape"]), one["dtype"], nbytes(one)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = (entry["data_offsets"][1] for entry in tensors.values())
+        expected = 8 + length + max(ends, default=0)
+        for entry in tensors.values():
+            _ = math.prod(entry["shape"]), entry["dtype"], nbytes(entry)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise BrokenFileError(f"has a broken header ({error})") from error
     if size != expected:

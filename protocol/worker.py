@@ -1,8 +1,8 @@
-"""Daemon <-> worker: what travels as msgpack frames over the socketpair.
+"""Messages between daemon and worker, as msgpack frames over a socketpair.
 
-The daemon sends commands, the worker sends reports. The end of the stream means death, in both
-directions. Reports are best effort in time, never in content: a worker never waits for the
-daemon, it merges what it has not sent yet (`kvd.worker.process.outbox`).
+The daemon sends commands and the worker sends reports. The end of the stream means the peer's
+death, in both directions. A worker never waits for the daemon: it merges reports that it has not
+sent yet (`kvd.worker.process.outbox`). Reports may be late, but lose no content.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Literal
 import msgspec
 
 from protocol.errors import ErrorInfo
+from protocol.kv import KVSpec
 from protocol.messages import FinishReason
 from protocol.types import (
     ChatMessage,
-    KVSpec,
     ModelInfo,
     Reclaimable,
     Sampling,
@@ -26,7 +26,7 @@ from protocol.types import (
 )
 
 MAX_FRAME_BYTES = 32 * 1024 * 1024
-"""Above the client's limit, since a prompt of that size must pass as a command."""
+"""Exceeds the client's limit, because a prompt of that size must fit into a command."""
 
 
 class _Command(msgspec.Struct, frozen=True, kw_only=True, tag_field="c", omit_defaults=True):
@@ -40,41 +40,42 @@ class LoadModel(_Command, tag="load", frozen=True, kw_only=True):
     """Embedded name, absolute folder or Hub id."""
     kv: KVSpec = KVSpec()
     max_rows: int = 32
-    """The most rows in one decode step."""
+    """Maximum rows in one decode step."""
     prefill_chunk: int = 256
-    """C of the cut grid, in tokens, a multiple of 64: part of what decides the output."""
+    """Tokens between cuts of the chunk grid, a multiple of 64; affects the output."""
     attention_scratch: int = 256 * 1024 * 1024
     """Bytes that one dequantized layer may take in prefill."""
     max_context: int | None = None
-    """The most tokens of prompt and completion; absent: what the model says."""
+    """Maximum tokens of prompt and completion; absent: the model's own limit."""
     swap_folder: str | None = None
-    """Where rows are parked, this worker's own: what is in it is deleted. Absent: not on disk."""
+    """Folder for this worker's preempted rows, emptied at the load; absent: no swapping."""
     swap_bytes: int = 0
-    """The most that all files there may hold."""
+    """Maximum bytes of all files in `swap_folder`."""
     time_slices: TimeSlicesMode = "auto"
-    """Whether it takes turns with other workers; ``auto``: where there is an accelerator."""
+    """Whether the worker uses time slices; ``auto``: on accelerators."""
 
 
 class ChoiceProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a completion was when its worker died; none of it is reported again."""
+    """How far a choice was when its worker died; none of it is reported again."""
 
     tokens: list[int] = []
-    """Sent, and fed to the model again in the steps that they came from."""
+    """Tokens that were sent; the new worker feeds them in the same steps as the old one."""
     text_bytes: int = 0
-    """Of the text that was sent, in UTF-8: it may run behind the tokens."""
+    """Bytes in UTF-8 of the text that was sent, which may lag behind the tokens."""
     reason: FinishReason | None = None
-    """Told already; absent: it goes on."""
+    """Why the choice ended, if that was reported; absent: it continues."""
 
 
 class Submit(_Command, tag="submit", frozen=True, kw_only=True):
-    """Run a request. ``rid`` is the daemon's own, unique for the worker's life."""
+    """Run a request."""
 
     rid: str
+    """The daemon's request id, unique during the worker's life."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tokens: list[int] | None = None
     sampling: Sampling
-    """With a seed, always."""
+    """Sampling settings; the seed is always set."""
     max_tokens: int | None = None
     n: int = 1
     stop: list[str] = []
@@ -85,84 +86,86 @@ class Submit(_Command, tag="submit", frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int = 0
     deadline_s: float | None = None
-    """What is left of it when this is sent."""
+    """Seconds left until the deadline, at the time of sending."""
     prefix_salt: str | None = None
     resume: list[ChoiceProgress] = []
-    """One for each choice, after a worker's death; empty: nothing was sent yet."""
+    """Progress of each choice after a worker's death; empty: nothing was sent yet."""
     prompt_reported: int = 0
     """Tokens of the prompt whose logprobs were sent already."""
 
 
 class Tokenize(_Command, tag="tokenize", frozen=True, kw_only=True):
-    """Tell the tokens of a text, between two steps; answered by `Tokenized`."""
+    """Tokenize a text between two steps; answered by `Tokenized`."""
 
     seq: int
-    """The daemon's own, to know the answer by."""
+    """Number of the command, which the answer repeats."""
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     limit: int = 0
-    """Tell so many of them."""
+    """Maximum tokens in the answer."""
     texts: bool = False
+    """Whether the answer includes each token's text."""
 
 
 class CancelRow(_Command, tag="cancel", frozen=True, kw_only=True):
-    """End a request within a step; it reports ``finished`` with reason ``cancelled``."""
+    """Cancel a request within a step; it reports ``finished`` with reason ``cancelled``."""
 
     rid: str
 
 
 class Grant(_Command, tag="grant", frozen=True, kw_only=True):
-    """The worker may hold this many bytes from now on; answers the request ``seq``.
+    """The bytes that the worker may hold from now on; answers the memory request ``seq``.
 
-    Seq 0 answers none: the budget changed, and the total did not.
+    Seq 0 answers no request: the budget changed, and `total_bytes` did not.
     """
 
     seq: int
     total_bytes: int
     granted: bool
-    """False: the total stays what it was (and is repeated here)."""
+    """Whether the request was granted; if not, `total_bytes` repeats the previous grant."""
     available_bytes: int = 0
-    """What the budget had left when it said so."""
+    """Bytes of the budget that were free at the decision."""
     budget_bytes: int = 0
-    """What this model could have at most: all but what pinned others keep."""
+    """Maximum that this model could get: the budget without what pinned models hold."""
     reason: str = ""
-    """Of a load that is refused: who holds the rest."""
+    """Why a load is refused: which models hold the rest."""
 
 
 ReclaimMethod = Literal["spare", "prefixes", "precision", "preempt"]
-"""By what means memory is given back, the cheapest first (`protocol.types.Offer`)."""
+"""Methods by which a worker gives memory back, cheapest first (`protocol.types.Reclaimable`)."""
 
 
 class Reclaim(_Command, tag="reclaim", frozen=True, kw_only=True):
-    """Give back at least so much by this means, in slices beside decoding.
+    """Give back at least ``wanted_bytes`` by this method, in pieces between steps.
 
-    A smaller `MemoryRequested` says what it gave; `Reclaimed` that it is over. At most one runs.
+    Smaller `MemoryRequested` reports give the bytes back, and `Reclaimed` ends the command. At
+    most one is in progress.
     """
 
     seq: int
-    """The daemon's own, to know the answer by."""
+    """Number of the command, which the answer repeats."""
     method: ReclaimMethod
     wanted_bytes: int
     level: int = 0
-    """For ``level``: where all rows go, and where new ones start until `StartLevel`."""
+    """For ``precision``: the level of all rows, and of new rows until `StartLevel`."""
 
 
 class StartLevel(_Command, tag="start_level", frozen=True, kw_only=True):
-    """New rows start at this level of the ladder; 0, the top: pressure is over."""
+    """Set the precision level of new rows; 0 means that pressure is over."""
 
     level: int
 
 
 class TimeSlice(_Command, tag="time_slice", frozen=True, kw_only=True):
-    """When the worker may compute; the newest word holds."""
+    """When the worker may compute; replaces the previous command."""
 
     seq: int
     slice_s: float | None
-    """So long from now on, then `TimeSliceOver`; absent: as it likes; 0: not before a turn."""
+    """Seconds from now, then `TimeSliceOver`; absent: no limit; 0: wait for the next slice."""
 
 
 class Stop(_Command, tag="stop", frozen=True, kw_only=True):
-    """Exit 0; ``drain`` finishes the rows first."""
+    """Exit with status 0; ``drain`` finishes the rows first."""
 
     drain: bool = True
 
@@ -185,105 +188,105 @@ class Started(_Report, tag="started", frozen=True, kw_only=True):
 
 
 class Progress(_Report, tag="progress", frozen=True, kw_only=True):
-    """How far the load is; also a sign of life while loading."""
+    """Progress of the load; also serves as a heartbeat."""
 
     stage: str
     fraction: float
 
 
 class Ready(_Report, tag="ready", frozen=True, kw_only=True):
-    """The model answers."""
+    """The model is loaded."""
 
     info: ModelInfo
 
 
 class LoadFailed(_Report, tag="load_failed", frozen=True, kw_only=True):
-    """It never will; the worker exits 0 after this."""
+    """The model cannot be loaded; the worker exits with status 0 after this."""
 
     error: ErrorInfo
 
 
 class MemoryRequested(_Report, tag="memory_requested", frozen=True, kw_only=True):
-    """The worker wants to hold ``total_bytes`` in all (less than now gives memory back)."""
+    """The worker asks to hold ``total_bytes`` in total; less than before gives memory back."""
 
     seq: int
     total_bytes: int
     reason: str
     reclaimable: Reclaimable = Reclaimable()
-    """What it could give back when it asked."""
+    """Bytes that the worker could give back at the time of the request."""
     resuming: bool = False
-    """It is for a row that was parked: nobody else shall be parked for it."""
+    """Whether the memory is for a preempted row, for which no other row is preempted."""
 
 
 class Reclaimed(_Report, tag="reclaimed", frozen=True, kw_only=True):
-    """A `Reclaim` is over; what it freed went back by the `MemoryRequested` before this."""
+    """A `Reclaim` is over; an earlier `MemoryRequested` gave the freed bytes back."""
 
     seq: int
     freed_bytes: int
     exhausted: bool
-    """This means has no more to give now."""
+    """Whether this method can free nothing more now."""
 
 
 class RowQueued(_Report, tag="queued", frozen=True, kw_only=True):
-    """The request waits for a place or for memory; the newest position counts."""
+    """The request waits for a place or for memory; replaces the previous position."""
 
     rid: str
     position: int
-    """1: it is next."""
+    """Position in the queue; 1 is next."""
 
 
 class RowAdmitted(_Report, tag="admitted", frozen=True, kw_only=True):
-    """The request has its memory and its place: from now on its prompt is read."""
+    """The request has its place and its memory; its prefill begins."""
 
     rid: str
 
 
 PreemptionMode = Literal["memory", "disk", "recompute"]
-"""Where a parked row's keys and values are until it goes on."""
+"""How a preempted row's keys and values are kept: in memory, in a file, or not at all."""
 
 
 class RowPreempted(_Report, tag="preempted", frozen=True, kw_only=True):
-    """The request gave its memory back and waits to go on; nothing of it is lost."""
+    """The request gave its memory back and resumes later without loss."""
 
     rid: str
     nbytes: int
-    """What it gave back."""
+    """Bytes that the request gave back."""
     where: PreemptionMode
 
 
 class RowResumed(_Report, tag="resumed", frozen=True, kw_only=True):
-    """The request goes on."""
+    """The request continues."""
 
     rid: str
 
 
 LONG_STEP_S = 0.05
-"""A slice of an accelerator's time at weight 1. Workers whose steps together take no longer need no
-turns: nobody waits for another's step as long as for its slice."""
+"""Seconds of a time slice at weight 1. Workers whose steps together take less need no time slices:
+no worker waits longer for another's step than it would for a slice."""
 
 
 class TimeSliceRequested(_Report, tag="time_slice_requested", frozen=True, kw_only=True):
-    """There is work from now on; begun already, unless the last `Turn` forbids it.
+    """The worker has work, and has begun it unless the last `TimeSlice` forbids that.
 
-    Said again when it becomes of another kind: prompts to read, or none any more.
+    Sent again when prefill work begins or ends.
     """
 
     step_s: float | None = None
-    """What a step of it takes while nobody else computes; absent: not known yet."""
+    """Step time in seconds while no other worker computes; absent: unknown."""
 
 
 class TimeSliceOver(_Report, tag="time_slice_over", frozen=True, kw_only=True):
-    """The turn ``seq`` is over."""
+    """The time slice ``seq`` is over."""
 
     seq: int
     used_s: float
-    """Of it, up to the end of its last step."""
+    """Seconds of the time slice used, up to the end of its last step."""
     more: bool
-    """There is work left; without, the next word about turns is `TimeSliceRequested`."""
+    """Whether work is left; if not, the next report about time slices is `TimeSliceRequested`."""
     step_s: float | None = None
-    """As in `TimeSliceRequested`."""
+    """Step time in seconds, as in `TimeSliceRequested`."""
     left_s: float = 0.0
-    """What a last step will probably take that is told with the next turn's end."""
+    """Estimated seconds of a last step that is reported at the end of the next slice."""
 
 
 class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
@@ -294,18 +297,18 @@ class Tokenized(_Report, tag="tokenized", frozen=True, kw_only=True):
     tokens: list[int] = []
     texts: list[str] = []
     error: ErrorInfo | None = None
-    """Of a text that has no tokens."""
+    """Why the text cannot be tokenized."""
 
 
 class RowAccepted(_Report, tag="accepted", frozen=True, kw_only=True):
-    """The request is tokenized and fits; it runs or waits for a place."""
+    """The request is tokenized and fits; it runs or waits."""
 
     rid: str
     prompt_tokens: int
 
 
 class RowTokens(_Report, tag="tokens", frozen=True, kw_only=True):
-    """New tokens of one request; those of several steps may come as one."""
+    """New tokens of one choice; tokens of several steps may be merged."""
 
     rid: str
     index: int
@@ -313,11 +316,11 @@ class RowTokens(_Report, tag="tokens", frozen=True, kw_only=True):
     text: str
     choice: int = 0
     logprobs: list[TokenLogprob] | None = None
-    """One for each token, if the request asks for them."""
+    """One entry per token, if the request asks for logprobs."""
 
 
 class RowPrompt(_Report, tag="prompt", frozen=True, kw_only=True):
-    """How likely a stretch of the prompt was; before the first tokens."""
+    """Logprobs of a part of the prompt; sent before the first tokens."""
 
     rid: str
     index: int
@@ -325,7 +328,7 @@ class RowPrompt(_Report, tag="prompt", frozen=True, kw_only=True):
 
 
 class ChoiceFinished(_Report, tag="choice", frozen=True, kw_only=True):
-    """One of n > 1 completions is over; others may still run."""
+    """One of several choices ended; others may still run."""
 
     rid: str
     choice: int
@@ -333,7 +336,7 @@ class ChoiceFinished(_Report, tag="choice", frozen=True, kw_only=True):
 
 
 class RowFinished(_Report, tag="finished", frozen=True, kw_only=True):
-    """The request is over, with all its completions."""
+    """The request ended, with all its choices."""
 
     rid: str
     reason: FinishReason
@@ -341,35 +344,35 @@ class RowFinished(_Report, tag="finished", frozen=True, kw_only=True):
 
 
 class RowFailed(_Report, tag="failed", frozen=True, kw_only=True):
-    """The request, alone, failed."""
+    """This request failed; others continue."""
 
     rid: str
     error: ErrorInfo
 
 
 Phase = Literal["idle", "tokenize", "prefill", "decode", "flush", "pools"]
-"""What a worker that has loaded its model does between two signs of life:
+"""What a loaded worker is doing between two reports:
 
-* ``idle``: it waits, for a command, a grant, a turn or a deadline;
-* ``tokenize``: it takes a request;
-* ``prefill``: it reads a chunk of a prompt, or of several;
-* ``decode``: it launches a step, or waits for its tokens;
-* ``flush``: it writes full pages into the pools;
-* ``pools``: it makes room: pools that grow or shrink, pages that go down the ladder or come back.
+* ``idle``: waiting for a command, a grant, a time slice or a deadline;
+* ``tokenize``: tokenizing a new request;
+* ``prefill``: prefilling a chunk of one or several prompts;
+* ``decode``: launching a step, or waiting for its tokens;
+* ``flush``: writing full pages into the pools;
+* ``pools``: growing or shrinking pools, stepping pages down, or reading pages back.
 """
 
 
 class PhaseChanged(_Report, tag="phase", frozen=True, kw_only=True):
-    """The worker is in this phase from now on; told when it changes, and before it begins.
+    """The worker begins this phase; sent before the phase begins, if it differs from the last.
 
-    Each phase has its own deadline (`actors.machines.watchdog.WatchdogTimeouts`).
+    Each phase has its own timeout (`actors.machines.watchdog.WatchdogTimeouts`).
     """
 
     phase: Phase
 
 
 class Stats(_Report, tag="stats", frozen=True, kw_only=True):
-    """Counters; the heartbeat."""
+    """Counters; also serve as a heartbeat."""
 
     stats: WorkerStats
 

@@ -19,8 +19,9 @@ from kvd.host.exits import Exit
 from kvd.worker.tools.fidelity import Floor
 from protocol import messages
 from protocol.errors import ConfigError, KvdError
+from protocol.kv import KVSpec
 from protocol.messages import Event, Request
-from protocol.types import KVPart, KVSpec
+from protocol.types import KVPart
 from tools import docs
 from tools.pages import configuration, markdown, protocol
 from tools.pages.fields import fields, words

@@ -33,7 +33,7 @@ from bench.gpu import shapes
 from bench.pressure.draw import draw
 from bench.pressure.play import Outcome, Run, play
 from bench.pressure.streams import Stream, make
-from protocol.types import SCHEMES
+from protocol.kv import SCHEMES
 
 MOST_OVER = 0.03
 """Share of the budget by which the footprint may exceed it: memory without grants."""

@@ -13,8 +13,9 @@ import msgspec
 
 from bench.serve.measure import Stream
 from kvd.client import AsyncClient
+from protocol.kv import KVSpec
 from protocol.messages import Done, Tokens
-from protocol.types import KVSpec, ModelInfo
+from protocol.types import ModelInfo
 
 _ALIAS = "bench"
 

@@ -18,7 +18,7 @@ from kvd.cli.options import LEVELS, kv_options
 from kvd.cli.tool import run_tool
 from kvd.config.sources import absolute
 from kvd.host.home import locate
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 
 _GAP = 2
 

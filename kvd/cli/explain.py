@@ -14,8 +14,8 @@ from kvd.cli.options import kv_options
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
 from protocol.forecast import Forecast, LevelCost, ReclaimStep
+from protocol.kv import KVSpec
 from protocol.messages import MAX_FORECAST_ROWS
-from protocol.types import KVSpec
 
 _GAP = 2
 _METHODS = {

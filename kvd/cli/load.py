@@ -16,10 +16,11 @@ from kvd.cli.options import kv_options
 from kvd.client import Client, Load
 from kvd.config.sources import absolute
 from kvd.host.units import format_bytes
+from protocol.kv import KVSpec
 from protocol.messages import Loading
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec, ModelStatus
-from protocol.validation import explain
+from protocol.types import ModelStatus
+from protocol.validation import describe_error
 
 
 @click.command(panels=standard_panels())
@@ -70,7 +71,7 @@ def _policy(**given: float | None) -> ModelPolicy | None:
     try:
         policy = msgspec.convert(fields, ModelPolicy)
     except msgspec.ValidationError as error:
-        raise click.BadParameter(explain(str(error), ModelPolicy)[1]) from None
+        raise click.BadParameter(describe_error(str(error), ModelPolicy)[1]) from None
     return None if policy == ModelPolicy() and given["priority"] is None else policy
 
 

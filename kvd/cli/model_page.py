@@ -8,15 +8,8 @@ from rich.text import Text
 
 from kvd.cli import status_page
 from kvd.host.units import format_bytes
-from protocol.types import (
-    FusedAttention,
-    KVPart,
-    KVSpec,
-    MemoryUse,
-    ModelInfo,
-    ModelStatus,
-    PrefixUse,
-)
+from protocol.kv import KVSpec
+from protocol.types import FusedAttention, KVPart, MemoryUse, ModelInfo, ModelStatus, PrefixUse
 
 _GAP = 2
 

@@ -132,7 +132,7 @@ def _offline_forecast(common: CommonOptions, context: int) -> Callable[[str], Fo
     from kvd.config import config  # noqa: PLC0415
     from kvd.daemon.estimate import estimate, folder_of, machine  # noqa: PLC0415
     from kvd.host import memory  # noqa: PLC0415
-    from protocol.types import KVSpec  # noqa: PLC0415
+    from protocol.kv import KVSpec  # noqa: PLC0415
 
     settings = config.load(locate(common.home).config)
     budget = settings.budget_bytes or memory.default_budget(memory.reader().host())

@@ -13,8 +13,8 @@ import rich_click as click
 from kvd.cli.common import Command, Decorator
 from kvd.config.kv import KVText
 from kvd.host.units import parse_bytes
-from protocol.types import MIN_KV_SIZE, SCHEMES, KVSpec
-from protocol.validation import explain
+from protocol.kv import MIN_KV_SIZE, SCHEMES, KVSpec
+from protocol.validation import describe_error
 
 _PANEL = "KV cache"
 _FLOOR = re.compile(r"\s*(-?\d{1,9})\s*=(.*)")
@@ -149,7 +149,7 @@ def _spec(given: dict[str, Any]) -> KVSpec | None:
     try:
         return msgspec.convert(settings, KVText).spec
     except msgspec.ValidationError as error:
-        field, text = explain(str(error), KVText)
+        field, text = describe_error(str(error), KVText)
         option = OPTIONS[field.partition("[")[0]]
         raise click.BadParameter(text.replace(field, option, 1)) from error
 

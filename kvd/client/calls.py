@@ -14,8 +14,9 @@ from kvd.client.exchange import CompletionRecord, Exchange, LoadRecord, attach_r
 from kvd.client.options import Messages, Options, chat_messages, generate_request
 from protocol import messages as m
 from protocol.forecast import Forecast
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import DaemonStatus, KVSpec
+from protocol.types import DaemonStatus
 
 C = TypeVar("C", bound=CompletionRecord)
 L = TypeVar("L", bound=LoadRecord)

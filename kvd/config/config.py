@@ -16,9 +16,11 @@ from kvd.config.options import Attention
 from kvd.host.memory import nvidia
 from kvd.host.units import MAX_BYTES, parse_bytes
 from protocol.errors import ConfigError
+from protocol.fields import Alias, Name
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import Alias, KVSpec, Name, TimeSlicesMode
-from protocol.validation import explain
+from protocol.types import TimeSlicesMode
+from protocol.validation import describe_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,7 +151,7 @@ def convert(data: dict[str, Any], path: str) -> Config:
     try:
         config = msgspec.convert(data, Config, str_keys=True)
     except msgspec.ValidationError as error:
-        key, text = explain(str(error), Config)
+        key, text = describe_error(str(error), Config)
         raise ConfigError(f"{path}: {text}", key=key) from error
     _check_texts(config, path)
     return config

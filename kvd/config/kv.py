@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from protocol.schemes import GROUP, Scheme, groups_in
-from protocol.types import KVRules, KVSpec
+from protocol.kv import KVRules, KVSpec
+from protocol.schemes import DEFAULT_GROUP, Scheme, groups_in
 
 
 class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,8 +35,8 @@ class KVText(KVRules, frozen=True, kw_only=True, forbid_unknown_fields=True):
         groups = groups_in(self.scheme)
         if groups and (self.group_size or self.value_group_size):
             raise ValueError(f"group_size: the scheme {self.scheme} sets it too; set it once")
-        k_group, v_group = groups or (self.group_size or GROUP, self.value_group_size)
-        k_group = min(k_group, GROUP)  # 128 applies only to values, whose keys are dense
+        k_group, v_group = groups or (self.group_size or DEFAULT_GROUP, self.value_group_size)
+        k_group = min(k_group, DEFAULT_GROUP)  # 128 applies only to values, whose keys are dense
         return KVSpec(
             named.k_bits,  # type: ignore[arg-type]  # `Scheme` has checked them
             named.v_bits,  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvd.host.home import Home
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 
 Attention = Literal["auto", "reference"]
 """Attention in decode steps: the fastest backend that passes its checks, or MLX's operations."""

@@ -36,8 +36,8 @@ from kvd.metrics.exposition import Exposition
 from kvd.service import activation
 from kvd.service.notify import Notifier
 from protocol.errors import ConfigError, KvdError
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec
 
 if TYPE_CHECKING:
     import socket

@@ -22,16 +22,9 @@ from kvd.host.memory.nvidia import has_cuda_build
 from protocol import memory_bounds
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidModel, UnknownModel
-from protocol.pages import (
-    FIRST_ROWS,
-    SLAB_PAGES,
-    TAIL_TOKENS,
-    LayerGeometry,
-    floors_of,
-    schemes_of,
-)
+from protocol.kv import KVSpec, floors_of, schemes_of
+from protocol.pages import FIRST_ROWS, SLAB_PAGES, TAIL_TOKENS, LayerGeometry
 from protocol.schemes import Scheme
-from protocol.types import KVSpec
 from protocol.weights import BrokenFileError, Weights, read_header
 
 INTERPRETER_BYTES = 95 * 1024 * 1024

@@ -21,7 +21,7 @@ from kvd.http.responses import (
     TokenLogprob,
 )
 from protocol import types
-from protocol.types import NO_LOGPROB
+from protocol.fields import NO_LOGPROB
 
 Logprobs = list[types.TokenLogprob]
 """Of one token each, from the daemon's events."""

@@ -22,7 +22,7 @@ from kvd.http.requests import (
 from protocol.errors import EmptyPrompt, InvalidRequest
 from protocol.messages import Generate
 from protocol.types import ChatMessage, Sampling
-from protocol.validation import explain
+from protocol.validation import describe_error
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
@@ -40,7 +40,7 @@ def read(body: bytes | bytearray, kind: type[R]) -> R:
             str(body, "utf-8")  # msgspec does not validate the fields that it skips
         request = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        field, text = explain(str(error), kind)
+        field, text = describe_error(str(error), kind)
         raise InvalidRequest(text, field=field) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None

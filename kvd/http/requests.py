@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Raw
 
-from protocol.types import (
+from protocol.fields import (
     MAX_INT,
     MAX_LOGPROBS,
     Choices,

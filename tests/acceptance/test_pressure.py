@@ -16,7 +16,7 @@ from bench.own import daemon
 from bench.pressure.play import AMPLE, Outcome, serve
 from bench.pressure.streams import Stream, make
 from kvd.client import AsyncClient
-from protocol.types import SCHEMES, KVSpec
+from protocol.kv import SCHEMES, KVSpec
 
 pytestmark = [pytest.mark.mlx, pytest.mark.process]
 

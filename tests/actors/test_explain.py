@@ -10,8 +10,8 @@ from protocol import messages
 from protocol.costs import Costs, Estimate, KVCost
 from protocol.errors import InvalidRequest, UnknownModel
 from protocol.forecast import Forecast
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec
 from tests.sim import fakes
 from tests.sim.loop import simulated
 from tests.sim.world import World, world

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from actors.known_models import KnownModel
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec
 from tests.sim.loop import simulated
 from tests.sim.world import World, world
 

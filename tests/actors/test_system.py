@@ -10,8 +10,9 @@ from actors import mail
 from actors.machines.watchdog import WatchdogTimeouts
 from actors.system import Settings, SystemFault
 from protocol import errors, messages
+from protocol.kv import KVSpec
 from protocol.messages import Paused
-from protocol.types import Alternative, KVSpec, Sampling, TokenLogprob, WorkerStats
+from protocol.types import Alternative, Sampling, TokenLogprob, WorkerStats
 from protocol.worker import (
     CancelRow,
     ChoiceFinished,

@@ -12,7 +12,7 @@ from kvd.cli.app import app as kvctl_app
 from kvd.config.options import Options
 from kvd.host.exits import Exit
 from kvd.host.home import Home
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from tests.cli.stub import stub_daemon, well
 
 ALL = "--kv k8v4 --kv-group-size 32 --kv-value-group-size 128 --kv-schemes k8v8,k8v4,k4v4 "

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from kvd.cli import model_page, status_page
 from protocol.errors import ErrorInfo
-from protocol.types import FusedAttention, KVPart, KVSpec, ModelStatus, PrefixUse
+from protocol.kv import KVSpec
+from protocol.types import FusedAttention, KVPart, ModelStatus, PrefixUse
 from tests.cli.stub import INFO, MODEL, daemon_status
 
 FULL = KVPart(

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from kvd.cli import status_page
 from protocol.errors import ErrorInfo
-from protocol.types import KVSpec, ModelStatus, WorkerStats
+from protocol.kv import KVSpec
+from protocol.types import ModelStatus, WorkerStats
 from tests.cli.stub import MODEL, daemon_status
 
 

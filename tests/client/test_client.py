@@ -9,7 +9,8 @@ from kvd.client import AsyncClient, Client, options
 from kvd.host.home import Home
 from protocol import errors
 from protocol import messages as m
-from protocol.types import Alternative, ChatMessage, KVSpec, Sampling, TokenLogprob, Usage
+from protocol.kv import KVSpec
+from protocol.types import Alternative, ChatMessage, Sampling, TokenLogprob, Usage
 from tests.cli.stub import MODEL, daemon_status, stub_daemon, well
 
 

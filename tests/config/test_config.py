@@ -4,8 +4,8 @@ import pytest
 
 from kvd.config.config import Config, ModelEntry, load, parse
 from protocol.errors import ConfigError
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec
 
 
 def test_no_file_means_the_defaults(tmp_path):

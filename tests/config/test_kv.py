@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.config.kv import KVText, parse_kv
+from protocol.kv import KVSpec
 from protocol.schemes import BITS, K_GROUPS, V_GROUPS, Scheme
-from protocol.types import KVSpec
 
 
 def test_kv_schemes():

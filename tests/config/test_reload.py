@@ -13,8 +13,8 @@ from kvd.config.options import Options
 from kvd.config.reload import Change, Reloader
 from kvd.host.home import Home
 from protocol.errors import ConfigError
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec
 
 DEFAULT = 7 * 2**30
 

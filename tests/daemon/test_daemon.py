@@ -16,7 +16,7 @@ from kvd.daemon.welcome import welcome
 from kvd.host.home import Home
 from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from tests.cli.stub import MODEL
 
 

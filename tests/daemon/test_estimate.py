@@ -12,7 +12,7 @@ import pytest
 from kvd.daemon.estimate import Machine, estimate, folder_of, sharers
 from protocol.costs import Costs
 from protocol.errors import InvalidModel, UnknownModel
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from protocol.worker import Grant, LoadModel
 
 MACHINE = Machine(

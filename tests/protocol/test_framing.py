@@ -21,7 +21,8 @@ from protocol.framing import (
     encode_frame,
     encode_line,
 )
-from protocol.types import ChatMessage, KVSpec, Sampling, Usage, WorkerStats
+from protocol.kv import KVSpec
+from protocol.types import ChatMessage, Sampling, Usage, WorkerStats
 
 LIMIT = 32
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol import types
 from protocol.errors import DeadlineExceeded, from_info
+from protocol.fields import MAX_LOGIT_BIASES
 from protocol.framing import (
     FrameDecoder,
     decode_command,
@@ -53,7 +53,7 @@ GOOD: list[dict[str, Any]] = [
     {"deadline_s": 0.001},
     {"prefix_salt": "me"},
     {"sampling": {"logit_bias": {"0": 100, "7": -100.0}}},
-    {"sampling": {"logit_bias": {str(token): 1 for token in range(types.MAX_LOGIT_BIASES)}}},
+    {"sampling": {"logit_bias": {str(token): 1 for token in range(MAX_LOGIT_BIASES)}}},
     {"sampling": {"repetition_penalty": 1.3}},
     {"sampling": {"presence_penalty": -2, "frequency_penalty": 2}},
 ]

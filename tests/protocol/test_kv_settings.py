@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from protocol.kv import KVSpec
 from protocol.messages import Load
 from protocol.schemes import Scheme
-from protocol.types import KVSpec
-from protocol.validation import explain
+from protocol.validation import describe_error
 
 
 def test_the_defaults():
@@ -56,7 +56,7 @@ def test_names_without_a_group_have_those_of_the_settings():
 def test_what_is_wrong_is_said_by_field(kv: dict[str, object], field: str, says: str):
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.convert({"id": "1", "model": "m", "kv": kv}, Load, str_keys=True)
-    place, text = explain(str(caught.value), Load)
+    place, text = describe_error(str(caught.value), Load)
 
     assert place == f"kv.{field}"
     assert text.startswith(f"kv.{field} ")

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from protocol.fields import Alias
 from protocol.messages import Request
-from protocol.types import Alias
-from protocol.validation import explain
+from protocol.validation import describe_error
 
 
 class Inner(msgspec.Struct):
@@ -87,7 +87,7 @@ class Zoo(msgspec.Struct, forbid_unknown_fields=True):
 def test_every_form(value: Any, field: str, says: str):
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(json.dumps(value), type=Zoo)
-    place, text = explain(str(caught.value), Zoo)
+    place, text = describe_error(str(caught.value), Zoo)
 
     assert field == place
     assert text.startswith(f"{field or 'the value'} {says}")
@@ -102,20 +102,23 @@ def test_a_key_is_told_from_a_value(key: str, says: str):
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(json.dumps({"by_number": {key: {"role": "a"}}}), type=Zoo)
 
-    assert explain(str(caught.value), Zoo) == ("by_number", f"a key of by_number {says}")
+    assert describe_error(str(caught.value), Zoo) == ("by_number", f"a key of by_number {says}")
 
 
 def test_a_number_beyond_all_bounds():
     with pytest.raises(msgspec.ValidationError) as caught:
         msgspec.json.decode(b'{"share":1e400}', type=Zoo)
 
-    assert explain(str(caught.value), Zoo) == ("share", "share is a number too large to be read")
+    assert describe_error(str(caught.value), Zoo) == (
+        "share",
+        "share is a number too large to be read",
+    )
 
 
 def test_an_unknown_form_comes_out_as_it_is():
     text = "Something new - at `$.a.b`"
 
-    assert explain(text, Zoo) == ("a.b", text)
+    assert describe_error(text, Zoo) == ("a.b", text)
 
 
 def forms(kind: msgspec.inspect.Type) -> set[str]:

@@ -15,8 +15,9 @@ import msgspec
 from msgspec import inspect as types
 
 from kvd.config.http import KeyHash, Origin
+from protocol.fields import ALIAS_PATTERN, MAX_BYTES, MAX_INT
+from protocol.kv import MAX_LAYERS
 from protocol.policy import MAX_TTL_S
-from protocol.types import ALIAS_PATTERN, MAX_BYTES, MAX_INT, MAX_LAYERS
 
 DAY_S = 24 * 3600
 ENDLESS = frozenset({MAX_INT, MAX_BYTES, MAX_LAYERS, -MAX_LAYERS, MAX_TTL_S, DAY_S})

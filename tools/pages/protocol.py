@@ -11,8 +11,9 @@ import msgspec
 from msgspec import inspect as types
 
 from protocol import messages as m
+from protocol.kv import KVSpec
 from protocol.policy import ModelPolicy
-from protocol.types import KVSpec, Sampling
+from protocol.types import Sampling
 from tools.pages.fields import Field, fields, markdown, words
 from tools.pages.markdown import table
 

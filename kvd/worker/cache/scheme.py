@@ -5,14 +5,8 @@
 
 from __future__ import annotations
 
-from protocol.pages import (
-    PAGE_TOKENS,
-    LayerGeometry,
-    Packing,
-    floors_of,
-    full_pages,
-    schemes_of,
-)
+from protocol.kv import floors_of, schemes_of
+from protocol.pages import PAGE_TOKENS, LayerGeometry, Packing, full_pages
 from protocol.schemes import BITS, Scheme
 
 __all__ = [

@@ -16,7 +16,8 @@ import msgspec
 
 from kvd.worker.fake.tokens import VOCABULARY
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
-from protocol.types import KVPart, KVSpec, ModelInfo
+from protocol.kv import KVSpec
+from protocol.types import KVPart, ModelInfo
 
 CRASH_STATUS = 70
 """Exit status of a crash: EX_SOFTWARE."""

@@ -16,7 +16,8 @@ from kvd.worker.cache.scheme import full_pages
 from kvd.worker.core.memory_account import MemoryAccount, can_preempt
 from kvd.worker.scheduling.admission import Admission, Held
 from kvd.worker.scheduling.scheduler import ReservationSizes
-from protocol.types import KVSpec, Reclaimable
+from protocol.kv import KVSpec
+from protocol.types import Reclaimable
 from protocol.worker import Reclaim, Reclaimed, Report, RowPreempted, RowResumed
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvd.worker.sampling.largest import largest
-from protocol.types import MAX_LOGPROBS, NO_LOGPROB
+from protocol.fields import MAX_LOGPROBS, NO_LOGPROB
 
 
 @dataclass(frozen=True, slots=True)

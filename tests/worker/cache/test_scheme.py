@@ -16,8 +16,8 @@ from kvd.worker.cache.scheme import (
     schemes_of,
 )
 from protocol.errors import InvalidRequest
+from protocol.kv import KVSpec
 from protocol.schemes import K_GROUPS, V_GROUPS
-from protocol.types import KVSpec
 
 schemes = st.builds(
     Scheme,

@@ -9,7 +9,8 @@ import msgspec
 
 from kvd.worker.core.engine import MLXEngine
 from protocol.errors import ErrorInfo
-from protocol.types import KVSpec, Sampling, TokenLogprob, Usage
+from protocol.kv import KVSpec
+from protocol.types import Sampling, TokenLogprob, Usage
 from protocol.worker import (
     ChoiceFinished,
     Grant,

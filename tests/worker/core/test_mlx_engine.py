@@ -13,7 +13,8 @@ from kvd import demo as embedded
 from kvd.worker.native import build
 from kvd.worker.sampling import sampler
 from protocol.errors import ContextTooLong, EmptyPrompt, InsufficientMemory, InvalidRequest
-from protocol.types import ChatMessage, KVSpec, Sampling
+from protocol.kv import KVSpec
+from protocol.types import ChatMessage, Sampling
 from protocol.worker import Submit
 from tests.worker.core.driver import GIB, Driver
 from tests.worker.core.prompts import prompt_of

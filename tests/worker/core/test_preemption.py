@@ -13,7 +13,8 @@ from kvd.worker.core import engine as mlx_engine
 from kvd.worker.core import memory_account, out_of_memory, reclaiming, swap
 from kvd.worker.core.rates import Rates
 from kvd.worker.process import shortage
-from protocol.types import KVSpec, Sampling
+from protocol.kv import KVSpec
+from protocol.types import Sampling
 from protocol.worker import Reclaim
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.faults import memory_runs_out

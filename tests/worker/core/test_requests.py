@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from protocol.types import KVSpec, Sampling
+from protocol.kv import KVSpec
+from protocol.types import Sampling
 from tests.worker.core.driver import Driver, Outcome
 from tests.worker.core.prompts import prompt_of
 

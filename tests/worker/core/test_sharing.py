@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from protocol.types import KVSpec, Sampling
+from protocol.kv import KVSpec
+from protocol.types import Sampling
 from tests.worker.core.driver import GIB, Driver, Outcome
 from tests.worker.core.prompts import prompt_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.worker.core import reclaiming
 from protocol.errors import InsufficientMemory
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from protocol.worker import Reclaim, StartLevel
 from tests.worker.core.driver import Driver
 from tests.worker.core.prompts import periodic_prompt

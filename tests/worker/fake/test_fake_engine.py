@@ -19,7 +19,8 @@ from protocol.errors import (
     ModelFailed,
     UnknownModel,
 )
-from protocol.types import ChatMessage, KVSpec, Sampling
+from protocol.kv import KVSpec
+from protocol.types import ChatMessage, Sampling
 from protocol.worker import (
     ChoiceFinished,
     Grant,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from protocol.worker import Grant, MemoryRequested, RowFinished
 from tests.worker.fake.test_fake_engine import ends_of, loaded, run
 from tests.worker.process.peer import submit

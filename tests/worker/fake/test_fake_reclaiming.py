@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvd.worker.core import memory_account
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from protocol.worker import (
     MemoryRequested,
     Reclaim,

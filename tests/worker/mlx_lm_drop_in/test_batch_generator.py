@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
 from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
 from kvd.worker.mlx_lm_drop_in.quantize_kv import QuantizedKV, quantize_kv
 from kvd.worker.serving.seam import scaled_dot_product_attention
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from tests.worker.architectures.zoo import build
 from tests.worker.core.driver import Driver
 

@@ -14,7 +14,8 @@ from kvd.worker.sampling.logprobs import score
 from kvd.worker.sampling.row import RowSettings
 from kvd.worker.sampling.sampler import Sampler
 from protocol.errors import LocalProtocolError
-from protocol.types import NO_LOGPROB, Sampling
+from protocol.fields import NO_LOGPROB
+from protocol.types import Sampling
 from protocol.worker import Submit
 
 pytestmark = pytest.mark.mlx

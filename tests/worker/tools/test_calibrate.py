@@ -19,7 +19,7 @@ from kvd.worker.serving.calibration import CalibrationResult, apply_floor, conte
 from kvd.worker.tools import calibrate, fidelity
 from kvd.worker.tools.fidelity import Floor
 from protocol.errors import InvalidRequest
-from protocol.types import KVSpec
+from protocol.kv import KVSpec
 from tests.worker import tiny_model
 from tests.worker.core.driver import Driver
 

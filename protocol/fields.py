@@ -1,0 +1,42 @@
+"""Types of fields with their limits, for structs of both protocols."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_BYTES = 2**63 - 1
+"""Limit of sizes in bytes."""
+MAX_INT = 2**31 - 1
+"""Limit of counts and token ids. JSON itself has none, but msgpack and arrays do."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+ALIAS_PATTERN = r"^(?!-)[A-Za-z0-9._:/@+-]+\Z"
+"""Names appear in tables, logs and command lines, so control characters and spaces are excluded."""
+ALIAS_RULE = "may hold letters, digits and ._:/@+- only, and must not start with -"
+Alias = Annotated[str, Meta(min_length=1, max_length=256, pattern=ALIAS_PATTERN)]
+
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
+"""Most likely tokens reported per position; OpenAI's limit."""
+MAX_LOGIT_BIASES = 1024
+"""Entries of ``logit_bias``, which are sent to the device whenever a row joins the batch."""
+MAX_PRIORITY = 100
+MAX_DEADLINE_S = 7 * 24 * 3600.0
+NO_LOGPROB = -9999.0
+"""Logprob for a probability of 0, because JSON has no infinity; as in OpenAI and vLLM."""
+
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+"""OpenAI's range; negative values favour tokens that occurred."""
+Choices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+DeadlineSeconds = Annotated[float, Meta(gt=0.0, le=MAX_DEADLINE_S)]
+Salt = Annotated[str, Meta(max_length=256)]
+StopTexts = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)]
+StopTokens = Annotated[list[TokenId], Meta(max_length=64)]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIASES)
+]
