@@ -17,7 +17,7 @@ import pytest
 from kvd.config import config
 from kvd.host.home import Home
 from tests.pages import blocks, commands_of
-from tests.process.helpers import Daemon, lines_of, wait_for, written
+from tests.process.helpers import Daemon, lines_of, wait_for, write_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     root = Path(os.path.realpath("/tmp")) / f"kvd-readme-{os.getpid()}"
     root.mkdir(mode=0o700)
     # Another daemon may have the port that the page names.
-    home = written(Home(root / ".kvd"), "[http]\nport = 0\n")
+    home = write_config(Home(root / ".kvd"), "[http]\nport = 0\n")
     daemon = Daemon(home, "--model", "demo")
     try:
         daemon.start()

@@ -1,8 +1,7 @@
-"""Pictures of `kvctl` for the docs: ``python tools/screenshots.py [FOLDER]`` (default: docs/img).
+"""Draws screenshots of `kvctl`: ``python tools/screenshots.py [FOLDER]`` (default: docs/img).
 
-Everything in them is real: a daemon of its own with the embedded model, clients that ask it things,
-and kvctl in a terminal (tmux), whose screen is drawn as it is. Takes about a minute; numbers differ
-from time to time.
+Starts a daemon with the embedded model and clients that send requests, runs kvctl in a terminal
+(tmux) and draws its screen. Takes about a minute; the numbers differ between runs.
 """
 
 from __future__ import annotations
@@ -66,11 +65,11 @@ line-height: {line_height}px; }}
 </g>
 </svg>
 """.replace("FONTS", FONTS)
-"""Rich's own form loads a font from the net; this takes what the reader has."""
+"""Rich's own template loads a font from the network; this one uses local fonts."""
 
 
 class Terminal:
-    """A terminal of so many columns and rows, with a shell in it."""
+    """A tmux terminal with a shell."""
 
     def __init__(self, home: Path, columns: int, rows: int) -> None:
         self._columns = columns
@@ -90,24 +89,23 @@ class Terminal:
         return subprocess.run(command, check=True, capture_output=True, text=True, **options).stdout
 
     def type(self, text: str, *keys: str) -> None:
-        """Type a text, then keys by their names."""
+        """Type a text, then press keys by their tmux names."""
         self._tmux("send-keys", "-l", text)
         if keys:
             self._tmux("send-keys", *keys)
 
-    def screen(self, *, colours: bool = False) -> str:
-        """Return what is on the screen, without the empty lines below."""
-        return self._tmux("capture-pane", "-p", *(["-e"] if colours else [])).rstrip("\n ")
+    def screen(self, *, colors: bool = False) -> str:
+        """Return the screen without the empty lines at its end."""
+        return self._tmux("capture-pane", "-p", *(["-e"] if colors else [])).rstrip("\n ")
 
     def wait_for(self, pattern: str) -> None:
-        """Wait until the screen shows it."""
         wait_for(f"{pattern!r} on the screen", lambda: re.search(pattern, self.screen()))
 
     def draw(self, path: Path, title: str) -> None:
-        """Write the screen as a picture."""
-        # A line's colours may come from the line before it.
-        lines = list(AnsiDecoder().decode(self.screen(colours=True)))
-        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - as it is called
+        """Write the screen as an SVG."""
+        # A line may continue the previous line's colors, so all lines share one decoder.
+        lines = list(AnsiDecoder().decode(self.screen(colors=True)))
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - os.devnull is a string
             console = Console(record=True, width=self._columns, file=nowhere)
             for line in lines:
                 console.print(line, no_wrap=True, overflow="crop", highlight=False)
@@ -116,15 +114,14 @@ class Terminal:
         print(f"{path}: {len(lines)} lines")
 
     def close(self) -> None:
-        """End it."""
         with contextlib.suppress(subprocess.CalledProcessError):
             self._tmux("kill-server")
 
 
-def wait_for(what: str, holds: Callable[[], Any]) -> None:
-    """Wait until something holds."""
+def wait_for(what: str, condition: Callable[[], Any]) -> None:
+    """Wait until a condition holds; raises `TimeoutError`."""
     end = time.monotonic() + WAIT_S
-    while not holds():
+    while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"not within {WAIT_S:g} s: {what}")
         time.sleep(0.1)
@@ -132,7 +129,7 @@ def wait_for(what: str, holds: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def daemon(home: Path) -> Iterator[Client]:
-    """Serve the embedded model three times, on different schemes."""
+    """Serve the embedded model under three names, with different schemes."""
     home.mkdir(mode=0o700)
     (home / "config.toml").write_text(
         "[http]\nenabled = false\n"
@@ -152,7 +149,7 @@ def daemon(home: Path) -> Iterator[Client]:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
-        process.terminate()  # a second signal does not wait for what runs
+        process.terminate()  # a second signal does not wait for running requests
         process.wait(30)
 
 
@@ -168,28 +165,27 @@ def _states(client: Client) -> list[str]:
     return [model.state for model in client.status().models]
 
 
-class Asker(threading.Thread):
-    """Asks a model one thing after another, until the daemon is gone."""
+class Load(threading.Thread):
+    """Sends one request after another to a model until the daemon stops."""
 
     def __init__(self, home: Path, model: str, number: int, words: int) -> None:
         super().__init__(daemon=True)
-        self._place, self._model, self._number, self._words = home, model, number, words
+        self._home, self._model, self._number, self._words = home, model, number, words
 
     def run(self) -> None:
-        """Ask."""
         prompt = (
             f"Chapter {self._number}. " + "The keeper of the lamp wrote it down. " * self._words
         )
-        with contextlib.suppress(KvdError), Client(home=self._place) as client:
+        with contextlib.suppress(KvdError), Client(home=self._home) as client:
             for seed in range(10_000):
                 options: Any = {"max_tokens": 600, "temperature": 1.0, "seed": seed}
                 _ = client.generate(self._model, prompt, ignore_eos=True, **options).text
 
 
 def main() -> int:
-    """Make the pictures."""
+    """Draw all screenshots."""
     if shutil.which("tmux") is None:
-        print("tools/screenshots.py draws what tmux shows; install tmux", file=sys.stderr)
+        print("tools/screenshots.py needs tmux", file=sys.stderr)
         return 2
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "img"
     target.mkdir(parents=True, exist_ok=True)
@@ -199,7 +195,7 @@ def main() -> int:
             chat(home, target, stack)
             for model, rows, words in (("assistant", 5, 120), ("coder", 3, 200), ("notes", 2, 60)):
                 for number in range(rows):
-                    Asker(home, model, number, words).start()
+                    Load(home, model, number, words).start()
             wait_for("rows run", lambda: _rows(client) >= 8)
             granted = client.status().granted_bytes
             client.configure(budget_bytes=int(granted * 0.97))
@@ -213,12 +209,12 @@ def _rows(client: Client) -> int:
 
 
 def _mixed(client: Client) -> bool:
-    held = [model.stats.memory.kv_levels for model in client.status().models]
-    return any(sum(count > 0 for count in levels) > 1 or sum(levels[1:]) for levels in held)
+    by_model = [model.stats.memory.kv_levels for model in client.status().models]
+    return any(sum(levels[1:]) for levels in by_model)
 
 
 def chat(home: Path, target: Path, stack: contextlib.ExitStack) -> None:
-    """Hold a conversation."""
+    """Draw a conversation."""
     terminal = Terminal(home, 80, 16)
     stack.callback(terminal.close)
     terminal.type("clear; kvctl chat assistant --temperature 0", "Enter")
@@ -234,7 +230,7 @@ def chat(home: Path, target: Path, stack: contextlib.ExitStack) -> None:
 
 
 def watch(home: Path, target: Path, stack: contextlib.ExitStack) -> None:
-    """Look at a busy daemon in both ways."""
+    """Draw `kvctl status` and `kvctl top` of a busy daemon."""
     terminal = Terminal(home, 100, 26)
     stack.callback(terminal.close)
     terminal.type("clear; kvctl status", "Enter")
@@ -242,7 +238,7 @@ def watch(home: Path, target: Path, stack: contextlib.ExitStack) -> None:
     terminal.draw(target / "status.svg", "kvctl status")
     terminal.type("clear; kvctl top", "Enter")
     terminal.wait_for("q quit")
-    time.sleep(25)  # curves need a past
+    time.sleep(25)  # fills the curves
     terminal.type("", "Down")
     time.sleep(1)
     terminal.draw(target / "top.svg", "kvctl top")

@@ -129,14 +129,14 @@ def _verdict(forecast: Forecast) -> Text:
     level, lowest = forecast.levels[forecast.level], forecast.levels[-1]
     rows = f"{_rows(forecast)} of {forecast.context:,} tokens"
     total, missing = format_bytes(level.total_bytes), format_bytes(forecast.missing_bytes)
-    short = f"{rows} at {level.scheme} need {total} in total, {missing} more than is free."
+    needs = f"{rows} at {level.scheme}: needs {total} in total, {missing} more than is free."
     text = {
-        "fits": f"{rows} at {level.scheme} fit now ({total} in total).",
-        "makes_room": f"{short} These steps would make room:",
-        "waits": short + (" These steps would free a part:" if forecast.steps else ""),
-        "never": f"{rows} never fit: even at {lowest.scheme} they need"
+        "fits": f"{rows} at {level.scheme}: fits now ({total} in total).",
+        "makes_room": f"{needs} These steps would make room:",
+        "waits": needs + (" These steps would free a part:" if forecast.steps else ""),
+        "never": f"{rows}: never fits. Even {lowest.scheme} needs"
         f" {format_bytes(lowest.total_bytes)} of a budget of"
-        f" {format_bytes(forecast.budget_bytes)}, which holds at most {lowest.max_rows:,}.",
+        f" {format_bytes(forecast.budget_bytes)}, which holds at most {lowest.max_rows:,} rows.",
     }[forecast.verdict]
     return Text(text, style=_STYLES[forecast.verdict])
 

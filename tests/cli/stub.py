@@ -1,4 +1,4 @@
-"""A daemon of a few lines: answers requests from a script, over a real socket, in a thread."""
+"""A scripted daemon: answers requests over a real socket, in a thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from protocol.types import (
 )
 
 Answer = Callable[[m.Request], Iterable[m.Event | None]]
-"""Events for a request; None hangs up."""
+"""Events for a request; None closes the connection."""
 
 
 @contextlib.contextmanager
 def stub_daemon(path: Path, answer: Answer) -> Iterator[list[m.Request]]:
-    """Serve until the block ends; gives the requests that came."""
+    """Serve until the block ends; gives the received requests."""
     requests: list[m.Request] = []
     path.parent.mkdir(parents=True, exist_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -116,7 +116,7 @@ def daemon_status(*models: ModelStatus) -> DaemonStatus:
 
 
 def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912 - one match
-    """Answer as a daemon does that has one model and no troubles."""
+    """Answer like a daemon with one model and no errors."""
     number = request.id
     match request:
         case m.Hello():
@@ -150,14 +150,14 @@ def well(request: m.Request) -> Iterable[m.Event | None]:  # noqa: C901, PLR0912
             yield m.Tokens(id=number, index=0, tokens=[1], text="Grüße")
             yield m.Tokens(id=number, index=1, tokens=[2, 3], text=" all")
             yield m.Done(id=number, reason="stop", usage=Usage(3, 3))
-        case m.Tokenize(prompt=prompt, messages=turns, limit=most, texts=texts):
-            text = prompt if turns is None else "".join(turn.content for turn in turns)
-            told = list((text or "").encode())[:most]
+        case m.Tokenize(prompt=prompt, messages=chat, limit=most, texts=texts):
+            text = prompt if chat is None else "".join(message.content for message in chat)
+            tokens = list((text or "").encode())[:most]
             yield m.Tokenized(
                 id=number,
                 count=len((text or "").encode()),
-                tokens=told,
-                texts=[chr(token) for token in told] if texts else [],
+                tokens=tokens,
+                texts=[chr(token) for token in tokens] if texts else [],
             )
         case m.Cancel(target=target):
             yield m.Cancelled(id=number, target=target, found=False)

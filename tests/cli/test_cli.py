@@ -1,4 +1,4 @@
-"""kvctl against a scripted daemon; the real one is in tests/process."""
+"""kvctl against a scripted daemon; tests/process has real ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_status_of_one_model(kvctl, home: Home):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_the_place_may_stand_before_and_after_the_command(kvctl, home: Home, order, monkeypatch):
+def test_common_options_work_before_and_after_the_command(kvctl, home: Home, order, monkeypatch):
     monkeypatch.setenv("KVD_HOME", "/nowhere")
     place = ["--socket", str(home.socket), "--json"]
     arguments = [*place, "status"] if order == "before" else ["status", *place]
@@ -98,7 +98,7 @@ def test_generate_prints_the_completion_and_nothing_else(kvctl, home: Home):
     ]
 
 
-def test_generate_sends_all_that_was_asked_for(kvctl, home: Home):
+def test_generate_sends_all_options(kvctl, home: Home):
     options = "--n 1 --repetition-penalty 1.2 --presence-penalty -0.5 --frequency-penalty 0.25"
     options += " --logit-bias 5=-100 --logit-bias 7=+.5 --stop-token 3 --stop-token 4"
     options += " --min-tokens 2 --ignore-eos --deadline 30 --priority -3 --prefix-salt mine"
@@ -153,7 +153,7 @@ def test_a_wrong_logit_bias_is_a_usage_error(kvctl, bias, says):
         ("--logprobs=21", "logprobs must be between 0 and 20, not 21"),
     ],
 )
-def test_numbers_out_of_range_are_refused_in_plain_words(kvctl, home: Home, option, says):
+def test_numbers_out_of_range_are_refused_with_the_range(kvctl, home: Home, option, says):
     with stub_daemon(home.socket, well) as requests:
         assert kvctl("generate", "demo", "Hi", option) == (6, "", f"error: {says}\n")
     assert requests == []
@@ -211,7 +211,7 @@ def test_logprobs_are_printed_as_tables(kvctl, home: Home, monkeypatch):
         assert line in lines
 
 
-def test_all_of_several_choices_is_in_the_json(kvctl, home: Home):
+def test_json_has_the_events_of_all_choices(kvctl, home: Home):
     with stub_daemon(home.socket, several):
         code, out, _ = kvctl("generate", "demo", "Hi", "--n", "2", "--json")
     events = [json.loads(line) for line in out.splitlines()]
@@ -228,7 +228,7 @@ def test_all_of_several_choices_is_in_the_json(kvctl, home: Home):
     }
 
 
-def test_what_came_before_an_error_is_printed(kvctl, home: Home):
+def test_text_before_an_error_is_printed(kvctl, home: Home):
     def answer(request):
         for event in several(request):
             if event.__class__ is m.ChoiceFinished and event.choice == 1:
@@ -265,7 +265,7 @@ def test_generate_prints_its_events_as_json_lines(kvctl, home: Home):
         (errors.InternalError("a bug"), 1),
     ],
 )
-def test_errors_have_exit_codes_and_speak_on_stderr(kvctl, home: Home, error, code):
+def test_errors_have_exit_codes_and_messages_on_stderr(kvctl, home: Home, error, code):
     def answer(request):
         yield m.Error(id=request.id, error=error.info())
 
@@ -277,7 +277,7 @@ def test_errors_have_exit_codes_and_speak_on_stderr(kvctl, home: Home, error, co
     assert error.message in err
 
 
-def test_an_error_prints_brackets_as_they_are(kvctl, home: Home):
+def test_an_error_message_with_brackets_is_not_markup(kvctl, home: Home):
     def answer(request):
         yield m.Error(id=request.id, error=errors.InvalidRequest("bad [red]x[/] [1]").info())
 
@@ -285,13 +285,13 @@ def test_an_error_prints_brackets_as_they_are(kvctl, home: Home):
         assert kvctl("status")[2] == "error: bad [red]x[/] [1]\n"
 
 
-def test_no_daemon_says_what_to_do(kvctl, home: Home):
+def test_without_a_daemon_the_error_says_how_to_start_one(kvctl, home: Home):
     code, out, err = kvctl("status")
     assert (code, out) == (3, "")
     assert f"no daemon answers on {home.socket}; start one with `kvd serve`" in err
 
 
-def test_load_sends_what_was_asked_for(kvctl, home: Home, tmp_path, monkeypatch):
+def test_load_sends_the_source_the_alias_and_the_scheme(kvctl, home: Home, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with stub_daemon(home.socket, well) as requests:
         code, out, _ = kvctl("load", "./model", "--alias", "small", "--kv", "k8v4")
@@ -317,7 +317,7 @@ def test_unload_drain_and_shutdown(kvctl, home: Home):
     assert requests[0].force is True
 
 
-def test_chat_remembers_and_obeys_commands(kvctl, home: Home):
+def test_chat_sends_the_conversation_and_handles_commands(kvctl, home: Home):
     lines = [
         "Hello",
         "/set temperature 0",
@@ -352,7 +352,7 @@ def test_chat_remembers_and_obeys_commands(kvctl, home: Home):
     assert "no command /nope" in err
 
 
-def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_path):
+def test_chat_reads_several_lines_changes_models_and_saves(kvctl, home: Home, tmp_path):
     file = tmp_path / "talk.json"
     lines = [
         "/stats",
@@ -388,7 +388,7 @@ def test_chat_takes_several_lines_other_models_and_saves(kvctl, home: Home, tmp_
         assert line in err
 
 
-def test_a_model_that_a_request_brings_may_be_talked_to_and_has_no_page(kvctl, home: Home):
+def test_an_unloaded_model_can_be_chatted_with_but_has_no_status_page(kvctl, home: Home):
     def answer(request):
         if isinstance(request, m.Status):
             status = replace(daemon_status(MODEL), unloaded=["lazy"])
@@ -402,7 +402,7 @@ def test_a_model_that_a_request_brings_may_be_talked_to_and_has_no_page(kvctl, h
     assert (code, "the next request for it loads it" in err) == (6, True)
 
 
-def test_tokens_are_printed_a_line_each_or_counted(kvctl, home: Home):
+def test_tokens_are_printed_one_per_line_or_counted(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         assert kvctl("tokenize", "demo", "a\n")[1] == "97\t'a'\n10\t'\\n'\n"
         assert kvctl("tokenize", "demo", "-", "-c", stdin="abc")[1] == "3\n"
@@ -443,7 +443,7 @@ def test_a_short_command_imports_neither_asyncio_nor_pydantic_nor_the_engine():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_chat_goes_on_after_an_error_and_forgets_the_question(kvctl, home: Home):
+def test_chat_continues_after_an_error_without_the_question(kvctl, home: Home):
     def answer(request):
         if isinstance(request, m.Generate) and request.messages[-1].content == "fails":
             yield m.Error(id=request.id, error=errors.WorkerDied("the worker died").info())
@@ -457,7 +457,7 @@ def test_chat_goes_on_after_an_error_and_forgets_the_question(kvctl, home: Home)
     assert [turn.content for turn in requests[-1].messages] == ["works"]
 
 
-def test_chat_with_an_unknown_model_says_which_there_are(kvctl, home: Home):
+def test_chat_with_an_unknown_model_lists_the_loaded_ones(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         code, _, err = kvctl("chat", "nope", stdin="Hi\n")
     assert code == 6
@@ -481,7 +481,7 @@ def test_every_command_has_help(kvctl):
         assert "--json" in out
 
 
-def test_kvctl_needs_neither_mlx_nor_the_daemons_parts():
+def test_kvctl_imports_neither_mlx_nor_the_daemon():
     code = (
         "import sys, kvd.cli;"
         "bad = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'structlog', 'actors', 'kvd.worker'};"
@@ -491,12 +491,12 @@ def test_kvctl_needs_neither_mlx_nor_the_daemons_parts():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_stub_speaks_as_the_protocol_does():
+def test_the_stub_daemon_has_the_model():
     assert daemon_status(MODEL).models == [MODEL]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "10.5"])
-def test_a_temperature_out_of_range_is_refused_in_plain_words(kvctl, home: Home, value):
+def test_a_temperature_out_of_range_is_refused_with_the_range(kvctl, home: Home, value):
     with stub_daemon(home.socket, well) as requests:
         for command in (("generate", "demo", "Hi"), ("chat", "demo")):
             code, _, err = kvctl(*command, f"--temperature={value}")
@@ -505,7 +505,7 @@ def test_a_temperature_out_of_range_is_refused_in_plain_words(kvctl, home: Home,
     assert requests == []
 
 
-def test_chat_refuses_values_out_of_range_and_goes_back_to_defaults(kvctl, home: Home):
+def test_chat_refuses_values_out_of_range_and_resets_to_defaults(kvctl, home: Home):
     lines = ["/set temperature nan", "/set top_p 0", "/set seed -1", "/set max_tokens 5", "One"]
     lines += ["/set seed 3", "/set max_tokens default", "Two", "/set seed default", "Three"]
     with stub_daemon(home.socket, well) as requests:
@@ -519,7 +519,7 @@ def test_chat_refuses_values_out_of_range_and_goes_back_to_defaults(kvctl, home:
     assert {r.sampling.temperature for r in asked} == {0.7}
 
 
-def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch):
+def test_a_silent_daemon_is_reported_once(kvctl, home: Home, monkeypatch):
     said = threading.Event()
     talks = []
     monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
@@ -538,7 +538,7 @@ def test_a_daemon_that_says_nothing_is_named_once(kvctl, home: Home, monkeypatch
     assert "no message from the daemon" in talks[0]
 
 
-def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Home, monkeypatch):
+def test_a_daemon_that_still_runs_is_not_reported_as_stopped(kvctl, home: Home, monkeypatch):
     monkeypatch.setattr(sys.modules["kvd.cli.shutdown"], "_EXIT_TIMEOUT_S", 0.05)
     home.create()
     with stub_daemon(home.socket, well), hold_lock(home):
@@ -547,6 +547,11 @@ def test_a_daemon_that_lives_on_after_its_goodbye_is_not_stopped(kvctl, home: Ho
         assert "still runs" in err
         code, out, _ = kvctl("shutdown", "--json")
         assert (code, json.loads(out)) == (7, {"state": "stopping"})
+
+
+def test_a_misspelled_command_gets_a_suggestion(kvctl):
+    code, _, err = kvctl("sttus")
+    assert (code, "No such command 'sttus'. Did you mean 'status'?" in err) == (2, True)
 
 
 def test_help_shows_flags_and_arguments_as_they_are_written(kvctl):
@@ -559,7 +564,7 @@ def test_help_shows_flags_and_arguments_as_they_are_written(kvctl):
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("version",)])
-def test_kvd_says_its_version_either_way(monkeypatch, capsys, arguments):
+def test_kvd_prints_its_version(monkeypatch, capsys, arguments):
     monkeypatch.setattr(sys, "argv", ["kvd", *arguments])
     with pytest.raises(SystemExit) as ended:
         kvd_main()
@@ -595,7 +600,7 @@ def test_pin_unpin_and_the_budget(kvctl, home: Home):
     assert "much" in err
 
 
-def test_what_a_load_says_of_a_model_is_sent(kvctl, home: Home):
+def test_load_sends_the_policy(kvctl, home: Home):
     asked = []
 
     def answer(request):
@@ -629,28 +634,28 @@ STRANGE = (
 
 
 @pytest.mark.parametrize("text", STRANGE)
-def test_what_is_not_ours_is_shown_as_it_is(text, capsys):
+def test_values_in_messages_are_not_markup(text, capsys):
     print_message("[bold]{}[/]{}", text, text)
     assert capsys.readouterr().err == f"{text}{text}\n"
     print_message("[dim]saved in {}[/]", text)
     assert capsys.readouterr().err == f"saved in {text}\n"
 
 
-def test_a_value_looks_as_its_place_does():
+def test_a_value_in_a_message_takes_the_style_around_it():
     assert format_message("[bold]{}[/] is [dim]{}[/]!", "a[b", "[/]").markup == (
         r"[bold]a[b[/bold] is [dim]\[/][/dim]!"
     )
 
 
 @pytest.mark.parametrize("text", STRANGE)
-def test_a_name_that_looks_like_markup_is_refused_by_its_name(kvctl, home: Home, text):
+def test_an_unknown_name_that_looks_like_markup_is_quoted_in_the_error(kvctl, home: Home, text):
     with stub_daemon(home.socket, well):
         code, out, err = kvctl("status", text)
     assert (code, out) == (6, "")
     assert err.startswith(f"error: no model {text!r} (")
 
 
-def test_a_conversation_goes_on_whatever_is_typed(kvctl, home: Home):
+def test_chat_continues_after_any_input(kvctl, home: Home):
     with stub_daemon(home.socket, well):
         lines = "\n".join(f"/{text.replace(' ', '_')}" for text in STRANGE)
         code, _, err = kvctl("chat", "demo", stdin=f"{lines}\n/set top_k \\[/b]\n/exit\n")
@@ -660,7 +665,7 @@ def test_a_conversation_goes_on_whatever_is_typed(kvctl, home: Home):
     assert r"'\\[/b]' is not a value for top_k" in err
 
 
-def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
+def test_a_reply_without_a_required_field_is_explained_by_the_version(kvctl, home: Home):
     """One whose messages lack a field, as one does that is older than the field."""
     reply = json.loads(encode_line(m.StatusReply(id="1", status=daemon_status())))
     del reply["status"]["version"]
@@ -691,7 +696,7 @@ def test_a_daemon_of_another_version_is_named_as_that(kvctl, home: Home):
 
 
 @pytest.mark.parametrize("error", [errors.UnknownOp, errors.UnsupportedVersion])
-def test_a_daemon_that_does_not_know_a_command_is_of_another_version(kvctl, home: Home, error):
+def test_an_unknown_operation_is_explained_by_the_version(kvctl, home: Home, error):
     def older(request):
         yield m.Error(id=request.id, error=error("no").info())
 

@@ -1,4 +1,4 @@
-"""`kvctl bench-kv` from outside: its output, its options, and how it fails."""
+"""`kvctl bench-kv`: output, options and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kvctl(monkeypatch, capsys):
 
 @pytest.mark.mlx
 @pytest.mark.process
-def test_it_needs_no_daemon_and_prints_one_json(kvctl):
+def test_bench_kv_needs_no_daemon_and_prints_json(kvctl):
     shape = ("--heads", "2", "--kv-heads", "1", "--head-dim", "64", "--layers", "1")
     place = ("--schemes", "k8v8,k4v4", "--lengths", "192", "--json")
     code, out, err = kvctl("--home", "/nowhere", "bench-kv", *shape, "--dtype", "float32", *place)
@@ -62,7 +62,7 @@ def test_it_needs_no_daemon_and_prints_one_json(kvctl):
         (["--heads", "4"], "--layers"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_reason(kvctl, arguments, word):
+def test_invalid_measurements_are_refused_with_a_reason(kvctl, arguments, word):
     code, out, err = kvctl("bench-kv", *arguments)
 
     assert (code, out) == (6, "")
@@ -70,7 +70,7 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(kvctl, arguments, wo
 
 
 @pytest.mark.parametrize(("width", "columns"), [(80, 8), (160, 11), (48, 5)])
-def test_a_narrow_table_has_fewer_columns_and_those_whole(width, columns):
+def test_a_narrow_table_has_fewer_columns_and_all_complete(width, columns):
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(bench_kv.table(RESULT, console))
     lines = console.export_text().splitlines()
@@ -100,7 +100,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(kvctl, tmp_path, monkeyp
     assert ".svg" in err
 
 
-def test_a_process_that_dies_says_its_last_words(kvctl, monkeypatch):
+def test_the_last_line_of_a_process_that_dies_is_in_the_error(kvctl, monkeypatch):
     monkeypatch.setattr(
         tool,
         "environment",

@@ -1,4 +1,4 @@
-"""`kvctl calibrate` from outside, with a stub for the measuring process."""
+"""`kvctl calibrate` with a stub for the measuring process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def kvctl(monkeypatch, capsys, tmp_path, home: Home):
 
 
 @pytest.mark.process
-def test_people_get_a_table_and_a_sentence(kvctl):
+def test_the_result_is_a_table_and_a_sentence(kvctl):
     code, out, err = kvctl("calibrate", "demo")
     assert code == 0
     assert [line.split() for line in out.splitlines()] == [
@@ -78,13 +78,13 @@ def test_people_get_a_table_and_a_sentence(kvctl):
 
 
 @pytest.mark.process
-def test_a_model_that_bears_nothing_is_said_to(kvctl):
+def test_a_model_without_an_allowed_level_is_reported(kvctl):
     _, _, err = kvctl("calibrate", "demo", stub="k16v16")
     assert "even k8v8 misses the limits" in err
 
 
 @pytest.mark.process
-def test_programs_get_one_json_and_the_process_what_was_asked_for(kvctl, home: Home, tmp_path):
+def test_json_output_and_the_process_s_arguments(kvctl, home: Home, tmp_path):
     code, out, err = kvctl(
         "calibrate", "./model", "--json", "--kv", "k8v4", "--kv-group-size", "32",
         "--kv-schemes", "k4v4,k2v2", "--max-kl", "0.5", "--prompts", "2",
@@ -98,7 +98,7 @@ def test_programs_get_one_json_and_the_process_what_was_asked_for(kvctl, home: H
 
 
 @pytest.mark.process
-def test_what_goes_wrong_is_said_with_its_exit_code(kvctl):
+def test_errors_of_the_process_have_messages_and_exit_codes(kvctl):
     code, out, err = kvctl("calibrate", "demo", "--json", stub="refuses")
     assert (code, json.loads(out)["error"]["code"]) == (6, "unknown_model")
     assert "no [such] model" in err
@@ -113,11 +113,11 @@ def test_what_goes_wrong_is_said_with_its_exit_code(kvctl):
 @pytest.mark.parametrize(
     "wrong", [["--kv", "k9v9"], ["--max-kv-size", "512"], ["--kv-floor", "0=k8v8"]]
 )
-def test_settings_that_are_not_measured_are_refused(kvctl, wrong):
+def test_settings_that_calibration_does_not_measure_are_refused(kvctl, wrong):
     assert kvctl("calibrate", "demo", *wrong)[0] == 2
 
 
-def test_a_folder_of_other_things_is_no_home(kvctl, home: Home):
+def test_a_folder_with_other_files_is_not_used_as_a_home(kvctl, home: Home):
     home.root.mkdir()
     (home.root / "thesis.tex").write_text("")
     code, _, err = kvctl("calibrate", "demo")

@@ -1,4 +1,4 @@
-"""`kvctl logs`: the daemon's own lines, chosen, from all generations, and as they come."""
+"""`kvctl logs`: filters, rotated files and new lines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def written(home: Home, capsys):
     return home.logs / "kvd.log"
 
 
-def test_people_read_sentences_and_programs_lines(kvctl, written):
+def test_lines_are_formatted_for_the_terminal_and_raw_as_json(kvctl, written):
     code, out, err = kvctl()
     assert (code, err) == (0, "")
     first, second, third, fourth, *trace = out.splitlines()
@@ -58,7 +58,7 @@ def test_people_read_sentences_and_programs_lines(kvctl, written):
     assert kvctl("--json")[1] == written.read_text()
 
 
-def test_lines_are_chosen_by_level_model_and_number(kvctl, written):
+def test_lines_are_filtered_by_level_model_and_number(kvctl, written):
     assert kvctl("--level", "warning", "--json")[1].count("\n") == 2
     assert kvctl("demo", "--json")[1].count("\n") == 2
     assert json.loads(kvctl("demo", "-n", "1", "--json")[1])["event"] == "actor failed"
@@ -68,13 +68,13 @@ def test_lines_are_chosen_by_level_model_and_number(kvctl, written):
     assert "'loud' is not one of 'debug'" in err
 
 
-def test_no_log_says_whose(kvctl, home: Home):
+def test_a_missing_log_is_an_error_with_its_path(kvctl, home: Home):
     code, _, err = kvctl()
     assert code == 5
     assert str(home.logs) in err
 
 
-def test_older_generations_are_read_as_far_as_needed(tmp_path):
+def test_rotated_files_are_read_as_far_as_needed(tmp_path):
     path = tmp_path / "kvd.log"
     path.write_text("5\n6\n")
     (tmp_path / "kvd.log.1").write_text("3\n4\n")
@@ -83,11 +83,11 @@ def test_older_generations_are_read_as_far_as_needed(tmp_path):
     assert last(path, 99, lambda text: text != "4\n") == ["1\n", "2\n", "3\n", "5\n", "6\n"]
 
 
-def test_a_line_that_is_none_of_ours_is_shown_as_it_is():
+def test_a_line_that_is_not_json_is_shown_unchanged():
     assert line("Traceback [red]?\n").plain == "--:--:-- info    Traceback [red]?"
 
 
-def test_new_lines_come_whole_and_through_a_rotation(tmp_path):
+def test_new_lines_are_complete_also_across_a_rotation(tmp_path):
     path = tmp_path / "kvd.log"
     path.write_text("old\n")
 
@@ -113,7 +113,7 @@ def test_new_lines_come_whole_and_through_a_rotation(tmp_path):
     lines.close()
 
 
-def test_a_log_that_is_not_there_yet_is_waited_for(tmp_path):
+def test_following_waits_for_a_log_that_does_not_exist_yet(tmp_path):
     path = tmp_path / "kvd.log"
     lines = following(path, lambda _: path.write_text("first\n"))
     assert next(lines) == "first\n"

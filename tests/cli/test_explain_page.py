@@ -1,4 +1,4 @@
-"""`kvctl explain` for people: whole at 80 columns, and it says what to make of it."""
+"""The page of `kvctl explain`: complete at 80 columns, with its verdict."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
 @pytest.mark.parametrize(
     ("verdict", "says"),
     [
-        ("fits", "64 rows of 16,384 tokens at k8v8 fit now"),
+        ("fits", "64 rows of 16,384 tokens at k8v8: fits now"),
         ("makes_room", "These steps would make room:"),
         ("waits", "requests wait until others end"),
-        ("never", "never fit: even at k4v4"),
+        ("never", "never fits. Even k4v4 needs"),
     ],
 )
-def test_the_verdict_is_said(verdict, says):
+def test_the_verdict_is_shown(verdict, says):
     value = replace(VALUE, verdict=verdict, shortfall_bytes=5 * MIB)
 
     assert says in " ".join(shown(value, 200).split())
 
 
-def test_where_the_numbers_come_from_is_said():
+def test_the_origin_of_the_numbers_is_shown():
     assert "measured by its worker" in shown(VALUE)
     assert "estimated from its files" in shown(replace(VALUE, measured=False, state="not loaded"))

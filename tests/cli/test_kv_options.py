@@ -1,4 +1,4 @@
-"""The options of the KV cache: the same for `kvctl load` and for `kvd serve`."""
+"""The KV cache options of `kvctl load` and `kvd serve`, which are the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL += "--kv-keep 8"
 
 @pytest.fixture(params=["load", "serve"])
 def asked(request, home: Home, monkeypatch):
-    """Run one of both with these options; gives its exit code, its words and the settings."""
+    """Run either command with these options; gives its exit code, output and settings."""
 
     def load(options: str):
         arguments = ["--home", str(home.root), "load", "demo", *options.split()]
@@ -92,13 +92,13 @@ def test_options_become_settings(asked, options: str, spec: KVSpec):
         ("--max-kv-size many", "--max-kv-size"),
     ],
 )
-def test_a_wrong_one_is_a_usage_error_that_names_the_option(asked, options: str, says: str):
+def test_an_invalid_option_is_a_usage_error_that_names_it(asked, options: str, says: str):
     code, out, specs = asked(options)
     assert (code, specs) == (Exit.USAGE, [])
     assert says in out
 
 
-def test_settings_of_no_model_are_refused(home: Home):
+def test_kv_options_without_a_model_are_refused(home: Home):
     done = CliRunner().invoke(
         kvd_app, ["serve", "--home", str(home.root), "--kv", "k4v4"], env={"COLUMNS": "400"}
     )

@@ -1,4 +1,4 @@
-"""Models on this machine: in folders and in the Hub's cache; and `kvctl models` over them."""
+"""Models in folders and in the Hub's cache, and `kvctl models`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hub(tmp_path, monkeypatch):
     return tmp_path / "hf" / "hub"
 
 
-def test_folders_are_searched_and_models_in_models_are_not(tmp_path):
+def test_folders_are_searched_but_not_inside_models(tmp_path):
     model_at(tmp_path / "a", 3, 4)
     model_at(tmp_path / "owner" / "b", 5)
     model_at(tmp_path / "owner" / "b" / "inner", 5)
@@ -72,7 +72,7 @@ def test_the_hub_s_cache_gives_each_model_s_main_snapshot(hub):
     assert sources("org/n") == ["org/name/x"]
 
 
-def test_its_place_is_what_its_own_variables_say(monkeypatch, tmp_path):
+def test_the_cache_folder_follows_the_hub_s_environment_variables(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "c"))
     assert local_models.hub_cache() == tmp_path / "c"
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
@@ -110,7 +110,7 @@ def kvctl(monkeypatch, capsys, home: Home):
     return run
 
 
-def test_each_model_is_told_with_what_the_daemon_reckons(
+def test_each_model_is_listed_with_the_daemon_s_forecast(
     kvctl, home: Home, hub, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("COLUMNS", "300")  # the folder's path has its place in the table
@@ -152,7 +152,7 @@ def test_each_model_is_told_with_what_the_daemon_reckons(
         assert said in page
 
 
-def test_without_a_daemon_a_fresh_one_is_reckoned_with(kvctl, home: Home, hub):
+def test_without_a_daemon_the_forecast_is_for_a_new_one(kvctl, home: Home, hub):
     home.create()
     home.config.write_text('budget = "1GiB"')
     code, out, err = kvctl("models", "--json")
@@ -167,7 +167,7 @@ def test_without_a_daemon_a_fresh_one_is_reckoned_with(kvctl, home: Home, hub):
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_the_page_keeps_to_its_width(width):
+def test_the_table_fits_its_width(width):
     one = local_models.LocalModel("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
     console = Console(width=width, file=io.StringIO(), highlight=False)
     odd = local_models.LocalModel("/[red]x", "folder", Path("/"), 5, complete=True)

@@ -1,4 +1,4 @@
-"""The page of one model: what a person asks when `status` says that layers are served otherwise."""
+"""The page of `kvctl status MODEL`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shown(value: ModelStatus, width: int) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 160])
-def test_the_parts_fit_the_terminal_each_on_a_line(width: int):
+def test_the_layers_fit_the_terminal_with_one_line_each(width: int):
     text = shown(MIXED, width)
     lines = text.splitlines()
     assert max(len(line.rstrip()) for line in lines) <= width
@@ -63,7 +63,7 @@ def test_the_parts_fit_the_terminal_each_on_a_line(width: int):
     ]
 
 
-def test_all_settings_are_said():
+def test_all_kv_settings_are_shown():
     text = " ".join(shown(MIXED, 80).split())
     assert (
         "k8v8, may step down to k8v4, k4v4; layer 0 not below k16v16; layer -1 not below k8v8; "
@@ -91,7 +91,7 @@ def test_all_settings_are_said():
         (PrefixUse(), "0 of 0 tokens found in the cache; 0 checkpoints in 0 B"),
     ],
 )
-def test_what_came_of_remembering_prompts(use: PrefixUse, said: str):
+def test_the_prefix_cache_s_hits_are_shown(use: PrefixUse, said: str):
     stats = msgspec.structs.replace(MODEL.stats, prefix=use)
     value = msgspec.structs.replace(MODEL, stats=stats)
     assert f"prompts {said} " in " ".join(shown(value, 80).split()) + " "
@@ -99,19 +99,19 @@ def test_what_came_of_remembering_prompts(use: PrefixUse, said: str):
     assert "found in the cache" not in shown(without, 80)
 
 
-def test_a_calibrated_ladder_is_the_one_that_is_left():
+def test_a_calibrated_model_shows_its_remaining_levels_and_quality_floor():
     info = msgspec.structs.replace(INFO, kv_schemes=["k8v8", "k8v4"], kv_calibrated="k8v4")
     text = " ".join(shown(msgspec.structs.replace(MODEL, info=info), 80).split())
     assert "k8v8, may step down to k8v4; quality floor k8v4" in text
 
 
-def test_a_page_is_named_where_rows_have_pages_for_good():
+def test_the_page_size_is_shown_if_the_model_has_pages():
     bounded = msgspec.structs.replace(MODEL, info=msgspec.structs.replace(INFO, page_bytes=0))
     assert "values per token; a page of 64 tokens: 102 KiB" in shown(MODEL, 80)
     assert "a page of" not in shown(bounded, 80)
 
 
-def test_a_model_that_is_not_loaded_shows_what_there_is():
+def test_a_model_without_a_worker_shows_what_is_known():
     failed = ModelStatus(
         name="m", source="/models/m", state="failed", error=ErrorInfo("x", "3 crashes [a]")
     )
@@ -120,7 +120,7 @@ def test_a_model_that_is_not_loaded_shows_what_there_is():
         assert words in text
 
 
-def test_the_table_of_all_points_here_where_there_is_a_reason():
+def test_status_points_to_the_model_page_if_layers_have_no_pages():
     console = Console(width=80, file=io.StringIO(), highlight=False)
     console.print(status_page.status(daemon_status(MIXED), 80))
     said = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` shows why"
@@ -130,7 +130,7 @@ def test_the_table_of_all_points_here_where_there_is_a_reason():
     assert "shows why" not in console.file.getvalue()
 
 
-def test_what_came_of_kernels_is_said():
+def test_the_use_of_kernels_is_shown():
     def text(**what: object) -> str:
         info = msgspec.structs.replace(INFO, fused=FusedAttention(**what))  # type: ignore[arg-type]
         return " ".join(shown(msgspec.structs.replace(MODEL, info=info), 120).split())

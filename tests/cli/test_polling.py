@@ -1,4 +1,4 @@
-"""Looking again and again: a daemon that goes away and comes back."""
+"""Polling: a daemon that stops and comes back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from protocol.errors import NotRunning
 from tests.cli.stub import stub_daemon, well
 
 
-def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home: Home):
+def test_polling_reconnects_to_the_next_daemon_and_gets_all_of_its_events(home: Home):
     watch = PollingClient(CommonOptions(home=str(home.root)))
     asked = []
 
@@ -54,7 +54,7 @@ def test_a_watch_connects_anew_to_the_next_daemon_and_hears_all_of_its_news(home
     assert asked == [0]
 
 
-def test_the_same_daemon_tells_what_is_new(home: Home):
+def test_the_same_daemon_sends_only_new_events(home: Home):
     common = CommonOptions(home=str(home.root))
     with stub_daemon(home.socket, well) as requests, PollingClient(common) as watch:
         watch.new_events()
@@ -77,7 +77,7 @@ class Times:
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_status_again_and_again(home: Home, monkeypatch, capsys, as_json):
+def test_status_watch_repeats(home: Home, monkeypatch, capsys, as_json):
     monkeypatch.setattr(status, "time", Times(lambda _: None))
     arguments = ["kvctl", "--home", str(home.root), "status", "--watch"]
     monkeypatch.setattr(sys, "argv", [*arguments, *(["--json"] if as_json else [])])
@@ -91,7 +91,7 @@ def test_status_again_and_again(home: Home, monkeypatch, capsys, as_json):
         assert out.count("kvd 0.1.0") == 3
 
 
-def test_a_daemon_that_goes_away_is_waited_for_and_said_once(home: Home, monkeypatch, capsys):
+def test_a_lost_daemon_is_waited_for_and_reported_once(home: Home, monkeypatch, capsys):
     gone = []
 
     def answer(request):
@@ -115,7 +115,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_it_is_shown_in_place(home: Home, monkeypatch):
+def test_on_a_terminal_status_is_updated_in_place(home: Home, monkeypatch):
     screen = Terminal()
     for name, value in {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}.items():
         monkeypatch.setenv(name, value)

@@ -41,7 +41,7 @@ def test_no_line_is_wider_than_the_terminal(width):
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_where_http_answers_is_told():
+def test_status_shows_the_http_address():
     both = ["http://127.0.0.1:11711", "unix:/home/you/.kvd/http.sock"]
     value = msgspec.structs.replace(daemon_status(MODEL), http=both)
     assert "http   http://127.0.0.1:11711/v1\n" in shown(value, 80)
@@ -59,25 +59,25 @@ ALL = ["MODEL", "STATE", "ROWS", "QUEUED", "PAUSED", "TOK/S", "KV", "LEVELS"]
 ALL += ["GRANTED", "MEMORY", "HITS", "PAGES", "CONTEXT", "ATTENTION", "PID", "SOURCE"]
 
 
-def test_eighty_columns_have_what_matters():
+def test_eighty_columns_show_the_most_important_ones():
     header, row = table(shown(daemon_status(BUSY), 80))
     assert header == ALL[:10]
     assert " ".join(row.split()) == "demo ready 3 1 1 312 1.7 MiB k8v8 90.0 MiB 180 MiB"
 
 
-def test_what_nobody_has_takes_no_column():
+def test_columns_without_values_are_omitted():
     idle = msgspec.structs.replace(MODEL, stats=WorkerStats())
     header, _ = table(shown(daemon_status(idle), 200))
     assert not {"QUEUED", "PAUSED", "HITS", "SOURCE"} & set(header)
 
 
-def test_requests_for_a_model_that_loads_wait():
+def test_requests_for_a_loading_model_are_queued():
     loading = ModelStatus(name="new", source="new", state="loading", requests=4)
     header, row = table(shown(daemon_status(loading), 80))
     assert dict(zip(header, row.split(), strict=False))["QUEUED"] == "4"
 
 
-def test_levels_say_what_share_of_the_pages_is_on_which():
+def test_levels_show_the_share_of_pages_by_scheme():
     def on(*held):
         memory = msgspec.structs.replace(MODEL.stats.memory, kv_levels=held)
         stats = msgspec.structs.replace(MODEL.stats, memory=memory)
@@ -100,28 +100,28 @@ def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
     assert line.count("█") == filled
 
 
-def test_a_budget_that_was_lowered_below_what_is_granted_says_so():
+def test_a_budget_below_the_grants_shows_the_difference():
     status = msgspec.structs.replace(daemon_status(MODEL), budget_bytes=80 << 20)
     text = shown(status, 160)
     assert "90.0 MiB of 80.0 MiB, 112%  10.0 MiB over, models give it back" in text
     assert "░" not in text
 
 
-def test_a_wide_terminal_has_the_rest():
+def test_a_wide_terminal_shows_all_columns():
     text = shown(daemon_status(BUSY), 160)
     assert table(text)[0] == ALL
     for word in ("90.0 MiB", "83%", "16384", "reference", "4242"):
         assert word in text
 
 
-def test_forty_columns_still_name_the_model_and_its_state():
+def test_forty_columns_still_show_the_model_and_its_state():
     header, row = table(shown(daemon_status(MODEL), 40))
     assert header == ["MODEL", "STATE", "ROWS", "QUEUED", "TOK/S"]
     assert row.split()[:2] == ["demo", "ready"]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, *range(100, 130), 160, 200])
-def test_every_column_that_is_shown_is_whole(width):
+def test_every_shown_column_is_complete(width):
     text = shown(daemon_status(MODEL, FAILED), width)
     header, row = table(text)
     assert [name for name in ALL if name in header] == header
@@ -134,28 +134,28 @@ def test_every_column_that_is_shown_is_whole(width):
     assert len([line for line in rows if line.strip()]) <= 6  # a name wraps, no letter by itself
 
 
-def test_what_looks_like_markup_is_shown_as_it_is():
+def test_a_source_that_looks_like_markup_is_shown_unchanged():
     odd = msgspec.structs.replace(MODEL, source="/models/[red]x[/]")
     assert "/models/[red]x[/]" in shown(daemon_status(odd), 200)
 
 
-def test_no_models_says_how_to_load_one():
+def test_without_models_status_says_how_to_load_one():
     assert "kvctl load demo" in shown(daemon_status(), 80)
 
 
-def test_a_failed_model_says_why_word_for_word():
+def test_a_failed_model_shows_its_error():
     text = shown(daemon_status(FAILED), 80)
     assert "failed ↻3" in text
     assert "3 crashes in 60 s [signal 11]" in text
 
 
-def test_the_line_about_a_loaded_model_says_the_scheme_it_got():
+def test_the_summary_of_a_load_shows_the_effective_scheme():
     lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
     assert "  k8v8  " in said(lifted, 160)
     assert "  k4v4" in said(msgspec.structs.replace(lifted, info=None), 160)
 
 
-def test_the_line_about_a_loaded_model_is_cut_between_words_where_it_is_too_long():
+def test_the_summary_of_a_load_wraps_between_words():
     words = said(MODEL, 160).split()
     lines = said(MODEL, 60).splitlines()
     assert len(said(MODEL, 160).splitlines()) == 1
@@ -164,13 +164,13 @@ def test_the_line_about_a_loaded_model_is_cut_between_words_where_it_is_too_long
     assert all(line.startswith("  ") for line in lines[1:])
 
 
-def test_models_that_are_not_loaded_are_named():
+def test_unloaded_models_are_listed():
     status = msgspec.structs.replace(daemon_status(MODEL), unloaded=["chat", "code"])
     assert "unloaded, loaded by the next request: chat, code" in shown(status, 100)
     assert "no models" not in shown(msgspec.structs.replace(status, models=[]), 100)
 
 
-def test_a_pinned_model_and_a_violation_show():
+def test_a_pinned_model_and_a_violation_are_shown():
     pinned = msgspec.structs.replace(MODEL, pinned=True)
     status = msgspec.structs.replace(daemon_status(pinned), violations=2)
     assert "ready pinned" in shown(status, 200)

@@ -1,4 +1,4 @@
-"""What a person at a terminal is told while a completion does not come."""
+"""Messages on a terminal while a request waits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
     return lines
 
 
-def test_a_person_is_told_why_nothing_comes_until_something_does(
+def test_a_terminal_shows_why_a_request_waits_until_its_first_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = told(monkeypatch, terminal=True)
@@ -41,5 +41,5 @@ def test_a_person_is_told_why_nothing_comes_until_something_does(
     assert capsys.readouterr().out == "so"
 
 
-def test_a_pipe_gets_the_completion_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_only_the_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(monkeypatch, terminal=False) == []

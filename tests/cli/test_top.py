@@ -1,4 +1,4 @@
-"""`kvctl top`: its pages, and the real thing on a pseudo-terminal."""
+"""`kvctl top`: its pages, and the command on a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def names(lines):
 @pytest.mark.parametrize("width", [40, 80, 160])
 @pytest.mark.parametrize("height", [8, 24, 50])
 @pytest.mark.parametrize("status", [daemon_status(), MANY, daemon_status(MODEL, BROKEN)])
-def test_a_page_fills_the_screen_and_no_more(width, height, status):
+def test_a_page_fits_the_screen(width, height, status):
     view = View(error="gone")
     happened = m.EventRecord(id="1", seq=1, at=0.0, kind="evict", model="x" * 200)
     view.take(status, [happened] * 30)
@@ -68,7 +68,7 @@ def test_a_page_fills_the_screen_and_no_more(width, height, status):
     assert shown(view, status, width, height)
 
 
-def test_models_come_in_the_order_of_the_column_that_was_chosen():
+def test_models_are_sorted_by_the_selected_column():
     view = View()
     assert names(shown(view, MANY))[:2] == ["model-9", "model-8"]
     view.press("r", MANY)
@@ -82,7 +82,7 @@ def test_models_come_in_the_order_of_the_column_that_was_chosen():
     assert (view.sort, view.reverse) == ("n", False)
 
 
-def test_the_chosen_model_is_always_in_sight_and_its_page_a_key_away():
+def test_the_selected_model_is_visible_and_enter_shows_its_page():
     view = View()
     for _ in range(9):
         view.press("down", MANY)
@@ -98,7 +98,7 @@ def test_the_chosen_model_is_always_in_sight_and_its_page_a_key_away():
     assert view.selected == "model-9"
 
 
-def test_other_keys_and_an_empty_daemon_do_no_harm():
+def test_unknown_keys_and_a_daemon_without_models_are_harmless():
     view = View()
     for key in ("x", "down", "enter", "escape", "\x00", "é"):
         view.press(key, None)
@@ -111,13 +111,13 @@ def test_other_keys_and_an_empty_daemon_do_no_harm():
     assert view.interval_s == 0.25
 
 
-def test_curves_end_now_and_reach_to_their_highest_value():
+def test_curves_end_with_the_newest_value_and_scale_to_the_maximum():
     assert spark([], 10) == spark([0.0, 0.0], 10) == spark([1.0], 0) == ""
     assert spark([0, 1, 50, 100], 10) == " ▁▄█"
     assert spark([100, 1, 1], 2) == "██"
 
 
-def test_what_is_gone_is_forgotten():
+def test_history_of_unloaded_models_is_dropped():
     view = View()
     view.take(MANY, [])
     view.take(daemon_status(MODEL), [])
@@ -125,7 +125,7 @@ def test_what_is_gone_is_forgotten():
     assert list(view.total) == [45.0, MODEL.stats.tokens_per_s]
 
 
-def test_sequences_of_a_terminal_are_one_key_each():
+def test_escape_sequences_are_parsed_as_one_key_each():
     assert parse_keys("q\x1b[A\x1bOB \r\x1b[6~é\x1b") == [
         *("q", "up", "down", "space", "enter", "page down", "é", "escape")
     ]
@@ -169,7 +169,7 @@ class Terminal:
             os.close(fd)
 
 
-def test_on_a_terminal_it_lives_through_keys_resizes_and_the_daemon_s_death(home: Home):
+def test_top_handles_keys_resizes_and_a_lost_daemon(home: Home):
     hang_up = []
 
     def answer(request):
@@ -206,7 +206,7 @@ def test_on_a_terminal_it_lives_through_keys_resizes_and_the_daemon_s_death(home
         assert termios.tcgetattr(terminal.inner)[3] == terminal.before[3]
 
 
-def test_without_a_daemon_or_a_terminal_it_says_so(home: Home):
+def test_without_a_daemon_or_a_terminal_top_reports_an_error(home: Home):
     terminal = Terminal(home, "top")
     try:
         terminal.wait_for("no daemon answers")

@@ -31,7 +31,7 @@ def screen(written):
 
 @pytest.mark.parametrize("width", [12, 20, 40, 79, 200])
 @pytest.mark.parametrize("seed", range(3))
-def test_words_stay_whole_in_whatever_pieces_they_come(width, seed):
+def test_words_stay_whole_however_the_text_is_split(width, seed):
     wrap, rest, draw = WordWrap(width), TEXT, random.Random(seed)
     written = ""
     while rest:
@@ -42,7 +42,7 @@ def test_words_stay_whole_in_whatever_pieces_they_come(width, seed):
     assert shown == textwrap.wrap(TEXT, width - 1)
 
 
-def test_lines_of_the_text_and_its_indents_stay():
+def test_line_breaks_and_indents_of_the_text_stay():
     assert screen(WordWrap(20).add("a\n  b c\n\nd")) == ["a", "  b c", "", "d"]
 
 

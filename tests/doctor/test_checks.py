@@ -23,7 +23,7 @@ from kvd.host import listen, memory
 from kvd.host.home import Home
 from protocol.errors import InternalError
 from protocol.types import HostMemory
-from tests.process.helpers import Daemon, wait_for, written
+from tests.process.helpers import Daemon, wait_for, write_config
 
 CPU = {"mlx": "0.32.4", "device": "cpu", "name": "x", "memory_bytes": 0, "recommended_bytes": 0,
        "error": 0.0, "blas": None, "native_built": False, "compiler": "/usr/bin/g++"}  # fmt: skip
@@ -352,7 +352,7 @@ def test_the_readings_are_the_daemons_own(home: Home):
 
 @pytest.mark.process
 def test_a_daemon_that_runs_and_what_it_complains_of(home: Home):
-    daemon = Daemon(written(home, "http = {enabled = false}"), "--fake").start()
+    daemon = Daemon(write_config(home, "http = {enabled = false}"), "--fake").start()
     try:
         (found,) = running.daemon(scene(home))
         assert found.verdict == "ok"

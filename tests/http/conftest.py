@@ -10,7 +10,7 @@ import pytest
 
 from kvd.host.home import Home
 from tests.http.live import Live, stopped
-from tests.process.helpers import source, wait_for, written
+from tests.process.helpers import source, wait_for, write_config
 
 CONFIG = """
 max_rows = 64
@@ -31,7 +31,7 @@ load = "demand"
 def live() -> Iterator[Live]:
     """A daemon on the fake engine with the models `fast`, `slow` and `flood`, for all tests."""
     root = Path(tempfile.mkdtemp(prefix="kvd-"))
-    daemon = Live(written(Home(root / "h"), CONFIG), "--fake")
+    daemon = Live(write_config(Home(root / "h"), CONFIG), "--fake")
     with stopped(daemon):
         daemon.start()
         daemon.load(source(tps=1000), "fast")
@@ -44,7 +44,7 @@ def live() -> Iterator[Live]:
 @pytest.fixture
 def live_alone(home: Home) -> Iterator[Live]:
     """A daemon of this test's own, with the model `slow`."""
-    daemon = Live(written(home, CONFIG), "--fake")
+    daemon = Live(write_config(home, CONFIG), "--fake")
     with stopped(daemon):
         daemon.start()
         daemon.load(source(tps=20), "slow")
@@ -66,7 +66,7 @@ def client(live: Live) -> Iterator[httpx.Client]:
 def demo() -> Iterator[Live]:
     """A daemon that serves the embedded model."""
     root = Path(tempfile.mkdtemp(prefix="kvd-"))
-    daemon = Live(written(Home(root / "h"), "[http]\nport = 0\n"))
+    daemon = Live(write_config(Home(root / "h"), "[http]\nport = 0\n"))
     with stopped(daemon):
         daemon.start("--model", "demo")
         wait_for("demo is loaded", lambda: httpx.get(f"{daemon.url}/readyz").status_code == 200, 90)

@@ -22,7 +22,7 @@ from kvd.http.listeners import open_listeners
 from kvd.http.server import Server
 from tests.http.live import Live, asked, request, stopped
 from tests.http.stage import Scripted, hangs, until
-from tests.process.helpers import source, wait_for, written
+from tests.process.helpers import source, wait_for, write_config
 
 CHAT = "/v1/chat/completions"
 PART = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
@@ -56,7 +56,7 @@ def hasty() -> Iterator[Live]:
     """A daemon that waits for nobody for long."""
     root = Path(tempfile.mkdtemp(prefix="kvd-"))
     config = "[http]\nport = 0\nidle_timeout_s = 0.3\n"
-    daemon = Live(written(Home(root / "h"), config), "--fake")
+    daemon = Live(write_config(Home(root / "h"), config), "--fake")
     with stopped(daemon):
         daemon.start()
         daemon.load(source(tps=100), "fast")

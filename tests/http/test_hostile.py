@@ -20,7 +20,7 @@ from kvd.host.home import Home
 from kvd.http.reading import read
 from kvd.http.requests import ChatRequest
 from tests.http.live import Live, asked, request, stopped
-from tests.process.helpers import wait_for, written
+from tests.process.helpers import wait_for, write_config
 
 CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -228,7 +228,7 @@ def test_what_hostile_clients_send_is_what_friendly_ones_may():
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of others can be set")
 def test_connections_without_end_leave_the_other_sockets_and_workers_alone(home: Home):
     """With so few files that they would be used up: a fourth of them is all that a door has."""
-    daemon = Live(written(home, "[http]\nport = 0\n"), "--fake")
+    daemon = Live(write_config(home, "[http]\nport = 0\n"), "--fake")
     with stopped(daemon), contextlib.ExitStack() as opened:
         daemon.start()
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (256, 256))

@@ -14,7 +14,7 @@ from kvd.config.config import parse
 from kvd.host.home import Home
 from kvd.http import keys
 from tests.http.live import Live, stopped
-from tests.process.helpers import wait_for, written
+from tests.process.helpers import wait_for, write_config
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_key_is_data_and_its_line_is_talk(kvctl, home: Home):
     assert key not in err
     assert parse(f"[http]\n{line}").http.keys == {"laptop": keys.hashed(key)}
     assert kvctl("key", "new", "laptop")[1] != out
-    written(home, f"[http]\n{line}")
+    write_config(home, f"[http]\n{line}")
     assert kvctl("key", "list")[:2] == (0, "laptop\n")
     assert json.loads(kvctl("key", "list", "--json")[1]) == ["laptop"]
     code, out, err = kvctl("key", "new", "laptop")
@@ -62,7 +62,7 @@ def test_a_name_that_the_configuration_could_not_have(kvctl, name):
 @pytest.mark.process
 def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(home: Home):
     open_to_all = '[http]\nhost = "0.0.0.0"\nport = 0\n'
-    daemon = Live(written(home, open_to_all), "--fake")
+    daemon = Live(write_config(home, open_to_all), "--fake")
     with stopped(daemon):
         daemon.launch()
         assert daemon.wait() == 5
@@ -71,7 +71,8 @@ def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(ho
 
         one, other = keys.make(), keys.make()
         line = 'keys.{} = "{}"\n'.format
-        written(home, open_to_all + line("a", keys.hashed(one)) + line("b", keys.hashed(other)))
+        both = line("a", keys.hashed(one)) + line("b", keys.hashed(other))
+        write_config(home, open_to_all + both)
         daemon.start()
 
         def status(key: str | None) -> int:
@@ -81,12 +82,12 @@ def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(ho
 
         assert [status(key) for key in (None, keys.make(), one, other)] == [401, 401, 200, 200]
 
-        written(home, open_to_all + line("b", keys.hashed(other)))
+        write_config(home, open_to_all + line("b", keys.hashed(other)))
         daemon.signal(1)
         wait_for("the key is void", lambda: status(one) == 401)
         assert status(other) == 200
 
-        written(home, open_to_all)
+        write_config(home, open_to_all)
         daemon.signal(1)
         wait_for("it is refused", lambda: any("key" in str(e.get("reason")) for e in daemon.log()))
         assert (status(None), status(other)) == (401, 200)
@@ -94,10 +95,10 @@ def test_a_daemon_that_others_can_reach_needs_one_and_a_key_can_be_taken_back(ho
 
 @pytest.mark.process
 def test_two_daemons_and_one_port(home: Home, tmp_path_factory):
-    first = Live(written(home, "[http]\nport = 0\n"), "--fake")
+    first = Live(write_config(home, "[http]\nport = 0\n"), "--fake")
     with stopped(first):
         first.start()
-        second = Live(written(Home(home.root.with_name("i")), ""), "--fake")
+        second = Live(write_config(Home(home.root.with_name("i")), ""), "--fake")
         second.home.config.write_text(f"[http]\nport = {first.address[1]}\n")
         with stopped(second):
             second.launch()

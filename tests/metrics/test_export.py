@@ -21,7 +21,7 @@ from tests.metrics.conftest import Promtool
 from tests.metrics.prometheus import running
 from tests.metrics.served import CONFIG, Served, value_in
 from tests.metrics.test_pages import RULES, queries, recipes
-from tests.process.helpers import Daemon, wait_for, written
+from tests.process.helpers import Daemon, wait_for, write_config
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     root = Path(tempfile.mkdtemp(prefix="kvd-"))
-    daemon = Daemon(written(Home(root / "h"), CONFIG), "--fake")
+    daemon = Daemon(write_config(Home(root / "h"), CONFIG), "--fake")
     try:
         daemon.start()
         it = Served(daemon)

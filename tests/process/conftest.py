@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def make_daemon(home: Home) -> Iterator[Callable[..., Daemon]]:
-    """Make daemons of this test's home; what is left of them ends with the test."""
+    """Make daemons with the test's home; they end with the test."""
     made: list[Daemon] = []
 
     def make(*arguments: str) -> Daemon:
@@ -34,13 +34,13 @@ def make_daemon(home: Home) -> Iterator[Callable[..., Daemon]]:
 
 @pytest.fixture
 def daemon(make_daemon: Callable[..., Daemon]) -> Daemon:
-    """A daemon of this test's own, answering."""
+    """A running daemon for one test."""
     return make_daemon().start()
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Daemon]:
-    """A daemon for all tests of a module that leave it as it was, with the model `fast`."""
+    """A daemon with the model `fast` for all tests of a module; they leave it unchanged."""
     root = Path(tempfile.mkdtemp(prefix="kvd-"))
     daemon = Daemon(Home(root / "h"), "--fake")
     try:

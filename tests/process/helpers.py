@@ -1,4 +1,4 @@
-"""A real daemon in a process of its own, and what tests do to it."""
+"""A real daemon in a separate process, and helpers for tests with it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from protocol.errors import KvdError, NotRunning
 from protocol.types import ModelStatus
 
 DEADLINE_S = 30.0
-"""For what takes a second: two cores may be busy."""
+"""Timeout for steps that usually take a second: two cores may be busy."""
 
 
-def wait_for(what: str, holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-    """Return the first true result; AssertionError if there is none in time."""
+def wait_for(what: str, condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
+    """Call a condition until its result is true and return that; fail after the deadline."""
     end = time.monotonic() + deadline_s
     while True:
-        if result := holds():
+        if result := condition():
             return result
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
         time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
-    """Return whether the process runs; a zombie does not."""
+    """Return whether the process runs; a zombie counts as ended."""
     state = subprocess.run(
         ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
 
 
 class Daemon:
-    """`kvd serve` at a home; started again at will."""
+    """`kvd serve` with a home; it can be started several times."""
 
     def __init__(self, home: Home, *arguments: str) -> None:
         self.home = home
@@ -57,16 +57,16 @@ class Daemon:
 
     @property
     def output(self) -> Path:
-        """Its stdout; a file, since a full pipe would stop it."""
+        """The file of its stdout; a full pipe would block it."""
         return self.home.root.with_suffix(".out")
 
     @property
     def errors(self) -> Path:
-        """Its stderr."""
+        """The file of its stderr."""
         return self.home.root.with_suffix(".err")
 
     def launch(self, *more: str) -> subprocess.Popen[str]:
-        """Start it in a session of its own, as a terminal would."""
+        """Start it in a new session, as a terminal does."""
         command = [sys.executable, "-m", "kvd", "serve", "--home", str(self.home.root)]
         with self.output.open("w") as output, self.errors.open("w") as errors:
             self.process = subprocess.Popen(
@@ -143,7 +143,7 @@ class Daemon:
         return raw
 
     def end(self) -> None:
-        """End it whatever state it is in; for teardown."""
+        """Kill it, even if it is stopped; for teardown."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -154,7 +154,7 @@ class Daemon:
 
 
 class Reader(threading.Thread):
-    """Reads one completion in the background, over a connection of its own."""
+    """Reads one completion in the background, over a separate connection."""
 
     def __init__(self, daemon: Daemon, model: str, prompt: str = "Hi", **options: Any) -> None:
         super().__init__(daemon=True)
@@ -190,7 +190,7 @@ class Reader(threading.Thread):
 
 
 def lines_of(raw: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield what the daemon says on a raw connection, until it closes."""
+    """Yield the daemon's messages on a raw connection until it closes."""
     buffer = b""
     while data := raw.recv(65536):
         buffer += data
@@ -199,8 +199,8 @@ def lines_of(raw: socket.socket) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def written(home: Home, text: str) -> Home:
-    """Return the home with this configuration."""
+def write_config(home: Home, text: str) -> Home:
+    """Create the home with this configuration."""
     home.create()
     home.config.write_text(text)
     return home

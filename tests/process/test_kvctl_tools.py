@@ -26,23 +26,23 @@ from protocol.errors import (
     UnknownModel,
     WorkerDied,
 )
-from tests.process.helpers import DEADLINE_S, Daemon, source, wait_for, written
+from tests.process.helpers import DEADLINE_S, Daemon, source, wait_for, write_config
 
 
 def test_tokenize_for_people_and_for_programs(shared: Daemon):
     assert shared.kvctl("tokenize", "fast", "Hi!").stdout == "72\t'H'\n105\t'i'\n33\t'!'\n"
     assert shared.kvctl("tokenize", "fast", "Grüße", "--count").stdout == "7\n"
-    told = json.loads(shared.kvctl("tokenize", "fast", "-", "--json", input="ab").stdout)
-    assert told == {"count": 2, "tokens": [97, 98], "texts": ["a", "b"]}
+    listed = json.loads(shared.kvctl("tokenize", "fast", "-", "--json", input="ab").stdout)
+    assert listed == {"count": 2, "tokens": [97, 98], "texts": ["a", "b"]}
     chat = json.loads(shared.kvctl("tokenize", "fast", "ab", "--chat", "-c", "--json").stdout)
     assert chat == {"count": len("user: ab\n")}
     assert shared.kvctl("tokenize", "nope", "Hi").returncode == 6
 
 
-def test_tokens_beyond_what_is_asked_for_are_counted(shared: Daemon):
+def test_tokens_beyond_the_limit_are_counted(shared: Daemon):
     with shared.client() as client:
-        told = client.tokenize("fast", "x" * 20_000, limit=3)
-        assert (told.count, told.tokens, told.texts) == (20_000, [120] * 3, [])
+        reply = client.tokenize("fast", "x" * 20_000, limit=3)
+        assert (reply.count, reply.tokens, reply.texts) == (20_000, [120] * 3, [])
         with pytest.raises(EmptyPrompt):
             client.tokenize("fast", "")
         with pytest.raises(InvalidRequest):
@@ -51,8 +51,8 @@ def test_tokens_beyond_what_is_asked_for_are_counted(shared: Daemon):
             client.tokenize("nope", "Hi")
 
 
-def test_a_model_that_is_known_comes_for_a_text(make_daemon, home: Home):
-    written(home, f'[[models]]\nsource = "{source()}"\nalias = "lazy"\nload = "demand"\n')
+def test_tokenize_loads_an_unloaded_model(make_daemon, home: Home):
+    write_config(home, f'[[models]]\nsource = "{source()}"\nalias = "lazy"\nload = "demand"\n')
     daemon = make_daemon().start()
     with daemon.client() as client:
         assert client.status().unloaded == ["lazy"]
@@ -60,9 +60,9 @@ def test_a_model_that_is_known_comes_for_a_text(make_daemon, home: Home):
         assert client.status().unloaded == []
 
 
-def test_a_text_for_a_model_that_cannot_be_loaded_or_a_daemon_that_drains(make_daemon, home: Home):
+def test_tokenize_fails_for_a_broken_model_and_while_draining(make_daemon, home: Home):
     broken = source(load_error="invalid_model")
-    written(home, f'[[models]]\nsource = "{broken}"\nalias = "broken"\nload = "demand"\n')
+    write_config(home, f'[[models]]\nsource = "{broken}"\nalias = "broken"\nload = "demand"\n')
     daemon = make_daemon().start()
     daemon.load(source(), "m")
     with daemon.client() as client:
@@ -73,12 +73,12 @@ def test_a_text_for_a_model_that_cannot_be_loaded_or_a_daemon_that_drains(make_d
             client.tokenize("m", "Hi")
 
 
-def test_a_worker_that_dies_does_not_keep_anybody_waiting(daemon: Daemon):
+def test_tokenize_fails_at_once_when_the_worker_dies(daemon: Daemon):
     daemon.load(source(), "m")
     pid = daemon.worker_pid("m")
     failed: list[BaseException] = []
 
-    def ask():
+    def tokenize():
         with daemon.client() as client:
             try:
                 client.tokenize("m", "Hi")
@@ -86,13 +86,13 @@ def test_a_worker_that_dies_does_not_keep_anybody_waiting(daemon: Daemon):
                 failed.append(error)
 
     os.kill(pid, signal.SIGSTOP)
-    asking = threading.Thread(target=ask)
-    asking.start()
-    time.sleep(0.2)  # so that it is asked; if not, the test shows less
+    thread = threading.Thread(target=tokenize)
+    thread.start()
+    time.sleep(0.2)  # the request should reach the stopped worker
     os.kill(pid, signal.SIGKILL)
-    asking.join(DEADLINE_S)
+    thread.join(DEADLINE_S)
     assert len(failed) == 1
-    wait_for("it is back", lambda: daemon.model("m").state == "ready")
+    wait_for("m is ready again", lambda: daemon.model("m").state == "ready")
     with daemon.client() as client:
         assert client.tokenize("m", "Hi").count == 2
 
@@ -110,9 +110,9 @@ def kvctl(monkeypatch, capsys, home: Home):
     return run
 
 
-def test_settings_live_saved_and_back(make_daemon, home: Home, kvctl):
+def test_settings_are_changed_live_saved_and_unset(make_daemon, home: Home, kvctl):
     text = '# mine\nbudget = "1GiB"\n'
-    written(home, text)
+    write_config(home, text)
     daemon = make_daemon().start()
 
     def setting(key):
@@ -138,7 +138,7 @@ def test_settings_live_saved_and_back(make_daemon, home: Home, kvctl):
     for key in ("budget", "watchdog.decode_s", "log_level"):
         assert f"\n{key} " in kvctl("config")[1]
     daemon.end()
-    assert setting("budget")["origin"] == "file"  # without a daemon the file says
+    assert setting("budget")["origin"] == "file"  # without a daemon the file is read
     assert kvctl("config", "set", "max_rows", "4")[0] == 3
     assert kvctl("config", "set", "max_rows", "4", "--save")[0] == 0
     assert setting("max_rows")["value"] == 4
@@ -172,7 +172,7 @@ def test_a_shell_completes_commands_models_and_settings(shared: Daemon, line, fo
 
 
 class Terminal:
-    """kvctl with a person in front of it."""
+    """kvctl on a pseudo-terminal."""
 
     def __init__(self, daemon: Daemon, *arguments: str) -> None:
         self.fd, inner = pty.openpty()
@@ -199,7 +199,7 @@ class Terminal:
         wait_for(f"{text!r} in {self.text!r}", shown)
 
     def drained(self) -> str:
-        """Return what came since the last key, to the last byte; the process has ended."""
+        """Return all output since the last typed text; the process must have ended."""
         while select.select([self.fd], [], [], 0.05)[0]:
             try:
                 self.text += os.read(self.fd, 65536).decode(errors="replace")
@@ -215,7 +215,7 @@ class Terminal:
         return self.process.wait()
 
 
-def test_a_chat_survives_ctrl_c_and_remembers_what_was_typed(daemon: Daemon):
+def test_chat_survives_ctrl_c_and_stores_the_typed_lines(daemon: Daemon):
     daemon.load(source(tps=50), "slow")
     chat = Terminal(daemon, "chat", "slow")
     chat.wait_for("/help lists")
@@ -240,18 +240,18 @@ def test_a_chat_survives_ctrl_c_and_remembers_what_was_typed(daemon: Daemon):
     assert again.close() == 0
 
 
-def test_a_load_shows_how_far_it_is_and_goes_on_without_us(daemon: Daemon):
+def test_a_load_shows_its_progress_and_continues_after_ctrl_c(daemon: Daemon):
     loading = Terminal(daemon, "load", source(load=1.5), "--alias", "m")
     loading.wait_for("%")
     os.kill(loading.process.pid, signal.SIGINT)
     loading.wait_for("kvctl unload m")
     assert loading.close() == 130
-    wait_for("the load goes on", lambda: daemon.model("m").state == "ready")
+    wait_for("the load continues", lambda: daemon.model("m").state == "ready")
 
 
 ALTERNATE = ("\x1b[?1049h", "\x1b[?1049l")
 CURSOR = ("\x1b[?25l", "\x1b[?25h")
-"""What changes a terminal, and what changes it back."""
+"""Sequences that change a terminal's mode and restore it."""
 
 
 @pytest.mark.parametrize(
@@ -259,18 +259,18 @@ CURSOR = ("\x1b[?25l", "\x1b[?25h")
     [
         (("top",), "fast", (ALTERNATE, CURSOR)),
         (("status", "--watch"), "fast", (CURSOR,)),
-        (("chat", "fast"), "› ", ()),  # noqa: RUF001 - its prompt
+        (("chat", "fast"), "› ", ()),  # noqa: RUF001 - the prompt
     ],
     ids=["top", "status", "chat"],
 )
-def test_sigterm_gives_the_terminal_back_as_it_was(shared: Daemon, arguments, shown, modes):
+def test_sigterm_restores_the_terminal(shared: Daemon, arguments, shown, modes):
     terminal = Terminal(shared, *arguments)
     terminal.wait_for(shown)
     os.kill(terminal.process.pid, signal.SIGTERM)
     assert terminal.process.wait(DEADLINE_S) == 143
     text = terminal.drained()
-    for changed, back in modes:
-        assert text.rindex(back) > text.rindex(changed)
+    for change, restore in modes:
+        assert text.rindex(restore) > text.rindex(change)
     assert termios.tcgetattr(terminal.fd) == terminal.before
     assert "Traceback" not in text
     terminal.close()

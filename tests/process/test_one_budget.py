@@ -1,4 +1,4 @@
-"""Several models under one budget, with real processes: who makes room, who waits, what is told."""
+"""Several models under one budget, with real processes: evictions, refusals and pinned models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def home_with_models(home: Home) -> Home:
     return home
 
 
-def test_models_make_room_for_each_other_and_come_back_when_asked(home_with_models, make_daemon):
+def test_models_evict_each_other_and_are_loaded_again_on_request(home_with_models, make_daemon):
     daemon = make_daemon().start()
     with daemon.client() as client:
         wait_for("a is ready", lambda: [m.state for m in client.status().models] == ["ready"])
@@ -49,7 +49,7 @@ def test_models_make_room_for_each_other_and_come_back_when_asked(home_with_mode
         with pytest.raises(ContextTooLong):
             assert client.generate("b", "hello" * 30, max_tokens=20).text
         with pytest.raises(UnknownModel):
-            assert client.generate("nobody", "hello").text
+            assert client.generate("unknown", "hello").text
         assert client.status().violations == 0
 
     done = daemon.kvctl("events", "a", "--json")
@@ -58,7 +58,7 @@ def test_models_make_room_for_each_other_and_come_back_when_asked(home_with_mode
     assert "the load of b" in daemon.kvctl("events").stdout
 
 
-def test_what_can_never_fit_is_refused_at_once_until_the_budget_is_raised(make_daemon):
+def test_a_request_that_can_never_fit_is_refused_until_the_budget_is_raised(make_daemon):
     small = source(tps=0, weights=150 * MIB, pages=8)
     daemon = make_daemon("--budget", "155MiB").start()
     with daemon.client() as client:
@@ -70,23 +70,23 @@ def test_what_can_never_fit_is_refused_at_once_until_the_budget_is_raised(make_d
         assert detail["base_bytes"] == 150 * MIB
         assert detail["needed_bytes"] > detail["budget_bytes"] == 155 * MIB
         client.configure(budget_bytes=160 * MIB)
-        assert client.generate("a", prompt, max_tokens=10).text  # below the top, for want of room
+        assert client.generate("a", prompt, max_tokens=10).text  # at a lower precision level
         client.configure(budget_bytes=155 * MIB)
         with pytest.raises(InsufficientMemory):
             assert client.generate("a", prompt, max_tokens=10).text
         assert client.status().violations == 0
 
 
-def test_what_is_pinned_stays_and_the_load_says_so(make_daemon):
+def test_a_pinned_model_stays_and_the_error_of_the_load_names_it(make_daemon):
     daemon = make_daemon("--budget", "300MiB").start()
     with daemon.client() as client:
         assert client.load(BIG, alias="a", policy=ModelPolicy(pinned=True)).result.state == "ready"
         with pytest.raises(InsufficientMemory, match=r"a \(pinned\) holds"):
             assert client.load(BIG, alias="b").result.state == "ready"
-        assert daemon.kvctl("unpin", "a").stderr == "a is not pinned any more\n"
+        assert daemon.kvctl("unpin", "a").stderr == "a is not pinned\n"
         assert client.load(BIG, alias="b").result.state == "ready"
 
         assert [model.name for model in client.status().models] == ["b"]
         assert client.configure(budget_bytes=100 * MIB).budget_bytes == 100 * MIB
-        wait_for("b has made room", lambda: not client.status().granted_bytes)
+        wait_for("b is evicted", lambda: not client.status().granted_bytes)
     assert "100 MiB, 0 B granted" in daemon.kvctl("config").stdout

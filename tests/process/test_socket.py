@@ -1,4 +1,4 @@
-"""Bad input on the socket: a typed answer, at most that connection, and nobody else notices."""
+"""Bad input on the socket: a typed error, and at most the connection ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.process.helpers import Daemon, lines_of
 
 @pytest.fixture(autouse=True)
 def unharmed(shared: Daemon):
-    """Whatever a test sends, the daemon and its worker stay the same and answer."""
+    """After each test, the same daemon and worker still answer."""
     before = (shared.pid, shared.worker_pid("fast"))
     yield
     assert (shared.pid, shared.worker_pid("fast")) == before
@@ -41,7 +41,7 @@ def unharmed(shared: Daemon):
     ],
     ids=["text", "binary", "cut", "array", "no-id", "utf-8", "nested", "8-mib"],
 )
-def test_a_broken_frame_costs_the_connection(shared: Daemon, sent, code):
+def test_a_broken_frame_ends_the_connection(shared: Daemon, sent, code):
     with shared.connect() as raw:
         sender = threading.Thread(target=raw.sendall, args=(sent,))
         sender.start()
@@ -67,7 +67,7 @@ def test_a_broken_frame_costs_the_connection(shared: Daemon, sent, code):
         ({"op": "unload", "model": "nope"}, "unknown_model"),
     ],
 )
-def test_a_wrong_request_costs_only_itself(shared: Daemon, fields, code):
+def test_an_invalid_request_fails_alone(shared: Daemon, fields, code):
     with shared.connect() as raw:
         answers = lines_of(raw)
         raw.sendall(json.dumps({"v": 1, "id": "a", **fields}).encode() + b"\n")
@@ -99,7 +99,7 @@ def test_sampling_values_out_of_range_name_the_field(shared: Daemon, options):
     assert next(iter(options)) in caught.value.detail["field"]
 
 
-def test_prompts_that_cannot_be(shared: Daemon):
+def test_invalid_prompts_are_refused(shared: Daemon):
     with shared.client() as kvd:
         with pytest.raises(EmptyPrompt):
             _ = kvd.generate("fast", "").text
@@ -110,14 +110,14 @@ def test_prompts_that_cannot_be(shared: Daemon):
         assert kvd.generate("fast", "Hi", max_tokens=3).text
 
 
-def test_byte_by_byte(shared: Daemon):
+def test_a_frame_may_arrive_byte_by_byte(shared: Daemon):
     with shared.connect() as raw:
         for byte in b'{"v":1,"id":"slow","op":"hello"}\n':
             raw.sendall(bytes([byte]))
         assert next(lines_of(raw))["id"] == "slow"
 
 
-def test_an_id_in_use_is_refused_and_the_first_request_goes_on(shared: Daemon):
+def test_an_id_in_use_is_refused_and_the_first_request_continues(shared: Daemon):
     request = {"v": 1, "id": "x", "op": "generate", "model": "fast", "prompt": "Hi"}
     line = json.dumps(request | {"max_tokens": 300}).encode() + b"\n"
     with shared.connect() as raw:
@@ -132,7 +132,7 @@ def test_an_id_in_use_is_refused_and_the_first_request_goes_on(shared: Daemon):
     assert answers[-1]["usage"]["completion_tokens"] == 300
 
 
-def test_two_clients_at_once_each_get_their_own(shared: Daemon):
+def test_concurrent_clients_get_their_own_completions(shared: Daemon):
     with shared.client() as one, shared.client() as two:
         options = {"max_tokens": 50, "temperature": 1.0, "seed": 5}
         first = one.generate("fast", "same prompt", **options)
@@ -143,16 +143,16 @@ def test_two_clients_at_once_each_get_their_own(shared: Daemon):
         assert other.text != first.text
 
 
-def test_cancel_ends_one_and_leaves_the_others(shared: Daemon):
+def test_cancel_ends_only_its_request(shared: Daemon):
     with shared.client() as kvd:
-        stays = kvd.generate("fast", "a", max_tokens=200, seed=1)
-        goes = kvd.generate("fast", "b", max_tokens=2000, seed=1)
-        events = iter(goes)
-        while not goes.tokens:
+        kept = kvd.generate("fast", "a", max_tokens=200, seed=1)
+        cancelled = kvd.generate("fast", "b", max_tokens=2000, seed=1)
+        events = iter(cancelled)
+        while not cancelled.tokens:
             next(events)
-        assert kvd.cancel(goes.id) is True
-        assert goes.text is not None
-        assert goes.reason == "cancelled"
+        assert kvd.cancel(cancelled.id) is True
+        assert cancelled.text is not None
+        assert cancelled.reason == "cancelled"
         alone = kvd.generate("fast", "a", max_tokens=200, seed=1)
-        assert stays.text == alone.text
+        assert kept.text == alone.text
         assert kvd.cancel("no such request") is False

@@ -9,13 +9,13 @@ import pytest
 
 from kvd.host.home import Home
 from protocol.errors import Draining, NotRunning, WorkerDied
-from tests.process.helpers import Daemon, Reader, alive, folder_mode, source, wait_for, written
+from tests.process.helpers import Daemon, Reader, alive, folder_mode, source, wait_for, write_config
 
 
-def test_what_it_prints_when_it_is_up(home: Home, make_daemon):
-    written(home, f'models = [{{source = "{source(tps=100)}", alias = "m"}}]')
+def test_the_daemon_prints_its_socket_and_first_commands(home: Home, make_daemon):
+    write_config(home, f'models = [{{source = "{source(tps=100)}", alias = "m"}}]')
     daemon = make_daemon().start()
-    text = wait_for("the welcome", daemon.output.read_text)
+    text = wait_for("the banner", daemon.output.read_text)
     assert f"socket  {daemon.home.socket}" in text
     assert text.count(f"kvctl --home {daemon.home.root} ") == 3
     assert "Ctrl-C" in text
@@ -37,7 +37,7 @@ def test_a_signal_ends_an_idle_daemon_with_0(daemon: Daemon, number):
     assert not daemon.home.socket.exists()
 
 
-def test_sigterm_finishes_what_runs_and_takes_nothing_new(daemon: Daemon):
+def test_sigterm_finishes_running_requests_and_accepts_no_new_ones(daemon: Daemon):
     daemon.load(source(tps=50), "m")
     running = Reader(daemon, "m", max_tokens=60).begun()
     with daemon.client() as kvd:
@@ -52,7 +52,7 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(daemon: Daemon):
     assert len(running.completion.tokens) == 60
 
 
-def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_they_finish_all_the_same(daemon: Daemon):
+def test_ctrl_c_in_a_terminal_reaches_the_workers_and_they_still_finish(daemon: Daemon):
     daemon.load(source(tps=50), "m")
     running = Reader(daemon, "m", max_tokens=60).begun()
     os.killpg(daemon.pid, signal.SIGINT)
@@ -62,7 +62,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_they_finish_all_the_sa
 
 
 def test_a_stop_does_not_wait_for_a_load(home: Home, make_daemon):
-    written(home, f'models = [{{source = "{source(load=600)}", alias = "m"}}]')
+    write_config(home, f'models = [{{source = "{source(load=600)}", alias = "m"}}]')
     daemon = make_daemon().start()
     wait_for("it loads", lambda: "loading" in daemon.kvctl("status").stdout)
     worker = json.loads(daemon.kvctl("status", "--json").stdout)["models"][0]["worker_pid"]
@@ -72,12 +72,12 @@ def test_a_stop_does_not_wait_for_a_load(home: Home, make_daemon):
     assert "kvctl" not in daemon.output.read_text()
 
 
-def test_a_second_signal_does_not_wait(daemon: Daemon):
+def test_a_second_signal_ends_the_daemon_at_once(daemon: Daemon):
     daemon.load(source(tps=10), "m")
     worker = daemon.worker_pid("m")
     running = Reader(daemon, "m", max_tokens=10_000).begun()
     daemon.signal(signal.SIGTERM)
-    daemon.signal(signal.SIGTERM)  # at once: the same one, passed on by make
+    daemon.signal(signal.SIGTERM)  # at once: counts as one, since make passes signals on
     time.sleep(0.6)
     assert alive(daemon.pid)
     daemon.signal(signal.SIGTERM)
@@ -86,8 +86,8 @@ def test_a_second_signal_does_not_wait(daemon: Daemon):
     assert not alive(worker)
 
 
-def test_a_drain_has_an_end(home: Home, make_daemon):
-    written(home, "drain_timeout_s = 0.3")
+def test_a_drain_has_a_timeout(home: Home, make_daemon):
+    write_config(home, "drain_timeout_s = 0.3")
     daemon = make_daemon().start()
     daemon.load(source(tps=10), "m")
     running = Reader(daemon, "m", max_tokens=10_000).begun()
@@ -97,7 +97,7 @@ def test_a_drain_has_an_end(home: Home, make_daemon):
     assert "drain timed out" in [line["event"] for line in daemon.log()]
 
 
-def test_a_second_daemon_on_the_home_says_so_and_leaves_the_first_alone(daemon: Daemon):
+def test_a_second_daemon_on_the_home_fails_and_the_first_continues(daemon: Daemon):
     second = Daemon(daemon.home, "--fake")
     process = second.launch()
     assert process.wait(30) == 4
@@ -107,7 +107,7 @@ def test_a_second_daemon_on_the_home_says_so_and_leaves_the_first_alone(daemon: 
 
 def test_models_of_the_configuration_are_loaded(home: Home, make_daemon):
     model = f'{{source = "{source(tps=100)}", alias = "mine", kv = "k8v4"}}'
-    written(home, f'budget = "2GiB"\nmodels = [{model}]')
+    write_config(home, f'budget = "2GiB"\nmodels = [{model}]')
     daemon = make_daemon().start()
     wait_for(
         "mine is ready", lambda: [m for m in daemon.kvctl("status").stdout.split() if m == "ready"]
@@ -117,25 +117,25 @@ def test_models_of_the_configuration_are_loaded(home: Home, make_daemon):
         assert kvd.status().budget_bytes == 2 * 2**30
 
 
-def test_a_wrong_configuration_names_the_key(home: Home, make_daemon):
-    written(home, "bugdet = 1")
+def test_the_error_of_an_invalid_configuration_names_the_key(home: Home, make_daemon):
+    write_config(home, "bugdet = 1")
     daemon = make_daemon()
     assert daemon.launch().wait(30) == 5
     assert "did you mean budget?" in daemon.errors.read_text()
 
 
 @pytest.mark.parametrize("place", ["kvd.lock", "logs/kvd.log"])
-def test_a_folder_in_the_place_of_lock_or_log_is_named(home: Home, make_daemon, place):
+def test_a_folder_in_place_of_the_lock_or_the_log_is_an_error(home: Home, make_daemon, place):
     home.create()
     (home.root / place).mkdir()
     daemon = make_daemon()
     assert daemon.launch().wait(30) == 5
-    said = daemon.errors.read_text()
-    assert said.startswith(f"error: cannot use {home.root / place}")
-    assert "Traceback" not in said
+    errors = daemon.errors.read_text()
+    assert errors.startswith(f"error: cannot use {home.root / place}")
+    assert "Traceback" not in errors
 
 
-def test_a_budget_of_nothing_is_refused(make_daemon):
+def test_a_budget_of_zero_is_refused(make_daemon):
     daemon = make_daemon()
     assert daemon.launch("--budget", "0").wait(30) == 2
     assert "out of range" in daemon.errors.read_text()

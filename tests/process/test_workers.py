@@ -7,23 +7,24 @@ import time
 import pytest
 
 from protocol.errors import InvalidModel, KvdError, ModelFailed, Quarantined
-from tests.process.helpers import Daemon, Reader, alive, source, wait_for, written
+from tests.process.helpers import Daemon, Reader, alive, source, wait_for, write_config
 
 
-def test_nobody_sees_a_kill_9_of_a_worker(daemon: Daemon):
+def test_clients_do_not_notice_a_kill_9_of_a_worker(daemon: Daemon):
     daemon.load(source(tps=50), "hit")
     daemon.load(source(tps=50), "spared")
     daemon.load(source(tps=0), "quick")
     first = daemon.worker_pid("hit")
-    struck = [Reader(daemon, "hit", f"{i}", max_tokens=90, seed=i).begun() for i in range(3)]
+    interrupted = [Reader(daemon, "hit", f"{i}", max_tokens=90, seed=i).begun() for i in range(3)]
     other = Reader(daemon, "spared", max_tokens=100).begun()
     os.kill(first, signal.SIGKILL)
-    for number, reader in enumerate(struck):
+    for number, reader in enumerate(interrupted):
         assert reader.finished().error is None
         with daemon.client() as kvd:
-            right = kvd.generate("quick", f"{number}", max_tokens=90, seed=number)
-            assert (right.text, right.tokens) == (reader.completion.text, reader.completion.tokens)
-    wait_for("hit comes back", lambda: daemon.model("hit").state == "ready")
+            expected = kvd.generate("quick", f"{number}", max_tokens=90, seed=number)
+            read = reader.completion
+            assert (expected.text, expected.tokens) == (read.text, read.tokens)
+    wait_for("hit is ready again", lambda: daemon.model("hit").state == "ready")
     assert daemon.worker_pid("hit") != first
     assert daemon.model("hit").restarts == 1
     with daemon.client() as kvd:
@@ -34,20 +35,18 @@ def test_nobody_sees_a_kill_9_of_a_worker(daemon: Daemon):
     assert len(other.completion.tokens) == 100
 
 
-def test_a_step_that_never_ends_costs_the_worker_and_only_the_request_that_hangs_it(
-    home, make_daemon
-):
-    written(home, "[watchdog]\ndecode_s = 0.5\nterminated_s = 0.2")
+def test_a_step_that_hangs_ends_the_worker_and_fails_only_its_request(home, make_daemon):
+    write_config(home, "[watchdog]\ndecode_s = 0.5\nterminated_s = 0.2")
     daemon = make_daemon().start()
     daemon.load(source(tps=100, hang_on="poison", deaf=1), "m")
     first = daemon.worker_pid("m")
-    beside = Reader(daemon, "m", max_tokens=200).begun()
+    other = Reader(daemon, "m", max_tokens=200).begun()
     error = Reader(daemon, "m", "poison", max_tokens=5).finished().error
     assert isinstance(error, Quarantined)
     assert not error.retryable
     assert all("no sign of life for 0.5 s (decode)" in line for line in error.detail["story"])
-    assert beside.finished().error is None
-    assert len(beside.completion.tokens) == 200
+    assert other.finished().error is None
+    assert len(other.completion.tokens) == 200
     wait_for("the process is gone", lambda: not alive(first))
     wait_for("another one serves", lambda: daemon.model("m").state == "ready")
     with daemon.client() as kvd:
@@ -56,12 +55,12 @@ def test_a_step_that_never_ends_costs_the_worker_and_only_the_request_that_hangs
     assert ends.index("worker_terminated") < ends.index("worker_killed")
 
 
-def test_kills_from_outside_are_bad_luck_and_never_give_a_model_up(daemon: Daemon):
+def test_kills_from_outside_never_fail_a_model(daemon: Daemon):
     daemon.load(source(tps=50), "m")
-    for killed in range(1, 4):  # as many as would give it up if they counted
+    for killed in range(1, 4):  # three crashes would fail the model
         os.kill(daemon.worker_pid("m"), signal.SIGKILL)
         wait_for(
-            f"it comes back after kill {killed}",
+            f"m is ready after kill {killed}",
             lambda n=killed: (daemon.model("m").restarts, daemon.model("m").state) == (n, "ready"),
         )
 
@@ -74,26 +73,26 @@ def test_a_stopped_daemon_does_not_stall_the_worker(daemon: Daemon):
     for reader in readers:
         reader.begun()
     daemon.signal(signal.SIGSTOP)
-    time.sleep(5)  # what is being tested: that much time passes for the worker
+    time.sleep(5)  # the worker keeps generating while the daemon is stopped
     daemon.signal(signal.SIGCONT)
     resumed = time.monotonic()
     for reader in readers:
         reader.finished()
         assert reader.error is None
         assert len(reader.completion.tokens) == 1250
-    # A worker that had waited would still have nearly all of its 5 s before it.
+    # A worker that had blocked would still need nearly 5 s.
     assert max(reader.ended_at for reader in readers) - resumed < 2.5
     assert daemon.worker_pid("m") == worker
     assert daemon.model("m").restarts == 0
 
 
-def test_a_load_that_fails_says_why_and_leaves_no_process(daemon: Daemon):
+def test_a_failed_load_has_a_typed_error(daemon: Daemon):
     with daemon.client() as kvd, pytest.raises(KvdError) as caught:
         _ = kvd.load(source(load_error="invalid_model"), alias="broken").result
     assert isinstance(caught.value, (InvalidModel, ModelFailed))
 
 
-def test_unload_finishes_what_runs_and_frees_the_memory(daemon: Daemon):
+def test_unload_finishes_running_requests_and_frees_the_memory(daemon: Daemon):
     daemon.load(source(tps=50), "m")
     worker = daemon.worker_pid("m")
     running = Reader(daemon, "m", max_tokens=50).begun()
@@ -105,7 +104,7 @@ def test_unload_finishes_what_runs_and_frees_the_memory(daemon: Daemon):
     assert (running.finished().error, len(running.completion.tokens)) == (None, 50)
 
 
-def test_a_client_that_goes_away_takes_its_requests_along(daemon: Daemon):
+def test_requests_of_a_client_that_disconnects_are_cancelled(daemon: Daemon):
     daemon.load(source(tps=50), "m")
     with daemon.client() as kvd:
         completion = kvd.generate("m", "Hi", max_tokens=10_000)
