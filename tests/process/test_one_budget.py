@@ -64,7 +64,9 @@ def test_a_request_that_can_never_fit_is_refused_until_the_budget_is_raised(make
     with daemon.client() as client:
         assert client.load(small, alias="a").result.state == "ready"
         prompt = "x" * 12_000  # 188 pages of 64 KiB; half as much at the lowest level
-        with pytest.raises(InsufficientMemory, match=r"the budget without pinned models is 155\.0 MiB") as refused:
+        with pytest.raises(
+            InsufficientMemory, match=r"the budget without pinned models is 155\.0 MiB"
+        ) as refused:
             assert client.generate("a", prompt, max_tokens=10).text
         detail = refused.value.detail
         assert detail["base_bytes"] == 150 * MIB
