@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvd.metrics import reference
 from tools import cli_page
-from tools.pages import comparison, configuration, picture, protocol
+from tools.pages import comparison, configuration, metrics, picture, protocol
 from tools.pages.markdown import filled
 
 ROOT = Path(__file__).parent.parent
@@ -27,7 +26,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     picture.PAGE: lambda _: picture.svg(),
     f"docs/{configuration.PAGE}": _parts(configuration.parts),
     f"docs/{protocol.PAGE}": _parts(protocol.parts),
-    f"docs/{reference.PAGE.name}": reference.filled,
+    f"docs/{metrics.PAGE}": _parts(metrics.parts),
     f"docs/{cli_page.PAGE.name}": lambda _: cli_page.written(),
 }
 """What each page becomes, by its place."""

@@ -1,185 +1,175 @@
-"""Write kvd.json, the Grafana dashboard: `python deploy/grafana/build.py`.
+"""Writes kvd.json, the Grafana dashboard: `python deploy/grafana/build.py`.
 
-A panel is a line or two here, and forty of JSON there; tests hold the file to what this writes, and
-every query to the metrics that a daemon really exports. Change this, not the file.
+Tests compare the file with this script, and every query with the exported metrics.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-HERE = 'instance=~"$instance"'
-MODEL = f'{HERE}, model=~"$model"'
-SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDTH = 24
-"""Columns of Grafana's grid."""
+from grafana_foundation_sdk.builders import (
+    common,
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    statetimeline,
+    timeseries,
+)
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as kinds
+from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-Json = dict[str, Any]
-_ids = itertools.count(1)
+INSTANCE = 'instance=~"$instance"'
+MODEL = f'{INSTANCE}, model=~"$model"'
+SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+Query = prometheus.Dataquery
+Panel = Builder[models.Panel]
 
 
 # -- queries ----------------------------------------------------------------------------------
 
 
-def rate(metric: str, by: str, where: str = MODEL, *more: str) -> str:
-    """Return a counter's rise a second, summed."""
-    kept = f" by ({by}) " if by else ""
-    return f"sum{kept}(rate({metric}{{{', '.join([where, *more])}}}[$__rate_interval]))"
+def rate(metric: str, by: str = "", where: str = MODEL) -> str:
+    """Return the sum of a counter's rates per second."""
+    group = f" by ({by}) " if by else ""
+    return f"sum{group}(rate({metric}{{{where}}}[$__rate_interval]))"
 
 
-def total(metric: str, by: str, where: str = MODEL, *more: str) -> str:
-    """Return a gauge's sum."""
-    return f"sum by ({by}) ({metric}{{{', '.join([where, *more])}}})"
+def increase(metric: str, by: str = "") -> str:
+    """Return the sum of a counter's increases per interval."""
+    group = f" by ({by}) " if by else ""
+    return f"sum{group}(increase({metric}{{{MODEL}}}[$__rate_interval]))"
 
 
-def quantile(share: float, metric: str, by: str = "", where: str = MODEL, *more: str) -> str:
+def total(metric: str, by: str, where: str = MODEL) -> str:
+    """Return the sum of a gauge."""
+    return f"sum by ({by}) ({metric}{{{where}}})"
+
+
+def quantile(share: float, metric: str, where: str = MODEL, by: str = "le") -> str:
     """Return a quantile of a histogram."""
-    kept = f"le, {by}" if by else "le"
-    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', kept, where, *more)})"
+    return f"histogram_quantile({share}, {rate(f'{metric}_bucket', by, where)})"
 
 
-def quantiles(metric: str, where: str = MODEL, *more: str) -> list[Json]:
+def query(expr: str, legend: str) -> Query:
+    return Query().datasource(SOURCE).expr(expr).legend_format(legend)
+
+
+def quantiles(metric: str, where: str = MODEL) -> list[Query]:
     """Return the queries of a latency panel."""
     return [
-        query(quantile(share, metric, "", where, *more), f"p{round(share * 100)}")
+        query(quantile(share, metric, where), f"p{round(share * 100)}")
         for share in (0.5, 0.9, 0.99)
     ]
-
-
-def query(expr: str, legend: str, **more: Any) -> Json:
-    """Return one query of a panel."""
-    return {"datasource": SOURCE, "expr": expr, "legendFormat": legend, **more}
-
-
-def now(expr: str) -> Json:
-    """Return a query for the newest value alone."""
-    return query(expr, "", instant=True, range=False)
 
 
 # -- panels -----------------------------------------------------------------------------------
 
 
-def panel(
-    kind: str, title: str, targets: list[Json], width: int, says: str, height: int = 8, **more: Any
-) -> Json:
-    """Return a panel; `grid` gives it its place."""
-    for letter, target in zip("ABCDEFGH", targets, strict=False):
-        target["refId"] = letter
-    return {
-        "id": next(_ids),
-        "type": kind,
-        "title": title,
-        "description": says,
-        "datasource": SOURCE,
-        "targets": targets,
-        "gridPos": {"w": width, "h": height},
-        **more,
-    }
-
-
 def lines(
     title: str,
-    targets: list[Json],
-    says: str,
+    queries: list[Query],
+    description: str,
     *,
     unit: str = "short",
-    width: int = 12,
     stack: bool = False,
     bars: bool = False,
-    above: tuple[str, ...] = (),
-    most: float | None = None,
-) -> Json:
-    """Return a panel over time; the series named in `above` are lines over what is stacked."""
-    custom: Json = {
-        "drawStyle": "bars" if bars else "line",
-        "lineWidth": 1,
-        "fillOpacity": 70 if bars else 25 if stack else 8,
-        "gradientMode": "none",
-        "showPoints": "never",
-        "spanNulls": False,
-        "stacking": {"mode": "normal" if stack else "none", "group": "A"},
-    }
-    defaults: Json = {"unit": unit, "min": 0, "custom": custom}
-    if most is not None:
-        defaults["max"] = most
-    overrides = [
-        {
-            "matcher": {"id": "byName", "options": name},
-            "properties": [
-                {"id": "custom.stacking", "value": {"mode": "none"}},
-                {"id": "custom.drawStyle", "value": "line"},
-                {"id": "custom.fillOpacity", "value": 0},
-                {"id": "custom.lineWidth", "value": 2},
-                {"id": "custom.lineStyle", "value": {"fill": "dash", "dash": [8, 6]}},
-                {"id": "color", "value": {"mode": "fixed", "fixedColor": color}},
-            ],
-        }
-        for name, color in zip(above, ("red", "orange"), strict=False)
-    ]
-    return panel(
-        "timeseries",
-        title,
-        targets,
-        width,
-        says,
-        fieldConfig={"defaults": defaults, "overrides": overrides},
-        options={
-            "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-            "tooltip": {"mode": "multi", "sort": "desc"},
-        },
+    limits: tuple[str, ...] = (),
+    maximum: float | None = None,
+) -> Panel:
+    """Return a panel over time; the series in ``limits`` are dashed lines over stacked ones."""
+    style, stacking = kinds.GraphDrawStyle, kinds.StackingMode
+    panel = (
+        timeseries.Panel()
+        .unit(unit)
+        .min(0)
+        .draw_style(style.BARS if bars else style.LINE)
+        .line_width(1)
+        .fill_opacity(70 if bars else 25 if stack else 8)
+        .show_points(kinds.VisibilityMode.NEVER)
+        .stacking(
+            common.StackingConfig().mode(stacking.NORMAL if stack else stacking.NONE).group("A")
+        )
+        .legend(
+            common.VizLegendOptions()
+            .display_mode(kinds.LegendDisplayMode.LIST)
+            .placement(kinds.LegendPlacement.BOTTOM)
+            .show_legend(True)
+        )
+        .tooltip(
+            common.VizTooltipOptions()
+            .mode(kinds.TooltipDisplayMode.MULTI)
+            .sort(kinds.SortOrder.DESCENDING)
+        )
     )
+    if maximum is not None:
+        panel.max(maximum)
+    for name, color in zip(limits, ("red", "orange"), strict=False):
+        properties = {
+            "custom.stacking": {"mode": "none"},
+            "custom.drawStyle": "line",
+            "custom.fillOpacity": 0,
+            "custom.lineWidth": 2,
+            "custom.lineStyle": {"fill": "dash", "dash": [8, 6]},
+            "color": {"mode": "fixed", "fixedColor": color},
+        }
+        panel.override_by_name(
+            name, [models.DynamicConfigValue(key, value) for key, value in properties.items()]
+        )
+    return placed(panel, title, queries, description)
 
 
 def number(
     title: str,
     expr: str,
-    says: str,
+    description: str,
     *,
     unit: str = "short",
     steps: tuple[tuple[float, str], ...] = (),
-) -> Json:
-    """Return a single value, colored from these thresholds on."""
-    thresholds: list[Json] = [{"color": "green", "value": None}]
-    thresholds += [{"color": color, "value": value} for value, color in steps]
-    defaults = {"unit": unit, "thresholds": {"mode": "absolute", "steps": thresholds}}
-    return panel(
-        "stat",
-        title,
-        [now(expr)],
-        3,
-        says,
-        height=4,
-        fieldConfig={"defaults": defaults | {"noValue": "-"}, "overrides": []},
-        options={
-            "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
-            "colorMode": "value",
-            "graphMode": "none",
-            "textMode": "auto",
-        },
+) -> Panel:
+    """Return a single value, colored by thresholds."""
+    thresholds = [models.Threshold(None, "green"), *(models.Threshold(*step) for step in steps)]
+    panel = (
+        stat.Panel()
+        .unit(unit)
+        .no_value("-")
+        .thresholds(
+            dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(thresholds)
+        )
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+        .color_mode(kinds.BigValueColorMode.VALUE)
+        .graph_mode(kinds.BigValueGraphMode.NONE)
     )
+    return placed(panel, title, [query(expr, "").instant()], description, width=3, height=4)
 
 
-def heat(title: str, metric: str, says: str) -> Json:
+def heat(title: str, metric: str, description: str) -> Panel:
     """Return a histogram over time."""
-    target = query(rate(f"{metric}_bucket", "le"), "{{le}}", format="heatmap")
-    return panel(
-        "heatmap",
-        title,
-        [target],
-        12,
-        says,
-        options={
-            "calculate": False,
-            "cellGap": 1,
-            "color": {"mode": "scheme", "scheme": "Oranges", "steps": 64, "exponent": 0.5},
-            "filterValues": {"le": 1e-9},
-            "tooltip": {"mode": "single", "yHistogram": True},
-            "yAxis": {"axisPlacement": "left", "unit": "s"},
-        },
+    colors = (
+        heatmap.HeatmapColorOptions()
+        .mode(HeatmapColorMode.SCHEME)
+        .scheme("Oranges")
+        .steps(64)
+        .exponent(0.5)
     )
+    panel = (
+        heatmap.Panel()
+        .calculate(False)
+        .cell_gap(1)
+        .color(colors)
+        .filter_values(heatmap.FilterValueRange().le(1e-9))
+        .show_tooltip()
+        .show_y_histogram()
+        .y_axis(heatmap.YAxisConfig().axis_placement(kinds.AxisPlacement.LEFT).unit("s"))
+    )
+    buckets = query(rate(f"{metric}_bucket", "le"), "{{le}}").format(PromQueryFormat.HEATMAP)
+    return placed(panel, title, [buckets], description)
 
 
 STATES = {
@@ -188,124 +178,123 @@ STATES = {
 }  # fmt: skip
 
 
-def timeline(title: str, says: str) -> Json:
-    """Return the states of models over time."""
-    worth = " + ".join(
-        f'max by (model) (kvd_model_state{{{MODEL}, state="{state}"}}) * {number}'
-        for number, state in enumerate(STATES, 1)
+def timeline(title: str, description: str) -> Panel:
+    """Return the states of models over time; the query returns a state's position in `STATES`."""
+    expr = " + ".join(
+        f'max by (model) (kvd_model_state{{{MODEL}, state="{state}"}}) * {position}'
+        for position, state in enumerate(STATES, 1)
     )
-    mapped = {
-        str(number): {"text": state, "color": color, "index": number}
-        for number, (state, color) in enumerate(STATES.items(), 1)
+    texts = {
+        str(position): models.ValueMappingResult(text=state, color=color, index=position)
+        for position, (state, color) in enumerate(STATES.items(), 1)
     }
-    return panel(
-        "state-timeline",
-        title,
-        [query(worth, "{{model}}")],
-        12,
-        says,
-        fieldConfig={
-            "defaults": {
-                "custom": {"fillOpacity": 70, "lineWidth": 0},
-                "mappings": [{"type": "value", "options": mapped}],
-            },
-            "overrides": [],
-        },
-        options={"mergeValues": True, "showValue": "auto", "rowHeight": 0.9},
+    panel = (
+        statetimeline.Panel()
+        .fill_opacity(70)
+        .line_width(0)
+        .mappings([models.ValueMap(options=texts)])
+        .merge_values(True)
+        .show_value(kinds.VisibilityMode.AUTO)
+        .row_height(0.9)
     )
+    return placed(panel, title, [query(expr, "{{model}}")], description)
 
 
-# -- the page ---------------------------------------------------------------------------------
+def placed(
+    panel: Any, title: str, queries: list[Query], description: str, width: int = 12, height: int = 8
+) -> Panel:
+    for letter, one_query in zip("ABCDEFGH", queries, strict=False):
+        panel.with_target(one_query.ref_id(letter))
+    size = panel.title(title).description(description).datasource(SOURCE).span(width)
+    placed_panel: Panel = size.height(height)
+    return placed_panel
 
 
-def overview() -> list[Json]:
-    """Return what to look at first."""
-    first = "kvd_time_to_first_token_seconds"
-    failing = rate("kvd_requests_failed_total", "", MODEL, 'code!="unknown_model"')
+# -- rows -------------------------------------------------------------------------------------
+
+
+def overview() -> list[Panel]:
+    requests = f"sum(kvd_requests{{{MODEL}, state=%s}})"
     return [
         number(
             "Models ready", f'sum(kvd_model_state{{{MODEL}, state="ready"}})', "Loaded and serving"
         ),
         number(
             "Memory granted",
-            f"sum(kvd_granted_bytes{{{HERE}}}) / sum(kvd_budget_bytes{{{HERE}}})",
-            "Of the budget: what workers may hold",
+            f"sum(kvd_granted_bytes{{{INSTANCE}}}) / sum(kvd_budget_bytes{{{INSTANCE}}})",
+            "Sum of all grants as a share of the budget",
             unit="percentunit",
             steps=((0.9, "yellow"), (1.0001, "red")),
         ),
-        number(
-            "Running", f'sum(kvd_requests{{{MODEL}, state="running"}})', "Requests that make tokens"
-        ),
+        number("Running", requests % '"running"', "Requests that prefill or decode"),
         number(
             "Waiting",
-            f'sum(kvd_requests{{{MODEL}, state="waiting"}})',
-            "Requests that wait for their model, for memory or for a place",
+            requests % '"waiting"',
+            "Requests that wait for their model, for memory or for a row",
             steps=((1, "yellow"), (32, "red")),
         ),
         number(
             "Paused",
-            f'sum(kvd_requests{{{MODEL}, state="paused"}})',
-            "Requests that gave their memory to others, or wait for a worker to come back",
+            requests % '"paused"',
+            "Requests that are preempted, or wait for their worker to restart",
             steps=((1, "yellow"),),
         ),
-        number(
-            "Tokens",
-            rate("kvd_generation_tokens_total", ""),
-            "Generated, a second",
-        ),
+        number("Tokens", rate("kvd_generation_tokens_total"), "Generated tokens per second"),
         number(
             "First token, p95",
-            quantile(0.95, first),
-            "Until the first token of an answer",
+            quantile(0.95, "kvd_time_to_first_token_seconds"),
+            "Time until the first token of an answer",
             unit="s",
             steps=((2, "yellow"), (10, "red")),
         ),
         number(
             "Failing",
-            failing,
-            "Requests that end with an error, a second",
+            rate("kvd_requests_failed_total", "", f'{MODEL}, code!="unknown_model"'),
+            "Requests per second that end with an error",
             unit="reqps",
             steps=((0.001, "yellow"), (0.1, "red")),
         ),
     ]
 
 
-def memory() -> list[Json]:
-    """Return who has the budget, and what for."""
-    budget = query(f"sum(kvd_budget_bytes{{{HERE}}})", "budget")
-    used = total("kvd_kv_pages", "model", MODEL, 'state="used"')
+def memory() -> list[Panel]:
+    budget = f"sum(kvd_budget_bytes{{{INSTANCE}}})"
+    used = total("kvd_kv_pages", "model", f'{MODEL}, state="used"')
     return [
         lines(
             "Memory by kind",
             [
                 query(total("kvd_model_memory_bytes", "kind"), "{{kind}}"),
-                budget,
-                query(f"sum(kvd_granted_bytes{{{HERE}}})", "granted"),
+                query(budget, "budget"),
+                query(f"sum(kvd_granted_bytes{{{INSTANCE}}})", "granted"),
             ],
-            "What workers hold or have reserved, below what they may and what there is",
+            "Memory that workers hold or have reserved, with the grants and the budget",
             unit="bytes",
             stack=True,
-            above=("budget", "granted"),
+            limits=("budget", "granted"),
         ),
         lines(
             "Grants by model",
-            [query(total("kvd_model_granted_bytes", "model"), "{{model}}"), budget],
-            "Who may hold how much of the budget",
+            [
+                query(total("kvd_model_granted_bytes", "model"), "{{model}}"),
+                query(budget, "budget"),
+            ],
+            "The budget's distribution over models",
             unit="bytes",
             stack=True,
-            above=("budget",),
+            limits=("budget",),
         ),
         lines(
-            "KV pages by level",
+            "KV pages by precision level",
             [query(total("kvd_kv_level_bytes", "level"), "{{level}}")],
-            "Below the top: requests were stepped down to make room",
+            "Pages below the highest level belong to requests that were stepped down",
             unit="bytes",
             stack=True,
         ),
         lines(
-            "What could be given back",
-            [query(total("kvd_reclaimable_bytes", "means"), "{{means}}")],
-            "By means, the cheapest first: spare, prefixes, a lower level, parking",
+            "Reclaimable memory",
+            [query(total("kvd_reclaimable_bytes", "method"), "{{method}}")],
+            "By reclaim method, the cheapest first: spare, prefixes, precision, preempt",
             unit="bytes",
             stack=True,
         ),
@@ -313,312 +302,283 @@ def memory() -> list[Json]:
             "Footprint of the processes",
             [
                 query(total("kvd_model_footprint_bytes", "model"), "{{model}}"),
-                query(f"sum(kvd_process_footprint_bytes{{{HERE}}})", "daemon"),
-                query(f"sum(kvd_host_memory_available_bytes{{{HERE}}})", "left on the machine"),
+                query(f"sum(kvd_process_footprint_bytes{{{INSTANCE}}})", "daemon"),
+                query(f"sum(kvd_host_memory_available_bytes{{{INSTANCE}}})", "available"),
             ],
-            "As the system counts it, and what it has left",
+            "Memory as the system counts it, and the machine's available memory",
             unit="bytes",
             stack=True,
-            above=("left on the machine",),
+            limits=("available",),
         ),
         lines(
             "KV pages used",
-            [
-                query(
-                    f"{used} / ({total('kvd_kv_pages', 'model')} > 0)",
-                    "{{model}}",
-                )
-            ],
-            "Of those in the pools of each model",
+            [query(f"{used} / ({total('kvd_kv_pages', 'model')} > 0)", "{{model}}")],
+            "Share of the pages in each model's pools",
             unit="percentunit",
-            most=1,
+            maximum=1,
         ),
     ]
 
 
-def latencies() -> list[Json]:
-    """Return how long people wait."""
+def latencies() -> list[Panel]:
     first, gap = "kvd_time_to_first_token_seconds", "kvd_inter_token_latency_seconds"
+    queue, whole = "kvd_request_queue_time_seconds", "kvd_e2e_request_latency_seconds"
     return [
-        lines("Time to first token", quantiles(first), "What people feel first", unit="s"),
-        lines("Between tokens", quantiles(gap), "How fluently text comes", unit="s"),
-        heat("Time to first token, all of it", first, "Each column: how many took how long"),
-        heat("Between tokens, all of it", gap, "A second band: prompts of others, or parking"),
+        lines("Time to first token", quantiles(first), "From a request's arrival", unit="s"),
+        lines("Between tokens", quantiles(gap), "Smoothness of streams", unit="s"),
+        heat("Time to first token, distribution", first, "Requests by time"),
+        heat(
+            "Between tokens, distribution",
+            gap,
+            "A second band shows prompts of other requests, or preemptions",
+        ),
         lines(
             "In the queue",
-            quantiles("kvd_request_queue_time_seconds"),
-            "Until a request has memory and a place; loads of its model are in it",
+            quantiles(queue),
+            "From arrival until a request is admitted, including loads of its model",
             unit="s",
         ),
         lines(
             "Whole requests",
-            quantiles("kvd_e2e_request_latency_seconds"),
-            "From arrival to the end, of those that ended well",
+            quantiles(whole),
+            "From arrival to the end, for requests without an error",
             unit="s",
         ),
     ]
 
 
-def throughput() -> list[Json]:
-    """Return what comes and what goes."""
+def throughput() -> list[Panel]:
     hits = rate("kvd_prefix_cache_hit_tokens_total", "model")
-    asked = rate("kvd_prefix_cache_query_tokens_total", "model")
+    queried = rate("kvd_prefix_cache_query_tokens_total", "model")
     generated = rate("kvd_generation_tokens_total", "model")
+    steps_taken = rate("kvd_worker_steps_total", "model")
     return [
         lines(
-            "Tokens generated, a second",
+            "Generated tokens per second",
             [query(generated, "{{model}}")],
-            "What went to clients",
+            "Tokens sent to clients",
             stack=True,
         ),
         lines(
-            "Prompt tokens, a second",
+            "Prompt tokens per second",
             [
-                query(rate("kvd_prompt_tokens_computed_total", ""), "read"),
-                query(rate("kvd_prefix_cache_hit_tokens_total", ""), "found in the cache"),
+                query(rate("kvd_prompt_tokens_computed_total"), "prefilled"),
+                query(rate("kvd_prefix_cache_hit_tokens_total"), "prefix cache"),
             ],
-            "What was read, and what need not be",
+            "Tokens that were prefilled, and tokens found in the prefix cache",
             stack=True,
         ),
         lines(
             "Requests",
             [query(total("kvd_requests", "state"), "{{state}}")],
-            "What the requests do that the daemon holds",
+            "Requests in the daemon, by state",
             stack=True,
         ),
         lines(
-            "Requests over, a second",
+            "Finished requests per second",
             [
                 query(rate("kvd_requests_finished_total", "reason"), "{{reason}}"),
                 query(rate("kvd_requests_failed_total", "code") + " > 0", "{{code}}"),
             ],
-            "How they ended: stop, length and cancelled, or the code of an error",
+            "By finish reason (stop, length, cancelled) or error code",
             unit="reqps",
             stack=True,
         ),
         lines(
-            "Prompts found in the cache",
-            [query(f"{hits} / ({asked} > 0)", "{{model}}")],
-            "Tokens that need not be read again, of those looked up",
+            "Prefix cache hit ratio",
+            [query(f"{hits} / ({queried} > 0)", "{{model}}")],
+            "Share of the looked-up tokens that were found",
             unit="percentunit",
-            most=1,
+            maximum=1,
         ),
         lines(
-            "Tokens in a step",
-            [query(f"{generated} / ({rate('kvd_worker_steps_total', 'model')} > 0)", "{{model}}")],
-            "How many requests share one: the batch that memory and load allow",
+            "Tokens per step",
+            [query(f"{generated} / ({steps_taken} > 0)", "{{model}}")],
+            "The batch size that memory and load allow",
         ),
     ]
 
 
-def governor() -> list[Json]:
-    """Return what was done to make room."""
-    done = f"sum by (kind) (increase(kvd_governor_actions_total{{{MODEL}}}[$__rate_interval])) > 0"
-    paused = f"sum by (reason) (increase(kvd_requests_paused_total{{{MODEL}}}[$__rate_interval]))"
-    resumed = f"sum(increase(kvd_requests_resumed_total{{{MODEL}}}[$__rate_interval]))"
-    loads = f"sum by (model) (increase(kvd_model_loads_total{{{MODEL}}}[$__rate_interval])) > 0"
+def governor() -> list[Panel]:
+    restarts = increase("kvd_worker_restarts_total", "model, reason")
     return [
         lines(
             "Governor's actions",
-            [query(done, "{{kind}}")],
-            "kvctl events has each of them, with its reason and its numbers",
+            [query(increase("kvd_governor_actions_total", "kind") + " > 0", "{{kind}}")],
+            "kvctl events lists each action with its reason and its numbers",
             stack=True,
             bars=True,
         ),
         lines(
-            "Parked and resumed",
-            [query(paused, "paused: {{reason}}"), query(resumed, "resumed")],
-            "Requests that gave way, and those that went on",
-            bars=True,
-        ),
-        timeline("State of models", "Models that are asleep are not here"),
-        lines(
-            "Loads, and models asleep",
+            "Paused and resumed",
             [
-                query(loads, "load of {{model}}"),
-                query(f"sum(kvd_models_unloaded{{{HERE}}})", "asleep"),
+                query(increase("kvd_requests_paused_total", "reason"), "paused: {{reason}}"),
+                query(increase("kvd_requests_resumed_total"), "resumed"),
             ],
-            "Loads again and again: models push each other out of the budget",
+            "Requests that were preempted or lost their worker, and requests that resumed",
             bars=True,
-            above=("asleep",),
+        ),
+        timeline("State of models", "Unloaded models have no state"),
+        lines(
+            "Loads and unloaded models",
+            [
+                query(increase("kvd_model_loads_total", "model") + " > 0", "load of {{model}}"),
+                query(f"sum(kvd_models_unloaded{{{INSTANCE}}})", "unloaded"),
+            ],
+            "Repeated loads mean that models displace each other in the budget",
+            bars=True,
+            limits=("unloaded",),
         ),
         lines(
-            "Level of new requests",
+            "Precision level of new requests",
             [query(f"max by (model) (kvd_kv_start_level{{{MODEL}}})", "{{model}}")],
-            "0 is the top of the ladder; above it memory is short",
+            "0 is the highest precision; above 0, memory is short",
         ),
         lines(
             "Worker restarts",
-            [
-                query(
-                    "sum by (model, reason) "
-                    f"(increase(kvd_worker_restarts_total{{{MODEL}}}[$__rate_interval])) > 0",
-                    "{{model}}: {{reason}}",
-                )
-            ],
-            "Processes that were lost; their requests go on in the next one",
+            [query(f"{restarts} > 0", "{{model}}: {{reason}}")],
+            "Lost processes; their requests continue in the next process",
             stack=True,
             bars=True,
         ),
     ]
 
 
-def steps() -> list[Json]:
-    """Return what workers spend their time on."""
-    decode = 'phase="decode"'
+def steps() -> list[Panel]:
+    phase = "kvd_step_phase_seconds"
+    decode = f'{MODEL}, phase="decode"'
     return [
         lines(
             "Time by phase",
-            [query(rate("kvd_step_phase_seconds_sum", "phase"), "{{phase}}")],
-            "Seconds a second, of all workers together; the rest is waiting",
+            [query(rate(f"{phase}_sum", "phase"), "{{phase}}")],
+            "Seconds per second, all workers together; the rest is waiting",
             unit="s",
             stack=True,
         ),
         lines(
             "Decode steps",
             [
-                query(quantile(share, "kvd_step_phase_seconds", "model", MODEL, decode), legend)
-                for share, legend in ((0.5, "{{model}} p50"), (0.99, "{{model}} p99"))
+                query(quantile(0.5, phase, decode, "le, model"), "{{model}} p50"),
+                query(quantile(0.99, phase, decode, "le, model"), "{{model}} p99"),
             ],
-            "How long one takes",
+            "Time per decode step",
             unit="s",
         ),
     ]
 
 
-def daemon() -> list[Json]:
-    """Return how the daemon itself is."""
-    lag = "kvd_event_loop_lag_seconds"
-    cpu = f"sum by (instance) (rate(kvd_process_cpu_seconds_total{{{HERE}}}[$__rate_interval]))"
-    files = f"kvd_process_open_fds{{{HERE}}} / kvd_process_max_fds{{{HERE}}}"
+def daemon() -> list[Panel]:
+    cpu = rate("kvd_process_cpu_seconds_total", "instance", INSTANCE)
+    files = f"kvd_process_open_fds{{{INSTANCE}}} / kvd_process_max_fds{{{INSTANCE}}}"
     return [
-        lines("Event-loop lag", quantiles(lag, HERE), "Above 50 ms all streams are late", unit="s"),
         lines(
-            "Answers of HTTP, a second",
-            [query(rate("kvd_http_responses_total", "code", HERE), "{{code}}")],
-            "401 and 403: not allowed; 429 and 503: sent away",
+            "Event-loop lag",
+            quantiles("kvd_event_loop_lag_seconds", INSTANCE),
+            "Above 50 ms, all streams are late",
+            unit="s",
+        ),
+        lines(
+            "HTTP responses per second",
+            [query(rate("kvd_http_responses_total", "code", INSTANCE), "{{code}}")],
+            "401 and 403: refused clients. 429 and 503: overload",
             unit="reqps",
             stack=True,
         ),
         lines(
-            "The daemon's own CPU and files",
+            "The daemon's CPU and files",
             [query(cpu, "{{instance}}: cores"), query(files, "{{instance}}: share of files")],
-            "One core is all that it can use",
+            "The daemon can use one core",
             unit="percentunit",
         ),
     ]
 
 
-def grid() -> list[Json]:
-    """Return all panels, each in its place."""
-    rows = {
-        "": overview(),
-        "Memory": memory(),
-        "Latency": latencies(),
-        "Throughput": throughput(),
-        "Governor and models": governor(),
-        "Steps": steps(),
-        "Daemon": daemon(),
-    }
-    placed, y = [], 0
-    for title, panels in rows.items():
-        if title:
-            at = {"x": 0, "y": y, "w": WIDTH, "h": 1}
-            row = {"id": next(_ids), "type": "row", "title": title, "collapsed": False}
-            placed.append(row | {"gridPos": at, "panels": []})
-            y += 1
-        x = 0
-        for one in panels:
-            place = one["gridPos"]
-            if x + place["w"] > WIDTH:
-                x, y = 0, y + place["h"]
-            place |= {"x": x, "y": y}
-            x += place["w"]
-            placed.append(one)
-        y += panels[-1]["gridPos"]["h"]
-    return placed
+ROWS = {
+    "": overview,
+    "Memory": memory,
+    "Latency": latencies,
+    "Throughput": throughput,
+    "Governor and models": governor,
+    "Steps": steps,
+    "Daemon": daemon,
+}
 
 
-def variable(name: str, label: str, asked: str) -> Json:
-    """Return a choice above the panels: some values of a label, or all."""
-    return {
-        "name": name,
-        "label": label,
-        "type": "query",
-        "datasource": SOURCE,
-        "definition": asked,
-        "query": {"query": asked, "refId": name},
-        "refresh": 2,
-        "sort": 1,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
-    }
+# -- the dashboard ----------------------------------------------------------------------------
 
 
-def annotation(name: str, expr: str, color: str, title: str, text: str) -> Json:
-    """Return marks over all panels."""
-    return {
-        "name": name,
-        "datasource": SOURCE,
-        "enable": True,
-        "iconColor": color,
-        "expr": expr,
-        "step": "60s",
-        "titleFormat": title,
-        "textFormat": text,
-        "tagKeys": "kind,reason",
-    }
-
-
-def dashboard() -> Json:
-    """Return all of it."""
-    source = {
-        "name": "datasource",
-        "label": "Data source",
-        "type": "datasource",
-        "query": "prometheus",
-        "current": {},
-    }
-    kinds = (
-        "evict|requeue|reclaim_precision|reclaim_preempt|load_refused|quarantine|violation|budget"
+def variable(name: str, label: str, values: str) -> dashboard.QueryVariable:
+    """Return a filter by the values of a label."""
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(SOURCE)
+        .query({"query": values, "refId": name})
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(models.VariableOption(selected=True, text=["All"], value=["$__all"]))
     )
-    done = f'increase(kvd_governor_actions_total{{{MODEL}, kind=~"{kinds}"}}[1m]) > 0'
-    lost = f"increase(kvd_worker_restarts_total{{{MODEL}}}[1m]) > 0"
-    return {
-        "uid": "kvd",
-        "title": "kvd",
-        "description": "Models under one memory budget: who has it, who waits, and what was done",
-        "tags": ["kvd", "llm"],
-        "schemaVersion": 39,
-        "version": 1,
-        "editable": True,
-        "graphTooltip": 1,
-        "refresh": "10s",
-        "time": {"from": "now-1h", "to": "now"},
-        "timezone": "browser",
-        "links": [],
-        "templating": {
-            "list": [
-                source,
-                variable("instance", "Instance", "label_values(kvd_build_info, instance)"),
-                variable("model", "Model", f"label_values(kvd_model_state{{{HERE}}}, model)"),
-            ]
-        },
-        "annotations": {
-            "list": [
-                annotation("Governor", done, "orange", "{{kind}}", "{{model}}"),
-                annotation("Restarts", lost, "red", "worker restarted", "{{model}}: {{reason}}"),
-            ]
-        },
-        "panels": grid(),
-    }
+
+
+EVENTS = "evict|requeue|reclaim_precision|reclaim_preempt|load_refused|quarantine|violation|budget"
+ANNOTATIONS = {
+    "Governor": {
+        "expr": f'increase(kvd_governor_actions_total{{{MODEL}, kind=~"{EVENTS}"}}[1m]) > 0',
+        "iconColor": "orange",
+        "titleFormat": "{{kind}}",
+        "textFormat": "{{model}}",
+    },
+    "Restarts": {
+        "expr": f"increase(kvd_worker_restarts_total{{{MODEL}}}[1m]) > 0",
+        "iconColor": "red",
+        "titleFormat": "worker restarted",
+        "textFormat": "{{model}}: {{reason}}",
+    },
+}
+"""Marks over all panels. The SDK lacks Prometheus's own fields, so they are added to its output."""
+
+
+def build() -> models.Dashboard:
+    page = (
+        dashboard.Dashboard("kvd")
+        .uid("kvd")
+        .description("Memory, requests and models under one budget")
+        .tags(["kvd", "llm"])
+        .version(1)
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .refresh("10s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+        )
+        .with_variable(variable("instance", "Instance", "label_values(kvd_build_info, instance)"))
+        .with_variable(
+            variable("model", "Model", f"label_values(kvd_model_state{{{INSTANCE}}}, model)")
+        )
+    )
+    for name in ANNOTATIONS:
+        page.annotation(dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True))
+    for title, panels in ROWS.items():
+        if title:
+            page.with_row(dashboard.Row(title))
+        for panel in panels():
+            page.with_panel(panel)
+    result = page.build()
+    for number_of_panel, panel_model in enumerate(result.panels or [], 1):
+        panel_model.id_val = number_of_panel
+    return result
 
 
 def text() -> str:
-    """Return the file."""
-    return json.dumps(dashboard(), indent=2, ensure_ascii=False) + "\n"
+    """Return the content of kvd.json."""
+    page = json.loads(JSONEncoder().encode(build()))
+    for annotation in page["annotations"]["list"]:
+        annotation.update(ANNOTATIONS[annotation["name"]], step="60s", tagKeys="kind,reason")
+    return json.dumps(page, indent=2, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ class Daemon:
             known=_known_models(options, settings),
             notify=_notify,
             saved_requests=_saved_requests(self._journal, settings),
-            observe=self._metrics.tally,
+            observe=self._metrics.counters,
             metrics=self._metrics.text,
         )
 

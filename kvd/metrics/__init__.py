@@ -1,5 +1,5 @@
-"""What Prometheus reads of kvd: counted from the actors' moments, and a snapshot at the scrape.
+"""Prometheus metrics, from counters and a snapshot of the system at the scrape.
 
-Nothing here decides anything, and the actors count nothing: they hand moments to an observer
-(`actors.telemetry`), which is a `Tally` here. `Exposition` puts it beside a snapshot of the system.
+The actors pass observations (`actors.telemetry`) to `Counters`. `Exposition` combines the counters
+with the snapshot.
 """

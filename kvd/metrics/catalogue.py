@@ -1,8 +1,8 @@
-"""Every metric that there is: its name, its labels, what it says, and when to look at it.
+"""All metrics: names, labels, descriptions and advice.
 
-The exposition takes ``HELP`` and ``TYPE`` from here, and docs/metrics.md is made of it
-(`kvd.metrics.reference`). Units are base units. Labels hold models that the daemon knows, and words
-of fixed lists: never what a request says.
+The exposition takes ``HELP`` and ``TYPE`` from here, and `tools.pages.metrics` generates the tables
+of docs/metrics.md. Units are base units. Labels contain only known models and values of fixed
+lists, never text of requests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from protocol.histogram import SPAN_BOUNDS_S
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One family of series; each is a key, and known by itself."""
+    """One metric family, compared by identity."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
-    look: str
-    """When to look at it."""
+    advice: str
+    """How to interpret and use it."""
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()
-    """Of a histogram's buckets."""
+    """Upper bounds of a histogram's buckets."""
 
 
 MODEL = ("model",)
@@ -34,98 +34,101 @@ MODEL = ("model",)
 
 BUDGET = Metric(
     "kvd_budget_bytes", "gauge",
-    "Memory for all models together",
-    "the line that everything else stays below",
+    "Memory budget for all models together",
+    "The limit for the sum of all grants",
 )  # fmt: skip
 GRANTED = Metric(
     "kvd_granted_bytes", "gauge",
-    "Memory that workers may hold, all grants together",
-    "near the budget: the next load or long request makes somebody give back",
+    "Sum of all grants: memory that workers may hold",
+    "Near the budget, the next load or long request makes the governor reclaim memory",
 )  # fmt: skip
 VIOLATIONS = Metric(
     "kvd_budget_violations_total", "counter",
-    "Times that the grants were seen to exceed the budget",
-    "anything but 0 is a bug of kvd's: report it with the log",
+    "Times that the sum of all grants exceeded the budget",
+    "Any value but 0 is a bug: report it with the log",
 )  # fmt: skip
 MODEL_GRANTED = Metric(
     "kvd_model_granted_bytes", "gauge",
     "Memory that a model's worker may hold",
-    "who has the budget",
+    "Shows which models use the budget",
     MODEL,
 )  # fmt: skip
 MODEL_FOOTPRINT = Metric(
     "kvd_model_footprint_bytes", "gauge",
-    "Memory that a model's process takes, as the system counts it",
-    "above what was granted: it counts against the budget, see the event excess",
+    "Footprint of a model's process as the system counts it",
+    "Memory above the grant counts against the budget; see the event excess",
     MODEL,
 )  # fmt: skip
 MODEL_MEMORY = Metric(
     "kvd_model_memory_bytes", "gauge",
-    "What a worker holds or has reserved, by kind; the kinds do not overlap",
-    "what a model's memory is spent on",
+    "Memory that a worker holds or has reserved, by kind; the kinds do not overlap",
+    "Shows what a model's memory is used for",
     ("model", "kind"),
 )  # fmt: skip
 KV_LEVEL = Metric(
     "kvd_kv_level_bytes", "gauge",
-    "KV pages in use, by the scheme of their level",
-    "pages below the top: requests were stepped down to make room",
+    "KV pages in use, by the KV scheme of their precision level",
+    "Pages below the highest level belong to requests that were stepped down to free memory",
     ("model", "level"),
 )  # fmt: skip
 KV_PAGES = Metric(
     "kvd_kv_pages", "gauge",
-    "KV pages of 64 tokens that are used and free",
-    "how full a model's cache is",
+    "KV pages of 64 tokens, used and free",
+    "Shows how full a model's cache is",
     ("model", "state"),
 )  # fmt: skip
 START_LEVEL = Metric(
     "kvd_kv_start_level", "gauge",
-    "Level of the KV ladder that new requests of a model start on; 0 is the top",
-    "above 0 for long: the budget is too small for what runs",
+    "Precision level of a model's new requests; 0 is the highest precision",
+    "If it stays above 0, the budget is too small for the load",
     MODEL,
 )  # fmt: skip
 RECLAIMABLE = Metric(
     "kvd_reclaimable_bytes", "gauge",
-    "What a worker could give back, by means; each on top of those before it",
-    "how far memory is from running short: spare is free, park interrupts requests",
-    ("model", "means"),
+    "Memory that a worker could give back, by reclaim method; each excludes the methods "
+    "before it",
+    "Shows how close memory is to running short: spare costs nothing, preempt interrupts "
+    "requests",
+    ("model", "method"),
 )  # fmt: skip
 ALLOCATOR_ACTIVE = Metric(
     "kvd_allocator_active_bytes", "gauge",
-    "What MLX's allocator counts as in use",
-    "against the sum of the kinds: what a step takes for a moment",
+    "Memory in use according to MLX's allocator",
+    "The difference to the sum of the kinds is temporary memory of a step",
     MODEL,
 )  # fmt: skip
 ALLOCATOR_PEAK = Metric(
     "kvd_allocator_peak_bytes", "gauge",
-    "The most that MLX's allocator has counted since the load",
-    "whether the reserved scratch is enough",
+    "Peak memory in use according to MLX's allocator since the load",
+    "Shows whether the reserved scratch memory is enough",
     MODEL,
 )  # fmt: skip
 HOST_MEMORY = Metric(
     "kvd_host_memory_bytes", "gauge",
-    "What the machine or the cgroup has",
-    "whether the budget leaves room for the rest of the machine",
+    "Memory of the machine or the cgroup",
+    "Compare it with the budget to see what is left for other programs",
 )  # fmt: skip
 HOST_AVAILABLE = Metric(
     "kvd_host_memory_available_bytes", "gauge",
-    "What the machine or the cgroup has left",
-    "low while kvd is inside its budget: somebody else takes it",
+    "Available memory of the machine or the cgroup",
+    "If it is low while kvd stays within its budget, another program uses the memory",
 )  # fmt: skip
 ACCELERATOR_LIMIT = Metric(
     "kvd_accelerator_limit_bytes", "gauge",
-    "What the accelerator may use at most; absent where there is none",
-    "when you choose a budget",
+    "Maximum memory of the accelerator; absent without one",
+    "Use it to choose a budget",
 )  # fmt: skip
 HOST_PRESSURE = Metric(
     "kvd_host_memory_pressure", "gauge",
-    "1 for the memory pressure that the system reports, 0 for the other words",
-    "the machine swaps: lower the budget, or end what else takes memory",
+    "1 for the memory pressure that the system reports, 0 for the other values",
+    "If the machine swaps, lower the budget or end other programs",
     ("pressure",),
 )  # fmt: skip
 ACTIONS = Metric(
     "kvd_governor_actions_total", "counter",
-    "What was done to make room, and why not (docs/protocol.md lists the kinds of events)",
-    "steps down and parking: the budget is short; kvctl events has each with its reason",
+    "Actions to free memory, and refusals (docs/protocol.md lists the kinds of events)",
+    "Steps down and preemptions mean that the budget is short; kvctl events lists them with "
+    "their reasons",
     ("model", "kind"),
 )  # fmt: skip
 
@@ -133,62 +136,62 @@ ACTIONS = Metric(
 
 REQUESTS = Metric(
     "kvd_requests", "gauge",
-    "Requests that the daemon holds, by what they do: waiting, running or parked",
-    "waiting grows: too little memory or too few places",
+    "Requests in the daemon, by state: waiting, running or paused",
+    "A growing number of waiting requests means too little memory or too few rows",
     ("model", "state"),
 )  # fmt: skip
 RECEIVED = Metric(
     "kvd_requests_received_total", "counter",
-    "Requests that came, also those for models that do not exist (model is empty then)",
-    "the load",
+    "Requests received; for unknown models the label model is empty",
+    "The load in requests",
     MODEL,
 )  # fmt: skip
 FINISHED = Metric(
     "kvd_requests_finished_total", "counter",
-    "Requests that ended well, by reason: stop, length or cancelled",
-    "many cancelled: clients lose patience",
+    "Requests that finished without an error, by reason: stop, length or cancelled",
+    "Many cancelled requests mean that clients give up",
     ("model", "reason"),
 )  # fmt: skip
 FAILED = Metric(
     "kvd_requests_failed_total", "counter",
-    "Requests that ended with an error, by its code (docs/protocol.md)",
-    "overloaded: more work than fits; quarantined, worker_died, internal: look into the log",
+    "Requests that failed, by error code (docs/protocol.md)",
+    "overloaded: more load than capacity. quarantined, worker_died, internal: see the log",
     ("model", "code"),
 )  # fmt: skip
 PAUSED = Metric(
     "kvd_requests_paused_total", "counter",
-    "Times that a request was parked: memory for others, or a restart of its worker",
-    "rising by memory: latency is paid for lack of room",
+    "Times that a request was paused, by reason: memory (preempted) or restart of its worker",
+    "A rising count for memory means that requests wait because memory is short",
     ("model", "reason"),
 )  # fmt: skip
 RESUMED = Metric(
     "kvd_requests_resumed_total", "counter",
-    "Times that a parked request went on",
-    "it follows the parked ones; if not, see kvd_requests",
+    "Times that a paused request resumed",
+    "It follows the paused count; if it does not, see kvd_requests",
     MODEL,
 )  # fmt: skip
 QUEUE_TIME = Metric(
     "kvd_request_queue_time_seconds", "histogram",
-    "From a request's arrival until it has memory and a place: loads of its model are in it",
-    "the time to the first token is long: is it waiting, or reading the prompt?",
+    "Time from a request's arrival until it is admitted, including loads of its model",
+    "If the time to the first token is long, it tells waiting from prefill",
     MODEL, bounds.QUEUE_S,
 )  # fmt: skip
 FIRST_TOKEN = Metric(
     "kvd_time_to_first_token_seconds", "histogram",
-    "From a request's arrival until its first token goes to the client",
-    "what people feel first",
+    "Time from a request's arrival until its first token is sent to the client",
+    "The latency that users notice first",
     MODEL, bounds.FIRST_TOKEN_S,
 )  # fmt: skip
 TOKEN_GAP = Metric(
     "kvd_inter_token_latency_seconds", "histogram",
-    "Between one token of a completion and the next, time parked and restarts in it",
-    "how fluently text comes; its tail shows long prompts of others and parking",
+    "Time between two tokens of a completion, including pauses",
+    "The smoothness of streams; long prompts of other requests and preemptions show in its tail",
     MODEL, bounds.TOKEN_S,
 )  # fmt: skip
 WHOLE_TIME = Metric(
     "kvd_e2e_request_latency_seconds", "histogram",
-    "From a request's arrival to its end, of those that ended well",
-    "for time limits of clients",
+    "Time from a request's arrival to its end, for requests without an error",
+    "Use it to choose client timeouts",
     MODEL, bounds.REQUEST_S,
 )  # fmt: skip
 
@@ -196,56 +199,56 @@ WHOLE_TIME = Metric(
 
 PROMPT_TOKENS = Metric(
     "kvd_prompt_tokens_total", "counter",
-    "Tokens of the prompts that were accepted",
-    "the load, in tokens",
+    "Prompt tokens of accepted requests",
+    "The load in tokens",
     MODEL,
 )  # fmt: skip
 COMPUTED_TOKENS = Metric(
     "kvd_prompt_tokens_computed_total", "counter",
-    "Prompt tokens that were read: not those found in the cache, and again those read twice",
-    "above the prompts' own: restarts, or parked requests that are computed again",
+    "Prompt tokens that were prefilled, without prefix cache hits and including repetitions",
+    "More than the prompts have means restarts, or preempted requests that are recomputed",
     MODEL,
 )  # fmt: skip
 GENERATED = Metric(
     "kvd_generation_tokens_total", "counter",
-    "Tokens that went to clients",
-    "throughput",
+    "Generated tokens that were sent to clients",
+    "The throughput",
     MODEL,
 )  # fmt: skip
 PREFIX_LOOKUPS = Metric(
     "kvd_prefix_cache_lookups_total", "counter",
-    "Prompts that were looked up in the cache",
-    "beside the tokens below",
+    "Prompts that were looked up in the prefix cache",
+    "Relate it to the token counts below",
     MODEL,
 )  # fmt: skip
 PREFIX_QUERIES = Metric(
     "kvd_prefix_cache_query_tokens_total", "counter",
     "Tokens of the prompts that were looked up",
-    "the denominator of the hit ratio",
+    "The denominator of the hit ratio",
     MODEL,
 )  # fmt: skip
 PREFIX_HITS = Metric(
     "kvd_prefix_cache_hit_tokens_total", "counter",
-    "Of these, those that were found and not read again",
-    "low although prompts begin alike: raise prefix_cache, or is memory always short?",
+    "Tokens that were found in the prefix cache and not prefilled",
+    "If it is low although prompts share beginnings, raise prefix_cache or the budget",
     MODEL,
 )  # fmt: skip
 PREFIX_EVICTED = Metric(
     "kvd_prefix_cache_evictions_total", "counter",
-    "Checkpoints of prompts that were dropped to make room",
-    "many: the cache is too small for the working set",
+    "Checkpoints that were evicted from the prefix cache",
+    "Many evictions mean that the cache is too small for the working set",
     MODEL,
 )  # fmt: skip
 PREFIX_CHECKPOINTS = Metric(
     "kvd_prefix_cache_checkpoints", "gauge",
-    "Places that later prompts can go on from",
-    "0 for long: nothing is remembered",
+    "Checkpoints in the prefix cache",
+    "If it stays 0, nothing is cached",
     MODEL,
 )  # fmt: skip
 PREFIX_BYTES = Metric(
     "kvd_prefix_cache_bytes", "gauge",
-    "What remembered prompts hold; a part of the pages and tails",
-    "against the setting prefix_cache",
+    "Memory of the prefix cache; a part of the pages and tails",
+    "Compare it with the setting prefix_cache",
     MODEL,
 )  # fmt: skip
 
@@ -253,68 +256,71 @@ PREFIX_BYTES = Metric(
 
 STATE = Metric(
     "kvd_model_state", "gauge",
-    "1 for the state that a model is in, 0 for the others",
-    "backoff or failed: its worker dies; asleep models are not here",
+    "1 for the state of a model, 0 for the other states",
+    "backoff and failed mean that its worker dies; unloaded models have no series",
     ("model", "state"),
 )  # fmt: skip
 UNLOADED = Metric(
     "kvd_models_unloaded", "gauge",
-    "Models that are known and not loaded: a request brings them",
-    "beside the loads: do models take turns in a budget that is too small?",
+    "Unloaded models that requests can load",
+    "Together with the loads it shows whether models displace each other",
 )  # fmt: skip
 INFO = Metric(
     "kvd_model_info", "gauge",
-    "1, with what a loaded model is",
-    "to join facts to other series",
+    "1, with the properties of a loaded model as labels",
+    "Join these labels to other series",
     ("model", "architecture", "dtype", "kv_scheme", "device"),
 )  # fmt: skip
 ATTENTION = Metric(
     "kvd_attention_path_info", "gauge",
-    "1, with the path that decode attention takes, as the check at the load chose it",
-    "slower than expected: reference means that kernels were wrong, slow or absent",
+    "1, with the backend of decode attention that the probe chose at load",
+    "If decoding is slower than expected: reference means that kernels were wrong, slow or "
+    "absent",
     ("model", "path"),
 )  # fmt: skip
 ATTENTION_CALL = Metric(
     "kvd_attention_call_seconds", "gauge",
-    "What decode attention took a layer when the load timed it, by path: fused or reference; "
-    "absent where it timed none, as on CPUs",
-    "fused not below reference: kernels are left out; or did something else keep the device busy?",
+    "Time of decode attention per layer, measured at load, by path: fused or reference; "
+    "absent without kernels",
+    "If fused is not below reference, kernels are not used; other programs may have "
+    "disturbed the measurement",
     ("model", "path"),
 )  # fmt: skip
 LOADS = Metric(
     "kvd_model_loads_total", "counter",
     "Times that a model became ready",
-    "rising without restarts: models push each other out of the budget",
+    "A rise without restarts means that models displace each other in the budget",
     MODEL,
 )  # fmt: skip
 RESTARTS = Metric(
     "kvd_worker_restarts_total", "counter",
-    "Times that a worker is started again after its process was lost, by reason",
-    "any that is not killed: the log has the story; killed was somebody else",
+    "Restarts of a worker after its process was lost, by reason",
+    "killed: a signal from outside. For all other reasons see the log",
     ("model", "reason"),
 )  # fmt: skip
 STEPS = Metric(
     "kvd_worker_steps_total", "counter",
-    "Steps of a worker's loop",
-    "tokens against steps: how many requests share one",
+    "Steps of a worker",
+    "Tokens per step show how many requests share a step",
     MODEL,
 )  # fmt: skip
 PHASES = Metric(
     "kvd_step_phase_seconds", "histogram",
-    "How long a worker was in a phase of its step: tokenize, prefill, decode, flush or pools",
-    "what makes tokens late: prompts of others (prefill), making room (pools), or decoding",
+    "Time that a worker spent in a phase of its step: tokenize, prefill, decode, flush or pools",
+    "Shows what delays tokens: prefill of other requests, pools that change size, or "
+    "decoding itself",
     ("model", "phase"), SPAN_BOUNDS_S,
 )  # fmt: skip
 FLUSHES = Metric(
     "kvd_kv_flushes_total", "counter",
-    "Times that full pages were written into the pools",
-    "beside its time in kvd_step_phase_seconds",
+    "Times that full pages were written to the pools",
+    "Relate it to the phase flush of kvd_step_phase_seconds",
     MODEL,
 )  # fmt: skip
 LAUNCHES = Metric(
     "kvd_attention_kernel_launches_total", "counter",
-    "Attention kernels of kvd's own that decode steps have launched",
-    "0 on an accelerator: see kvd_attention_path_info",
+    "Launches of kvd's attention kernels by decode steps",
+    "If it is 0 on an accelerator, see kvd_attention_path_info",
     MODEL,
 )  # fmt: skip
 
@@ -322,51 +328,51 @@ LAUNCHES = Metric(
 
 BUILD = Metric(
     "kvd_build_info", "gauge",
-    "1, with the versions",
-    "what runs where",
+    "1, with the versions of kvd and Python as labels",
+    "Shows which versions run",
     ("version", "python"),
 )  # fmt: skip
 DRAINING = Metric(
     "kvd_draining", "gauge",
-    "1 while the daemon takes no new work",
-    "requests are refused with the code draining",
+    "1 while the daemon drains",
+    "New requests are refused with the code draining",
 )  # fmt: skip
 LAG = Metric(
     "kvd_event_loop_lag_seconds", "histogram",
-    "How late the daemon's event loop was for a timer; ten times a second while it has requests",
-    "its tail above 50 ms: the daemon itself is short of CPU, and all streams are late",
+    "Delay of a timer in the daemon's event loop, measured ten times a second under load",
+    "Above 50 ms in the tail, the daemon lacks CPU time and all streams are late",
     (), bounds.LAG_S,
 )  # fmt: skip
 HTTP = Metric(
     "kvd_http_responses_total", "counter",
-    "Answers of HTTP by path and status; what is no path of the API has none",
-    "401 and 403: who asks without being allowed to; 429 and 503: who is sent away",
+    "HTTP responses by path and status; paths outside the API are empty",
+    "401 and 403: refused clients. 429 and 503: overload",
     ("path", "code"),
 )  # fmt: skip
 FOOTPRINT = Metric(
     "kvd_process_footprint_bytes", "gauge",
-    "Memory that the daemon's own process takes, without its workers",
-    "steady growth is a bug",
+    "Footprint of the daemon's process, without workers",
+    "Steady growth is a bug",
 )  # fmt: skip
 CPU = Metric(
     "kvd_process_cpu_seconds_total", "counter",
-    "CPU time of the daemon's own process",
-    "near one second a second: the daemon is the bottleneck",
+    "CPU time of the daemon's process",
+    "Near one second per second, the daemon is the bottleneck",
 )  # fmt: skip
 FILES = Metric(
     "kvd_process_open_fds", "gauge",
-    "Files and sockets that the daemon has open",
-    "with kvd_process_max_fds: connections that nobody closes",
+    "Open files and sockets of the daemon",
+    "Near kvd_process_max_fds, connections are not closed",
 )  # fmt: skip
 MOST_FILES = Metric(
     "kvd_process_max_fds", "gauge",
-    "Files and sockets that the daemon may have open; absent: any number",
-    "when connections are refused",
+    "Limit for open files and sockets of the daemon; absent without a limit",
+    "Check it when connections are refused",
 )  # fmt: skip
 STARTED = Metric(
     "kvd_process_start_time_seconds", "gauge",
-    "When the daemon was started, in seconds since 1970",
-    "restarts of the daemon itself",
+    "Start time of the daemon in seconds since 1970",
+    "Shows restarts of the daemon",
 )  # fmt: skip
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
@@ -391,9 +397,8 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         BUILD, DRAINING, LAG, HTTP, FOOTPRINT, CPU, FILES, MOST_FILES, STARTED,
     ),
 }  # fmt: skip
-"""All of them, in the order of exposition and page."""
+"""All metrics, in the order of exposition and documentation."""
 
 
 def everything() -> list[Metric]:
-    """Return all metrics."""
     return [metric for metrics in GROUPS.values() for metric in metrics]

@@ -1,7 +1,7 @@
-"""What a scrape gets: a snapshot of the running system, as text in the format that it asks for.
+"""Answers scrapes: takes a snapshot of the running system and encodes it.
 
-The snapshot is gathered on the event loop, in a fraction of a millisecond. To encode it takes
-prometheus-client some 10 ms, which a thread has for it.
+The snapshot takes a fraction of a millisecond on the event loop. Encoding with prometheus-client
+takes about 10 ms and runs in a thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kvd.metrics import process
+from kvd.metrics.counters import Counters
 from kvd.metrics.gather import Snapshot, samples_of
 from kvd.metrics.lag import Lag
-from kvd.metrics.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,73 +26,72 @@ if TYPE_CHECKING:
 
 Answer = tuple[bytes, str]
 """A body and its content type."""
-Beside = Callable[[Callable[[], Answer]], Awaitable[Answer]]
-"""Calls a function elsewhere and waits for what it returns; `asyncio.to_thread` does."""
+RunInThread = Callable[[Callable[[], Answer]], Awaitable[Answer]]
+"""Runs a function off the event loop, like `asyncio.to_thread`."""
 
 
-class Observed(Protocol):
-    """What is asked of a system (`actors.system`)."""
+class ObservedSystem(Protocol):
+    """The part of `actors.system.System` that is scraped."""
 
     @property
     def busy(self) -> bool:
         """Whether there are requests."""
         ...
 
-    def status(self) -> DaemonStatus:
-        """Return the newest snapshots."""
-        ...
+    def status(self) -> DaemonStatus: ...
 
     def count_requests(self) -> Mapping[tuple[str, Stage], int]:
-        """Count requests by model and what they do."""
+        """Count requests by model and stage."""
         ...
 
     def knows(self, model: str) -> bool:
-        """Return whether there is such a model."""
+        """Return whether the registry has this model."""
         ...
 
 
 class Exposition:
-    """All that a daemon measures: give ``tally`` to its system, and `start` when that runs."""
+    """All metrics of a daemon; its system passes observations to ``counters``."""
 
-    def __init__(self, system: Callable[[], Observed], beside: Beside = asyncio.to_thread) -> None:
-        self.tally = Tally(lambda model: system().knows(model))
+    def __init__(
+        self, system: Callable[[], ObservedSystem], run_in_thread: RunInThread = asyncio.to_thread
+    ) -> None:
+        self.counters = Counters(lambda model: system().knows(model))
         self._system = system
         self._lag = Lag(lambda: system().busy)
         self._answers: Counter[tuple[str, int]] = Counter()
         self._started_at = time.time()
-        self._beside = beside
-        self._turn = asyncio.Lock()
-        """One scrape at a time: memory is read in the same few threads, and waits for no crowd."""
+        self._run_in_thread = run_in_thread
+        self._lock = asyncio.Lock()
+        """Allows one scrape at a time, because memory readings need the same few threads."""
 
     def start(self) -> None:
-        """Begin to measure the event loop, which runs now."""
+        """Start to measure the lag of the running event loop."""
         self._lag.start()
 
     def stop(self) -> None:
-        """End that."""
         self._lag.stop()
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer of HTTP."""
+        """Count an HTTP response."""
         self._answers[path, status] += 1
 
     async def text(self) -> str:
-        """Return all that is known now, in Prometheus's plain format."""
+        """Return all metrics in Prometheus's text format."""
         body, _ = await self.answer()
         return body.decode()
 
     async def answer(self, accept: str = "") -> Answer:
-        """Return all that is known now, for a client that accepts this (HTTP's Accept)."""
-        async with self._turn:
-            samples = self._gathered()
-            return await self._beside(lambda: _encoded(samples, accept))
+        """Return all metrics in the format of an HTTP ``Accept`` header."""
+        async with self._lock:
+            samples = self._gather()
+            return await self._run_in_thread(lambda: _encoded(samples, accept))
 
-    def _gathered(self) -> Samples:
+    def _gather(self) -> Samples:
         system = self._system()
         snapshot = Snapshot(
             status=system.status(),
             requests=system.count_requests(),
-            tally=self.tally,
+            counters=self.counters,
             lag=self._lag.seen,
             answers=self._answers,
             process=process.read(),
@@ -102,6 +101,6 @@ class Exposition:
 
 
 def _encoded(samples: Samples, accept: str) -> Answer:
-    from kvd.metrics.families import encoded  # noqa: PLC0415 - 2 MB for scrapes alone
+    from kvd.metrics.families import encoded  # noqa: PLC0415 - 2 MB that only scrapes need
 
     return encoded(samples, accept)

@@ -1,6 +1,6 @@
-"""Samples as prometheus-client's metric families, and those as text in Prometheus's formats.
+"""Encodes samples in Prometheus's formats, with prometheus-client.
 
-Imported at the first scrape, and called in a thread: it touches nothing but the samples.
+Runs in a thread and uses only the samples.
 """
 
 from __future__ import annotations
@@ -30,44 +30,37 @@ if TYPE_CHECKING:
 
 
 class Scrape:
-    """A collector of what was gathered for one scrape, in the order of the catalogue."""
+    """A collector for the samples of one scrape, in the order of the catalogue."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
     def collect(self) -> Iterator[Family]:
-        """Yield all families that have samples."""
         for metric in everything():
             if (series := self._samples.found.get(metric)) is not None:
                 yield _histogram(metric, series) if metric.bounds else _simple(metric, series)
 
 
 def encoded(samples: Samples, accept: str = "") -> tuple[bytes, str]:
-    """Return a body and its content type, for a client that accepts this (HTTP's Accept)."""
-    registry = CollectorRegistry()  # of kvd's own: the default one has collectors of Python's
+    """Return a body and its content type for an HTTP ``Accept`` header."""
+    registry = CollectorRegistry()  # the default registry has collectors for Python itself
     registry.register(Scrape(samples))
     encode, kind = _format(accept)
     return encode(registry), kind
 
 
 def _format(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """Choose one; who asks for what cannot be read gets the plain format.
-
-    The version that is asked for comes back in the content type as it is.
-    """
+    """Choose an encoder; malformed headers get the plain text format."""
     try:
         return choose_encoder(accept if accept.isascii() else "")
-    except TypeError:  # compared a version that is no number
+    except TypeError:  # the header's version is not a number
         return choose_encoder("")
 
 
 def _simple(metric: Metric, series: Mapping[Labels, Value]) -> Family:
-    name, said, labels = metric.name, metric.help, metric.labels
-    family: CounterMetricFamily | GaugeMetricFamily = (
-        CounterMetricFamily(name, said, labels=labels)
-        if metric.kind == "counter"
-        else GaugeMetricFamily(name, said, labels=labels)
-    )
+    name = metric.name
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(name, metric.help, labels=metric.labels)
     for values, value in series.items():
         assert not isinstance(value, Buckets), name
         family.add_metric(values, value)

@@ -1,4 +1,4 @@
-"""A snapshot of everything, as samples: what was counted, and what is so at this moment."""
+"""Turns counters and a snapshot of the system into samples."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from protocol.types import ModelState
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvd.metrics.counters import Counters, ModelCounters
     from kvd.metrics.histogram import Histogram
     from kvd.metrics.process import Process
-    from kvd.metrics.tally import OfModel, Tally
     from protocol.types import (
         DaemonStatus,
         FusedAttention,
@@ -34,31 +34,30 @@ STAGES, STATES, PRESSURES = get_args(Stage), get_args(ModelState), get_args(Pres
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is known at a scrape."""
+    """The state of the daemon at a scrape."""
 
     status: DaemonStatus
     requests: Mapping[tuple[str, Stage], int]
-    """By model and what they do."""
-    tally: Tally
+    """By model and stage."""
+    counters: Counters
     lag: Histogram
     answers: Mapping[tuple[str, int], int]
-    """Of HTTP, by path and status."""
+    """HTTP responses by path and status."""
     process: Process
     started_at: float
-    """Of the daemon, in seconds since 1970."""
+    """Start of the daemon in seconds since 1970."""
 
 
 def samples_of(it: Snapshot) -> Samples:
-    """Return all samples."""
     found = Samples()
     _daemon(found, it)
     _host(found, it.status.host)
     for model in it.status.models:
         _model(found, model)
-        if (counted := it.tally.models.get(model.name)) is not None:
-            found.put(c.ALLOCATOR_PEAK, counted.lives.peak, model.name)
+        if (counted := it.counters.models.get(model.name)) is not None:
+            found.put(c.ALLOCATOR_PEAK, counted.worker.peak, model.name)
     _requests(found, it)
-    for name, counted in it.tally.models.items():
+    for name, counted in it.counters.models.items():
         _counted(found, name, counted)
     return found
 
@@ -87,12 +86,12 @@ def _host(to: Samples, host: HostMemory) -> None:
     to.put(c.HOST_AVAILABLE, host.available)
     if host.accelerator_limit is not None:
         to.put(c.ACCELERATOR_LIMIT, host.accelerator_limit)
-    to.put_one_of(c.HOST_PRESSURE, host.pressure, PRESSURES)
+    to.put_state(c.HOST_PRESSURE, host.pressure, PRESSURES)
 
 
 def _model(to: Samples, model: ModelStatus) -> None:
     name, stats = model.name, model.stats
-    to.put_one_of(c.STATE, model.state, STATES, name)
+    to.put_state(c.STATE, model.state, STATES, name)
     to.put(c.MODEL_GRANTED, model.granted_bytes, name)
     to.put(c.MODEL_FOOTPRINT, stats.memory.footprint, name)
     to.put_all(c.MODEL_MEMORY, _kinds(stats.memory), name)
@@ -101,7 +100,7 @@ def _model(to: Samples, model: ModelStatus) -> None:
     free = max(0, stats.pages_total - stats.pages_used)
     to.put_all(c.KV_PAGES, {"used": stats.pages_used, "free": free}, name)
     to.put(c.START_LEVEL, stats.reclaimable.level, name)
-    to.put_all(c.RECLAIMABLE, _means(stats.reclaimable), name)
+    to.put_all(c.RECLAIMABLE, _methods(stats.reclaimable), name)
     to.put(c.PREFIX_CHECKPOINTS, stats.prefix.checkpoints, name)
     to.put(c.PREFIX_BYTES, stats.prefix.held, name)
     if (info := model.info) is not None:
@@ -123,7 +122,7 @@ def _kinds(memory: MemoryUse) -> dict[str, int]:
 
 
 def _levels(memory: MemoryUse, info: ModelInfo | None) -> dict[str, int]:
-    """Return the bytes on each level, by its scheme."""
+    """Return the bytes on each precision level, by its KV scheme."""
     if info is None:
         return {}
     names = info.kv_schemes or [info.kv_scheme]
@@ -131,7 +130,7 @@ def _levels(memory: MemoryUse, info: ModelInfo | None) -> dict[str, int]:
     return {name: held[at] if at < len(held) else 0 for at, name in enumerate(names)}
 
 
-def _means(reclaimable: Reclaimable) -> dict[str, int]:
+def _methods(reclaimable: Reclaimable) -> dict[str, int]:
     return {
         "spare": reclaimable.spare,
         "prefixes": reclaimable.prefixes,
@@ -141,7 +140,7 @@ def _means(reclaimable: Reclaimable) -> dict[str, int]:
 
 
 def _calls(fused: FusedAttention) -> dict[str, float]:
-    """Return the seconds that a layer's attention took at the load, for each path it timed."""
+    """Return the seconds of a layer's attention by path, as measured at load."""
     timed = {"fused": fused.call_ms, "reference": fused.reference_ms}
     return {path: ms / 1e3 for path, ms in timed.items() if ms is not None}
 
@@ -150,18 +149,18 @@ def _requests(to: Samples, it: Snapshot) -> None:
     for model in it.status.models:
         to.put_all(c.REQUESTS, dict.fromkeys(STAGES, 0), model.name)
     sums: dict[tuple[str, str], int] = {}
-    for (asked, stage), count in it.requests.items():
-        key = it.tally.name(asked), stage
+    for (model_name, stage), count in it.requests.items():
+        key = it.counters.name(model_name), stage
         sums[key] = sums.get(key, 0) + count
-    for (name, does), count in sums.items():
-        to.put(c.REQUESTS, count, name, does)
+    for (name, stage_name), count in sums.items():
+        to.put(c.REQUESTS, count, name, stage_name)
 
 
-def _counted(to: Samples, name: str, it: OfModel) -> None:
+def _counted(to: Samples, name: str, it: ModelCounters) -> None:
     to.put(c.RECEIVED, it.received, name)
     to.put_all(c.FAILED, it.failed, name)
     to.put_all(c.ACTIONS, it.actions, name)
-    if not name:  # what belongs to no model was refused, and has no more to tell
+    if not name:  # requests without a known model were refused
         return
     to.put_all(c.FINISHED, it.finished, name)
     to.put_all(c.PAUSED, it.paused, name)
@@ -177,8 +176,8 @@ def _counted(to: Samples, name: str, it: OfModel) -> None:
     _of_workers(to, name, it)
 
 
-def _of_workers(to: Samples, name: str, it: OfModel) -> None:
-    total = it.lives.total
+def _of_workers(to: Samples, name: str, it: ModelCounters) -> None:
+    total = it.worker.total
     to.put(c.STEPS, total.step, name)
     to.put(c.FLUSHES, total.flushes, name)
     to.put(c.LAUNCHES, total.kernel_launches, name)

@@ -1,7 +1,7 @@
-"""How late the event loop is: a timer that is looked at when it comes.
+"""Measures the lag of the event loop: how late a timer fires.
 
-Ten times a second while there are requests, else once a second: a daemon at rest should let the
-machine rest. A stall between two looks is seen by the timer that was due in it.
+Ten times a second under load, and once a second when idle, to save power. A blocked loop delays the
+timer that was due in the meantime, so no block is missed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BUSY_S = 0.1
-CALM_S = 1.0
+IDLE_S = 1.0
 
 
 class Lag:
@@ -28,19 +28,17 @@ class Lag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin."""
-        self._set(asyncio.get_running_loop())
+        self._schedule(asyncio.get_running_loop())
 
     def stop(self) -> None:
-        """End; without a start too."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _set(self, loop: asyncio.AbstractEventLoop) -> None:
-        due = loop.time() + (BUSY_S if self._busy() else CALM_S)
-        self._timer = loop.call_at(due, self._look, loop, due)
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        due = loop.time() + (BUSY_S if self._busy() else IDLE_S)
+        self._timer = loop.call_at(due, self._measure, loop, due)
 
-    def _look(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+    def _measure(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         self.seen.observe(max(0.0, loop.time() - due))
-        self._set(loop)
+        self._schedule(loop)

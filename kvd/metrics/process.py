@@ -1,4 +1,4 @@
-"""What the daemon's own process takes, beside memory."""
+"""CPU time and open files of the daemon's process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 _DESCRIPTORS = "/dev/fd"
-"""A file for each open one, on Linux and macOS."""
+"""A folder with an entry per open file, on Linux and macOS."""
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Process:
     cpu_s: float
     open_files: int
     most_files: int | None
-    """None: as many as it likes."""
+    """None without a limit."""
 
 
 def read() -> Process:
-    """Read it; some twenty microseconds."""
+    """Take a reading, in about 20 microseconds."""
     with os.scandir(_DESCRIPTORS) as found:
-        count = sum(1 for _ in found) - 1  # the scan has one open itself
+        count = sum(1 for _ in found) - 1  # the scan opens one itself
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return Process(time.process_time(), count, None if most == resource.RLIM_INFINITY else most)

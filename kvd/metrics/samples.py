@@ -1,6 +1,6 @@
-"""One scrape's values, by metric: `kvd.metrics.gather` fills it, `kvd.metrics.families` encodes it.
+"""The values of one scrape. `kvd.metrics.gather` fills them, `kvd.metrics.families` encodes them.
 
-Nothing in it changes afterwards: that is done in a thread, while the daemon goes on counting.
+The values are immutable, because a thread encodes them while the daemon continues to count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Buckets:
-    """A histogram's: how many were of each size, and the sum of all."""
+    """A histogram's values per bucket, and their sum."""
 
     counts: tuple[int, ...]
     total: float
@@ -34,17 +34,17 @@ class Samples:
     found: dict[Metric, dict[Labels, Value]] = field(default_factory=dict)
 
     def put(self, metric: Metric, value: Value, *labels: str) -> None:
-        """Say what a series is now."""
+        """Set the value of one series."""
         if len(labels) != len(metric.labels):
-            raise ValueError(f"{metric.name} has labels {metric.labels}, and not {labels}")
+            raise ValueError(f"{metric.name} has the labels {metric.labels}, not {labels}")
         self.found.setdefault(metric, {})[labels] = value
 
     def put_all(self, metric: Metric, values: Mapping[str, float], *labels: str) -> None:
-        """Say it of several, whose last label is the key."""
+        """Set several series whose last label is the key."""
         for name, value in values.items():
             self.put(metric, value, *labels, name)
 
-    def put_one_of(self, metric: Metric, this: str, words: Iterable[str], *labels: str) -> None:
-        """Say which of these words holds."""
-        for word in words:
-            self.put(metric, int(word == this), *labels, word)
+    def put_state(self, metric: Metric, state: str, states: Iterable[str], *labels: str) -> None:
+        """Set the series of the current state to 1, and those of the other states to 0."""
+        for other in states:
+            self.put(metric, int(other == state), *labels, other)

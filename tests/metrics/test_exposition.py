@@ -43,13 +43,13 @@ class Idle:
 @simulated
 async def test_what_happens_while_it_is_encoded_is_in_the_next_scrape():
     async def late(call) -> Answer:
-        exposition.tally(telemetry.RequestAdmitted("m", 0.2))
-        exposition.tally(telemetry.RequestPaused("m", "memory"))
+        exposition.counters(telemetry.RequestAdmitted("m", 0.2))
+        exposition.counters(telemetry.RequestPaused("m", "memory"))
         exposition.answered("/metrics", 200)
         return call()
 
-    exposition = Exposition(Idle, beside=late)
-    exposition.tally(telemetry.RequestArrived("m"))
+    exposition = Exposition(Idle, run_in_thread=late)
+    exposition.counters(telemetry.RequestArrived("m"))
     for number in range(3):
         text = await exposition.text()
         assert f'kvd_request_queue_time_seconds_count{{model="m"}} {number}.0\n' in text
@@ -70,7 +70,7 @@ async def test_scrapes_come_one_after_the_other():
         now -= 1
         return call()
 
-    exposition = Exposition(Idle, beside=slow)
+    exposition = Exposition(Idle, run_in_thread=slow)
     texts = await asyncio.gather(*(exposition.text() for _ in range(5)))
     assert (len(texts), most) == (5, 1)
 

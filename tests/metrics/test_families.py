@@ -102,9 +102,9 @@ def test_a_metric_without_samples_is_not_there():
 
 def test_wrong_labels_are_a_mistake_of_ours():
     samples = Samples()
-    with pytest.raises(ValueError, match="kvd_budget_bytes has labels"):
+    with pytest.raises(ValueError, match="kvd_budget_bytes has the labels"):
         samples.put(c.BUDGET, 1, "m")
-    with pytest.raises(ValueError, match="kvd_kv_pages has labels"):
+    with pytest.raises(ValueError, match="kvd_kv_pages has the labels"):
         samples.put(c.KV_PAGES, 1, "m")
 
 

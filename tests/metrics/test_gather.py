@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.metrics import catalogue as c
+from kvd.metrics.counters import Counters
 from kvd.metrics.gather import Snapshot, samples_of
 from kvd.metrics.histogram import Histogram
 from kvd.metrics.process import Process
 from kvd.metrics.samples import Samples
-from kvd.metrics.tally import Tally
 from protocol.types import FusedAttention
 from tests.cli.stub import INFO, MODEL, daemon_status
 
@@ -21,7 +21,7 @@ def gathered(fused: FusedAttention | None) -> Samples:
     snapshot = Snapshot(
         status=daemon_status(model),
         requests={},
-        tally=Tally(lambda _: True),
+        counters=Counters(lambda _: True),
         lag=Histogram(c.LAG.bounds),
         answers={},
         process=Process(cpu_s=1.0, open_files=9, most_files=None),

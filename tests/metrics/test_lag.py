@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from kvd.metrics.lag import BUSY_S, CALM_S, Lag
+from kvd.metrics.lag import BUSY_S, IDLE_S, Lag
 from tests.sim.loop import simulated
 
 
@@ -20,7 +20,7 @@ async def test_it_looks_often_while_there_is_work_and_seldom_else():
     work[0] = False
     before = sum(lag.seen.counts)
     await asyncio.sleep(10.05)
-    assert abs(sum(lag.seen.counts) - before - 10 / CALM_S) <= 1
+    assert abs(sum(lag.seen.counts) - before - 10 / IDLE_S) <= 1
     assert lag.seen.total < 1e-6, "time stands still while this loop works"
 
     lag.stop()

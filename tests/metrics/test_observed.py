@@ -17,7 +17,7 @@ SLOW = Script(token_s=1.0)
 
 
 def of(w: World, model: str = "demo"):
-    return w.metrics.tally.models[model]
+    return w.metrics.counters.models[model]
 
 
 def count(histogram: Histogram) -> int:
@@ -67,15 +67,15 @@ async def test_counters_survive_a_death_and_its_cause_is_told():
         key = client.generate(max_tokens=6)
         await until(lambda: client.count(key) == 3)
         assert stages(w) == {"running": 1}
-        before = of(w).lives.total.step
+        before = of(w).worker.total.step
         w.spawn.last("demo").die(-9)
         await until(lambda: w.state() == "backoff")
 
         await until(lambda: stages(w) == {"paused": 1})
-        assert of(w).lives.total.step == before
+        assert of(w).worker.total.step == before
         assert (await client.end(key)).reason == "length"
         it = of(w)
-        assert it.lives.total.step > before
+        assert it.worker.total.step > before
         assert it.generated == 6, "what was sent before is not sent again"
         assert (it.paused["restart"], it.resumed, it.restarts["killed"], it.loads) == (1, 1, 1, 2)
         assert (count(it.queue), count(it.first), count(it.gaps)) == (1, 1, 5)

@@ -17,7 +17,7 @@ from actors.ports import EstimateModel, Notice
 from actors.saved_requests import SavedRequests
 from actors.system import Connection, Identity, Settings, System, no_files
 from kvd.metrics.exposition import Exposition
-from kvd.metrics.tally import MOST_GONE
+from kvd.metrics.counters import KEPT_AFTER_UNLOAD
 from protocol import messages
 from protocol.errors import from_info
 from protocol.messages import Event, Request, is_last
@@ -119,7 +119,7 @@ class World:
             draw_seed=lambda: next(seeds),
             notify=self.notices.append,
             saved_requests=archive,
-            observe=self.metrics.tally,
+            observe=self.metrics.counters,
             metrics=self.metrics.text,
         )
 
@@ -145,7 +145,7 @@ class World:
 
     def _check_metrics(self) -> None:
         """Every request that arrived is over or open."""
-        models = self.metrics.tally.models.values()
+        models = self.metrics.counters.models.values()
         received = sum(it.received for it in models)
         over = sum(sum(it.finished.values()) + sum(it.failed.values()) for it in models)
         assert received - over == sum(self.system.count_requests().values()), (
@@ -154,9 +154,9 @@ class World:
 
     def check_tokens(self) -> None:
         """At the end: clients received the tokens that were counted."""
-        models = self.metrics.tally.models
-        if len(models) > MOST_GONE:
-            return  # the tally forgot some removed models
+        models = self.metrics.counters.models
+        if len(models) > KEPT_AFTER_UNLOAD:
+            return  # the counters forgot some removed models
         counted = sum(it.generated for it in models.values())
         received = sum(
             len(event.tokens)

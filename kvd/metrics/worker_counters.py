@@ -1,7 +1,7 @@
-"""Counters of processes that begin at 0 with each life, as one that never falls.
+"""Sums the counters of successive worker processes, so that they never fall.
 
-A worker tells its counters four times a second while it works; what it did after the last time is
-not known when it dies, and missing here.
+A worker reports its counters four times a second while it works. Work after the last report of a
+process that dies is missing.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _NUMBERS = ("step", "flushes", "kernel_launches", "computed_tokens")
-_OF_PREFIXES = ("queries", "query_tokens", "hit_tokens", "evicted")
+_PREFIX_NUMBERS = ("queries", "query_tokens", "hit_tokens", "evicted")
 
 
 @dataclass
-class Lives:
-    """What all processes of one model have counted."""
+class WorkerCounters:
+    """The counters of all processes of one model."""
 
     _stats: WorkerStats = field(default_factory=WorkerStats)
-    """Of the process of now, or the last one."""
+    """The newest counters of the current or last process."""
     _life: int = 0
+    """The number of that process."""
     _before: WorkerStats = field(default_factory=WorkerStats)
-    """The sums of all lives before that."""
+    """The sums of all processes before it."""
     peak: int = 0
-    """The most that this life's allocator has counted; it forgets that when it has told it."""
+    """Peak bytes of that process's allocator, which resets its own peak with each report."""
 
-    def hear(self, life: int, stats: WorkerStats) -> None:
-        """Take the newest counters."""
+    def update(self, life: int, stats: WorkerStats) -> None:
+        """Store the newest counters of the process with the number ``life``."""
         if life != self._life:
             self._before, self._life, self.peak = self.total, life, 0
         self._stats = stats
@@ -40,13 +41,14 @@ class Lives:
 
     @property
     def total(self) -> WorkerStats:
-        """The counters of all lives together; of the rest nothing."""
-        one, other = self._before, self._stats
-        numbers = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
+        """The counters of all processes; other fields keep their defaults."""
+        before, now = self._before, self._stats
+        numbers = {name: getattr(before, name) + getattr(now, name) for name in _NUMBERS}
         prefix = {
-            name: getattr(one.prefix, name) + getattr(other.prefix, name) for name in _OF_PREFIXES
+            name: getattr(before.prefix, name) + getattr(now.prefix, name)
+            for name in _PREFIX_NUMBERS
         }
-        phases = _sum(one.phases, other.phases)
+        phases = _sum(before.phases, now.phases)
         return WorkerStats(**numbers, prefix=PrefixUse(**prefix), phases=phases)
 
 

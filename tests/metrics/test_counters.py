@@ -10,7 +10,14 @@ import pytest
 
 from actors import telemetry
 from actors.machines.process_exit import CAUSES
-from kvd.metrics.tally import ACTIONS, ACTIONS_OF_ALL, FAILURES, MOST_GONE, NOBODY, Tally
+from kvd.metrics.counters import (
+    ACTIONS,
+    FAILURES,
+    GLOBAL_ACTIONS,
+    KEPT_AFTER_UNLOAD,
+    NO_MODEL,
+    Counters,
+)
 from protocol.errors import KvdError
 from protocol.histogram import DurationHistogram
 from protocol.types import MemoryUse, PrefixUse, WorkerStats
@@ -18,9 +25,9 @@ from protocol.types import MemoryUse, PrefixUse, WorkerStats
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def tally_of(*models: str) -> tuple[Tally, set[str]]:
+def counters_of(*models: str) -> tuple[Counters, set[str]]:
     known = set(models)
-    return Tally(known.__contains__), known
+    return Counters(known.__contains__), known
 
 
 def stats(step: int, hits: int = 0, decode: int = 0, peak: int = 0) -> WorkerStats:
@@ -36,7 +43,7 @@ def stats(step: int, hits: int = 0, decode: int = 0, peak: int = 0) -> WorkerSta
 
 
 def test_the_life_of_a_request():
-    tally, _ = tally_of("m")
+    counters, _ = counters_of("m")
     for moment in (
         telemetry.RequestArrived("m"),
         telemetry.RequestAccepted("m", 12),
@@ -48,9 +55,9 @@ def test_the_life_of_a_request():
         telemetry.RequestFinished("m", "length", 3.0),
         telemetry.RequestFailed("m", "overloaded"),
     ):
-        tally(moment)
+        counters(moment)
 
-    it = tally.models["m"]
+    it = counters.models["m"]
     assert (it.received, it.prompt_tokens, it.generated, it.resumed) == (1, 12, 5, 1)
     assert it.finished == {"stop": 0, "length": 1, "cancelled": 0}
     assert (it.failed["overloaded"], it.paused["memory"]) == (1, 1)
@@ -61,20 +68,20 @@ def test_the_life_of_a_request():
 
 
 def test_a_value_at_a_bound_is_in_its_bucket_and_a_large_one_above_all():
-    tally, _ = tally_of("m")
-    tally(telemetry.RequestAdmitted("m", 0.3))
-    tally(telemetry.RequestAdmitted("m", 1e9))
-    queue = tally.models["m"].queue
+    counters, _ = counters_of("m")
+    counters(telemetry.RequestAdmitted("m", 0.3))
+    counters(telemetry.RequestAdmitted("m", 1e9))
+    queue = counters.models["m"].queue
     assert queue.counts[queue.bounds.index(0.3)] == 1
     assert queue.counts[-1] == 1
 
 
 def test_counters_go_on_where_the_last_process_stopped():
-    tally, _ = tally_of("m")
+    counters, _ = counters_of("m")
     seen = []
     for life, told in ((1, 5), (1, 9), (2, 2), (2, 4), (3, 0), (3, 7)):
-        tally(telemetry.StatsReported("m", life, stats(told, hits=told, decode=told)))
-        seen.append(tally.models["m"].lives.total)
+        counters(telemetry.StatsReported("m", life, stats(told, hits=told, decode=told)))
+        seen.append(counters.models["m"].worker.total)
 
     assert [it.step for it in seen] == [5, 9, 11, 13, 13, 20]
     for before, after in itertools.pairwise(seen):
@@ -89,52 +96,54 @@ def test_counters_go_on_where_the_last_process_stopped():
 
 
 def test_a_peak_is_kept_until_the_next_process():
-    tally, _ = tally_of("m")
+    counters, _ = counters_of("m")
     for life, peak, expected in ((1, 50, 50), (1, 20, 50), (1, 70, 70), (2, 10, 10)):
-        tally(telemetry.StatsReported("m", life, stats(1, peak=peak)))
-        assert tally.models["m"].lives.peak == expected
+        counters(telemetry.StatsReported("m", life, stats(1, peak=peak)))
+        assert counters.models["m"].worker.peak == expected
 
 
 def test_what_is_asked_of_models_that_do_not_exist_is_counted_for_none():
-    tally, _ = tally_of("m")
+    counters, _ = counters_of("m")
     for number in range(1000):
-        tally(telemetry.RequestArrived(f"made up {number}"))
-        tally(telemetry.RequestFailed(f"made up {number}", "unknown_model"))
+        counters(telemetry.RequestArrived(f"made up {number}"))
+        counters(telemetry.RequestFailed(f"made up {number}", "unknown_model"))
 
-    assert tally.models.keys() == {NOBODY}
-    assert tally.models[NOBODY].failed["unknown_model"] == 1000
-    assert tally.name("made up 7") == NOBODY
+    assert counters.models.keys() == {NO_MODEL}
+    assert counters.models[NO_MODEL].failed["unknown_model"] == 1000
+    assert counters.name("made up 7") == NO_MODEL
 
 
 def test_a_model_that_is_gone_keeps_its_counters_until_many_others_are_gone():
-    tally, known = tally_of("first")
-    tally(telemetry.RequestArrived("first"))
+    counters, known = counters_of("first")
+    counters(telemetry.RequestArrived("first"))
     known.clear()
-    tally(telemetry.RequestFailed("first", "draining"))
-    assert tally.models["first"].failed["draining"] == 1
+    counters(telemetry.RequestFailed("first", "draining"))
+    assert counters.models["first"].failed["draining"] == 1
 
     for number in range(1000):
         known.add(f"m{number}")
-        tally(telemetry.StateChanged(f"m{number}", "ready"))
+        counters(telemetry.StateChanged(f"m{number}", "ready"))
         known.discard(f"m{number}")
 
-    assert "first" not in tally.models
-    assert len(tally.models) <= MOST_GONE + 2, "none, those that are gone, and the newest"
+    assert "first" not in counters.models
+    assert len(counters.models) <= KEPT_AFTER_UNLOAD + 2, (
+        "none, those that are gone, and the newest"
+    )
 
 
 def test_models_that_are_there_are_never_dropped_and_come_back_with_their_counters():
-    tally, known = tally_of("stays")
-    tally(telemetry.RequestArrived("stays"))
+    counters, known = counters_of("stays")
+    counters(telemetry.RequestArrived("stays"))
     for number in range(100):
         known.add(f"m{number}")
-        tally(telemetry.RequestArrived(f"m{number}"))
+        counters(telemetry.RequestArrived(f"m{number}"))
         known.discard(f"m{number}")
-    tally(telemetry.RequestArrived("stays"))
-    assert tally.models["stays"].received == 2
+    counters(telemetry.RequestArrived("stays"))
+    assert counters.models["stays"].received == 2
 
 
 def test_loads_and_restarts():
-    tally, _ = tally_of("m")
+    counters, _ = counters_of("m")
     for state, cause in (
         ("spawning", ""),
         ("loading", ""),
@@ -144,8 +153,8 @@ def test_loads_and_restarts():
         ("ready", ""),
         ("failed", "model_failed"),
     ):
-        tally(telemetry.StateChanged("m", state, cause))
-    it = tally.models["m"]
+        counters(telemetry.StateChanged("m", state, cause))
+    it = counters.models["m"]
     assert it.loads == 2
     assert {reason: count for reason, count in it.restarts.items() if count} == {"killed": 1}
     assert it.restarts.keys() == set(CAUSES)
@@ -158,7 +167,7 @@ def test_every_kind_of_event_begins_with_0():
         for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
         for kind in re.findall(r"`([a-z_]+)`", row)
     }
-    assert kinds == {*ACTIONS, *ACTIONS_OF_ALL}
+    assert kinds == {*ACTIONS, *GLOBAL_ACTIONS}
 
 
 def test_the_failures_that_begin_with_0_are_codes_of_ours():
