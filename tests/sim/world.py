@@ -16,8 +16,8 @@ from actors.known_models import KnownModel
 from actors.ports import EstimateModel, Notice
 from actors.saved_requests import SavedRequests
 from actors.system import Connection, Identity, Settings, System, no_files
-from kvd.metrics.exposition import Exposition
 from kvd.metrics.counters import KEPT_AFTER_UNLOAD
+from kvd.metrics.exposition import Exposition
 from protocol import messages
 from protocol.errors import from_info
 from protocol.messages import Event, Request, is_last
