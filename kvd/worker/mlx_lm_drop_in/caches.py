@@ -1,15 +1,15 @@
-"""Drop-in caches for mlx-lm: paged and quantized, and batched by reference.
+"""Drop-in caches for mlx-lm: paged, quantized, and batched by reference.
 
-`DropInKVCache` takes the place of mlx-lm's `KVCache` and `BatchKVCache`,
-`DropInRotatingKVCache` that of `RotatingKVCache` and `BatchRotatingKVCache`. One class each
-for one sequence and for many: ``offset`` is an int as long as nothing was merged.
+`DropInKVCache` replaces mlx-lm's `KVCache` and `BatchKVCache`; `DropInRotatingKVCache` replaces
+`RotatingKVCache` and `BatchRotatingKVCache`. Each class holds one sequence or a batch: ``offset``
+is an int until the cache was merged.
 
-Every cache is independent of all others, as mlx-lm expects; that those of one layer share a
-`SharedStore` saves memory and nothing else. `merge`, `extract`, `filter`, `extend` and copies move
-references: no key is copied, whatever the length.
+As mlx-lm expects, every cache is independent of all others. The caches of one layer share a
+`SharedStore`, which only saves memory. `merge`, `extract`, `filter`, `extend` and copies move
+references; they copy no keys.
 
-Does not cover: the engine's own loop, which has its caches in `batch`; how a model gets these
-caches (`kvd.worker.mlx_lm_drop_in.quantize_kv`); conversions and files (`convert`).
+Does not cover: how a model gets these caches (`kvd.worker.mlx_lm_drop_in.quantize_kv`); conversions
+and files (`convert`); the caches of the worker's own batch loop (`kvd.worker.cache.batch`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Any, Self
 import mlx.core as mx
 
 from kvd.worker.cache.attention_kind import FULL, Kind
-from kvd.worker.cache.scheme import Scheme
+from kvd.worker.cache.scheme import PAGE_TOKENS, Scheme
 from kvd.worker.mlx_lm_drop_in import convert
 from kvd.worker.mlx_lm_drop_in.padding import Padding
 from kvd.worker.mlx_lm_drop_in.shared_store import Reading, SharedRow, SharedStore
 
 
 def schemes_of(scheme: str | Scheme, group_size: int, quantized_kv_start: int) -> list[Scheme]:
-    """Return the schemes of a row's life: not quantized first where it starts later."""
+    """Return the schemes of a row: with ``quantized_kv_start``, it starts without quantization."""
     if isinstance(scheme, str):
-        scheme = Scheme.parse(scheme, k_group=min(group_size, 64), v_group=group_size)
+        scheme = Scheme.parse(scheme, k_group=min(group_size, PAGE_TOKENS), v_group=group_size)
     return [Scheme(16, 16), scheme] if quantized_kv_start else [scheme]
 
 
 class DropInKVCache:
     """One layer's keys and values of one or more sequences, in quantized pages of 64 tokens.
 
-    ``scheme`` is such as ``"k8v4"``: bits of keys and of values, which have scales in common for
-    ``group_size`` elements. The newest 64 to 127 tokens of each sequence are exact. A sequence is
-    quantized from ``quantized_kv_start`` tokens on.
+    ``scheme``, such as ``"k8v4"``, has the bits of keys and of values. ``group_size`` elements
+    share a scale. The newest 64 to 127 tokens of each sequence are exact. Sequences shorter than
+    ``quantized_kv_start`` tokens are not quantized.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DropInKVCache:
     def on(
         cls, shared: SharedStore, rows: Sequence[SharedRow] | None = None, *, batched: bool = False
     ) -> Self:
-        """Make a cache on a store: of these rows, or of one new sequence."""
+        """Return a cache of these rows on a store, or of one new sequence."""
         cache = cls.__new__(cls)
         cache.attach(shared, [SharedRow()] if rows is None else rows, batched=batched)
         return cache
@@ -64,81 +64,82 @@ class DropInKVCache:
     def attach(
         self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool = False
     ) -> None:
-        """Be a cache of these rows; for makers of caches, before anything else."""
+        """Make this a cache of these rows. Constructors call it before anything else."""
         self.shared = shared
         with shared.at_work():
             self.rows = shared.hold(rows)
         self.padding = Padding.none(len(rows))
         self._batched = batched
         self._reading: Reading | None = None
-        # Holds the list itself, which every change therefore makes in place.
+        # It references the list itself, so the list must be changed in place.
         self._finalizer = weakref.finalize(self, shared.drop, self.rows)
         self._finalizer.atexit = False
 
-    # What the model's forward pass uses.
+    # Used by the model's forward pass.
 
     @property
     def offset(self) -> mx.array | int:
-        """Position of the next token: an int, or ``[batch]`` int32 once merged."""
+        """Position of the next token: an int, or ``[batch]`` int32 after a merge."""
         left = self.padding.left
         offsets = [one.length - padding for one, padding in zip(self.rows, left, strict=True)]
         return mx.array(offsets, mx.int32) if self._batched else offsets[0]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Reading, Reading]:
-        """Take new tokens' keys and values, ``[batch, heads, tokens, dim]``.
+        """Append new tokens' keys and values, ``[batch, heads, tokens, dim]``.
 
-        Returns a `Reading` twice, in the places of keys and values: only attention can use it
-        (`kvd.worker.serving.seam`). Raises ``ValueError`` if the batch is not the one that the cache holds.
+        Returns a `Reading` twice, in place of keys and values; only attention can use it
+        (`kvd.worker.serving.seam`). Raises ``ValueError`` if the cache holds another number of
+        sequences.
         """
         batch, _, tokens, _ = keys.shape
         with self.shared.at_work():
-            if self._fits_a_first(batch):
+            if self._is_first_batch(batch):
                 self.rows += self.shared.hold([SharedRow() for _ in range(batch - 1)])
                 self.padding = Padding.none(batch)
             if batch != len(self.rows):
-                raise ValueError(f"{batch} sequences came, this cache holds {len(self.rows)}")
+                raise ValueError(f"got {batch} sequences; this cache holds {len(self.rows)}")
             reading = self.shared.add(self.rows, self.padding.spans(tokens), keys, values)
         self._reading = reading if self.shared.keeps_reading else None
         return reading, reading
 
-    def _fits_a_first(self, batch: int) -> bool:
-        # As with mlx-lm's KVCache, the first tokens say how many sequences there are.
+    def _is_first_batch(self, batch: int) -> bool:
+        # As in mlx-lm's KVCache, the first tokens decide the number of sequences.
         return not self._batched and len(self.rows) == 1 and batch > 1 and self.empty()
 
     def keys_and_values(self) -> tuple[Reading, Reading]:
-        """Return what the newest `update_and_fetch` returned, for layers that share it.
+        """Return the result of the newest `update_and_fetch`, for layers that share it.
 
-        Raises ``RuntimeError`` outside of a forward pass; `dense` has the numbers at any time.
+        Raises ``RuntimeError`` outside of a forward pass. `dense` returns arrays at any time.
         """
         self.shared.asked_again = True
         if self._reading is None:
-            raise RuntimeError("keys and values are there during a forward pass only; see dense()")
+            raise RuntimeError("keys and values exist only during a forward pass; use dense()")
         return self._reading, self._reading
 
     def make_mask(
         self, n: int, window_size: int | None = None, *, return_array: bool = False, **_: Any
     ) -> None:
-        """Return no mask: attention sees by itself what each row may see.
+        """Return no mask: attention computes what each row may see.
 
-        Raises ``TypeError`` where the model wants a mask of its own, or another window.
+        Raises ``TypeError`` if the model asks for a mask array or for another window.
         """
         if window_size not in {None, self.kind.window}:
             raise TypeError(
-                f"the model asks for a window of {window_size} tokens: {self.kind.name}"
+                f"the model asks for a window of {window_size} tokens; this cache has"
+                f" {self.kind.name}"
             )
         if return_array and n > 1:
             raise TypeError("the model asks for a mask array")
 
-    # What it holds.
+    # Content.
 
     @property
     def kind(self) -> Kind:
-        """Which earlier tokens are seen."""
         return self.shared.kind
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme that rows come to in the end."""
+        """The scheme of quantized pages."""
         return self.shared.schemes[-1]
 
     @property
@@ -155,27 +156,26 @@ class DropInKVCache:
         return copied
 
     def size(self) -> int:
-        """Return how many tokens the longest sequence has, at most the window."""
+        """Return the tokens of the longest sequence, at most the window."""
         longest = max(self.lengths, default=0)
         return longest if self.kind.window is None else min(longest, self.kind.window)
 
     def empty(self) -> bool:
-        """Return whether no sequence has a token."""
         return not any(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and tails that this cache's sequences hold.
+        """Bytes of the pages and tails of this cache's sequences.
 
-        A page that two of them share counts once; one that another cache shares counts in both.
-        Free places in the pools, which all caches of the layer have in common, do not count.
+        A page that two of them share counts once. A page shared with another cache counts in both.
+        Free places in the pools, which all caches of the layer share, do not count.
         """
         return convert.held_bytes(self.shared, self.rows)
 
     def dense(self, index: int = 0) -> tuple[mx.array, mx.array]:
         """Return one sequence's keys and values as attention sees them, ``[heads, tokens, dim]``.
 
-        A bounded window has what is still there. Raises ``ValueError`` for an empty sequence.
+        With a window, only tokens that are still held. Raises ``ValueError`` for an empty sequence.
         """
         with self.shared.at_work():
             row = self.rows[index].row
@@ -183,16 +183,16 @@ class DropInKVCache:
                 raise ValueError("the sequence is empty")
             return self.shared.rows.read(row, 0)
 
-    # Taking tokens back.
+    # Removing tokens.
 
     def is_trimmable(self) -> bool:
-        """Return whether any number of tokens could be taken back: nothing has fallen out yet."""
+        """Return whether any number of tokens can be removed: no token has left a window."""
         return not any(one.row is not None and one.row.skipped for one in self.rows)
 
     def trim(self, n: int) -> int:
-        """Take back each sequence's newest ``n`` tokens, as far as it has them; return how many.
+        """Remove the newest ``n`` tokens of each sequence, or all of them. Returns how many.
 
-        Raises ``ValueError`` if tokens that would be seen again have left a window.
+        Raises ``ValueError`` if tokens that would be visible again have left a window.
         """
         n = min(n, max(self.lengths, default=0))
         with self.shared.at_work():
@@ -200,15 +200,15 @@ class DropInKVCache:
             self.shared.trim(self.rows, n)
         return n
 
-    # Batches: references move, no key does.
+    # Batches: only references move.
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Self:
-        """Return a batch of all these caches' sequences; the caches stay as they are.
+        """Return a batch of all these caches' sequences. The caches do not change.
 
-        Sequences of another store are copied to the one of the model's caches (`convert.together`).
-        Raises ``TypeError`` for caches of another class, ``ValueError`` for another window or
-        other keys; then nothing was copied.
+        Sequences of other stores are copied to the store of the model's caches
+        (`convert.together`). Raises ``TypeError`` for caches of another class, ``ValueError`` for
+        another window or other key shapes; nothing is copied then.
         """
         for cache in caches:
             cls._check(cache)
@@ -219,10 +219,12 @@ class DropInKVCache:
     @classmethod
     def _check(cls, other: Any) -> None:
         if not isinstance(other, DropInKVCache):
-            raise TypeError(f"{type(other).__name__} and {cls.__name__} do not merge; convert it")
+            raise TypeError(
+                f"cannot merge a {type(other).__name__} with a {cls.__name__}; convert it"
+            )
 
     def extract(self, idx: int) -> Self:
-        """Return a cache of one of the sequences; the batch keeps it too."""
+        """Return a cache of one of the sequences. The batch keeps it too."""
         return self.on(self.shared, [self.rows[idx]])
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -236,9 +238,9 @@ class DropInKVCache:
         self.shared.drop(before)
 
     def extend(self, other: Any) -> None:
-        """Append another cache's sequences; it may be used on, or dropped.
+        """Append another cache's sequences. The other cache stays usable.
 
-        Raises what `merge` raises; then this cache is as it was.
+        Raises the errors of `merge`; this cache does not change then.
         """
         self._check(other)
         padding = self.padding.joined(other.padding)
@@ -250,10 +252,10 @@ class DropInKVCache:
         self.padding = padding
 
     def _become(self, shared: SharedStore, rows: Sequence[SharedRow], *, batched: bool) -> None:
-        """Be a cache of other rows, and let go of those it had."""
-        let_go = self._finalizer
+        """Make this a cache of other rows, and drop the references to its own."""
+        drop_own = self._finalizer
         self.attach(shared, rows, batched=batched)
-        let_go()
+        drop_own()
 
     def prepare(
         self,
@@ -262,10 +264,11 @@ class DropInKVCache:
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Announce a padded batch: its padding is neither stored nor attended to.
+        """Announce a padded batch. Its padding is neither stored nor attended to.
 
-        ``left_padding`` is in front of the next tokens, for empty caches only; of the coming
-        tokens ``lengths`` of each sequence are its own, if ``right_padding`` has any.
+        ``left_padding`` has the padding tokens before each sequence's own tokens, for empty caches
+        only. If ``right_padding`` has any, ``lengths`` has the number of each sequence's own tokens
+        among the next ones.
         """
         if left_padding is not None and any(left_padding):
             if not self.empty():
@@ -278,7 +281,7 @@ class DropInKVCache:
             self.padding.lengths = [int(length) for length in lengths]
 
     def finalize(self) -> None:
-        """End what `prepare` announced."""
+        """End the padding that `prepare` announced."""
         self.padding = Padding.none(len(self.rows))
 
     # mlx-lm's own caches.
@@ -292,10 +295,10 @@ class DropInKVCache:
         group_size: int = 64,
         quantized_kv_start: int = 0,
     ) -> Self:
-        """Make a cache of mlx-lm's `KVCache` or `RotatingKVCache`, which stays as it is.
+        """Return a cache with the content of mlx-lm's `KVCache` or `RotatingKVCache`.
 
-        Full pages are quantized, which loses what the scheme loses. Raises ``TypeError`` for other
-        caches, ``ValueError`` if a rotating cache has overwritten tokens already.
+        Full pages are quantized by the scheme. Raises ``TypeError`` for other caches,
+        ``ValueError`` if a rotating cache has overwritten tokens.
         """
         dense = convert.dense_parts(cache)
         kind = Kind(cache.max_size, cache.keep) if hasattr(cache, "max_size") else FULL
@@ -311,27 +314,28 @@ class DropInKVCache:
 
     @classmethod
     def from_quantized(cls, cache: Any, scheme: str | Scheme = "k8v4", **options: Any) -> Self:
-        """Make a cache of mlx-lm's `QuantizedKVCache`, with `from_kv_cache`'s options.
+        """Return a cache with the content of mlx-lm's `QuantizedKVCache`.
 
-        It quantizes keys per token and we do per channel: what it lost stays lost, and full pages
-        lose once more.
+        The options are those of `from_kv_cache`.
+        mlx-lm quantizes keys per token, kvd per channel. So full pages are quantized a second time,
+        which loses precision again.
         """
         return cls.from_kv_cache(cache, scheme, **options)
 
     def to_kv_cache(self) -> Any:
-        """Return mlx-lm's `KVCache`, for a window `RotatingKVCache`, of the one sequence.
+        """Return the sequence as mlx-lm's `KVCache`, or with a window as `RotatingKVCache`.
 
-        It has what attention sees here: dequantized pages, and the exact newest tokens. Nothing is
-        lost on the way. Raises ``ValueError`` for several sequences; `extract` them first.
+        It has exactly what attention sees here: dequantized pages, and the exact newest tokens.
+        Raises ``ValueError`` for several sequences; `extract` them first.
         """
         if len(self.rows) != 1:
             raise ValueError(f"the cache holds {len(self.rows)} sequences: extract one")
         return convert.kv_cache_of(self.shared, self.rows[0].row)
 
     def to_quantized(self, group_size: int = 64, bits: int = 8) -> Any:
-        """Return mlx-lm's `QuantizedKVCache` of the one sequence.
+        """Return the sequence as mlx-lm's `QuantizedKVCache`.
 
-        Its groups run along a token's channels: pages are quantized again, and the newest tokens
+        Its groups run along a token's channels, so pages are quantized again, and the newest tokens
         for the first time. Raises ``NotImplementedError`` for windows, as mlx-lm does.
         """
         return self.to_kv_cache().to_quantized(group_size=group_size, bits=bits)
@@ -340,7 +344,7 @@ class DropInKVCache:
 
     @property
     def state(self) -> dict[str, Any]:
-        """All that the cache holds, as mlx-lm's `save_prompt_cache` writes it (`convert.State`)."""
+        """The cache's content, for mlx-lm's `save_prompt_cache` (`convert.State`)."""
         return convert.State(self.shared, self.rows, batched=self._batched)
 
     @state.setter
@@ -350,18 +354,18 @@ class DropInKVCache:
 
     @classmethod
     def from_state(cls, state: Any) -> Self:
-        """Make the cache that `state` was of; it has a store of its own until it is merged.
+        """Return the cache whose `state` this was. It has its own store until it is merged.
 
-        Raises ``ValueError`` if it is of another kind of cache, or damaged.
+        Raises ``ValueError`` if the state is damaged, or is of another class of cache.
         """
         shared, rows, batched = convert.restored(state)
         return cls.on(shared, rows, batched=batched)
 
 
 class DropInRotatingKVCache(DropInKVCache):
-    """The same for a window: each query sees ``max_size`` tokens, of which the first ``keep``.
+    """A `DropInKVCache` with a window of ``max_size`` tokens, including the first ``keep``.
 
-    Nothing rotates: pages that no later query sees are freed.
+    It does not rotate: pages that no later query sees are freed.
     """
 
     def __init__(
@@ -380,10 +384,10 @@ class DropInRotatingKVCache(DropInKVCache):
     @property
     def max_size(self) -> int:
         """Tokens that a query sees."""
-        assert self.kind.window is not None, "this class is made with a window"
+        assert self.kind.window is not None, "this class always has a window"
         return self.kind.window
 
     @property
     def keep(self) -> int:
-        """Of which the first so many of the whole sequence."""
+        """Tokens at the beginning of the sequence that every query sees."""
         return self.kind.keep

@@ -1,4 +1,4 @@
-"""Quantized, paged caches for a model in mlx-lm, without the daemon: one call installs them.
+"""Installs the quantized, paged caches for a model in mlx-lm, without the daemon.
 
 ::
 
@@ -8,8 +8,8 @@
     model, tokenizer = mlx_lm.load(path)
     quantize_kv(model, "k8v4")
 
-From then on everything in mlx-lm that makes caches for this model makes ours: `generate`,
-`stream_generate`, `BatchGenerator`, its server. Does not cover: budgets, admission, the daemon.
+From then on, everything in mlx-lm that creates caches for this model creates kvd's: `generate`,
+`stream_generate`, `BatchGenerator` and its server. There is no memory budget and no admission.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from kvd.worker.serving.selfcheck import STEPS, explain_failure, tolerance
 from protocol.errors import UnsupportedModel
 
 Maker = Callable[[], Any]
-"""Makes an empty cache for one layer, or one for each."""
+"""Creates an empty cache for one layer, or one for each layer."""
 
 LENGTHS = (5, 130)
-"""Tokens of the prompts that a model is tried with; the second one fills a page."""
+"""Tokens of the prompts that `Trial` uses. The second one fills a page."""
 
 
 def install() -> None:
-    """Make mlx-lm's models able to use our caches, and its `load_prompt_cache` to read them.
+    """Enable mlx-lm's models to use kvd's caches, and its `load_prompt_cache` to read them.
 
-    Must run before a model's module is imported; raises ``RuntimeError`` if one has been.
+    Must run before a model's module is imported; raises ``RuntimeError`` otherwise.
     """
     seam.install()
     for kind in (DropInKVCache, DropInRotatingKVCache):
-        # `load_prompt_cache` looks classes up by name among its own.
+        # `load_prompt_cache` finds classes by name in mlx-lm's own module.
         setattr(upstream, kind.__name__, kind)
 
 
 class QuantizedKV:
-    """The caches of one model: makes them, and knows what all of them together hold."""
+    """Creates the caches of one model, and counts the bytes of all of them."""
 
     def __init__(self, makers: list[Maker], stores: list[SharedStore]) -> None:
         self._makers = makers
@@ -72,7 +72,7 @@ class QuantizedKV:
     def like(
         cls, caches: list[Any], schemes: Sequence[Scheme], quantized_start: int = 0
     ) -> QuantizedKV:
-        """Make our counterparts of mlx-lm's caches; `UnsupportedModel` where there are none."""
+        """Return kvd's counterparts of mlx-lm's caches, or raise `UnsupportedModel`."""
         stores: list[SharedStore] = []
 
         def shared(kind: Kind) -> SharedStore:
@@ -82,12 +82,12 @@ class QuantizedKV:
         return cls([_maker(cache, shared) for cache in caches], stores)
 
     def make_cache(self) -> list[Any]:
-        """Return empty caches for one sequence, one a layer."""
+        """Return empty caches for one sequence, one per layer."""
         return [make() for make in self._makers]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages and tails, used or free, of all caches that are alive."""
+        """Bytes of pages and tails, used or free, of all caches that are alive."""
         return sum(store.nbytes for store in self.stores)
 
 
@@ -99,18 +99,19 @@ def quantize_kv(
     quantized_kv_start: int = 0,
     max_kv_size: int | None = None,
 ) -> QuantizedKV:
-    """Install our caches as the model's own; again to change the scheme for new caches.
+    """Make the model create kvd's caches. Call it again to change the scheme of new caches.
 
-    ``scheme`` is such as ``"k8v4"``, ``group_size`` 32, 64 or 128 (keys: at most 64). A sequence is
-    quantized from ``quantized_kv_start`` tokens on. ``max_kv_size`` bounds, as in mlx-lm, the
-    layers of models that make no caches of their own; four first tokens stay.
+    ``scheme`` is a KV scheme such as ``"k8v4"``; ``group_size`` is 32, 64 or 128 (keys: at most
+    64). Sequences shorter than ``quantized_kv_start`` tokens are not quantized. As in mlx-lm,
+    ``max_kv_size`` sets a window for models that create no caches of their own; the first four
+    tokens stay visible.
 
-    The model is tried first: without quantization it must give the logits that it gives with its
-    own caches, alone and, where it takes several sequences, in a batch.
+    First, the model is tested: without quantization it must give the same logits as with its own
+    caches, with one sequence and, if the model takes batches, with two.
 
-    Raises `UnsupportedModel` if the model keeps anything else, works on its keys and values
-    itself, or gives other logits; ``ValueError`` for a scheme that does not exist;
-    ``RuntimeError`` as `install`. What was installed before stays then.
+    Raises `UnsupportedModel` if the model has other caches, computes with keys and values itself,
+    or gives other logits; ``ValueError`` for an unknown scheme; ``RuntimeError`` like `install`.
+    Caches that were installed before stay installed then.
     """
     install()
     schemes = schemes_of(scheme, group_size, quantized_kv_start)
@@ -133,7 +134,7 @@ def quantize_kv(
 
 
 def _maker(cache: Any, shared: Callable[[Kind], SharedStore]) -> Maker:
-    """Return what makes our counterpart of one of mlx-lm's caches."""
+    """Return a function that creates kvd's counterpart of one of mlx-lm's caches."""
     store: SharedStore
     if type(cache) is KVCache:
         store = shared(FULL)
@@ -148,18 +149,17 @@ def _maker(cache: Any, shared: Callable[[Kind], SharedStore]) -> Maker:
         makers = [_maker(one, shared) for one in cache.caches]
         return lambda: CacheList(*(make() for make in makers))
     raise UnsupportedModel(
-        f"this model keeps a {type(cache).__name__} for some layers, which has no pages",
+        f"this model has a {type(cache).__name__} in some layers, which kvd cannot page",
         caches=[type(cache).__name__],
     )
 
 
 def _try(model: Any, installed: QuantizedKV) -> list[bool]:
-    """Run the model over caches like these; return which of them are asked again in a pass.
+    """Run the model with caches like these. Returns which are read more than once in a pass.
 
-    Raises `UnsupportedModel` with the reason if it cannot have them.
+    Raises `UnsupportedModel`, with the reason, if the model cannot use them.
     """
-    # As the model is, not as it is limited: chunks beyond `max_kv_size` do not see in mlx-lm what
-    # it keeps of the beginning.
+    # Without `max_kv_size`: in mlx-lm, chunks longer than it do not see the kept first tokens.
     own = partial(make_prompt_cache, model)
     dense = QuantizedKV.like(own(), [Scheme(16, 16)])
     try:
@@ -168,24 +168,24 @@ def _try(model: Any, installed: QuantizedKV) -> list[bool]:
         finite = trial.read(installed.make_cache())
     except MemoryError:
         raise
-    except Exception as failed:  # models raise what they like about a cache that is not theirs
+    except Exception as failed:  # models may raise anything for an unknown cache
         why = explain_failure(failed)
-        raise UnsupportedModel(f"this model cannot have paged caches: {why}") from failed
+        raise UnsupportedModel(f"this model cannot use paged caches: {why}") from failed
     if math.isinf(worst) or not finite:
-        raise UnsupportedModel("over paged caches this model's logits are not finite")
+        raise UnsupportedModel("with paged caches, this model's logits are not finite")
     if worst > tolerance(trial.dtype):
         raise UnsupportedModel(
-            f"over paged caches, not quantized, this model's logits are off by {worst:.2g} of the"
-            " largest one"
+            f"with paged caches and no quantization, this model's logits differ by {worst:.2g} of"
+            " the largest one"
         )
     return [store.asked_again for store in dense.stores]
 
 
 class Trial:
-    """Two sequences of unequal length, over a model's own caches and over ours.
+    """Two sequences of unequal length, with a model's own caches and with kvd's.
 
-    Of a sequence's steps the middle error counts: one expert that a router chooses by a rounding is
-    no fault of the cache.
+    The error of a sequence is the median over its steps. A single step may differ because rounding
+    makes a router choose another expert.
     """
 
     def __init__(self, model: Any, own: Maker, ours: Maker) -> None:
@@ -198,13 +198,13 @@ class Trial:
         self._steps = itertools.count()
 
     def read(self, caches: list[Any]) -> bool:
-        """Read the longer prompt, and a token; return whether the logits are finite."""
+        """Prefill the longer prompt and decode a token. Returns whether the logits are finite."""
         prompt = self._prompt(len(LENGTHS) - 1)
         logits = [self._step(tokens, caches) for tokens in ([prompt], [prompt[:1]])]
         return bool(mx.isfinite(mx.stack(logits)).all().item())
 
     def alone(self) -> float:
-        """Read each prompt, then some tokens; return the error."""
+        """Prefill each prompt and decode some tokens. Returns the error."""
         errors = []
         for index, (own, ours) in enumerate(zip(self._own, self._ours, strict=True)):
             prompt = self._prompt(index)
@@ -213,11 +213,11 @@ class Trial:
         return max(statistics.median(mine) for mine in errors)
 
     def together(self) -> float:
-        """Go on as a batch; return the error, 0 where the model's own caches make no batch."""
+        """Continue as a batch. Returns the error; 0 if the model's own caches do not merge."""
         errors: list[list[float]] = [[] for _ in LENGTHS]
         try:
             self._step([[0] for _ in LENGTHS], _merged(self._own))
-        except Exception:  # noqa: BLE001 - whatever it is, it is not about our caches
+        except Exception:  # noqa: BLE001 - no error here is about kvd's caches
             return 0.0
         own, ours = _merged(self._own), _merged(self._ours)
         for _ in range(STEPS):
@@ -225,7 +225,7 @@ class Trial:
             alone = [self._step([mine], one) for mine, one in zip(tokens, self._own, strict=True)]
             batch, got = self._step(tokens, own), self._step(tokens, ours)
             for index, mine in enumerate(errors):
-                # mlx-lm's own batches are not right for every model; ours may be as they are.
+                # mlx-lm's batches are wrong for some models, so either result is accepted.
                 wanted = alone[index][0], batch[index]
                 mine.append(min(_difference(got[index], one) for one in wanted))
         return max(statistics.median(mine) for mine in errors)
@@ -249,4 +249,4 @@ def _merged(sequences: list[list[Any]]) -> list[Any]:
 
 def _difference(got: mx.array, wanted: mx.array) -> float:
     error = float((mx.abs(got - wanted).max() / mx.abs(wanted).max()).item())  # type: ignore[arg-type]
-    return math.inf if math.isnan(error) else error  # NaN is not a small error
+    return math.inf if math.isnan(error) else error  # NaN counts as a large error

@@ -219,7 +219,7 @@ class SharedStore:
         self.asked_again = False
         """Whether a layer has used a pass's `Reading` again."""
         self.passes = 0
-        """Counts events that end a pass: the next pass, and everything that writes or moves pages."""
+        """Counts events that end a pass: the next pass, and writes or moves of pages."""
         self.latest: mx.array | None = None
         """Output of the newest decode step. Once it is evaluated, nothing reads the pools."""
         self._rows: LayerRows | None = None

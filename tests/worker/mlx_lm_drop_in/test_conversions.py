@@ -139,7 +139,7 @@ def test_files_of_mlx_lm_hold_our_caches(name, scheme, tmp_path) -> None:
 
 def test_states_of_others_are_refused() -> None:
     for state in ({}, {"header": '{"format": 99}'}, (mx.zeros((1, 2, 3, 4)), mx.zeros(1), 3)):
-        with pytest.raises(ValueError, match="no state of a quantized cache"):
+        with pytest.raises(ValueError, match="expected the state of a quantized cache"):
             DropInKVCache.from_state(state)
 
 
@@ -193,13 +193,13 @@ def test_damaged_states_are_refused(rng, damage) -> None:
     damage(state, header)
     state["header"] = json.dumps(header)
 
-    with pytest.raises(ValueError, match=r"is damaged; make the cache anew from its prompt"):
+    with pytest.raises(ValueError, match=r"is damaged; make the cache again from its prompt"):
         DropInKVCache.from_state(state)
 
 
 @pytest.mark.parametrize("header", ["", "no JSON", "[1]", "null", 5])
 def test_headers_of_others_are_refused(header) -> None:
-    with pytest.raises(ValueError, match="no state of a quantized cache"):
+    with pytest.raises(ValueError, match="expected the state of a quantized cache"):
         DropInKVCache.from_state({"header": header})
 
 
@@ -221,7 +221,7 @@ def test_batches_of_mlx_lm_do_not_convert_but_their_sequences_do(rng, lengths) -
         part.update_and_fetch(random(rng, length), random(rng, length))
     batch = KVCache.merge(parts)
 
-    with pytest.raises(TypeError, match=r"BatchKVCache does not convert.* extract\(\)"):
+    with pytest.raises(TypeError, match=r"cannot convert a BatchKVCache.* extract\(\)"):
         DropInKVCache.from_kv_cache(batch, "k16v16")
 
     ours = DropInKVCache.merge(
@@ -241,7 +241,7 @@ def test_batches_of_mlx_lm_do_not_convert_but_their_sequences_do(rng, lengths) -
     "other", [ArraysCache(2), CacheList(KVCache()), ChunkedKVCache(64), DropInKVCache()]
 )
 def test_other_caches_do_not_convert(other) -> None:
-    with pytest.raises(TypeError, match=f"{type(other).__name__} does not convert"):
+    with pytest.raises(TypeError, match=f"cannot convert a {type(other).__name__}"):
         DropInKVCache.from_kv_cache(other)
 
 

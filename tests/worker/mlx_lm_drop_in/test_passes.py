@@ -115,9 +115,9 @@ def test_a_pass_that_is_over_says_so(rng) -> None:
     reading, _ = cache.update_and_fetch(one, one)
     other.update_and_fetch(one, one)
 
-    with pytest.raises(RuntimeError, match="pass, which is over"):
+    with pytest.raises(RuntimeError, match="pass that is over"):
         reading.attend(one, 0.2, None)
-    with pytest.raises(RuntimeError, match="pass, which is over"):
+    with pytest.raises(RuntimeError, match="pass that is over"):
         cache.keys_and_values()[0].attend(one, 0.2, None)
 
 
