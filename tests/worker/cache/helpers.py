@@ -1,4 +1,4 @@
-"""A list-of-dense-rows model of the cache: what the pages must agree with."""
+"""A model of one store: dense rows, with which the pages must agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvd.worker.cache.store import KVStore
 
 
 def through_page(dense: mx.array, packing: Packing) -> mx.array:
-    """Quantize and dequantize a page, ``[64, dim]`` or ``[heads, 64, dim]``, by mlx alone."""
+    """Quantize and dequantize a page, ``[64, dim]`` or ``[heads, 64, dim]``, with MLX only."""
     if packing.bits == 16:
         return dense
     how = {"group_size": packing.group, "bits": packing.bits}
@@ -33,25 +33,24 @@ def through_page(dense: mx.array, packing: Packing) -> mx.array:
 def _through(
     dense: bytes, shape: tuple[int, int, int], packings: tuple[Packing, ...]
 ) -> np.ndarray:
-    """The same of a page's bytes, by one packing after the other; tests ask again and again."""
+    """Quantize a page, given as bytes, by one packing after the other. Cached: tests repeat it."""
     page = mx.array(np.frombuffer(dense, np.float32).reshape(shape))
-    for packing, _ in itertools.groupby(packings):  # the same: kept as it is
+    for packing, _ in itertools.groupby(packings):  # equal packings copy the page
         page = through_page(page, packing)
     return np.array(page)
 
 
 @dataclass
 class DenseRow:
-    """A row's true keys and values, and what its pages should show of them."""
+    """A row's true keys and values, and what its pages should contain."""
 
     row: Row
     keys: list[np.ndarray] = field(default_factory=list)  # a layer: [heads, length, dim]
     values: list[np.ndarray] = field(default_factory=list)
     paths: list[list[int]] = field(default_factory=list)
-    """For each page, the levels that it went through."""
+    """The levels that each page has been on."""
 
-    def lowered(self, level: int) -> None:
-        """Note that the row's pages were stepped down."""
+    def step_down(self, level: int) -> None:
         for path in self.paths:
             if path[-1] < level:
                 path.append(level)
@@ -77,10 +76,10 @@ class DenseRow:
 
 
 class Bench:
-    """A store with its dense twin, driven by random keys and values."""
+    """A store with a dense model of it, driven by random keys and values."""
 
     backend: ClassVar[Backend | None] = None
-    """What steps attend with; None: plain operations."""
+    """The backend of all steps; None: plain operations."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class Bench:
 
     def random(self, tokens: int, dim: int) -> np.ndarray:
         g = self.geometry
-        # Channels of different size and offset, as real keys have.
+        # Channels differ in size and offset, like those of real keys.
         shape = (g.kv_heads, tokens, dim)
         return (self.rng.normal(size=shape) * np.linspace(0.3, 2.0, dim) + 0.2).astype(np.float32)
 
@@ -145,7 +144,7 @@ class Bench:
         return handles
 
     def decode(self, denses: list[DenseRow], batch: int | None = None) -> list[object]:
-        """One step; flushes before it where a tail is full. Returns the layers' handles."""
+        """Decode one step, after a flush if a tail is full. Returns the layers' handles."""
         if self.store.needs_flush([dense.row for dense in denses]):
             mx.eval(self.store.arrays())
             self.store.flush()

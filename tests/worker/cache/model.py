@@ -1,8 +1,8 @@
-"""A model's whole cache as a list of dense rows, in numpy: what `ModelCache` must agree with.
+"""A model of a whole `ModelCache`: dense rows in numpy, with which the cache must agree.
 
-Each row is what attention sees of it: pages through the quantizer's own arithmetic, then the dense
-tail. Pages are objects here, and who holds them is counted anew for every comparison. Covers
-contents, lengths, levels, references, bytes and states; not the arithmetic of a scheme (`helpers`).
+A row has what attention sees: pages quantized and dequantized by MLX, then the dense tail. Pages
+are objects, and references to them are counted again for every comparison. Covers contents,
+lengths, levels, references, bytes and states. Does not cover the arithmetic of schemes (`helpers`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Sides = tuple[np.ndarray, np.ndarray]
 """Keys and values, ``[heads, tokens, dim]``."""
 TAIL = 2 * PAGE_TOKENS
 STATE_BYTES = 4 * (3 + 2 * 4)
-"""Of one sequence, in one layer."""
+"""Bytes of one sequence's state in one layer."""
 NOWHERE = 1e3
-"""Stands where a page fell out: whoever attends to it is found out."""
+"""Value in place of pages that left a window. Attention over it gives wrong results."""
 
 
 def packed(dense: np.ndarray, packing: Packing) -> np.ndarray:
@@ -38,16 +38,16 @@ def packed(dense: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def oldest_seen(kind: Kind, position: int) -> int:
-    """The first position that a query there sees beside the kept ones, said once more."""
+    """Return the first position that a query sees, apart from the kept ones, like `Kind.low`."""
     if kind.chunk is not None:
         return position - position % kind.chunk
-    # As many as fit beside the kept ones, its own token among them.
+    # The window less the kept tokens, including the query's own token.
     return 0 if kind.window is None else position + 1 - (kind.window - kind.keep)
 
 
 @dataclass(eq=False)
 class Page:
-    """64 tokens of one kind's layers, shared by all rows that hold this object."""
+    """64 tokens of one kind's layers. Rows that share a page have the same object."""
 
     level: int
     start: int
@@ -63,7 +63,7 @@ class DenseRow:
     length: int = 0
     pages: list[Page] = field(default_factory=list)
     paged: int = 0
-    """Pages that it ever had, those that fell out included."""
+    """Pages committed so far, including those that left a window."""
 
     @property
     def tail_start(self) -> int:
@@ -79,7 +79,7 @@ def bytes_of_page(geometry: LayerGeometry, side: int, packing: Packing) -> int:
 
 
 class DenseStore:
-    """The rows of one kind, beside the store that they are compared with."""
+    """The rows of one kind, and the store with which they are compared."""
 
     def __init__(self, store: KVStore) -> None:
         self.store = store
@@ -94,7 +94,7 @@ class DenseStore:
         ]
         self.rows: dict[Row, DenseRow] = {}
 
-    # What happens to it.
+    # Operations.
 
     def add(self, row: Row) -> None:
         empty = [
@@ -107,32 +107,32 @@ class DenseStore:
         self.rows[row] = DenseRow(empty)
 
     def copy(self, row: Row, twin: Row) -> None:
-        """Freeze or thaw a row: the copy has the same pages, and a tail of its own."""
+        """Take or restore a snapshot: the copy has the same pages, and its own tail."""
         mine = self.rows[row]
         self.rows[twin] = DenseRow(
             list(mine.tail), mine.level, mine.length, list(mine.pages), mine.paged
         )
 
     def append(self, row: Row, new: list[Sides], *, chunk: bool) -> None:
-        """Take tokens: a ``chunk`` of a prompt, or the one of a decode step."""
+        """Append tokens: a ``chunk`` of a prompt, or the single token of a decode step."""
         mine = self.rows[row]
         mine.tail = [
             (np.concatenate([k, more_k], axis=1), np.concatenate([v, more_v], axis=1))
             for (k, v), (more_k, more_v) in zip(mine.tail, new, strict=True)
         ]
         mine.length += new[0][0].shape[1]
-        turns = mine.paged < full_pages(mine.length)
+        commits = mine.paged < full_pages(mine.length)
         while mine.paged < full_pages(mine.length):
-            self._turn_page(mine)
-        # What no query sees from here on falls out with a page's turn, or behind a chunk.
-        if self.kind.bounded and (chunk or turns):
+            self._commit_page(mine)
+        # Pages that no later query sees are freed after a commit or a chunk.
+        if self.kind.bounded and (chunk or commits):
             low = oldest_seen(self.kind, mine.length - (not chunk))
             anchor = PAGE_TOKENS * -(-self.kind.keep // PAGE_TOKENS)
             mine.pages = [
                 page for page in mine.pages if page.start < anchor or page.start + PAGE_TOKENS > low
             ]
 
-    def _turn_page(self, mine: DenseRow) -> None:
+    def _commit_page(self, mine: DenseRow) -> None:
         head = [
             tuple(
                 packed(side[:, :PAGE_TOKENS], packing)
@@ -148,7 +148,7 @@ class DenseStore:
         self.leave_dense([row for row in self.rows if not row.is_snapshot])
 
     def leave_dense(self, rows: list[Row]) -> None:
-        """Quantize what the long ones hold; who else holds it keeps it as it was."""
+        """Quantize the pages of long rows. Other rows that share them keep the dense pages."""
         new: dict[Page, Page] = {}
         start = self.store.quantized_start
         for mine in [self.rows[row] for row in rows]:
@@ -163,7 +163,7 @@ class DenseStore:
                     mine.pages[index] = new[page]
 
     def convert(self, page: Page, level: int) -> None:
-        """Bring a page to a lower level; a side that is packed the same there stays as it is."""
+        """Convert a page to a lower level. A side with the same packing does not change."""
         if page.level >= level:
             return
         for layer, packings in enumerate(self.packings):
@@ -176,7 +176,7 @@ class DenseStore:
         page.level = level
 
     def can_trim(self, row: Row, count: int) -> bool:
-        """Whether all that a query behind the rest would see is still there."""
+        """Return whether everything that the next query would see is still held."""
         mine = self.rows[row]
         length = mine.length - count
         held = {page.start // PAGE_TOKENS for page in mine.pages}
@@ -195,8 +195,8 @@ class DenseStore:
         keep = mine.length - mine.tail_start
         mine.tail = [(k[:, :keep], v[:, :keep]) for k, v in mine.tail]
 
-    def lowered(self, level: int) -> int:
-        """Take over which pages a step down has brought to ``level``; return how many."""
+    def follow_step_down(self, level: int) -> int:
+        """Convert the pages that a step-down has moved to ``level``. Returns how many."""
         changed = {
             page
             for row, mine in self.rows.items()
@@ -208,7 +208,7 @@ class DenseStore:
             self.convert(page, level)
         return len(changed)
 
-    # What attention sees.
+    # Content.
 
     def dense(self, row: Row, layer: int) -> tuple[mx.array, mx.array]:
         """Return keys and values of all positions."""
@@ -223,7 +223,7 @@ class DenseStore:
             sides.append(mx.array(out))
         return sides[0], sides[1]
 
-    # Comparing.
+    # Comparison.
 
     def check(self) -> None:
         self.store.check()
@@ -234,7 +234,7 @@ class DenseStore:
         self._check_bytes()
 
     def _check_rows(self) -> dict[Page, PageId]:
-        """Compare the integers; return where each page is."""
+        """Compare the integers. Returns the place of each page."""
         places: dict[Page, PageId] = {}
         holders: Counter[Page] = Counter()
         for row, mine in self.rows.items():
@@ -257,8 +257,8 @@ class DenseStore:
         }
         for allocator in self.store.pages.allocators:
             mine = [page for page in places if page.level == allocator.level]
-            early = [page for row in self.rows for page in row.written_ahead]
-            here = sum(page.level == allocator.level for page in early)
+            ahead = [page for row in self.rows for page in row.written_ahead]
+            here = sum(page.level == allocator.level for page in ahead)
             assert allocator.used == len(mine) + here
             assert allocator.idle == sum(page not in seen for page in mine)
         return places
@@ -304,7 +304,7 @@ class DenseStore:
         assert store.nbytes == total
 
     def read(self, row: Row) -> None:
-        """Compare what `KVStore.read` and `positions` say of one row."""
+        """Compare `KVStore.read` and `positions` of one row."""
         positions = self.store.positions(row)
         for layer in range(len(self.geometries)):
             for found, dense in zip(
@@ -316,13 +316,13 @@ class DenseStore:
 def agree(found: mx.array | np.ndarray, want: np.ndarray, tolerance: float = 1e-6) -> None:
     found = np.asarray(found)
     assert found.shape == want.shape
-    # What is no number is no more than anything.
+    # The comparison is False for NaN.
     assert found.size == 0 or np.abs(found - want).max() <= tolerance
 
 
 @dataclass(eq=False)
 class DenseSequence:
-    """One sequence: its state is a sum and the last two of what it was given."""
+    """One sequence. Its state is the sum of its inputs and the last two of them."""
 
     total: np.ndarray
     """``[3]``."""
@@ -332,7 +332,7 @@ class DenseSequence:
 
 
 class DenseModel:
-    """The twin of a `ModelCache`."""
+    """The model of a `ModelCache`."""
 
     def __init__(self, cache: ModelCache) -> None:
         self.cache = cache
@@ -340,7 +340,7 @@ class DenseModel:
         self.sequences: dict[SequenceRow, DenseSequence] = {}
         self.snapshots: dict[SequenceSnapshot, DenseSequence] = {}
         self.left = 0
-        """Sequences that left since the last pass."""
+        """Sequences freed since the last pass."""
 
     def add(self, sequence: SequenceRow) -> None:
         for store, row in zip(self.stores, sequence.rows, strict=True):
@@ -379,7 +379,7 @@ class DenseModel:
         self.left += 1
 
     def step(self, sequences: list[SequenceRow], inputs: list[np.ndarray]) -> None:
-        """Give each state its tokens, ``[tokens, 4]``."""
+        """Add each sequence's inputs, ``[tokens, 4]``, to its state."""
         self.left = 0
         for sequence, tokens in zip(sequences, inputs, strict=True):
             mine = self.sequences[sequence]
@@ -428,7 +428,7 @@ class DenseModel:
         count = sum(mine.started for mine in self.sequences.values())
         held, odd = divmod(states.nbytes, STATE_BYTES * len(states.parts))
         assert not odd, "padding, or a part of a state"
-        # Who left keeps a place in a block until the next pass.
+        # A removed sequence keeps its place in a block until the next pass.
         assert count <= held <= count + self.left
         for sequence, mine in self.sequences.items():
             self._check_state(mine, states.state_of(sequence))
@@ -443,5 +443,5 @@ class DenseModel:
                 assert last is None
 
     def check_state(self, sequence: SequenceRow) -> None:
-        """Compare what `StateStore.state_of` says."""
+        """Compare the result of `StateStore.state_of`."""
         self._check_state(self.sequences[sequence], self.cache.states.state_of(sequence))

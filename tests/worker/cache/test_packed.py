@@ -1,4 +1,4 @@
-"""Packed pages: what they hold, and products with them against dense ones."""
+"""Packed pages: their content, and products with them compared to dense products."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DENSE = [(Packing(16), shape) for shape in SHAPES]
 
 def pages(shape: tuple[int, int]) -> mx.array:
     mx.random.seed(shape[0] + shape[1])
-    # Channels of different size and offset, as real keys have.
+    # Channels differ in size and offset, like those of real keys.
     scale = mx.linspace(0.3, 2.0, shape[0])[:, None]
     return mx.random.normal((PAGES, HEADS, *shape)) * scale + 0.2
 
 
 def index() -> PageIndex:
-    """Pages 4, 0, 0 of the pool with rows 1, 0, 2 of the operand, head by head."""
+    """Pairs pages 4, 0, 0 of the pool with rows 1, 0, 2 of the operand, for each head."""
     heads = mx.arange(HEADS, dtype=mx.uint32)
     rows, slots = (mx.array(it, mx.uint32)[:, None] for it in ([1, 0, 2], [4, 0, 0]))
     return PageIndex(rows * HEADS + heads, slots * HEADS + heads)
@@ -60,7 +60,7 @@ def test_products_agree_with_dense_ones(product, transpose: bool):
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", BITS[:-1])
-def test_no_element_is_further_off_than_half_a_step(bits: int, group: int):
+def test_errors_are_at_most_half_a_quantization_step(bits: int, group: int):
     dense, packing = pages((64, 256)), Packing(bits, group, per_token=True)
     shown = pk.unpack(pk.pack(dense, packing), packing)
     groups = np.array(dense).reshape(-1, group)
@@ -68,7 +68,7 @@ def test_no_element_is_further_off_than_half_a_step(bits: int, group: int):
 
     assert mx.isfinite(shown).all()
     error = np.abs(np.array(shown).reshape(-1, group) - groups).max(axis=1)
-    # The edge of the larger magnitude is kept exactly, which may cost the other half a step more.
+    # The edge of larger magnitude is exact, which may cost the other edge half a step more.
     assert (error <= steps * 1.01 + 1e-6).all()
     assert (error > steps * 0.1).any(), "nothing was quantized"
 
@@ -81,8 +81,8 @@ def test_empty_storage_has_the_shape_of_packed_pages(packing: Packing, shape: tu
     assert [(it.shape, it.dtype) for it in empty] == [(it.shape, it.dtype) for it in packed]
 
 
-def test_pages_of_no_width_are_no_work():
-    """An empty value side: nothing is quantized, and its product is as empty."""
+def test_pages_of_width_0():
+    """An empty value side is not quantized, and its product is empty."""
     packing = Packing(16, per_token=True)
     packed = pk.pack(mx.zeros((PAGES, HEADS, 64, 0)), packing)
     x = mx.random.normal((3, HEADS, REPEATS, 64))

@@ -11,7 +11,7 @@ from kvd.worker.cache.pages import PageAllocator, PageId
 
 
 class Allocation(RuleBasedStateMachine):
-    """Against a dictionary of holders."""
+    """Compares the allocator with a dictionary of references."""
 
     @initialize(capacity=st.integers(0, 8))
     def start(self, capacity: int) -> None:
@@ -89,7 +89,7 @@ def test_lowest_slots_first() -> None:
     assert [page.slot for page in pages.take(2)] == [0, 3]
 
 
-def test_what_is_held_is_not_cut_off() -> None:
+def test_pages_in_use_are_not_cut_off() -> None:
     pages = PageAllocator(0, 2)
     pages.take(2)
 

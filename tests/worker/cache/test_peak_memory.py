@@ -1,9 +1,9 @@
-"""Peak memory of a pipelined loop, watched through growth, flush, shrink and step-down.
+"""Peak memory of a pipelined loop during growth, flush, shrink and step-down.
 
-Step n+1 is launched before step n is read, as the engine does. Then a write into a pool that is
-still being read would copy the whole pool: what is allowed beyond the steady state is only what is
-reserved for it. Does not cover what a forward pass itself takes: attention's own temporaries are
-measured beforehand, with nothing else going on, and counted as part of the steady state.
+As in the engine, step n+1 is launched before step n is read. A write into a pool that is still
+being read would copy the whole pool. The peak may exceed the steady state only by what is reserved
+for the operation. Does not cover the memory of forward passes: attention's temporaries are measured
+beforehand, and count as part of the steady state.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ WINDOW = Kind(window=512)
 SCRATCH = 12 * MIB
 STATE = StatePart(((1, 1 << 19),), (mx.float32,))
 NOISE = MIB // 2
-"""Index arrays and the like."""
+"""Allowance for index arrays and similar small arrays."""
 
 
 class Loop:
-    """A model of four attention layers, three of full attention and one window.
+    """A model of three layers with full attention and one with a window.
 
-    And as many recurrent ones as ``states`` says, of 2 MiB a sequence each.
+    It also has ``states`` recurrent layers, with 2 MiB per sequence each.
     """
 
     def __init__(self, *, quantized_start: int = 0, states: int = 0) -> None:
@@ -69,7 +69,7 @@ class Loop:
         return self.cache.stores[0]
 
     def fill(self, pages: int) -> SequenceRow:
-        """A row of so many pages in the growing store, put there without a prompt's compute."""
+        """Return a row with ``pages`` pages in the growing store, written without a prefill."""
         sequence = self.cache.new_row()
         for _ in range(0, pages + 1, 16):
             self.prefill(sequence, 16 * 64)
@@ -93,7 +93,7 @@ class Loop:
         return view[0].mean(axis=1, keepdims=True)
 
     def step(self, sequences: list[SequenceRow], batch: int | None = None) -> None:
-        """Launch a step, and only then wait for the one before it."""
+        """Launch a step, then wait for the previous one."""
         if self.cache.needs_flush(sequences):
             self.drain()
             self.cache.flush()
@@ -118,7 +118,7 @@ class Loop:
 
 @dataclass
 class Watch:
-    """Bytes above what was there when the watch began."""
+    """Peak bytes above the memory at the start of the watch."""
 
     start: int = 0
     peak: int = 0
@@ -128,7 +128,7 @@ class Watch:
 @contextmanager
 def watched(loop: Loop) -> Iterator[Watch]:
     loop.drain()
-    gc.collect()  # what earlier tests left in cycles
+    gc.collect()  # free cycles of earlier tests
     mx.clear_cache()
     mx.reset_peak_memory()
     watch = Watch(start=mx.get_active_memory())
@@ -140,7 +140,7 @@ def watched(loop: Loop) -> Iterator[Watch]:
 
 
 def of_steps(loop: Loop, sequences: list[SequenceRow]) -> int:
-    """What pipelined steps take by themselves, when nothing is written, grown or given back."""
+    """Return the peak of pipelined steps without writes, growth or shrinking."""
     loop.step(sequences)
     with watched(loop) as watch:
         for _ in range(8):
@@ -150,7 +150,7 @@ def of_steps(loop: Loop, sequences: list[SequenceRow]) -> int:
 
 
 def share_of_growth(cache: ModelCache) -> int:
-    """What `charge` reserves for the copy of a layer's pool, beyond the pools themselves."""
+    """Return what `charge` reserves for the copy of a layer's pool."""
     return cache.charged_bytes - cache.usage.pages_bytes
 
 
@@ -163,7 +163,8 @@ def test_growth_takes_a_copy_of_one_layers_pool() -> None:
     held = loop.cache.usage.pages_bytes
     capacity = store.pages.allocators[0].capacity
     loop.drain()
-    store.pages.take(0, store.pages.allocators[0].free)  # all that is free; nobody needs them
+    # all free pages, so that the pools must grow
+    store.pages.take(0, store.pages.allocators[0].free)
     with watched(loop) as watch:
         while store.pages.allocators[0].capacity == capacity:
             loop.step(rows)
@@ -188,10 +189,10 @@ def test_flushes_copy_nothing() -> None:
 
     assert steps <= 260
     assert loop.cache.nbytes == held
-    # Pages that await the flush, and dense copies of them where tails are moved up.
+    # Pages that wait for the flush, and dense copies of them where committed tokens are removed.
     waiting = 3 * 3 * 4 * GEOMETRY.dense_bytes(64)
     smallest = min(side for layer in loop.growing.layers for side in layer.pools[0].side_bytes)
-    assert waiting + NOISE < smallest  # so a copy would be seen
+    assert waiting + NOISE < smallest  # so that a copy would be detected
     assert watch.peak <= waiting + alone + NOISE
 
 
@@ -228,7 +229,7 @@ def test_stepping_down_stays_within_the_scratch() -> None:
         StepDown(store, [one.rows[index] for one in rows[:2]], 1, scratch=SCRATCH)
         for index, store in enumerate(loop.cache.stores)
     ]
-    loop.cache.limit_bytes = 0  # no page ahead of need, as where a grant is used up
+    loop.cache.limit_bytes = 0  # no growth ahead of need, as when a grant is used up
     held, used = loop.cache.usage.pages_bytes, loop.cache.usage.pages_used
     peaks = []
     with watched(loop) as watch:
@@ -243,23 +244,23 @@ def test_stepping_down_stays_within_the_scratch() -> None:
                 loop.drain()
                 loop.cache.flush()
 
-    # Rows went on: what they sealed meanwhile is theirs.
-    sealed = (loop.cache.usage.pages_used - used) * loop.growing.pages.charge()
-    assert sealed < 4 * MIB
-    assert max(peaks) <= SCRATCH + sealed + alone + NOISE
+    # Rows continued: the pages that they committed meanwhile count too.
+    committed = (loop.cache.usage.pages_used - used) * loop.growing.pages.charge()
+    assert committed < 4 * MIB
+    assert max(peaks) <= SCRATCH + committed + alone + NOISE
     assert loop.cache.usage.pages_bytes < 0.65 * held
     assert watch.end < -0.35 * held + alone
 
 
 def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> None:
-    """What a step-down holds above what was there, and a chunk's dense copies, are both in it."""
+    """The scratch covers both what a step-down adds and a chunk's dense copies."""
     loop = Loop()
     rows = [loop.fill(150), loop.fill(150)]
     long = loop.fill(60)
     loop.drain()
     loop.cache.flush()
     loop.cache.compact()
-    loop.cache.limit_bytes = 0  # no page ahead of need
+    loop.cache.limit_bytes = 0  # no growth ahead of need
     count, heads = 256, GEOMETRY.kv_heads
     chunk = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
     queries = mx.random.normal((1, heads, count, GEOMETRY.k_dim))
@@ -284,16 +285,16 @@ def test_prefills_between_slices_of_a_step_down_share_the_scratch_with_it() -> N
             loop.cache.end_pass()
             mx.eval(outputs)
             peaks.append(mx.get_peak_memory() - watch.start - mine)
-            loop.cache.finish_prefill()  # pools grow: what a page is charged with covers it
+            loop.cache.finish_prefill()  # pools grow, which the charge of a page covers
 
     assert long.length > 100 * 64
-    # Of four layers, the chunk behind its tail, and its pages that await the flush.
+    # In four layers: the chunk with its tail, and its pages that wait for the flush.
     tails = 4 * (GEOMETRY.dense_bytes(count + 128) + 4 * loop.growing.pages.layer_page_bytes()[0])
     assert max(peaks) <= SCRATCH + tails + NOISE
 
 
-def test_a_group_takes_what_a_single_chunk_may_take() -> None:
-    """Each of its rows brings a tail, and its pages dense for a moment: no more than 5 fit."""
+def test_a_group_stays_within_the_memory_of_a_single_chunk() -> None:
+    """Each row needs memory for its tail and for dense copies of its pages, so only 5 rows fit."""
     loop = Loop()
     chunk, width = 256, 8
     rows = [loop.fill(15) for _ in range(33)]
@@ -336,7 +337,7 @@ def test_rows_that_start_dense_stay_within_what_they_reserved() -> None:
     cache.limit_bytes = sum(
         cache.costs.pages_bytes(one, chunk) + cache.row_bytes for one in lengths
     )
-    # A chunk before it is paged, and 16 pages on their way from one level to another.
+    # A chunk before it is packed, and 16 pages that are being converted.
     moving = 8 * GEOMETRY.dense_bytes(chunk) + 3 * GEOMETRY.dense_bytes(16 * 64)
     with watched(loop) as watch:
         rows = [cache.new_row() for _ in lengths]
@@ -368,7 +369,7 @@ def test_recurrent_states_stay_within_what_rows_are_charged_with(padding: int) -
             loop.step(rows, len(rows) + padding)
     states = 4 * cache.states.charged_row_bytes
     paged = cache.usage.pages_bytes + 4 * GEOMETRY.dense_bytes(192) * cache.tail_slots
-    # Padded arrays of two layers, in and out.
+    # Padded inputs and outputs of two layers.
     inside = 4 * (4 + padding) * STATE.nbytes
 
     assert watch.peak <= states + paged + share_of_growth(cache) + alone + inside + 8 * MIB
@@ -379,7 +380,7 @@ LATENT = LayerGeometry(kv_heads=1, k_dim=256, v_dim=32)
 
 
 class Latent:
-    """A model of three layers that read plain arrays."""
+    """A model whose three layers read plain arrays."""
 
     def __call__(self, tokens: mx.array, cache: list[RectangleKVCache]) -> mx.array:
         x = tokens[:, None, :, None].astype(mx.float32)
@@ -417,7 +418,7 @@ def run_latent(runner: Runner, lengths: list[int], chunk: int) -> list[mx.array]
 
 
 def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
-    """Very unequal rows, of which one alone needs more than the scratch."""
+    """Rows of very different lengths. The longest alone needs more than the scratch."""
     chunk, lengths = 512, [4096] + [512] * 7
     runner = latent_runner(4 * MIB)
     cache = runner.cache
@@ -431,7 +432,7 @@ def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
     start = mx.get_active_memory()
     split = run_latent(runner, lengths, chunk)
     peak = mx.get_peak_memory() - start
-    # Tokens of a chunk of three layers, before they are paged and behind it.
+    # A chunk's tokens in three layers, before and after packing.
     moving = 3 * 3 * LATENT.dense_bytes(chunk)
 
     assert len(cache.rectangles.passes(cache.sequences)) > 1
@@ -445,7 +446,7 @@ def test_rectangles_take_the_scratch_and_what_is_charged() -> None:
 
 
 def test_steps_over_rectangles_do_not_add_up() -> None:
-    """Of short rows all layers fit the scratch at once, but those of many steps do not."""
+    """All layers of a step over short rows fit the scratch, but those of many steps do not."""
     runner = latent_runner(16 * MIB)
     run_latent(runner, [512] * 3, 256)
     cache = runner.cache
@@ -455,7 +456,7 @@ def test_steps_over_rectangles_do_not_add_up() -> None:
     rows = cache.sequences
     assert len(cache.rectangles.passes(rows)) == 1
     found = []
-    for _ in range(8):  # launched, and none of them waited for
+    for _ in range(8):  # all launched before any is read
         found.append(runner.decode(rows, mx.arange(3)))
         mx.async_eval(found[-1], cache.arrays())
     mx.eval(found)
@@ -463,8 +464,8 @@ def test_steps_over_rectangles_do_not_add_up() -> None:
     assert mx.get_peak_memory() - start <= 12 * MIB + NOISE
 
 
-def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flush that does not wait for the step in flight is found out."""
+def test_the_watch_detects_a_copied_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch detects a flush that does not wait for the step in flight."""
     loop = Loop()
     rows = [loop.fill(220), loop.fill(20)]
     alone = of_steps(loop, rows)
@@ -473,7 +474,7 @@ def test_the_watch_sees_a_pool_that_is_copied(monkeypatch: pytest.MonkeyPatch) -
     put = LayerStore.put
 
     def undrained(layer: LayerStore, writing: FlushWrites) -> None:
-        # Somebody reads the pool while it is written.
+        # A step reads the pool while it is written.
         held[:] = [array[:, :1] for array in layer.pools[0].arrays()]
         put(layer, writing)
 

@@ -1,4 +1,4 @@
-"""Pools: bytes to the last one, contents through every scheme, and head sizes of all kinds."""
+"""Pools: exact bytes, contents under every scheme, and all kinds of head sizes."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_page_bytes_are_those_of_the_arrays(k_dim: int, v_dim: int, dtype: mx.Dt
 
 
 @pytest.mark.parametrize(("k_dim", "v_dim"), DIMS)
-def test_pages_come_back_as_their_bits_allow(k_dim: int, v_dim: int):
-    """The error of each side shrinks with its own bits, in every orientation."""
+def test_pages_read_back_within_the_error_of_their_bits(k_dim: int, v_dim: int):
+    """The error of each side depends on its own bits, in every orientation."""
     geometry = LayerGeometry(2, k_dim, v_dim)
     keys, values = random(geometry, 3)
     for k_group, v_group in GROUPS:
@@ -82,7 +82,7 @@ def test_pages_come_back_as_their_bits_allow(k_dim: int, v_dim: int):
         assert v_dim or errors[0][1] == 0.0
 
 
-def test_smaller_groups_lose_less():
+def test_smaller_groups_have_smaller_errors():
     geometry = LayerGeometry(2, 128, 128)
     values = random(geometry, 3)[1]
     errors = [
@@ -100,8 +100,8 @@ def test_converting_touches_only_what_changes():
     for target, kept in (
         (Scheme(8, 4), (True, False)),
         (Scheme(4, 8), (False, True)),
-        (Scheme(8, 8, 64, 32), (True, False)),  # the same bits in other groups, per token now
-        (Scheme(8, 8, 64, 128), (True, True)),  # 96 is no multiple: per channel, groups of 64
+        (Scheme(8, 8, 64, 32), (True, False)),  # the same bits in other groups, now per token
+        (Scheme(8, 8, 64, 128), (True, True)),  # per channel, since 96 is not a multiple of 128
     ):
         pool = PagePool(geometry, target, mx.float32)
         converted = source.converted(mx.arange(3), pool)
@@ -127,7 +127,7 @@ def test_an_orientation_is_part_of_the_packing():
 
 
 def test_an_empty_value_side_is_never_quantized(monkeypatch: pytest.MonkeyPatch):
-    """It costs 0 bytes, through write, read, growth, conversion and cut."""
+    """It costs 0 bytes in writes, reads, growth, conversion and cuts."""
     geometry = LayerGeometry(1, 64, 0)
     shapes: list[tuple[int, ...]] = []
     quantize = mx.quantize

@@ -21,7 +21,9 @@ def full(bench: Bench) -> list[PageId]:
     return bench.store.pages.take(0, bench.store.pages.allocators[0].free)
 
 
-def test_one_piece_a_step_and_no_flush_has_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pools_grow_one_piece_per_step_and_no_flush_has_to_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench()
     rows = [bench.new(300), bench.new(70)]
     taken = full(bench)
@@ -49,7 +51,7 @@ def test_one_piece_a_step_and_no_flush_has_to_grow(monkeypatch: pytest.MonkeyPat
     assert max(copies) == 1
 
 
-def test_what_is_to_come_is_charged_at_once_and_bounded_by_what_is_spare() -> None:
+def test_the_goal_of_growth_is_charged_at_once_and_stays_within_the_spare_bytes() -> None:
     bench = Bench()
     bench.new(300)
     full(bench)
@@ -67,7 +69,7 @@ def test_what_is_to_come_is_charged_at_once_and_bounded_by_what_is_spare() -> No
     assert not lacks_room(store)
 
 
-def test_compacting_amidst_growth_leaves_nothing_behind() -> None:
+def test_compacting_during_growth_leaves_nothing_behind() -> None:
     bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
     row = bench.new(300)
     held = full(bench)
@@ -80,7 +82,7 @@ def test_compacting_amidst_growth_leaves_nothing_behind() -> None:
     bench.store.check()
 
 
-def test_lower_levels_are_charged_to_what_the_top_keeps() -> None:
+def test_lower_levels_reduce_the_room_that_the_top_level_keeps() -> None:
     bench = Bench(scheme=[Scheme(8, 8), Scheme(4, 4)])
     row = bench.new(1000)
     store = bench.store

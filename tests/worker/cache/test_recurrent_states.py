@@ -1,4 +1,4 @@
-"""Recurrent states by name: any hashable object, equal ones being the same."""
+"""Recurrent states, by name: any hashable object. Equal names mean the same sequence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def states_of(*names: Hashable) -> StateStore:
 
 
 def named(number: int) -> tuple[str, int]:
-    return ("row", number)  # equal, and never the same object
+    return ("row", number)  # equal, but never the same object
 
 
 def test_a_removed_sequence_does_not_come_back() -> None:
@@ -51,16 +51,16 @@ def test_a_removed_sequence_does_not_come_back() -> None:
     assert states.nbytes == 2 * states.row_bytes
 
 
-def test_none_is_a_name_as_good_as_any() -> None:
+def test_none_is_a_valid_name() -> None:
     states = states_of(None, 0, "")
     step(states, [None, 0, ""], [1.0, 2.0, 3.0])
     states.remove(0)
-    step(states, [None], [1.0])  # a prefill of one that stood in the batch
+    step(states, [None], [1.0])  # prefill a sequence that was in the batch
 
     assert (total(states, None), total(states, "")) == (2.0, 3.0)
 
 
-def test_a_frozen_state_keeps_no_batch_alive() -> None:
+def test_a_snapshot_keeps_no_batch_alive() -> None:
     part = StatePart(((1, 8192),), (mx.float32,))
     states = StateStore([part])
     for name in range(64):
@@ -79,7 +79,7 @@ def test_a_frozen_state_keeps_no_batch_alive() -> None:
     assert 0 < before - mx.get_active_memory() < 2 * part.nbytes
 
 
-def test_twins_go_apart() -> None:
+def test_restored_sequences_are_independent() -> None:
     states = states_of("one", "other")
     step(states, ["one", "other"], [1.0, 2.0])
     states.restore("twin", states.snapshot("other"))
@@ -111,7 +111,7 @@ def test_any_groups_of_sequences_may_share_passes() -> None:
     assert [total(states, name) for name in range(6)] == wanted
 
 
-def test_who_left_keeps_no_place_beyond_the_next_pass() -> None:
+def test_a_removed_sequence_loses_its_place_with_the_next_pass() -> None:
     states = states_of(*range(8))
     step(states, list(range(7)), [1.0] * 7)
     for name in range(1, 7):
@@ -125,7 +125,7 @@ def test_who_left_keeps_no_place_beyond_the_next_pass() -> None:
 
 @pytest.mark.parametrize("padding", [0, 3, 12])
 def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int) -> None:
-    """Through joins and leaves, padded or not; what is kept is the rows' own."""
+    """With sequences that join and leave, padded or not. Only the rows' own states stay."""
     part = StatePart(((1, 1 << 16), (1, 3, 1 << 14)), (mx.float32, mx.float32))
     states = StateStore([part] * 12)
     mx.clear_cache()
@@ -141,7 +141,7 @@ def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int
             x = outputs[-1] if outputs else mx.ones((batch, 1))
             total = x if total is None else total * 0.5 + x
             before = mx.zeros((batch, 3, 1 << 14)) if last is None else last
-            # As models do: the newest of a longer piece.
+            # As in models: the newest tokens of a longer array.
             last = mx.concatenate([before, mx.ones((batch, 4, 1 << 14))], axis=1)[:, -3:]
             cache.cache = [mx.broadcast_to(total, (batch, 1 << 16)) + 0, last]
             outputs.append(cache.cache[0].mean(axis=1, keepdims=True))
@@ -166,7 +166,7 @@ def test_a_pipelined_loop_stays_within_what_states_are_charged_with(padding: int
     mx.eval(flight, states.arrays())
     peak = mx.get_peak_memory() - start
     mx.clear_cache()
-    # Inside a step, of two layers, padded arrays and the longer pieces that are cut.
+    # Inside a step, in two layers: padded arrays, and the longer arrays that are cut.
     inside = 2 * (most + padding) * 3 * part.nbytes
 
     assert mx.get_active_memory() - start <= states.nbytes + (1 << 16)

@@ -1,4 +1,4 @@
-"""Schemes and the bytes they cost, without tensors."""
+"""Schemes and the bytes of pages, without arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ schemes = st.builds(
 def test_names_are_read_back(scheme: Scheme, k_group: int, v_group: int) -> None:
     assert Scheme.parse(scheme.name) == scheme
     assert Scheme.parse(f" {scheme.name.upper()} ") == scheme
-    if "g" in scheme.name:  # what a name says holds wherever it stands
+    if "g" in scheme.name:  # an explicit group in a name overrides the default
         assert Scheme.parse(scheme.name, k_group, v_group) == scheme
 
 
@@ -52,7 +52,7 @@ def test_names(scheme: Scheme, name: str) -> None:
     assert scheme.name == name
 
 
-def test_names_without_a_group_take_the_one_around_them() -> None:
+def test_names_without_a_group_get_the_default_group() -> None:
     assert Scheme.parse("k4v4", 32) == Scheme(4, 4, 32, 32)
     assert Scheme.parse("k4v4", 32, 128) == Scheme(4, 4, 32, 128)
     assert Scheme.parse("k4v4g64", 32, 128) == Scheme(4, 4, 64, 64)
@@ -79,7 +79,7 @@ def test_parse_refuses(text: str, says: str) -> None:
     assert says in str(caught.value)
 
 
-def test_what_is_not_quantized_has_no_group() -> None:
+def test_16_bits_have_no_group() -> None:
     assert Scheme(16, 16, 32, 128) == Scheme(16, 16)
     assert len({Scheme(16, 4, 32), Scheme(16, 4, 64)}) == 1
 
@@ -93,7 +93,7 @@ def test_below_is_an_order(one: Scheme, other: Scheme) -> None:
         assert geometry.page_bytes(one) < geometry.page_bytes(other)
 
 
-def test_below_gains_on_no_side() -> None:
+def test_a_lower_scheme_has_more_bits_on_no_side() -> None:
     assert Scheme(4, 4).is_below(Scheme(8, 4))
     assert Scheme(8, 4).is_below(Scheme(8, 8))
     assert Scheme(4, 4, 64, 128).is_below(Scheme(4, 4))
@@ -102,7 +102,7 @@ def test_below_gains_on_no_side() -> None:
 
 
 @given(schemes, schemes)
-def test_a_floor_lifts_each_side(scheme: Scheme, floor: Scheme) -> None:
+def test_a_floor_raises_each_side(scheme: Scheme, floor: Scheme) -> None:
     lifted = scheme.at_least(floor)
 
     assert lifted.costs == tuple(map(max, scheme.costs, floor.costs))
@@ -116,7 +116,7 @@ def test_floors() -> None:
     assert Scheme(4, 4, 64, 128).at_least(Scheme(4, 2, 32, 32)) == Scheme(4, 4, 32, 128)
 
 
-def test_full_pages_keeps_64_to_127_dense() -> None:
+def test_full_pages_leaves_64_to_127_tokens_dense() -> None:
     assert [full_pages(n) for n in (0, 1, 63, 64, 127, 128, 191, 192)] == [0, 0, 0, 0, 0, 1, 1, 2]
     for length in range(64, 5000):
         assert 64 <= length - 64 * full_pages(length) <= 127
@@ -136,12 +136,12 @@ def test_full_pages_keeps_64_to_127_dense() -> None:
         (0, 64, Packing(16, per_token=True)),
     ],
 )
-def test_values_go_per_token_where_groups_fit(dim: int, group: int, packing: Packing) -> None:
+def test_values_are_packed_per_token_if_groups_fit(dim: int, group: int, packing: Packing) -> None:
     assert LayerGeometry(1, 64, dim).values(Scheme(8, 4, 64, group)) == packing
 
 
 def test_affine_bytes_per_element() -> None:
-    """Two scales of 16 bits for a group, so 1/16 byte for each element of 64 on top of the bits."""
+    """A scale and a bias of 16 bits per group of 64 add 1/16 byte per element."""
     geometry = LayerGeometry(kv_heads=8, k_dim=128, v_dim=128, itemsize=2)
     elements = 8 * 64 * 256
 
@@ -188,16 +188,14 @@ def test_an_empty_side_costs_nothing() -> None:
         ),
     ],
 )
-def test_a_ladder_is_what_lies_below_the_start(spec: KVSpec, names: str) -> None:
+def test_schemes_of_a_spec_start_with_its_scheme(spec: KVSpec, names: str) -> None:
     assert [scheme.name for scheme in schemes_of(spec)] == names.split()
 
 
 @given(
     st.sampled_from(BITS), st.sampled_from(BITS), st.sampled_from([32, 64]), st.sampled_from([2, 4])
 )
-def test_every_step_down_gives_bytes_back(
-    k_bits: int, v_bits: int, group: int, itemsize: int
-) -> None:
+def test_every_step_down_frees_bytes(k_bits: int, v_bits: int, group: int, itemsize: int) -> None:
     schemes = schemes_of(KVSpec(k_bits, v_bits, group_size=group))  # type: ignore[arg-type]
     geometry = LayerGeometry(2, 64, 64, itemsize)
     sizes = [geometry.page_bytes(scheme) for scheme in schemes]
@@ -222,7 +220,9 @@ def test_floors_by_layer() -> None:
         ({2: "k8v8", -1: "k4v4"}, "names layer -1 twice"),
     ],
 )
-def test_floors_that_the_model_cannot_have(floors: dict[int, str], says: str) -> None:
+def test_floors_for_missing_or_repeated_layers_are_refused(
+    floors: dict[int, str], says: str
+) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
         floors_of(KVSpec(floors=floors), 3)
     assert caught.value.detail == {"field": "kv.floors"}

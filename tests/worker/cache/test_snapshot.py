@@ -1,4 +1,4 @@
-"""Frozen sequences of real models: what is thawed goes on to the bit as if nothing had happened."""
+"""Snapshots of real models: restored sequences continue bit for bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prefill(runner: Runner, row: Row, tokens: list[int]) -> None:
 
 
 def decode(runner: Runner, rows: list[Row], tokens: list[int]) -> list[np.ndarray]:
-    """Give all rows the same tokens; return each one's logits, ``[tokens, vocab]``."""
+    """Feed all rows the same tokens. Returns the logits of each, ``[tokens, vocab]``."""
     found = []
     for token in tokens:
         if runner.cache.needs_flush(rows):
@@ -64,7 +64,7 @@ def decode(runner: Runner, rows: list[Row], tokens: list[int]) -> list[np.ndarra
 
 
 def disturb(runner: Runner) -> None:
-    """Let others come, write where there is room, leave NaN behind and make all pages move."""
+    """Run other sequences that fill free pages, leave NaN in tails, and make all pages move."""
     cache = runner.cache
     for seed in (5, 6):
         other = cache.new_row()
@@ -81,14 +81,14 @@ def disturb(runner: Runner) -> None:
 
 
 def together(runner: Runner) -> bool:
-    """Whether rows that share a pass compute the same to the bit: in padded batches of pages."""
+    """Return whether rows that share a pass compute the same bits: in padded batches of pages."""
     cache = runner.cache
     paged = isinstance(cache, ModelCache) and cache.batched and bool(cache.stores)
     return paged and all(access is Access.PAGES for access in cache.access.values())
 
 
 def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
-    """Freeze a sequence so old, let it run on, and compare with what is thawed later."""
+    """Take a snapshot at ``length``, continue, and compare with the sequence restored later."""
     cache = runner.cache
     below = cache.new_row()
     prefill(runner, below, ids(200, 9))
@@ -99,11 +99,11 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
     cache.flush()
     snapshot = cache.snapshots.take(row)
     cache.check()
-    chunk, more = ids(100, 3), ids(34, 4)  # a page is sealed on the way
+    chunk, more = ids(100, 3), ids(34, 4)  # this commits a page
     prefill(runner, row, chunk)
     (want,) = decode(runner, [row], more)
     cache.free(row)
-    cache.free(below)  # so that compacting moves what is frozen
+    cache.free(below)  # so that compacting moves the snapshot's pages
     disturb(runner)
     twins = [cache.restore(snapshot) for _ in range(2)]
     for twin in twins:
@@ -139,7 +139,7 @@ def served(request: pytest.FixtureRequest) -> tuple[str, Any, Runner]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "decoded"), [(256, 0), (150, 37)])
-def test_every_kind_of_cache_goes_on_to_the_bit(
+def test_every_kind_of_cache_continues_bit_for_bit(
     served: tuple[str, Any, Runner], prompt: int, decoded: int
 ) -> None:
     name, _, runner = served
@@ -149,15 +149,15 @@ def test_every_kind_of_cache_goes_on_to_the_bit(
 
 @pytest.mark.parametrize("how", ["dense at first", "bounded"])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
-def test_every_setting_goes_on_to_the_bit(name: str, how: str) -> None:
+def test_every_setting_continues_bit_for_bit(name: str, how: str) -> None:
     model, _ = build(name)
     cache = ModelCache(probe.find_layout(model), SETTINGS[how])
     for prompt, decoded in ((128, 3), (448, 0)):
         goes_on(Runner(model, cache), prompt, decoded)
 
 
-def test_who_leaves_the_dense_start_takes_nobody_along() -> None:
-    """Rows that share dense pages leave them each at its own length."""
+def test_a_row_leaves_the_dense_start_without_the_rows_that_share_its_pages() -> None:
+    """Rows that share dense pages quantize them at their own lengths."""
     model, _ = build("qwen3")
 
     def runner() -> Runner:
@@ -184,7 +184,7 @@ def test_who_leaves_the_dense_start_takes_nobody_along() -> None:
     cache.check()
 
 
-def test_a_step_down_takes_frozen_rows_along() -> None:
+def test_a_step_down_converts_the_pages_of_snapshots() -> None:
     model, _ = build("gpt_oss")
     cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
     runner = Runner(model, cache)
@@ -205,7 +205,7 @@ def test_a_step_down_takes_frozen_rows_along() -> None:
     assert cache.usage.used_bytes == 0
 
 
-def test_a_parked_sequence_can_be_stepped_down() -> None:
+def test_a_preempted_sequence_can_be_stepped_down() -> None:
     model, _ = build("qwen3")
     cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
     runner = Runner(model, cache)
@@ -223,7 +223,7 @@ def test_a_parked_sequence_can_be_stepped_down() -> None:
     cache.check()
 
 
-def test_only_what_lives_in_a_tail_is_copied() -> None:
+def test_only_tails_are_copied() -> None:
     bench = Bench(layers=2)
     row = bench.new(200).row
     snapshot = bench.store.snapshots.take(row)
@@ -238,7 +238,7 @@ def test_only_what_lives_in_a_tail_is_copied() -> None:
     assert bench.store.pages.idle_charge == bench.store.pages.used_bytes == 0
 
 
-def test_what_was_written_early_is_not_frozen() -> None:
+def test_a_snapshot_has_no_page_written_ahead() -> None:
     bench = Bench(layers=1)
     row = bench.new(100)
     bench.drain()
@@ -250,7 +250,7 @@ def test_what_was_written_early_is_not_frozen() -> None:
     bench.store.check()
 
 
-def test_a_frozen_row_is_dropped_once() -> None:
+def test_a_snapshot_is_dropped_once() -> None:
     bench = Bench(layers=1)
     snapshot = bench.store.snapshots.take(bench.new(70).row)
     bench.store.snapshots.drop(snapshot)
@@ -261,7 +261,7 @@ def test_a_frozen_row_is_dropped_once() -> None:
         bench.store.restore(snapshot)
 
 
-def test_where_memory_is_short_nothing_is_kept_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_fails_in_one_store_stays_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = build("gpt_oss")
     cache = ModelCache(probe.find_layout(model), SETTINGS["plain"])
     runner = Runner(model, cache)

@@ -1,4 +1,4 @@
-"""Frozen sequences that were written and read go on to the bit, whatever their kind of cache."""
+"""Snapshots that are written and read continue bit for bit, for every kind of cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.worker.cache.test_snapshot import SETTINGS, decode, disturb, ids, pre
 pytestmark = pytest.mark.mlx
 
 KINDS = ["baichuan_m1", "qwen3_next"]
-"""Windows, full attention and states; full attention and gated delta nets."""
+"""Models with windows, full attention and states, and with gated delta nets."""
 
 
 def alone(name: str, how: str = "plain") -> Runner:
@@ -32,7 +32,7 @@ def take(loader: SnapshotReader, between=lambda: None) -> None:
 
 
 def both_go_on(runner: Runner, rows: list[Row]) -> None:
-    """Write two rows that share a beginning, let pages move, read them, and compare."""
+    """Write two rows that share a beginning, move pages, read the rows, and compare."""
     cache = runner.cache
     cache.flush()
     snapshot = [cache.snapshots.take(row) for row in rows]
@@ -44,7 +44,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
     saver = SnapshotWriter(cache, snapshot)
     stream = saver.records()
     records = [next(stream) for _ in range(3)]
-    disturb(runner)  # what is not written yet has moved
+    disturb(runner)  # pages that are not written yet have moved
     records += stream
     content = sum(map(len, records[1:]))
     assert content == saver.nbytes
@@ -68,7 +68,7 @@ def both_go_on(runner: Runner, rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_cache_comes_back(name: str) -> None:
+def test_every_kind_of_cache_is_read_back(name: str) -> None:
     runner = alone(name)
     row = runner.cache.new_row()
     prefill(runner, row, ids(150))
@@ -82,7 +82,7 @@ def test_every_kind_of_cache_comes_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dense at first", "bounded"])
-def test_every_setting_comes_back(how: str) -> None:
+def test_every_setting_is_read_back(how: str) -> None:
     runner = alone("gpt_oss", how)
     rows = [runner.cache.new_row() for _ in range(2)]
     for seed, row in enumerate(rows):
@@ -92,8 +92,8 @@ def test_every_setting_comes_back(how: str) -> None:
 
 
 @pytest.mark.parametrize("length", [199, 200])
-def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
-    """It has left it when it is frozen, so no flush of others converts what is not there yet."""
+def test_a_row_about_to_leave_the_dense_start_is_read_back(length: int) -> None:
+    """A snapshot leaves the dense start, so no later flush converts pages without content."""
     runner = alone("qwen3", "dense at first")
     cache = runner.cache
     (start,) = {store.quantized_start for store in cache.stores}
@@ -117,7 +117,7 @@ def test_who_is_about_to_leave_the_dense_start_comes_back(length: int) -> None:
     np.testing.assert_array_equal(decode(runner, loader.sequences, ids(10, 8))[0], want)
 
 
-def test_pages_on_two_levels_come_back_on_theirs() -> None:
+def test_pages_are_read_back_on_their_levels() -> None:
     runner = alone("qwen3")
     row = runner.cache.new_row()
     prefill(runner, row, ids(256))
@@ -138,7 +138,7 @@ def damaged(records: list[bytes]) -> Iterator[list[bytes]]:
     yield [*records[:-1], records[-1] + b"1234"]
 
 
-def test_what_is_not_whole_is_damaged_and_leaves_nothing() -> None:
+def test_incomplete_records_are_refused_and_leave_nothing() -> None:
     runner = alone("qwen3")
     cache = runner.cache
     row = cache.new_row()

@@ -1,4 +1,4 @@
-"""Splits: each page of each row in one of them, whoever shares the batch."""
+"""Splits: every page is in exactly one, and a row's splits ignore the rest of the batch."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def most_splits(pages: int) -> int:
 
 
 def splits_of(pages: list[int]) -> tuple[Splits, list[list[list[int]]]]:
-    """The splits of rows with so many pages, and what each row's are."""
+    """Return the splits of rows with these numbers of pages, and those of each row."""
     splits = Splits.of(np.cumsum(pages).tolist())
-    told = np.array(splits.array).tolist()
+    entries = np.array(splits.array).tolist()
     firsts = (0, *splits.ends)
-    return splits, [told[first:end] for first, end in zip(firsts, splits.ends, strict=False)]
+    return splits, [entries[first:end] for first, end in zip(firsts, splits.ends, strict=False)]
 
 
 @given(counts)
-def test_each_page_is_in_one_split_in_order_and_the_tail_comes_last(pages: list[int]) -> None:
+def test_each_page_is_in_one_split_in_order_and_the_tail_is_last(pages: list[int]) -> None:
     splits, rows = splits_of(pages)
     first = 0
     for row, (count, mine) in enumerate(zip(pages, rows, strict=True)):
@@ -56,7 +56,7 @@ def test_each_page_is_in_one_split_in_order_and_the_tail_comes_last(pages: list[
 
 
 @given(counts, st.integers(0, 8))
-def test_a_rows_splits_do_not_depend_on_the_others(pages: list[int], which: int) -> None:
+def test_a_rows_splits_do_not_depend_on_other_rows(pages: list[int], which: int) -> None:
     which %= len(pages)
     _, together = splits_of(pages)
     _, alone = splits_of([pages[which]])
@@ -74,7 +74,7 @@ def test_long_rows_have_large_splits() -> None:
     assert set(sizes) == {4, 8, 16, 32, 64}
     assert split_pages(WANTED * LEAST) == LEAST
     assert split_pages(WANTED * LEAST + 1) == 2 * LEAST
-    # What is reserved for a row up to some length is enough for shorter ones too.
+    # A reservation for a row up to some length covers shorter rows too.
     needed = [len(splits_of([pages])[1][0]) for pages in range(0, 5000, 7)]
     assert all(
         max(needed[: at + 1]) <= most_splits(pages) for at, pages in enumerate(range(0, 5000, 7))
@@ -82,7 +82,7 @@ def test_long_rows_have_large_splits() -> None:
 
 
 @given(st.integers(0, 100_000))
-def test_what_is_reserved_for_a_row_covers_its_splits(pages: int) -> None:
+def test_the_reservation_of_a_row_covers_its_splits(pages: int) -> None:
     assert (
         most_splits(pages)
         <= memory_bounds.ROW_SPLITS + PAGE_TOKENS * pages // memory_bounds.SPLIT_TOKENS
@@ -90,18 +90,18 @@ def test_what_is_reserved_for_a_row_covers_its_splits(pages: int) -> None:
     assert memory_bounds.SPLIT_TOKENS == MOST * PAGE_TOKENS
 
 
-def test_padding_is_nobodys_and_made_once() -> None:
+def test_padding_belongs_to_no_row_and_is_made_once() -> None:
     splits, _ = splits_of([9, 0, 130])
     padded = splits.padded(40)
 
     assert padded is splits.padded(40)
     assert splits.padded(3) is splits
     assert padded.ends == splits.ends
-    told = np.array(padded.array)
-    assert told.shape == (40, 4)
-    assert told.dtype == np.int32
-    assert (told[: splits.count] == np.array(splits.array)).all()
-    assert (told[splits.count :, 0] == PADDING).all()
+    entries = np.array(padded.array)
+    assert entries.shape == (40, 4)
+    assert entries.dtype == np.int32
+    assert (entries[: splits.count] == np.array(splits.array)).all()
+    assert (entries[splits.count :, 0] == PADDING).all()
 
 
 @given(
@@ -116,11 +116,11 @@ def test_padding_is_nobodys_and_made_once() -> None:
     )
 )
 def test_a_list_has_all_pages_with_their_positions(
-    told: list[tuple[list[tuple[int, int]], int, int]],
+    rows: list[tuple[list[tuple[int, int]], int, int]],
 ) -> None:
     rows = [
         Row(0, pages=[PageId(*page) for page in pages], anchored=anchored, skipped=skipped)
-        for pages, anchored, skipped in told
+        for pages, anchored, skipped in rows
     ]
     listed = PageList.of(rows)
     pages = [(page, row.start(at)) for row in rows for at, page in enumerate(row.pages)]
@@ -136,8 +136,10 @@ def test_a_list_has_all_pages_with_their_positions(
     assert np.array(listed.padded(100).array)[len(pages) :].sum() == 0
 
 
-def test_heads_are_known_by_other_names_too() -> None:
-    told = {"num_attention_heads": 12, "hidden_size": 768, "num_hidden_layers": 12}
+def test_the_number_of_heads_has_other_names_too() -> None:
+    config = {"num_attention_heads": 12, "hidden_size": 768, "num_hidden_layers": 12}
     other = {"n_head": 12, "n_embd": 768, "num_hidden_layers": 12}
 
-    assert memory_bounds.parts_bytes(other, 4, 1000) == memory_bounds.parts_bytes(told, 4, 1000) > 0
+    assert (
+        memory_bounds.parts_bytes(other, 4, 1000) == memory_bounds.parts_bytes(config, 4, 1000) > 0
+    )

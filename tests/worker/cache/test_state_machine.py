@@ -1,9 +1,9 @@
-"""Ten thousand steps of a model's whole cache, in any order, beside a list of dense rows.
+"""Ten thousand random operations on a model's whole cache, compared with dense rows.
 
-After every step contents, lengths, levels, reference counts, bytes and states agree with
-`tests.worker.cache.model`; in some, attention over the pages or the rectangles is compared with attention
-over dense keys and values. In CI the steps are the same every time; ``KVD_STATE_STEPS=100000`` runs
-other ones, and more.
+After every operation, contents, lengths, levels, reference counts, bytes and states agree with
+`tests.worker.cache.model`. Some also compare attention over pages or rectangles with attention over
+dense keys and values. In CI the operations are the same every time; ``KVD_STATE_STEPS=100000`` runs
+different ones, and more.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ CI_STEPS = 10_000
 STEPS = int(os.environ.get("KVD_STATE_STEPS", CI_STEPS))
 EXAMPLES_A_ROUND = 15
 STEPS_AN_EXAMPLE = 40
-"""The start of an example among them."""
+"""Including the start of the example."""
 SCALE = 0.3
 FAILURES = st.sampled_from([None, None, 0, 0, 1])
-"""Which write or copy of each piece of a step down fails."""
+"""Index of the write or copy that fails in each piece of a step-down."""
 MOST_ROWS = 5
-MOST_FROZEN = 4
+MOST_SNAPSHOTS = 4
 MOST_TOKENS = 900
 
 WINDOW, SINKS, CHUNKS = Kind(window=100), Kind(window=150, keep=20), Kind(chunk=128)
@@ -73,7 +73,7 @@ def attention(kind: Kind, heads: int, k_dim: int, v_dim: int) -> AttentionPart:
 
 @dataclass(frozen=True)
 class World:
-    """A model's cache, and how it is used."""
+    """A model's cache, and how the model uses it."""
 
     parts: tuple[tuple[AttentionPart | StatePart, ...], ...]
     settings: CacheSettings
@@ -141,7 +141,7 @@ WORLDS = {
 
 @dataclass
 class Down:
-    """A step down that is under way in one store."""
+    """A step-down that is under way in one store."""
 
     work: StepDown
     dense: DenseStore
@@ -149,7 +149,7 @@ class Down:
 
 
 class Machine(RuleBasedStateMachine):
-    """One cache and its twin."""
+    """A cache and the model that it is compared with."""
 
     world: World
     seen: Counter[str]
@@ -161,11 +161,11 @@ class Machine(RuleBasedStateMachine):
         self.twin = DenseModel(self.cache)
         self.downs: list[Down] = []
         self.news = 0
-        """Steps since somebody kept house: else most of all steps would do nothing."""
+        """Operations since the last housekeeping one, which would often do nothing."""
         self.where = self._where()
 
     def _where(self) -> list[tuple[int, int] | None]:
-        """For each part: its store, and its layer there; None is a state."""
+        """Return the store and layer of each part, or None for a state."""
         kinds, taken = self.cache.layout.kinds, Counter()
         where: list[tuple[int, int] | None] = []
         for parts in self.world.parts:
@@ -177,21 +177,21 @@ class Machine(RuleBasedStateMachine):
                 taken[part.kind] += 1
         return where
 
-    # Choosing. Few draws: an example's choices have to fit hypothesis's buffer.
+    # Choices. Few draws: an example's choices must fit hypothesis's buffer.
 
     @property
     def sequences(self) -> list[SequenceRow]:
         return self.cache.sequences
 
     def _some(self, choice: int) -> list[SequenceRow]:
-        """Some sequences, at least one, in any order."""
+        """Return some sequences, at least one, in any order."""
         order = np.random.default_rng(choice).permutation(len(self.sequences))
         return [self.sequences[index] for index in order[: 1 + choice % len(order)]]
 
     def _one(self, choice: int) -> SequenceRow:
         return self.sequences[choice % len(self.sequences)]
 
-    # What a model does with its cache.
+    # Forward passes.
 
     def _views(self, sequences: list[SequenceRow]) -> list[Any]:
         flat: list[Any] = []
@@ -208,9 +208,9 @@ class Machine(RuleBasedStateMachine):
         look: bool,
         counts: list[int] | None = None,
     ) -> None:
-        """Run the model over ``count`` new tokens of each sequence; tell the twin.
+        """Run the model over ``count`` new tokens of each sequence, and update the dense model.
 
-        ``counts``: how many of them are a sequence's own, in front of padding; all unless told.
+        ``counts``: each sequence's own tokens, which padding follows. The default is all.
         """
         counts = counts or [count] * len(sequences)
         prefill = bool(self.cache._prefilling)
@@ -233,7 +233,7 @@ class Machine(RuleBasedStateMachine):
         self.cache.end_pass()
         mx.eval([one.output for one in outputs])
         if prefill:
-            # A chunk sees its own tokens as they are, before any of them is quantized.
+            # A chunk sees its own tokens before any of them is quantized.
             self._check_outputs(sequences, outputs, news, counts)
         for store, layers in news.items():
             for index, sequence in enumerate(sequences):
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
         news: dict[int, list[tuple[np.ndarray, np.ndarray]]] | None,
         counts: list[int],
     ) -> None:
-        """Compare with dense attention, over the twin's tokens and those of ``news`` behind."""
+        """Compare with dense attention over the model's tokens, followed by those of ``news``."""
         for one in outputs:
             store = self.twin.stores[one.store]
             for index, sequence in enumerate(sequences):
@@ -281,7 +281,7 @@ class Machine(RuleBasedStateMachine):
         self.cache.flush()
         self.twin.flush()
 
-    # The steps.
+    # Operations.
 
     @precondition(lambda self: len(self.sequences) < MOST_ROWS)
     @rule(length=st.sampled_from([0, 1, 63, 64, 65, 127, 128, 190, 300, 520]))
@@ -319,7 +319,7 @@ class Machine(RuleBasedStateMachine):
         padding=st.integers(0, 2),
     )
     def prefill_together(self, choice: int, count: int, less: int, padding: int) -> None:
-        """Some rows in one pass, every second of them with fewer tokens."""
+        """Prefill some rows in one pass, every second of them with fewer tokens."""
         fitting = [one for one in self._some(choice) if one.length + count <= MOST_TOKENS]
         if not fitting:
             return
@@ -340,7 +340,7 @@ class Machine(RuleBasedStateMachine):
         look=st.booleans(),
     )
     def decode(self, choice: int, count: int, padding: int, look: bool) -> None:
-        """Let some sequences step together, in another order and company than before."""
+        """Decode some sequences together, in any order."""
         self._decodes(self._some(choice), count, padding, look=look)
 
     @precondition(lambda self: self.sequences)
@@ -359,7 +359,7 @@ class Machine(RuleBasedStateMachine):
 
     def _decode(self, chosen: list[SequenceRow], padding: int, *, look: bool) -> None:
         if self.world.rectangles:
-            padding = 0  # they are not padded: their shape changes with the rows anyway
+            padding = 0  # the shape of rectangles changes with the rows anyway
         for together in [chosen] if self.world.batched else [[one] for one in chosen]:
             batch = len(together) + padding
             self.cache.begin_decode(together, batch)
@@ -368,7 +368,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(choice=st.integers(0, 99), count=st.sampled_from([0, 1, 5, 63, 64, 65, 130, 200]))
     def trim(self, choice: int, count: int) -> None:
-        """Take tokens back, of all kinds; states are not asked to."""
+        """Remove tokens in all stores. States cannot remove tokens."""
         sequence = self._one(choice)
         self._drain()
         if self._can_trim(sequence, count):
@@ -388,8 +388,8 @@ class Machine(RuleBasedStateMachine):
                 assert length >= 0
                 assert store.can_trim(row, count)
             else:
-                # Where all that is left are pages that never fall out it may say no; and at the
-                # start of a chunk, from where nothing is seen.
+                # The store may refuse if only anchored pages are left, and at the start of a
+                # chunk, which sees no earlier token.
                 none_left = length < 64 * max(1, row.anchored)
                 none_seen = store.kind.low(length) == length
                 assert none_left or none_seen or not store.can_trim(row, count)
@@ -398,28 +398,28 @@ class Machine(RuleBasedStateMachine):
             can &= one
         return can
 
-    @precondition(lambda self: self.sequences and len(self.cache.snapshots.all) < MOST_FROZEN)
+    @precondition(lambda self: self.sequences and len(self.cache.snapshots.all) < MOST_SNAPSHOTS)
     @rule(choice=st.integers(0, 99))
     def snapshot(self, choice: int) -> None:
-        """Keep what a sequence is now; nothing that it does later changes that."""
+        """Take a snapshot. Nothing that the sequence does later changes it."""
         sequence = self._one(choice)
         self._drain()
         self.twin.snapshot(sequence, self.cache.snapshots.take(sequence))
-        self._checked("freeze")
+        self._checked("snapshot")
 
     @precondition(lambda self: self.cache.snapshots.all and len(self.sequences) < MOST_ROWS)
     @rule(choice=st.integers(0, 99))
     def restore(self, choice: int) -> None:
-        """Run on from what was kept; the frozen one holds the same pages, and stays."""
+        """Restore a snapshot, which stays and shares its pages."""
         snapshot = self.cache.snapshots.all[choice % len(self.cache.snapshots.all)]
         self._drain()
         self.twin.restore(snapshot, self.cache.restore(snapshot))
-        self._checked("thaw")
+        self._checked("restore")
 
     @precondition(lambda self: self.news > 1 and len(self.cache.snapshots.all) > 1)
     @rule(choice=st.integers(0, 99))
     def drop(self, choice: int) -> None:
-        """With a step in flight, perhaps: nobody reads a frozen sequence."""
+        """Drop a snapshot, perhaps with a step in flight: no step reads snapshots."""
         snapshot = self.cache.snapshots.all[choice % len(self.cache.snapshots.all)]
         freed = self.cache.snapshots.freed_bytes([snapshot])
         before = self.cache.usage.used_bytes + self.cache.snapshot_bytes
@@ -435,7 +435,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(choice=st.integers(0, 99), clean=st.booleans())
     def free(self, choice: int, clean: bool) -> None:
-        """One leaves, perhaps with NaN in its tail."""
+        """Free a sequence, perhaps with NaN in its tail."""
         sequence = self._one(choice)
         self._drain()
         if not clean:
@@ -473,7 +473,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.news > 1 and len(self.sequences) <= 2)
     @rule(pages=st.sampled_from([0, 3]))
     def shrink(self, pages: int) -> None:
-        """Everybody leaves, and all memory is given back but for what frozen ones hold."""
+        """Free all sequences, and all memory except that of snapshots."""
         self._drain()
         for sequence in list(self.sequences):
             self.cache.free(sequence)
@@ -494,7 +494,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.news > 1)
     @rule(units=st.sampled_from([None, 0, 2, 100]))
     def limit(self, units: int | None) -> None:
-        """Bound what pools may grow ahead of need."""
+        """Limit how far pools may grow ahead of need."""
         if units is None:
             self.cache.limit_bytes = None
         else:
@@ -505,11 +505,11 @@ class Machine(RuleBasedStateMachine):
         lambda self: self.sequences and self.cache.usage.pages_used and len(self.downs) < 4
     )
     @rule(choice=st.integers(0, 99), level=st.integers(1, 2), fails_at=FAILURES)
-    def lower(self, choice: int, level: int, fails_at: int | None) -> None:
-        """Begin to step some sequences down; `slice` goes on with it."""
+    def step_down(self, choice: int, level: int, fails_at: int | None) -> None:
+        """Start to step some sequences down; `slice` continues it."""
         self._drain()
         chosen: list[SequenceRow | SequenceSnapshot] = [*self._some(choice)]
-        if choice % 3 == 0:  # one that is parked
+        if choice % 3 == 0:  # a preempted one
             chosen += self.cache.snapshots.all[:1]
         for index, dense in enumerate(self.twin.stores):
             if level in dense.store.pages.levels:
@@ -521,12 +521,12 @@ class Machine(RuleBasedStateMachine):
         for down in self.downs:
             for _ in range(4):
                 self._piece(down, fails_at)
-        self._checked("lower")
+        self._checked("step_down")
 
     @precondition(lambda self: self.downs)
     @rule(pieces=st.integers(1, 12), fails_at=FAILURES)
     def slice(self, pieces: int, fails_at: int | None) -> None:
-        """A few pieces of the step downs, perhaps interrupted by an error."""
+        """Do a few pieces of the step-downs, perhaps interrupted by an error."""
         self._drain()
         for _ in range(pieces):
             if not self.downs:
@@ -544,13 +544,13 @@ class Machine(RuleBasedStateMachine):
                 done = down.work.advance(0.0, lambda: 1.0)
             except MemoryError:
                 self.seen["interrupted"] += 1
-        changed = down.dense.lowered(down.level)
+        changed = down.dense.follow_step_down(down.level)
         assert done is None or done == changed
-        self.seen["lowered pages"] += changed
+        self.seen["converted pages"] += changed
 
     @precondition(lambda self: self.downs)
     @rule()
-    def lower_to_the_end(self) -> None:
+    def finish_step_downs(self) -> None:
         self._flush()
         for down in self.downs:
             while not down.work.over:
@@ -559,12 +559,12 @@ class Machine(RuleBasedStateMachine):
             for row in down.work._rows:
                 assert not row.alive or all(page.level >= down.level for page in row.pages)
         self.downs = []
-        self._checked("lower_to_the_end")
+        self._checked("finish_step_downs")
 
     @precondition(lambda self: self.news > 1 and self.sequences)
     @rule(choice=st.integers(0, 99))
     def read(self, choice: int) -> None:
-        """Look at one row through the store's and the states' own eyes."""
+        """Compare one row as the store and the states return it."""
         sequence = self._one(choice)
         self._drain()
         for store, row in zip(self.twin.stores, sequence.rows, strict=True):
@@ -574,7 +574,7 @@ class Machine(RuleBasedStateMachine):
         self._checked("read")
 
     def _checked(self, name: str) -> None:
-        """Compare everything; a step that came here is a step that was executed."""
+        """Compare everything, and count the operation as executed."""
         self.twin.check()
         self.seen[name] += 1
         self.seen["steps"] += 1
@@ -582,7 +582,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def _room(store: KVStore, level: int, pages: int) -> int:
-    """What compacting leaves of ``pages`` at a level: the top's, less what lower ones take."""
+    """Return the pages that compacting keeps on a level: on level 0, less what lower ones use."""
     if level or store.kind.bounded:
         return 0
     lower = sum(one.used * store.pages.charge(one.level) for one in store.pages.allocators[1:])
@@ -591,7 +591,7 @@ def _room(store: KVStore, level: int, pages: int) -> int:
 
 @dataclass(frozen=True)
 class Output:
-    """What attention gave in one layer."""
+    """Attention's output in one layer."""
 
     store: int
     layer: int
@@ -600,7 +600,7 @@ class Output:
 
 
 def _recur(view: Any, inputs: mx.array) -> None:
-    """Keep the sum of all inputs and the last two of them, as a recurrent layer would."""
+    """Update the sum of all inputs and the last two of them, like a recurrent layer."""
     total, last = view[0], view[1]
     if total is None:
         total, last = mx.zeros((len(inputs), 3)), mx.zeros((len(inputs), 2, 4))
@@ -609,7 +609,7 @@ def _recur(view: Any, inputs: mx.array) -> None:
 
 
 def _attend(view: Any, queries: mx.array, found: tuple[Any, Any]) -> mx.array:
-    """Attend as a model would; over the keys where there are no values."""
+    """Attend like a model, over the keys if there are no values."""
     keys, values = found
     count = queries.shape[2]
     if isinstance(keys, DecodeHandle):
@@ -626,7 +626,7 @@ def _attend(view: Any, queries: mx.array, found: tuple[Any, Any]) -> mx.array:
 
 @contextmanager
 def failing(at: int | None) -> Iterator[None]:
-    """Let the ``at``-th write or copy of a step down fail."""
+    """Make the ``at``-th write or copy of a step-down fail."""
     calls = iter(range(1 << 30))
 
     def guarded(function: Callable[..., None]) -> Callable[..., None]:
@@ -645,7 +645,7 @@ def failing(at: int | None) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_cache_agrees_with_a_list_of_dense_rows(name: str) -> None:
+def test_the_cache_agrees_with_dense_rows(name: str) -> None:
     seen: Counter[str] = Counter()
     machine = type("Machine", (Machine,), {"world": WORLDS[name], "seen": seen})
     wanted = STEPS // len(WORLDS)
@@ -658,14 +658,14 @@ def test_the_cache_agrees_with_a_list_of_dense_rows(name: str) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    # Rounds, since some examples stop early: they have used up what hypothesis draws for one.
+    # In rounds, since some examples stop early: hypothesis limits the draws of an example.
     for number in itertools.count(0 if STEPS == CI_STEPS else random.randrange(1 << 32)):
         run_state_machine_as_test(seed(number)(machine), settings=plan)
         if seen["steps"] >= wanted:
             break
     grouped = ("prefill_together",) if WORLDS[name].cache().can_group else ()
-    for what in (*RULES, *grouped, "attention", "trimmed", "interrupted", "lowered pages"):
-        assert seen[what] or STEPS < CI_STEPS, what
+    for operation in (*RULES, *grouped, "attention", "trimmed", "interrupted", "converted pages"):
+        assert seen[operation] or STEPS < CI_STEPS, operation
 
 
 HOUSEKEEPING = ("flush", "compact", "shrink", "limit", "read")
@@ -675,11 +675,11 @@ RULES = (
     "prefill",
     "decode",
     "trim",
-    "freeze",
-    "thaw",
+    "snapshot",
+    "restore",
     "drop",
     "free",
-    "lower",
+    "step_down",
     "slice",
-    "lower_to_the_end",
+    "finish_step_downs",
 )

@@ -1,4 +1,4 @@
-"""Stepping rows down while they run, and giving the memory back."""
+"""Stepping rows down while they run, and freeing the memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def no_clock() -> float:
 
 
 def piece(down: StepDown) -> int:
-    """One piece of work, however short the time."""
+    """Do one piece of work, however short the time."""
     return down.advance(0.0, lambda: 1.0)
 
 
 def note(row: DenseRow) -> None:
-    """Tell the twin which pages went to another level."""
+    """Record in the model which pages are on another level."""
     for page, path in zip(row.row.pages, row.paths, strict=False):
         if page.level != path[-1]:
             path.append(page.level)
@@ -43,17 +43,17 @@ def note(row: DenseRow) -> None:
 
 def step_down(bench: Bench, rows: list[DenseRow], level: int) -> None:
     bench.drain()
-    bench.check()  # and so the twins know which pages there are
+    bench.check()  # so that the models know their pages
     down = StepDown(bench.store, [row.row for row in rows], level)
     down.advance(1.0, no_clock)
     assert down.over
     for row in rows:
-        row.lowered(level)
+        row.step_down(level)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("dim", [64, 80])
-def test_pages_show_what_the_lower_level_keeps(level: int, dim: int) -> None:
+def test_pages_have_the_precision_of_the_lower_level(level: int, dim: int) -> None:
     bench = Bench(LayerGeometry(2, dim, dim), SCHEMES)
     lowered, other = bench.new(700), bench.new(300)
     step_down(bench, [lowered], level)
@@ -88,7 +88,7 @@ def test_attention_over_pages_of_several_levels() -> None:
     bench.check()
 
 
-def test_delicate_layer_keeps_its_floor() -> None:
+def test_a_layer_does_not_go_below_its_floor() -> None:
     bench = Bench(scheme=SCHEMES, layers=2, floors=[SCHEMES[0], None])
     row = bench.new(400)
     step_down(bench, [row], 2)
@@ -120,12 +120,12 @@ def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
             counts.append(down.advance(10.0, lambda: now))
             bench.store.check()
 
-    # One page to learn the pace, then as many as the time allows.
+    # One page to measure the pace, then as many as the time allows.
     assert counts == [10, 10, 10, 10, 9]
     assert now == sum(counts)
 
 
-def test_what_was_written_early_is_written_anew_on_the_new_level() -> None:
+def test_a_page_written_ahead_is_written_again_on_the_new_level() -> None:
     bench = Bench(scheme=SCHEMES, layers=1)
     row = bench.new(100)
     bench.drain()
@@ -141,7 +141,7 @@ def test_what_was_written_early_is_written_anew_on_the_new_level() -> None:
     bench.check()  # quantized once, from the dense tokens
 
 
-def test_shared_pages_are_converted_once_for_all() -> None:
+def test_shared_pages_are_converted_once_for_all_rows() -> None:
     bench = Bench(scheme=SCHEMES, layers=1)
     one = bench.new(400)
     twin = bench.store.fork(one.row)
@@ -156,7 +156,7 @@ def test_shared_pages_are_converted_once_for_all() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
-def test_failure_half_way_leaves_every_page_on_one_level(
+def test_a_failure_leaves_every_page_on_one_level_or_the_other(
     fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Bench(scheme=SCHEMES, layers=3)
@@ -181,13 +181,13 @@ def test_failure_half_way_leaves_every_page_on_one_level(
             piece(down)
     bench.check()
     down.advance(1.0, no_clock)
-    row.lowered(2)
+    row.step_down(2)
 
     assert down.over
     bench.check()
 
 
-def test_untouched_rows_are_the_same_to_the_bit() -> None:
+def test_other_rows_do_not_change() -> None:
     outputs = []
     for lower in (False, True):
         bench = Bench(scheme=SCHEMES, layers=1, seed=2)
@@ -206,7 +206,7 @@ MIB = 1 << 20
 
 
 def heavy() -> tuple[Bench, list[DenseRow]]:
-    """Three rows of 59 pages in 3 layers, 38 MiB at the top level, and nothing to spare."""
+    """Three rows of 59 pages in 3 layers: 38 MiB on level 0, with no free page."""
     bench = Bench(LayerGeometry(kv_heads=4, k_dim=128, v_dim=128), SCHEMES, layers=3)
     rows = [bench.new(64 * 60, chunk=1024) for _ in range(3)]
     bench.drain()
@@ -217,7 +217,7 @@ def heavy() -> tuple[Bench, list[DenseRow]]:
 
 @pytest.mark.parametrize("scratch", [12 * MIB, 64 * MIB])
 @pytest.mark.parametrize("lowered", [[0, 1, 2], [0, 1], [1]])
-def test_memory_comes_back_and_peak_stays_within_the_scratch(
+def test_memory_is_freed_and_the_peak_stays_within_the_scratch(
     scratch: int, lowered: list[int]
 ) -> None:
     bench, rows = heavy()
@@ -235,7 +235,7 @@ def test_memory_comes_back_and_peak_stays_within_the_scratch(
 
     store = bench.store
     assert store.pages.nbytes == pages * store.pages.page_bytes(2) + kept * store.pages.page_bytes()
-    # What the store says it gave back is what the allocator has back; it hands out buffers that
+    # The store reports as many bytes as the allocator got back. The allocator returns buffers that
     # are up to 32 KiB larger than asked for.
     assert abs((before - mx.get_active_memory()) - (held - store.nbytes)) < MIB // 4
     assert mx.get_cache_memory() < MIB
@@ -243,7 +243,7 @@ def test_memory_comes_back_and_peak_stays_within_the_scratch(
     assert mx.get_peak_memory() - before <= scratch
 
 
-def test_scratch_without_room_for_a_round_goes_on_in_small_ones() -> None:
+def test_a_small_scratch_makes_small_rounds() -> None:
     bench, rows = heavy()
     down = StepDown(bench.store, [row.row for row in rows], 2, scratch=0)
     capacities = [0]
@@ -275,7 +275,7 @@ def test_every_piece_copies_one_side_of_one_layer_at_most(monkeypatch: pytest.Mo
     assert sum(map(len, sizes)) > 2 * 2 * 3  # both sides of three layers, in rounds
 
 
-def test_no_memory_for_a_resizing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_resize_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(LayerGeometry(1, 64, 64), SCHEMES, layers=2)
     rows = [bench.new(64 * 30) for _ in range(2)]
     resize = PagePool.resize
@@ -304,7 +304,7 @@ def test_no_memory_for_a_resizing_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 8, 20])
-def test_rows_that_leave_half_way_take_their_memory_along(pieces: int) -> None:
+def test_rows_that_end_during_a_step_down_free_their_memory(pieces: int) -> None:
     bench, rows = heavy()
     down = StepDown(bench.store, [row.row for row in rows], 2, scratch=12 * MIB)
     for _ in range(pieces):
@@ -319,7 +319,7 @@ def test_rows_that_leave_half_way_take_their_memory_along(pieces: int) -> None:
     assert bench.store.pages.nbytes == 0
 
 
-def test_flushes_half_way_find_their_room() -> None:
+def test_flushes_during_a_step_down_find_room() -> None:
     bench = Bench(LayerGeometry(1, 64, 64), SCHEMES, layers=1)
     rows = [bench.new(64 * 40) for _ in range(3)]
     for row in rows:
@@ -358,8 +358,8 @@ def test_compacting_moves_pages_together() -> None:
     bench.check()
 
 
-class Ladder(RuleBasedStateMachine):
-    """Rows come, go, decode, share and step down in any order; the dense twins agree."""
+class StepDowns(RuleBasedStateMachine):
+    """Rows start, end, decode, share and step down in any order, and agree with the model."""
 
     @initialize(seed=st.integers(0, 1000), dim=st.sampled_from([64, 80]))
     def start(self, seed: int, dim: int) -> None:
@@ -395,7 +395,7 @@ class Ladder(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(self.bench.rows))
         if len(self.bench.rows) < 4:
             twin = DenseRow(self.bench.store.fork(row.row), list(row.keys), list(row.values))
-            twin.paths = row.paths  # the same pages: what happens to one happens to the other
+            twin.paths = row.paths  # the same pages, which are converted for both
             self.forks.append(twin)
             self.bench.store.free(twin.row)
 
@@ -421,5 +421,5 @@ class Ladder(RuleBasedStateMachine):
             self.bench.check()
 
 
-TestSchemes = Ladder.TestCase
+TestSchemes = StepDowns.TestCase
 TestSchemes.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)

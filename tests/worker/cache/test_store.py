@@ -1,4 +1,4 @@
-"""The store against a list of dense rows: contents, lengths, references, bytes."""
+"""The store compared with dense rows: contents, lengths, references, bytes."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_nbytes_is_what_the_arrays_hold(dim: int) -> None:
     )
 
 
-def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
-    """Flush after every step, or only when a tail is full: the same numbers, to the bit."""
+def test_the_content_of_a_row_does_not_depend_on_flushes() -> None:
+    """Flushing after every step, or only when a tail is full, gives the same bits."""
     read = []
     for every in (1, 1000):
         bench = Bench(layers=1, seed=5)
@@ -79,7 +79,7 @@ def test_what_a_row_shows_does_not_depend_on_the_flush() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 12, 40, 65, 66, 100, 127, 191, 300]])
-def test_rows_of_whatever_length_flush_once_in_64_tokens(lengths: list[int]) -> None:
+def test_rows_of_any_length_flush_once_in_64_tokens(lengths: list[int]) -> None:
     bench = Bench(layers=1)
     rows = [bench.new(length) for length in lengths]
     before = bench.store.flushes
@@ -90,19 +90,19 @@ def test_rows_of_whatever_length_flush_once_in_64_tokens(lengths: list[int]) -> 
     bench.check()
 
 
-def test_full_tail_refuses_a_step_without_a_flush() -> None:
+def test_a_full_tail_refuses_a_step_without_a_flush() -> None:
     bench = Bench(layers=1)
     other, row = bench.new(100), bench.new(127)
     assert bench.store.needs_flush([row.row])
     with pytest.raises(ValueError, match="flush"):
         bench.store.begin_decode([other.row, row.row])
-    bench.check()  # nobody has a token more
+    bench.check()  # no row has another token
     bench.drain()
     bench.decode([row])
     bench.check()
 
 
-def test_a_page_is_written_with_those_of_others_and_read_from_a_length_of_the_row() -> None:
+def test_a_page_is_written_with_those_of_other_rows_and_committed_at_the_rows_own_length() -> None:
     bench = Bench(layers=1)
     second, first = bench.new(100), bench.new(125)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_a_page_is_written_with_those_of_others_and_read_from_a_length_of_the_ro
     bench.check()
 
 
-def test_pages_that_leave_a_window_leave_the_tables_though_none_came() -> None:
+def test_pages_that_leave_a_window_leave_the_tables_without_new_pages() -> None:
     bench = Bench(layers=1, kind=Kind(window=100))
     row = bench.new(320)
     while row.row.length < 340:
@@ -132,7 +132,7 @@ def test_pages_that_leave_a_window_leave_the_tables_though_none_came() -> None:
     bench.check()
 
 
-def test_freed_row_whose_page_is_early_leaves_nothing() -> None:
+def test_a_freed_row_with_a_page_written_ahead_leaves_nothing() -> None:
     bench = Bench(layers=1)
     leaving, staying = bench.new(100), bench.new(120)
     for _ in range(20):
@@ -145,7 +145,7 @@ def test_freed_row_whose_page_is_early_leaves_nothing() -> None:
     assert bench.store.pages.allocators[0].used == len(staying.row.held)
 
 
-def test_shrink_gives_everything_back() -> None:
+def test_shrink_frees_everything() -> None:
     bench = Bench()
     rows = [bench.new(500) for _ in range(3)]
     for row in rows:
@@ -166,8 +166,8 @@ def test_page_limit_caps_growth() -> None:
     assert bench.store.pages.allocators[0].capacity == 10
 
 
-def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
-    """The pools of dense pages go when others need the room: on every level, at every flush."""
+def test_rows_with_a_dense_start_stay_within_their_reservation() -> None:
+    """Pools of dense pages are cut when others need the room, on every level, at every flush."""
     schemes = [Scheme(16, 16), Scheme(4, 4)]
     bench = Bench(LayerGeometry(1, 64, 64), schemes, layers=2, quantized_start=512)
     store, chunk = bench.store, 128
@@ -189,7 +189,7 @@ def test_rows_that_start_dense_take_no_more_than_they_reserved() -> None:
     assert [{page.level for page in row.row.pages} for row in rows] == [{1}, {1}, {1}, {0}]
 
 
-def test_kinds_do_not_hold_ahead_what_others_reserved() -> None:
+def test_pools_do_not_grow_ahead_into_what_other_kinds_reserved() -> None:
     part = LayerGeometry(1, 64, 64)
     kinds = (FULL, Kind(window=400), FULL, Kind(window=1000))
     layout = Layout(tuple(Entry((AttentionPart(kind, part),)) for kind in kinds), mx.float32)
@@ -212,14 +212,14 @@ def test_kinds_do_not_hold_ahead_what_others_reserved() -> None:
             cache.check()
 
 
-def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> None:
+def test_rows_that_share_pages_with_a_row_leaving_the_dense_start_keep_them_dense() -> None:
     bench = Bench(scheme=[Scheme(16, 16), Scheme(2, 2)], layers=1, quantized_start=512)
     row = bench.new(400)
     store = bench.store
     before = [np.array(side) for side in store.read(row.row, 0)]
     copies = [store.fork(row.row) for _ in range(3)]
     snapshot = store.snapshots.take(copies.pop())
-    for copy in copies:  # two leave, at flushes of their own
+    for copy in copies:  # each leaves at a flush of its own
         store.begin_prefill(copy, 200)
         tokens = mx.random.normal((1, 2, 200, 64))
         bench.caches[0].update_and_fetch(tokens, tokens)
@@ -232,7 +232,7 @@ def test_who_shares_pages_with_a_row_that_leaves_the_top_keeps_them_dense() -> N
     store.check()
 
 
-def test_slots_of_a_gap_are_reused() -> None:
+def test_free_slots_are_reused() -> None:
     bench = Bench(layers=1)
     rows = [bench.new(10) for _ in range(4)]
     bench.free(rows[1])
@@ -244,7 +244,7 @@ def test_slots_of_a_gap_are_reused() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_joins_and_leaves_in_mid_flight(data: st.DataObject) -> None:
+def test_rows_join_and_leave_between_steps(data: st.DataObject) -> None:
     scheme = data.draw(st.sampled_from([Scheme(8, 8), Scheme(4, 4), Scheme(16, 16)]))
     bench = Bench(scheme=scheme, layers=1, seed=data.draw(st.integers(0, 99)))
     rows: list[DenseRow] = []
@@ -265,8 +265,8 @@ def test_joins_and_leaves_in_mid_flight(data: st.DataObject) -> None:
     bench.check()
 
 
-def test_lengths_chunks_and_rows_multiply() -> None:
-    """Any cut into chunks of the grid stores the same pages."""
+def test_pages_do_not_depend_on_chunks() -> None:
+    """Every division into chunks stores the same pages."""
     for length, chunk in itertools.product((65, 300, 513), (64, 128, 256)):
         bench = Bench(layers=1, seed=3)
         bench.new(length, chunk=chunk)
@@ -274,14 +274,14 @@ def test_lengths_chunks_and_rows_multiply() -> None:
 
 
 def test_pages_are_written_in_place_and_only_at_flushes() -> None:
-    """The arrays' buffers stay where they are, and peak memory does not show a second pool."""
+    """Peak memory shows no second pool, so the arrays' buffers are written in place."""
     geometry = LayerGeometry(kv_heads=4, k_dim=128, v_dim=128)
     bench = Bench(geometry, layers=2)
     limit = 400 * bench.store.pages.charge()
     bench.store.pages.spare = lambda: limit - bench.store.pages.charged_bytes
     big = bench.new(64 * 300, chunk=2048)
     small = bench.new(100)
-    for row in (big, small):  # nobody looks at what they hold, and a step would copy it all
+    for row in (big, small):  # not compared here, and each step would copy all of it
         row.keys, row.values = ([side[:, :0] for side in held] for held in (row.keys, row.values))
     one_layer = bench.store.pages.nbytes // 2
     assert one_layer > 20_000_000
@@ -296,7 +296,7 @@ def test_pages_are_written_in_place_and_only_at_flushes() -> None:
     mx.eval(outputs)
     bench.drain()
 
-    # The smallest copy that could hide, of one side's words, is 0.44 of a layer.
+    # The smallest copy that could go unnoticed, one side's words, is 0.44 of a layer.
     assert mx.get_peak_memory() - steady < one_layer // 3
 
 
@@ -304,15 +304,15 @@ def _pipelined_step(
     bench: Bench, rows: list[DenseRow], queries: mx.array, before: list[mx.array]
 ) -> list[mx.array]:
     if bench.store.needs_flush([row.row for row in rows]):
-        mx.eval(before)  # as the engine does: nothing that reads the pools is in flight
+        mx.eval(before)  # as the engine does: no step in flight reads the pools
     handles = bench.decode(rows)
     outputs = [decode_attention(queries, handle, 0.1) for handle in handles]
-    # Launched, and not waited for: the next step is built while this one runs.
+    # Launched only: the next step is built while this one runs.
     mx.async_eval(outputs, bench.store.arrays())
     return outputs
 
 
-def test_a_row_that_held_nan_leaves_none_to_the_next_in_its_place() -> None:
+def test_nan_in_a_tail_does_not_reach_the_next_row_in_its_slot() -> None:
     bench = Bench(layers=1)
     bad, good = bench.new(100), bench.new(30)
     bench.store.layers[0].tail_values[bad.row.slot, :, 50] = mx.nan

@@ -1,4 +1,4 @@
-"""Places of rows that are gone are given back while others run, and these do not notice."""
+"""Tails of rows that ended are freed while other rows run, without affecting these."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.mlx
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
-def test_tails_and_states_are_cut_to_who_is_there(name: str) -> None:
+def test_tails_and_states_are_cut_to_the_running_rows(name: str) -> None:
     model, _ = build(name)
     runner = Runner(model, ModelCache(probe.find_layout(model), SETTINGS["plain"]))
     cache = runner.cache

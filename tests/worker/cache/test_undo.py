@@ -1,4 +1,4 @@
-"""Steps that fail in their middle: what is taken back, and what is thrown away."""
+"""Steps that fail: prefill steps are undone, all else is discarded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_early_page(bench: Bench) -> DenseRow:
 
 
 @pytest.mark.parametrize("layers_done", [1, 2])
-def test_a_chunk_that_is_taken_back_leaves_no_trace(layers_done: int) -> None:
+def test_a_chunk_that_is_undone_leaves_no_trace(layers_done: int) -> None:
     bench = Bench()
     decoding = with_early_page(bench)
     reading = bench.new(256)
@@ -40,14 +40,14 @@ def test_a_chunk_that_is_taken_back_leaves_no_trace(layers_done: int) -> None:
     bench.check()
 
 
-def test_a_decode_step_cannot_be_taken_back() -> None:
+def test_a_decode_step_cannot_be_undone() -> None:
     bench = Bench()
     bench.decode([bench.new(10)])
 
     assert not bench.store.undo_prefill()
 
 
-def test_what_a_failed_flush_has_taken_is_thrown_away_and_frozen_rows_stay(
+def test_pages_of_a_failed_flush_are_discarded_and_snapshots_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()

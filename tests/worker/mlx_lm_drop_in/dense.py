@@ -1,6 +1,6 @@
-"""The dense truth of drop-in caches: rows as attention sees them, pages through the quantizer.
+"""A model of drop-in caches: rows as attention sees them, with quantized and dequantized pages.
 
-Covers what one cache holds; who shares what with whom is in the machine (`test_state_machine`).
+Covers the content of one cache. `test_state_machine` covers what caches share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Sides = tuple[np.ndarray, np.ndarray]
 
 
 def page_bytes(scheme: Scheme) -> int:
-    """What a page takes, said once more: words, and for each group a scale and a bias."""
+    """Return the bytes of a page: words, and for each group a scale and a bias."""
     found = 0
     for dim, bits, group in (
         (K_DIM, scheme.k_bits, scheme.k_group),
@@ -44,30 +44,30 @@ def page_bytes(scheme: Scheme) -> int:
 
 
 def through(scheme: Scheme, sides: Sides) -> Sides:
-    """What is left of one page's keys and values."""
+    """Quantize and dequantize one page's keys and values."""
     pool = PagePool(GEOMETRY, scheme, mx.float32)
     keys, values = pool.unpack(*pool.pack(*(mx.array(side)[None] for side in sides)))
     return np.array(keys[0]), np.array(values[0])
 
 
 class Tag:
-    """Stands for one page's storage, in the rows of all who share it."""
+    """Identifies one page's storage in all rows that share it."""
 
 
 @dataclass
 class DenseSequence:
-    """One sequence: what attention sees of each token, and each page that was ever sealed."""
+    """One sequence: each token as attention sees it, and each page that was ever committed."""
 
     schemes: tuple[Scheme, ...]
     start: int = 0
-    """Tokens up to which it stays on the top level; 0: there is no such length."""
+    """Length at which the sequence leaves the dense start; 0: it has none."""
     keys: np.ndarray = field(default_factory=lambda: np.zeros((HEADS, 0, K_DIM), np.float32))
     values: np.ndarray = field(default_factory=lambda: np.zeros((HEADS, 0, V_DIM), np.float32))
     level: int = 0
     levels: list[int] = field(default_factory=list)
     tags: list[Tag] = field(default_factory=list)
     was: int = 0
-    """Its length when it was last compared, or now."""
+    """Length at the last comparison, or now."""
 
     @property
     def length(self) -> int:
@@ -79,7 +79,7 @@ class DenseSequence:
         return made
 
     def retagged(self, new: dict[Tag, Tag]) -> DenseSequence:
-        """A copy in another store: pages that were shared on the way stay shared there."""
+        """Return a copy in another store. Pages that are shared and copied together stay shared."""
         made = self.copy()
         made.tags = [new.setdefault(tag, Tag()) for tag in self.tags]
         return made
@@ -93,7 +93,7 @@ class DenseSequence:
             self.lower(len(self.levels) - 1, self.level)
 
     def lower(self, index: int, level: int) -> None:
-        """Quantize a page; a side that is stored alike on both levels stays as it is."""
+        """Quantize a page. A side with the same packing on both levels does not change."""
         here = slice(PAGE_TOKENS * index, PAGE_TOKENS * (index + 1))
         before, scheme = self.levels[index], self.schemes[level]
         keys, values = through(scheme, (self.keys[:, here], self.values[:, here]))
@@ -106,7 +106,7 @@ class DenseSequence:
         self.levels[index] = level
 
     def due(self) -> bool:
-        """Whether it is long enough to be quantized, and is not."""
+        """Return whether the sequence is long enough to be quantized, and is not."""
         return 0 < self.start <= max(self.length, self.was) and self.level == 0
 
     def leave_top(self) -> None:
@@ -116,7 +116,7 @@ class DenseSequence:
                 self.lower(index, 1)
 
     def agrees(self, first: int, sides: Iterable[np.ndarray]) -> None:
-        """See that these are its keys and values from some token on."""
+        """Assert that these are the keys and values from token ``start`` on."""
         for got, true in zip(sides, (self.keys, self.values), strict=True):
             assert np.array_equal(got, true[:, first : first + got.shape[1]])
 
@@ -128,7 +128,7 @@ class DenseSequence:
 
 @dataclass(eq=False)
 class Twin:
-    """A cache and what it should hold."""
+    """A cache and its expected content."""
 
     cache: DropInKVCache
     rows: list[DenseSequence]
@@ -141,9 +141,9 @@ class Twin:
         left: bool = False,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Append ``counts`` tokens to the rows, padded to a rectangle, and attend to all.
+        """Append ``counts`` tokens to the rows, padded to a rectangle, and attend.
 
-        ``meanwhile`` runs within the pass, to which a layer that shares the keys attends as well.
+        ``meanwhile`` runs within the pass, before a layer that shares the keys attends.
         """
         tokens = max(counts)
         padding = [tokens - count for count in counts]
@@ -155,7 +155,7 @@ class Twin:
         starts = padding if left else [0] * len(counts)
         wanted = [row.length - start for row, start in zip(self.rows, starts, strict=True)]
         assert offsets.tolist() == wanted[: len(offsets)]
-        # Padding is junk of the worst kind: it must never be read.
+        # Padding is NaN, because it must never be read.
         keys, values = (
             np.full((len(counts), HEADS, tokens, dim), np.nan, np.float32) for dim in (K_DIM, V_DIM)
         )
@@ -169,7 +169,7 @@ class Twin:
             before = row.keys, row.values
             new = keys[index, :, span], values[index, :, span]
             row.append(*new)
-            # A chunk sees its own tokens before a page of them is quantized, a single one after.
+            # A chunk sees its own tokens before a page of them is quantized, a decode step after.
             chunk = [np.concatenate(sides, axis=1) for sides in zip(before, new, strict=True)]
             truths.append((row.keys, row.values) if tokens == 1 and all(counts) else tuple(chunk))
         reading = self.cache.update_and_fetch(mx.array(keys), mx.array(values))
@@ -211,7 +211,7 @@ class Twin:
             row.trim(count)
 
     def paired(self) -> list[tuple[Row, DenseSequence, dict[int, PageId]]]:
-        """The rows that there are, what they should be, and their pages by number."""
+        """Yield the non-empty rows, their expected content, and their pages by number."""
         return [
             (one.row, row, numbered(one.row))
             for one, row in zip(self.cache.rows, self.rows, strict=True)
@@ -219,15 +219,15 @@ class Twin:
         ]
 
     def adopt(self) -> None:
-        """Follow rows that a flush has quantized, which may be any once they are long enough."""
+        """Quantize rows that a flush has quantized. It may do so once they are long enough."""
         for one, row, _ in self.paired():
             if one.level != row.level:
                 assert one.level == 1
-                assert row.due(), "quantized too early"
+                assert row.due(), "quantized before its length"
                 row.leave_top()
 
     def check_lengths(self) -> None:
-        """Compare lengths and levels, and see that no page is missing."""
+        """Compare lengths and levels, and assert that no page is missing."""
         lengths = [row.length for row in self.rows]
         assert self.cache.lengths == lengths
         assert self.cache.empty() == (not any(lengths))
@@ -243,13 +243,13 @@ class Twin:
             assert seen <= pages.keys(), "not there"
 
     def wanted_bytes(self) -> int:
-        """Bytes of pages, each once, and of the tails of rows, each once."""
+        """Return the bytes of distinct pages and of the tails of distinct rows."""
         pages: dict[Tag | PageId, int] = {}
         tails = set()
         for one, row, held in self.paired():
             tails.add(one)
             for index in held:
-                # Those that left the dense start at different times were converted apart.
+                # Rows that left the dense start at different times have different pages.
                 name = held[index] if row.start else row.tags[index]
                 pages[name] = page_bytes(row.schemes[row.levels[index]])
             for page in one.written_ahead:
@@ -257,17 +257,17 @@ class Twin:
         return sum(pages.values()) + len(tails) * TAIL_BYTES
 
     def like(self, cache: DropInKVCache, rows: list[DenseSequence] | None = None) -> Twin:
-        """A twin of a cache that was made from this one, in the same store."""
+        """Return the twin of a cache that was made from this one, in the same store."""
         return Twin(cache, [row.copy() for row in (self.rows if rows is None else rows)])
 
 
 @cache
 def pages_seen(kind: Kind, length: int, tail_start: int) -> frozenset[int]:
-    """Pages in front of a tail of which the next query sees something, by number."""
+    """Return the numbers of the pages before the tail that the next query sees in part."""
     seen = np.array(kind.visible(mx.array([length]), mx.arange(length)))[:tail_start]
     return frozenset((np.flatnonzero(seen) // PAGE_TOKENS).tolist())
 
 
 def numbered(row: Row) -> dict[int, PageId]:
-    """A row's pages by their number: page 3 has the tokens from 192 on."""
+    """Return a row's pages by number: page 3 has the tokens from 192 on."""
     return {row.start(index) // PAGE_TOKENS: page for index, page in enumerate(row.pages)}

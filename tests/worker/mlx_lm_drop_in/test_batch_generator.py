@@ -1,4 +1,4 @@
-"""mlx-lm's own loops over our caches, against our engine and against mlx-lm's caches."""
+"""mlx-lm's loops with kvd's caches, compared with kvd's engine and with mlx-lm's caches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prompts_of(vocabulary: int, lengths: tuple[int, ...] = LENGTHS) -> list[list
 
 @pytest.fixture
 def quantized() -> Iterator[Callable[..., QuantizedKV]]:
-    """Install caches on a model; nothing of them may be left when the test is over."""
+    """Install caches on a model, and assert after the test that none of their memory is left."""
     installed: list[tuple[Any, QuantizedKV]] = []
 
     def install(model: Any, *how: Any, **options: Any) -> QuantizedKV:
@@ -48,7 +48,7 @@ def quantized() -> Iterator[Callable[..., QuantizedKV]]:
 def batched(
     model: Any, prompts: list[list[int]], tokens: int, *, late: int = 2, **options: Any
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Generate greedily; the last ``late`` prompts join in mid-flight, and rows leave it."""
+    """Generate greedily. The last ``late`` prompts join while others run, and rows leave."""
     generator = BatchGenerator(model, prefill_step_size=256, **options)
     limits = [tokens - 7 * index for index in range(len(prompts))]
     first = len(prompts) - late
@@ -77,7 +77,7 @@ def alone(model: Any, prompt: list[int], tokens: int, **options: Any) -> tuple[l
 
 
 @pytest.mark.parametrize("scheme", ["k8v8", "k4v4"])
-def test_batch_generator_gives_our_own_engines_tokens(scheme, quantized) -> None:
+def test_batch_generator_gives_the_engines_tokens(scheme, quantized) -> None:
     driver = Driver("demo", kv=KVSpec(k_bits=int(scheme[1]), v_bits=int(scheme[3])))
     model = driver.engine._runner.model
     prompts = prompts_of(2000)
@@ -90,14 +90,14 @@ def test_batch_generator_gives_our_own_engines_tokens(scheme, quantized) -> None
 
     wanted = [driver.outcomes[str(index)].tokens for index in range(len(prompts))]
     assert sum(len(tokens) for tokens in wanted) > 200
-    # The engine ends at the model's own last token, which this generator was not told of.
+    # The engine stops at the model's end token, which this generator does not know.
     assert [tokens[: len(true)] for tokens, true in zip(got, wanted, strict=True)] == wanted
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "qwen3", "gemma3_text", "gpt_oss", "mixtral", "gemma4_text", "olmo3"]
 )
-def test_dense_pages_give_mlx_lms_own_logits(name, quantized) -> None:
+def test_dense_pages_give_mlx_lms_logits(name, quantized) -> None:
     model, config = build(name)
     prompts = prompts_of(config["vocab_size"])
     wanted = [alone(model, p, 64 - 7 * i) for i, p in enumerate(prompts)]
@@ -111,7 +111,7 @@ def test_dense_pages_give_mlx_lms_own_logits(name, quantized) -> None:
         assert mine == tokens
 
 
-def test_alone_or_in_a_batch_the_same_tokens(quantized) -> None:
+def test_a_sequence_gives_the_same_tokens_alone_and_in_a_batch(quantized) -> None:
     model, config = build("qwen3")
     prompts = prompts_of(config["vocab_size"])
     quantized(model, "k4v4", group_size=32)
@@ -124,7 +124,7 @@ def test_alone_or_in_a_batch_the_same_tokens(quantized) -> None:
         assert got[index] == tokens
 
 
-def test_a_sequence_is_quantized_late(quantized) -> None:
+def test_a_sequence_is_quantized_from_its_start_length_on(quantized) -> None:
     model, config = build("qwen3")
     (prompt,) = prompts_of(config["vocab_size"], (200,))
     dense, true = alone(model, prompt, 150)
@@ -137,7 +137,7 @@ def test_a_sequence_is_quantized_late(quantized) -> None:
     assert len(dense) == 150
 
 
-def test_max_kv_size_is_mlx_lms(quantized) -> None:
+def test_max_kv_size_works_as_in_mlx_lm(quantized) -> None:
     model, config = build("qwen3")
     (prompt,) = prompts_of(config["vocab_size"], (100,))
     tokens, true = alone(model, prompt, 200, max_kv_size=128)
@@ -150,7 +150,7 @@ def test_max_kv_size_is_mlx_lms(quantized) -> None:
     assert got == tokens
 
 
-def test_speculative_decoding_trims_what_was_refused(quantized) -> None:
+def test_speculative_decoding_trims_refused_tokens(quantized) -> None:
     model, config = build("qwen3")
     draft, _ = build("qwen3", seed=5)
     (prompt,) = prompts_of(config["vocab_size"], (180,))
@@ -167,7 +167,7 @@ def test_speculative_decoding_trims_what_was_refused(quantized) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_prompt_cache_of_the_server(name, quantized) -> None:
-    """Insert, fetch the nearest with a trim, go on; what was inserted stays as it was."""
+    """Insert, fetch the nearest with a trim, continue. The inserted cache does not change."""
     model, config = build(name)
     (prompt,) = prompts_of(config["vocab_size"], (250,))
     branch = prompt[:30] + [token % 50 + 1 for token in prompt[30:60]]
@@ -190,7 +190,7 @@ def test_prompt_cache_of_the_server(name, quantized) -> None:
     lru.trim_to(n_sequences=0)
 
 
-def test_responses_carry_caches_that_go_on(quantized) -> None:
+def test_responses_have_caches_that_can_continue(quantized) -> None:
     model, config = build("qwen3")
     first, second = prompts_of(config["vocab_size"], (70, 200))
     quantized(model, "k16v16")
@@ -212,7 +212,7 @@ def test_responses_carry_caches_that_go_on(quantized) -> None:
 
 
 def test_merging_and_splitting_copies_no_key(quantized) -> None:
-    """What a batch costs to build does not grow with the context."""
+    """The cost of building a batch does not grow with the context."""
     model, config = build("qwen3")
     kv = quantized(model, "k8v4")
     grown = []
@@ -239,7 +239,7 @@ def test_merging_and_splitting_copies_no_key(quantized) -> None:
 
 
 def test_pipelined_decoding_holds_no_second_copy(quantized) -> None:
-    """mlx-lm launches a step before it reads the last one; flushes must not copy pools then."""
+    """mlx-lm launches a step before it reads the previous one. Flushes must not copy pools then."""
     model, config = build("qwen3")
     kv = quantized(model, "k16v16")
     generator = BatchGenerator(model, prefill_step_size=512)
@@ -255,7 +255,7 @@ def test_pipelined_decoding_holds_no_second_copy(quantized) -> None:
         flushes, held, before = stores[0].flushes, kv.nbytes, mx.get_active_memory()
         mx.reset_peak_memory()
         assert generator.next_generated()
-        if stores[0].flushes > flushes and kv.nbytes == held:  # pools that grow are copied
+        if stores[0].flushes > flushes and kv.nbytes == held:  # growing pools are copied
             peaks.append(mx.get_peak_memory() - before)
 
     assert len(peaks) >= 2
@@ -263,7 +263,7 @@ def test_pipelined_decoding_holds_no_second_copy(quantized) -> None:
     del generator, stores
 
 
-def test_a_flush_waits_for_steps_that_nobody_evaluated() -> None:
+def test_a_flush_waits_for_steps_that_were_not_evaluated() -> None:
     rng = np.random.default_rng(0)
     random = [mx.array(rng.normal(size=(1, 2, 8000, 64)).astype(np.float32)) for _ in range(2)]
     theirs = KVCache()
@@ -279,7 +279,7 @@ def test_a_flush_waits_for_steps_that_nobody_evaluated() -> None:
         found = cache.update_and_fetch(token, token)
         if store.flushes > flushes and store.nbytes == held:
             peaks.append(mx.get_peak_memory() - before)
-        # Lazy, and it reads the pool.
+        # Lazy; reads the pool.
         output = scaled_dot_product_attention(token, *found, cache, 0.2, None)
 
     assert peaks
@@ -287,7 +287,7 @@ def test_a_flush_waits_for_steps_that_nobody_evaluated() -> None:
     assert np.isfinite(np.array(output)).all()
 
 
-def test_generators_dropped_in_mid_flight_leave_nothing(quantized) -> None:
+def test_generators_dropped_during_a_step_leave_nothing(quantized) -> None:
     model, config = build("qwen3")
     kv = quantized(model, "k8v8")
     generator = BatchGenerator(model, prefill_step_size=64)

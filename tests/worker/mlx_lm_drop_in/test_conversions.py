@@ -1,4 +1,4 @@
-"""To mlx-lm's own caches and back, to files and back; what fails leaves all as it was."""
+"""Conversions to mlx-lm's caches and files, and back. Failures change nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def random(rng, tokens: int, dim: int = 64, batch: int = 1) -> mx.array:
 
 
 def attended(cache, rng_seed: int, tokens: int) -> np.ndarray:
-    """What the next tokens see, through the seam, ours or mlx-lm's."""
+    """Return the attention output of the next tokens, through the seam."""
     rng = np.random.default_rng(rng_seed)
     outputs = []
     for _ in range(tokens):
@@ -60,7 +60,7 @@ def attended(cache, rng_seed: int, tokens: int) -> np.ndarray:
     return output
 
 
-def test_dense_there_and_back_is_exact(rng) -> None:
+def test_dense_conversion_and_back_is_exact(rng) -> None:
     theirs = KVCache()
     theirs.update_and_fetch(random(rng, 300), random(rng, 300))
 
@@ -113,7 +113,7 @@ def test_to_and_from_mlx_lms_quantized_cache(rng) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "lfm2"])
 @pytest.mark.parametrize("scheme", ["k8v4", "k16v16"])
-def test_files_of_mlx_lm_hold_our_caches(name, scheme, tmp_path) -> None:
+def test_mlx_lms_files_hold_drop_in_caches(name, scheme, tmp_path) -> None:
     model, _ = build(name)
     kv = quantize_kv(model, scheme)
     caches = make_prompt_cache(model)
@@ -125,7 +125,7 @@ def test_files_of_mlx_lm_hold_our_caches(name, scheme, tmp_path) -> None:
 
     assert metadata == {"of": "a test"}
     assert [type(one) for one in loaded] == [type(one) for one in caches]
-    for token in range(90):  # the loaded ones seal pages of their own
+    for token in range(90):  # the loaded caches commit pages of their own
         true = np.array(model(mx.array([[token + 1]]), cache=caches))
         np.testing.assert_allclose(
             np.array(model(mx.array([[token + 1]]), cache=loaded)), true, atol=1e-4
@@ -137,7 +137,7 @@ def test_files_of_mlx_lm_hold_our_caches(name, scheme, tmp_path) -> None:
     assert kv.nbytes == 0
 
 
-def test_states_of_others_are_refused() -> None:
+def test_states_of_other_caches_are_refused() -> None:
     for state in ({}, {"header": '{"format": 99}'}, (mx.zeros((1, 2, 3, 4)), mx.zeros(1), 3)):
         with pytest.raises(ValueError, match="expected the state of a quantized cache"):
             DropInKVCache.from_state(state)
@@ -198,12 +198,12 @@ def test_damaged_states_are_refused(rng, damage) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "no JSON", "[1]", "null", 5])
-def test_headers_of_others_are_refused(header) -> None:
+def test_wrong_headers_are_refused(header) -> None:
     with pytest.raises(ValueError, match="expected the state of a quantized cache"):
         DropInKVCache.from_state({"header": header})
 
 
-def test_a_state_takes_the_place_of_what_a_cache_held(rng) -> None:
+def test_a_state_replaces_the_content_of_a_cache(rng) -> None:
     store = SharedStore([Scheme(8, 4)], home=True)
     cache = DropInKVCache.on(store)
     cache.update_and_fetch(random(rng, 200), random(rng, 200))
@@ -215,7 +215,7 @@ def test_a_state_takes_the_place_of_what_a_cache_held(rng) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(100,), (100, 50)])
-def test_batches_of_mlx_lm_do_not_convert_but_their_sequences_do(rng, lengths) -> None:
+def test_mlx_lms_batches_do_not_convert_but_their_sequences_do(rng, lengths) -> None:
     parts = [KVCache() for _ in lengths]
     for part, length in zip(parts, lengths, strict=True):
         part.update_and_fetch(random(rng, length), random(rng, length))
@@ -260,7 +260,7 @@ def test_evaluating_a_state_copies_no_pages(rng) -> None:
     assert mx.get_peak_memory() <= before
 
 
-def test_what_does_not_merge_says_so(rng) -> None:
+def test_caches_that_do_not_merge_raise(rng) -> None:
     one, two = DropInRotatingKVCache(100), DropInRotatingKVCache(200)
     with pytest.raises(ValueError, match="window 100, window 200"):
         one.merge([one, two])
@@ -285,8 +285,8 @@ def held(store: SharedStore) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("how", ["merge", "extend"])
-def test_what_does_not_merge_leaves_all_as_it_was(rng, how) -> None:
-    """The last of three caches does not fit; the one before it had been copied by then."""
+def test_a_refused_merge_changes_nothing(rng, how) -> None:
+    """The last of three caches does not fit, after the second one was copied."""
     store = SharedStore([Scheme(8, 8)], home=True)
     home, good, bad = (
         DropInKVCache.on(store),
@@ -311,7 +311,7 @@ def test_what_does_not_merge_leaves_all_as_it_was(rng, how) -> None:
 
 
 @pytest.mark.parametrize("fails_at", range(5))
-def test_memory_that_runs_short_in_a_merge_leaves_all_as_it_was(rng, monkeypatch, fails_at) -> None:
+def test_a_merge_without_memory_changes_nothing(rng, monkeypatch, fails_at) -> None:
     store = SharedStore([Scheme(8, 8)], home=True)
     home, other = DropInKVCache.on(store), DropInKVCache("k4v4")
     for cache in (home, other):
@@ -350,7 +350,7 @@ def test_memory_that_runs_short_in_a_merge_leaves_all_as_it_was(rng, monkeypatch
     assert merged.lengths == [600, 600, 600, 670]
 
 
-def test_installed_twice_the_newer_one_counts() -> None:
+def test_a_second_install_replaces_the_first() -> None:
     model, _ = build("qwen3")
     quantize_kv(model, "k8v8")
     assert quantize_kv(model, "k4v4").make_cache()[0].scheme.name == "k4v4"
@@ -360,7 +360,7 @@ def test_installed_twice_the_newer_one_counts() -> None:
     assert make_prompt_cache(model)[0].scheme.name == "k4v4"
 
 
-def test_install_refuses_to_be_late() -> None:
+def test_install_after_a_model_import_is_refused() -> None:
     install()
     late = """
 from mlx_lm.models import qwen3

@@ -1,4 +1,4 @@
-"""The example of docs/mlx-lm.md, as it stands there; and the page names what exists."""
+"""The example in docs/mlx-lm.md runs, and the page describes every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass over a layer that others share keys with, while memory around it comes and goes."""
+"""Passes in which layers share keys, while memory is allocated and freed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attended(reading: Reading, queries: mx.array) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tokens", [1, 100])
-def test_layers_that_share_keys_see_the_same_though_memory_was_just_freed(rng, tokens) -> None:
+def test_layers_that_share_keys_see_the_same_after_memory_was_freed(rng, tokens) -> None:
     store = SharedStore([Scheme(8, 8)], home=True)
     neighbour, cache = filled(store, 15000, rng), filled(store, 1000, rng)
     before = store.nbytes
@@ -58,7 +58,7 @@ def test_layers_that_share_keys_see_the_same_though_memory_was_just_freed(rng, t
     assert store.nbytes < before / 2, "the neighbour's memory is given back between passes"
 
 
-def test_sharing_layers_of_a_model_see_the_same_though_memory_was_just_freed() -> None:
+def test_sharing_layers_of_a_model_see_the_same_after_memory_was_freed() -> None:
     model, _ = build("gemma3n")
     prompt = [(7 * index + 3) % 97 for index in range(700)]
     quantize_kv(model, "k16v16")
@@ -89,8 +89,8 @@ def test_sharing_layers_of_a_model_see_the_same_though_memory_was_just_freed() -
     del model.make_cache
 
 
-def test_pages_that_fall_out_are_not_given_to_rows_that_leave_the_dense_start(rng) -> None:
-    """In one pass one row frees pages of the level that another one's pages go to."""
+def test_pages_that_leave_a_window_are_not_reused_for_rows_that_leave_the_dense_start(rng) -> None:
+    """In one pass, one row frees pages of the level on which another row gets pages."""
     schemes, kind = [Scheme(16, 16), Scheme(8, 8)], Kind(window=150)
     store = SharedStore(schemes, kind, quantized_start=300, home=True)
     old, young = DropInRotatingKVCache.on(store), DropInRotatingKVCache.on(store)
@@ -108,7 +108,7 @@ def test_pages_that_fall_out_are_not_given_to_rows_that_leave_the_dense_start(rn
     np.testing.assert_array_equal(attended(batch.keys_and_values()[0], queries), first)
 
 
-def test_a_pass_that_is_over_says_so(rng) -> None:
+def test_a_reading_raises_after_its_pass(rng) -> None:
     store = SharedStore([Scheme(8, 8)], FULL)
     cache, other = filled(store, 300, rng), filled(store, 300, rng)
     one = random(rng, 1)
@@ -121,8 +121,8 @@ def test_a_pass_that_is_over_says_so(rng) -> None:
         cache.keys_and_values()[0].attend(one, 0.2, None)
 
 
-def test_a_chunk_leaves_the_dense_start_by_its_own_length_alone(rng) -> None:
-    """Whether a neighbour's flush came in between makes no difference to what it sees."""
+def test_a_row_leaves_the_dense_start_at_its_own_length(rng) -> None:
+    """A flush for another row in between does not change the content of this row."""
     keys, queries, more = random(rng, 130), random(rng, 20), random(rng, 20)
 
     def output(*, neighbour: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which models get our caches: those that give their own logits over them, and no other."""
+"""Models get the caches only if their logits do not change with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mlx
 
 
 class Particular:
-    """A model that looks at its first layer's cache before it runs, and at its logits after."""
+    """A model whose logits pass through ``looks``, with its first layer's cache."""
 
     def __init__(self, looks: Callable[[Any, mx.array], mx.array]) -> None:
         self._model, _ = build("qwen3")
@@ -54,19 +54,19 @@ def raising(error: Exception) -> Callable[[Any, mx.array], mx.array]:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_model_raises_over_our_caches_is_a_refusal(error) -> None:
+def test_a_model_that_raises_with_the_caches_is_refused(error) -> None:
     with pytest.raises(UnsupportedModel, match="cannot use paged caches") as refused:
         quantize_kv(Particular(raising(error)))
     assert refused.value.__cause__ is error
 
 
-def test_short_memory_is_no_refusal() -> None:
+def test_a_memory_error_is_not_a_refusal() -> None:
     with pytest.raises(MemoryError):
         quantize_kv(Particular(raising(MemoryError("no room"))))
 
 
 def off_over_ours(cache: Any, logits: mx.array) -> mx.array:
-    """What a model does that takes what it cannot find for nothing."""
+    """Return wrong logits for drop-in caches, like a model that misses their ``keys``."""
     return logits if hasattr(cache, "keys") else logits + 0.1 * mx.arange(logits.shape[-1])
 
 
@@ -95,7 +95,7 @@ def test_logits_must_be_numbers(bits) -> None:
 
 
 def test_a_model_that_never_batches_still_gets_caches() -> None:
-    """Its own caches fail in a batch as well: nothing is lost by ours."""
+    """The model's own caches fail in a batch as well, so kvd's lose nothing."""
 
     def looks(cache: Any, logits: mx.array) -> mx.array:
         if isinstance(cache, BatchKVCache) or not isinstance(cache.offset, int):
@@ -113,7 +113,7 @@ def test_a_model_that_never_batches_still_gets_caches() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 64, 200])
-def test_max_kv_size_is_no_reason(size) -> None:
+def test_max_kv_size_is_no_reason_to_refuse(size) -> None:
     kv = quantize_kv(Particular(lambda _, logits: logits), "k8v4", max_kv_size=size)
     assert kv.make_cache()[0].max_size == size
 
@@ -139,7 +139,7 @@ def test_models_that_touch_their_keys_are_refused(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["lfm2", "gemma3n", "mixtral", "jamba"])
-def test_models_that_leave_them_alone_are_not(name) -> None:
+def test_models_that_do_not_touch_their_keys_are_accepted(name) -> None:
     model, _ = build(name)
     assert quantize_kv(model, "k8v4").nbytes == 0, "the trial leaves nothing behind"
     del model.make_cache

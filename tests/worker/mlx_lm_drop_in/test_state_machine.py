@@ -1,8 +1,8 @@
-"""Thousands of random operations on drop-in caches beside lists of dense rows.
+"""Thousands of random operations on drop-in caches, compared with dense rows.
 
-After every step lengths, contents, levels, the holders of each row and page, and the bytes of
-each cache and store agree with `tests.worker.mlx_lm_drop_in.dense`, to the bit where nothing is computed. In CI
-the steps are the same every time; ``KVD_DROPIN_STEPS=50000`` runs other ones, and more.
+After every operation, lengths, contents, levels, the references to each row and page, and the bytes
+of each cache and store agree with `tests.worker.mlx_lm_drop_in.dense`. Copies agree bit for bit. In
+CI the operations are the same every time; ``KVD_DROPIN_STEPS=50000`` runs different ones, and more.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ COUNTS = (1, 2, 30, 63, 64, 65, 120, 126, 190)
 
 
 class Caches(RuleBasedStateMachine):
-    """Caches of one layer, most of them on its home store, and their twins."""
+    """Caches of one layer, most of them on its home store, and the models that they agree with."""
 
     schemes: tuple[Scheme, ...] = (Scheme(16, 16),)
     kind = FULL
@@ -83,7 +83,7 @@ class Caches(RuleBasedStateMachine):
     def _one(self, choice: int) -> Twin:
         return self.twins[choice % len(self.twins)]
 
-    # Caches come, and take tokens.
+    # New caches and tokens.
 
     @rule(foreign=st.sampled_from([False, False, True]))
     def new(self, foreign: bool) -> None:
@@ -94,7 +94,7 @@ class Caches(RuleBasedStateMachine):
     @precondition(lambda self: self.twins)
     @rule(choice=CHOICE, tokens=CHOICE, shares=st.booleans(), drops=st.booleans())
     def prefill(self, choice: int, tokens: int, shares: bool, drops: bool) -> None:
-        """A chunk; sequences of a batch get chunks of other lengths, or none."""
+        """Prefill a chunk. Sequences of a batch get chunks of different lengths, or none."""
         twin = self._one(choice)
         rng = np.random.default_rng(tokens)
         count = len(twin.rows)
@@ -102,7 +102,7 @@ class Caches(RuleBasedStateMachine):
         if isinstance(twin.cache.offset, mx.array):
             counts = [one if rng.random() < 0.8 else 0 for one in counts]
             counts[0] = counts[0] or 1
-        else:  # a sequence alone has no padding
+        else:  # a single sequence has no padding
             counts = [max(counts)] * count
         if max(row.length for row in twin.rows) + max(counts) <= MOST_TOKENS:
             left = twin.cache.empty() and tokens % 2 == 0
@@ -125,14 +125,14 @@ class Caches(RuleBasedStateMachine):
         self._checked("decode")
 
     def _meanwhile(self, busy: Twin, shares: bool, drops: bool):
-        """What happens in a pass whose keys another layer attends to as well."""
+        """Return what happens in a pass whose keys another layer also attends to."""
         if not shares:
             return None
 
         def drop() -> None:
             others = [twin for twin in self.twins if twin is not busy]
             if drops and len(others) > 2:
-                # The longest go, so that most of the pools falls free.
+                # The longest rows are dropped, so that most of the pools is free.
                 others.sort(key=lambda twin: -sum(row.length for row in twin.rows))
                 self.twins = [twin for twin in self.twins if twin not in others[:3]]
                 self.seen["dropped in a pass"] += 1
@@ -140,7 +140,7 @@ class Caches(RuleBasedStateMachine):
 
         return drop
 
-    # Caches of caches.
+    # Caches made from caches.
 
     @precondition(lambda self: self.twins)
     @rule(choice=CHOICE, size=st.integers(1, 3), drop=st.booleans())
@@ -195,7 +195,7 @@ class Caches(RuleBasedStateMachine):
     @precondition(lambda self: self.twins)
     @rule(choice=CHOICE, as_array=st.booleans())
     def filter(self, choice: int, as_array: bool) -> None:
-        """Keep some, in any order, perhaps twice."""
+        """Keep some sequences, in any order, perhaps twice."""
         twin = self._one(choice)
         rng = np.random.default_rng(choice)
         keep = rng.integers(0, len(twin.rows), rng.integers(1, len(twin.rows) + 1)).tolist()
@@ -225,12 +225,12 @@ class Caches(RuleBasedStateMachine):
         del restored
         self._checked("through_a_state")
 
-    # Caches go, and lose tokens.
+    # Caches are dropped, and tokens removed.
 
     @precondition(lambda self: len(self.twins) > 1)
     @rule(choice=CHOICE, cycle=st.booleans())
     def delete(self, choice: int, cycle: bool) -> None:
-        """Drop one silently; in a cycle the collector frees it, whenever that runs."""
+        """Drop a cache, or leave it in a reference cycle that the collector frees later."""
         twin = self._one(choice)
         self.twins.remove(twin)
         if cycle:
@@ -256,7 +256,7 @@ class Caches(RuleBasedStateMachine):
             self.seen["trimmed"] += bool(count and most)
         self._checked("trim")
 
-    # The home store is looked after.
+    # Housekeeping of the home store.
 
     def _alive(self) -> list[SharedStore]:
         return [one for one in self._places() if one.nbytes]
@@ -285,7 +285,7 @@ class Caches(RuleBasedStateMachine):
     @precondition(lambda self: len(self.schemes) > 1 and self._alive())
     @rule(choice=CHOICE)
     def lower(self, choice: int) -> None:
-        """Step some sequences of a cache down, to the end; who shares their pages comes along."""
+        """Step some sequences of a cache down completely, with all that share their pages."""
         twin = self._one(choice)
         level = 1 + choice % (len(self.schemes) - 1)
         place = twin.cache.shared
@@ -302,7 +302,7 @@ class Caches(RuleBasedStateMachine):
                 work = StepDown(place.rows, chosen, level)
                 while not work.over:
                     work.advance(0.0, lambda: 1.0)
-            self.seen["lowered pages"] += len(due)
+            self.seen["converted pages"] += len(due)
         self._checked("lower")
 
     def _lower_twins(
@@ -318,7 +318,7 @@ class Caches(RuleBasedStateMachine):
                 if one in chosen:
                     row.level = max(row.level, level)
 
-    # After every step.
+    # After every operation.
 
     def _places(self) -> list[SharedStore]:
         found = {id(twin.cache.shared): twin.cache.shared for twin in self.twins}
@@ -335,7 +335,7 @@ class Caches(RuleBasedStateMachine):
         for twin in self.twins:
             assert twin.cache.nbytes == twin.wanted_bytes()
         if self.home not in self._places():
-            assert self.home.nbytes == 0, "memory stays although nobody holds a cache"
+            assert self.home.nbytes == 0, "memory is left although there is no cache"
         self.seen[name] += 1
         self.seen["steps"] += 1
 
@@ -363,7 +363,7 @@ class Caches(RuleBasedStateMachine):
         self._check_contents(store, twins, held)
 
     def _check_contents(self, store: LayerRows, twins: list[Twin], held: Counter[PageId]) -> None:
-        """Compare each page and each tail with every sequence that has it; who shares, shares."""
+        """Compare each page and tail with every sequence that has it, and assert what is shared."""
         layer = store.layers[0]
         pages: dict[PageId, Sides] = {}
         for level, pool in enumerate(layer.pools):
@@ -388,7 +388,7 @@ class Caches(RuleBasedStateMachine):
         gc.collect()
         for place in places:
             place.check([])
-            assert place.nbytes == 0, "memory stays although nobody holds a cache"
+            assert place.nbytes == 0, "memory is left although there is no cache"
 
 
 class Windows(Caches):
@@ -400,9 +400,9 @@ class Quantized(Caches):
 
 
 class QuantizedLate(Caches):
-    # Two bits: who is quantized before its time, by a sibling's leave, is seen to be.
+    # Two bits, so that a row that is quantized before its own length is detected.
     schemes = (Scheme(16, 16), Scheme(2, 2))
-    # One prompt and one token long: no page is due then, so nothing but the start asks for a flush.
+    # One prompt and one token: no page is due then, so only the dense start requires a flush.
     start = 191
 
 
@@ -415,14 +415,14 @@ MACHINES = (Caches, Windows, Quantized, QuantizedLate, QuantizedLateWindows)
 
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools that grow by no more than they must, and are cut soon."""
+    """Pools grow by single pages, and are cut soon."""
     for module in (shared_store, page_store):
         monkeypatch.setattr(module, "SLAB_PAGES", 0)
 
 
 @pytest.fixture
 def _quick_collector():
-    """Leave out of every collection what was there before."""
+    """Exclude all existing objects from collections."""
     gc.collect()
     gc.freeze()
     yield
@@ -445,12 +445,12 @@ def test_random_operations(machine: type[Caches]) -> None:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    # Rounds, since some examples stop early: they have used up what hypothesis draws for one.
+    # In rounds, since some examples stop early: hypothesis limits the draws of an example.
     for number in itertools.count(0 if STEPS == CI_STEPS else random.randrange(1 << 32)):
         run_state_machine_as_test(seed(number)(counted), settings=plan)
         if seen["steps"] >= wanted:
             break
-    rules = [*RULES, *(["lower", "lowered pages"] if len(machine.schemes) > 1 else [])]
+    rules = [*RULES, *(["lower", "converted pages"] if len(machine.schemes) > 1 else [])]
     rules += ["refused to trim"] if machine.kind.bounded else []
     for what in rules:
         assert seen[what] or STEPS < CI_STEPS, what

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: what they hold together is within what is reserved for them."""
+"""Several choices of one prompt: together they hold no more than is reserved for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOICES, STEPS = 3, 150
 
 
 def held(cache: ModelCache) -> int:
-    """Return what pages in use are charged with."""
+    """Return the charge of the pages in use."""
     return sum(
         allocator.used * store.pages.charge(allocator.level)
         for store in cache.stores
@@ -25,7 +25,7 @@ def held(cache: ModelCache) -> int:
 
 
 def branches(runner: Runner, start: int) -> list[Row]:
-    """Return rows that go on from one prompt of so many tokens."""
+    """Return rows that continue a prompt of ``start`` tokens."""
     cache = runner.cache
     row = cache.new_row()
     prefill(runner, row, ids(start))
@@ -47,7 +47,9 @@ def branches(runner: Runner, start: int) -> list[Row]:
         ("baichuan_m1", "plain"),
     ],
 )
-def test_what_answers_share_is_reserved_once(model: str, settings: str, start: int) -> None:
+def test_the_pages_that_choices_share_are_reserved_once(
+    model: str, settings: str, start: int
+) -> None:
     made, _ = build(model)
     cache = ModelCache(probe.find_layout(made), SETTINGS[settings])
     runner = Runner(made, cache)
