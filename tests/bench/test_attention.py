@@ -23,6 +23,7 @@ from bench.attention.draw import draw
 from bench.attention.plans import LONG, UNEQUAL
 from kvd.worker.cache.scheme import Scheme
 from tests.worker.attention.stand_in import StandIn
+from tests.worker.cache.invariants import check_store
 
 pytestmark = pytest.mark.mlx
 SMALL = Shape((130, 64, 640), q_heads=4, kv_heads=2, dim=64)
@@ -90,7 +91,7 @@ def test_bytes_are_those_of_the_pages_and_tails_in_use() -> None:
     assert [row.length for row in case.rows] == [131, 65, 641]
     assert case.nbytes == pages + tails
     assert pages == sum(array.nbytes for array in layer.pools[0].arrays())
-    case.store.check()
+    check_store(case.store)
 
 
 def test_on_a_cpu_the_error_names_what_can_run() -> None:

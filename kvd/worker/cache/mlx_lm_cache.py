@@ -245,8 +245,3 @@ class MlxLmCache:
 
     def shrink(self, pages: int = 0) -> None:
         """Do nothing."""
-
-    def check(self) -> None:
-        """Assert that all sequences and snapshots are alive."""
-        assert all(row.alive for row in self.sequences)
-        assert all(snapshot.alive for snapshot in self.snapshots.all)

@@ -24,9 +24,8 @@ from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.scratch import Scratch
 from kvd.worker.cache.sequence import SequenceRow
 from kvd.worker.cache.sequence_costs import SequenceCosts
-from kvd.worker.cache.sequence_snapshots import SequenceSnapshots
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot, SequenceSnapshots
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.cache.snapshot import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 from kvd.worker.cache.usage import CacheUsage
 
@@ -349,11 +348,3 @@ class ModelCache:
         for store in self.stores:
             store.shrink(0 if store.kind.bounded else pages)
         self.states.clear()
-
-    def check(self) -> None:
-        """Assert the invariants of all stores."""
-        for store in self.stores:
-            store.check()
-        for sequence in self.sequences:
-            assert all(row.length == sequence.length for row in sequence.rows)
-        self.snapshots.check()

@@ -265,22 +265,3 @@ class PageStore:
                 for pages in (row.pages, row.written_ahead)
             )
         self._tables.invalidate()
-
-    def check(self) -> None:
-        """Assert that references and capacities agree with the rows and the pools."""
-        holders = self._holders()
-        held: dict[PageId, int] = {}
-        for row in holders:
-            for page in row.held:
-                held[page] = held.get(page, 0) + 1
-        snapshot = {page for row in holders if row.is_snapshot for page in row.held}
-        running = {page for row in holders if not row.is_snapshot for page in row.held}
-        for allocator in self.allocators:
-            allocator.check()
-            level = allocator.level
-            mine = {page: count for page, count in held.items() if page.level == level}
-            assert mine == {page: allocator.references(page) for page in mine}
-            assert len(mine) == allocator.used, "a page in use is referenced by no row"
-            assert allocator.idle == sum(page in mine for page in snapshot - running)
-            pools = [layer.pools[level] for layer in self._layers]
-            assert all(pool.capacity >= allocator.capacity for pool in pools), "a slot without room"

@@ -133,7 +133,3 @@ class PageTables:
         """Release the arrays of the newest tables."""
         self._tables = None
         self._page_list = None
-
-    def check(self) -> None:
-        for row, locations in self._locations.items():
-            assert np.array_equal(locations, page_locations(row)), "a table has stale pages"

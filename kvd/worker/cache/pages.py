@@ -124,17 +124,3 @@ class PageAllocator:
     def references(self, page: PageId) -> int:
         """Return the number of references to a page; 0 if it is free."""
         return self._references.get(page.slot, 0)
-
-    def check(self) -> None:
-        """Assert that every slot is either free or in use."""
-        free = set(self._free)
-        held = set(self._references)
-        assert len(free) == len(self._free), "a slot is in the free list twice"
-        assert not free & held, f"free and in use: {sorted(free & held)}"
-        assert free | held == set(range(self.capacity)), "a slot is lost"
-        assert all(count > 0 for count in self._references.values()), (
-            "a page in use has no reference"
-        )
-        assert all(0 < count <= self._references[slot] for slot, count in self._snapshot.items())
-        idle = [slot for slot, count in self._snapshot.items() if count == self._references[slot]]
-        assert self._idle == len(idle), "idle pages are miscounted"

@@ -1,6 +1,13 @@
-"""The snapshots of one store's rows."""
+"""Snapshots of one store's rows: pages by reference, and copies of tails.
+
+Snapshots reference pages as running rows do, so code that moves, converts or counts pages treats
+both alike.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -8,7 +15,25 @@ from kvd.worker.cache.dense_start import DenseStart
 from kvd.worker.cache.layer import LayerStore
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.rows import Row
-from kvd.worker.cache.snapshot import RowSnapshot
+
+NO_SLOT = -1
+"""Slot of a row without a place in the tail arrays."""
+
+
+@dataclass(eq=False)
+class RowSnapshot(Row):
+    """One row of one store, with a copy of its tail and nothing written ahead."""
+
+    is_snapshot: ClassVar[bool] = True
+    slot: int = NO_SLOT
+    tails: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+    """Keys and values of the tail in each layer, ``[heads, tail_length, dim]``."""
+
+    nbytes: int = field(init=False)
+    """Bytes of the tail in all layers, without the pages."""
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(array.nbytes for sides in self.tails for array in sides)
 
 
 class RowSnapshots:
@@ -51,8 +76,3 @@ class RowSnapshots:
         snapshot.alive = False
         self._pages.release(snapshot, snapshot.pages)
         self.all.remove(snapshot)
-
-    def check(self) -> None:
-        for row in self.all:
-            tails = [layer.geometry.dense_bytes(row.tail_length) for layer in self._layers]
-            assert row.nbytes == sum(tails), "a snapshot's tail has another size than its row's"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvd.worker.cache.pages import PageId
-from kvd.worker.cache.scheme import PAGE_TOKENS, full_pages
+from kvd.worker.cache.scheme import PAGE_TOKENS
 from protocol.pages import TAIL_TOKENS
 
 
@@ -26,7 +26,7 @@ class Row:
     """
 
     is_snapshot: ClassVar[bool] = False
-    """True for `kvd.worker.cache.snapshot.RowSnapshot`, which takes no more tokens."""
+    """True for `kvd.worker.cache.row_snapshots.RowSnapshot`, which takes no more tokens."""
     slot: int
     """Index into the tail arrays."""
     level: int = 0
@@ -93,14 +93,3 @@ class Row:
         """Return how many pages after the anchored ones end at or before ``position``."""
         count = position // PAGE_TOKENS - self.skipped - self.anchored
         return max(0, min(count, len(self.pages) - self.anchored))
-
-    def check(self) -> None:
-        """Assert that exactly the tokens are quantized that the length calls for."""
-        assert self.alive
-        if self.trimmed:
-            assert self.paged >= full_pages(self.length), self
-        else:
-            assert self.paged == full_pages(self.length), self
-        assert not self.skipped or len(self.pages) >= self.anchored, self
-        assert 0 <= self.tail_length < TAIL_TOKENS, self
-        assert PAGE_TOKENS * len(self.written_ahead) <= min(self.tail_length, PAGE_TOKENS), self

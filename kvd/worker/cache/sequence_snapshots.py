@@ -1,16 +1,39 @@
-"""The snapshots of a model's sequences, and the bytes that they hold."""
+"""Snapshots of a model's sequences, and the bytes that they hold.
+
+They serve as checkpoints of the prefix cache (`kvd.worker.prefix.tree`), for preempted requests, and
+for prompts with several choices.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 from kvd.worker.cache.pages import PageId
-from kvd.worker.cache.recurrent_states import StateStore
+from kvd.worker.cache.recurrent_states import State, StateStore
+from kvd.worker.cache.row_snapshots import RowSnapshot
 from kvd.worker.cache.sequence import SequenceRow
-from kvd.worker.cache.snapshot import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
+
+
+@dataclass(eq=False)
+class SequenceSnapshot:
+    """One sequence. It can be restored any number of times."""
+
+    rows: list[RowSnapshot]
+    """One per store."""
+    state: State
+    length: int
+    alive: bool = True
+    nbytes: int = field(init=False)
+    """Bytes of tails and states, without the pages."""
+
+    def __post_init__(self) -> None:
+        states = [array for part in self.state for array in part if array is not None]
+        self.nbytes = sum(row.nbytes for row in self.rows)
+        self.nbytes += sum(array.nbytes for array in states)
 
 
 class SequenceSnapshots:
@@ -97,13 +120,6 @@ class SequenceSnapshots:
             ]
             freed += _bytes_of(store, unshared)
         return freed
-
-    def check(self) -> None:
-        for snapshot in self.all:
-            assert snapshot.alive
-            assert all(row.alive and row.length == snapshot.length for row in snapshot.rows)
-        for index, store in enumerate(self._stores):
-            assert store.snapshots.all == [snapshot.rows[index] for snapshot in self.all]
 
 
 def _bytes_of(store: KVStore, pages: Collection[PageId]) -> int:

@@ -27,9 +27,10 @@ import msgspec
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.page_store import SLICE_PAGES
 from kvd.worker.cache.pages import PageId
+from kvd.worker.cache.row_snapshots import RowSnapshot
 from kvd.worker.cache.scheme import PAGE_TOKENS
 from kvd.worker.cache.sequence import SequenceRow
-from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 
 

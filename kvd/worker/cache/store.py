@@ -31,11 +31,10 @@ from kvd.worker.cache.packed import page_product
 from kvd.worker.cache.page_store import PageStore
 from kvd.worker.cache.page_tables import PageTables
 from kvd.worker.cache.prefill_group import PrefillGroup, prefill_group
-from kvd.worker.cache.row_snapshots import RowSnapshots
+from kvd.worker.cache.row_snapshots import RowSnapshot, RowSnapshots
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme
 from kvd.worker.cache.scratch import Scratch
-from kvd.worker.cache.snapshot import RowSnapshot
 from kvd.worker.cache.steps import DecodeStep, PrefillStep, decode_step, prefill_step
 from kvd.worker.cache.tails import TailSlots
 
@@ -364,13 +363,3 @@ class KVStore:
         starts = [row.start(index) for index in range(len(row.pages))]
         paged = [start + token for start in starts for token in range(PAGE_TOKENS)]
         return paged + list(range(row.tail_start, row.length))
-
-    def check(self) -> None:
-        """Assert the invariants: references, lengths, bytes."""
-        for row in self._holders():
-            row.check()
-        self.pages.check()
-        self.snapshots.check()
-        self.tables.check()
-        self.tails.check(self.rows)
-        assert self.nbytes == sum(layer.nbytes for layer in self.layers) + self.snapshots.nbytes

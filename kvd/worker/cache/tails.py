@@ -78,7 +78,3 @@ class TailSlots:
         self._dirty = set()
         for layer in self._layers:
             layer.drop_tails()
-
-    def check(self, rows: Sequence[Row]) -> None:
-        slots = [row.slot for row in rows] + self._free
-        assert sorted(slots) == list(range(self.count)), "a tail is lost or shared"

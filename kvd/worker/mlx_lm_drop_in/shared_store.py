@@ -426,18 +426,3 @@ class SharedStore:
         self.passes += 1
         for row in self._unshared(rows):
             self._rows.trim(row, min(count, row.length))
-
-    def check(self, holders: Sequence[Sequence[SharedRow]]) -> None:
-        """Assert the invariants, given the rows of all caches that are alive."""
-        with self.at_work():
-            counts: dict[SharedRow, int] = {}
-            for rows in holders:
-                for shared in rows:
-                    counts[shared] = counts.get(shared, 0) + 1
-            assert all(shared.holders == count for shared, count in counts.items()), (
-                "a reference is lost"
-            )
-            held = {shared.row for shared in counts if shared.row is not None}
-            assert held == set(() if self._rows is None else self._rows.rows), "a row is lost"
-            if self._rows is not None:
-                self._rows.check()

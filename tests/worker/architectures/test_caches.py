@@ -24,6 +24,7 @@ from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures import table
 from tests.worker.architectures.reference import TOKENS, difference, run, tokens
 from tests.worker.architectures.zoo import ZOO, build
+from tests.worker.cache.invariants import check_cache
 
 pytestmark = pytest.mark.mlx
 
@@ -124,7 +125,7 @@ def test_dense_pages_give_the_models_own_logits(case: Case) -> None:
         for start, logits in chunks:
             close(logits, expected[index][start : start + len(logits)])
     assert batch.done[2] == PROMPTS[2] - 1 + STEPS - JOINS
-    batch.runner.cache.check()
+    check_cache(batch.runner.cache)
 
 
 def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
@@ -152,7 +153,7 @@ def test_quantized_pages_give_what_they_stand_for(case: Case) -> None:
             caches = dense_caches(cache, batch.rows[index], state, without_newest=1)
             token = batch.ids[index][places[index]].reshape(1, 1)
             close(logits[index], case.model(token, cache=caches)[0, -1])
-    cache.check()
+    check_cache(cache)
     if any(not store.kind.bounded for store in cache.stores):
         assert cache.usage.pages_used > 0
 

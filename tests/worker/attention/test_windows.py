@@ -16,6 +16,7 @@ from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.step_down import StepDown
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow
+from tests.worker.cache.invariants import check_store
 
 pytestmark = pytest.mark.mlx
 
@@ -161,7 +162,7 @@ def test_rows_stay_dense_until_the_start(start: int) -> None:
         assert {page.level for page in short.row.pages} <= {int(short.row.length > start)}
     bench.drain()
     assert {page.level for page in short.row.pages} <= {1}
-    bench.store.check()
+    check_store(bench.store)
 
 
 @settings(max_examples=60, deadline=None)

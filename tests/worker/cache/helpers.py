@@ -17,6 +17,7 @@ from kvd.worker.cache.batch import BatchQuantizedKVCache, make_caches
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, Scheme, full_pages
 from kvd.worker.cache.store import KVStore
+from tests.worker.cache.invariants import check_store
 
 
 def through_page(dense: mx.array, packing: Packing) -> mx.array:
@@ -171,7 +172,7 @@ class Bench:
         self.rows.remove(dense)
 
     def check(self) -> None:
-        self.store.check()
+        check_store(self.store)
         for dense in self.rows:
             assert dense.row.length == dense.keys[0].shape[1]
             for layer in range(len(self.store.layers)):

@@ -17,12 +17,14 @@ from kvd.worker.cache.attention_kind import Kind
 from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.pages import PageId
 from kvd.worker.cache.recurrent_states import State
+from kvd.worker.cache.row_snapshots import RowSnapshot
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Packing, full_pages
 from kvd.worker.cache.sequence import SequenceRow
-from kvd.worker.cache.snapshot import RowSnapshot, SequenceSnapshot
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.store import KVStore
 from tests.worker.cache.helpers import through_page
+from tests.worker.cache.invariants import check_cache, check_store
 
 Sides = tuple[np.ndarray, np.ndarray]
 """Keys and values, ``[heads, tokens, dim]``."""
@@ -226,7 +228,7 @@ class DenseStore:
     # Comparison.
 
     def check(self) -> None:
-        self.store.check()
+        check_store(self.store)
         assert set(self.rows) == {*self.store.rows, *self.store.snapshots.all}
         real = self._check_rows()
         self._check_pages(real)
@@ -392,7 +394,7 @@ class DenseModel:
             store.flush()
 
     def check(self) -> None:
-        self.cache.check()
+        check_cache(self.cache)
         assert set(self.cache.sequences) == set(self.sequences)
         assert set(self.cache.snapshots.all) == set(self.snapshots)
         for store in self.stores:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvd.worker.cache.pages import PageAllocator, PageId
+from tests.worker.cache.invariants import check_allocator
 
 
 class Allocation(RuleBasedStateMachine):
@@ -67,7 +68,7 @@ class Allocation(RuleBasedStateMachine):
     def agrees(self) -> None:
         if not hasattr(self, "pages"):
             return
-        self.pages.check()
+        check_allocator(self.pages)
         assert self.pages.used == len(self.held)
         assert self.pages.free == self.pages.capacity - len(self.held)
         idle = 0

@@ -12,6 +12,7 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.pool_growth import lacks_room, make_room
 from kvd.worker.cache.scheme import Scheme
 from tests.worker.cache.helpers import Bench
+from tests.worker.cache.invariants import check_store
 
 pytestmark = pytest.mark.mlx
 
@@ -45,7 +46,7 @@ def test_pools_grow_one_piece_per_step_and_no_flush_has_to_grow(
     for page in taken:
         bench.store.pages.allocators[0].release(page)
 
-    bench.store.check()
+    check_store(bench.store)
     assert bench.store.pages.allocators[0].capacity > before
     assert sum(copies) == 2 * len(bench.store.layers)
     assert max(copies) == 1
@@ -79,7 +80,7 @@ def test_compacting_during_growth_leaves_nothing_behind() -> None:
     bench.store.pages.compact()
 
     assert bench.store.pages.nbytes == len(row.row.pages) * bench.store.pages.page_bytes()
-    bench.store.check()
+    check_store(bench.store)
 
 
 def test_lower_levels_reduce_the_room_that_the_top_level_keeps() -> None:

@@ -19,6 +19,7 @@ from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.reference import TOKENS
 from tests.worker.architectures.zoo import build
 from tests.worker.cache.helpers import Bench
+from tests.worker.cache.invariants import check_cache, check_store
 
 pytestmark = pytest.mark.mlx
 
@@ -77,7 +78,7 @@ def disturb(runner: Runner) -> None:
         cache.free(other, clean=False)
     cache.flush()
     cache.compact()
-    cache.check()
+    check_cache(cache)
 
 
 def together(runner: Runner) -> bool:
@@ -98,7 +99,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
         decode(runner, [row], ids(decoded, 2))
     cache.flush()
     snapshot = cache.snapshots.take(row)
-    cache.check()
+    check_cache(cache)
     chunk, more = ids(100, 3), ids(34, 4)  # this commits a page
     prefill(runner, row, chunk)
     (want,) = decode(runner, [row], more)
@@ -116,7 +117,7 @@ def goes_on(runner: Runner, prompt: int, decoded: int) -> None:
         np.testing.assert_array_equal(one, want)
     for twin in twins:
         cache.free(twin)
-    cache.check()
+    check_cache(cache)
     assert cache.snapshot_bytes == snapshot.nbytes > 0
     assert cache.snapshots.freed_bytes([snapshot]) == cache.snapshots.held_bytes([snapshot])
     assert (
@@ -181,7 +182,7 @@ def test_a_row_leaves_the_dense_start_without_the_rows_that_share_its_pages() ->
     (got,) = decode(shared, [late], ids(20, 2))
 
     np.testing.assert_array_equal(got, want)
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_step_down_converts_the_pages_of_snapshots() -> None:
@@ -194,7 +195,7 @@ def test_a_step_down_converts_the_pages_of_snapshots() -> None:
     lowering = ModelStepDown(cache, [row], 1)
     while not lowering.over:
         lowering.advance(0.01, lambda: 0.0)
-    cache.check()
+    check_cache(cache)
 
     assert cache.usage.used_bytes < before
     assert not cache.snapshots.unlowered(snapshot)
@@ -220,7 +221,7 @@ def test_a_preempted_sequence_can_be_stepped_down() -> None:
 
     assert {page.level for page in again.rows[0].pages} == {again.rows[0].level} == {1}
     assert np.isfinite(decode(runner, [again], [1])[0]).all()
-    cache.check()
+    check_cache(cache)
 
 
 def test_only_tails_are_copied() -> None:
@@ -247,7 +248,7 @@ def test_a_snapshot_has_no_page_written_ahead() -> None:
 
     assert snapshot.held == []
     assert snapshot.tail_length == 100
-    bench.store.check()
+    check_store(bench.store)
 
 
 def test_a_snapshot_is_dropped_once() -> None:
@@ -276,12 +277,12 @@ def test_a_snapshot_that_fails_in_one_store_stays_in_none(monkeypatch: pytest.Mo
         patch.setattr(last, "copy_tail", fail)
         with pytest.raises(MemoryError):
             cache.snapshots.take(row)
-    cache.check()
+    check_cache(cache)
     assert not any(store.snapshots.all for store in cache.stores)
     snapshot = cache.snapshots.take(row)
     with monkeypatch.context() as patch:
         patch.setattr(last, "fill_tail", fail)
         with pytest.raises(MemoryError):
             cache.restore(snapshot)
-    cache.check()
+    check_cache(cache)
     assert [len(store.rows) for store in cache.stores] == [1] * len(cache.stores)

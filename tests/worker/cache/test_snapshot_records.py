@@ -13,6 +13,7 @@ from kvd.worker.cache.snapshot_records import DamagedRecord, SnapshotReader, Sna
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
+from tests.worker.cache.invariants import check_cache
 from tests.worker.cache.test_snapshot import SETTINGS, decode, disturb, ids, prefill
 
 pytestmark = pytest.mark.mlx
@@ -113,7 +114,7 @@ def test_a_row_about_to_leave_the_dense_start_is_read_back(length: int) -> None:
     prefill(runner, stranger, ids(100, 5))
     take(loader, cache.flush)
 
-    cache.check()
+    check_cache(cache)
     np.testing.assert_array_equal(decode(runner, loader.sequences, ids(10, 8))[0], want)
 
 
@@ -152,7 +153,7 @@ def test_incomplete_records_are_refused_and_leave_nothing() -> None:
         with pytest.raises(DamagedRecord):
             take(loader)
         loader.forget()
-        cache.check()
+        check_cache(cache)
         assert cache.usage.pages_used == 0
     other = alone("gpt_oss").cache
     with pytest.raises(DamagedRecord, match="another model"):

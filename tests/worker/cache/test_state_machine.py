@@ -41,8 +41,8 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.sequence import SequenceRow
+from kvd.worker.cache.sequence_snapshots import SequenceSnapshot
 from kvd.worker.cache.settings import CacheSettings
-from kvd.worker.cache.snapshot import SequenceSnapshot
 from kvd.worker.cache.step_down import StepDown
 from kvd.worker.cache.store import KVStore
 from tests.worker.attention.dense import dense_attention

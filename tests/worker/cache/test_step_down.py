@@ -19,6 +19,7 @@ from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.step_down import StepDown
 from tests.worker.attention.dense import dense_attention
 from tests.worker.cache.helpers import Bench, DenseRow
+from tests.worker.cache.invariants import check_store
 
 pytestmark = pytest.mark.mlx
 
@@ -118,7 +119,7 @@ def test_a_slice_ends_with_the_first_piece_that_passes_its_time() -> None:
         patch.setattr(PageStore, "convert", page_takes_a_second)
         while not down.over:
             counts.append(down.advance(10.0, lambda: now))
-            bench.store.check()
+            check_store(bench.store)
 
     # One page to measure the pace, then as many as the time allows.
     assert counts == [10, 10, 10, 10, 9]
@@ -152,7 +153,7 @@ def test_shared_pages_are_converted_once_for_all_rows() -> None:
     assert twin.pages == one.row.pages
     assert bench.store.pages.allocators[2].used == taken
     assert bench.store.pages.allocators[0].used == 0
-    bench.store.check()
+    check_store(bench.store)
 
 
 @pytest.mark.parametrize("fails_at", [0, 1, 2])
@@ -228,7 +229,7 @@ def test_memory_is_freed_and_the_peak_stays_within_the_scratch(
     down = StepDown(bench.store, [rows[index].row for index in lowered], 2, scratch=scratch)
     while not down.over:
         piece(down)
-        bench.store.check()
+        check_store(bench.store)
         most = max(most, bench.store.nbytes)
     pages = sum(len(rows[index].row.pages) for index in lowered)
     kept = 59 * 3 - pages
@@ -296,7 +297,7 @@ def test_a_failed_resize_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
             piece(down)
         except RuntimeError:
             failures += 1
-        bench.store.check()
+        check_store(bench.store)
     assert failures > 10
     for row in rows:
         note(row)
@@ -313,7 +314,7 @@ def test_rows_that_end_during_a_step_down_free_their_memory(pieces: int) -> None
         bench.free(row)
     while not down.over:
         piece(down)
-        bench.store.check()
+        check_store(bench.store)
     bench.store.pages.compact()
 
     assert bench.store.pages.nbytes == 0
@@ -335,7 +336,7 @@ def test_flushes_during_a_step_down_find_room() -> None:
         piece(down)
         for row in rows:
             note(row)
-        bench.store.check()
+        check_store(bench.store)
     bench.check()
 
     assert rows[0].row.length > 64 * 44

@@ -17,6 +17,7 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.cache.scheme import LayerGeometry, Scheme
 from kvd.worker.cache.settings import CacheSettings
 from tests.worker.cache.helpers import Bench, DenseRow
+from tests.worker.cache.invariants import check_cache, check_store
 
 pytestmark = pytest.mark.mlx
 
@@ -184,7 +185,7 @@ def test_rows_with_a_dense_start_stay_within_their_reservation() -> None:
         row, _ = left[rng.integers(len(left))]
         bench.prefill(row, chunk)
         assert store.pages.charged_bytes <= limit
-        store.check()
+        check_store(store)
 
     assert [{page.level for page in row.row.pages} for row in rows] == [{1}, {1}, {1}, {0}]
 
@@ -209,7 +210,7 @@ def test_pools_do_not_grow_ahead_into_what_other_kinds_reserved() -> None:
             cache.finish_prefill()
             held = cache.charged_bytes + cache.tail_slots * cache.row_bytes
             assert held <= cache.limit_bytes
-            cache.check()
+            check_cache(cache)
 
 
 def test_rows_that_share_pages_with_a_row_leaving_the_dense_start_keep_them_dense() -> None:
@@ -229,7 +230,7 @@ def test_rows_that_share_pages_with_a_row_leaving_the_dense_start_keep_them_dens
     for holder in (row.row, store.restore(snapshot)):
         after = [np.array(side) for side in store.read(holder, 0)]
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
-    store.check()
+    check_store(store)
 
 
 def test_free_slots_are_reused() -> None:

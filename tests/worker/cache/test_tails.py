@@ -9,6 +9,7 @@ from kvd.worker.cache.model_cache import ModelCache
 from kvd.worker.serving import probe
 from kvd.worker.serving.runner import Runner
 from tests.worker.architectures.zoo import build
+from tests.worker.cache.invariants import check_cache
 from tests.worker.cache.test_snapshot import SETTINGS, decode, ids, prefill
 
 pytestmark = pytest.mark.mlx
@@ -37,7 +38,7 @@ def test_tails_and_states_are_cut_to_the_running_rows(name: str) -> None:
         cache.snapshots.drop(one)
     assert cache.tail_slots == 4
     cache.cut_tails()
-    cache.check()
+    check_cache(cache)
     assert cache.tail_slots == 2
     one = sum(store.tails.row_bytes for store in cache.stores) + cache.states.row_bytes
     assert cache.usage.tails_bytes == 2 * one
@@ -47,5 +48,5 @@ def test_tails_and_states_are_cut_to_the_running_rows(name: str) -> None:
     assert cache.tail_slots == 2
     late = cache.new_row()
     prefill(runner, late, ids(30, 8))
-    cache.check()
+    check_cache(cache)
     assert cache.tail_slots == 3

@@ -28,6 +28,7 @@ from protocol.worker import (
     RowTokens,
     Submit,
 )
+from tests.worker.cache.invariants import check_cache
 
 GIB = 1 << 30
 
@@ -146,7 +147,7 @@ class Driver:
         # A step-down holds pages at two levels; the base covers its scratch.
         scratch = cache.settings.step_down_scratch if self.engine._reclaiming.active else 0
         assert cache.nbytes <= self.total - budget.base_bytes + scratch
-        cache.check()
+        check_cache(cache)
         self.engine._batch.check()
         self.engine._scheduler.check()
 

@@ -6,6 +6,7 @@ Covers the content of one cache. `test_state_machine` covers what caches share.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,8 +21,10 @@ from kvd.worker.cache.pool import PagePool
 from kvd.worker.cache.rows import Row
 from kvd.worker.cache.scheme import PAGE_TOKENS, LayerGeometry, Scheme, full_pages
 from kvd.worker.mlx_lm_drop_in.caches import DropInKVCache
+from kvd.worker.mlx_lm_drop_in.shared_store import SharedRow, SharedStore
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from tests.worker.attention.dense import dense_attention
+from tests.worker.cache.invariants import check_store
 
 HEADS, QUERY_HEADS, K_DIM, V_DIM = 1, 2, 8, 12
 GEOMETRY = LayerGeometry(HEADS, K_DIM, V_DIM)
@@ -271,3 +274,14 @@ def pages_seen(kind: Kind, length: int, tail_start: int) -> frozenset[int]:
 def numbered(row: Row) -> dict[int, PageId]:
     """Return a row's pages by number: page 3 has the tokens from 192 on."""
     return {row.start(index) // PAGE_TOKENS: page for index, page in enumerate(row.pages)}
+
+
+def check_shared(shared: SharedStore, holders: Sequence[Sequence[SharedRow]]) -> None:
+    """Assert the invariants of a shared store, given the rows of all caches that are alive."""
+    with shared.at_work():
+        counts = Counter(row for rows in holders for row in rows)
+        assert all(row.holders == count for row, count in counts.items()), "a reference is lost"
+        held = {row.row for row in counts if row.row is not None}
+        assert held == set(() if shared._rows is None else shared._rows.rows), "a row is lost"
+        if shared._rows is not None:
+            check_store(shared._rows)

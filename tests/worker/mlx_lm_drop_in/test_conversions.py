@@ -33,6 +33,7 @@ from kvd.worker.mlx_lm_drop_in.quantize_kv import install, quantize_kv
 from kvd.worker.mlx_lm_drop_in.shared_store import LayerRows, SharedStore
 from kvd.worker.serving.seam import scaled_dot_product_attention
 from tests.worker.architectures.zoo import build
+from tests.worker.mlx_lm_drop_in.dense import check_shared
 
 pytestmark = pytest.mark.mlx
 
@@ -305,8 +306,8 @@ def test_a_refused_merge_changes_nothing(rng, how) -> None:
 
     assert held(store) == before
     assert (home.lengths, good.lengths, bad.lengths) == ([300], [300, 300], [300])
-    store.check([home.rows, good.rows])
-    bad.shared.check([bad.rows])
+    check_shared(store, [home.rows, good.rows])
+    check_shared(bad.shared, [bad.rows])
     assert isinstance(bad.offset, int)
 
 
@@ -345,7 +346,7 @@ def test_a_merge_without_memory_changes_nothing(rng, monkeypatch, fails_at) -> N
             DropInKVCache.merge([home, other])
 
     assert held(store) == before
-    store.check([home.rows])
+    check_shared(store, [home.rows])
     merged = DropInKVCache.merge([home, other])
     assert merged.lengths == [600, 600, 600, 670]
 

@@ -44,6 +44,7 @@ from tests.worker.mlx_lm_drop_in.dense import (
     Sides,
     Tag,
     Twin,
+    check_shared,
     page_bytes,
 )
 
@@ -340,7 +341,7 @@ class Caches(RuleBasedStateMachine):
         self.seen["steps"] += 1
 
     def _check_store(self, place: SharedStore, twins: list[Twin]) -> None:
-        place.check([twin.cache.rows for twin in twins])
+        check_shared(place, [twin.cache.rows for twin in twins])
         holds = Counter(one for twin in twins for one in twin.cache.rows)
         assert all(one.holders == count for one, count in holds.items())
         rows = {one.row for one in holds if one.row is not None}
@@ -387,7 +388,7 @@ class Caches(RuleBasedStateMachine):
         self.twins.clear()
         gc.collect()
         for place in places:
-            place.check([])
+            check_shared(place, [])
             assert place.nbytes == 0, "memory is left although there is no cache"
 
 

@@ -21,6 +21,7 @@ from kvd.worker.prefix.tree import PrefixTree
 from kvd.worker.serving import probe, seam
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
+from tests.worker.cache.invariants import check_cache
 
 pytestmark = pytest.mark.mlx
 
@@ -147,7 +148,7 @@ def test_hits_change_nothing(name: str) -> None:
             assert drawn == tokens
             biggest = max(biggest, tree.held_bytes // max(1, len(tree)))
             tree.check()
-            runner.cache.check()
+            check_cache(runner.cache)
         assert tree.counts.hit_tokens > 0
         assert (tree.counts.evicted > 0) == (cap is None)
         before = runner.cache.snapshot_charge
@@ -183,4 +184,4 @@ def test_lowered_checkpoints_are_no_hits_and_are_stored_again() -> None:
     tree.drop_lowered()
     assert len(tree) == stored
     tree.check()
-    runner.cache.check()
+    check_cache(runner.cache)

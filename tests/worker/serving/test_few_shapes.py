@@ -19,6 +19,7 @@ from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.test_group import Group, bench_of
 from tests.worker.core.row_contents import contents_of
+from tests.worker.cache.invariants import check_cache
 
 pytestmark = pytest.mark.mlx
 
@@ -93,7 +94,7 @@ def read(runner: Runner) -> tuple[list[Row], mx.array]:
         logits = runner.decode(rows, mx.array([5, 6, 7]))
         mx.eval(logits, runner.cache.arrays())
         runner.cache.flush()
-        runner.cache.check()
+        check_cache(runner.cache)
         found.append(logits)
     return rows, mx.stack(found)
 
