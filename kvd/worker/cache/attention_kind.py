@@ -1,6 +1,6 @@
 """Which earlier tokens a layer's queries see: full attention, sliding windows, chunks.
 
-There is no ring buffer. Tokens keep their positions, pages that no later query sees are freed, and
+There is no circular buffer. Tokens keep their positions, pages that no later query sees are freed, and
 the unseen tokens of the oldest page are masked.
 """
 

@@ -3,7 +3,7 @@
 It writes the pages that chunks of prompts have filled, and the next page of every row whose tail
 has the tokens for it. Several layers are written together: each evaluation waits for the device
 once, and for a small model on an accelerator that wait is most of a flush. Pages that are written
-together exist twice for a moment, so their bytes are limited.
+together exist twice during the write, so their bytes are limited.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Flusher:
         """Write the pages that are due. The device must be idle.
 
         ``rows`` are all running rows. ``filled`` has the row of each page that a chunk has filled,
-        in the order of the layers' pending pages. Rows in ``prefilled`` get new tails; no page of
-        theirs is written ahead.
+        in the order of the layers' pending pages. Rows in ``prefilled`` get new tails and no
+        page written ahead.
         """
         outgrown = [row for row in rows if self._dense_start.outgrown(row)]
         for row in outgrown:

@@ -62,7 +62,7 @@ class MlxLmCosts:
     def pages_bytes(self, length: int, chunk: int = 0, level: int = 0) -> int:  # noqa: ARG002
         """Return the most bytes that a sequence uses on its way to ``length`` tokens.
 
-        mlx-lm's caches grow by copying, 256 tokens at a time, so they exist twice for a moment.
+        mlx-lm's caches grow by copying, 256 tokens at a time, so they exist twice during a copy.
         """
         return 2 * self.token_bytes * (length + max(256, chunk))
 

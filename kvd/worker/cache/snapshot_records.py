@@ -117,7 +117,7 @@ class _PageIndex:
 
 
 class SnapshotWriter:
-    """Turns snapshots into records. The snapshots must not be dropped before the last record."""
+    """Converts snapshots to records. The snapshots must not be dropped before the last record."""
 
     def __init__(self, cache: ModelCache, sequences: Sequence[SequenceSnapshot]) -> None:
         self._cache = cache

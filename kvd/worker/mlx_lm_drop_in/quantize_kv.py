@@ -188,10 +188,10 @@ class Trial:
     makes a router choose another expert.
     """
 
-    def __init__(self, model: Any, own: Maker, ours: Maker) -> None:
+    def __init__(self, model: Any, own: Maker, paged: Maker) -> None:
         self._model = model
         self._own = [own() for _ in LENGTHS]
-        self._ours = [ours() for _ in LENGTHS]
+        self._paged = [paged() for _ in LENGTHS]
         logits = model(mx.array([[0]]), cache=own())
         self.dtype: mx.Dtype = logits.dtype
         self._vocabulary = logits.shape[-1]
@@ -206,10 +206,10 @@ class Trial:
     def alone(self) -> float:
         """Prefill each prompt and decode some tokens. Returns the error."""
         errors = []
-        for index, (own, ours) in enumerate(zip(self._own, self._ours, strict=True)):
+        for index, (own, paged) in enumerate(zip(self._own, self._paged, strict=True)):
             prompt = self._prompt(index)
             passes = [prompt, *(self._prompt(index, count=1) for _ in range(STEPS - 1))]
-            errors.append([self._error([tokens], own, ours) for tokens in passes])
+            errors.append([self._error([tokens], own, paged) for tokens in passes])
         return max(statistics.median(mine) for mine in errors)
 
     def together(self) -> float:
@@ -219,11 +219,11 @@ class Trial:
             self._step([[0] for _ in LENGTHS], _merged(self._own))
         except Exception:  # noqa: BLE001 - no error here is about kvd's caches
             return 0.0
-        own, ours = _merged(self._own), _merged(self._ours)
+        own, paged = _merged(self._own), _merged(self._paged)
         for _ in range(STEPS):
             tokens = [self._prompt(index, count=1) for index in range(len(LENGTHS))]
             alone = [self._step([mine], one) for mine, one in zip(tokens, self._own, strict=True)]
-            batch, got = self._step(tokens, own), self._step(tokens, ours)
+            batch, got = self._step(tokens, own), self._step(tokens, paged)
             for index, mine in enumerate(errors):
                 # mlx-lm's batches are wrong for some models, so either result is accepted.
                 wanted = alone[index][0], batch[index]
@@ -234,8 +234,8 @@ class Trial:
         seed = 17 * index + 11 * next(self._steps)
         return [(seed + 5 * at) % self._vocabulary for at in range(count or LENGTHS[index])]
 
-    def _error(self, tokens: list[list[int]], own: list[Any], ours: list[Any]) -> float:
-        return _difference(self._step(tokens, ours), self._step(tokens, own))
+    def _error(self, tokens: list[list[int]], own: list[Any], paged: list[Any]) -> float:
+        return _difference(self._step(tokens, paged), self._step(tokens, own))
 
     def _step(self, tokens: list[list[int]], caches: list[Any]) -> mx.array:
         logits: mx.array = self._model(mx.array(tokens), cache=caches)[:, -1].astype(mx.float32)

@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
         count: int,
         batch: int,
         *,
-        look: bool,
+        with_attention: bool,
         counts: list[int] | None = None,
     ) -> None:
         """Run the model over ``count`` new tokens of each sequence, and update the dense model.
@@ -226,7 +226,7 @@ class Machine(RuleBasedStateMachine):
             k, v = (self._normal(batch, g.kv_heads, count, dim) for dim in (g.k_dim, g.v_dim))
             news.setdefault(store, []).append((k, v))
             found = view.update_and_fetch(mx.array(k), mx.array(v))
-            if look:
+            if with_attention:
                 queries = mx.array(self._normal(batch, 2 * g.kv_heads, count, g.k_dim))
                 output = _attend(view, queries, found)
                 outputs.append(Output(store, layer, queries, output))
@@ -289,13 +289,13 @@ class Machine(RuleBasedStateMachine):
         sequence = self.cache.new_row()
         self.twin.add(sequence)
         for start in range(0, length, 256):
-            self._prefill(sequence, min(256, length - start), look=False)
+            self._prefill(sequence, min(256, length - start), with_attention=False)
         self._checked("insert")
 
-    def _prefill(self, sequence: SequenceRow, count: int, *, look: bool) -> None:
+    def _prefill(self, sequence: SequenceRow, count: int, *, with_attention: bool) -> None:
         self._drain()
         self.cache.begin_prefill(sequence, count)
-        self._pass([sequence], count, 1, look=look)
+        self._pass([sequence], count, 1, with_attention=with_attention)
         self.cache.finish_prefill()
         self.twin.flush()
 
@@ -303,12 +303,12 @@ class Machine(RuleBasedStateMachine):
     @rule(
         choice=st.integers(0, 99),
         count=st.sampled_from([1, 2, 40, 64, 100, 128, 256]),
-        look=st.booleans(),
+        with_attention=st.booleans(),
     )
-    def prefill(self, choice: int, count: int, look: bool) -> None:
+    def prefill(self, choice: int, count: int, with_attention: bool) -> None:
         sequence = self._one(choice)
         if sequence.length + count <= MOST_TOKENS:
-            self._prefill(sequence, count, look=look)
+            self._prefill(sequence, count, with_attention=with_attention)
         self._checked("prefill")
 
     @precondition(lambda self: self.cache.can_group and len(self.sequences) > 1)
@@ -327,7 +327,7 @@ class Machine(RuleBasedStateMachine):
         self._drain()
         width = count + padding
         self.cache.begin_group(fitting, counts, width)
-        self._pass(fitting, width, len(fitting), look=True, counts=counts)
+        self._pass(fitting, width, len(fitting), with_attention=True, counts=counts)
         self.cache.finish_prefill()
         self.twin.flush()
         self._checked("prefill_together")
@@ -337,33 +337,35 @@ class Machine(RuleBasedStateMachine):
         choice=st.integers(0, 99),
         count=st.sampled_from([1, 1, 1, 2, 3, 12]),
         padding=st.integers(0, 2),
-        look=st.booleans(),
+        with_attention=st.booleans(),
     )
-    def decode(self, choice: int, count: int, padding: int, look: bool) -> None:
+    def decode(self, choice: int, count: int, padding: int, with_attention: bool) -> None:
         """Decode some sequences together, in any order."""
-        self._decodes(self._some(choice), count, padding, look=look)
+        self._decodes(self._some(choice), count, padding, with_attention=with_attention)
 
     @precondition(lambda self: self.sequences)
-    @rule(count=st.sampled_from([1, 3, 12]), look=st.booleans())
-    def decode_all(self, count: int, look: bool) -> None:
-        self._decodes(self.sequences, count, 0, look=look)
+    @rule(count=st.sampled_from([1, 3, 12]), with_attention=st.booleans())
+    def decode_all(self, count: int, with_attention: bool) -> None:
+        self._decodes(self.sequences, count, 0, with_attention=with_attention)
 
-    def _decodes(self, chosen: list[SequenceRow], count: int, padding: int, *, look: bool) -> None:
+    def _decodes(
+        self, chosen: list[SequenceRow], count: int, padding: int, *, with_attention: bool
+    ) -> None:
         chosen = [one for one in chosen if one.length < MOST_TOKENS] or chosen[:1]
         for number in range(count):
             if self.cache.needs_flush(chosen):
                 self._flush()
-            self._decode(chosen, padding, look=look and number == count - 1)
+            self._decode(chosen, padding, with_attention=with_attention and number == count - 1)
             mx.async_eval(self.cache.arrays())
         self._checked("decode")
 
-    def _decode(self, chosen: list[SequenceRow], padding: int, *, look: bool) -> None:
+    def _decode(self, chosen: list[SequenceRow], padding: int, *, with_attention: bool) -> None:
         if self.world.rectangles:
             padding = 0  # the shape of rectangles changes with the rows anyway
         for together in [chosen] if self.world.batched else [[one] for one in chosen]:
             batch = len(together) + padding
             self.cache.begin_decode(together, batch)
-            self._pass(together, 1, batch, look=look)
+            self._pass(together, 1, batch, with_attention=with_attention)
 
     @precondition(lambda self: self.sequences)
     @rule(choice=st.integers(0, 99), count=st.sampled_from([0, 1, 5, 63, 64, 65, 130, 200]))

@@ -266,9 +266,9 @@ def test_pipelined_decoding_holds_no_second_copy(quantized) -> None:
 def test_a_flush_waits_for_steps_that_were_not_evaluated() -> None:
     rng = np.random.default_rng(0)
     random = [mx.array(rng.normal(size=(1, 2, 8000, 64)).astype(np.float32)) for _ in range(2)]
-    theirs = KVCache()
-    theirs.update_and_fetch(*random)
-    cache = DropInKVCache.from_kv_cache(theirs, "k16v16")
+    upstream = KVCache()
+    upstream.update_and_fetch(*random)
+    cache = DropInKVCache.from_kv_cache(upstream, "k16v16")
     store = cache.shared.rows
     mx.set_cache_limit(0)
     peaks, output = [], None

@@ -62,51 +62,51 @@ def attended(cache, rng_seed: int, tokens: int) -> np.ndarray:
 
 
 def test_dense_conversion_and_back_is_exact(rng) -> None:
-    theirs = KVCache()
-    theirs.update_and_fetch(random(rng, 300), random(rng, 300))
+    upstream = KVCache()
+    upstream.update_and_fetch(random(rng, 300), random(rng, 300))
 
-    ours = DropInKVCache.from_kv_cache(theirs, "k16v16")
-    back = ours.to_kv_cache()
+    paged = DropInKVCache.from_kv_cache(upstream, "k16v16")
+    back = paged.to_kv_cache()
 
-    assert ours.offset == back.offset == 300
-    for mine, true in zip(back.keys_and_values(), theirs.keys_and_values(), strict=True):
+    assert paged.offset == back.offset == 300
+    for mine, true in zip(back.keys_and_values(), upstream.keys_and_values(), strict=True):
         np.testing.assert_array_equal(np.array(mine), np.array(true))
-    np.testing.assert_allclose(attended(ours, 1, 80), attended(back, 1, 80), atol=1e-5)
+    np.testing.assert_allclose(attended(paged, 1, 80), attended(back, 1, 80), atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [50, 200, 333])
 def test_a_window_becomes_a_rotating_cache(rng, length) -> None:
-    ours = DropInRotatingKVCache(100, keep=4, scheme="k16v16")
+    paged = DropInRotatingKVCache(100, keep=4, scheme="k16v16")
     keys, values, queries = random(rng, length), random(rng, length), random(rng, length)
-    found = ours.update_and_fetch(keys, values)
-    mx.eval(scaled_dot_product_attention(queries, *found, ours, 0.2, None))
+    found = paged.update_and_fetch(keys, values)
+    mx.eval(scaled_dot_product_attention(queries, *found, paged, 0.2, None))
 
-    theirs = ours.to_kv_cache()
+    upstream = paged.to_kv_cache()
 
-    assert (theirs.max_size, theirs.keep, theirs.offset) == (100, 4, length)
-    np.testing.assert_allclose(attended(ours, 2, 120), attended(theirs, 2, 120), atol=1e-5)
+    assert (upstream.max_size, upstream.keep, upstream.offset) == (100, 4, length)
+    np.testing.assert_allclose(attended(paged, 2, 120), attended(upstream, 2, 120), atol=1e-5)
 
 
 def test_rotating_caches_convert_until_they_overwrite(rng) -> None:
-    theirs = RotatingKVCache(100, keep=4)
-    theirs.update_and_fetch(random(rng, 90), random(rng, 90))
-    ours = DropInRotatingKVCache.from_kv_cache(theirs, "k16v16")
-    np.testing.assert_allclose(attended(ours, 3, 60), attended(theirs, 3, 60), atol=1e-5)
+    upstream = RotatingKVCache(100, keep=4)
+    upstream.update_and_fetch(random(rng, 90), random(rng, 90))
+    paged = DropInRotatingKVCache.from_kv_cache(upstream, "k16v16")
+    np.testing.assert_allclose(attended(paged, 3, 60), attended(upstream, 3, 60), atol=1e-5)
 
     with pytest.raises(ValueError, match="before it overwrites"):
-        DropInRotatingKVCache.from_kv_cache(theirs)
+        DropInRotatingKVCache.from_kv_cache(upstream)
 
 
 def test_to_and_from_mlx_lms_quantized_cache(rng) -> None:
-    theirs = QuantizedKVCache(group_size=64, bits=8)
+    upstream = QuantizedKVCache(group_size=64, bits=8)
     keys, values = random(rng, 300), random(rng, 300)
-    theirs.update_and_fetch(keys, values)
+    upstream.update_and_fetch(keys, values)
 
-    ours = DropInKVCache.from_quantized(theirs, "k8v8")
-    back = ours.to_quantized(bits=8)
+    paged = DropInKVCache.from_quantized(upstream, "k8v8")
+    back = paged.to_quantized(bits=8)
 
     assert isinstance(back, QuantizedKVCache)
-    assert back.offset == ours.offset == 300
+    assert back.offset == paged.offset == 300
     shown = mx.dequantize(*back.keys_and_values()[0], group_size=64, bits=8)
     lost = np.abs(np.array(shown - keys)).max()
     assert 0 < lost < 0.1, "three times quantized to 8 bits"
@@ -225,16 +225,16 @@ def test_mlx_lms_batches_do_not_convert_but_their_sequences_do(rng, lengths) -> 
     with pytest.raises(TypeError, match=r"cannot convert a BatchKVCache.* extract\(\)"):
         DropInKVCache.from_kv_cache(batch, "k16v16")
 
-    ours = DropInKVCache.merge(
+    paged = DropInKVCache.merge(
         [
             DropInKVCache.from_kv_cache(batch.extract(index), "k16v16")
             for index in range(len(lengths))
         ]
     )
-    assert ours.lengths == list(lengths)
+    assert paged.lengths == list(lengths)
     for index, part in enumerate(parts):
         np.testing.assert_array_equal(
-            np.array(ours.dense(index)[0]), np.array(part.keys_and_values()[0][0])
+            np.array(paged.dense(index)[0]), np.array(part.keys_and_values()[0][0])
         )
 
 

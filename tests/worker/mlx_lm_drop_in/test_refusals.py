@@ -19,24 +19,24 @@ pytestmark = pytest.mark.mlx
 
 
 class Particular:
-    """A model whose logits pass through ``looks``, with its first layer's cache."""
+    """A model whose logits pass through ``transform``, with its first layer's cache."""
 
-    def __init__(self, looks: Callable[[Any, mx.array], mx.array]) -> None:
+    def __init__(self, transform: Callable[[Any, mx.array], mx.array]) -> None:
         self._model, _ = build("qwen3")
         self.layers = self._model.layers
-        self.looks = looks
+        self.transform = transform
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        return self.looks(cache[0], self._model(tokens, cache=cache))
+        return self.transform(cache[0], self._model(tokens, cache=cache))
 
 
 def raising(error: Exception) -> Callable[[Any, mx.array], mx.array]:
-    def looks(cache: Any, logits: mx.array) -> mx.array:
+    def transform(cache: Any, logits: mx.array) -> mx.array:
         if isinstance(cache, DropInKVCache):
             raise error
         return logits
 
-    return looks
+    return transform
 
 
 @pytest.mark.parametrize(
@@ -65,44 +65,44 @@ def test_a_memory_error_is_not_a_refusal() -> None:
         quantize_kv(Particular(raising(MemoryError("no room"))))
 
 
-def off_over_ours(cache: Any, logits: mx.array) -> mx.array:
+def off_with_drop_ins(cache: Any, logits: mx.array) -> mx.array:
     """Return wrong logits for drop-in caches, like a model that misses their ``keys``."""
     return logits if hasattr(cache, "keys") else logits + 0.1 * mx.arange(logits.shape[-1])
 
 
 def off_in_batches(cache: Any, logits: mx.array) -> mx.array:
-    return logits if isinstance(cache.offset, int) else off_over_ours(cache, logits)
+    return logits if isinstance(cache.offset, int) else off_with_drop_ins(cache, logits)
 
 
 def off_when_long(cache: Any, logits: mx.array) -> mx.array:
-    return logits if cache.size() < 100 else off_over_ours(cache, logits)
+    return logits if cache.size() < 100 else off_with_drop_ins(cache, logits)
 
 
-@pytest.mark.parametrize("looks", [off_over_ours, off_in_batches, off_when_long])
-def test_a_model_with_other_logits_is_refused(looks) -> None:
+@pytest.mark.parametrize("transform", [off_with_drop_ins, off_in_batches, off_when_long])
+def test_a_model_with_other_logits_is_refused(transform) -> None:
     with pytest.raises(UnsupportedModel, match="logits differ by"):
-        quantize_kv(Particular(looks))
+        quantize_kv(Particular(transform))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_logits_must_be_numbers(bits) -> None:
-    def looks(cache: Any, logits: mx.array) -> mx.array:
-        ours = isinstance(cache, DropInKVCache) and cache.scheme.k_bits == bits
-        return logits * mx.nan if ours else logits
+    def transform(cache: Any, logits: mx.array) -> mx.array:
+        is_trial = isinstance(cache, DropInKVCache) and cache.scheme.k_bits == bits
+        return logits * mx.nan if is_trial else logits
 
     with pytest.raises(UnsupportedModel, match="logits are not finite"):
-        quantize_kv(Particular(looks), "k8v4")
+        quantize_kv(Particular(transform), "k8v4")
 
 
 def test_a_model_that_never_batches_still_gets_caches() -> None:
     """The model's own caches fail in a batch as well, so kvd's lose nothing."""
 
-    def looks(cache: Any, logits: mx.array) -> mx.array:
+    def transform(cache: Any, logits: mx.array) -> mx.array:
         if isinstance(cache, BatchKVCache) or not isinstance(cache.offset, int):
             raise TypeError("only length-1 arrays can be converted to Python scalars")
         return logits
 
-    model = Particular(looks)
+    model = Particular(transform)
     kv = quantize_kv(model, "k16v16")
     tokens = mx.array([[1, 2, 3, 4]])
     np.testing.assert_allclose(
@@ -121,7 +121,7 @@ def test_max_kv_size_is_no_reason_to_refuse(size) -> None:
 def test_what_was_installed_stays_when_another_scheme_is_refused() -> None:
     model = Particular(lambda _, logits: logits)
     kv = quantize_kv(model, "k8v4")
-    model.looks = off_over_ours
+    model.transform = off_with_drop_ins
 
     with pytest.raises(UnsupportedModel):
         quantize_kv(model, "k4v4")
