@@ -18,8 +18,8 @@ from kvd.worker.serving.probe import find_layout
 from kvd.worker.serving.runner import Row, Runner
 from tests.worker.architectures.zoo import build
 from tests.worker.attention.test_group import Group, bench_of
-from tests.worker.core.row_contents import contents_of
 from tests.worker.cache.invariants import check_cache
+from tests.worker.core.row_contents import contents_of
 
 pytestmark = pytest.mark.mlx
 
