@@ -17,13 +17,13 @@ import msgspec
 from kvd.worker.fake.tokens import VOCABULARY
 from protocol.errors import ErrorInfo, InvalidModel, UnknownModel, from_info
 from protocol.kv import KVSpec
+from protocol.pages import PAGE_TOKENS
 from protocol.types import KVPart, ModelInfo
 
 CRASH_STATUS = 70
 """Exit status of a crash: EX_SOFTWARE."""
 
 _LOAD_STAGES = 10
-_PAGE_TOKENS = 64
 
 
 class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class FakeModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def token_bytes(self) -> int:
-        return self.page_bytes // _PAGE_TOKENS
+        return self.page_bytes // PAGE_TOKENS
 
     def crash(self) -> NoReturn:
         os._exit(CRASH_STATUS)

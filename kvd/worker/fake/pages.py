@@ -1,7 +1,7 @@
 """Pages of the fake engine: names and reference counts, no keys and values.
 
-A page is 64 tokens of a prompt. Prompts with the same beginning share its pages, so that the prefix
-cache works as in the real engine (`kvd.worker.prefix.cache`).
+A page has 64 tokens of a prompt. Prompts with the same beginning share its pages, so that the
+prefix cache works as in the real engine (`kvd.worker.prefix.cache`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvd.worker.prefix.queued_paths import Path, path_of
-
-PAGE_TOKENS = 64
+from protocol.pages import PAGE_TOKENS
 
 
 @dataclass(eq=False)

@@ -1,17 +1,8 @@
 """Chooses the requests that a step admits, prefills and decodes. No tensors, no clock.
 
-::
-
-    submit            plan                mark_prefilled          finish
-    -----> queued ----------> prefilling -------------> decoding -------->
-              ^                    |                       |
-              | requeue_preempted  |        preempt        |
-              +------- preempted <-+-----------------------+
-
-A request can be finished in any state. It can be suspended while it prefills or decodes: then it
-keeps its rows and memory and gets no tokens.
-
-A step has three parts::
+A request is queued, prefilling, decoding or preempted (`states`). It can be finished in any state.
+It can be suspended while it prefills or decodes: then it keeps its rows and memory and gets no
+tokens. A step has three parts::
 
     admit     from the queue: first come, first served, with priorities that age      `queue`
               The head is never overtaken by a request that needs less.
@@ -23,14 +14,13 @@ Decode and prefill share the step's **budget** of tokens. Decoded and prefilled 
 included, never exceed it. The budget has room for one chunk in addition to all rows, so decode and
 prefill never wait for each other. Groups use what decoding leaves.
 
-**Longest wait** of a request of priority p that is never preempted, in tokens of other requests'
-work (a request's work is its prompt plus its maximum completion):
+**Longest wait** of a request that is never preempted:
 
-* until admission: the unfinished work that arrived before it, plus less than ``(q - p) * age + w``
-  of later work. q is the highest priority among the later requests served first, and w the work of
-  the last of them. For q = p the later work is none.
+* until admission: the unfinished work that arrived before it, plus the later work that the bound of
+  `queue` allows;
 * then until its prompt is prefilled: 2 S steps of ``budget`` tokens, which include the tokens that
-  other requests decode. S counts its own chunks and those of the requests ahead of it.
+  other requests decode. S counts its own chunks and those of the requests ahead of it
+  (`prefill_order`).
 
 A prompt of 300 tokens with C = 128. The last prompt token is the first decode input::
 
