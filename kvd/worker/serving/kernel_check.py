@@ -74,7 +74,7 @@ def describe_verdict(verdict: FusedAttention) -> str:
     parts = [f"fused attention {'is used' if verdict.used else f'is not used: {verdict.reason}'}"]
     if verdict.call_ms is not None and verdict.reference_ms is not None:
         parts.append(
-            f"{verdict.call_ms:.3f} ms a layer against {verdict.reference_ms:.3f} ms"
+            f"{verdict.call_ms:.3f} ms per layer, plain operations {verdict.reference_ms:.3f} ms"
             f" ({verdict.rows} rows of {verdict.keys} keys)"
         )
     if verdict.layers:

@@ -105,7 +105,7 @@ _RESIDENT = 512
 def header(threads: int) -> str:
     """Return the text before a kernel whose blocks have this many threads."""
     blocks = max(1, _RESIDENT // threads)
-    # The attribute must precede the kernel, and its first line is MLX's.
+    # MLX writes the kernel's first line, and the attribute must precede it.
     return f"""{_HEADER}
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
