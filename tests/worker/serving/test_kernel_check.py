@@ -72,7 +72,8 @@ def test_right_and_faster_kernels_are_used(kind: str) -> None:
     for store in found.runner.cache.stores:
         assert isinstance(store.backend, FusedBackend)
         assert store.backend.kernels is kernels
-    assert "1.000 ms per layer, plain operations 2.000 ms" in kernel_check.describe_verdict(found.fused)
+    text = kernel_check.describe_verdict(found.fused)
+    assert "1.000 ms per layer, plain operations 2.000 ms" in text
 
 
 def test_slower_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch, timed: Times) -> None:
