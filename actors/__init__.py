@@ -1,5 +1,5 @@
-"""The people of kvd: an actor runtime, pure state machines, and the actors that run them.
+"""An actor runtime, pure state machines, and the actors that run them.
 
-No MLX, no sockets, no processes: `actors.ports` says what comes in from outside, and
-`actors.system.System` is what the daemon builds.
+No MLX, sockets or processes: `actors.ports` declares what comes from outside. The daemon constructs
+`actors.system.System`.
 """
