@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
+from actors.machines.machine import Record
 from protocol.errors import ErrorInfo
 
 Availability = Literal["waiting", "ready", "closing", "failed"]
 """What a model's worker can do with a request: wait for it, run it, or refuse it."""
 
 
-class _Tagged(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 # -- events -----------------------------------------------------------------------------------
 
 
-class ModelChanged(_Tagged, frozen=True):
+class ModelChanged(Record, frozen=True):
     """The availability of a model changed. The first such event makes the model known."""
 
     model: str
@@ -28,7 +23,7 @@ class ModelChanged(_Tagged, frozen=True):
     """Set with ``failed``, and with ``waiting`` if the worker comes back later."""
 
 
-class ModelRemoved(_Tagged, frozen=True):
+class ModelRemoved(Record, frozen=True):
     """The model was unloaded, or the name is unknown."""
 
     model: str
@@ -36,26 +31,26 @@ class ModelRemoved(_Tagged, frozen=True):
     """Error for its requests; None: it was unloaded."""
 
 
-class ModelEvicting(_Tagged, frozen=True):
+class ModelEvicting(Record, frozen=True):
     """A model is being unloaded to make room. Requests that it cannot finish wait for a reload."""
 
     model: str
 
 
-class ModelEvicted(_Tagged, frozen=True):
+class ModelEvicted(Record, frozen=True):
     """The eviction is complete. The next request loads the model again."""
 
     model: str
 
 
-class ModelHeld(_Tagged, frozen=True):
+class ModelHeld(Record, frozen=True):
     """New requests for a model wait in the daemon so that other models get memory; or no longer."""
 
     model: str
     held: bool
 
 
-class RequestArrived(_Tagged, frozen=True):
+class RequestArrived(Record, frozen=True):
     """A client sent a request."""
 
     rid: str
@@ -66,13 +61,13 @@ class RequestArrived(_Tagged, frozen=True):
     """Latest time to reach a worker, on the machine's clock."""
 
 
-class RequestReturned(_Tagged, frozen=True):
+class RequestReturned(Record, frozen=True):
     """The process never got the request."""
 
     rid: str
 
 
-class RequestsLost(_Tagged, frozen=True):
+class RequestsLost(Record, frozen=True):
     """The process died with these requests."""
 
     model: str
@@ -84,35 +79,35 @@ class RequestsLost(_Tagged, frozen=True):
     """Another process follows, in which the requests can continue."""
 
 
-class RequestProgressed(_Tagged, frozen=True):
+class RequestProgressed(Record, frozen=True):
     """The request got its first new token since the process got it."""
 
     rid: str
 
 
-class QueuedInWorker(_Tagged, frozen=True):
+class QueuedInWorker(Record, frozen=True):
     """The request waits in the worker's own queue."""
 
     rid: str
 
 
-class RequestFinished(_Tagged, frozen=True):
+class RequestFinished(Record, frozen=True):
     """The worker ended the request."""
 
     rid: str
 
 
-class RequestCancelled(_Tagged, frozen=True):
+class RequestCancelled(Record, frozen=True):
     """The client cancelled the request or disconnected."""
 
     rid: str
 
 
-class DrainStarted(_Tagged, frozen=True):
+class DrainStarted(Record, frozen=True):
     """Accept no new requests. `Drained` follows when none is left."""
 
 
-class AlarmFired(_Tagged, frozen=True):
+class AlarmFired(Record, frozen=True):
     """`Admission.deadline` may have passed."""
 
 
@@ -136,33 +131,33 @@ Event = (
 # -- commands ---------------------------------------------------------------------------------
 
 
-class Forward(_Tagged, frozen=True):
+class Forward(Record, frozen=True):
     """Send the request to the model's worker."""
 
     rid: str
     model: str
 
 
-class CancelInWorker(_Tagged, frozen=True):
+class CancelInWorker(Record, frozen=True):
     """Send the model's worker a cancel for the request."""
 
     rid: str
     model: str
 
 
-class EnsureLoaded(_Tagged, frozen=True):
+class EnsureLoaded(Record, frozen=True):
     """Ask the model registry to load a model that a request names."""
 
     model: str
 
 
-class ReportPaused(_Tagged, frozen=True):
+class ReportPaused(Record, frozen=True):
     """Report to the client that the request is paused until another process runs."""
 
     rid: str
 
 
-class ReportBlame(_Tagged, frozen=True):
+class ReportBlame(Record, frozen=True):
     """Report to the model's worker that one of its requests killed the process."""
 
     model: str
@@ -170,20 +165,20 @@ class ReportBlame(_Tagged, frozen=True):
     """Description of the last death."""
 
 
-class FailRequest(_Tagged, frozen=True):
+class FailRequest(Record, frozen=True):
     """End the request with an error."""
 
     rid: str
     error: ErrorInfo
 
 
-class ConfirmCancel(_Tagged, frozen=True):
+class ConfirmCancel(Record, frozen=True):
     """End the request as cancelled. No worker has it."""
 
     rid: str
 
 
-class Drained(_Tagged, frozen=True):
+class Drained(Record, frozen=True):
     """Report that no request is left."""
 
 

@@ -6,19 +6,15 @@ import msgspec
 
 from actors.machines.gauge import Pressure
 from actors.machines.ledger import GrantDecision, MemoryRequest, WorkerExited
+from actors.machines.machine import Record
 from protocol.policy import ModelPolicy
 from protocol.types import Reclaimable
 from protocol.worker import ReclaimMethod
 
-
-class _Tagged(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 # -- events -----------------------------------------------------------------------------------
 
 
-class LoadRequested(_Tagged, frozen=True):
+class LoadRequested(Record, frozen=True):
     """A model is about to be loaded."""
 
     model: str
@@ -27,20 +23,20 @@ class LoadRequested(_Tagged, frozen=True):
     """The load waits for memory that models in use hold; otherwise it is refused."""
 
 
-class PolicyChanged(_Tagged, frozen=True):
+class PolicyChanged(Record, frozen=True):
     """The user pinned a model or changed another part of its policy."""
 
     model: str
     policy: ModelPolicy
 
 
-class ModelReady(_Tagged, frozen=True):
+class ModelReady(Record, frozen=True):
     """The model takes requests."""
 
     model: str
 
 
-class ServingChanged(_Tagged, frozen=True):
+class ServingChanged(Record, frozen=True):
     """The model's process got its first request, or finished its last one.
 
     Arrives before the process itself can report it.
@@ -50,26 +46,26 @@ class ServingChanged(_Tagged, frozen=True):
     busy: bool
 
 
-class UnloadStarted(_Tagged, frozen=True):
+class UnloadStarted(Record, frozen=True):
     """A user or the configuration unloads the model."""
 
     model: str
 
 
-class ModelRemoved(_Tagged, frozen=True):
+class ModelRemoved(Record, frozen=True):
     """The registry no longer has the model."""
 
     model: str
 
 
-class ReclaimableReported(_Tagged, frozen=True):
+class ReclaimableReported(Record, frozen=True):
     """The worker reported what it could give back now."""
 
     model: str
     reclaimable: Reclaimable
 
 
-class ReclaimFinished(_Tagged, frozen=True):
+class ReclaimFinished(Record, frozen=True):
     """The worker finished a `Reclaim`."""
 
     model: str
@@ -79,20 +75,20 @@ class ReclaimFinished(_Tagged, frozen=True):
     """The reclaim method has nothing more to give."""
 
 
-class MemoryMeasured(_Tagged, frozen=True):
+class MemoryMeasured(Record, frozen=True):
     """Bytes that workers really use, by model, and the memory pressure of the system."""
 
     used: dict[str, int]
     pressure: Pressure = "normal"
 
 
-class BudgetChanged(_Tagged, frozen=True):
+class BudgetChanged(Record, frozen=True):
     """The user changed the budget."""
 
     total_bytes: int
 
 
-class AlarmFired(_Tagged, frozen=True):
+class AlarmFired(Record, frozen=True):
     """`Governor.deadline` may have passed."""
 
 
@@ -115,7 +111,7 @@ Event = (
 # -- commands ---------------------------------------------------------------------------------
 
 
-class Reclaim(_Tagged, frozen=True):
+class Reclaim(Record, frozen=True):
     """Tell the worker to give memory back."""
 
     model: str
@@ -126,14 +122,14 @@ class Reclaim(_Tagged, frozen=True):
     """Precision level, for the method ``precision``."""
 
 
-class StartLevel(_Tagged, frozen=True):
+class StartLevel(Record, frozen=True):
     """Tell the worker the precision level of new rows."""
 
     model: str
     level: int
 
 
-class Evict(_Tagged, frozen=True):
+class Evict(Record, frozen=True):
     """Unload a model. A request loads it again."""
 
     model: str
@@ -141,20 +137,20 @@ class Evict(_Tagged, frozen=True):
     """The worker has requests but runs none: they return to the daemon and load the model later."""
 
 
-class HoldRequests(_Tagged, frozen=True):
+class HoldRequests(Record, frozen=True):
     """Keep new requests for a model in the daemon, or release them."""
 
     model: str
     held: bool
 
 
-class RecordEvent(_Tagged, frozen=True):
+class RecordEvent(Record, frozen=True):
     """Record a decision or its result for `kvctl events`, the log and metrics."""
 
     kind: str
     model: str
     reason: str
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int] = msgspec.field(default_factory=dict)
     requester: str | None = None
     """The model that needs the memory."""
 

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import msgspec
 
-
-class _Tagged(msgspec.Struct, frozen=True, tag=True):
-    pass
+from actors.machines.machine import Record
 
 
-class MemoryRequest(_Tagged, frozen=True):
+class MemoryRequest(Record, frozen=True):
     """A worker requests to hold this many bytes in total."""
 
     model: str
@@ -31,7 +29,7 @@ class MemoryRequest(_Tagged, frozen=True):
     """When an earlier request began to wait that this one continues; None: it is new."""
 
 
-class WorkerExited(_Tagged, frozen=True):
+class WorkerExited(Record, frozen=True):
     """The worker's process is gone."""
 
     model: str
@@ -40,7 +38,7 @@ class WorkerExited(_Tagged, frozen=True):
 Event = MemoryRequest | WorkerExited
 
 
-class GrantDecision(_Tagged, frozen=True):
+class GrantDecision(Record, frozen=True):
     """The answer to a memory request: what the worker may hold from now on."""
 
     model: str

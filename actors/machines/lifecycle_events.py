@@ -4,38 +4,32 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
+from actors.machines.machine import Record
 from protocol.errors import ErrorInfo
 from protocol.worker import Phase
-
-
-class _Tagged(msgspec.Struct, frozen=True, tag=True):
-    pass
-
 
 # -- states -----------------------------------------------------------------------------------
 
 
-class Stopped(_Tagged, frozen=True):
+class Stopped(Record, frozen=True):
     """There is no process, and none is wanted."""
 
 
-class Spawning(_Tagged, frozen=True):
+class Spawning(Record, frozen=True):
     """The process is being started and has reported nothing yet."""
 
     deadline: float
     pid: int | None = None
 
 
-class Loading(_Tagged, frozen=True):
+class Loading(Record, frozen=True):
     """The process loads the model."""
 
     pid: int
     deadline: float
 
 
-class Ready(_Tagged, frozen=True):
+class Ready(Record, frozen=True):
     """The model takes requests."""
 
     pid: int
@@ -43,14 +37,14 @@ class Ready(_Tagged, frozen=True):
     """None without requests: an idle worker may be silent."""
 
 
-class Draining(_Tagged, frozen=True):
+class Draining(Record, frozen=True):
     """The process finishes its requests and takes no new ones."""
 
     pid: int
     deadline: float
 
 
-class Stopping(_Tagged, frozen=True):
+class Stopping(Record, frozen=True):
     """The process was asked to exit. Each missed deadline escalates to the next signal."""
 
     pid: int | None
@@ -64,7 +58,7 @@ class Stopping(_Tagged, frozen=True):
     """Reason of the order, for the error of the requests that it ends."""
 
 
-class Backoff(_Tagged, frozen=True):
+class Backoff(Record, frozen=True):
     """The process died, or lacked memory on a reload, and starts again later."""
 
     deadline: float
@@ -72,7 +66,7 @@ class Backoff(_Tagged, frozen=True):
     error: ErrorInfo
 
 
-class Failed(_Tagged, frozen=True):
+class Failed(Record, frozen=True):
     """The model was given up."""
 
     error: ErrorInfo
@@ -85,78 +79,78 @@ State = Stopped | Spawning | Loading | Ready | Draining | Stopping | Backoff | F
 # -- events -----------------------------------------------------------------------------------
 
 
-class Start(_Tagged, frozen=True):
+class Start(Record, frozen=True):
     """Order: run."""
 
 
-class Drain(_Tagged, frozen=True):
+class Drain(Record, frozen=True):
     """Order: finish the requests, then stop."""
 
 
-class Halt(_Tagged, frozen=True):
+class Halt(Record, frozen=True):
     """Order: stop now."""
 
     reason: str = ""
     """Reason for the error of the requests that this ends; empty: the model is unloaded."""
 
 
-class Spawned(_Tagged, frozen=True):
+class Spawned(Record, frozen=True):
     """The operating system created the process."""
 
     pid: int
 
 
-class SpawnFailed(_Tagged, frozen=True):
+class SpawnFailed(Record, frozen=True):
     """The operating system could not create the process."""
 
     reason: str
 
 
-class Started(_Tagged, frozen=True):
+class Started(Record, frozen=True):
     """The process reported for the first time."""
 
 
-class SignOfLife(_Tagged, frozen=True):
+class SignOfLife(Record, frozen=True):
     """The process sent a report that has no event of its own."""
 
 
-class PhaseEntered(_Tagged, frozen=True):
+class PhaseEntered(Record, frozen=True):
     """The process changed its phase, and with it the timeout that applies."""
 
     phase: Phase
 
 
-class Loaded(_Tagged, frozen=True):
+class Loaded(Record, frozen=True):
     """The model is loaded."""
 
 
-class LoadFailed(_Tagged, frozen=True):
+class LoadFailed(Record, frozen=True):
     """The model cannot be loaded. A retry helps only if memory was short."""
 
     error: ErrorInfo
 
 
-class RequestAssigned(_Tagged, frozen=True):
+class RequestAssigned(Record, frozen=True):
     """The router assigned a request to this worker."""
 
     rid: str
 
 
-class TokenGenerated(_Tagged, frozen=True):
+class TokenGenerated(Record, frozen=True):
     """The process generated a token, which resets the restart budget."""
 
 
-class RequestFinished(_Tagged, frozen=True):
+class RequestFinished(Record, frozen=True):
     """A request is over."""
 
     rid: str
 
 
-class RequestBlamed(_Tagged, frozen=True):
+class RequestBlamed(Record, frozen=True):
     """The router found a request that kills the process. Other requests may do the same."""
 
 
-class Exited(_Tagged, frozen=True):
+class Exited(Record, frozen=True):
     """The process is gone."""
 
     returncode: int
@@ -164,13 +158,13 @@ class Exited(_Tagged, frozen=True):
     """The kernel killed the process because memory ran out."""
 
 
-class Fault(_Tagged, frozen=True):
+class Fault(Record, frozen=True):
     """The process broke the protocol, or handling its reports failed: its state is unknown."""
 
     reason: str
 
 
-class AlarmFired(_Tagged, frozen=True):
+class AlarmFired(Record, frozen=True):
     """`Lifecycle.deadline` may have passed."""
 
 
@@ -200,39 +194,39 @@ FREQUENT = (SignOfLife, PhaseEntered, TokenGenerated)
 # -- commands ---------------------------------------------------------------------------------
 
 
-class Spawn(_Tagged, frozen=True):
+class Spawn(Record, frozen=True):
     """Start a process. `Spawned` or `SpawnFailed` follows."""
 
 
-class SendLoad(_Tagged, frozen=True):
+class SendLoad(Record, frozen=True):
     """Send the process the order to load the model."""
 
 
-class SendRequest(_Tagged, frozen=True):
+class SendRequest(Record, frozen=True):
     """Send the process a request."""
 
     rid: str
 
 
-class ReturnRequest(_Tagged, frozen=True):
+class ReturnRequest(Record, frozen=True):
     """Return a request to the router: the process never got it."""
 
     rid: str
 
 
-class SendStop(_Tagged, frozen=True):
+class SendStop(Record, frozen=True):
     """Ask the process to exit."""
 
 
-class Terminate(_Tagged, frozen=True):
+class Terminate(Record, frozen=True):
     """Send SIGTERM."""
 
 
-class Kill(_Tagged, frozen=True):
+class Kill(Record, frozen=True):
     """Send SIGKILL."""
 
 
-class LoseRequests(_Tagged, frozen=True):
+class LoseRequests(Record, frozen=True):
     """Report the requests that the process had when it died."""
 
     rids: list[str]
@@ -243,7 +237,7 @@ class LoseRequests(_Tagged, frozen=True):
     """Another process follows, in which the requests can continue."""
 
 
-class ReleaseMemory(_Tagged, frozen=True):
+class ReleaseMemory(Record, frozen=True):
     """Report that the memory of the process is free."""
 
 

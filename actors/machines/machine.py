@@ -1,12 +1,13 @@
 """The interface of the state machines, and the error of an illegal transition.
 
-A machine is a `msgspec.Struct`: its whole state can be encoded and decoded, so that
-`actors.runtime.history` can replay its history.
+`actors.runtime.history` records what happens to a machine.
 """
 
 from __future__ import annotations
 
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from protocol.errors import InternalError
 
@@ -14,10 +15,14 @@ E_contra = TypeVar("E_contra", contravariant=True)
 C = TypeVar("C")
 
 
+class Record(msgspec.Struct, frozen=True):
+    """Base of events, commands and states."""
+
+
 class InvalidTransition(InternalError):
     """An event that is not in the table for this state; the state did not change.
 
-    ``story`` holds the recent history from the machine's journal.
+    ``story`` holds the recent history of the machine.
     """
 
     def __init__(self, state: object, event: object) -> None:

@@ -24,6 +24,7 @@ import math
 
 import msgspec
 
+from actors.machines.machine import Record
 from protocol.worker import LONG_STEP_S
 
 SLICE_S = LONG_STEP_S
@@ -36,11 +37,7 @@ MAX_DEBT_S = 5.0
 """Limit of the debt from an overrun: a process that was stopped for an hour owes no hour."""
 
 
-class _Tagged(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class TimeSliceRequested(_Tagged, frozen=True):
+class TimeSliceRequested(Record, frozen=True):
     """A worker has work, or its kind of work changed. An unlimited worker has already begun.
 
     ``step_s``: seconds that its steps take alone; None: not measured.
@@ -51,7 +48,7 @@ class TimeSliceRequested(_Tagged, frozen=True):
     step_s: float | None = None
 
 
-class TimeSliceEnded(_Tagged, frozen=True):
+class TimeSliceEnded(Record, frozen=True):
     """A worker's slice is over. ``more``: it requests another.
 
     ``left_s``: expected seconds of a last step that it has begun. The next worker waits for it.
@@ -65,27 +62,27 @@ class TimeSliceEnded(_Tagged, frozen=True):
     left_s: float = 0.0
 
 
-class WeightChanged(_Tagged, frozen=True):
+class WeightChanged(Record, frozen=True):
     """A model has another weight, whether it computes or not."""
 
     model: str
     weight: float
 
 
-class WorkerExited(_Tagged, frozen=True):
+class WorkerExited(Record, frozen=True):
     """The worker's process is gone."""
 
     model: str
 
 
-class AlarmFired(_Tagged, frozen=True):
+class AlarmFired(Record, frozen=True):
     """`TimeSlices.deadline` may have passed."""
 
 
 Event = TimeSliceRequested | TimeSliceEnded | WeightChanged | WorkerExited | AlarmFired
 
 
-class GiveTimeSlice(_Tagged, frozen=True):
+class GiveTimeSlice(Record, frozen=True):
     """Let the worker compute for ``slice_s`` seconds. None: without limit; 0: wait for a slice."""
 
     model: str

@@ -1,4 +1,4 @@
-"""The router's machine: each request ends once, and goes to a worker only when that is ready."""
+"""Admission: each request ends once and goes only to ready workers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEMORY = ErrorInfo("insufficient_memory", "no room")
 
 @pytest.fixture
 def admission():
-    """A admission whose invariants are checked at the end."""
+    """An `Admission` whose invariants are checked at the end."""
     subject = Admission(max_requests=3)
     yield subject
     subject.check()
@@ -56,7 +56,7 @@ def codes(commands) -> list[str]:
     return [f"{c.rid} {c.error.code}" for c in commands if isinstance(c, FailRequest)]
 
 
-def test_a_request_for_a_ready_model_goes_there(admission):
+def test_a_request_for_a_ready_model_is_forwarded(admission):
     commands = feed(admission, ModelChanged("m", "ready"), RequestArrived("1", "m"))
 
     assert [Forward("1", "m")] == commands
@@ -81,7 +81,7 @@ def test_refusals(admission, availability, code):
     assert [f"1 {code}"] == codes(feed(admission, RequestArrived("1", "m")))
 
 
-def test_a_model_that_is_not_here_is_asked_for_once(admission):
+def test_the_load_of_an_unknown_model_is_requested_once(admission):
     assert feed(admission, RequestArrived("1", "m"), RequestArrived("2", "m")) == [
         EnsureLoaded("m")
     ]
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_here_is_asked_for_once(admission):
     assert feed(admission, ModelChanged("m", "ready")) == [Forward("1", "m"), Forward("2", "m")]
 
 
-def test_where_nobody_knows_the_model_those_that_wait_end(admission):
+def test_waiting_requests_for_an_unknown_model_fail(admission):
     feed(admission, RequestArrived("1", "m", deadline=5.0), RequestArrived("2", "m"))
     assert codes(admission.handle(AlarmFired(), 5.0)) == ["1 deadline_exceeded"]
     error = ErrorInfo("unknown_model", "no model 'm' is loaded")
@@ -101,7 +101,7 @@ def test_where_nobody_knows_the_model_those_that_wait_end(admission):
     assert feed(admission, RequestCancelled("3")) == [ConfirmCancel("3")]
 
 
-def test_too_many_are_overloaded(admission):
+def test_requests_above_the_limit_are_overloaded(admission):
     feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "ready"))
     feed(admission, *(RequestArrived(str(n), "m") for n in range(3)))
 
@@ -111,7 +111,7 @@ def test_too_many_are_overloaded(admission):
     assert feed(admission, RequestArrived("5", "m")) == []
 
 
-def test_too_many_bytes_are_overloaded(admission):
+def test_requests_above_the_byte_limit_are_overloaded(admission):
     admission.max_bytes = 100
     feed(admission, ModelChanged("m", "ready"), ModelChanged("n", "ready"))
 
@@ -128,7 +128,7 @@ def test_too_many_bytes_are_overloaded(admission):
     assert admission.sizes == {"n": 100}
 
 
-def test_those_that_wait_are_told_that_memory_is_missing(admission):
+def test_waiting_requests_fail_when_memory_is_missing(admission):
     feed(admission, ModelChanged("m", "waiting"), RequestArrived("1", "m"))
 
     assert feed(admission, ModelChanged("m", "waiting", DIED)) == []
@@ -144,7 +144,7 @@ def test_those_that_wait_are_told_that_memory_is_missing(admission):
         (ModelRemoved("m"), "unknown_model"),
     ],
 )
-def test_those_that_wait_end_with_their_model(admission, event, code):
+def test_waiting_requests_end_with_their_model(admission, event, code):
     feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "waiting"))
     feed(admission, RequestArrived("1", "m"), RequestArrived("2", "n"))
 
@@ -152,7 +152,7 @@ def test_those_that_wait_end_with_their_model(admission, event, code):
     assert list(admission.requests) == ["2"]
 
 
-def test_those_that_a_process_took_with_it_go_into_the_next_one_in_their_order(admission):
+def test_lost_requests_go_to_the_next_process_in_order(admission):
     admission.max_requests = 4
     feed(
         admission,
@@ -174,7 +174,7 @@ def test_those_that_a_process_took_with_it_go_into_the_next_one_in_their_order(a
     assert back == [Forward(rid, "m") for rid in "1234"]
 
 
-def test_those_of_a_process_that_is_the_last_one_end_with_it(admission):
+def test_requests_of_the_last_process_end_with_it(admission):
     feed(admission, ModelChanged("m", "ready"), RequestArrived("1", "m"), RequestArrived("2", "m"))
 
     assert codes(feed(admission, RequestsLost("m", ["1"], DIED, again=False))) == ["1 worker_died"]
@@ -182,7 +182,7 @@ def test_those_of_a_process_that_is_the_last_one_end_with_it(admission):
     assert codes(feed(admission, ModelChanged("m", "failed", FAILED))) == ["2 model_failed"]
 
 
-def test_what_was_begun_waits_for_memory_and_others_are_told(admission):
+def test_lost_requests_wait_for_memory_and_new_ones_fail(admission):
     feed(
         admission,
         ModelChanged("m", "ready"),
@@ -195,7 +195,7 @@ def test_what_was_begun_waits_for_memory_and_others_are_told(admission):
     assert feed(admission, ModelChanged("m", "ready")) == [Forward("1", "m")]
 
 
-def test_suspects_are_tried_in_halves_and_who_dies_alone_is_quarantined(admission):
+def test_suspects_are_tried_in_halves_and_one_that_dies_alone_is_quarantined(admission):
     admission.max_requests = 4
     died = ErrorInfo("worker_died", "the worker of m was ended by SIGSEGV")
     feed(admission, ModelChanged("m", "ready"), *(RequestArrived(rid, "m") for rid in "123"))
@@ -225,7 +225,7 @@ def test_suspects_are_tried_in_halves_and_who_dies_alone_is_quarantined(admissio
     assert feed(admission, RequestFinished("3")) == [Forward("4", "m")]
 
 
-def test_those_on_their_way_end_when_nobody_speaks_for_them(admission):
+def test_forwarded_requests_end_when_the_model_is_removed(admission):
     feed(
         admission,
         ModelChanged("m", "ready"),
@@ -246,7 +246,7 @@ def test_those_on_their_way_end_when_nobody_speaks_for_them(admission):
     )
 
 
-def test_a_bounce_of_a_closing_model_ends(admission):
+def test_a_request_returned_by_a_closing_model_ends(admission):
     feed(
         admission,
         ModelChanged("m", "ready"),
@@ -277,7 +277,7 @@ def test_cancel(admission):
     assert list(admission.requests) == ["2"]
 
 
-def test_those_that_wait_beyond_their_deadline_end_and_a_worker_keeps_what_it_has(admission):
+def test_waiting_requests_end_at_their_deadline_and_forwarded_ones_do_not(admission):
     feed(admission, ModelChanged("m", "waiting"), ModelChanged("n", "ready"))
     feed(
         admission,
@@ -306,7 +306,7 @@ def test_a_drain_ends_with_the_last_request(admission):
 
 
 class Walk(RuleBasedStateMachine):
-    """Whatever order things come in: each request that arrives ends exactly once."""
+    """Random events in any order: each request that arrives ends exactly once."""
 
     models = st.sampled_from(["m", "n"])
 
@@ -335,7 +335,7 @@ class Walk(RuleBasedStateMachine):
                 case Drained():
                     assert not self.open
 
-    def one_inside(self, data) -> str | None:
+    def pick_inside(self, data) -> str | None:
         return data.draw(st.sampled_from(sorted(self.inside))) if self.inside else None
 
     @rule(model=models, availability=st.sampled_from(["waiting", "ready", "closing", "failed"]))
@@ -346,22 +346,22 @@ class Walk(RuleBasedStateMachine):
     def model_gone(self, model):
         self.feed(ModelRemoved(model))
 
-    @rule(model=models, patience=st.none() | st.integers(0, 3))
-    def arrive(self, model, patience):
+    @rule(model=models, wait_s=st.none() | st.integers(0, 3))
+    def arrive(self, model, wait_s):
         self.count += 1
         self.open.add(str(self.count))
-        deadline = None if patience is None else self.now + patience
+        deadline = None if wait_s is None else self.now + wait_s
         self.feed(RequestArrived(str(self.count), model, deadline=deadline))
 
     @rule()
-    def ring(self):
+    def fire_alarm(self):
         self.now += 1.0
         self.feed(AlarmFired())
         assert self.admission.deadline is None or self.admission.deadline > self.now
 
     @rule(data=st.data(), how=st.sampled_from(["over", "bounced"]))
     def leave(self, data, how):
-        rid = self.one_inside(data)
+        rid = self.pick_inside(data)
         if rid is None:
             return
         self.inside.discard(rid)
@@ -374,22 +374,22 @@ class Walk(RuleBasedStateMachine):
             self.feed(RequestReturned(rid))
 
     @rule(model=models, held=st.booleans())
-    def keep(self, model, held):
+    def hold(self, model, held):
         self.feed(ModelHeld(model, held))
 
     @rule(data=st.data())
-    def line_up(self, data):
-        if rid := self.one_inside(data):
+    def queue_in_worker(self, data):
+        if rid := self.pick_inside(data):
             self.feed(QueuedInWorker(rid))
 
     @rule(data=st.data())
-    def gain(self, data):
-        if rid := self.one_inside(data):
+    def progress(self, data):
+        if rid := self.pick_inside(data):
             self.feed(RequestProgressed(rid))
 
     @rule(model=models, data=st.data(), attributable=st.booleans(), again=st.booleans())
     def die(self, model, data, attributable, again):
-        """The process had some of those that were given to it; the others come back later."""
+        """The process had some of the forwarded requests; the others are returned."""
         given = [rid for rid in sorted(self.inside) if self.admission.requests[rid].model == model]
         had = [rid for rid in given if data.draw(st.booleans())]
         self.inside -= set(had)
@@ -405,12 +405,12 @@ class Walk(RuleBasedStateMachine):
         self.feed(RequestCancelled(rid))
 
     @rule()
-    def drain_seldom(self):
+    def drain_late(self):
         if self.count > 15:
             self.feed(DrainStarted())
 
     @invariant()
-    def whole(self):
+    def consistent(self):
         self.admission.check()
         assert self.open == set(self.admission.requests)
 

@@ -42,13 +42,13 @@ async def ask(it: World, **fields) -> Forecast:
 
 
 @simulated
-async def test_a_model_that_is_not_loaded_is_reckoned_from_its_files():
+async def test_a_model_that_is_not_loaded_is_estimated_from_its_files():
     known = {"known": KnownModel("/known", KVSpec(v_bits=4), ModelPolicy(max_context=320))}
     async with world(load=(), known=known, estimate_model=estimate_model) as it:
         found = await ask(it, model="/m", rows=2)
         assert (found.state, found.measured, found.source) == ("not loaded", False, "/m")
         assert (found.context, found.rows, found.verdict) == (640, 2, "fits")
-        assert [one.total_bytes for one in found.levels] == [100 + 220, 100 + 160]
+        assert [level.total_bytes for level in found.levels] == [100 + 220, 100 + 160]
         short = await ask(it, model="/m", rows=2, context=128)
         assert short.levels[0].total_bytes == 100 + 60
 
@@ -57,7 +57,7 @@ async def test_a_model_that_is_not_loaded_is_reckoned_from_its_files():
 
 
 @simulated
-async def test_a_loaded_models_numbers_are_its_workers(monkeypatch):
+async def test_a_loaded_models_numbers_come_from_its_worker(monkeypatch):
     costs = msgspec.structs.replace(COSTS, base_bytes=50)
     info = msgspec.structs.replace(fakes.INFO, costs=costs, kv_schemes=["k8v8", "k4v4"])
     monkeypatch.setattr(fakes, "INFO", info)
@@ -65,12 +65,12 @@ async def test_a_loaded_models_numbers_are_its_workers(monkeypatch):
         found = await ask(it, model="demo", rows=3, context=640)
 
         assert (found.state, found.measured, found.held_bytes) == ("ready", True, 100)
-        assert [one.scheme for one in found.levels] == ["k8v8", "k4v4"]
+        assert [level.scheme for level in found.levels] == ["k8v8", "k4v4"]
         assert found.levels[0].total_bytes == 50 + 3 * 110
 
 
 @simulated
-async def test_a_worker_without_a_formula_leaves_it_to_the_files():
+async def test_without_a_formula_of_the_worker_the_files_are_used():
     async with world(estimate_model=estimate_model) as it:
         found = await ask(it, model="demo")
 
@@ -78,7 +78,7 @@ async def test_a_worker_without_a_formula_leaves_it_to_the_files():
 
 
 @simulated
-async def test_errors_say_what_is_wrong():
+async def test_errors_name_the_problem():
     async with world(estimate_model=estimate_model) as it:
         with pytest.raises(UnknownModel, match="no folder"):
             await ask(it, model="/no")

@@ -1,4 +1,4 @@
-"""Forecasts: the steps that the ladder then takes, on a copy that nobody notices."""
+"""Forecasts: the steps that the governor would take, computed on a copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMES = ["k8v8", "k8v4", "k4v4"]
 
 
 def costs(base: int = 10_000) -> Costs:
-    """Rows of 100 bytes a page: 950 tokens are 14 pages and a tail of one."""
+    """Rows of 100 bytes a page: 950 tokens are 14 pages and a tail of 100 bytes."""
     kind = KVCost(layers=1, page_bytes=(90, 60, 45), charges=(100, 66, 50))
     return Costs(
         weights_bytes=base // 2,
@@ -42,15 +42,15 @@ def costs(base: int = 10_000) -> Costs:
     )
 
 
-class House:
-    """A ladder with tenants, which can be let act as the forecast says it would."""
+class Simulation:
+    """A governor with models, which can act for real to check a forecast."""
 
     def __init__(self) -> None:
         self.governor = Governor(Ledger(BUDGET))
         self.now = 1000.0
         self.freed: list[tuple[str, str]] = []
 
-    def account(
+    def add_model(
         self, name: str, granted: int, policy: ModelPolicy | None = None, **reclaimable
     ) -> None:
         self.governor.handle(LoadRequested(name, policy or ModelPolicy()), self.now)
@@ -69,23 +69,25 @@ class House:
         assert self.governor == before, "asking changed something"
         return found
 
-    def really(self, total: int, model: str = "new") -> bool:
-        """Let the model ask for so much, do what the ladder says, and return whether it got it."""
+    def is_granted(self, total: int, model: str = "new") -> bool:
+        """Request memory for real, perform the commands, and return whether it was granted."""
         self.governor.handle(LoadRequested(model, ModelPolicy()), self.now)
-        todo = self.governor.handle(MemoryRequest(model, 1, total), self.now)
+        pending = self.governor.handle(MemoryRequest(model, 1, total), self.now)
         for _ in range(50):
             self.now += 1.0
-            for command in todo:
+            for command in pending:
                 if (
                     isinstance(command, GrantDecision)
                     and command.model == model
                     and command.granted
                 ):
                     return True
-            todo = [event for command in todo for event in self._do(command)] or self._ring()
+            pending = [
+                event for command in pending for event in self._perform(command)
+            ] or self._fire_alarm()
         return False
 
-    def _do(self, command):
+    def _perform(self, command):
         governor, now = self.governor, self.now
         match command:
             case Reclaim(model=model):
@@ -99,33 +101,33 @@ class House:
                 return governor.handle(WorkerExited(model), now)
         return []
 
-    def _ring(self):
+    def _fire_alarm(self):
         return self.governor.handle(AlarmFired(), self.now)
 
 
-def test_rows_that_fit_lack_nothing():
-    house = House()
-    found = house.ask(rows=10)
+def test_rows_that_fit_need_no_steps():
+    simulation = Simulation()
+    found = simulation.ask(rows=10)
 
     assert found.verdict == "fits"
     assert found.missing_bytes == 0
     assert not found.steps
-    assert [one.total_bytes for one in found.levels] == [
+    assert [level.total_bytes for level in found.levels] == [
         10_000 + 10 * 15 * 100,
         10_000 + 10 * 11 * 100,  # 14 pages of 66 bytes are ten units
         10_000 + 10 * 8 * 100,
     ]
-    assert [one.max_rows for one in found.levels] == [60, 81, 112]
+    assert [level.max_rows for level in found.levels] == [60, 81, 112]
     assert found.idle_bytes == 10_000 + 20 * 100
 
 
-def test_the_steps_are_those_that_the_ladder_takes():
-    house = House()
-    house.account(
+def test_the_steps_are_those_that_the_governor_takes():
+    simulation = Simulation()
+    simulation.add_model(
         "busy", 50_000, base=20_000, rows=4, spare=3_000, levels=(8_000, 4_000), preempt=5_000
     )
-    house.account("idle", 30_000, base=30_000)
-    found = house.ask(rows=14)
+    simulation.add_model("idle", 30_000, base=30_000)
+    found = simulation.ask(rows=14)
 
     assert found.missing_bytes == 31_000 - 20_000
     assert [(it.method, it.model, it.nbytes) for it in found.steps] == [
@@ -134,31 +136,31 @@ def test_the_steps_are_those_that_the_ladder_takes():
     ]
     assert found.steps[1].level == 1
     assert found.verdict == "makes_room"
-    assert house.really(found.levels[0].total_bytes)
-    assert house.freed == [(it.method, it.model) for it in found.steps]
+    assert simulation.is_granted(found.levels[0].total_bytes)
+    assert simulation.freed == [(it.method, it.model) for it in found.steps]
 
 
-def test_idle_models_go_before_rows_are_parked():
-    house = House()
-    house.account("busy", 60_000, base=20_000, rows=4, preempt=20_000)
-    house.account("idle", 30_000, base=30_000)
-    found = house.ask(rows=26)
+def test_idle_models_are_evicted_before_rows_are_preempted():
+    simulation = Simulation()
+    simulation.add_model("busy", 60_000, base=20_000, rows=4, preempt=20_000)
+    simulation.add_model("idle", 30_000, base=30_000)
+    found = simulation.ask(rows=26)
 
     assert [(it.method, it.model, it.nbytes) for it in found.steps] == [
         ("precision", "new", 10_400),
         ("precision", "new", 7_800),
         ("idle", "idle", 30_000),
     ]
-    parks = house.ask(rows=46)  # 79,000 at the top, 18,400 and 13,800 less below it
-    assert [it.method for it in parks.steps] == ["precision", "precision", "idle"]
-    assert parks.shortfall_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
-    assert parks.verdict == "waits", "nobody parks for more than a fair share"
+    preempting = simulation.ask(rows=46)  # 79,000 at the top, 18,400 and 13,800 less below it
+    assert [it.method for it in preempting.steps] == ["precision", "precision", "idle"]
+    assert preempting.shortfall_bytes == 79_000 - 10_000 - 18_400 - 13_800 - 30_000
+    assert preempting.verdict == "waits", "no row is preempted for more than a fair share"
 
 
-def test_own_rows_start_lower_before_others_are_parked():
-    house = House()
-    house.account("busy", 70_000, base=20_000, rows=4, preempt=30_000)
-    found = house.ask(rows=20)
+def test_own_rows_start_lower_before_others_are_preempted():
+    simulation = Simulation()
+    simulation.add_model("busy", 70_000, base=20_000, rows=4, preempt=30_000)
+    found = simulation.ask(rows=20)
 
     assert [(it.method, it.model, it.nbytes, it.level) for it in found.steps] == [
         ("precision", "new", 8_000, 1),
@@ -169,17 +171,17 @@ def test_own_rows_start_lower_before_others_are_parked():
 
 @pytest.mark.parametrize(("rows", "verdict"), [(10, "fits"), (500, "never"), (61, "waits")])
 def test_verdicts(rows, verdict):
-    house = House()
+    simulation = Simulation()
     if verdict == "waits":
-        house.account("kept", 60_000, ModelPolicy(pinned=True), base=60_000)
+        simulation.add_model("kept", 60_000, ModelPolicy(pinned=True), base=60_000)
 
-    assert house.ask(rows=rows).verdict == verdict
+    assert simulation.ask(rows=rows).verdict == verdict
 
 
-def test_a_loaded_models_rows_come_on_top_of_those_that_it_has():
-    house = House()
-    house.account("new", 40_000, base=12_000, rows=3, spare=5_000)
-    found = house.ask(rows=10)
+def test_new_rows_of_a_loaded_model_are_added_to_its_running_ones():
+    simulation = Simulation()
+    simulation.add_model("new", 40_000, base=12_000, rows=3, spare=5_000)
+    found = simulation.ask(rows=10)
 
     assert found.held_bytes == 40_000
     assert found.levels[0].total_bytes == 35_000 + 10 * 15 * 100

@@ -1,4 +1,4 @@
-"""The ladder: cheapest bytes first, nobody starves, and the sum of grants stays in the budget."""
+"""The governor: cheapest method first, no starvation, and grants stay in the budget."""
 
 from __future__ import annotations
 
@@ -30,405 +30,411 @@ from protocol.types import Reclaimable
 BUDGET = 10_000
 
 
-class Desk:
-    """A ladder with a clock, that remembers what it was told to do."""
+class Simulation:
+    """A governor with a clock, which remembers its commands."""
 
     def __init__(self, **models: int) -> None:
         self.governor = Governor(Ledger(BUDGET))
         self.now = 1000.0
-        self.said: list[governor_events.Command] = []
+        self.commands_seen: list[governor_events.Command] = []
         self.seqs: dict[str, int] = {}
         for name, granted in models.items():
             self.load(name, granted)
 
-    def tell(
+    def apply(
         self, event: governor_events.Event, after: float = 0.0
     ) -> list[governor_events.Command]:
         self.now += after
         commands = self.governor.handle(event, self.now)
         self.governor.check()
-        self.said += commands
+        self.commands_seen += commands
         return [it for it in commands if not isinstance(it, governor_events.RecordEvent)]
 
     def load(self, name: str, granted: int, policy: ModelPolicy | None = None) -> None:
-        self.tell(LoadRequested(name, policy or ModelPolicy()))
-        self.want(name, granted)
-        self.tell(ModelReady(name))
+        self.apply(LoadRequested(name, policy or ModelPolicy()))
+        self.request(name, granted)
+        self.apply(ModelReady(name))
         self.now += 5.0
 
-    def want(
+    def request(
         self, name: str, total: int, *, resuming: bool = False
     ) -> list[governor_events.Command]:
         self.seqs[name] = self.seqs.get(name, 0) + 1
-        return self.tell(MemoryRequest(name, self.seqs[name], total, resuming))
+        return self.apply(MemoryRequest(name, self.seqs[name], total, resuming))
 
     def reclaimable(self, name: str, **fields: object) -> list[governor_events.Command]:
-        return self.tell(ReclaimableReported(name, Reclaimable(**fields)))
+        return self.apply(ReclaimableReported(name, Reclaimable(**fields)))
 
     def wait(self, seconds: float) -> list[governor_events.Command]:
-        """Ring as the machine wants it."""
+        """Advance the clock and fire the alarms that are due."""
         end, commands = self.now + seconds, []
         while (due := self.governor.deadline) is not None and due <= end:
-            commands += self.tell(AlarmFired(), max(0.0, due - self.now))
+            commands += self.apply(AlarmFired(), max(0.0, due - self.now))
         self.now = end
-        return commands + self.tell(AlarmFired())
+        return commands + self.apply(AlarmFired())
 
-    def gives(
+    def give_back(
         self, it: Reclaim, freed: int, *, exhausted: bool = False
     ) -> list[governor_events.Command]:
-        answers = self.want(it.model, self.grants[it.model] - freed)
-        return answers + self.tell(ReclaimFinished(it.model, it.seq, freed, exhausted))
+        answers = self.request(it.model, self.grants[it.model] - freed)
+        return answers + self.apply(ReclaimFinished(it.model, it.seq, freed, exhausted))
 
     @property
     def grants(self) -> dict[str, int]:
         return self.governor.ledger.grants
 
-    def note(self, kind: str) -> governor_events.RecordEvent:
+    def recorded(self, kind: str) -> governor_events.RecordEvent:
         return next(
             it
-            for it in self.said
+            for it in self.commands_seen
             if isinstance(it, governor_events.RecordEvent) and it.kind == kind
         )
 
 
-def only(commands: list[governor_events.Command], kind: type) -> list:
+def of_type(commands: list[governor_events.Command], kind: type) -> list:
     return [it for it in commands if isinstance(it, kind)]
 
 
 BUSY = {"rows": 1, "waiting": 1, "base": 2000}
 
 
-def test_the_rungs_are_climbed_one_by_one():
-    desk = Desk(a=5000, b=3000, c=1500)
-    desk.reclaimable("c", base=1500)
-    desk.reclaimable("b", spare=200, prefixes=300, levels=(400, 500), preempt=900, **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 9000)
+def test_methods_are_used_in_the_reclaim_order():
+    sim = Simulation(a=5000, b=3000, c=1500)
+    sim.reclaimable("c", base=1500)
+    sim.reclaimable("b", spare=200, prefixes=300, levels=(400, 500), preempt=900, **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 9000)
 
-    desk.tell(AlarmFired(), 0.3)
-    (spare,) = only(desk.said, Reclaim)
+    sim.apply(AlarmFired(), 0.3)
+    (spare,) = of_type(sim.commands_seen, Reclaim)
     assert (spare.model, spare.method, spare.wanted_bytes) == ("b", "spare", 200)
-    (prefixes,) = only(desk.gives(spare, 200), Reclaim)
+    (prefixes,) = of_type(sim.give_back(spare, 200), Reclaim)
     assert (prefixes.method, prefixes.wanted_bytes) == ("prefixes", 300)
-    desk.now += 15  # too much in all, so that it takes its turn as the first wish
-    (level,) = only(desk.gives(prefixes, 300), Reclaim)
+    sim.now += 15  # more than can be reclaimed, so it becomes the first request
+    (level,) = of_type(sim.give_back(prefixes, 300), Reclaim)
     assert (level.method, level.level) == ("precision", 1)
-    (level,) = only(desk.gives(level, 400, exhausted=True), Reclaim)
+    (level,) = of_type(sim.give_back(level, 400, exhausted=True), Reclaim)
     assert (level.method, level.level) == ("precision", 2)
-    said = desk.gives(level, 500, exhausted=True)
-    assert only(said, Evict) == [Evict("c")]
-    said = desk.tell(WorkerExited("c"))
-    assert not only(said, Reclaim), "a fair share is left to b"
+    commands_seen = sim.give_back(level, 500, exhausted=True)
+    assert of_type(commands_seen, Evict) == [Evict("c")]
+    commands_seen = sim.apply(WorkerExited("c"))
+    assert not of_type(commands_seen, Reclaim), "a fair share is left to b"
 
 
-def test_a_model_is_in_use_before_its_worker_can_say_so():
-    desk = Desk(a=5000, b=5000)
-    desk.reclaimable("b", base=5000)
-    desk.reclaimable("a", **BUSY)
-    desk.tell(governor_events.ServingChanged("b", busy=True))
-    desk.want("a", 6000)
+def test_a_model_is_in_use_before_its_worker_reports_it():
+    sim = Simulation(a=5000, b=5000)
+    sim.reclaimable("b", base=5000)
+    sim.reclaimable("a", **BUSY)
+    sim.apply(governor_events.ServingChanged("b", busy=True))
+    sim.request("a", 6000)
 
-    assert not only(desk.wait(5), Evict)
-    desk.tell(governor_events.ServingChanged("b", busy=False))
-    assert only(desk.wait(2), Evict) == [Evict("b")]
+    assert not of_type(sim.wait(5), Evict)
+    sim.apply(governor_events.ServingChanged("b", busy=False))
+    assert of_type(sim.wait(2), Evict) == [Evict("b")]
 
 
-def test_a_first_level_is_taken_from_all_before_a_second_from_anybody():
-    desk = Desk(a=4000, b=3000, c=3000)
-    desk.reclaimable("b", levels=(0, 900), **BUSY)
-    desk.reclaimable("c", levels=(200, 900), **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 4600)
+def test_every_model_steps_down_to_level_1_before_any_reaches_level_2():
+    sim = Simulation(a=4000, b=3000, c=3000)
+    sim.reclaimable("b", levels=(0, 900), **BUSY)
+    sim.reclaimable("c", levels=(200, 900), **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 4600)
 
-    (first,) = only(desk.wait(1), Reclaim)
+    (first,) = of_type(sim.wait(1), Reclaim)
 
     assert (first.model, first.level, first.wanted_bytes) == ("c", 1, 200)
-    (second,) = only(desk.gives(first, 200), Reclaim)
+    (second,) = of_type(sim.give_back(first, 200), Reclaim)
     assert second.level == 2
 
 
-def test_nothing_that_costs_is_taken_before_a_wish_has_settled():
-    desk = Desk(a=5000, b=5000)
-    desk.reclaimable("b", levels=(3000,), **BUSY)
-    desk.reclaimable("a", **BUSY)
+def test_only_free_methods_are_used_before_a_request_has_settled():
+    sim = Simulation(a=5000, b=5000)
+    sim.reclaimable("b", levels=(3000,), **BUSY)
+    sim.reclaimable("a", **BUSY)
 
-    assert not only(desk.want("a", 6000), Reclaim)
-    assert only(desk.wait(0.3), Reclaim)
-
-
-def test_a_wish_for_which_nobody_waits_costs_nobody_anything():
-    desk = Desk(a=5000, b=5000)
-    desk.reclaimable("b", spare=1000, levels=(3000,), **BUSY)
-    desk.reclaimable("a", rows=1, base=2000)
-    desk.want("a", 6000)
-
-    assert not only(desk.wait(100), Reclaim)
-    assert desk.governor.ledger.first is None
+    assert not of_type(sim.request("a", 6000), Reclaim)
+    assert of_type(sim.wait(0.3), Reclaim)
 
 
-def test_rows_are_parked_only_down_to_the_fair_share():
-    desk = Desk(a=2000, b=8000)
-    desk.reclaimable("b", preempt=6000, **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 5000)
+def test_a_request_that_no_client_waits_for_reclaims_nothing():
+    sim = Simulation(a=5000, b=5000)
+    sim.reclaimable("b", spare=1000, levels=(3000,), **BUSY)
+    sim.reclaimable("a", rows=1, base=2000)
+    sim.request("a", 6000)
 
-    (preempt,) = only(desk.wait(1), Reclaim)
+    assert not of_type(sim.wait(100), Reclaim)
+    assert sim.governor.ledger.first is None
+
+
+def test_rows_are_preempted_only_down_to_the_fair_share():
+    sim = Simulation(a=2000, b=8000)
+    sim.reclaimable("b", preempt=6000, **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 5000)
+
+    (preempt,) = of_type(sim.wait(1), Reclaim)
 
     assert (preempt.model, preempt.method, preempt.wanted_bytes) == ("b", "preempt", 3000)
 
 
-def test_models_that_are_not_there_take_no_share():
-    desk = Desk(gone=1000, a=2000, b=7000)
-    desk.tell(WorkerExited("gone"))
-    desk.tell(governor_events.ServingChanged("never", busy=True))
-    desk.reclaimable("b", preempt=6000, **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 5000)
+def test_models_without_a_grant_take_no_fair_share():
+    sim = Simulation(gone=1000, a=2000, b=7000)
+    sim.apply(WorkerExited("gone"))
+    sim.apply(governor_events.ServingChanged("never", busy=True))
+    sim.reclaimable("b", preempt=6000, **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 5000)
 
-    assert set(desk.governor.accounts) == {"gone", "a", "b"}
-    (preempt,) = only(desk.wait(1), Reclaim)
+    assert set(sim.governor.accounts) == {"gone", "a", "b"}
+    (preempt,) = of_type(sim.wait(1), Reclaim)
     assert (preempt.model, preempt.wanted_bytes) == ("b", 2000)
 
 
-def test_nobody_is_parked_for_a_row_that_was_parked():
-    desk = Desk(a=2000, b=8000)
-    desk.reclaimable("b", preempt=6000, **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 5000, resuming=True)
+def test_no_row_is_preempted_for_a_preempted_row():
+    sim = Simulation(a=2000, b=8000)
+    sim.reclaimable("b", preempt=6000, **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 5000, resuming=True)
 
-    assert not only(desk.wait(200), Reclaim)
+    assert not of_type(sim.wait(200), Reclaim)
 
 
-def test_lower_priority_is_parked_below_its_share_and_higher_never():
-    desk = Desk()
-    desk.load("low", 3000, ModelPolicy(priority=-1))
-    desk.load("high", 3500, ModelPolicy(priority=1))
-    desk.load("me", 3500)
+def test_lower_priority_is_preempted_below_its_share_and_higher_never():
+    sim = Simulation()
+    sim.load("low", 3000, ModelPolicy(priority=-1))
+    sim.load("high", 3500, ModelPolicy(priority=1))
+    sim.load("me", 3500)
     for name in ("low", "high"):
-        desk.reclaimable(name, preempt=1000, **BUSY)
-    desk.reclaimable("me", **BUSY)
-    desk.want("me", 4500)
+        sim.reclaimable(name, preempt=1000, **BUSY)
+    sim.reclaimable("me", **BUSY)
+    sim.request("me", 4500)
 
-    (preempt,) = only(desk.wait(1), Reclaim)
+    (preempt,) = of_type(sim.wait(1), Reclaim)
     assert preempt.model == "low"
 
 
-def test_what_is_on_its_way_is_waited_for():
-    desk = Desk(a=5000, b=5000)
-    desk.reclaimable("b", spare=1000, prefixes=1000, levels=(1000,), **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 6000)
+def test_pending_memory_is_waited_for():
+    sim = Simulation(a=5000, b=5000)
+    sim.reclaimable("b", spare=1000, prefixes=1000, levels=(1000,), **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 6000)
 
-    assert len(only([*desk.said, *desk.wait(30)], Reclaim)) == 1
+    assert len(of_type([*sim.commands_seen, *sim.wait(30)], Reclaim)) == 1
 
 
-def test_a_worker_that_does_not_answer_is_not_waited_for_forever():
-    desk = Desk(a=4000, b=3000, c=3000)
-    desk.reclaimable("b", spare=1000, **BUSY)
-    desk.reclaimable("c", prefixes=1000, **BUSY)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 5000)
+def test_a_reclaim_without_an_answer_expires():
+    sim = Simulation(a=4000, b=3000, c=3000)
+    sim.reclaimable("b", spare=1000, **BUSY)
+    sim.reclaimable("c", prefixes=1000, **BUSY)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 5000)
 
-    methods = [it.method for it in only([*desk.said, *desk.wait(100)], Reclaim)]
+    methods = [it.method for it in of_type([*sim.commands_seen, *sim.wait(100)], Reclaim)]
     assert methods[:2] == ["spare", "prefixes"]
 
 
 def test_a_load_evicts_the_least_valuable_idle_model():
-    desk = Desk(old=2000, new=2000)
-    desk.load("pinned", 2000, ModelPolicy(pinned=True))
-    desk.load("dear", 2000, ModelPolicy(priority=1))
+    sim = Simulation(old=2000, new=2000)
+    sim.load("pinned", 2000, ModelPolicy(pinned=True))
+    sim.load("dear", 2000, ModelPolicy(priority=1))
     for name in ("old", "new", "pinned", "dear"):
-        desk.reclaimable(name, base=2000)
-        desk.now += 10
-    desk.tell(LoadRequested("me", ModelPolicy(), patient=False))
+        sim.reclaimable(name, base=2000)
+        sim.now += 10
+    sim.apply(LoadRequested("me", ModelPolicy(), patient=False))
 
-    assert not desk.want("me", 3500), "it is answered when there is room"
-    assert only(desk.wait(1), Evict) == [Evict("old")]
-    assert only(desk.tell(WorkerExited("old")), GrantDecision) == [
+    assert not sim.request("me", 3500), "answered when it is granted"
+    assert of_type(sim.wait(1), Evict) == [Evict("old")]
+    assert of_type(sim.apply(WorkerExited("old")), GrantDecision) == [
         GrantDecision("me", 1, 3500, True, 500)
     ]
-    assert desk.note("evict").requester == "me"
+    assert sim.recorded("evict").requester == "me"
 
 
 def test_a_load_waits_for_a_model_that_has_just_become_idle():
-    desk = Desk(a=8000)
-    desk.reclaimable("a", rows=1, base=8000)
-    desk.reclaimable("a", base=8000)
-    desk.tell(LoadRequested("me", ModelPolicy(), patient=False))
+    sim = Simulation(a=8000)
+    sim.reclaimable("a", rows=1, base=8000)
+    sim.reclaimable("a", base=8000)
+    sim.apply(LoadRequested("me", ModelPolicy(), patient=False))
 
-    assert not only(desk.want("me", 5000), GrantDecision)
-    assert only(desk.wait(2), Evict) == [Evict("a")]
+    assert not of_type(sim.request("me", 5000), GrantDecision)
+    assert of_type(sim.wait(2), Evict) == [Evict("a")]
 
 
-def test_a_load_that_finds_no_room_is_refused_with_the_arithmetic():
-    desk = Desk(busy=3000)
-    desk.load("kept", 4000, ModelPolicy(pinned=True))
-    desk.reclaimable("kept", base=4000)
-    desk.reclaimable("busy", **BUSY)
-    desk.tell(LoadRequested("me", ModelPolicy(), patient=False))
+def test_a_load_without_room_is_refused_with_the_numbers():
+    sim = Simulation(busy=3000)
+    sim.load("kept", 4000, ModelPolicy(pinned=True))
+    sim.reclaimable("kept", base=4000)
+    sim.reclaimable("busy", **BUSY)
+    sim.apply(LoadRequested("me", ModelPolicy(), patient=False))
 
-    (answer,) = only(desk.want("me", 5000), GrantDecision)
+    (answer,) = of_type(sim.request("me", 5000), GrantDecision)
 
     assert not answer.granted
     assert "kept (pinned) holds" in answer.reason
     assert "busy (in use) holds" in answer.reason
-    assert not only(desk.said, Evict)
-    assert desk.note("load_refused").numbers["wanted_bytes"] == 5000
+    assert not of_type(sim.commands_seen, Evict)
+    assert sim.recorded("load_refused").numbers["wanted_bytes"] == 5000
 
 
-def test_a_patient_load_waits_and_one_that_pinned_models_leave_no_room_for_does_not():
-    desk = Desk(busy=8000)
-    desk.reclaimable("busy", **BUSY)
-    desk.tell(LoadRequested("me"))
+def test_a_patient_load_waits_unless_pinned_models_leave_no_room():
+    sim = Simulation(busy=8000)
+    sim.reclaimable("busy", **BUSY)
+    sim.apply(LoadRequested("me"))
 
-    assert not only(desk.want("me", 9000), GrantDecision)
+    assert not of_type(sim.request("me", 9000), GrantDecision)
     assert (
-        only(desk.tell(PolicyChanged("busy", ModelPolicy(pinned=True))), GrantDecision)[0].granted
+        of_type(sim.apply(PolicyChanged("busy", ModelPolicy(pinned=True))), GrantDecision)[
+            0
+        ].granted
         is False
     )
 
 
-def test_who_is_in_use_is_held_for_a_load_that_waits_and_let_go_after_it():
-    desk = Desk(a=5000, b=5000)
+def test_a_model_in_use_is_held_for_a_waiting_load_and_released_after_it():
+    sim = Simulation(a=5000, b=5000)
     for name in ("a", "b"):
-        desk.reclaimable(name, rows=3, base=4000)
-    desk.tell(LoadRequested("me"))
-    desk.want("me", 4000)
+        sim.reclaimable(name, rows=3, base=4000)
+    sim.apply(LoadRequested("me"))
+    sim.request("me", 4000)
 
-    (hold,) = only(desk.wait(40), HoldRequests)
+    (hold,) = of_type(sim.wait(40), HoldRequests)
     assert hold.held
-    desk.reclaimable(hold.model, base=4000)  # its rows are through
-    assert only(desk.wait(3), Evict) == [Evict(hold.model)]
-    said = desk.tell(WorkerExited(hold.model))
-    assert only(said, GrantDecision)[0].granted
-    assert only(said, HoldRequests) == [HoldRequests(hold.model, held=False)]
+    sim.reclaimable(hold.model, base=4000)  # its rows are finished
+    assert of_type(sim.wait(3), Evict) == [Evict(hold.model)]
+    commands_seen = sim.apply(WorkerExited(hold.model))
+    assert of_type(commands_seen, GrantDecision)[0].granted
+    assert of_type(commands_seen, HoldRequests) == [HoldRequests(hold.model, held=False)]
 
 
-def test_a_large_wish_is_not_starved_by_small_ones():
-    desk = Desk(a=2000, b=4000, c=3500)
+def test_a_large_request_is_not_starved_by_small_ones():
+    sim = Simulation(a=2000, b=4000, c=3500)
     for name in ("b", "c"):
-        desk.reclaimable(name, rows=1, waiting=1, base=1000)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 6000)
-    desk.want("b", 4400)
-    assert desk.grants["b"] == 4400, "a small one may overtake"
-    desk.wait(11)
+        sim.reclaimable(name, rows=1, waiting=1, base=1000)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 6000)
+    sim.request("b", 4400)
+    assert sim.grants["b"] == 4400, "a small request may overtake"
+    sim.wait(11)
 
-    desk.want("b", 3000)
-    assert not only(desk.want("b", 4000), GrantDecision)[0].granted, "not for ever"
-    desk.want("c", 1000)
-    assert desk.grants["a"] == 6000
+    sim.request("b", 3000)
+    assert not of_type(sim.request("b", 4000), GrantDecision)[0].granted, "not forever"
+    sim.request("c", 1000)
+    assert sim.grants["a"] == 6000
 
 
-def test_models_that_wait_for_each_other_give_way_to_the_oldest_wish():
-    desk = Desk(a=5000, b=5000)
+def test_models_that_wait_for_each_other_yield_to_the_oldest_request():
+    sim = Simulation(a=5000, b=5000)
     for name in ("a", "b"):
-        desk.reclaimable(name, waiting=2, base=5000)
-    desk.want("a", 6000)
-    desk.now += 1
-    desk.want("b", 6000)
+        sim.reclaimable(name, waiting=2, base=5000)
+    sim.request("a", 6000)
+    sim.now += 1
+    sim.request("b", 6000)
 
-    (evict,) = only(desk.wait(60), Evict)
+    (evict,) = of_type(sim.wait(60), Evict)
     assert evict == Evict("b", requeue=True)
-    assert only(desk.tell(WorkerExited("b")), GrantDecision)[0].model == "a"
+    assert of_type(sim.apply(WorkerExited("b")), GrantDecision)[0].model == "a"
 
 
-def test_a_request_that_came_as_a_model_went_is_taken_back():
-    desk = Desk(a=5000, b=5000)
-    desk.reclaimable("b", base=5000)
-    desk.reclaimable("a", **BUSY)
-    desk.want("a", 6000)
-    assert only(desk.wait(2), Evict) == [Evict("b")]
+def test_a_request_that_arrives_during_an_eviction_is_requeued():
+    sim = Simulation(a=5000, b=5000)
+    sim.reclaimable("b", base=5000)
+    sim.reclaimable("a", **BUSY)
+    sim.request("a", 6000)
+    assert of_type(sim.wait(2), Evict) == [Evict("b")]
 
-    desk.want("b", 5500)
-    assert only(desk.reclaimable("b", waiting=1, base=5000), Evict) == [Evict("b", requeue=True)]
-    assert not only(desk.reclaimable("b", waiting=1, base=4999), Evict), "once"
-
-
-def test_a_model_that_a_user_unloads_finishes_before_whoever_waits_for_it():
-    desk = Desk(a=5000, b=5000)
-    desk.reclaimable("a", waiting=1, base=5000)
-    desk.reclaimable("b", waiting=1, base=5000)
-    desk.want("a", 6000)
-    desk.wait(20)
-    desk.tell(governor_events.UnloadStarted("b"))
-    desk.want("b", 5500)
-
-    assert only(desk.wait(60), Evict) == [Evict("a", requeue=True)]
-    assert only(desk.tell(WorkerExited("a")), GrantDecision)[0].model == "b"
+    sim.request("b", 5500)
+    assert of_type(sim.reclaimable("b", waiting=1, base=5000), Evict) == [Evict("b", requeue=True)]
+    assert not of_type(sim.reclaimable("b", waiting=1, base=4999), Evict), "once"
 
 
-def test_idle_models_go_after_their_time_but_pinned_ones():
-    desk = Desk()
-    desk.load("a", 1000, ModelPolicy(idle_ttl_s=60))
-    desk.load("b", 1000, ModelPolicy(idle_ttl_s=60, pinned=True))
+def test_a_model_that_a_user_unloads_finishes_before_requests_that_wait_for_it():
+    sim = Simulation(a=5000, b=5000)
+    sim.reclaimable("a", waiting=1, base=5000)
+    sim.reclaimable("b", waiting=1, base=5000)
+    sim.request("a", 6000)
+    sim.wait(20)
+    sim.apply(governor_events.UnloadStarted("b"))
+    sim.request("b", 5500)
+
+    assert of_type(sim.wait(60), Evict) == [Evict("a", requeue=True)]
+    assert of_type(sim.apply(WorkerExited("a")), GrantDecision)[0].model == "b"
+
+
+def test_idle_models_are_unloaded_after_their_ttl_except_pinned_ones():
+    sim = Simulation()
+    sim.load("a", 1000, ModelPolicy(idle_ttl_s=60))
+    sim.load("b", 1000, ModelPolicy(idle_ttl_s=60, pinned=True))
     for name in ("a", "b"):
-        desk.reclaimable(name, base=1000)
+        sim.reclaimable(name, base=1000)
 
-    assert not only(desk.wait(45), Evict)
-    assert only(desk.wait(20), Evict) == [Evict("a")]
-    assert "60 s" in desk.note("evict").reason
-
-
-def test_new_rows_start_lower_while_memory_is_tight_and_at_the_top_again():
-    desk = Desk(a=9900)
-    desk.reclaimable("a", rows=9, levels=(10, 10), base=900)
-    assert StartLevel("a", 1) in desk.said
-
-    desk.wait(11)
-    assert StartLevel("a", 2) in desk.said
-    desk.reclaimable("a", rows=9, levels=(10, 10), base=900, spare=1100)  # below the high mark only
-    assert StartLevel("a", 0) not in desk.said + desk.wait(30)
-    desk.reclaimable("a", rows=9, levels=(10, 10), base=900, spare=3000)
-    assert StartLevel("a", 0) not in desk.said + desk.wait(9)
-    assert StartLevel("a", 0) in desk.wait(3)
+    assert not of_type(sim.wait(45), Evict)
+    assert of_type(sim.wait(20), Evict) == [Evict("a")]
+    assert "60 s" in sim.recorded("evict").reason
 
 
-def test_growth_is_foreseen():
-    desk = Desk(a=5000)
+def test_new_rows_start_lower_while_memory_is_tight_and_at_level_0_afterwards():
+    sim = Simulation(a=9900)
+    sim.reclaimable("a", rows=9, levels=(10, 10), base=900)
+    assert StartLevel("a", 1) in sim.commands_seen
+
+    sim.wait(11)
+    assert StartLevel("a", 2) in sim.commands_seen
+    sim.reclaimable(
+        "a", rows=9, levels=(10, 10), base=900, spare=1100
+    )  # only below the high watermark
+    assert StartLevel("a", 0) not in sim.commands_seen + sim.wait(30)
+    sim.reclaimable("a", rows=9, levels=(10, 10), base=900, spare=3000)
+    assert StartLevel("a", 0) not in sim.commands_seen + sim.wait(9)
+    assert StartLevel("a", 0) in sim.wait(3)
+
+
+def test_growth_is_extrapolated():
+    sim = Simulation(a=5000)
     for total in range(5000, 9000, 200):
-        desk.reclaimable("a", rows=2, levels=(10,), base=1000)
-        desk.want("a", total)
-        desk.now += 2.0
-    note = desk.note("tight")
+        sim.reclaimable("a", rows=2, levels=(10,), base=1000)
+        sim.request("a", total)
+        sim.now += 2.0
+    recorded = sim.recorded("tight")
 
-    assert "soon" in note.reason
-    assert note.numbers["granted_bytes"] < 0.95 * BUDGET
+    assert "soon" in recorded.reason
+    assert recorded.numbers["granted_bytes"] < 0.95 * BUDGET
 
 
 @pytest.mark.parametrize(("pressure", "method"), [("warning", "prefixes"), ("critical", "preempt")])
-def test_the_system_s_pressure_is_answered(pressure, method):
-    desk = Desk(a=5000)
+def test_memory_pressure_of_the_system_is_relieved(pressure, method):
+    sim = Simulation(a=5000)
     offered = {"prefixes": 100} if method == "prefixes" else {"preempt": 600}
-    desk.reclaimable("a", rows=1, base=2000, **offered)
+    sim.reclaimable("a", rows=1, base=2000, **offered)
 
-    said = desk.tell(MemoryMeasured({"a": 5000}, pressure))
+    commands_seen = sim.apply(MemoryMeasured({"a": 5000}, pressure))
 
-    assert [it.method for it in only(said, Reclaim)] == [method]
-    assert not only(desk.tell(MemoryMeasured({"a": 5000}, pressure), 1), Reclaim), "one at a time"
-
-
-def test_what_is_taken_beyond_a_grant_is_nobody_else_s():
-    desk = Desk(a=4000, b=4000)
-    desk.tell(MemoryMeasured({"a": 5500, "b": 100}))
-
-    assert not only(desk.want("b", 5000), GrantDecision)[0].granted
-    assert desk.note("excess").numbers["excess_bytes"] == 1500
-    assert only(desk.tell(MemoryMeasured({"a": 4000})), GrantDecision)[0].granted
+    assert [it.method for it in of_type(commands_seen, Reclaim)] == [method]
+    assert not of_type(sim.apply(MemoryMeasured({"a": 5000}, pressure), 1), Reclaim), (
+        "one at a time"
+    )
 
 
-def test_a_lowered_budget_is_worked_off_and_nobody_grows_meanwhile():
-    desk = Desk(a=5000, b=4000)
-    desk.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
-    desk.reclaimable("b", base=4000)
+def test_excess_over_a_grant_is_not_available_to_others():
+    sim = Simulation(a=4000, b=4000)
+    sim.apply(MemoryMeasured({"a": 5500, "b": 100}))
 
-    (level,) = only(desk.tell(BudgetChanged(6000)), Reclaim)
+    assert not of_type(sim.request("b", 5000), GrantDecision)[0].granted
+    assert sim.recorded("excess").numbers["excess_bytes"] == 1500
+    assert of_type(sim.apply(MemoryMeasured({"a": 4000})), GrantDecision)[0].granted
+
+
+def test_a_lowered_budget_is_enforced_and_no_model_grows_meanwhile():
+    sim = Simulation(a=5000, b=4000)
+    sim.reclaimable("a", rows=1, levels=(1000,), preempt=500, base=2000)
+    sim.reclaimable("b", base=4000)
+
+    (level,) = of_type(sim.apply(BudgetChanged(6000)), Reclaim)
     assert level.method == "precision"
-    said = desk.gives(level, 1000)
-    assert only(said + desk.wait(1), Evict) == [Evict("b")]
-    assert not only(desk.want("a", 4100), GrantDecision)[0].granted
-    desk.tell(WorkerExited("b"))
-    assert sum(desk.grants.values()) <= 6000
+    commands_seen = sim.give_back(level, 1000)
+    assert of_type(commands_seen + sim.wait(1), Evict) == [Evict("b")]
+    assert not of_type(sim.request("a", 4100), GrantDecision)[0].granted
+    sim.apply(WorkerExited("b"))
+    assert sum(sim.grants.values()) <= 6000
 
 
 MODELS = ["a", "b", "c"]
@@ -473,7 +479,7 @@ events = (
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(events, st.sampled_from([0.0, 0.3, 12.0, 35.0])), max_size=50))
-def test_whatever_happens_grants_stay_in_the_budget(history):
+def test_grants_stay_in_the_budget_after_any_events(history):
     governor = Governor(Ledger(BUDGET))
     now = 0.0
     ceiling = BUDGET

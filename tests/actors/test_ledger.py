@@ -1,4 +1,4 @@
-"""The ledger: the sum of all grants never exceeds the budget, and only an exit releases one."""
+"""The ledger: the sum of all grants never exceeds the budget, and only an exit ends a grant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def feed(ledger: Ledger, *events: Event) -> list[GrantDecision]:
     return answers
 
 
-def test_a_wish_that_fits_is_granted():
+def test_a_request_that_fits_is_granted():
     ledger = Ledger(BUDGET)
 
     assert [GrantDecision("a", 1, 600, True, 400)] == feed(ledger, MemoryRequest("a", 1, 600))
@@ -31,7 +31,7 @@ def test_a_wish_that_fits_is_granted():
     assert [GrantDecision("b", 1, 300, True, 0)] == feed(ledger, MemoryRequest("b", 1, 300))
 
 
-def test_a_wish_that_does_not_fit_leaves_the_grant_as_it_was():
+def test_a_request_that_does_not_fit_leaves_the_grant_unchanged():
     ledger = Ledger(BUDGET)
     feed(ledger, MemoryRequest("a", 1, 600), MemoryRequest("b", 1, 300))
 
@@ -39,7 +39,7 @@ def test_a_wish_that_does_not_fit_leaves_the_grant_as_it_was():
     assert ledger.grants == {"a": 600, "b": 300}
 
 
-def test_what_was_refused_is_granted_when_others_give_back_the_oldest_first():
+def test_waiting_requests_are_granted_oldest_first_when_others_give_back():
     ledger = Ledger(BUDGET)
     feed(
         ledger, MemoryRequest("a", 1, 1000), MemoryRequest("b", 1, 500), MemoryRequest("c", 1, 500)
@@ -51,7 +51,7 @@ def test_what_was_refused_is_granted_when_others_give_back_the_oldest_first():
     assert [GrantDecision("c", 1, 500, True, 0)] == feed(ledger, WorkerExited("a"))
 
 
-def test_a_newer_wish_replaces_the_refused_one():
+def test_a_newer_request_replaces_the_waiting_one():
     ledger = Ledger(BUDGET)
     feed(ledger, MemoryRequest("a", 1, 900), MemoryRequest("b", 1, 500), MemoryRequest("b", 2, 50))
 
@@ -59,7 +59,7 @@ def test_a_newer_wish_replaces_the_refused_one():
     assert ledger.grants == {"b": 50}
 
 
-def test_a_dead_worker_wants_nothing_any_more():
+def test_the_request_of_an_exited_worker_is_dropped():
     ledger = Ledger(BUDGET)
     feed(ledger, MemoryRequest("a", 1, 900), MemoryRequest("b", 1, 500), WorkerExited("b"))
 
@@ -69,7 +69,7 @@ def test_a_dead_worker_wants_nothing_any_more():
 
 @settings(deadline=None)
 @given(events)
-def test_grants_never_exceed_the_budget_and_only_the_right_events_release(history):
+def test_grants_never_exceed_the_budget_and_only_the_right_events_shrink_them(history):
     ledger = Ledger(BUDGET)
     for event in history:
         before = dict(ledger.grants)

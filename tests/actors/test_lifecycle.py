@@ -238,7 +238,7 @@ def test_the_table(state: str, event: str):
     assert expected == " ".join([type(m.state).__name__, *(type(c).__name__ for c in commands)])
 
 
-def test_the_table_of_this_test_is_whole():
+def test_the_table_of_this_test_is_complete():
     assert set(STATES) == set(EXPECTED)
     assert (
         {type(state) for state in STATES.values()} == set(lc.TRANSITIONS) == set(ev.State.__args__)
@@ -257,7 +257,7 @@ def ready(m: lc.Lifecycle, now: float = NOW) -> lc.Lifecycle:
 
 
 def crash(m: lc.Lifecycle, now: float, returncode: int = -11) -> float:
-    """Let it crash when ready; return how long it waits, infinity for ever."""
+    """Crash the ready process; return the delay before the restart, infinity if given up."""
     feed(m, ev.Exited(returncode), now=now)
     if isinstance(m.state, ev.Failed):
         return float("inf")
@@ -266,7 +266,7 @@ def crash(m: lc.Lifecycle, now: float, returncode: int = -11) -> float:
     return delay
 
 
-def test_a_whole_life(m):
+def test_a_process_from_start_to_exit(m):
     assert [ev.Spawn()] == feed(m, ev.Start())
     assert [ev.SendLoad()] == feed(m, ev.Spawned(7), ev.Started())
     assert feed(m, ev.SignOfLife(), ev.Loaded()) == []
@@ -280,7 +280,7 @@ def test_a_whole_life(m):
     assert (ev.Stopped(), None) == (m.state, m.deadline)
 
 
-def test_rows_die_with_their_process_and_are_named(m):
+def test_a_dead_process_reports_its_requests(m):
     ready(m)
     feed(m, ev.RequestAssigned("b"), ev.RequestAssigned("a"))
     lost, release = feed(m, ev.Exited(-11))
@@ -290,7 +290,7 @@ def test_rows_die_with_their_process_and_are_named(m):
     assert ev.ReleaseMemory() == release
 
 
-def test_who_dies_while_it_is_unloaded_says_so(m):
+def test_a_death_during_an_unload_ends_requests_with_draining(m):
     ready(m)
     feed(m, ev.RequestAssigned("a"), ev.Drain())
     lost, release = feed(m, ev.Exited(-9))
@@ -328,7 +328,7 @@ def test_deadlines_of_the_phases(m):
     assert m.deadline is None
 
 
-def test_the_error_of_a_stuck_process_names_its_phase_and_the_next_one_starts_idle(m):
+def test_the_error_of_a_hung_process_names_its_phase_and_the_next_one_starts_idle(m):
     ready(m)
     feed(m, ev.RequestAssigned("a"), ev.PhaseEntered("flush"))
     assert feed(m, ev.AlarmFired(), now=NOW + 299) == []
@@ -346,7 +346,7 @@ def test_the_error_of_a_stuck_process_names_its_phase_and_the_next_one_starts_id
 
 
 @pytest.mark.parametrize("events", [[], [ev.Spawned(7)], [ev.Spawned(7), ev.Started()]])
-def test_silence_is_pressed_harder_and_harder(m, events):
+def test_silence_escalates_from_sigterm_to_sigkill(m, events):
     feed(m, ev.Start(), *events)
     pressed = []
     for _ in range(4):
@@ -356,7 +356,7 @@ def test_silence_is_pressed_harder_and_harder(m, events):
     assert pressed == ([ev.Terminate(), *[ev.Kill()] * 3] if events else [])
 
 
-def test_a_process_that_comes_too_late_is_killed(m):
+def test_a_process_spawned_after_a_halt_is_killed(m):
     feed(m, ev.Start(), ev.Halt())
 
     assert [ev.Kill()] == feed(m, ev.Spawned(7))
@@ -364,7 +364,7 @@ def test_a_process_that_comes_too_late_is_killed(m):
     assert ev.Stopped() == m.state
 
 
-def test_an_order_to_stop_wins_over_a_restart(m):
+def test_a_drain_cancels_a_restart(m):
     ready(m)
     feed(m, ev.RequestAssigned("a"))
     assert [ev.Terminate()] == feed(m, ev.AlarmFired(), now=NOW + 120)
@@ -398,7 +398,7 @@ def test_missing_memory_is_final_for_a_new_model_only(m):
     assert ev.Failed(WHY, refused=True) == m.state
 
 
-def test_an_order_to_start_a_given_up_model_is_answered_like_a_first_one(m):
+def test_a_start_after_a_failed_load_is_refused_like_a_first_one(m):
     ready(m)
     crash(m, NOW, -9)
     feed(m, ev.Spawned(7), ev.Started(), ev.LoadFailed(WHY), ev.Exited(0))
@@ -409,28 +409,28 @@ def test_an_order_to_start_a_given_up_model_is_answered_like_a_first_one(m):
 
 @pytest.mark.parametrize("events", [[], [ev.AlarmFired()]])
 @pytest.mark.parametrize(
-    ("order", "says"),
+    ("order", "message"),
     [(ev.Halt("the daemon stops"), "the daemon stops"), (ev.Halt(), "demo was stopped")],
 )
-def test_those_inside_are_told_why_the_model_was_stopped(m, events, order, says):
+def test_requests_get_the_reason_of_a_halt(m, events, order, message):
     ready(m)
     feed(m, ev.RequestAssigned("a"))
     feed(m, *events, order, ev.Drain(), now=NOW + 120)
     lost, _ = feed(m, ev.Exited(-9), now=NOW + 121)
 
     assert lost.error.code == "draining"
-    assert lost.error.message.startswith(says)
+    assert lost.error.message.startswith(message)
 
 
 def hang(m: lc.Lifecycle, now: float) -> list[ev.Command]:
-    """Let it be silent with a request, and be ended for it."""
+    """Let the process hang with a request until the watchdog ends it."""
     ready(m, now)
     feed(m, ev.RequestAssigned("a"), now=now)
     feed(m, ev.AlarmFired(), now=now + 120)
     return feed(m, ev.Exited(-15), now=now + 121)
 
 
-def test_requests_are_suspected_of_a_hang_though_we_killed_it(m):
+def test_requests_are_suspected_of_a_hang_that_the_watchdog_ended(m):
     [lost, _] = hang(m, NOW)
 
     assert isinstance(lost, ev.LoseRequests)
@@ -438,7 +438,7 @@ def test_requests_are_suspected_of_a_hang_though_we_killed_it(m):
     assert m.restart_budget.crashes == 0
 
 
-def test_what_the_kernel_kills_for_want_of_memory_would_take_it_again(m):
+def test_an_out_of_memory_kill_is_attributable(m):
     ready(m)
     feed(m, ev.RequestAssigned("a"))
     [lost, _] = feed(m, ev.Exited(-9, out_of_memory=True))
@@ -448,7 +448,7 @@ def test_what_the_kernel_kills_for_want_of_memory_would_take_it_again(m):
     assert "memory ran out" in lost.error.message
 
 
-def test_requests_that_were_blamed_count_however_far_they_lie_apart(m):
+def test_blamed_requests_count_at_any_distance(m):
     for at in range(3):
         hang(m, NOW + 1000 * at)
         assert m.deadline == NOW + 1000 * at + 121 + 0.5  # the suspects become fewer
@@ -461,7 +461,7 @@ def test_requests_that_were_blamed_count_however_far_they_lie_apart(m):
     assert m.restarts == 3
 
 
-def test_a_token_wipes_blame_away(m):
+def test_a_token_resets_blame(m):
     for at in range(4):
         hang(m, NOW + 1000 * at)
         feed(m, ev.RequestBlamed(), ev.AlarmFired(), now=NOW + 1000 * at + 130)
@@ -479,7 +479,7 @@ def test_a_token_wipes_blame_away(m):
         *((status, False) for status in (-9, -15, -2, -1, -12, -64)),
     ],
 )
-def test_only_what_a_process_may_do_to_itself_is_attributable(m, returncode, own):
+def test_only_self_inflicted_exits_are_attributable(m, returncode, own):
     ready(m)
     feed(m, ev.RequestAssigned("a"))
     [lost, _] = feed(m, ev.Exited(returncode))
@@ -491,7 +491,7 @@ def test_only_what_a_process_may_do_to_itself_is_attributable(m, returncode, own
 # -- the restart budget ---------------------------------------------------------------------------
 
 
-def test_three_crashes_in_a_minute_are_enough(m):
+def test_three_crashes_in_a_minute_give_a_model_up(m):
     delays = [crash(ready(m, NOW + t), NOW + t) for t in (0, 20, 59)]
 
     assert [0.5, 1.0, float("inf")] == delays
@@ -499,14 +499,14 @@ def test_three_crashes_in_a_minute_are_enough(m):
     assert "SIGSEGV" in m.error.message
 
 
-def test_crashes_that_lie_apart_are_not(m):
+def test_crashes_further_apart_do_not(m):
     delays = [crash(ready(m, NOW + t), NOW + t) for t in range(0, 900, 31)]
 
     assert delays[:8] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert float("inf") not in delays
 
 
-def test_a_token_wipes_the_slate(m):
+def test_a_token_resets_the_restart_budget(m):
     for second in range(10):
         ready(m, NOW + second)
         feed(m, ev.RequestAssigned(str(second)), ev.TokenGenerated(), now=NOW + second)
@@ -521,7 +521,7 @@ def test_kills_from_outside_do_not_count(m, returncode):
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_after_ten_quiet_minutes_the_delay_is_short_again(m):
+def test_the_delay_is_short_again_after_ten_minutes(m):
     crash(ready(m), NOW, -9)
     crash(ready(m), NOW + 1, -9)
 
@@ -529,7 +529,7 @@ def test_after_ten_quiet_minutes_the_delay_is_short_again(m):
 
 
 @pytest.mark.parametrize("gap", [1, 1000])
-def test_crashes_before_it_ever_worked_count_however_far_apart(m, gap):
+def test_crashes_during_loads_count_at_any_distance(m, gap):
     feed(m, ev.Start())
     for attempt in range(3):
         at = NOW + attempt * gap
@@ -541,7 +541,7 @@ def test_crashes_before_it_ever_worked_count_however_far_apart(m, gap):
     assert isinstance(m.state, ev.Failed)
 
 
-def test_a_failed_model_starts_afresh(m):
+def test_a_restarted_failed_model_has_a_new_budget(m):
     for t in range(3):
         crash(ready(m, NOW + t), NOW + t)
     ready(m, NOW + 10)
@@ -550,19 +550,19 @@ def test_a_failed_model_starts_afresh(m):
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "text"),
     [(0, "exited with status 0"), (-9, "was ended by SIGKILL"), (-99, "was ended by signal 99")],
 )
-def test_an_exit_in_words(code, words):
-    assert words == describe(code)
+def test_describe_names_the_exit(code, text):
+    assert text == describe(code)
 
 
 # -- any order of events --------------------------------------------------------------------------
 
 
 class Walk(RuleBasedStateMachine):
-    """Random events, as a process and its owner could cause them: the invariants hold, rows are
-    never lost without a word."""
+    """Random events, as a process and its actor could cause them: the invariants hold, and every
+    lost request is reported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,10 +610,10 @@ class Walk(RuleBasedStateMachine):
         self.feed(ev.RequestAssigned(str(next(self.rids))))
 
     @precondition(lambda self: self.spawning)
-    @rule(works=st.booleans())
-    def spawn(self, works):
-        self.spawning, self.process = False, works
-        self.feed(ev.Spawned(7) if works else ev.SpawnFailed("no"))
+    @rule(spawned=st.booleans())
+    def spawn(self, spawned):
+        self.spawning, self.process = False, spawned
+        self.feed(ev.Spawned(7) if spawned else ev.SpawnFailed("no"))
 
     @precondition(lambda self: self.process)
     @rule(returncode=st.sampled_from([0, 1, -9, -11]))
@@ -623,15 +623,15 @@ class Walk(RuleBasedStateMachine):
 
     @precondition(lambda self: self.process)
     @rule(data=st.data())
-    def speak(self, data):
-        words: dict[type, list[ev.Event]] = {
+    def report(self, data):
+        reports: dict[type, list[ev.Event]] = {
             ev.Spawning: [ev.Started()],
             ev.Loading: [ev.SignOfLife(), ev.Loaded(), ev.LoadFailed(WHY)],
         }
         rows = [ev.RequestFinished(rid) for rid in sorted(self.inside)]
         event = data.draw(
             st.sampled_from(
-                words.get(
+                reports.get(
                     type(self.machine.state), [ev.SignOfLife(), ev.PhaseEntered("flush"), *rows] * 2
                 )
             )
@@ -645,7 +645,7 @@ class Walk(RuleBasedStateMachine):
         self.feed(event)
 
     @invariant()
-    def whole(self):
+    def consistent(self):
         self.machine.check()
         assert self.machine.requests == self.inside
         assert (self.machine.pid is not None) == self.process

@@ -1,4 +1,4 @@
-"""The governor in the system: who makes room for whom, what waits meanwhile, and what is told."""
+"""The governor in the system: evictions, waiting requests, held requests and recorded events."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.sim.world import world
 BIG = Script(weights=600)
 
 
-def happened(w, kind: str) -> list[messages.EventRecord]:
+def recorded(w, kind: str) -> list[messages.EventRecord]:
     return [it for it in w.system._events.records if it.kind == kind]
 
 
 @simulated
-async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_brings_it_back():
+async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_reloads_it():
     async with world({"demo": [BIG], "big": [BIG]}) as w:
         client = w.client()
         await asyncio.sleep(5)
@@ -31,7 +31,7 @@ async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_brings
 
         assert w.model() is None
         assert w.system.status().unloaded == ["demo"]
-        (evicted,) = happened(w, "evict")
+        (evicted,) = recorded(w, "evict")
         assert (evicted.model, evicted.requester) == ("demo", "big")
         assert evicted.numbers["freed_bytes"] == 600
         assert (await client.end(client.generate())).reason == "length"
@@ -39,29 +39,29 @@ async def test_a_load_over_the_budget_evicts_the_idle_model_and_a_request_brings
 
 
 @simulated
-async def test_two_loads_of_a_model_that_makes_room_join_behind_its_end():
+async def test_two_loads_of_a_model_being_evicted_wait_for_its_end():
     async with world({"demo": [Script(weights=600, kill_s=2)], "big": [BIG]}) as w:
-        one, two = w.client(), w.client()
+        first, second = w.client(), w.client()
         await asyncio.sleep(5)
-        big = one.start(messages.Load, model="big")
+        big = first.start(messages.Load, model="big")
         await until(lambda: w.state() == "stopping", 10)
-        keys = [(it, it.start(messages.Load, model="demo")) for it in (one, two)]
+        keys = [(it, it.start(messages.Load, model="demo")) for it in (first, second)]
 
-        assert (await one.end(big)).model.state == "ready"
+        assert (await first.end(big)).model.state == "ready"
         for client, key in keys:
             assert (await client.end(key)).model.state == "ready"
         assert w.spawn.attempts["demo"] == 2
 
 
 @simulated
-async def test_a_model_in_use_is_not_evicted_and_the_load_says_who_holds_what():
+async def test_a_model_in_use_is_not_evicted_and_the_refusal_names_the_holders():
     async with world({"demo": [Script(weights=600, token_s=1)], "big": [BIG]}) as w:
         client = w.client()
         key = client.generate(max_tokens=200)
         await until(lambda: client.count(key) == 1)
         with pytest.raises(errors.InsufficientMemory):
             await client.ask(messages.Load, model="big")
-        (refused,) = happened(w, "load_refused")
+        (refused,) = recorded(w, "load_refused")
 
         assert "demo (in use) holds" in refused.reason
         assert refused.numbers["wanted_bytes"] == 600
@@ -69,7 +69,7 @@ async def test_a_model_in_use_is_not_evicted_and_the_load_says_who_holds_what():
 
 
 async def busy(w, name: str) -> None:
-    """Have the worker say that it has a request, as the real one does."""
+    """Report a running request, as the real worker does."""
     w.spawn.last(name).report(
         Stats(stats=WorkerStats(step=1, reclaimable=Reclaimable(rows=1, base=600)))
     )
@@ -98,7 +98,7 @@ async def test_a_request_for_a_known_model_waits_while_its_load_waits_for_others
 @pytest.mark.parametrize(
     "known", [{"big": KnownModel("big", listed=True)}, {"big": KnownModel("big")}, {}]
 )
-async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known(known):
+async def test_a_refused_load_ends_no_request_for_a_model_that_was_known(known):
     scripts = {"demo": [Script(weights=600)], "big": [BIG, BIG]}
     async with world(scripts, known=known) as w:
         await busy(w, "demo")
@@ -111,7 +111,7 @@ async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known
         await asyncio.sleep(10)
 
         if known:
-            assert not [one for one in client.events[key] if messages.is_last(one)]
+            assert not [it for it in client.events[key] if messages.is_last(it)]
             w.spawn.last("demo").report(
                 Stats(stats=WorkerStats(step=2, reclaimable=Reclaimable(base=600)))
             )
@@ -122,13 +122,13 @@ async def test_a_load_that_is_refused_ends_no_request_for_a_model_that_was_known
 
 
 @simulated
-async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it():
+async def test_new_requests_are_held_for_a_waiting_load_and_answered_after_it():
     known = {"big": KnownModel("big")}
     async with world({"demo": [Script(weights=600)], "big": [BIG]}, known=known) as w:
         await busy(w, "demo")
         client = w.client()
         big = client.generate("big")
-        await until(lambda: happened(w, "hold"), 60)
+        await until(lambda: recorded(w, "hold"), 60)
         demo = client.generate()
         await asyncio.sleep(3)
 
@@ -138,11 +138,11 @@ async def test_new_requests_are_held_for_a_load_that_waits_and_answered_after_it
         )
         assert (await client.end(big)).reason == "length"
         assert (await client.end(demo)).reason == "length"
-        assert happened(w, "let_go")
+        assert recorded(w, "let_go")
 
 
 @simulated
-async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_other():
+async def test_queued_requests_return_when_two_models_wait_for_each_other():
     stalled, goes_on = Script(weights=500, token_s=9999), Script(weights=500)
     scripts = {"demo": [stalled, goes_on], "big": [stalled]}
     async with world(scripts, load=("demo", "big")) as w:
@@ -151,21 +151,21 @@ async def test_what_waits_in_a_worker_goes_back_when_two_models_wait_for_each_ot
         _, key = (client.generate(name, max_tokens=40) for name in ("big", "demo"))
         await until(lambda: client.events[key])
         for seq, name in enumerate(("big", "demo"), 9):
-            wish = MemoryRequested(
+            request = MemoryRequested(
                 seq=seq, total_bytes=800, reason="", reclaimable=Reclaimable(waiting=1)
             )
-            w.spawn.last(name).report(wish)
+            w.spawn.last(name).report(request)
             await asyncio.sleep(1)
-        await until(lambda: happened(w, "requeue"), 100)
+        await until(lambda: recorded(w, "requeue"), 100)
 
-        assert happened(w, "requeue")[0].model == "demo"
+        assert recorded(w, "requeue")[0].model == "demo"
         w.spawn.last("big").report(MemoryRequested(seq=20, total_bytes=500, reason=""))
         assert (await client.end(key)).reason == "length"
         assert len(client.tokens(key)) == 40
 
 
 @simulated
-async def test_the_ladder_speaks_to_the_worker_and_hears_what_came_of_it():
+async def test_reclaims_reach_the_worker_and_their_results_the_governor():
     async with world({"demo": [Script(weights=400)]}, load=("demo", "other")) as w:
         demo, other = w.spawn.last("demo"), w.spawn.last("other")
         demo.request_memory(800)
@@ -183,11 +183,11 @@ async def test_the_ladder_speaks_to_the_worker_and_hears_what_came_of_it():
         demo.report(Reclaimed(seq=order.seq, freed_bytes=300, exhausted=True))
         await until(lambda: other.grant == 400, 5)
         assert w.system.status().granted_bytes == 900
-        assert happened(w, "reclaim_precision")[0].requester == "other"
+        assert recorded(w, "reclaim_precision")[0].requester == "other"
 
 
 @simulated
-async def test_an_idle_model_is_unloaded_after_its_time_unless_pinned():
+async def test_an_idle_model_is_unloaded_after_its_ttl_unless_pinned():
     async with world(load=()) as w:
         for name, pinned in (("demo", False), ("other", True)):
             policy = ModelPolicy(idle_ttl_s=60, pinned=pinned)
@@ -202,7 +202,7 @@ async def test_an_idle_model_is_unloaded_after_its_time_unless_pinned():
 
 
 @simulated
-async def test_what_a_user_unloads_is_not_known_any_more_also_when_it_had_made_room():
+async def test_an_unloaded_model_is_unknown_even_if_it_was_evicted_before():
     async with world({"demo": [BIG], "big": [BIG]}) as w:
         client = w.client()
         await asyncio.sleep(5)
@@ -215,23 +215,23 @@ async def test_what_a_user_unloads_is_not_known_any_more_also_when_it_had_made_r
 
 
 @simulated
-async def test_the_budget_changes_while_the_daemon_runs_and_what_is_above_is_worked_off():
+async def test_the_budget_changes_at_run_time_and_excess_grants_are_reclaimed():
     async with world({"demo": [BIG]}, load=("demo", "other")) as w:
         client = w.client()
         await client.ask(messages.Pin, model="other")
         await asyncio.sleep(5)
-        told = await client.ask(messages.Configure, budget_bytes=300)
+        answer = await client.ask(messages.Configure, budget_bytes=300)
 
-        assert (told.budget_bytes, told.granted_bytes) == (300, 700)
+        assert (answer.budget_bytes, answer.granted_bytes) == (300, 700)
         await until(lambda: w.system.status().granted_bytes == 100, 10)
         assert w.system.status().budget_bytes == 300
-        told = await client.ask(messages.Configure)
-        assert (told.budget_bytes, told.granted_bytes) == (300, 100)
-        assert happened(w, "budget")[0].numbers["before_bytes"] == 1000
+        answer = await client.ask(messages.Configure)
+        assert (answer.budget_bytes, answer.granted_bytes) == (300, 100)
+        assert recorded(w, "budget")[0].numbers["before_bytes"] == 1000
 
 
 @simulated
-async def test_events_are_told_followed_and_cancelled():
+async def test_events_are_listed_followed_and_cancelled():
     async with world({"demo": [BIG], "big": [BIG]}, load=("demo", "other")) as w:
         client = w.client()
         follow = client.start(messages.Events, follow=True, model="demo")
@@ -240,20 +240,20 @@ async def test_events_are_told_followed_and_cancelled():
         await client.ask(messages.Configure, budget_bytes=2000)
         over = await client.ask(messages.Events)
 
-        told = [it for it in client.events[follow] if isinstance(it, messages.EventRecord)]
-        assert {it.kind for it in told} == {"evict", "budget"}
-        assert over.last == told[-1].seq
+        answer = [it for it in client.events[follow] if isinstance(it, messages.EventRecord)]
+        assert {it.kind for it in answer} == {"evict", "budget"}
+        assert over.last == answer[-1].seq
         assert (await client.ask(messages.Cancel, target=follow)).found
         assert isinstance(await client.end(follow), messages.EventsReply)
-        later = client.start(messages.Events, since=told[0].seq)
+        later = client.start(messages.Events, since=answer[0].seq)
         await client.end(later)
         assert [it.seq for it in client.events[later][:-1]] == list(
-            range(told[0].seq + 1, over.last + 1)
+            range(answer[0].seq + 1, over.last + 1)
         )
 
 
 @simulated
-async def test_a_follower_that_goes_is_forgotten():
+async def test_a_disconnected_follower_is_removed():
     async with world() as w:
         client = w.client()
         client.start(messages.Events, follow=True)
@@ -265,13 +265,13 @@ async def test_a_follower_that_goes_is_forgotten():
 
 
 @simulated
-async def test_a_violation_is_an_error_that_is_counted_and_never_goes_by_unseen():
+async def test_a_violation_is_counted_and_recorded_as_an_error():
     async with world() as w:
         w.system._governor.machine.ledger.grants["demo"] = 5000
         await w.client().ask(messages.Configure, budget_bytes=1001)
         w.system._governor.machine.ledger.ceiling_bytes = 0
         w.spawn.last("demo").report(Reclaimed(seq=1, freed_bytes=0, exhausted=True))
-        await until(lambda: happened(w, "violation"), 5)
+        await until(lambda: recorded(w, "violation"), 5)
 
         assert w.system.status().violations >= 1
         assert w.notices_of("governor_violation")[0].level == "error"
@@ -281,7 +281,7 @@ async def test_a_violation_is_an_error_that_is_counted_and_never_goes_by_unseen(
 
 
 @simulated
-async def test_drain_ends_what_waits_for_a_model_that_rests():
+async def test_drain_ends_requests_that_wait_for_an_evicted_model():
     async with world({"demo": [Script(weights=600, kill_s=5)], "big": [BIG]}) as w:
         client = w.client()
         await asyncio.sleep(5)

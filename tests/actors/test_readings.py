@@ -1,4 +1,4 @@
-"""Readings: workers' own words first, ours where they are silent, and nothing twice."""
+"""Readings: the worker's own measurement if it is fresh, a read of its process otherwise."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.sim.world import World, world
 MIB = 2**20
 
 
-def told(it: World, model: str) -> int:
+def measured_bytes(it: World, model: str) -> int:
     return it.system._governor.machine.accounts[model].measured_bytes
 
 
-def say(it: World, model: str, **memory: int) -> None:
+def send_memory(it: World, model: str, **memory: int) -> None:
     it.spawn.last(model).report(Stats(stats=WorkerStats(memory=MemoryUse(**memory))))
 
 
 @pytest.mark.parametrize(
     ("separate", "expected"), [(False, 100), (True, 70)], ids=["one memory", "a card's own"]
 )
-def test_what_counts_is_the_memory_that_the_budget_is_of(separate, expected):
+def test_the_memory_that_the_budget_is_for_counts(separate, expected):
     memory = MemoryUse(active=50, cache=20)
 
     assert used_bytes(memory, 100, separate=separate) == expected
@@ -35,36 +35,36 @@ def test_what_counts_is_the_memory_that_the_budget_is_of(separate, expected):
 
 
 @simulated
-async def test_a_workers_own_word_reaches_the_governor_without_a_reading():
+async def test_a_workers_own_measurement_reaches_the_governor_without_a_read():
     async with world(budget=4 * 1024 * MIB) as it:
-        say(it, "demo", footprint=300 * MIB)
+        send_memory(it, "demo", footprint=300 * MIB)
         before = it.system._memory.reads
-        await until(lambda: told(it, "demo") == 300 * MIB, CALM_S + 1)
+        await until(lambda: measured_bytes(it, "demo") == 300 * MIB, CALM_S + 1)
         assert it.system._memory.reads == before
 
 
 @simulated
-async def test_a_silent_process_is_read_from_here():
+async def test_a_silent_process_is_read():
     async with world(budget=4 * 1024 * MIB) as it:
         process = it.spawn.last("demo")
-        say(it, "demo", footprint=300 * MIB)
+        send_memory(it, "demo", footprint=300 * MIB)
         it.system._memory.sizes[process.pid] = 900 * MIB
-        await until(lambda: told(it, "demo") == 300 * MIB, CALM_S + 1)
-        await until(lambda: told(it, "demo") == 900 * MIB, FRESH_S + 3 * CALM_S)
+        await until(lambda: measured_bytes(it, "demo") == 300 * MIB, CALM_S + 1)
+        await until(lambda: measured_bytes(it, "demo") == 900 * MIB, FRESH_S + 3 * CALM_S)
 
 
 @simulated
-async def test_a_process_that_loads_is_read_from_here():
+async def test_a_loading_process_is_read():
     async with world({"slow": [Script(load_s=30.0)]}, budget=4 * 1024 * MIB) as it:
         loading = asyncio.create_task(it.system.load("slow"))
         await until(lambda: it.spawn.processes["slow"])
         it.system._memory.sizes[it.spawn.last("slow").pid] = 50 * MIB
-        await until(lambda: told(it, "slow") == 50 * MIB, 20.0)
+        await until(lambda: measured_bytes(it, "slow") == 50 * MIB, 20.0)
         await loading
 
 
 @simulated
-async def test_readings_that_take_long_are_seldom():
+async def test_slow_reads_are_rare():
     async with world(budget=4 * 1024 * MIB) as it:
         memory = it.system._memory
         memory.took_s = 0.5
@@ -74,7 +74,7 @@ async def test_readings_that_take_long_are_seldom():
 
 
 @simulated
-async def test_the_systems_pressure_is_told_as_soon_as_it_is_seen():
+async def test_memory_pressure_is_reported_at_once():
     async with world(budget=4 * 1024 * MIB) as it:
         await asyncio.sleep(10.0)
         it.system._memory.pressure = "critical"
@@ -84,10 +84,10 @@ async def test_the_systems_pressure_is_told_as_soon_as_it_is_seen():
 
 
 @simulated
-async def test_what_does_not_move_is_not_told_again():
+async def test_unchanged_values_are_not_reported_again():
     async with world(budget=4 * 1024 * MIB) as it:
         for _ in range(20):
-            say(it, "demo", footprint=300 * MIB)
+            send_memory(it, "demo", footprint=300 * MIB)
             await asyncio.sleep(1.0)
         story = it.system._governor.history.story(1000)
 

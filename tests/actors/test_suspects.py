@@ -1,4 +1,4 @@
-"""Poison is told from bad luck: who dies alone is found, and nobody else is blamed."""
+"""Suspects: a request that kills the process alone is found, and no other is blamed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def died(subject: Suspects, *rids: str, attributable: bool = True) -> list[str] 
     return story
 
 
-def test_a_kill_from_outside_is_nobodys_fault() -> None:
+def test_a_kill_from_outside_suspects_no_request() -> None:
     subject = inside("a")
     for _ in range(5):
         assert died(subject, "a", attributable=False) is None
@@ -35,7 +35,7 @@ def test_a_kill_from_outside_is_nobodys_fault() -> None:
     assert subject.stories == {}
 
 
-def test_one_alone_is_tried_twice_and_then_blamed_with_its_story() -> None:
+def test_a_request_alone_is_tried_twice_and_then_blamed_with_its_story() -> None:
     subject = inside("a")
     assert died(subject, "a") is None
     assert subject.careful
@@ -46,13 +46,13 @@ def test_one_alone_is_tried_twice_and_then_blamed_with_its_story() -> None:
     assert not subject.careful
 
 
-def test_a_new_token_ends_the_suspicion() -> None:
+def test_a_new_token_clears_a_suspect() -> None:
     subject = inside("a")
     died(subject, "a")
     subject.next_group()
     subject.enter("a")
     subject.note_progress("a")
-    assert died(subject, "a") is None  # it goes on from where it is
+    assert died(subject, "a") is None  # it continues
     assert subject.stories == {}
 
 
@@ -67,7 +67,7 @@ def test_suspects_are_tried_in_halves_one_after_the_other() -> None:
     subject.note_progress("b")
     assert subject.next_group() == ["c"]
     subject.enter("c")
-    assert died(subject, "a", "b", "c") is None  # c is tried apart, then those who work
+    assert died(subject, "a", "b", "c") is None  # c is tried apart, then the proven ones
     assert subject.groups == [["c"], ["a", "b"]]
     assert subject.next_group() == ["c"]
     subject.enter("c")
@@ -75,7 +75,7 @@ def test_suspects_are_tried_in_halves_one_after_the_other() -> None:
     assert subject.next_group() == ["a", "b"]
 
 
-def test_a_long_queue_does_not_hold_up_those_who_run() -> None:
+def test_a_long_queue_does_not_delay_running_requests() -> None:
     subject = inside("runs", "reads", "q1", "q2")
     subject.note_progress("runs")
     subject.note_queued("q1")
@@ -92,7 +92,7 @@ def test_a_long_queue_does_not_hold_up_those_who_run() -> None:
     assert subject.groups == [["q1", "q2"], ["reads", "runs"]]
 
 
-def test_where_all_are_in_the_queue_one_of_them_it_was() -> None:
+def test_if_all_are_queued_all_are_suspected() -> None:
     subject = inside("a", "b")
     subject.note_queued("a")
     subject.note_queued("b")
@@ -109,7 +109,7 @@ def test_a_kill_from_outside_in_a_trial_repeats_it() -> None:
     assert subject.groups == [["a"], ["b"]]
 
 
-def test_who_was_on_the_way_was_not_there() -> None:
+def test_a_returned_request_is_not_suspected() -> None:
     subject = inside("a", "b")
     assert died(subject, "a") is None
     subject.note_returned("b")
@@ -117,7 +117,7 @@ def test_who_was_on_the_way_was_not_there() -> None:
     assert subject.next_group() == ["a"]
 
 
-def test_who_is_over_is_tried_no_more() -> None:
+def test_a_finished_request_is_not_tried_again() -> None:
     subject = inside("a", "b")
     died(subject, "a", "b")
     subject.forget("a")
@@ -137,22 +137,22 @@ def test_a_story_is_bounded() -> None:
 
 
 class Run:
-    """A model whose process dies of some requests, and is killed now and then."""
+    """A model whose process dies of some requests, and is sometimes killed from outside."""
 
     def __init__(self, draw: random.Random, lengths: list[int], deadly: dict[int, int]) -> None:
         self.draw = draw
         self.subject = Suspects()
         self.lengths = {f"r{at}": length for at, length in enumerate(lengths)}
-        self.deadly = {f"r{at}": place for at, place in deadly.items() if at < len(lengths)}
-        """The token that ends the process, in place of being made."""
-        self.made = dict.fromkeys(self.lengths, 0)
+        self.deadly = {f"r{at}": position for at, position in deadly.items() if at < len(lengths)}
+        """Position of the token at which the request kills the process."""
+        self.generated = dict.fromkeys(self.lengths, 0)
         self.waiting = list(self.lengths)
         self.blamed: list[str] = []
         self.barren = 0
-        """Deaths that were nobody's doing but the process's since the last token or blame."""
-        self.most_barren = 0
+        """Deaths caused by requests since the last token or blame."""
+        self.max_barren = 0
 
-    def go(self) -> None:
+    def simulate(self) -> None:
         while self.waiting or self.subject.inside:
             self.subject.check()
             self.release()
@@ -168,7 +168,7 @@ class Run:
                 self.enter(group)
                 return
         if not subject.careful:
-            # Some come later than others.
+            # Some requests arrive later.
             count = self.draw.randint(0 if subject.inside else 1, len(self.waiting) or 1)
             self.enter(self.waiting[:count])
 
@@ -180,15 +180,15 @@ class Run:
                 self.subject.note_queued(rid)
 
     def step(self, rid: str) -> None:
-        if self.deadly.get(rid) == self.made[rid]:
+        if self.deadly.get(rid) == self.generated[rid]:
             self.barren += 1
-            self.most_barren = max(self.most_barren, self.barren)
+            self.max_barren = max(self.max_barren, self.barren)
             self.die(attributable=True)
             return
         self.barren = 0
-        self.made[rid] += 1
+        self.generated[rid] += 1
         self.subject.note_progress(rid)
-        if self.made[rid] == self.lengths[rid]:
+        if self.generated[rid] == self.lengths[rid]:
             self.subject.forget(rid)
 
     def die(self, *, attributable: bool) -> None:
@@ -209,24 +209,24 @@ class Run:
     st.lists(st.integers(1, 6), min_size=1, max_size=33),
     st.dictionaries(st.integers(0, 32), st.integers(0, 5), max_size=5),
 )
-def test_the_deadly_are_found_and_nobody_else(
+def test_exactly_the_deadly_requests_are_found(
     seed: int, lengths: list[int], deadly: dict[int, int]
 ) -> None:
     run = Run(random.Random(seed), lengths, deadly)
-    run.go()
+    run.simulate()
 
-    found = {rid for rid, place in run.deadly.items() if place < run.lengths[rid]}
+    found = {rid for rid, position in run.deadly.items() if position < run.lengths[rid]}
     assert sorted(run.blamed) == sorted(found)
     for rid, length in run.lengths.items():
-        assert run.made[rid] == (run.deadly[rid] if rid in found else length)
-    assert run.most_barren <= 3 + math.ceil(math.log2(len(lengths)))
+        assert run.generated[rid] == (run.deadly[rid] if rid in found else length)
+    assert run.max_barren <= 3 + math.ceil(math.log2(len(lengths)))
     assert not run.subject.stories
 
 
 @given(st.integers(0, 2**32), st.integers(1, 33))
-def test_where_everything_is_deadly_all_are_blamed_one_by_one(seed: int, count: int) -> None:
+def test_if_all_are_deadly_all_are_blamed_one_by_one(seed: int, count: int) -> None:
     run = Run(random.Random(seed), [3] * count, dict.fromkeys(range(count), 0))
-    run.go()
+    run.simulate()
 
     assert sorted(run.blamed) == sorted(run.lengths)
-    assert run.most_barren <= 3 + math.ceil(math.log2(count))
+    assert run.max_barren <= 3 + math.ceil(math.log2(count))

@@ -1,4 +1,4 @@
-"""Turns: shares by weight, nobody starves, nobody waits for who is idle, silent or dead."""
+"""Time slices: shares by weight, no starvation, no waiting for idle, silent or dead workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def feed(machine: TimeSlices, now: float, *events: Event) -> list[GiveTimeSlice]
     return commands
 
 
-def test_who_is_alone_computes_without_end():
+def test_a_worker_alone_computes_without_limit():
     machine = TimeSlices()
 
     assert feed(machine, 0.0, TimeSliceRequested("a")) == [GiveTimeSlice("a", 1, None)]
@@ -59,7 +59,7 @@ def test_the_second_waits_until_the_first_has_had_a_slice():
     ]
 
 
-def test_the_last_one_left_is_alone_again():
+def test_the_last_worker_left_has_no_limit():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
 
@@ -71,7 +71,7 @@ def test_the_last_one_left_is_alone_again():
     )
 
 
-def test_who_overran_waits_for_as_long_as_that_takes_the_other():
+def test_a_worker_that_overran_waits_for_as_long():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
     time_slices = feed(machine, 0.5, TimeSliceEnded("a", 3, SLICE_S + 0.2, more=True))
@@ -83,7 +83,7 @@ def test_who_overran_waits_for_as_long_as_that_takes_the_other():
     assert len(time_slices) - 1 == 1 + 0.2 / SLICE_S
 
 
-def test_a_debt_is_paid_by_time_without_work_and_never_grows_beyond_its_bound():
+def test_a_debt_is_bounded_and_paid_by_time_without_work():
     machine = TimeSlices()
     feed(
         machine,
@@ -98,7 +98,7 @@ def test_a_debt_is_paid_by_time_without_work_and_never_grows_beyond_its_bound():
     assert -2.1 < machine.members["a"].credit_s < -1.9
 
 
-def test_a_silent_holder_loses_its_turn_and_gets_another_when_it_speaks():
+def test_a_silent_holder_loses_its_slice_and_gets_another_when_it_reports():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
 
@@ -110,7 +110,7 @@ def test_a_silent_holder_loses_its_turn_and_gets_another_when_it_speaks():
     assert feed(machine, 9.1, WorkerExited("b")) == [GiveTimeSlice("a", 6, None)]
 
 
-def test_an_old_word_does_not_end_a_newer_turn():
+def test_a_late_report_does_not_end_a_newer_slice():
     machine = TimeSlices()
     feed(
         machine,
@@ -125,7 +125,7 @@ def test_an_old_word_does_not_end_a_newer_turn():
     assert machine.members["a"].credit_s == 0.0
 
 
-def test_short_steps_need_no_turns_once_they_are_known_to_be_short():
+def test_short_steps_need_no_slices_once_measured():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))  # a: 3
 
@@ -139,7 +139,7 @@ def test_short_steps_need_no_turns_once_they_are_known_to_be_short():
     assert machine.deadline is None
 
 
-def test_who_waits_for_the_last_step_of_another_has_so_much_more_time():
+def test_waiting_for_the_last_step_of_another_extends_the_slice():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a"), TimeSliceRequested("b"))
 
@@ -151,7 +151,7 @@ def test_who_waits_for_the_last_step_of_another_has_so_much_more_time():
     ]
 
 
-def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
+def test_slices_begin_when_steps_become_long_or_a_worker_joins():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.02))
     assert [member.unlimited for member in machine.members.values()] == [True, True]
@@ -176,7 +176,7 @@ def test_turns_begin_when_somebodys_steps_become_long_or_one_more_comes():
     ]
 
 
-def test_who_overran_is_not_forgiven_because_its_next_steps_are_short():
+def test_an_overrun_is_paid_even_if_the_next_steps_are_short():
     machine = TimeSlices()
     feed(
         machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.3)
@@ -195,7 +195,7 @@ def test_who_overran_is_not_forgiven_because_its_next_steps_are_short():
     assert commands == [GiveTimeSlice("a", seq + 1, None), GiveTimeSlice("b", seq + 2, None)]
 
 
-def test_who_has_another_weight_takes_turns_however_short_its_steps_are():
+def test_workers_of_different_weights_get_slices_even_with_short_steps():
     machine = TimeSlices()
 
     assert feed(
@@ -223,44 +223,44 @@ spoken = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 2), spoken), max_size=80))
-def test_whatever_workers_say_somebody_computes(history):
+def test_some_worker_computes_after_any_events(history):
     machine = TimeSlices()
-    now, told = 0.0, 0
+    now, last_seq = 0.0, 0
     for passed, event in history:
         now += passed
         for give in machine.handle(event, now):
-            assert give.seq > told
-            told = give.seq
+            assert give.seq > last_seq
+            last_seq = give.seq
         machine.check()
 
 
 class Daemon:
-    """The daemon's side between simulated workers, and the accelerator that they share."""
+    """The daemon between simulated workers, and the accelerator that they share."""
 
     def __init__(self) -> None:
         self.machine = TimeSlices()
-        self.accelerator = asyncio.Lock()  # whoever comes first is served first
-        self.workers: dict[str, Computer] = {}
+        self.accelerator = asyncio.Lock()  # first come, first served
+        self.workers: dict[str, SimulatedWorker] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
-    def hear(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         loop = asyncio.get_running_loop()
         for give in self.machine.handle(event, loop.time()):
-            turn = wire.TimeSlice(seq=give.seq, slice_s=give.slice_s)
-            loop.call_later(HOP_S, self.workers[give.model].take, turn)
+            time_slice = wire.TimeSlice(seq=give.seq, slice_s=give.slice_s)
+            loop.call_later(HOP_S, self.workers[give.model].take, time_slice)
         self.machine.check()
         if self._alarm is not None:
             self._alarm.cancel()
         if self.machine.deadline is not None:
-            self._alarm = loop.call_at(self.machine.deadline, self.hear, AlarmFired())
+            self._alarm = loop.call_at(self.machine.deadline, self.handle, AlarmFired())
 
 
 HOP_S = 0.0003
 """From a worker to the daemon, or back."""
 
 
-class Computer:
-    """A worker with the real gate, whose steps take `step_s`, or what a `cycle` of them says."""
+class SimulatedWorker:
+    """A worker with the real gate. Its steps take `step_s`, or follow a `cycle`."""
 
     def __init__(self, daemon: Daemon, name: str, step_s: float, weight: float = 1.0) -> None:
         self.steps: list[tuple[float, float]] = []
@@ -268,15 +268,15 @@ class Computer:
         """Steps to do."""
         self.alive = True
         self.cycle: list[tuple[bool, float]] = []
-        """Steps that repeat: whether one reads prompts, and what it takes."""
+        """Repeating steps: whether a step prefills, and its seconds."""
         self._daemon, self._name, self._step_s, self._weight = daemon, name, step_s, weight
         self._gate = TimeSliceGate(on=True)
         self._woken = asyncio.Event()
         daemon.workers[name] = self
 
-    def take(self, turn: wire.TimeSlice) -> None:
+    def take(self, time_slice: wire.TimeSlice) -> None:
         if self.alive:
-            self._say(self._gate.apply(turn, asyncio.get_running_loop().time()))
+            self._send(self._gate.apply(time_slice, asyncio.get_running_loop().time()))
             self._woken.set()
 
     def give(self, steps: int) -> None:
@@ -288,21 +288,21 @@ class Computer:
         while self.alive:
             self._woken.clear()
             if not self.work:
-                self._say(self._gate.work_done(clock()))
+                self._send(self._gate.work_done(clock()))
                 await self._woken.wait()
                 continue
             reads, step_s = self._next_step
-            self._say(self._gate.request_slice(prefills=reads))
+            self._send(self._gate.request_slice(prefills=reads))
             if not self._gate.is_open:
                 await self._woken.wait()
                 continue
-            self._say(self._gate.before_step(clock()))
+            self._send(self._gate.before_step(clock()))
             async with self._daemon.accelerator:
                 start = clock()
                 await asyncio.sleep(step_s)
                 self.steps.append((start, clock()))
             self.work -= 1
-            self._say(self._gate.after_step(clock()))
+            self._send(self._gate.after_step(clock()))
 
     @property
     def _next_step(self) -> tuple[bool, float]:
@@ -313,7 +313,7 @@ class Computer:
     def seconds(self, start: float, end: float) -> float:
         return sum(b - a for a, b in self.steps if a >= start and b <= end)
 
-    def _say(self, report: wire.TimeSliceOver | wire.TimeSliceRequested | None) -> None:
+    def _send(self, report: wire.TimeSliceOver | wire.TimeSliceRequested | None) -> None:
         event: Event
         match report:
             case None:
@@ -326,15 +326,15 @@ class Computer:
                     *(report.step_s, report.left_s),
                 )
         if self.alive:
-            asyncio.get_running_loop().call_later(HOP_S, self._daemon.hear, event)
+            asyncio.get_running_loop().call_later(HOP_S, self._daemon.handle, event)
 
 
 async def simulate(
     seconds: float, *steps: tuple[float, float]
-) -> tuple[list[Computer], float, float]:
-    """Let workers with these step times and weights compute side by side."""
+) -> tuple[list[SimulatedWorker], float, float]:
+    """Simulate workers with these step times and weights."""
     daemon = Daemon()
-    workers = [Computer(daemon, f"m{i}", *one) for i, one in enumerate(steps)]
+    workers = [SimulatedWorker(daemon, f"m{i}", *step) for i, step in enumerate(steps)]
     tasks = [asyncio.create_task(worker.run()) for worker in workers]
     start = asyncio.get_running_loop().time()
     await asyncio.sleep(seconds)
@@ -357,27 +357,29 @@ async def test_time_is_shared_by_weight_to_within_a_step_and_a_slice(steps):
     weights = sum(weight for _, weight in steps)
     used = [worker.seconds(start, end) for worker in workers]
 
-    assert sum(used) > 0.97 * 60, "the accelerator stood still"
-    for mine, (_, weight) in zip(used, steps, strict=True):
+    assert sum(used) > 0.97 * 60, "the accelerator was idle"
+    for decode_s, (_, weight) in zip(used, steps, strict=True):
         bound = 2 * max(step for step, _ in steps) + 2 * SLICE_S * max(w for _, w in steps)
-        assert abs(mine - sum(used) * weight / weights) < bound
+        assert abs(decode_s - sum(used) * weight / weights) < bound
 
 
 @simulated
-async def test_a_decode_gets_its_turn_between_the_chunks_of_anothers_prompt():
+async def test_a_decode_gets_its_slice_between_the_chunks_of_another_prompt():
     (decoder, reader), start, _ = await simulate(30.0, (0.005, 1.0), (0.3, 1.0))
     gaps = [b[0] - a[1] for a, b in pairwise(decoder.steps) if a[0] > start + 1]
-    _, *chunks = reader.steps  # the first one began before anybody could say no
+    _, *chunks = reader.steps  # the first one began before any answer could arrive
     overlaps = [(a, b) for a in decoder.steps for b in chunks if a[0] < b[1] - 1e-9 and b[0] < a[1]]
 
     assert max(gaps) < 0.3 + 3 * HOP_S + 0.001, "two chunks in a row"
-    assert not overlaps, "both compute"
+    assert not overlaps, "both compute at once"
 
 
-async def shared_with(seconds: float, *cycle: tuple[bool, float]) -> tuple[Computer, Computer]:
-    """Let a decode of 4 ms a step compute beside one whose steps repeat; return both."""
+async def shared_with(
+    seconds: float, *cycle: tuple[bool, float]
+) -> tuple[SimulatedWorker, SimulatedWorker]:
+    """Simulate a decode of 4 ms a step and a worker whose steps repeat; return both."""
     daemon = Daemon()
-    decoder, other = Computer(daemon, "a", 0.004), Computer(daemon, "b", 0.004)
+    decoder, other = SimulatedWorker(daemon, "a", 0.004), SimulatedWorker(daemon, "b", 0.004)
     other.cycle = list(cycle)
     tasks = [asyncio.create_task(worker.run()) for worker in (decoder, other)]
     await asyncio.sleep(seconds)
@@ -389,14 +391,14 @@ async def shared_with(seconds: float, *cycle: tuple[bool, float]) -> tuple[Compu
 @pytest.mark.parametrize("chunk_s", [0.06, 0.3, 1.0])
 @pytest.mark.parametrize("decodes", [1, 3, 10, 50])
 @simulated
-async def test_prompts_shorter_than_their_debt_do_not_take_it_all(chunk_s, decodes):
+async def test_prompts_shorter_than_their_debt_do_not_take_all_time(chunk_s, decodes):
     start = asyncio.get_running_loop().time()
     cycle = [(True, chunk_s), *[(False, 0.004)] * decodes]
     decoder, chat = await shared_with(60.0, *cycle)
-    mine, its = decoder.seconds(start, start + 60), chat.seconds(start, start + 60)
+    decode_s, chat_s = decoder.seconds(start, start + 60), chat.seconds(start, start + 60)
 
-    assert mine + its > 0.97 * 60, "the accelerator stood still"
-    assert mine > 20
+    assert decode_s + chat_s > 0.97 * 60, "the accelerator was idle"
+    assert decode_s > 20
 
 
 @simulated
@@ -410,70 +412,70 @@ async def test_many_short_chunks_do_not_hide_the_long_ones_between_them():
         if a[0] < b[1] - 1e-9 and b[0] < a[1]
     ]
 
-    assert not overlaps, "both compute"
+    assert not overlaps, "both compute at once"
     assert decoder.seconds(start, start + 60) > 0.45 * 60
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.0])
 @simulated
-async def test_passing_turns_on_costs_less_than_a_hundredth_part(weight):
+async def test_switching_costs_less_than_one_percent(weight):
     workers, start, end = await simulate(20.0, (0.004, weight), (0.004, 1.0))
 
     assert sum(worker.seconds(start, end) for worker in workers) > 0.99 * 20
 
 
 @simulated
-async def test_workers_with_short_steps_compute_side_by_side_until_one_reads_a_prompt():
+async def test_workers_with_short_steps_compute_at_once_until_one_prefills():
     daemon = Daemon()
-    one, two = Computer(daemon, "a", 0.004), Computer(daemon, "b", 0.006)
-    tasks = [asyncio.create_task(worker.run()) for worker in (one, two)]
+    first, second = SimulatedWorker(daemon, "a", 0.004), SimulatedWorker(daemon, "b", 0.006)
+    tasks = [asyncio.create_task(worker.run()) for worker in (first, second)]
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
     calm, seen = loop.time(), daemon.machine.seq
     await asyncio.sleep(5.0)
-    assert daemon.machine.seq == seen, "turns that nobody needs"
-    gaps = [b[0] - a[1] for a, b in pairwise(one.steps) if a[0] > calm]
-    assert max(gaps) < 0.006 + 1e-6, "somebody waits for a slice"
+    assert daemon.machine.seq == seen, "slices that are not needed"
+    gaps = [b[0] - a[1] for a, b in pairwise(first.steps) if a[0] > calm]
+    assert max(gaps) < 0.006 + 1e-6, "a worker waits for a slice"
 
-    two._step_s = 0.3
+    second._step_s = 0.3
     start = loop.time()
     await asyncio.sleep(10.0)
     assert daemon.machine.seq > seen
-    assert one.seconds(start, start + 10.0) > 0.4 * 10, "the prompt takes it all"
-    two._step_s = 0.006
+    assert first.seconds(start, start + 10.0) > 0.4 * 10, "the prompt takes all time"
+    second._step_s = 0.006
     await asyncio.sleep(3.0)
     seen = daemon.machine.seq
     await asyncio.sleep(3.0)
-    assert daemon.machine.seq == seen, "turns that nobody needs any more"
+    assert daemon.machine.seq == seen, "slices that are not needed any more"
     for task in tasks:
         task.cancel()
 
 
 @simulated
-async def test_who_is_stopped_holds_the_others_up_once_and_comes_back():
+async def test_a_stopped_worker_delays_the_others_once_and_returns():
     daemon = Daemon()
-    one, two = Computer(daemon, "a", 0.005), Computer(daemon, "b", 0.005)
-    tasks = [asyncio.create_task(worker.run()) for worker in (one, two)]
+    first, second = SimulatedWorker(daemon, "a", 0.005), SimulatedWorker(daemon, "b", 0.005)
+    tasks = [asyncio.create_task(worker.run()) for worker in (first, second)]
     loop = asyncio.get_running_loop()
     await asyncio.sleep(1.0)
     stopped, end = loop.time(), loop.time() + 20.0
-    one._step_s = 20.0  # a step in which the process stands still
+    first._step_s = 20.0  # a step in which the process is stopped
     await asyncio.sleep(20.0)
-    gaps = [b[0] - a[1] for a, b in pairwise(two.steps) if a[1] > stopped - 1]
+    gaps = [b[0] - a[1] for a, b in pairwise(second.steps) if a[1] > stopped - 1]
 
     assert sorted(gaps)[-2] < 2 * SLICE_S
     assert max(gaps) < GRACE_S + 2 * SLICE_S
-    one._step_s = 0.005
+    first._step_s = 0.005
     await asyncio.sleep(20.0)
-    assert one.seconds(end, end + 20.0) > 5.0
+    assert first.seconds(end, end + 20.0) > 5.0
     for task in tasks:
         task.cancel()
 
 
 @simulated
-async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
+async def test_a_worker_with_intermittent_work_neither_starves_nor_is_starved():
     daemon = Daemon()
-    steady, guest = Computer(daemon, "a", 0.1), Computer(daemon, "b", 0.004)
+    steady, guest = SimulatedWorker(daemon, "a", 0.1), SimulatedWorker(daemon, "b", 0.004)
     guest.work = 0
     tasks = [asyncio.create_task(worker.run()) for worker in (steady, guest)]
     waits = []
@@ -492,7 +494,7 @@ async def test_who_comes_and_goes_starves_nobody_and_is_not_starved():
 
 
 @simulated
-async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
+async def test_slices_go_to_the_processes_that_requested_them():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
         first.report(wire.TimeSliceRequested())
@@ -502,8 +504,8 @@ async def test_the_daemon_passes_wishes_and_turns_to_the_right_processes_only():
         for process in (first, second):
             time_slices[process] = [c for c in process.commands if isinstance(c, wire.TimeSlice)]
 
-        assert [turn.slice_s for turn in time_slices[first]] == [None, SLICE_S]
-        assert [turn.slice_s for turn in time_slices[second]] == [0.0]
+        assert [time_slice.slice_s for time_slice in time_slices[first]] == [None, SLICE_S]
+        assert [time_slice.slice_s for time_slice in time_slices[second]] == [0.0]
         first.die(-9)
         await asyncio.sleep(0.1)
         assert second.commands[-1].slice_s is None
@@ -523,21 +525,21 @@ async def test_a_models_weight_is_that_of_its_policy():
 
 
 @simulated
-async def test_another_weight_holds_from_the_next_turn_of_a_running_process():
+async def test_a_new_weight_takes_effect_with_the_next_slice():
     async with world(load=("a", "b")) as it:
         first, second = it.spawn.last("a"), it.spawn.last("b")
         for process in (first, second):
             process.report(wire.TimeSliceRequested())
         await it.client().ask(messages.Load, model="b", policy=ModelPolicy(weight=3.0))
         await asyncio.sleep(0.1)
-        turn = first.commands[-1]
-        first.report(wire.TimeSliceOver(seq=turn.seq, used_s=SLICE_S, more=True))
+        time_slice = first.commands[-1]
+        first.report(wire.TimeSliceOver(seq=time_slice.seq, used_s=SLICE_S, more=True))
         await asyncio.sleep(0.1)
 
         assert second.commands[-1].slice_s == pytest.approx(3 * SLICE_S)
 
 
-def test_who_gets_another_weight_takes_turns_again():
+def test_different_weights_bring_slices_back():
     machine = TimeSlices()
     feed(machine, 0.0, TimeSliceRequested("a", step_s=0.01), TimeSliceRequested("b", step_s=0.01))
 
@@ -553,7 +555,7 @@ def test_who_gets_another_weight_takes_turns_again():
 
 
 @simulated
-async def test_a_process_that_never_ends_its_turn_loses_it():
+async def test_a_process_that_never_ends_its_slice_loses_it():
     async with world(load=("a", "b")) as it:
         for name in "ab":
             it.spawn.last(name).report(wire.TimeSliceRequested())
