@@ -129,7 +129,7 @@ def test_generate_sends_all_options(kvctl, home: Home):
 
 
 @pytest.mark.parametrize(
-    ("bias", "says"),
+    ("bias", "message"),
     [
         (["5"], "'5' is not ID=BIAS, such as 42=-5"),
         (["-1=3"], "is not ID=BIAS"),
@@ -137,15 +137,15 @@ def test_generate_sends_all_options(kvctl, home: Home):
         (["5=1", "5=2"], "'5=2' names a token twice"),
     ],
 )
-def test_a_wrong_logit_bias_is_a_usage_error(kvctl, bias, says):
+def test_a_wrong_logit_bias_is_a_usage_error(kvctl, bias, message):
     options = [word for one in bias for word in ("--logit-bias", one)]
     code, _, err = kvctl("generate", "demo", "Hi", *options)
     assert code == 2
-    assert says in " ".join(err.replace("│", "").split())
+    assert message in " ".join(err.replace("│", "").split())
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "message"),
     [
         ("--n=17", "n must be between 1 and 16, not 17"),
         ("--repetition-penalty=0", "repetition_penalty must be above 0 and at most 10, not 0.0"),
@@ -153,13 +153,13 @@ def test_a_wrong_logit_bias_is_a_usage_error(kvctl, bias, says):
         ("--logprobs=21", "logprobs must be between 0 and 20, not 21"),
     ],
 )
-def test_numbers_out_of_range_are_refused_with_the_range(kvctl, home: Home, option, says):
+def test_numbers_out_of_range_are_refused_with_the_range(kvctl, home: Home, option, message):
     with stub_daemon(home.socket, well) as requests:
-        assert kvctl("generate", "demo", "Hi", option) == (6, "", f"error: {says}\n")
+        assert kvctl("generate", "demo", "Hi", option) == (6, "", f"error: {message}\n")
     assert requests == []
 
 
-def told(token, text, top=()):
+def logprob(token, text, top=()):
     return TokenLogprob(token, text, -0.6931472, top=list(top))
 
 
@@ -167,10 +167,10 @@ def several(request):
     number = request.id
     likely = [Alternative(66, "B", -0.6931472), Alternative(9, "\ufffd", -9999.0, [0xC3, 0x28])]
     yield m.PromptLogprobs(
-        id=number, index=0, logprobs=[TokenLogprob(1, "<s>"), told(2, " Hi\n", likely)]
+        id=number, index=0, logprobs=[TokenLogprob(1, "<s>"), logprob(2, " Hi\n", likely)]
     )
     for choice, token in ((1, 66), (0, 65), (1, 67)):
-        logprobs = [told(token, chr(token), likely)]
+        logprobs = [logprob(token, chr(token), likely)]
         yield m.Tokens(
             id=number,
             index=0,
@@ -333,15 +333,15 @@ def test_chat_sends_the_conversation_and_handles_commands(kvctl, home: Home):
     ]
     with stub_daemon(home.socket, well) as requests:
         code, out, err = kvctl("chat", "demo", stdin="\n".join(lines) + "\n")
-    asked = [
-        [(turn.role, turn.content) for turn in request.messages]
+    sent = [
+        [(message.role, message.content) for message in request.messages]
         for request in requests
         if isinstance(request, m.Generate)
     ]
     reply = ("assistant", "Grüße all")
     assert code == 0
     assert out == "Grüße all\n" * 4
-    assert asked == [
+    assert sent == [
         [("user", "Hello")],
         [("user", "Hello"), reply, ("user", "And now?")],
         [("user", "Hello"), reply, ("user", "And now?")],
@@ -411,7 +411,7 @@ def test_tokens_are_printed_one_per_line_or_counted(kvctl, home: Home):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("explain", "demo", "--rows", "x"), "'x' is not a valid integer range"),
         (("explain", "demo", "--rows", "-1"), "-1 is not in the range 0<=x<=65536"),
@@ -422,10 +422,10 @@ def test_tokens_are_printed_one_per_line_or_counted(kvctl, home: Home):
         (("generate", "demo", "Hi", "--temperature", "warm"), "'warm' is not a valid float"),
     ],
 )
-def test_numbers_of_the_command_line_are_checked(kvctl, arguments, said):
+def test_numbers_of_the_command_line_are_checked(kvctl, arguments, message):
     code, out, err = kvctl(*arguments)
     assert (code, out) == (2, "")
-    assert said in " ".join(err.split())
+    assert message in " ".join(err.split())
 
 
 def test_a_short_command_imports_neither_asyncio_nor_pydantic_nor_the_engine():
@@ -514,28 +514,28 @@ def test_chat_refuses_values_out_of_range_and_resets_to_defaults(kvctl, home: Ho
     assert "temperature must be between 0 and 10" in err
     assert "top_p must be above 0 and at most 1" in err
     assert "seed must be between 0 and" in err
-    asked = [request for request in requests if isinstance(request, m.Generate)]
-    assert [(r.max_tokens, r.sampling.seed) for r in asked] == [(5, None), (None, 3), (None, None)]
-    assert {r.sampling.temperature for r in asked} == {0.7}
+    sent = [request for request in requests if isinstance(request, m.Generate)]
+    assert [(r.max_tokens, r.sampling.seed) for r in sent] == [(5, None), (None, 3), (None, None)]
+    assert {r.sampling.temperature for r in sent} == {0.7}
 
 
 def test_a_silent_daemon_is_reported_once(kvctl, home: Home, monkeypatch):
-    said = threading.Event()
-    talks = []
+    reported = threading.Event()
+    messages = []
     monkeypatch.setattr("kvd.client.blocking.QUICK_S", 0.05)
     monkeypatch.setattr(
-        "kvd.cli.stream.print_message", lambda text: (talks.append(text), said.set())
+        "kvd.cli.stream.print_message", lambda text: (messages.append(text), reported.set())
     )
 
     def answer(request):
-        assert said.wait(10)
+        assert reported.wait(10)
         yield from well(request)
 
     with stub_daemon(home.socket, answer):
         code, out, _ = kvctl("generate", "demo", "Hi")
     assert (code, out) == (0, "Grüße all")
-    assert len(talks) == 1
-    assert "no message from the daemon" in talks[0]
+    assert len(messages) == 1
+    assert "no message from the daemon" in messages[0]
 
 
 def test_a_daemon_that_still_runs_is_not_reported_as_stopped(kvctl, home: Home, monkeypatch):
@@ -601,10 +601,10 @@ def test_pin_unpin_and_the_budget(kvctl, home: Home):
 
 
 def test_load_sends_the_policy(kvctl, home: Home):
-    asked = []
+    requests = []
 
     def answer(request):
-        asked.append(request)
+        requests.append(request)
         return well(request)
 
     with stub_daemon(home.socket, answer):
@@ -613,9 +613,9 @@ def test_load_sends_the_policy(kvctl, home: Home):
         assert kvctl("load", "demo")[0] == 0
         assert kvctl("load", "demo", "--priority", "0")[0] == 0
         code, _, err = kvctl("load", "demo", "--priority", "101")
-    said = [it.policy for it in asked if isinstance(it, m.Load)]
-    wanted = ModelPolicy(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
-    assert said == [wanted, None, ModelPolicy()]
+    policies = [request.policy for request in requests if isinstance(request, m.Load)]
+    expected = ModelPolicy(pinned=True, priority=3, idle_ttl_s=60, max_context=4096)
+    assert policies == [expected, None, ModelPolicy()]
     assert (code, "priority must be at most 100" in err) == (2, True)
 
 

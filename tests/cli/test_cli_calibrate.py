@@ -122,4 +122,4 @@ def test_a_folder_with_other_files_is_not_used_as_a_home(kvctl, home: Home):
     (home.root / "thesis.tex").write_text("")
     code, _, err = kvctl("calibrate", "demo")
     assert code == 5
-    assert "never a home" in err
+    assert "is not a home of kvd" in err

@@ -64,7 +64,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "says"),
+    ("verdict", "text"),
     [
         ("fits", "64 rows of 16,384 tokens at k8v8: fits now"),
         ("makes_room", "These steps would make room:"),
@@ -72,10 +72,10 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width):
         ("never", "never fits. Even k4v4 needs"),
     ],
 )
-def test_the_verdict_is_shown(verdict, says):
+def test_the_verdict_is_shown(verdict, text):
     value = replace(VALUE, verdict=verdict, shortfall_bytes=5 * MIB)
 
-    assert says in " ".join(shown(value, 200).split())
+    assert text in " ".join(shown(value, 200).split())
 
 
 def test_the_origin_of_the_numbers_is_shown():

@@ -21,14 +21,15 @@ ALL += "--kv-keep 8"
 
 
 @pytest.fixture(params=["load", "serve"])
-def asked(request, home: Home, monkeypatch):
+def run(request, home: Home, monkeypatch):
     """Run either command with these options; gives its exit code, output and settings."""
 
     def load(options: str):
         arguments = ["--home", str(home.root), "load", "demo", *options.split()]
         with stub_daemon(home.socket, well) as requests:
             done = CliRunner().invoke(kvctl_app, arguments, env={"COLUMNS": "400"})
-        return done.exit_code, done.output, [it.kv for it in requests if hasattr(it, "kv")]
+        specs = [request.kv for request in requests if hasattr(request, "kv")]
+        return done.exit_code, done.output, specs
 
     def serve(options: str):
         ran: list[Options] = []
@@ -37,7 +38,7 @@ def asked(request, home: Home, monkeypatch):
         )
         arguments = ["serve", "--home", str(home.root), "--model", "demo", *options.split()]
         done = CliRunner().invoke(kvd_app, arguments, env={"COLUMNS": "400"})
-        return done.exit_code, done.output, [it.kv for it in ran]
+        return done.exit_code, done.output, [options.kv for options in ran]
 
     return {"load": load, "serve": serve}[request.param]
 
@@ -65,13 +66,13 @@ def asked(request, home: Home, monkeypatch):
         ),
     ],
 )
-def test_options_become_settings(asked, options: str, spec: KVSpec):
-    code, out, specs = asked(options)
+def test_options_become_settings(run, options: str, spec: KVSpec):
+    code, out, specs = run(options)
     assert (code, specs) == (0, [spec]), out
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ("--kv k7v8", "--kv 'k7v8' is no KV scheme: key bits must be one of"),
         ("--kv-group-size 16", "--kv-group-size must be one of 32, 64, not 16"),
@@ -92,10 +93,10 @@ def test_options_become_settings(asked, options: str, spec: KVSpec):
         ("--max-kv-size many", "--max-kv-size"),
     ],
 )
-def test_an_invalid_option_is_a_usage_error_that_names_it(asked, options: str, says: str):
-    code, out, specs = asked(options)
+def test_an_invalid_option_is_a_usage_error_that_names_it(run, options: str, message: str):
+    code, out, specs = run(options)
     assert (code, specs) == (Exit.USAGE, [])
-    assert says in out
+    assert message in out
 
 
 def test_kv_options_without_a_model_are_refused(home: Home):

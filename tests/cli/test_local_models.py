@@ -118,13 +118,13 @@ def test_each_model_is_listed_with_the_daemon_s_forecast(
     model_at(hub / "models--org--odd" / "snapshots" / "s", 9)
     model_at(hub / "models--org--part" / "snapshots" / "s")
     model_at(tmp_path / "mine", 5)
-    asked = []
+    explained = []
 
     def answer(request):
         if not isinstance(request, m.Explain):
             yield from well(request)
             return
-        asked.append((request.model, request.rows, request.context))
+        explained.append((request.model, request.rows, request.context))
         if request.model.endswith("models--org--odd/snapshots/s"):
             error = InvalidModel("its config.json is [empty]")
             yield m.Error(id=request.id, error=error.info())
@@ -142,14 +142,14 @@ def test_each_model_is_listed_with_the_daemon_s_forecast(
     assert found["org/big"]["forecast"]["verdict"] == "never"
     assert found["org/odd"]["error"]["code"] == "invalid_model"
     assert "forecast" not in found["org/part"]
-    assert {one[1:] for one in asked} == {(1, 100), (1, 4096)}
-    assert not any("part" in model for model, _, _ in asked)
-    for said in (
+    assert {one[1:] for one in explained} == {(1, 100), (1, 4096)}
+    assert not any("part" in model for model, _, _ in explained)
+    for text in (
         "never: 3.0 GiB of 2.0 GiB",
         "its config.json is [empty]",
         "not completely downloaded",
     ):
-        assert said in page
+        assert text in page
 
 
 def test_without_a_daemon_the_forecast_is_for_a_new_one(kvctl, home: Home, hub):
@@ -168,12 +168,12 @@ def test_without_a_daemon_the_forecast_is_for_a_new_one(kvctl, home: Home, hub):
 
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_the_table_fits_its_width(width):
-    one = local_models.LocalModel("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
+    long = local_models.LocalModel("/" + "long/" * 30, "folder", Path("/"), 5, complete=True)
     console = Console(width=width, file=io.StringIO(), highlight=False)
     odd = local_models.LocalModel("/[red]x", "folder", Path("/"), 5, complete=True)
-    said = [forecast("m", verdict) for verdict in ("waits", "never")]
-    known = [models.Candidate(one, ("a", "b"), it) for it in said]
-    known.append(models.Candidate(odd, forecast=said[0]))
-    console.print(models.page(known))
+    forecasts = [forecast("m", verdict) for verdict in ("waits", "never")]
+    candidates = [models.Candidate(long, ("a", "b"), forecast) for forecast in forecasts]
+    candidates.append(models.Candidate(odd, forecast=forecasts[0]))
+    console.print(models.page(candidates))
     assert max(map(len, console.file.getvalue().splitlines())) <= width
     assert "/[red]x" in console.file.getvalue()

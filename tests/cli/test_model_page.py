@@ -78,7 +78,7 @@ def test_all_kv_settings_are_shown():
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "text"),
     [
         (
             MODEL.stats.prefix,
@@ -91,10 +91,10 @@ def test_all_kv_settings_are_shown():
         (PrefixUse(), "0 of 0 tokens found in the cache; 0 checkpoints in 0 B"),
     ],
 )
-def test_the_prefix_cache_s_hits_are_shown(use: PrefixUse, said: str):
+def test_the_prefix_cache_s_hits_are_shown(use: PrefixUse, text: str):
     stats = msgspec.structs.replace(MODEL.stats, prefix=use)
     value = msgspec.structs.replace(MODEL, stats=stats)
-    assert f"prompts {said} " in " ".join(shown(value, 80).split()) + " "
+    assert f"prompts {text} " in " ".join(shown(value, 80).split()) + " "
     without = msgspec.structs.replace(value, kv=KVSpec(prefix_cache=0))
     assert "found in the cache" not in shown(without, 80)
 
@@ -123,8 +123,8 @@ def test_a_model_without_a_worker_shows_what_is_known():
 def test_status_points_to_the_model_page_if_layers_have_no_pages():
     console = Console(width=80, file=io.StringIO(), highlight=False)
     console.print(status_page.status(daemon_status(MIXED), 80))
-    said = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` shows why"
-    assert said in console.file.getvalue()
+    hint = "demo: 24 of 32 layers are not in batched pages; `kvctl status demo` shows why"
+    assert hint in console.file.getvalue()
     console = Console(width=80, file=io.StringIO(), highlight=False)
     console.print(status_page.status(daemon_status(MODEL), 80))
     assert "shows why" not in console.file.getvalue()

@@ -19,46 +19,46 @@ from tests.cli.stub import stub_daemon, well
 
 
 def test_polling_reconnects_to_the_next_daemon_and_gets_all_of_its_events(home: Home):
-    watch = PollingClient(CommonOptions(home=str(home.root)))
-    asked = []
+    client = PollingClient(CommonOptions(home=str(home.root)))
+    seen = []
 
     def leaving(request):
-        asked.append(request)
-        if len(asked) == 4:
+        seen.append(request)
+        if len(seen) == 4:
             yield None
         else:
             yield from well(request)
 
     with stub_daemon(home.socket, leaving):
-        assert watch.status().state == "serving"
-        assert [one.seq for one in watch.new_events()] == [1]
+        assert client.status().state == "serving"
+        assert [one.seq for one in client.new_events()] == [1]
         with pytest.raises(NotRunning):
-            watch.status()
+            client.status()
     home.socket.unlink()
     with pytest.raises(NotRunning):
-        watch.status()
-    asked.clear()
+        client.status()
+    seen.clear()
 
     def successor(request):
         if isinstance(request, m.Hello):
             yield m.HelloReply(id=request.id, version="2", protocol=1, pid=7, home="/h")
         elif isinstance(request, m.Events):
-            asked.append(request.since)
+            seen.append(request.since)
             yield m.EventsReply(id=request.id, last=0)
         else:
             yield from well(request)
 
-    with stub_daemon(home.socket, successor), watch:
-        assert watch.status().version == "0.1.0"
-        assert watch.new_events() == []
-    assert asked == [0]
+    with stub_daemon(home.socket, successor), client:
+        assert client.status().version == "0.1.0"
+        assert client.new_events() == []
+    assert seen == [0]
 
 
 def test_the_same_daemon_sends_only_new_events(home: Home):
     common = CommonOptions(home=str(home.root))
-    with stub_daemon(home.socket, well) as requests, PollingClient(common) as watch:
-        watch.new_events()
-        watch.new_events()
+    with stub_daemon(home.socket, well) as requests, PollingClient(common) as client:
+        client.new_events()
+        client.new_events()
     assert [one.since for one in requests if isinstance(one, m.Events)] == [0, 1]
 
 

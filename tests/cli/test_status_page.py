@@ -20,7 +20,7 @@ def shown(status, width):
     return console.file.getvalue()
 
 
-def said(model, width):
+def summary(model, width):
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(status_page.model(model, width))
     return console.file.getvalue()
@@ -90,13 +90,13 @@ def test_levels_show_the_share_of_pages_by_scheme():
 
 
 @pytest.mark.parametrize(
-    ("granted", "said", "filled"),
+    ("granted", "text", "filled"),
     [(0, "0 B of 1.0 GiB, 0%", 0), (2**29, ", 50%", 7), (2**30 - 1, ", 100%", 13)],
 )
-def test_the_bar_is_full_only_when_the_budget_is(granted, said, filled):
+def test_the_bar_is_full_only_when_the_budget_is(granted, text, filled):
     status = msgspec.structs.replace(daemon_status(), granted_bytes=granted)
     line = shown(status, 80).splitlines()[1]
-    assert said in line
+    assert text in line
     assert line.count("█") == filled
 
 
@@ -151,14 +151,14 @@ def test_a_failed_model_shows_its_error():
 
 def test_the_summary_of_a_load_shows_the_effective_scheme():
     lifted = msgspec.structs.replace(MODEL, kv=KVSpec(4, 4))  # by a calibration
-    assert "  k8v8  " in said(lifted, 160)
-    assert "  k4v4" in said(msgspec.structs.replace(lifted, info=None), 160)
+    assert "  k8v8  " in summary(lifted, 160)
+    assert "  k4v4" in summary(msgspec.structs.replace(lifted, info=None), 160)
 
 
 def test_the_summary_of_a_load_wraps_between_words():
-    words = said(MODEL, 160).split()
-    lines = said(MODEL, 60).splitlines()
-    assert len(said(MODEL, 160).splitlines()) == 1
+    words = summary(MODEL, 160).split()
+    lines = summary(MODEL, 60).splitlines()
+    assert len(summary(MODEL, 160).splitlines()) == 1
     assert [word for line in lines for word in line.split()] == words
     assert len(lines) == 3
     assert all(line.startswith("  ") for line in lines[1:])

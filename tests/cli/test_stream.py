@@ -20,7 +20,7 @@ EVENTS: list[Event] = [
 ]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
+def messages_for(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(stream, "stderr_console", lambda: Console(force_terminal=terminal))
     monkeypatch.setattr(stream, "print_message", lines.append)
@@ -34,7 +34,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *, terminal: bool) -> list[str]:
 def test_a_terminal_shows_why_a_request_waits_until_its_first_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = told(monkeypatch, terminal=True)
+    lines = messages_for(monkeypatch, terminal=True)
 
     words = ("position 3", "worker restarts", "need the memory")
     assert all(word in line for word, line in zip(words, lines, strict=True))
@@ -42,4 +42,4 @@ def test_a_terminal_shows_why_a_request_waits_until_its_first_text(
 
 
 def test_a_pipe_gets_only_the_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(monkeypatch, terminal=False) == []
+    assert messages_for(monkeypatch, terminal=False) == []
